@@ -12,23 +12,31 @@ from tests.training import processes
 
 
 def run_roles(
-    run_role: Callable[[str, str, Path], None], name: str, roles: tuple[str, ...], directory: Path
+    run_role: Callable[[str, str, Path], None], name: str, roles: tuple[tuple[str, ...], ...], directory: Path
 ) -> dict[str, Any]:
     """Run some roles of a case, one after the other.
 
     Args:
         run_role: What a process calls with the case, the role and the directory.
         name: The case.
-        roles: "killed" is to end by SIGKILL and reports nothing; every other one writes `<role>.json`.
+        roles: Those of each process: what imports and first steps take, the others that share it need not. "killed" is
+            to end by SIGKILL and reports nothing; every other one writes `<role>.json`.
         directory: Where they save and report.
 
     Returns:
         Role -> report.
     """
     reports = {}
-    for role in roles:
-        end = processes.run(directory / f"{role}.txt", run_role, name, role, directory, modules=(run_role.__module__,))
-        assert end.status == (-signal.SIGKILL if role == "killed" else 0), end.words
-        if role != "killed":
-            reports[role] = json.loads((directory / f"{role}.json").read_text())
+    for together in roles:
+        words, modules = directory / f"{together[-1]}.txt", (run_role.__module__, __name__)
+        end = processes.run(words, _run, run_role, name, together, directory, modules=modules)
+        assert end.status == (-signal.SIGKILL if together[-1] == "killed" else 0), end.words
+        for role in together:
+            if role != "killed":
+                reports[role] = json.loads((directory / f"{role}.json").read_text())
     return reports
+
+
+def _run(run_role: Callable[[str, str, Path], None], name: str, roles: tuple[str, ...], directory: Path) -> None:
+    for role in roles:
+        run_role(name, role, directory)

@@ -144,3 +144,23 @@ def _table() -> dict[str, Case]:
 
 
 CASES = _table()
+
+REPEATED = frozenset(
+    {
+        *(f"optimizer-{name}" for name in (
+            "sgd-momentum", "sgd-fused", "adam-amsgrad", "adamw-foreach", "adamw-fused", "adamw-channels-last", "nadam",
+            "asgd", "radam", "adamax", "adafactor", "hf-adafactor", "rmsprop", "lbfgs", "muon",
+        )),
+        *(f"scheduler-{name}" for name in (
+            "lambda-function", "lambda-lambda", "multiplicative", "exponential", "cyclic-triangular",
+            "cyclic-function", "cyclic-lambda", "one-cycle-linear", "one-cycle-three-phases", "plateau-max",
+            "sequential", "swa", "hf-constant-warmup", "hf-cosine", "hf-cosine-restarts", "hf-inverse-sqrt",
+            "hf-cosine-min-lr", "hf-wsd-1-sqrt", "multi-step-tensor-lr",
+        )),
+        "end-of-second-epoch-batch", "first-batch-of-epoch", "saved-every-step", "saved-every-4-batch", "2-workers",
+        "2-workers-persistent", "augmented-python-2-workers", "augmented-numpy-2-workers", "augmented-torch-2-workers",
+        "augmented-in-the-loop-later", "dropout", "accumulate-2", "autocast-bf16", "scaler-accumulate", "frozen", "ema",
+        "llama-gradient-checkpointing", "rotated-to-one", "async",
+    }
+)  # fmt: skip
+"""Cases of which each thing is in another one, too: its class, its kind of state, its way to save."""

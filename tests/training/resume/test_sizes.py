@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from hfshard.training import CheckpointManager, TrainingState
-from tests.training.resume.cases import CASES
+from tests.training.resume.cases import CASES, REPEATED
 from tests.training.resume.runs import Run
 
 CYCLES = 4
@@ -54,7 +54,14 @@ def _sizes_after_cycles(name: str, root: Path, cycles: int, size_of: Callable[[P
     return sizes
 
 
-@pytest.mark.parametrize("name", [name for name in SCHEDULED if name not in HOLDING])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in REPEATED else ())
+        for name in SCHEDULED
+        if name not in HOLDING
+    ],
+)
 def test_cycles_of_load_and_save_leave_the_size_to_the_byte(name: str, tmp_path: Path) -> None:
     sizes = _sizes_after_cycles(name, tmp_path, CYCLES, _bare_size)
     assert len(sizes) == CYCLES + 1
