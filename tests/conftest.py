@@ -6,6 +6,7 @@ import gc
 import importlib
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -37,6 +38,9 @@ from tests.helpers import forkserver
 if TYPE_CHECKING:
     from tests.hubserver.hub_server import HubServer
 
+
+# With each model, transformers compiles its table of names, which is twice as long as what Python keeps compiled.
+vars(re)["_MAXCACHE"] = 1 << 14
 
 _FIRST = (
     "tests/scripts/test_bench.py",

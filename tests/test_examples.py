@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -58,20 +59,41 @@ def is_in_need_of_an_example(name: str) -> bool:
     return name in CLASSES_TO_USE
 
 
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models that were saved and pushed, and a run; each example has a copy."""
+    place = tmp_path_factory.mktemp("files")
+    model = nn.Linear(4, 4)
+    for name in ("out", "base", "fine-tuned"):
+        hfshard.save_model(model, place / name)
+    bert(1.0).save_pretrained(place / "bert")
+    hfshard.push_checkpoint(place / "bert", place / "hub" / "model")
+    torch.save({"state_dict": model.state_dict(), "model_ema": model.state_dict()}, place / "checkpoint.pth.tar")
+    hfshard.hub.DirectoryHub.open(place / "hub" / "model").tag("v1")
+    write_pair(place, "key")
+    Authority("root").write(place)
+    with hfshard.CheckpointManager(place / "run", keep_best="eval_loss") as manager:
+        manager.save(1200, training_parts(model)["state"], metric=0.5)
+    return place
+
+
+def training_parts(model: nn.Module) -> dict[str, Any]:
+    """What a run trains with, by the names that the examples give it."""
+    training = hfshard.training
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    dataset = TensorDataset(torch.zeros(16, 4))
+    loader = training.ResumableDataLoader(dataset, batch_size=8)
+    state = training.TrainingState(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
+    return {"optimizer": optimizer, "scheduler": scheduler, "dataset": dataset, "loader": loader, "state": state}
+
+
 @pytest.fixture
-def namespace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What the examples take for granted, in an empty directory: models that were saved and pushed, and a run."""
+def namespace(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the examples take for granted, in a directory with the files."""
+    shutil.copytree(files, tmp_path, symlinks=True, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     model = nn.Linear(4, 4)
-    hfshard.save_model(model, "out")
-    for name in ("base", "fine-tuned"):
-        hfshard.save_model(model, name)
-    bert(1.0).save_pretrained("bert")
-    hfshard.push_checkpoint("bert", "./hub/model")
-    torch.save({"state_dict": model.state_dict(), "model_ema": model.state_dict()}, "checkpoint.pth.tar")
-    hfshard.hub.DirectoryHub.open("./hub/model").tag("v1")
-    write_pair(tmp_path, "key")
-    Authority("root").write(tmp_path)
     return {
         "hfshard": hfshard,
         "nn": nn,
@@ -93,15 +115,8 @@ def transformers_names() -> dict[str, Any]:
 def run_names(model: nn.Module) -> dict[str, Any]:
     """A training state, and the manager of a run that has the checkpoint of step 1200."""
     training = hfshard.training
-    optimizer = torch.optim.AdamW(model.parameters())
-    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
-    dataset = TensorDataset(torch.zeros(16, 4))
-    loader = training.ResumableDataLoader(dataset, batch_size=8)
-    state = training.TrainingState(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
-    with hfshard.CheckpointManager("run", keep_best="eval_loss") as manager:
-        manager.save(1200, state, metric=0.5)
     names: dict[str, Any] = {name: getattr(training, name) for name in training.__all__}
-    names |= {"optimizer": optimizer, "scheduler": scheduler, "dataset": dataset, "loader": loader, "state": state}
+    names |= training_parts(model)
     names |= {"manager": hfshard.CheckpointManager("run", keep_best="eval_loss"), "step": 1201, "loss": 0.4}
     return {**names, "DirectoryHub": hfshard.hub.DirectoryHub, "epochs": 1, "ema": nn.Linear(4, 4)}
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import transformers
 from transformers import PreTrainedModel
 
-from tests.zoo.compare import Facts, facts_of_load, load
+from tests.zoo.compare import Facts, Loaded, facts_of_load, load
 from tests.zoo.mixin_classes import with_mixin
 from tests.zoo.models import ZOO
 
@@ -17,13 +18,15 @@ WHOLE, SHARDS = "5GB", "20KB"
 
 
 class Saves:
-    """The zoo on disk. Nobody writes into these directories."""
+    """The zoo on disk, and as it was loaded from there. Nobody writes into these directories."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.stock = cache(self._stock)
         self.ours = cache(self._ours)
         self.stock_facts = cache(self._stock_facts)
+        self.load_of_stock = cache(self._load_of_stock)
+        self._models: dict[Path, Any] = {}
 
     def _stock(self, name: str, size: str = WHOLE) -> Path:
         return self._saved(name, size, "stock", ZOO[name].stock_class)
@@ -33,14 +36,26 @@ class Saves:
 
     def _saved(self, name: str, size: str, who: str, model_class: type[PreTrainedModel]) -> Path:
         directory = self.root / f"{name}-{size}-{who}"
-        ZOO[name].build(model_class).save_pretrained(directory, max_shard_size=size)
+        self._models[directory] = ZOO[name].build(model_class)
+        self._models[directory].save_pretrained(directory, max_shard_size=size)
         return directory
+
+    def model_in(self, directory: Path) -> Any:
+        """The model that was saved there, as the save left it."""
+        return self._models[directory]
+
+    def _load_of_stock(self, who: str, name: str, size: str = WHOLE) -> tuple[Loaded, Facts]:
+        """What "stock" transformers or "ours" loads of what stock transformers saved, and what was seen of it then."""
+        directory, stock_class = self.stock(name, size), ZOO[name].stock_class
+        loaded = load(stock_class if who == "stock" else with_mixin(stock_class), directory)
+        return loaded, facts_of_load(loaded, directory)
 
     def _stock_facts(self, name: str, size: str = WHOLE, class_name: str | None = None) -> Facts:
         """What stock transformers sees of what stock transformers saved, as its class or as another."""
+        if class_name in (None, ZOO[name].class_name):
+            return self.load_of_stock("stock", name, size)[1]
         directory = self.stock(name, size)
-        stock_class = getattr(transformers, class_name or ZOO[name].class_name)
-        return facts_of_load(load(stock_class, directory), directory)
+        return facts_of_load(load(getattr(transformers, class_name or ""), directory), directory)
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ from tests.pretrained.conftest import SHARDS, Saves
 from tests.pretrained.load.test_load_options import failure_of
 from tests.zoo.compare import bits, differences, facts_of_load, load, raw_tensors, small_files
 from tests.zoo.models import ZOO
-from tests.zoo.parameters import every_layout, every_model
+from tests.zoo.parameters import every_layout_by_representatives, every_model_by_representatives
 
 
 class _Through:
@@ -29,7 +29,7 @@ class _Through:
         return hfshard.load_model(self.target, *arguments, **options)
 
 
-@every_layout
+@every_layout_by_representatives
 def test_save_model_writes_what_the_stock_model_writes(name: str, size: str, saves: Saves, tmp_path: Path) -> None:
     hfshard.save_model(ZOO[name].build(), tmp_path, max_shard_size=size)
 
@@ -42,7 +42,7 @@ def test_save_model_writes_what_the_stock_model_writes(name: str, size: str, sav
     }
 
 
-@every_model
+@every_model_by_representatives
 def test_load_model_builds_an_stock_class_as_it_builds_itself(name: str, saves: Saves) -> None:
     directory = saves.ours(name, SHARDS)
 
@@ -74,7 +74,9 @@ AUTO: list[tuple[str, Any, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("name", "auto", "options"), AUTO, ids=lambda value: getattr(value, "__name__", str(value)))
-@pytest.mark.parametrize("who", [pytest.param("ours", marks=pytest.mark.compat), "stock"])
+@pytest.mark.parametrize(
+    "who", [pytest.param("ours", marks=pytest.mark.compat), pytest.param("stock", marks=pytest.mark.slow)]
+)
 def test_load_model_builds_through_an_auto_class_as_it_builds_itself(
     who: str, name: str, auto: Any, options: dict[str, Any], saves: Saves
 ) -> None:

@@ -38,6 +38,18 @@ def loads_alike(name: str, one: Path, want: Facts) -> list[str]:
     return found + differences(facts_of_load(load(with_mixin(stock_class), one), one), want)
 
 
+few_names = pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.compat if name in REPRESENTATIVES else [])
+        if name in ("gpt2", "llama_tied", "llama_mixed_dtypes", "mixtral", "levit")
+        else pytest.param(name, marks=pytest.mark.slow)
+        for name in NAMES
+    ],
+)
+"""Files that are changed in place, where what is in them matters less: the others run with --slow."""
+
+
 @pytest.mark.parametrize(("old", "new"), [(SHARDS, WHOLE), (WHOLE, SHARDS)], ids=["merged", "split"])
 @every_name
 def test_a_resharded_model_is_the_saved_one(name: str, old: str, new: str, saves: Saves, tmp_path: Path) -> None:
@@ -49,7 +61,7 @@ def test_a_resharded_model_is_the_saved_one(name: str, old: str, new: str, saves
         assert files_in(tmp_path / "new") == files_in(saves.ours(name, new))
 
 
-@every_name
+@few_names
 def test_a_stock_checkpoint_is_resharded_in_place(name: str, saves: Saves, tmp_path: Path) -> None:
     for number, size in enumerate((WHOLE, SHARDS)):
         place = tmp_path / str(number)
@@ -63,8 +75,7 @@ def test_a_stock_checkpoint_is_resharded_in_place(name: str, saves: Saves, tmp_p
     "name",
     [
         *(pytest.param(name, marks=pytest.mark.compat) for name in ("bert_pretraining", "llama_tied", "t5")),
-        "gpt2",
-        "whisper",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "whisper")),
     ],
 )
 def test_pickles_of_a_tied_model_are_converted_in_place(name: str, tmp_path: Path) -> None:

@@ -20,12 +20,18 @@ from tests.zoo.compare import (
 )
 from tests.zoo.mixin_classes import with_mixin
 from tests.zoo.models import ZOO
-from tests.zoo.parameters import every_layout, every_layout_compat, every_model, representatives
+from tests.zoo.parameters import (
+    every_layout,
+    every_layout_by_representatives,
+    every_layout_compat,
+    every_model,
+    representatives,
+)
 
 SHARD_BYTES = 20_000
 
 
-@every_layout_compat
+@every_layout
 def test_stock_loads_what_hfshard_saves_as_what_stock_saves(name: str, size: str, saves: Saves) -> None:
     directory = saves.ours(name, size)
 
@@ -36,14 +42,12 @@ def test_stock_loads_what_hfshard_saves_as_what_stock_saves(name: str, size: str
 
 @every_layout_compat
 def test_hfshard_loads_what_stock_saves_as_stock_does(name: str, size: str, saves: Saves) -> None:
-    directory = saves.stock(name, size)
-
-    facts = facts_of_load(load(with_mixin(ZOO[name].stock_class), directory), directory)
+    _, facts = saves.load_of_stock("ours", name, size)
 
     assert differences(facts, saves.stock_facts(name, size)) == []
 
 
-@every_layout
+@every_layout_by_representatives
 def test_hfshard_loads_what_hfshard_saves_as_stock_does_what_stock_saves(name: str, size: str, saves: Saves) -> None:
     directory = saves.ours(name, size)
 
@@ -95,13 +99,10 @@ def _names(path: Path) -> list[str]:
 
 
 @every_model
-def test_a_save_leaves_the_model_as_transformers_save_does(name: str, tmp_path: Path) -> None:
-    specimen = ZOO[name]
-    ours, theirs = specimen.build(with_mixin(specimen.stock_class)), specimen.build()
+def test_a_save_leaves_the_model_as_transformers_save_does(name: str, saves: Saves) -> None:
+    ours, theirs = (saves.model_in(directory) for directory in (saves.ours(name, SHARDS), saves.stock(name, SHARDS)))
 
-    ours.save_pretrained(tmp_path / "ours", max_shard_size=SHARDS)
-    theirs.save_pretrained(tmp_path / "theirs", max_shard_size=SHARDS)
-
+    assert type(ours) is with_mixin(ZOO[name].stock_class) and type(theirs) is ZOO[name].stock_class
     assert differences(facts_of_model(ours), facts_of_model(theirs)) == []
 
 
@@ -109,14 +110,13 @@ def test_a_save_leaves_the_model_as_transformers_save_does(name: str, tmp_path: 
 def test_a_model_that_hfshard_loaded_is_saved_again_with_the_same_bytes(
     name: str, saves: Saves, tmp_path: Path
 ) -> None:
-    stock_class, directory = ZOO[name].stock_class, saves.stock(name, SHARDS)
-    stock_class.from_pretrained(directory).save_pretrained(tmp_path / "theirs", max_shard_size=SHARDS)
+    for who in ("ours", "stock"):
+        loaded, _ = saves.load_of_stock(who, name, SHARDS)
+        loaded.model.save_pretrained(tmp_path / who, max_shard_size=SHARDS)
 
-    with_mixin(stock_class).from_pretrained(directory).save_pretrained(tmp_path / "ours", max_shard_size=SHARDS)
-
-    ours, theirs = raw_tensors(tmp_path / "ours"), raw_tensors(tmp_path / "theirs")
+    ours, theirs = raw_tensors(tmp_path / "ours"), raw_tensors(tmp_path / "stock")
     assert differences({"file": ours}, {"file": theirs}) == []
-    assert small_files(tmp_path / "ours") == small_files(tmp_path / "theirs")
+    assert small_files(tmp_path / "ours") == small_files(tmp_path / "stock")
 
 
 @representatives

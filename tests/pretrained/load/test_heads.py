@@ -64,6 +64,11 @@ every_pair = pytest.mark.parametrize(
     ("name", "target"),
     [pytest.param(*pair, marks=[pytest.mark.compat] if pair in ON_OLDEST else []) for pair in PAIRS],
 )
+by_those_on_oldest = pytest.mark.parametrize(
+    ("name", "target"),
+    [pytest.param(*pair, marks=pytest.mark.compat if pair in ON_OLDEST else pytest.mark.slow) for pair in PAIRS],
+)
+"""For files whose tensors are those of stock files, as tests/pretrained/test_zoo.py shows: others run with --slow."""
 
 BASES = [
     ("LlamaModel", "llama_untied", "LlamaForCausalLM"),
@@ -86,7 +91,7 @@ def test_a_stock_checkpoint_of_another_class_loads_and_reports_as_transformers(
     assert differences(ours, saves.stock_facts(name, SHARDS, target)) == []
 
 
-@every_pair
+@by_those_on_oldest
 def test_stock_reads_our_checkpoint_of_another_class_as_its_own(name: str, target: str, saves: Saves) -> None:
     directory, stock_class = saves.ours(name, SHARDS), getattr(transformers, target)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -91,10 +91,23 @@ OF_WEIGHTS = {
     f"{name}-{'-'.join(options)}": (name, options) for name, options in reversed(OPTIONS) if _READING & options.keys()
 }
 """Of the options that say how weights are read, one value of each for each model: the first."""
+_FIRST = {"-".join(options): f"{name}-{'-'.join(options)}" for name, options in reversed(OPTIONS)}
+_ON_OLDEST = {*_FIRST.values(), "llama_mixed_dtypes-dtype", "llava-dtype"}
+"""One case of each option, and models of several dtypes."""
 
 
-@pytest.mark.compat
-@pytest.mark.parametrize(("name", "options"), OPTIONS, ids=ids)
+def _cases(cases: Mapping[str, tuple[str, dict[str, Any]]], are_others_slow: bool) -> list[Any]:
+    """Parameters, of which those that a version may change are marked for the oldest, once each."""
+    left, found = set(_ON_OLDEST), []
+    for case_id, (name, options) in cases.items():
+        key = f"{name}-{'-'.join(options)}"
+        others = [pytest.mark.slow] if are_others_slow else []
+        found.append(pytest.param(name, options, id=case_id, marks=pytest.mark.compat if key in left else others))
+        left.discard(key)
+    return found
+
+
+@pytest.mark.parametrize(("name", "options"), _cases(dict(zip(ids, OPTIONS, strict=True)), are_others_slow=False))
 def test_an_option_does_what_transformers_does(name: str, options: dict[str, Any], saves: Saves) -> None:
     directory, stock_class = saves.stock(name, SHARDS), ZOO[name].stock_class
     theirs = facts_of_load(load(stock_class, directory, **options), directory)
@@ -104,8 +117,7 @@ def test_an_option_does_what_transformers_does(name: str, options: dict[str, Any
     assert differences(ours, theirs) == []
 
 
-@pytest.mark.compat
-@pytest.mark.parametrize(("name", "options"), list(OF_WEIGHTS.values()), ids=list(OF_WEIGHTS))
+@pytest.mark.parametrize(("name", "options"), _cases(OF_WEIGHTS, are_others_slow=True))
 def test_an_option_does_what_transformers_does_on_a_single_file_of_ours(
     name: str, options: dict[str, Any], saves: Saves
 ) -> None:
