@@ -27,6 +27,8 @@ from hfshard.errors import DirectoryLockedError, RankFailedError
 
 logger = logging.getLogger(__name__)
 
+WAIT_SECONDS = 1.0
+"""How long the first to come waits for ranks that are not needed."""
 _FAREWELL_SECONDS: Final = 1.0
 
 
@@ -70,7 +72,7 @@ def gather_participants(
     *,
     needs_all: bool,
     is_writer: bool = True,
-    wait_seconds: float = 1.0,
+    wait_seconds: float | None = None,
     patience_seconds: float | None = None,
     death_seconds: float = DEATH_SECONDS,
 ) -> Iterator[Participation]:
@@ -85,7 +87,7 @@ def gather_participants(
             names another place is in another operation.
         needs_all: Whether this rank has a part of a tensor only.
         is_writer: False: the rank does not take part, and nobody waits for it, unless it `needs_all`.
-        wait_seconds: How long the first one waits for ranks that are not needed.
+        wait_seconds: How long the first one waits for ranks that are not needed; None: `WAIT_SECONDS`.
         patience_seconds: How long it waits for ranks that are, which may still compute or load data; None: as long as
             the process group waits for a rank in a collective, `init_process_group(timeout=)`.
         death_seconds: As for `SaveStatus`.
@@ -108,6 +110,7 @@ def gather_participants(
             store.add(f"{key}/declined/{rank}", 1)
             yield Participation(Role.DECLINED, rank, None)
             return
+        wait_seconds = WAIT_SECONDS if wait_seconds is None else wait_seconds
         patience_seconds = group_timeout_seconds() if patience_seconds is None else patience_seconds
         with _turn(place, key, patience_seconds):
             while True:

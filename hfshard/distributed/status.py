@@ -275,7 +275,12 @@ class SaveStatus:
     def _awaited(self, name: str, rank: int, watched: Collection[int], patience_seconds: float) -> bytes:
         waiting = Wait(patience_seconds)
         while (value := self._store.get(self._key(name))) is None:
-            self._watch.look(watched, awaits_leader=rank == self.leader != self.rank)
+            try:
+                self._watch.look(watched, awaits_leader=rank == self.leader != self.rank)
+            except RankFailedError:
+                if (value := self._store.get(self._key(name))) is None:
+                    raise
+                return value  # it was told meanwhile, and then its rank has ended
             if waiting.is_word_due():
                 logger.info("Rank %d waits for rank %d since %.0f s: %r.", self.rank, rank, waiting.seconds, name)
             if waiting.is_over:

@@ -5,22 +5,31 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
+from hfshard.distributed import participants
 from tests.training import processes
 
 _TIMEOUT = timedelta(seconds=processes.PATIENCE_SECONDS - 20)
 """Of collectives: a machine may be busy."""
 _PORTS = range(16_000, 32_000)
 """Below those that Linux gives to connections."""
+DEATH_SECONDS = 12.0
+"""For tests of ranks that are stopped: shorter than in life, and longer than a machine holds one up that lives."""
+_FOR_ALL_SECONDS = 60.0
+"""For ranks that all come, how long the first one waits for those that it does not need."""
+_HEARING_SECONDS = processes.PATIENCE_SECONDS - 20
+_said: list[Path] = []
+"""Of the process of a rank: where the ranks of its test say things."""
 
 
 def free_port() -> int:
@@ -44,8 +53,9 @@ def run_ranks(
         args: To be pickled.
         ports: Of one element: that of the TCP store which rank 0 keeps; none: the store is a file.
     """
-    place.mkdir(parents=True, exist_ok=True)
-    (place / "store").unlink(missing_ok=True)
+    (place / "said").mkdir(parents=True, exist_ok=True)
+    for path in (place / "store", *(place / "said").iterdir()):
+        path.unlink(missing_ok=True)
 
     def run(rank: int) -> processes.End:
         return processes.run(place / f"{rank}.txt", join_and_work, place, rank, world_size, tuple(ports), work, args)
@@ -72,6 +82,8 @@ def join_and_work(
 ) -> None:
     """What the process of one rank does."""
     torch.set_num_threads(1)
+    participants.WAIT_SECONDS = _FOR_ALL_SECONDS
+    _said.append(place / "said")
     join(place, rank, world_size, ports)
     try:
         work(rank, *args)
@@ -93,3 +105,39 @@ def join(place: Path, rank: int, world_size: int, ports: tuple[int, ...] = ()) -
     else:
         store = torch.distributed.FileStore(str(place / "store"), world_size)  # type: ignore[attr-defined]
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=_TIMEOUT)
+
+
+@contextmanager
+def waiting(seconds: float) -> Iterator[None]:
+    """Let the first rank to come wait so long for those that it does not need."""
+    before, participants.WAIT_SECONDS = participants.WAIT_SECONDS, seconds
+    try:
+        yield
+    finally:
+        participants.WAIT_SECONDS = before
+
+
+def say(word: str) -> None:
+    """Say something, on a rank, to the others of its test: by a file, as their store may be stopped or gone."""
+    (_said[-1] / word).touch()
+
+
+def hear(word: str) -> None:
+    """Wait until another rank says something."""
+    await_file(_said[-1] / word)
+
+
+def await_file(path: Path) -> None:
+    """Wait until another process, or thread, makes a file."""
+    end = time.monotonic() + _HEARING_SECONDS
+    while not path.exists():
+        assert time.monotonic() < end, f"nobody makes {path}"
+        time.sleep(0.005)
+
+
+def end_with(rank: int, *survivors: int) -> NoReturn:
+    """End as a success when all these ranks do: the one that keeps the store before the others would break theirs."""
+    say(f"end of {rank}")
+    for other in survivors:
+        hear(f"end of {other}")
+    os._exit(0)

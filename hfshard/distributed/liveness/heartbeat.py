@@ -11,7 +11,7 @@ from contextlib import closing, contextmanager, suppress
 from typing import Final
 
 from hfshard._util.threads import start_thread
-from hfshard.distributed.liveness.process_record import has_ended
+from hfshard.distributed.liveness.process_record import has_ended, own_record, runs_here
 from hfshard.distributed.liveness.store import DEATH_SECONDS, AnsweringStore, open_group_store
 from hfshard.errors import RankFailedError
 
@@ -23,7 +23,10 @@ _PROCESS_KEY: Final = "hfshard/process"
 
 
 class Heart:
-    """The beats of this rank: a counter under a key, by a thread, or where none can be started by who looks."""
+    """The beats of this rank: a counter under a key, by a thread, or where none can be started by who looks.
+
+    Each tells the process, too, so that others of this machine see at once that it has ended.
+    """
 
     def __init__(self, store: AnsweringStore, key: str, death_seconds: float) -> None:
         self.key = key
@@ -31,6 +34,7 @@ class Heart:
         self._store = store
         self._is_stopped = threading.Event()
         self._count = 0
+        self._process = own_record()
         self._beaten_at = time.monotonic()
         self._longest_silence = 0.0
         self._thread: Future[None] | None = None
@@ -70,7 +74,7 @@ class Heart:
         self._longest_silence = max(self._longest_silence, time.monotonic() - self._beaten_at)
         self._beaten_at = time.monotonic()
         self._count += 1
-        self._store.put(self.key, str(self._count).encode())
+        self._store.put(self.key, b"%d %b" % (self._count, self._process))
 
 
 class LifeSigns:
@@ -81,7 +85,7 @@ class LifeSigns:
         self._seen: dict[int, tuple[bytes | None, float, float]] = {}
 
     def look(self, ranks: Iterable[int]) -> dict[int, float]:
-        """Look at ranks' beats; gives for how many seconds each has been silent.
+        """Look at ranks' beats; gives for how many seconds each has been silent, infinity for a process that has ended.
 
         Time for which this process did not look counts little: it may have been stopped itself.
         """
@@ -90,12 +94,21 @@ class LifeSigns:
         for rank, beat in zip(numbers, self._store.get_many(f"{self._key}/{rank}" for rank in numbers), strict=True):
             last, silent, looked_at = self._seen.get(rank, (beat, 0.0, now))
             silent = silent + min(now - looked_at, self._death_seconds / 5) if beat == last else 0.0
-            self._seen[rank] = beat, silent, now
+            self._seen[rank] = beat, math.inf if beat == last and has_ended(_process(beat)) else silent, now
         return {rank: self._seen[rank][1] for rank in numbers}
 
     def has_heard(self, rank: int) -> bool:
         """Whether there was a beat of a rank at the last look."""
         return self._seen[rank][0] is not None
+
+    def runs_here(self, rank: int) -> bool:
+        """Whether the process that beat for a rank at the last look is one of this machine, and has not ended."""
+        return runs_here(_process(self._seen[rank][0]))
+
+
+def _process(beat: bytes | None) -> bytes:
+    """The record of who beat."""
+    return (beat or b"").partition(b" ")[2]
 
 
 @contextmanager

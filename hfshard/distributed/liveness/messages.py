@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Mapping
 from typing import Any, Final
 
@@ -61,7 +62,10 @@ def told_error(record: bytes) -> RankFailedError:
 
 
 def death_error(rank: int, silent_seconds: float) -> RankFailedError:
-    """The error to raise for a rank that is silent."""
+    """The error to raise for a rank that is silent, for ever where its process has ended."""
+    if silent_seconds == math.inf:
+        words = f"Rank {rank} has given no sign of life: its process has ended."
+        return RankFailedError(f"{words} Look at its output, and start the job again.", rank=rank)
     return RankFailedError(
         f"Rank {rank} has given no sign of life for {silent_seconds:.0f} s: it was killed, was stopped, or can't be "
         "reached. Look at its output, and start the job again.",

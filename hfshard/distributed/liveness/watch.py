@@ -142,8 +142,12 @@ class Watch:
         self._watched_at = time.monotonic()
         silent = self._life.look([rank for rank in ranks if rank != self._rank])
         for rank, silent_seconds in silent.items():
-            if silent_seconds > most_seconds:
+            # One of this machine that did not end has broken nothing: it may be held up.
+            if silent_seconds > (self._death_seconds if self._life.runs_here(rank) else most_seconds):
                 self._store.put(dead_key(rank), b"")
+                if (told := self._store.get(self._failed_key)) is not None:  # by the rank, before it ended
+                    self.has_final_word = is_final(told)
+                    raise told_error(told)
                 raise death_error(rank, silent_seconds)
         return silent
 

@@ -21,7 +21,7 @@ def test_bytes_come_out_in_order_whatever_the_windows_are() -> None:
     taken = [[bytes(block) for block in incoming.blocks(nbytes)(16)] for nbytes in (20, 0, 79, 1)]
 
     assert future is not None
-    future.result(timeout=5)
+    future.result(timeout=60)
     assert [b"".join(blocks) for blocks in taken] == [
         content[:20].tobytes(), b"", content[20:99].tobytes(), content[99:].tobytes(),
     ]  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import socket
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -46,6 +47,7 @@ class Relay:
         while True:  # the store may not listen yet
             with suppress(ConnectionRefusedError):
                 return socket.create_connection(("127.0.0.1", self._target))
+            time.sleep(0.01)
 
     def _pump(self, source: socket.socket, target: socket.socket, counts: int) -> None:
         with source, suppress(OSError):

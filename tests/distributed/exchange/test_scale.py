@@ -64,7 +64,7 @@ def test_a_terabyte_on_a_thousand_ranks_is_planned_in_seconds() -> None:
     loads = [sum(nbytes for _, nbytes in file) for file in streams.values()]
     assert sum(loads) > 990_000_000_000
     assert max(loads) / (sum(loads) / len(loads)) < 1.2
-    assert seconds < 10
+    assert seconds < 30
     assert peak < 100_000_000
 
     # All owners begin with the first rows of some tensor, which a few ranks have.

@@ -26,7 +26,7 @@ from hfshard.hub.pushing.request import PushRequest
 from hfshard.hub.repo_tree import PushResult
 from hfshard.saving.options import SaveOptions
 from hfshard.saving.request import SaveRequest
-from tests.distributed.gloo import check_ranks, run_ranks
+from tests.distributed.gloo import await_file, check_ranks, run_ranks
 from tests.distributed.saving.test_faults import fail_in_turn, tensor_that
 
 ROWS = 1 << 10
@@ -68,18 +68,11 @@ def head_of(hub: Path) -> str:
     return DirectoryHub.open(hub).resolve()
 
 
-def wait_for(path: Path) -> None:
-    end = time.monotonic() + 20
-    while not path.exists():
-        assert time.monotonic() < end
-        time.sleep(0.005)
-
-
 def signal_after(path: Path, number: signal.Signals) -> None:
     """Begin to wait for a file; then this process gets the signal."""
 
     def wait() -> None:
-        wait_for(path)
+        await_file(path)
         os.kill(os.getpid(), number)
 
     threading.Thread(target=wait).start()
@@ -87,7 +80,7 @@ def signal_after(path: Path, number: signal.Signals) -> None:
 
 def check_until_told(together: PushTogether, path: Path) -> None:
     path.touch()
-    end = time.monotonic() + 40
+    end = time.monotonic() + 100
     while time.monotonic() < end:
         together.check()
         time.sleep(0.01)
@@ -147,10 +140,9 @@ def test_all_ranks_raise_or_have_pushed(tmp_path: Path) -> None:
 def push_and_die(rank: int, place: Path, dying: int) -> None:
     tempfile.tempdir = str(place / "temporary")
     fault = {"fault": tensor_that(lambda: os.kill(os.getpid(), signal.SIGKILL))} if rank == dying else {}
-    start = time.monotonic()
     with pytest.raises(RankFailedError) as caught:
         push(place / "hub", fault)
-    assert (caught.value.rank, time.monotonic() - start < 30) == (dying, True)
+    assert caught.value.rank == dying
     os._exit(0)  # no barrier: one is dead
 
 
@@ -174,15 +166,14 @@ def die_while_the_sender_sends(rank: int, place: Path, dying: int) -> None:
 
     if rank == dying == 1:
         signal_after(sending, signal.SIGKILL)
-    start = time.monotonic()
     with pytest.raises(RankFailedError) as caught:
         push(place / "hub", {}, before=before)
-    assert (caught.value.rank, time.monotonic() - start < 30) == (dying, True)
+    assert caught.value.rank == dying
     assert ("Nobody has told the outcome" in str(caught.value)) == (rank == 1)
     os._exit(0)  # no barrier: one is dead
 
 
-@pytest.mark.slow  # a silent rank is taken for dead after a while
+@pytest.mark.slow
 @pytest.mark.parametrize("dying", [0, 1])
 def test_nothing_is_left_where_a_rank_is_killed_while_the_first_one_sends(dying: int, tmp_path: Path) -> None:
     (tmp_path / "temporary").mkdir()

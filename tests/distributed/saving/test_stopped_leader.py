@@ -19,10 +19,8 @@ from hfshard.distributed.saving import save_on_ranks
 from hfshard.errors import RankFailedError
 from hfshard.saving.options import SaveOptions
 from hfshard.saving.request import SaveRequest
-from tests.distributed.gloo import free_port, run_ranks
+from tests.distributed.gloo import DEATH_SECONDS, free_port, run_ranks
 
-DEATH_SECONDS = 2.0
-"""Shorter than in life."""
 UNKNOWN = "is done as a whole, or not at all"
 
 

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -101,12 +100,10 @@ def refuse_on_both_ranks(rank: int, place: Path) -> None:
             if rank == failing:
                 damage(own)
             expected = kind if rank == failing or kind is CheckpointChangedError else RankFailedError
-            start = time.monotonic()
             with pytest.raises(expected) as caught:
                 load(own, **options)
             case = load.__name__, damage.__name__
             assert type(caught.value) is expected, case
-            assert time.monotonic() - start < 10, case
             if isinstance(caught.value, RankFailedError):
                 assert caught.value.rank == failing, case
                 assert kind.__name__ in str(caught.value), case

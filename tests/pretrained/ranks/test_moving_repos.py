@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 import hfshard
 from hfshard.errors import RankFailedError
-from tests.distributed.gloo import check_ranks
+from tests.distributed.gloo import await_file, check_ranks
 from tests.helpers.tiny_bert import Bert, bert
 from tests.hub.on_ranks import talking_to
 from tests.hubserver.hub_server import Fault, HubServer
@@ -86,9 +85,7 @@ def load_from_a_directory_hub(rank: int, place: Path) -> None:
     has_found = place / "rank 0 has found a commit"
 
     def push() -> None:
-        end = time.monotonic() + 20
-        while not has_found.exists() and time.monotonic() < end:
-            time.sleep(0.005)
+        await_file(has_found)
         hfshard.push_checkpoint(place / "new", hub)
 
     if rank:

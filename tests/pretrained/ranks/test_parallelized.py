@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM, LlamaForSequenceClassification, Llama
 
 import hfshard
 from hfshard.errors import InvalidArgumentError, StateDictMismatchError
-from tests.distributed.gloo import check_ranks
+from tests.distributed.gloo import check_ranks, waiting
 from tests.pretrained.ranks.layouts import spread
 from tests.pretrained.ranks.specimens import SPECIMENS
 from tests.pretrained.ranks.test_stored_parts import convert_by_computing
@@ -41,7 +41,8 @@ def load_by_parts(rank: int, place: Path, cases: dict[str, tuple[str, ...]]) -> 
         specimen = SPECIMENS["llama_untied_even" if name == "computed" else name]
         model_class: Any = with_mixin(specimen.stock_class)
         if name == "computed" and rank == 0:
-            specimen.build(model_class).save_pretrained(place / name, is_main_process=True)
+            with waiting(0):
+                specimen.build(model_class).save_pretrained(place / name, is_main_process=True)
         torch.distributed.barrier()
         expected = model_class.from_pretrained(place / name)
         for layout in layouts:

@@ -17,8 +17,6 @@ from tests.distributed.gloo import check_ranks, free_port, run_ranks
 from tests.training.spread.models import Run
 from tests.training.spread.test_spread_runs import assert_same
 
-LONGEST_SECONDS = 30.0
-
 
 class Dying:
     """A part that ends its process when it is saved, or restored."""
@@ -47,13 +45,11 @@ def lose_one(rank: int, place: Path, dying_rank: int, at: str) -> None:
     manager.save(1, state)
     before = run.local()
     part.at = at if rank == dying_rank else ""
-    start = time.monotonic()
     with pytest.raises(RankFailedError, match=f"[Rr]ank {dying_rank}"):
         if at == "restore":
             manager.restore(state)
         else:
             manager.save(2, state)
-    assert time.monotonic() - start < LONGEST_SECONDS
     assert_same(run.local(), before)
     os._exit(0)  # the ranks can't meet at the end
 
@@ -68,7 +64,7 @@ def die_in_the_middle_of_a_save(rank: int, place: Path, ends: Path, layout: str)
         torch.save({**run.local(), **run.numbers()}, ends / f"{layout}-{step}-{rank}.pt")
         manager.save(step, run.state, blocking=step == 1)
     while not [name for name in os.listdir(place) if name.startswith(".tmp-2-") or name.endswith("2")]:
-        pass
+        time.sleep(0.0005)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ import torch.distributed as dist
 from hfshard.errors import HubError, RankFailedError
 from hfshard.hub.directory.hub import DirectoryHub
 from hfshard.training import CheckpointManager
-from tests.distributed.gloo import check_ranks
+from tests.distributed.gloo import await_file, check_ranks
 from tests.hub.on_ranks import talking_to
 from tests.hubserver.hub_server import Fault, HubServer
 from tests.training.spread.models import Run
@@ -70,10 +69,8 @@ def test_the_first_rank_pushes_and_the_others_go_on(hub_server: HubServer, tmp_p
     went_on = []
 
     def wait() -> None:
-        end = time.monotonic() + 30
-        while not (tmp_path / "went on").exists() and time.monotonic() < end:
-            time.sleep(0.01)
-        went_on.append((tmp_path / "went on").exists())
+        await_file(tmp_path / "went on")
+        went_on.append(True)
 
     hub_server.fail(Fault(match="commit", kind="race", action=wait))
     check_ranks(tmp_path / "ranks", 2, save_and_push, hub_server.endpoint, tmp_path)

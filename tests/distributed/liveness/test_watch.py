@@ -1,0 +1,95 @@
+"""What a rank makes of another one whose process has ended, or is one of this machine and runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from hfshard.distributed.liveness.heartbeat import Heart
+from hfshard.distributed.liveness.messages import failure_record
+from hfshard.distributed.liveness.process_record import own_record
+from hfshard.distributed.liveness.store import AnsweringStore
+from hfshard.distributed.liveness.watch import Watch, beat_key, failed_key
+from hfshard.distributed.status import SaveStatus
+from hfshard.errors import RankFailedError
+
+# torch lists its stores in its documentation only
+_HASH_STORE: Any = dist.HashStore  # type: ignore[attr-defined]
+BROKEN = RuntimeError("Connection closed by peer")
+
+
+class TellsLate(AnsweringStore):
+    """One in which something is told right before it is looked whether a rank lives."""
+
+    last_words: Mapping[str, bytes] = {}
+
+    def get_many(self, keys: Iterable[str]) -> list[bytes | None]:
+        names = list(keys)
+        if any(name.startswith(beat_key("save")) for name in names):
+            for name, words in self.last_words.items():
+                self.put(name, words)
+        return super().get_many(names)
+
+
+class Ranks:
+    """Two ranks, of which the second one has beaten once."""
+
+    def __init__(self, store: AnsweringStore, process: bytes) -> None:
+        self.store = store
+        self.watch = Watch(store, "save", 0, Heart(store, "save/beat/0", 3.0), 3.0)
+        store.put(f"{beat_key('save')}/1", b"1 " + process)
+
+
+def ended_record() -> bytes:
+    """The record of a process that has ended."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.write(writer, own_record())
+        os._exit(0)
+    os.waitpid(pid, 0)
+    os.close(writer)
+    with open(reader, "rb") as pipe:
+        return pipe.read()
+
+
+def test_a_process_that_has_ended_is_named_at_the_first_look() -> None:
+    ranks = Ranks(AnsweringStore(_HASH_STORE()), ended_record())
+
+    with pytest.raises(RankFailedError, match=r"^Rank 1 has given no sign of life: its process has ended") as caught:
+        ranks.watch.check([0, 1])
+    broke = ranks.watch.who_broke_it(BROKEN, [0, 1])
+
+    assert (caught.value.rank, broke.rank) == (1, 1)
+    assert not ranks.watch.is_anyone_alive([1])
+
+
+def test_what_a_process_told_before_it_ended_counts() -> None:
+    store = TellsLate(_HASH_STORE())
+    ranks = Ranks(store, ended_record())
+    store.last_words = {failed_key("save"): failure_record(MemoryError("no room"), 1)}
+
+    broke = ranks.watch.who_broke_it(BROKEN, [0, 1])
+
+    assert str(broke).startswith("Rank 1 failed, so the other ranks gave up, too: MemoryError: no room")
+
+
+def test_a_process_of_this_machine_that_is_held_up_has_not_broken_a_collective() -> None:
+    ranks = Ranks(AnsweringStore(_HASH_STORE()), own_record())
+
+    broke = ranks.watch.who_broke_it(BROKEN, [0, 1])
+
+    assert broke.rank is None
+    assert "ranks 0, 1 failed, though all of them live: Connection closed by peer" in str(broke)
+
+
+def test_the_outcome_of_a_leader_that_has_ended_is_heard() -> None:
+    store = TellsLate(_HASH_STORE())
+    store.last_words = {"save/outcome": b"done", "save/beat/0": b"2 " + ended_record()}
+
+    with SaveStatus("save", [0, 1], 1, store=store, death_seconds=1.5, patience_seconds=60) as status:
+        assert status.finish() == b"done"
