@@ -1,4 +1,4 @@
-"""A selection of the faults of ranks, fifteen seconds: `scripts/crash_sweep distributed` and `rank-faults` run all."""
+"""A selection of the faults of ranks, some seconds: `scripts/crash_sweep distributed` and `rank-faults` run all."""
 
 from __future__ import annotations
 
@@ -18,14 +18,12 @@ from tests.helpers import forkserver
 pytestmark = pytest.mark.skipif(not has_strace(), reason="NO STRACE: NO RANK IS STOPPED HERE. Install strace.")
 
 CASES = {
-    "2/1/planning/raise": 1,
     "2/0/exchange/kill": 1,
     "2/1/writing/enospc": 1,
     "2/0/written/int": 1,
     "2/0/commit/enospc": 1,
     "2/1/after/kill": 2,
     "2/1/writing/int/async": 2,
-    "2/0/opening/raise/load_model": 1,
     "2/1/assigning/int/restore": 1,
     "2/1/opening/raise/ddp_restore": 1,
 }
@@ -65,7 +63,7 @@ def test_a_rank_that_fails_is_named_by_the_others_which_save_again(tmp_path: Pat
         tmp_path, "rank-faults", "--jobs", "2", *(word for case in CASES for word in ("--transition", case))
     )
 
-    assert "rank-faults: 10 cases, 0 failed" in said
+    assert "rank-faults: 8 cases, 0 failed" in said
     assert {name: case["found"] for name, case in told.items()} == CASES
 
 

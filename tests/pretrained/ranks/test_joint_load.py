@@ -31,8 +31,6 @@ from tests.pretrained.ranks.layouts import spread
 from tests.pretrained.ranks.specimens import SPECIMENS
 from tests.training import processes
 
-pytestmark = pytest.mark.compat
-
 SHARDS = "20KB"
 FULLY = partial(spread, layout="fsdp")
 
@@ -158,6 +156,7 @@ def load_without_a_group(rank: int, place: Path, port: int) -> None:
     os._exit(0)
 
 
+@pytest.mark.compat
 def test_ranks_of_a_launcher_agree_before_transformers_makes_its_group(tmp_path: Path) -> None:
     for rank in range(2):
         SPECIMENS["llama_untied_even"].build(Mine).save_pretrained(tmp_path / f"{rank}", max_shard_size=SHARDS)
@@ -173,6 +172,7 @@ def test_ranks_of_a_launcher_agree_before_transformers_makes_its_group(tmp_path:
     assert [end.status for end in ends] == [0, 0], "\n".join(end.words for end in ends)
 
 
+@pytest.mark.compat
 def test_what_one_rank_refuses_no_rank_builds(tmp_path: Path) -> None:
     specimen = SPECIMENS["llama_untied_even"]
     specimen.build(Mine).save_pretrained(tmp_path / "ours", max_shard_size=SHARDS)

@@ -21,8 +21,6 @@ from tests.distributed.saving.test_costs import number_in
 from tests.pretrained.ranks.layouts import CONFIGS, forget_meshes, spread
 from tests.zoo.mixin_classes import with_mixin
 
-pytestmark = pytest.mark.compat
-
 MIB = 1 << 20
 SIDE = 256
 
@@ -150,6 +148,7 @@ def test_a_rank_reads_its_rows_columns_and_experts(tmp_path: Path) -> None:
     check_costs(tmp_path, loads, 64)
 
 
+@pytest.mark.compat
 @pytest.mark.slow
 def test_a_rank_reads_its_part_in_every_layout(tmp_path: Path) -> None:
     known = [load for load in LOADS if not load[1].startswith("their") or load[1] in {*CONFIGS, "their_tp"}]

@@ -18,8 +18,6 @@ from tests.helpers.tiny_bert import Bert, bert
 from tests.hub.on_ranks import talking_to
 from tests.hubserver.hub_server import Fault, HubServer
 
-pytestmark = pytest.mark.compat
-
 REPO = "org/moving"
 
 
@@ -51,6 +49,7 @@ def load_from_the_hub(rank: int, endpoint: str, place: Path) -> None:
         load_in_all_ways(REPO, place / f"cache-{rank}")  # each of which finds one number
 
 
+@pytest.mark.compat
 def test_all_ranks_load_the_commit_that_one_has_found(hub_server: HubServer, tmp_path: Path) -> None:
     view = hub_server.create_repo(REPO)
     saved = []

@@ -5,15 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from hfshard.training import CheckpointManager, TrainingState
 from tests.distributed.gloo import check_ranks
 from tests.training.spread.models import whole
 from tests.training.spread.test_spread_runs import assert_same
-
-pytestmark = pytest.mark.compat
 
 
 def llama(*, is_spread: bool) -> Any:

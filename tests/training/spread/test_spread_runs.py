@@ -203,36 +203,10 @@ def check_seeded(run: Run, place: Path, found: torch.Tensor, saved: torch.Tensor
     assert torch.equal(torch.get_rng_state(), found)
 
 
-@dataclass(frozen=True, slots=True)
-class Killed:
-    """The checkpoints of runs whose ranks were killed, and what they would have come to."""
-
-    layout: str
-    cases: list[Case]
-    place: Path
-
-    @property
-    def world_size(self) -> int:
-        """Of those ranks."""
-        return math.prod(MESHES[self.layout])
-
-
-@pytest.fixture(
-    scope="module",
-    params=[
-        *(pytest.param((layout, cases), id=f"{layout} chosen") for layout, cases in CHOSEN.items()),
-        *(pytest.param((layout, cases), id=layout, marks=pytest.mark.slow) for layout, cases in TABLE.items()),
-    ],
-)
-def killed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Killed:
-    """Train all cases of a layout twice: straight to the end, and until a SIGKILL after the save."""
-    layout, cases = request.param
-    place = tmp_path_factory.mktemp(layout)
-    runs = Killed(layout, cases, place)
-    check_ranks(place / "straight", runs.world_size, go_straight, layout, cases, place)
-    ends = run_ranks(place / "killed", runs.world_size, save_and_die, layout, cases, place)
-    assert {end.status for end in ends} == {-signal.SIGKILL}, [end.words for end in ends]
-    return runs
+def go_straight_and_be_killed(rank: int, layout: str, cases: list[Case], place: Path) -> None:
+    """Train all cases twice: straight to the end, and until a SIGKILL after the save."""
+    go_straight(rank, layout, cases, place)
+    save_and_die(rank, layout, cases, place)
 
 
 def test_the_table_has_every_optimizer_on_every_layout() -> None:
@@ -243,28 +217,41 @@ def test_the_table_has_every_optimizer_on_every_layout() -> None:
         assert {one for case in TABLE[layout] for one in case.more} == {"accumulation", "scaler", "average", "frozen"}
 
 
-def test_runs_whose_ranks_were_killed_go_on_to_the_bit(killed: Killed, tmp_path: Path) -> None:
-    check_ranks(tmp_path, killed.world_size, resume, killed.layout, killed.cases, killed.place)
+@pytest.mark.parametrize(
+    ("layout", "cases"),
+    [
+        *(pytest.param(layout, cases, id=f"{layout} chosen") for layout, cases in CHOSEN.items()),
+        *(pytest.param(layout, cases, id=layout, marks=pytest.mark.slow) for layout, cases in TABLE.items()),
+    ],
+)
+def test_runs_whose_ranks_were_killed_go_on_to_the_bit_and_are_restored_on_other_ranks_and_by_one_process(
+    layout: Layout, cases: list[Case], tmp_path: Path
+) -> None:
+    world_size = math.prod(MESHES[layout])
+    ends = run_ranks(tmp_path / "killed", world_size, go_straight_and_be_killed, layout, cases, tmp_path)
+    assert {end.status for end in ends} == {-signal.SIGKILL}, [end.words for end in ends]
+
+    check_ranks(tmp_path / "resumed", world_size, resume, layout, cases, tmp_path)
+
+    other = OTHERS[layout]
+    args = (other, cases, tmp_path, world_size)
+    check_ranks(tmp_path / "elsewhere", math.prod(MESHES[other]), restore_elsewhere, *args)
+
+    restore_elsewhere(0, "whole", cases, tmp_path, world_size)
+    for case in cases:
+        check_files_of_one_process(case, tmp_path)
 
 
-def test_runs_are_restored_on_other_ranks(killed: Killed, tmp_path: Path) -> None:
-    other = OTHERS[killed.layout]
-    args = (other, killed.cases, killed.place, killed.world_size)
-    check_ranks(tmp_path, math.prod(MESHES[other]), restore_elsewhere, *args)
-
-
-def test_one_process_restores_a_spread_run_and_saves_the_same_files(killed: Killed, tmp_path: Path) -> None:
-    restore_elsewhere(0, "whole", killed.cases, killed.place, killed.world_size)
-
-    for case in killed.cases:
-        run = case.run("whole")
-        manager = CheckpointManager(killed.place / case.name)
-        assert manager.verify() == {SAVED_AT: []}
-        manager.restore(run.state)
-        with CheckpointManager(tmp_path / case.name) as alone:
-            saved = Path(alone.save(SAVED_AT, run.state))
-        files = [*saved.glob("model*"), *saved.glob("optimizer*")]
-        assert len(files) > 1
-        for file in files:
-            assert file.read_bytes() == (killed.place / case.name / saved.name / file.name).read_bytes(), (case, file)
-        assert hfshard.load_state_dict(saved).keys() == run.net.state_dict().keys()
+def check_files_of_one_process(case: Case, place: Path) -> None:
+    """Restore what many ranks have saved, in this process, and save it: the files are the same."""
+    run = case.run("whole")
+    manager = CheckpointManager(place / case.name)
+    assert manager.verify() == {SAVED_AT: []}
+    manager.restore(run.state)
+    with CheckpointManager(place / "alone" / case.name) as alone:
+        saved = Path(alone.save(SAVED_AT, run.state))
+    files = [*saved.glob("model*"), *saved.glob("optimizer*")]
+    assert len(files) > 1
+    for file in files:
+        assert file.read_bytes() == (place / case.name / saved.name / file.name).read_bytes(), (case, file)
+    assert hfshard.load_state_dict(saved).keys() == run.net.state_dict().keys()
