@@ -298,7 +298,6 @@ while True:
 IN_MEMORY = Path("/dev/shm")
 
 
-@pytest.mark.slow
 def test_a_step_that_another_process_replaces_all_the_time_is_always_found(tmp_path: Path) -> None:
     """In memory, where a save takes microseconds: one in forty looks met a directory that had gone, and come again."""
     place = IN_MEMORY if os.access(IN_MEMORY, os.W_OK) else tmp_path
