@@ -157,6 +157,7 @@ def test_ci_runs_the_test_command_of_the_readme() -> None:
     assert "scripts/test || failed" in ci
     assert "scripts/test ranks || failed" in ci
     assert "scripts/test stores || failed" in ci
+    assert 'oldest/bin:$PATH" scripts/test compat || failed' in ci
     assert 'TORCH="torch==2.13.0"' in ci
 
 
