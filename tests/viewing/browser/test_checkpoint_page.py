@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import pytest
-
 from hfshard.viewing.inspection import Inspection
 from hfshard.viewing.page.checkpoint_page import make_checkpoint_page
 from hfshard.viewing.page.rendering import render_page
@@ -152,11 +150,10 @@ def test_hostile_names_do_nothing_but_stand_there(browser_page: Page, tmp_path: 
     assert page.locator("script").count() == 2
 
 
-@pytest.mark.parametrize("layers", [20, pytest.param(100, marks=pytest.mark.slow)])
-def test_thousands_of_tensors_are_searched_and_shown(layers: int, browser_page: Page, tmp_path: Path) -> None:
+def test_a_hundred_thousand_tensors_are_searched_and_shown(browser_page: Page, tmp_path: Path) -> None:
     page = browser_page
     path = tmp_path / "page.html"
-    path.write_text(large_page(layers), encoding="utf-8")
+    path.write_text(large_page(100), encoding="utf-8")
     page.goto(path.as_uri())
     assert page.evaluate("document.querySelectorAll('*').length") < MOST_ELEMENTS
 
