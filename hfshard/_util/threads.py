@@ -64,7 +64,7 @@ def in_threads(
     under_way: list[Future[None]] = []
     try:
         for _ in range(count if count > 1 else 0):  # Ctrl-C may come in here, too
-            started = start_thread(run.do_items, "hfshard-work")
+            started = start_thread(run.do_items_beside, "hfshard-work")
             under_way += [] if started is None else [started]
         if not under_way:
             run.do_items()
@@ -73,7 +73,7 @@ def in_threads(
         run.stop()
         raise
     finally:
-        wait_for(under_way)
+        wait_for([*under_way, *run.begun])
     for one in under_way:
         one.result()  # raises what came before the first item
     return run.outcome()
@@ -123,11 +123,13 @@ def start_thread(work: Callable[[], _Result], name: str, *, daemon: bool = False
     """
     future: Future[_Result] = Future()
     thread = threading.Thread(target=_work_in, args=(_modes_of_caller(), work, future), name=name, daemon=daemon)
+    handled = sys.exc_info()[1]
     try:
         thread.start()
     except RuntimeError as error:
-        if isinstance(error.__context__, KeyboardInterrupt):  # it came in a lock, and the thread has started
-            raise error.__context__ from None
+        came = error.__context__
+        if isinstance(came, KeyboardInterrupt) and came is not handled:  # in a lock, when the thread had started
+            raise came from None
         return None
     return future
 
@@ -189,6 +191,8 @@ class _Run(Generic[_Item, _Result]):
         self._results: dict[int, _Result] = {}
         self._error: BaseException | None = None
         self._is_stopped = False
+        self.begun: list[Future[None]] = []
+        """Of each thread that began, also of one whose start was interrupted."""
 
     def do_items(self) -> None:
         """Do one item after another, until none is left, or one has failed."""
@@ -198,6 +202,15 @@ class _Run(Generic[_Item, _Result]):
             self._do_items()
         finally:
             _of_thread.cancelled = outer
+
+    def do_items_beside(self) -> None:
+        """The same, in a thread that Ctrl-C does not come to."""
+        ended: Future[None] = Future()
+        self.begun.append(ended)
+        try:
+            self.do_items()
+        finally:
+            ended.set_result(None)
 
     def _do_items(self) -> None:
         while (numbered := self._next()) is not None:

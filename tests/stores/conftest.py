@@ -31,7 +31,9 @@ def use_service(scheme: str, monkeypatch: pytest.MonkeyPatch) -> Bucket:
     lead_to(url, scheme, monkeypatch)
     monkeypatch.setattr(patience, "_FIRST_WAIT", _FIRST_WAIT_SECONDS)
     if scheme != "hf":
-        monkeypatch.setattr("hfshard.stores.objects.upload._ABORT_SECONDS", _ABORT_SECONDS)
+        from hfshard.stores.objects import upload  # needs obstore, which tests of directories do without
+
+        monkeypatch.setattr(upload, "_ABORT_SECONDS", _ABORT_SECONDS)
     return BUCKETS[scheme](url)
 
 

@@ -139,3 +139,35 @@ def test_ctrl_c_in_the_lock_of_a_thread_that_starts_is_ctrl_c() -> None:
     finally:
         sys.setprofile(None)
     assert begun.wait(60)
+
+
+def test_ctrl_c_as_a_thread_is_started_waits_for_what_that_thread_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    has_begun, done = threading.Event(), []
+    start = threading.Thread.start
+
+    def interrupt(thread: threading.Thread) -> None:
+        start(thread)
+        assert has_begun.wait(60)
+        raise KeyboardInterrupt
+
+    def work(_: int, cancelled: threading.Event) -> None:
+        has_begun.set()
+        assert cancelled.wait(60)
+        time.sleep(0.1)
+        done.append(1)
+
+    monkeypatch.setattr(threading.Thread, "start", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        in_threads(work, range(2), 2)
+    assert done == [1]
+
+
+def test_no_thread_while_ctrl_c_is_handled_is_no_second_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        assert start_thread(list, "name") is None

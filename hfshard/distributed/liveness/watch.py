@@ -50,7 +50,7 @@ class Watch:
         if now - self._looked_at > _LOOK_SECONDS:
             self._check_told(awaits_leader=awaits_leader)
         if now - self._watched_at > self._heart.seconds:
-            self._check_life(ranks, self._death_seconds)
+            self._check_life(ranks, self._death_seconds, awaits_leader=awaits_leader)
 
     def check(self, ranks: Collection[int]) -> None:
         """Raise if a rank has told that it failed, or one of these gives no sign of life.
@@ -108,13 +108,17 @@ class Watch:
             raise self.who_broke_it(error, ranks) from error
 
     def who_broke_it(self, error: RuntimeError, ranks: Collection[int]) -> RankFailedError:
-        """The rank that let a collective fail: one that says so, or one that falls silent."""
+        """The rank that let a collective fail: one that says so, or one that falls silent.
+
+        One whose process runs on this machine is waited for as long as a death takes: it may only be held up.
+        """
         suspicion_seconds = self._heart.seconds * _BEATS_OF_A_SUSPECT
         end = time.monotonic() + suspicion_seconds + 2 * self._heart.seconds
+        longest_silence = 0.0
         try:
-            while time.monotonic() < end:
+            while time.monotonic() < end or longest_silence > suspicion_seconds:
                 self._check_told(awaits_leader=False)
-                self._check_life(ranks, suspicion_seconds)
+                longest_silence = max(self._check_life(ranks, suspicion_seconds).values(), default=0.0)
                 time.sleep(_SUSPICION_PAUSE_SECONDS)
         except RankFailedError as told:
             return told
@@ -137,19 +141,34 @@ class Watch:
         self.has_final_word = is_final(told) or not awaits_leader
         raise told_error(told)
 
-    def _check_life(self, ranks: Collection[int], most_seconds: float) -> dict[int, float]:
-        """Raise for a death; gives for how many seconds each of the ranks has been silent."""
+    def _check_life(
+        self, ranks: Collection[int], most_seconds: float, *, awaits_leader: bool = False
+    ) -> dict[int, float]:
+        """Raise for a death; gives for how many seconds each of the ranks has been silent.
+
+        One of this machine that did not end has so many seconds as a death takes.
+        """
         self._watched_at = time.monotonic()
         silent = self._life.look([rank for rank in ranks if rank != self._rank])
         for rank, silent_seconds in silent.items():
-            # One of this machine that did not end has broken nothing: it may be held up.
-            if silent_seconds > (self._death_seconds if self._life.runs_here(rank) else most_seconds):
-                self._store.put(dead_key(rank), b"")
-                if (told := self._store.get(self._failed_key)) is not None:  # by the rank, before it ended
-                    self.has_final_word = is_final(told)
-                    raise told_error(told)
-                raise death_error(rank, silent_seconds)
+            if silent_seconds <= most_seconds:
+                continue
+            if silent_seconds <= self._death_seconds and self._life.runs_here(rank):
+                continue
+            self._store.put(dead_key(rank), b"")
+            self._check_last_words(rank, awaits_leader=awaits_leader)
+            raise death_error(rank, silent_seconds)
         return silent
+
+    def _check_last_words(self, rank: int, *, awaits_leader: bool) -> None:
+        """Raise what was told before a rank ended; who awaits the leader, which may be it, takes its words only."""
+        told = self._store.get(self._failed_key)
+        if told is None:
+            return
+        error = told_error(told)
+        if not awaits_leader or is_final(told) or error.rank == rank:
+            self.has_final_word = is_final(told) or not awaits_leader
+            raise error
 
 
 def failed_key(tag: str) -> str:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
+import pytest
+
+from hfshard.distributed.liveness import process_record
 from hfshard.distributed.liveness.process_record import has_ended, own_record, runs_here
 
 
@@ -36,3 +43,78 @@ def test_who_is_elsewhere_or_unknown_has_not_ended() -> None:
     elsewhere = json.dumps([["elsewhere", *machine[1:]], pid, "0"]).encode()
     assert (has_ended(elsewhere), runs_here(elsewhere)) == (False, False)
     assert has_ended(json.dumps([machine, pid, f"{started}0"]).encode())
+
+
+PID_OF_INIT = 1
+
+
+@contextmanager
+def waiting_process(*, name: bytes = b"python") -> Iterator[bytes]:
+    """The record of a process that lives in the block."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        ctypes.CDLL(None).prctl(15, name)  # PR_SET_NAME
+        os.write(writer, own_record() or b"none")
+        signal.pause()
+    os.close(writer)
+    with open(reader, "rb", buffering=0) as pipe:
+        record = pipe.read(1000)
+    try:
+        yield record
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+@pytest.fixture
+def other_proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A place that is taken for /proc, and is empty."""
+    monkeypatch.setattr(process_record, "_PROCESSES", tmp_path)
+    process_record._machine.cache_clear()
+    yield tmp_path
+    process_record._machine.cache_clear()
+
+
+def show_this_process(proc: Path, pid: int) -> None:
+    """Let a place say what /proc says of this process, with a number of its own."""
+    (proc / "sys/kernel/random").mkdir(parents=True)
+    (proc / "sys/kernel/random/boot_id").write_bytes(Path("/proc/sys/kernel/random/boot_id").read_bytes())
+    (proc / str(pid)).mkdir()
+    (proc / str(pid) / "ns").symlink_to("/proc/self/ns")
+    (proc / str(pid) / "stat").write_bytes(Path("/proc/self/stat").read_bytes())
+    (proc / "self").symlink_to(str(pid))
+
+
+def test_a_process_has_any_name() -> None:
+    with waiting_process(name="ranknr-00-训练".encode()[:15]) as record:
+        assert record
+        assert (has_ended(record), runs_here(record)) == (False, True)
+
+
+def test_nobody_has_ended_where_the_system_does_not_tell(other_proc: Path) -> None:
+    elsewhere = json.dumps([["host", "boot", 1], os.getpid(), "1"]).encode()
+
+    assert own_record() == b""
+    assert (has_ended(elsewhere), runs_here(elsewhere)) == (False, False)
+
+
+def test_the_processes_of_another_space_are_not_told_of(other_proc: Path) -> None:
+    show_this_process(other_proc, os.getpid() + 1)
+
+    assert own_record() == b""
+
+
+def test_a_process_that_is_hidden_has_not_ended(other_proc: Path) -> None:
+    """As of another user, where /proc is mounted with hidepid."""
+    show_this_process(other_proc, os.getpid())
+    assert runs_here(own_record())
+
+    with waiting_process() as record:
+        # As it is made by a process that sees itself.
+        machine, _, started = json.loads(own_record())
+        hidden = json.dumps([machine, PID_OF_INIT, started]).encode()
+        assert (has_ended(hidden), runs_here(hidden)) == (False, False)
+        assert record == b"none"  # the child's "self" is its parent here
+    gone = json.dumps([machine, 4_194_305, started]).encode()  # more than a process number can be
+    assert has_ended(gone)

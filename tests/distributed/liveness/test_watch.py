@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from hfshard.distributed.liveness import heartbeat, watch
 from hfshard.distributed.liveness.heartbeat import Heart
 from hfshard.distributed.liveness.messages import failure_record
 from hfshard.distributed.liveness.process_record import own_record
@@ -78,13 +79,72 @@ def test_what_a_process_told_before_it_ended_counts() -> None:
     assert str(broke).startswith("Rank 1 failed, so the other ranks gave up, too: MemoryError: no room")
 
 
-def test_a_process_of_this_machine_that_is_held_up_has_not_broken_a_collective() -> None:
-    ranks = Ranks(AnsweringStore(_HASH_STORE()), own_record())
+class Clock:
+    """Time that goes by when somebody sleeps."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seconds = 0.0
+        monkeypatch.setattr(heartbeat, "time", self)
+        monkeypatch.setattr(watch, "time", self)
+
+    def monotonic(self) -> float:
+        return self.seconds
+
+    def sleep(self, seconds: float) -> None:
+        self.seconds += seconds
+
+
+class BeatsLate(AnsweringStore):
+    """One in which the second rank beats again after 2.5 seconds."""
+
+    clock: Clock
+
+    def get_many(self, keys: Iterable[str]) -> list[bytes | None]:
+        if self.clock.seconds >= 2.5:
+            self.put(f"{beat_key('save')}/1", b"%d " % (self.clock.seconds * 100) + own_record())
+        return super().get_many(keys)
+
+
+def test_a_process_of_this_machine_that_is_held_up_has_not_broken_a_collective(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = BeatsLate(_HASH_STORE())
+    store.clock = Clock(monkeypatch)
+    ranks = Ranks(store, own_record())
 
     broke = ranks.watch.who_broke_it(BROKEN, [0, 1])
 
     assert broke.rank is None
     assert "ranks 0, 1 failed, though all of them live: Connection closed by peer" in str(broke)
+    store.clock.seconds = 0.0
+    elsewhere = Ranks(store, b"")
+    assert elsewhere.watch.who_broke_it(BROKEN, [0, 1]).rank == 1
+    assert store.clock.seconds < 2
+
+
+def test_a_process_of_this_machine_that_stays_silent_has_broken_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    ranks = Ranks(AnsweringStore(_HASH_STORE()), own_record())
+
+    broke = ranks.watch.who_broke_it(BROKEN, [0, 1])
+
+    assert broke.rank == 1
+    assert str(broke).startswith("Rank 1 has given no sign of life for 3 s: it was killed, was stopped")
+    assert 3 <= clock.seconds < 3.2
+
+
+def test_what_another_rank_told_does_not_hide_that_the_leader_has_ended() -> None:
+    store = TellsLate(_HASH_STORE())
+    store.last_words = {
+        "save/failed": failure_record(KeyboardInterrupt(), 2),
+        "save/beat/0": b"2 " + ended_record(),
+    }
+
+    with (
+        pytest.raises(RankFailedError, match=r"^Rank 0 has given no sign of life: its process has ended") as caught,
+        SaveStatus("save", [0, 1, 2], 1, store=store, death_seconds=1.5, patience_seconds=60) as status,
+    ):
+        status.finish()
+    assert caught.value.rank == 0
+    assert "Nobody has told the outcome" in str(caught.value)
 
 
 def test_the_outcome_of_a_leader_that_has_ended_is_heard() -> None:
