@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING, Any
 # Before anything imports huggingface_hub, which reads them once. Children inherit them.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
-# A request waits for its answer, however busy the machine is: by default it is made again after 10 s.
-os.environ["HF_HUB_DOWNLOAD_TIMEOUT"] = os.environ["HF_HUB_ETAG_TIMEOUT"] = "100"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["OMP_NUM_THREADS"] = "1"
 # Seconds; after the 10 of huggingface_hub, a server of ours that a busy machine has stopped would be asked again.
