@@ -120,7 +120,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "saving": ("linking options stores", "writing", "request", "prepare", "in_memory to_store", "to_directory"),
     "saving.stores": ("own_puts turn upload", "store_state", "transaction"),
     "signing": ("files signed_by upstream", "adapters open_weights read_files sign", "check", "required", "report"),
-    "state_dicts": ("dtensors keys offloaded wrappers", "tied", "overlap state_dict"),
+    "state_dicts": ("dtensors keys offloaded wrappers", "partitioned tied", "overlap state_dict"),
     "storage": ("tensors", "format", "disk", "weights stale_signature", "checkpoint commit"),
     "storage.checkpoint": ("folder report", "checks locate", "open_files", "checkpoint", "raw_tensors verifier"),
     "storage.commit": (
@@ -135,7 +135,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "clone companions direct_io folders",
         "block_reader block_writer",
     ),
-    "storage.format": ("integrity names strict_json", "brought_files header index weights_override"),
+    "storage.format": ("integrity names parts_of_ranks strict_json", "brought_files header index weights_override"),
     "storage.tensors": ("dtypes", "tensor_layout", "tensor_bytes", "tensor_spec"),
     "storage.weights": (
         "fellow_readers hashed_output open_files populate safetensors_stream",

@@ -19,6 +19,7 @@ from hfshard.loading.options import LoadOptions
 from hfshard.loading.source import CheckpointSource
 from hfshard.state_dicts.dtensors import is_dtensor, is_sharded_tensor, local_tensor
 from hfshard.state_dicts.keys import compare
+from hfshard.state_dicts.partitioned import refuse_partitioned
 from hfshard.state_dicts.state_dict import assign, collect_state_dict, refuse_freed
 from hfshard.state_dicts.tied import find_shared_tensors
 from hfshard.state_dicts.wrappers import without_wrappers, wrapped_prefixes
@@ -149,11 +150,13 @@ def check_like(like: Mapping[str, Any]) -> None:
     """Refuse what is no state dict.
 
     Raises:
-        InvalidArgumentError: It does not map names to tensors, or there is a ShardedTensor.
+        InvalidArgumentError: It does not map names to tensors, or there is a ShardedTensor, or a parameter that
+            DeepSpeed has partitioned.
     """
     if not isinstance(like, Mapping):
         raise InvalidArgumentError(f"like must map names to tensors, got a {type(like).__name__}.")
     _refuse_sharded_tensors(like)
+    refuse_partitioned(like, "load")
     for name, tensor in like.items():
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
             raise InvalidArgumentError(

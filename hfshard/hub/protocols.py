@@ -82,3 +82,6 @@ class CommitFiles(Protocol):
 
     def description(self) -> tuple[str, str]:
         """For an error message: what was looked at, and what to do."""
+
+    def parts(self, folder: str) -> str | None:
+        """Describe what a folder holds in parts of ranks, if it is known; see `describe_parts`."""

@@ -274,6 +274,9 @@ def _has_own_code(config: bytes | None) -> bool:
 
 
 def _no_weights(files: CommitFiles, query: CheckpointQuery, names: WeightNames) -> CheckpointNotFoundError:
+    parts = files.parts(query.path(""))
+    if parts is not None:
+        return CheckpointNotFoundError(parts)
     variant = f" of variant '{query.variant}'" if query.variant is not None else ""
     where = f" in the folder '{query.subfolder}'" if query.subfolder else ""
     looked_for = [candidate.name for candidate in candidate_weights(names, query.use_safetensors)]

@@ -14,6 +14,7 @@ from hfshard.loading.reading import read_tensors
 from hfshard.state_dicts.keys import KeyMismatch, compare
 from hfshard.state_dicts.offloaded import refuse_offloaded
 from hfshard.state_dicts.overlap import find_expanded_names, find_merged_names, names_to_compare
+from hfshard.state_dicts.partitioned import refuse_partitioned
 from hfshard.state_dicts.state_dict import assign, collect_state_dict
 from hfshard.state_dicts.tied import find_shared_tensors
 from hfshard.state_dicts.wrappers import has_wrapper_prefix, match_prefixes, unwrap
@@ -89,10 +90,11 @@ def load_into_module(
 
     Raises:
         StateDictMismatchError: Names or shapes do not fit; nothing was assigned.
-        InvalidArgumentError: Its weights are offloaded, or their memory was freed.
+        InvalidArgumentError: Its weights are offloaded, DeepSpeed has partitioned them, or their memory was freed.
     """
     model = unwrap(model)
     refuse_offloaded(model)
+    refuse_partitioned(model, "load")
     model_state = collect_state_dict(model)
     if stored is None:
         stored = read_tensors(checkpoint, None, "cpu", options.read)

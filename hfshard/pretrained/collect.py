@@ -25,6 +25,7 @@ from hfshard.pretrained.ranks.stored_parts import stored_parts
 from hfshard.saving.options import SaveOptions
 from hfshard.saving.request import SaveRequest, WholeModel
 from hfshard.state_dicts.dtensors import refuse_sharded_tensors
+from hfshard.state_dicts.partitioned import has_partitioned, refuse_partitioned
 from hfshard.state_dicts.state_dict import collect_state_dict
 from hfshard.state_dicts.tied import find_shared_tensors
 from hfshard.storage.format.strict_json import dump_json
@@ -52,10 +53,13 @@ def request_from_pretrained(
 
     Raises:
         InvalidArgumentError: Its quantization can't be saved.
-        UnstorableTensorError: It holds a DTensor, or another tensor, that can't be stored.
+        UnstorableTensorError: It holds a DTensor, or another tensor, that can't be stored; or one that DeepSpeed has
+            partitioned.
 
     Source: transformers `PreTrainedModel.save_pretrained`.
     """
+    if state_dict is None:
+        refuse_partitioned(model)
     quantized, metadata = _quantized_state(model)
     state_dict = quantized if quantized is not None else state_dict
     kept, ties = _kept_and_tied(model, collect_state_dict(model) if state_dict is None else state_dict)
@@ -76,7 +80,7 @@ def request_from_pretrained(
         tied_names=tied_names,
         undeclared_ties=undeclared_ties,
         file_metadata={key: str(value) for key, value in metadata.items()},
-        total_parameters=model.num_parameters() if whole is None else whole.total_parameters,
+        total_parameters=_parameters_of(model) if whole is None else whole.total_parameters,
         config=files.pop(CONFIG_NAME),
         model_files=files,
         name_order=() if whole is None else whole.names,
@@ -88,8 +92,14 @@ def _kept_and_tied(model: PreTrainedModel, state_dict: Mapping[str, Any]) -> tup
     """What is saved of a state dict, and for each name that shares a tensor the one that is saved."""
     saved = {name: value for name, value in state_dict.items() if name not in (model._keys_to_ignore_on_save or ())}
     refuse_sharded_tensors(saved)
+    refuse_partitioned(saved)
     ties = find_shared_tensors(saved, droppable_patterns=_droppable_patterns(model))
     return {name: value for name, value in saved.items() if name not in ties}, ties
+
+
+def _parameters_of(model: PreTrainedModel) -> int | None:
+    """The number of a model's parameters; None where transformers counts what DeepSpeed has left of them."""
+    return None if has_partitioned(model) else model.num_parameters()
 
 
 def _under_original_names(model: PreTrainedModel, kept: Mapping[str, Any]) -> dict[str, Any]:

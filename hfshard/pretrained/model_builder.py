@@ -30,6 +30,7 @@ from hfshard.pretrained.class_alias import class_of_alias
 from hfshard.pretrained.overrides.bottom import upstream
 from hfshard.pretrained.ranks.parallelized import ParallelizedLoad
 from hfshard.state_dicts.keys import KeyMismatch, compare
+from hfshard.state_dicts.partitioned import refuse_partitioned
 from hfshard.state_dicts.tied import Place, share_tensor
 from hfshard.state_dicts.wrappers import has_wrapper_prefix, match_prefixes, strip_compiled, strip_wrappers
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
@@ -105,7 +106,9 @@ class ModelBuilder:
     def _shapes_differ(self, config: Any, tensors: Mapping[str, torch.Tensor]) -> StateDictMismatchError:
         """Say which shapes differ: transformers' error names neither the file nor the tensors."""
         with torch.device("meta"):
-            model_state = self.model_class(copy.deepcopy(config)).state_dict()
+            model = self.model_class(copy.deepcopy(config))
+        refuse_partitioned(model, "load")  # in a block of deepspeed.zero.Init, it is born so
+        model_state = model.state_dict()
         prefix = self.model_class.base_model_prefix
         model_state |= {name.removeprefix(f"{prefix}."): tensor for name, tensor in model_state.items()}
         mismatched = compare(tensors, model_state).mismatched

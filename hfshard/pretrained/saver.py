@@ -33,6 +33,7 @@ from hfshard.pretrained.ranks.stages import is_part, is_part_of_push, refuse_ung
 from hfshard.pretrained.request import request_from_model
 from hfshard.saving.options import SaveOptions
 from hfshard.saving.request import SaveRequest
+from hfshard.state_dicts.partitioned import refuse_partitioned
 from hfshard.storage.disk.hub_place import refuse_hub
 from hfshard.storage.format.index import CheckpointIndex
 
@@ -168,6 +169,8 @@ def answer_save(
     )
     directory = absolute_path(save_directory, "save_directory")
     if needs_transformers_saver(model, distributed_checkpoint=distributed_checkpoint):
+        if is_main_process and state_dict is None:
+            refuse_partitioned(model)
         refuse_ungathered(model)
         refuse_hub(directory)
         _refuse_store(model, directory)

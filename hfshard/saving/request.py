@@ -12,6 +12,7 @@ from hfshard.constants import CONFIG_NAME
 from hfshard.errors import InvalidArgumentError
 from hfshard.saving.options import SaveOptions
 from hfshard.state_dicts.dtensors import refuse_sharded_tensors
+from hfshard.state_dicts.partitioned import refuse_partitioned
 from hfshard.state_dicts.state_dict import collect_state_dict
 from hfshard.state_dicts.tied import find_shared_tensors
 from hfshard.storage.disk.byte_source import ByteSource
@@ -82,11 +83,12 @@ def request_from_state_dict(state_dict: Mapping[str, Any], options: SaveOptions)
 
     Raises:
         InvalidArgumentError: It is not a mapping.
-        UnstorableTensorError: It has a ShardedTensor of FSDP1.
+        UnstorableTensorError: It has a ShardedTensor of FSDP1, or parameters that DeepSpeed has partitioned.
     """
     if not isinstance(state_dict, Mapping):
         raise InvalidArgumentError(f"state_dict must map names to tensors, got a {type(state_dict).__name__}.")
     refuse_sharded_tensors(state_dict)
+    refuse_partitioned(state_dict)
     tied_names = find_shared_tensors(state_dict)
     stored = {name: tensor for name, tensor in state_dict.items() if name not in tied_names}
     return SaveRequest(tensors=stored, options=options, tied_names=tied_names)

@@ -13,6 +13,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from hfshard.errors import InvalidArgumentError
 from hfshard.state_dicts.dtensors import is_dtensor, local_tensor
 from hfshard.state_dicts.offloaded import fill_offloaded
+from hfshard.state_dicts.partitioned import refuse_partitioned
 from hfshard.state_dicts.wrappers import unwrap, without_wrappers, wrapped_prefixes
 from hfshard.storage.tensors.tensor_bytes import check_initialized, is_plain_type, lies_in_storage
 
@@ -22,8 +23,12 @@ def collect_state_dict(model: nn.Module) -> dict[str, Any]:
 
     The wrappers themselves are looked for, not their names: a child that is really called `module` keeps its name. The
     tensors are the model's own, not copies; those that accelerate has offloaded are read from where they are.
+
+    Raises:
+        UnstorableTensorError: DeepSpeed has partitioned a parameter, or a module is lazy.
     """
     model = unwrap(model)
+    refuse_partitioned(model)
     state_dict = model.state_dict()
     check_initialized(state_dict)
     fill_offloaded(model, state_dict)

@@ -14,6 +14,7 @@ from hfshard._util.text import list_some
 from hfshard.distributed.dcp.chunks import Chunk, chunk_box, cover_problem
 from hfshard.distributed.runs import Runs
 from hfshard.errors import UnstorableTensorError
+from hfshard.state_dicts.partitioned import refuse_partitioned
 from hfshard.storage.disk.direct_io import BLOCK_BYTES
 from hfshard.storage.tensors.tensor_bytes import check_storable, iter_blocks, layout_problem
 from hfshard.storage.tensors.tensor_layout import TensorLayout, tensor_layout
@@ -26,7 +27,7 @@ def check_items(items: Iterable[WriteItem]) -> None:
     """Refuse what no Hugging Face checkpoint holds, by what a plan says about it.
 
     Raises:
-        UnstorableTensorError: A value is no tensor, or the format can't store it.
+        UnstorableTensorError: A value is no tensor, or the format can't store it; or DeepSpeed has partitioned it.
     """
     all_items = list(items)
     objects = [item.index.fqn for item in all_items if item.type == WriteItemType.BYTE_IO]
@@ -39,6 +40,7 @@ def check_items(items: Iterable[WriteItem]) -> None:
         )
     for item in all_items:
         _check_item(item)
+    refuse_partitioned({item.index.fqn: torch.empty(data_of(item).size, device="meta") for item in all_items})
 
 
 def data_of(item: WriteItem) -> TensorWriteData:

@@ -12,6 +12,7 @@ from hfshard.errors import CheckpointNotFoundError
 from hfshard.hub.remote.cache import RepoCache
 from hfshard.hub.remote.download import bytes_to_download, download
 from hfshard.hub.remote.transport import HubReader
+from hfshard.storage.format.parts_of_ranks import describe_parts
 
 _SHOWN: Final = 5
 """Names that an error lists."""
@@ -71,6 +72,11 @@ class RemoteFiles:
         repo_id = self._reader.repo_id
         return f"'{repo_id}' (commit {self.commit})", f"{held} To see its files, run: hf models ls {repo_id}"
 
+    def parts(self, folder: str) -> str | None:
+        """Describe what a folder holds in parts of ranks; see `describe_parts`."""
+        paths = [path.removeprefix(folder) for path in self._files if path.startswith(folder)]
+        return describe_parts(paths, f"{self._reader.repo_id}/{folder}".rstrip("/"), is_local=False)
+
 
 class NotCachedError(Exception):
     """The cache does not hold what is needed, or does not know of it."""
@@ -120,3 +126,7 @@ class CachedFiles:
     def description(self) -> tuple[str, str]:
         """For an error message: what was looked at, and what to do."""
         return f"What the cache '{self._cache.root}' holds of '{self._repo_id}' (commit {self.commit})", self._todo
+
+    def parts(self, folder: str) -> str | None:
+        """None: the cache does not know all files."""
+        return None

@@ -213,6 +213,10 @@ class RangedFolder:
         """Name what the last look found directly in it."""
         return sorted(name for name in self._listed if "/" not in name)
 
+    def paths(self) -> list[str]:
+        """List all files that the last look found, also those in folders below it."""
+        return list(self._listed)
+
     def folders_with(self, names: Collection[str]) -> list[str]:
         """Name the folders below it in which the last look found a file of one of these names."""
         return sorted(

@@ -22,6 +22,7 @@ from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError, Unsafe
 from hfshard.storage.checkpoint.folder import CheckpointFolder, LocalFolder, RangedFolder, folder_of
 from hfshard.storage.disk.safe_open import read_small
 from hfshard.storage.format.names import INDEX_FILE, MODEL_BASE, WeightNames, check_file_name
+from hfshard.storage.format.parts_of_ranks import describe_parts, describe_parts_in
 from hfshard.storage.format.strict_json import parse_json_object
 
 _SHOWN: Final = 5
@@ -160,6 +161,8 @@ def _not_found(folder: CheckpointFolder, names: WeightNames, looked_for: list[st
     below = folder.folders_with({*looked_for, *ADAPTER_WEIGHTS}) if isinstance(folder, RangedFolder) else []
     if is_far and not there and not below:
         return CheckpointNotFoundError(f"There is nothing at '{directory}'. Check the address.", path=directory)
+    if not below and (parts := _describe_parts(folder)) is not None:
+        return CheckpointNotFoundError(parts, path=directory)
     found = [name for name in there if name.endswith((SAFETENSORS_SUFFIX, BIN_SUFFIX))]
     hint = f"It holds {list_some(found, _SHOWN)}" if found else "It holds no weights at all"
     if below:
@@ -173,6 +176,12 @@ def _not_found(folder: CheckpointFolder, names: WeightNames, looked_for: list[st
         f"{'' if is_far else f' To see what is there, run: ls -l {directory}'}",
         path=directory,
     )
+
+
+def _describe_parts(folder: CheckpointFolder) -> str | None:
+    if isinstance(folder, RangedFolder):
+        return describe_parts(folder.paths(), folder.path, is_local=False)
+    return describe_parts_in(folder.path)
 
 
 def weights_bytes(place: str | CheckpointFolder, suffixes: tuple[str, ...] = (SAFETENSORS_SUFFIX, BIN_SUFFIX)) -> int:

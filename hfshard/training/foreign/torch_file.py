@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 
 from hfshard.errors import DamagedCheckpointError
+from hfshard.storage.format.parts_of_ranks import refuse_partitioned_file
 from hfshard.training.foreign.checkpoint import NO_RNG, NO_STEP, ForeignCheckpoint, ForeignRequest
 from hfshard.training.foreign.pickles.plain_files import read_plain_file
 from hfshard.training.foreign.torch_keys import is_generators, sort_entries, step_of
@@ -28,6 +29,7 @@ def read_torch_file(path: str, request: ForeignRequest) -> ForeignCheckpoint:
         UnsafePickleError: It asks for what runs code; or, with strict, for more than plain data.
         DamagedCheckpointError: It is not whole, or no dict of states.
         StateDictMismatchError: A part may be one of several entries.
+        CheckpointNotFoundError: Its weights are in other files, in parts.
     """
     file = read_plain_file(path, os.path.dirname(path) or os.curdir, strict=request.strict, verify=request.verify)
     if not isinstance(file.value, Mapping):
@@ -36,6 +38,7 @@ def read_torch_file(path: str, request: ForeignRequest) -> ForeignCheckpoint:
             "it as {'model': ..., 'optimizer': ..., 'epoch': ...}.",
             path=path,
         )
+    refuse_partitioned_file(file.value, path)
     found = sort_entries(file.value, request.kinds, request.keys, path)
     components = {}
     for name, (at, state) in found.components.items():

@@ -26,6 +26,7 @@ from hfshard.loading.source import CheckpointSource, no_directory_either
 from hfshard.storage.format.index import FileDigest
 from hfshard.storage.format.integrity import sha256_of
 from hfshard.storage.format.names import MODEL_BASE, WeightNames
+from hfshard.storage.format.parts_of_ranks import describe_parts_in
 from hfshard.training.collecting import PARTS
 from hfshard.training.pushing.contents import Hashes, VerifiedContents, read_manifest_of, read_whole
 from hfshard.training.run.finding import Level, check_run_checkpoint, checkpoint_of_step
@@ -45,6 +46,10 @@ logger = logging.getLogger(__name__)
 
 _KEPT: Final = frozenset({README, ".gitattributes", ".gitignore"})
 """Files that stay on a hub even if the checkpoint that was pushed before had them: people edit them there."""
+
+
+_RESUME_THERE: Final = "The optimizer and the rest of the run are resumed only by the program that saved them."
+"""After a description of parts, from which hfshard restores no run."""
 
 
 class PushArguments(TypedDict, total=False):
@@ -287,6 +292,8 @@ def _resolve_run_checkpoint(files: CommitFiles) -> ResolvedCheckpoint:
     from hfshard.hub.resolve import ResolvedCheckpoint
 
     if not files.has(MANIFEST):
+        if (parts := files.parts("")) is not None:
+            raise CheckpointNotFoundError(f"{parts} {_RESUME_THERE}")
         what, todo = files.description()
         raise _no_checkpoint(what, f"{todo}. A model alone is loaded by hfshard.load_model.")
     files.download([MANIFEST])
@@ -306,6 +313,9 @@ def _in(directory: str) -> RunCheckpoint:
         manifest = files.manifest()
         return RunCheckpoint(directory, manifest.step, manifest)
     checkpoints = [one.path for one in run_place(directory).checkpoints()]
+    parts = None if checkpoints or is_address(directory) else describe_parts_in(directory)
+    if parts is not None:
+        raise CheckpointNotFoundError(f"{parts} {_RESUME_THERE}", path=directory)
     todo = (
         f"It is a run: give one of its checkpoints, such as '{checkpoints[0]}'."
         if checkpoints

@@ -9,9 +9,11 @@ from typing import Final
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from hfshard.errors import InvalidArgumentError
 from hfshard.state_dicts.dtensors import is_dtensor
+from hfshard.state_dicts.partitioned import RUN_REMEDY, is_partitioned, refuse_partitioned
 from hfshard.state_dicts.state_dict import collect_state_dict
 from hfshard.storage.format.integrity import sha256_of
 from hfshard.storage.tensors.tensor_bytes import is_plain_type
@@ -29,8 +31,9 @@ def is_spread_state(state: TrainingState) -> bool:
         state: Of its modules, those under `fully_shard` are resharded; the next pass gathers them again.
 
     Raises:
-        InvalidArgumentError: A module is wrapped by FSDP1.
+        InvalidArgumentError: A module is wrapped by FSDP1; or DeepSpeed has partitioned a part.
     """
+    _refuse_deepspeed(state)
     modules = list(state.of_kind("module").values())
     for module in modules:
         _reshard(module)
@@ -85,6 +88,24 @@ def values_digest(state: TrainingState) -> str:
 def short_digest(text: str) -> str:
     """What tells a text from a few others; all ranks hear that of each."""
     return sha256_of(text.encode(errors="surrogateescape"))[:_DIGEST_CHARACTERS]
+
+
+def _refuse_deepspeed(state: TrainingState) -> None:
+    """Refuse parameters that ZeRO-3 has partitioned, and optimizers of which each rank has a part under no name.
+
+    An optimizer that was given to `deepspeed.initialize` has no parameters between two steps, and knows its state by
+    the flat tensors in which DeepSpeed keeps them.
+    """
+    for name, part in state.components.items():
+        if state.kinds[name] == "module":
+            refuse_partitioned(part, "run")
+        trained = [part.state, *(group["params"] for group in part.param_groups)] if isinstance(part, Optimizer) else []
+        is_of_deepspeed = any(base.__name__ == "ZeROOptimizer" for base in type(part).__mro__)
+        if is_of_deepspeed or any(map(is_partitioned, chain(*trained))):
+            raise InvalidArgumentError(
+                f"Cannot save or restore a run with '{name}' ({type(part).__qualname__}): DeepSpeed ZeRO has "
+                f"partitioned its state across the ranks. Nothing was changed. {RUN_REMEDY}"
+            )
 
 
 def _reshard(module: nn.Module) -> None:

@@ -87,6 +87,29 @@ def test_what_the_repo_has_not(
     assert hub.kinds()["storage_get"] == 0
 
 
+@pytest.mark.parametrize(("task", "subfolder"), [("load", ""), ("load", "run"), ("read", ""), ("diff", "")])
+def test_parts_of_ranks_are_not_called_no_weights(
+    task: str, subfolder: str, hub: PullHub, repo: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "files" / subfolder
+    for name in ("global_step9/zero_pp_rank_0_mp_rank_00_optim_states.pt", "zero_to_fp32.py", "latest"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("x")
+    hub.publish(repo, tmp_path / "files")
+    where = {"subfolder": subfolder} if subfolder else {}
+    arguments = (repo, repo) if task == "diff" else (repo, tmp_path / "to")
+
+    outcome = hub.refused(task, *arguments, **where)
+
+    assert outcome.error == "CheckpointNotFoundError"
+    place = f"{repo}/{subfolder}" if subfolder else repo
+    assert outcome.message.startswith(
+        f"'{place}' holds a model that DeepSpeed has saved in parts for each rank in 'global_step9', and hfshard "
+        "cannot read these yet. Download it to a directory DIR. Merge them with DeepSpeed's script: "
+        "python -m deepspeed.utils.zero_to_fp32 DIR OUT (it unpickles"
+    )
+
+
 def test_revision_in_the_name_is_told_where_it_goes(hub: PullHub, tmp_path: Path) -> None:
     outcome = hub.refused("load", "org/m@v1", tmp_path)
 

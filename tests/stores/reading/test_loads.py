@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch import nn
 
 import hfshard
 from hfshard.errors import CheckpointNotFoundError, DamagedCheckpointError, InvalidArgumentError, StateDictMismatchError
+from hfshard.stores.opening import open_store
+from hfshard.viewing.inspection import inspect_checkpoint
 from tests.stores.reading.conftest import put_directory
 
 STATE = {
@@ -117,3 +120,19 @@ def test_two_tensors_that_are_one_in_the_module_are_refused(store_address: str, 
     with pytest.raises(StateDictMismatchError, match=r"'inner.weight' and 'again.weight' are one tensor, or overlap"):
         hfshard.load_model(module, store_address, strict=False)
     assert torch.equal(module.inner.weight, before)
+
+
+@pytest.mark.parametrize("verb", [hfshard.load_state_dict, hfshard.verify_checkpoint, inspect_checkpoint])
+def test_parts_of_ranks_in_a_store_are_not_called_no_weights(verb: Callable[[str], object], store_address: str) -> None:
+    store = open_store(store_address)
+    for name in ("pytorch_model_fsdp_0/.metadata", "pytorch_model_fsdp_0/__0_0.distcp", "scheduler.bin"):
+        store.put(name, b"x")
+
+    with pytest.raises(CheckpointNotFoundError) as caught:
+        verb(store_address)
+
+    assert str(caught.value).startswith(
+        f"'{store_address}' holds tensors that torch.distributed.checkpoint (DCP) has saved in parts in "
+        "'pytorch_model_fsdp_0', and hfshard cannot read these yet. Download it to a directory DIR. Merge them with "
+        "Accelerate: accelerate merge-weights DIR/pytorch_model_fsdp_0 OUT (it unpickles"
+    )

@@ -203,6 +203,18 @@ def test_what_is_no_training_checkpoint_is_told(hub: RunHub, repo: str, tmp_path
     assert hub.server.bytes_down("storage_get") == 0
 
 
+def test_parts_of_ranks_on_a_hub_are_told(hub: RunHub, repo: str, tmp_path: Path) -> None:
+    parts = {".metadata": b"x", "__0_0.distcp": b"x"}
+    hub.server.create_repo(repo).commit({f"step-9/{name}": raw for name, raw in parts.items()}, "DCP")
+
+    outcome = hub.refused_resume(repo, tmp_path)
+
+    assert outcome.error == "CheckpointNotFoundError"
+    assert "tensors that torch.distributed.checkpoint (DCP) has saved in parts in 'step-9'" in outcome.message
+    assert "dcp_to_torch DIR/step-9 OUT.pt" in outcome.message
+    assert "are resumed only by the program that saved them" in outcome.message
+
+
 def test_repos_that_nobody_may_read_or_that_lack_are_told(hub: RunHub, repo: str, tmp_path: Path) -> None:
     assert hub.refused_resume(repo, tmp_path).error == "HubNotFoundError"
     hub.push(repo, 1)

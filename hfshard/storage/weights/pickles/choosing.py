@@ -11,6 +11,7 @@ import torch
 
 from hfshard._util.text import list_some
 from hfshard.errors import AmbiguousWeightsError, DamagedCheckpointError, InvalidArgumentError, remedy
+from hfshard.storage.format.parts_of_ranks import refuse_partitioned_file
 
 logger = logging.getLogger(__name__)
 
@@ -51,11 +52,13 @@ def choose_weights(value: Any, path: str, key: str | None) -> tuple[str | None, 
         AmbiguousWeightsError: There are several candidates; it lists them.
         InvalidArgumentError: Nothing lies under `key`.
         DamagedCheckpointError: There are no weights, or something among them is no plain tensor.
+        CheckpointNotFoundError: The weights are in other files, in parts.
     """
     if not isinstance(value, Mapping):
         raise DamagedCheckpointError(
             f"'{path}' holds a {type(value).__name__}, not a state dict. {remedy(path)}", path=path, expected="dict"
         )
+    refuse_partitioned_file(value, path)
     if key is None and not _is_pure(value):
         key = _only_candidate(value, path)
         if key is not None:

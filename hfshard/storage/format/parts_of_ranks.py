@@ -1,0 +1,227 @@
+"""Recognize what other programs save in parts, one for each rank, and say how to merge it: hfshard cannot read it yet.
+
+Source: DeepSpeed `runtime/engine.py` (`_get_ckpt_name`, `_get_zero_ckpt_name`) and `utils/zero_to_fp32.py`; torch
+`distributed/checkpoint/format_utils.py`; Accelerate `utils/fsdp_utils.py`; verl `model_merger`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from hfshard.errors import CheckpointNotFoundError
+
+_DEEPSPEED: Final = re.compile(r"(?:bf16_|fp16_)?(?:zero_pp_rank|mp_rank|expp_rank|layer|expert)_\d+.*_states\.pt")
+"""DeepSpeed's files in a folder such as `global_step20`: of models, optimizers, pipeline layers and experts."""
+_ZERO: Final = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_\d+_.*_optim_states\.pt")
+"""The files of ZeRO, which DeepSpeed's script merges."""
+_WHOLE_MODEL: Final = re.compile(r"mp_rank_\d+_model_states\.pt")
+"""Up to ZeRO stage 2, such a file has all weights of a tensor-parallel rank."""
+_OF_STAGES: Final = re.compile(r"(?:layer|expert)_\d+.*_states\.pt")
+"""Pipeline layers and experts, which that file lacks."""
+_SCRIPT: Final = "zero_to_fp32.py"
+_LATEST: Final = "latest"
+
+_DCP: Final = re.compile(r".+\.distcp")
+_FSDP_FOLDER: Final = re.compile(r"pytorch_model_fsdp_\d+")
+"""Where Accelerate and Trainer save a model under FSDP, in files of DCP."""
+
+_RANK_FILE: Final = re.compile(r"model_world_size_\d+_rank_\d+\.pt|pytorch_model_fsdp(?:_\d+)?_rank\d+\.bin")
+"""Files of torch.save: verl's, and Accelerate's with LOCAL_STATE_DICT."""
+_VERL: Final = "model_world_size_"
+
+_READABLE: Final = re.compile(r"(?:pytorch_)?model(?:[.-][^/]*)?\.(?:safetensors|bin)(?:\.index\.json)?")
+"""Weights that any reader finds: the parts beside them are not the only copy."""
+
+_DEPTH: Final = 3
+"""A run of Trainer has `checkpoint-500/global_step500/FILE`."""
+_MOST_PATHS: Final = 20_000
+"""The files that are listed for a message, which is not worth more time."""
+_NUMBER: Final = re.compile(r"(\d{1,18})\Z")
+"""A step, in at most 64 bits: a name from elsewhere may have any number of digits."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """A folder with parts, and the place in which it was found."""
+
+    place: str
+    is_local: bool
+    folder: str
+    """Relative to the place, with "/"; empty: the place itself."""
+    paths: Collection[str]
+    """All files of the place."""
+
+    @property
+    def names(self) -> list[str]:
+        """The files that lie directly in the folder."""
+        return sorted(path.rpartition("/")[2] for path in self.paths if path.rpartition("/")[0] == self.folder)
+
+    def on_disk(self, path: str) -> str:
+        """A path in the place for a command: what is elsewhere has to be downloaded to DIR."""
+        return os.path.join(self.place if self.is_local else "DIR", path).rstrip("/")
+
+    def path_of(self, name: str) -> str:
+        """A file of the folder, relative to the place."""
+        return f"{self.folder}/{name}" if self.folder else name
+
+    def describe(self, what: str, todo: str) -> str:
+        """Build the message."""
+        where = f" in '{self.folder}'" if self.folder else ""
+        return f"'{self.place}' holds {what}{where}, and hfshard cannot read these yet. {todo}"
+
+    def merge(self, by: str, command: list[str], output: str, *, is_pickle: bool = False) -> str:
+        """Say how to merge the parts, and what to do with the output."""
+        download = "" if self.is_local else "Download it to a directory DIR. "
+        safetensors = f"; for safetensors, run: hfshard convert {output} MODEL" if is_pickle else ""
+        return (
+            f"{download}Merge them with {by}: {shlex.join(command)} (it unpickles them: run it only if you trust their "
+            f"origin). hfshard loads {output}{safetensors}."
+        )
+
+
+def describe_parts_in(directory: str) -> str | None:
+    """Describe what a directory on this machine holds in parts; see `describe_parts`."""
+    return describe_parts(list(_paths_below(directory)), directory)
+
+
+def describe_parts(paths: Collection[str], place: str, *, is_local: bool = True) -> str | None:
+    """Describe what a place holds in parts, one for each rank, and how to merge them.
+
+    Args:
+        paths: The files below the place, relative to it, with "/".
+        place: A directory; or, for the message, an address or a repo.
+        is_local: Whether it is a directory on this machine.
+
+    Returns:
+        Sentences; None if there are no parts without whole weights next to them.
+    """
+    near = [path for path in paths if path.count("/") < _DEPTH]
+    for pattern, describe in _KINDS:
+        folders = {folder for folder, _, name in (path.rpartition("/") for path in near) if pattern.fullmatch(name)}
+        if kept := sorted((folder for folder in folders if not _is_readable(near, folder)), key=_order):
+            models = [one for one in kept if not one.rpartition("/")[2].startswith("optimizer")]
+            return describe(_Parts(place, is_local, (models or kept)[-1], near))
+    return None
+
+
+def refuse_partitioned_file(value: object, path: str) -> None:
+    """Refuse a file of DeepSpeed ZeRO-3 that has empty tensors in place of a model's parameters.
+
+    Args:
+        value: The file's contents: tensors, or descriptions of them, by name under "module".
+        path: For the message.
+
+    Raises:
+        CheckpointNotFoundError: It is one.
+    """
+    if not isinstance(value, Mapping):
+        return
+    tensors, groups = value.get("module"), value.get("param_shapes")
+    if not isinstance(tensors, Mapping) or not isinstance(groups, list):
+        return
+    shapes = [named for group in groups if isinstance(group, Mapping) for named in group.items()]
+    empty = [str(name) for name, shape in shapes if _is_emptied(tensors.get(name), shape)]
+    if empty:
+        folder, name = os.path.split(os.path.abspath(path))
+        others = f" and {len(empty) - 1} more" if len(empty) > 1 else ""
+        raise CheckpointNotFoundError(
+            f"'{path}' has an empty tensor in place of {empty[0]!r:.200}{others}: DeepSpeed ZeRO-3 has saved the "
+            "values with the optimizer, in parts for each rank, and hfshard cannot read these yet. "
+            f"{_merge_zero(_Parts(folder, True, '', [name]))}",
+            path=path,
+            fqn=empty[0],
+        )
+
+
+def _is_emptied(tensor: Any, shape: Any) -> bool:
+    if getattr(tensor, "is_nested", False) or not hasattr(tensor, "shape"):  # a nested tensor refuses to name one
+        return False
+    return tuple(tensor.shape) == (0,) and isinstance(shape, tuple) and 0 not in shape
+
+
+def _paths_below(directory: str) -> Iterator[str]:
+    seen = 0
+    for folder, folders, files in os.walk(directory):
+        inner = os.path.relpath(folder, directory).replace(os.sep, "/")
+        prefix = "" if inner == "." else f"{inner}/"
+        folders.sort(key=_order, reverse=True)
+        if prefix.count("/") >= _DEPTH - 1:
+            folders.clear()
+        yield from (prefix + name for name in files)
+        seen += len(files) + len(folders)
+        if seen > _MOST_PATHS:
+            return
+
+
+def _is_readable(paths: Collection[str], folder: str) -> bool:
+    """Return whether a folder, or the one above it, has weights that any reader finds."""
+    near = {folder, folder.rpartition("/")[0]}
+    return any(path.rpartition("/")[0] in near and _READABLE.fullmatch(path.rpartition("/")[2]) for path in paths)
+
+
+def _order(folder: str) -> tuple[int, str]:
+    """Sort by the number at the end of a name, so that the newest step comes last."""
+    number = _NUMBER.search(folder)
+    return int(number[1]) if number else -1, folder
+
+
+def _describe_deepspeed(parts: _Parts) -> str:
+    what = "a model that DeepSpeed has saved in parts for each rank"
+    whole = [name for name in parts.names if _WHOLE_MODEL.fullmatch(name)]
+    todo = [_merge_zero(parts)] if any(map(_ZERO.fullmatch, parts.names)) else []
+    if len(whole) == 1 and not any(map(_OF_STAGES.fullmatch, parts.names)):
+        file = parts.path_of(whole[0])
+        todo.append(f"Its file '{file}' has all weights in the dtype of the training, and hfshard loads that file.")
+    default = "Load it with DeepSpeed in the program that saved it, and save the weights there."
+    return parts.describe(what, " ".join(todo) or default)
+
+
+def _merge_zero(parts: _Parts) -> str:
+    """Say how to merge the parts of ZeRO: its script takes the directory in which the folder of the step is.
+
+    A script that came from elsewhere with the parts is not recommended: it may do anything.
+    """
+    above, _, tag = parts.folder.rpartition("/")
+    root = parts.on_disk(above)
+    beside = {path.rpartition("/")[2] for path in parts.paths if path.rpartition("/")[0] == above}
+    if not parts.folder:
+        root, tag = os.path.split(os.path.abspath(parts.place) if parts.is_local else parts.place.rstrip("/"))
+        root = root if parts.is_local else "DIR"
+        beside = {_SCRIPT} if os.path.exists(os.path.join(root, _SCRIPT)) else set()
+    options = [] if _LATEST in beside else ["-t", tag]
+    is_there = parts.is_local and _SCRIPT in beside
+    script = [os.path.join(root, _SCRIPT)] if is_there else ["-m", "deepspeed.utils.zero_to_fp32"]
+    by = "the script that DeepSpeed has put next to them" if is_there else "DeepSpeed's script"
+    return parts.merge(by, ["python", *script, root, "OUT", *options], "OUT", is_pickle=True)
+
+
+def _describe_dcp(parts: _Parts) -> str:
+    what = "tensors that torch.distributed.checkpoint (DCP) has saved in parts"
+    folder = parts.on_disk(parts.folder)
+    if _FSDP_FOLDER.fullmatch(os.path.basename(folder)):
+        return parts.describe(what, parts.merge("Accelerate", ["accelerate", "merge-weights", folder, "OUT"], "OUT"))
+    command = ["python", "-m", "torch.distributed.checkpoint.format_utils", "dcp_to_torch", folder, "OUT.pt"]
+    return parts.describe(what, parts.merge("torch", command, "OUT.pt", is_pickle=True))
+
+
+def _describe_rank_files(parts: _Parts) -> str:
+    what = "one file per rank, each with parts of the tensors"
+    todo = "Load them in the program that saved them, on as many ranks, and save the whole model (FULL_STATE_DICT)."
+    if any(name.startswith(_VERL) for name in parts.names):
+        command = ["python", "-m", "verl.model_merger", "merge", "--backend", "fsdp"]
+        command += ["--local_dir", parts.on_disk(parts.folder), "--target_dir", "OUT"]
+        todo = parts.merge("verl", command, "OUT")
+    return parts.describe(what, todo)
+
+
+_KINDS: Final[tuple[tuple[re.Pattern[str], Callable[[_Parts], str]], ...]] = (
+    (_DEEPSPEED, _describe_deepspeed),
+    (_DCP, _describe_dcp),
+    (_RANK_FILE, _describe_rank_files),
+)
+"""What the files are called, and what describes them; the first kind that is found counts."""
