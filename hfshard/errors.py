@@ -28,7 +28,6 @@ HfshardError
 │   ├── StoreConnectionError (ConnectionError)  it can't be reached, or stopped answering
 │   ├── MissingObjectError                     no such object
 │   ├── ChangedObjectError                     an object that is locked, or another one than it was
-│   └── StaleObjectError                       a conditional put came too late
 ├── BrowserError (RuntimeError)                the browser that draws pictures is missing, or failed
 ├── CheckpointChangedError (RuntimeError)      it kept changing while it was being read
 ├── DamagedCheckpointError (ValueError)        a file is not valid
@@ -218,7 +217,14 @@ class RemoteChangedError(HubError):
 
 
 class StoreError(HfshardError, OSError):
-    """An object store or a bucket refused a request or failed."""
+    """An object store or a bucket refused a request or failed.
+
+    Attributes:
+        may_be_done: Whether a change that was asked for may have been made all the same, or may be made later: no
+            response told.
+    """
+
+    may_be_done = False
 
 
 class StoreAccessError(StoreError, PermissionError):
@@ -239,10 +245,6 @@ class MissingObjectError(StoreError):
 
 class ChangedObjectError(StoreError):
     """An object is locked, as by a lease, or is another one than it was."""
-
-
-class StaleObjectError(StoreError):
-    """An object is not the one that a conditional put was to replace; nothing was put."""
 
 
 class BrowserError(HfshardError, RuntimeError):

@@ -15,9 +15,9 @@ from hfshard._util.addresses import StoreAddress, parse_address
 from hfshard.constants import ADAPTER_CONFIG_NAME, CONFIG_NAME, GENERATION_CONFIG_NAME, MAX_CONFIG_BYTES
 from hfshard.errors import CheckpointChangedError, InvalidArgumentError
 from hfshard.hub.resolve import CheckpointQuery
-from hfshard.storage.checkpoint.folder import FAR_TRIES, RangedFolder
+from hfshard.storage.checkpoint.folder import FAR_TRIES, StoreFolder
 from hfshard.storage.checkpoint.locate import is_weights_name
-from hfshard.storage.format.names import check_file_name
+from hfshard.storage.format.names import WeightNames, check_file_name
 from hfshard.stores.memory import store_memory_bytes
 from hfshard.stores.opening import open_store
 
@@ -36,7 +36,7 @@ class Skeleton:
     The directory goes when nobody holds this any more, and when Python exits.
     """
 
-    def __init__(self, folder: RangedFolder, subfolder: str, *, has_code: bool) -> None:
+    def __init__(self, folder: StoreFolder, subfolder: str, *, has_code: bool) -> None:
         """Make an empty directory.
 
         Args:
@@ -92,10 +92,15 @@ class Skeleton:
                 self._written[name] = raw
 
     def _names(self) -> list[str]:
-        code = self._folder.code_names() if self._has_code else []
+        code = self._folder.code_names(recursive=self._has_auto_map()) if self._has_code else []
         for name in code:
             check_file_name(name, index_path=self._folder.path, suffix=_CODE_SUFFIX)
         return [name for name in _SMALL_NAMES if self._folder.has(name)] + code
+
+    def _has_auto_map(self) -> bool:
+        """Whether the config names code of the checkpoint, which may be in folders."""
+        has_config = self._folder.has(CONFIG_NAME)
+        return has_config and b'"auto_map"' in self._folder.read_small(CONFIG_NAME, MAX_CONFIG_BYTES)
 
 
 def _remove(directory: str, process: int) -> None:
@@ -103,7 +108,7 @@ def _remove(directory: str, process: int) -> None:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def find_in_store(text: str, query: CheckpointQuery, *, takes_files: bool) -> tuple[RangedFolder, str | None]:
+def find_in_store(text: str, query: CheckpointQuery, *, takes_files: bool) -> tuple[StoreFolder, str | None]:
     """Find the folder of a checkpoint in a store, and the file of weights that an address may name.
 
     Args:
@@ -126,8 +131,10 @@ def find_in_store(text: str, query: CheckpointQuery, *, takes_files: bool) -> tu
             if query.subfolder or query.variant is not None:
                 raise InvalidArgumentError(f"'{text}' is a file: leave out subfolder and variant.", path=text)
             return folder, name
-    return _folder_at(parse_address(f"{address}/{query.subfolder}")), None
+    folder = _folder_at(parse_address(f"{address}/{query.subfolder}"))
+    folder.enter(WeightNames(query.variant))
+    return folder, None
 
 
-def _folder_at(address: StoreAddress) -> RangedFolder:
-    return RangedFolder(open_store(address), str(address), store_memory_bytes())
+def _folder_at(address: StoreAddress) -> StoreFolder:
+    return StoreFolder(open_store(address), str(address), store_memory_bytes())

@@ -28,7 +28,7 @@ from hfshard.hub.resolve import CheckpointQuery
 from hfshard.loading.options import LoadOptions, SignedFiles
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, open_checkpoint
 from hfshard.storage.checkpoint.checks import check_small_file
-from hfshard.storage.checkpoint.folder import FAR_TRIES, RangedFolder
+from hfshard.storage.checkpoint.folder import FAR_TRIES, StoreFolder
 from hfshard.storage.checkpoint.locate import directory_not_found, is_weights_name, split_weights_path, weights_bytes
 from hfshard.storage.disk.hub_place import has_hub_marker
 
@@ -54,7 +54,7 @@ class LocalCheckpoint:
     """The one that was asked for."""
     weights_name: str | None = None
     """The file of weights, or the index, that was given; None where a directory or a repo was."""
-    folder: RangedFolder | None = None
+    folder: StoreFolder | None = None
     """Where the files are, if not in the directory: that has small ones only, and may be empty until `fetch`."""
     skeleton: Skeleton | None = None
     """What holds that directory."""
@@ -197,6 +197,8 @@ def open_source(
             signed.check_opened(checkpoint, options.progress)
         if options.verify == "structure":
             _warn_of_edited_files(checkpoint)
+        if local.folder is not None and (message := local.folder.describe_plain_weights()) is not None:
+            logger.warning("%s", message)
         yield checkpoint
         if signed is not None:
             signed.confirm()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Final, Protocol
+from typing import Protocol
 
 from hfshard._util.addresses import StoreAddress
 
@@ -22,14 +22,6 @@ class StoredObject:
     """Another one for other bytes; what it is made of is the service's own matter."""
     put_at: datetime | None = field(default=None, compare=False)
     """When it was put, by the service's clock; None where the answer does not say it."""
-
-
-class Anything:
-    """The type of `ANYTHING`."""
-
-
-ANYTHING: Final = Anything()
-"""A condition of `put` that always holds."""
 
 
 class ObjectWriter(Protocol):
@@ -70,19 +62,16 @@ class Store(Protocol):
     def address(self) -> StoreAddress:
         """Where it is."""
 
-    @property
-    def has_conditional_put(self) -> bool:
-        """Whether `put` can be made to fail if somebody else was faster. Without it, a put overwrites."""
+    def list_objects(self, folder: str = "", *, recursive: bool = False) -> dict[str, StoredObject]:
+        """List the objects of a folder by name; empty where there are none.
 
-    @property
-    def has_content_etags(self) -> bool:
-        """Whether an object that gets its old bytes again gets its old ETag again."""
+        Args:
+            folder: Below the prefix; "" is the prefix itself.
+            recursive: Also those in its folders, as deep as they are; else only those directly in it.
+        """
 
-    def list_objects(self, folder: str = "") -> dict[str, StoredObject]:
-        """List all objects below a folder by name, as deep as they lie; empty where there are none."""
-
-    def folders(self) -> list[str]:
-        """Name the folders directly below the prefix, sorted; what is in them is not listed."""
+    def folders(self, folder: str = "") -> list[str]:
+        """Name the folders directly in a folder, sorted; what is in them is not listed."""
 
     def find(self, name: str) -> StoredObject | None:
         """Ask for one object."""
@@ -97,25 +86,22 @@ class Store(Protocol):
     def read(self, found: StoredObject) -> bytes:
         """The bytes of a small object; raises as `read_into`."""
 
-    def put(self, name: str, raw: bytes, condition: StoredObject | Anything | None = ANYTHING) -> StoredObject:
-        """Put a small object, whole or not at all.
-
-        Where an answer is lost, this finds out whether it was put: it returns only if it was, by this call.
-
-        Args:
-            name: Of the object.
-            raw: Its bytes.
-            condition: The object that must still be there; None: there must be none.
+    def put(self, name: str, raw: bytes) -> StoredObject:
+        """Put a small object, whole or not at all, replacing one of that name.
 
         Raises:
-            StaleObjectError: The condition does not hold: somebody else was faster. Nothing was put.
+            StoreError: It was refused; or nobody can tell whether it was done, or will be: then `may_be_done` is set.
         """
 
     def open_writer(self, name: str, size: int) -> ObjectWriter:
         """Begin a large object of so many bytes."""
 
-    def copy(self, source: StoredObject, target: str) -> None:
-        """Copy an object on the server, replacing one of that name; raises as `read_into`."""
+    def copy(self, source: StoredObject, target: str) -> StoredObject:
+        """Copy an object on the server, replacing one of that name; raises as `read_into`.
+
+        Returns:
+            The copy.
+        """
 
     def delete(self, names: Collection[str]) -> None:
         """Delete objects; those that are missing already are no error."""
@@ -123,9 +109,8 @@ class Store(Protocol):
     def sweep_uploads(self, is_left: Callable[[str], bool]) -> int:
         """Remove what unfinished uploads below the prefix have left, as deep as it lies, where the service keeps it.
 
-        Nobody can tell by looking whether an upload is under way or was left by a process that was killed. Whoever
-        calls this after a conditional put that decided knows: no other upload of a part of that checkpoint can be
-        committed any more. Their writers get a StaleObjectError.
+        Nobody can tell by looking whether an upload is under way or was left by a process that was killed. A caller
+        knows which ones can no longer be part of the checkpoint; their writers get a StoreError.
 
         Args:
             is_left: Whether the upload of an object of this name below the prefix is to go: no file of others.

@@ -17,7 +17,7 @@ from hfshard.loading.source import CheckpointSource
 from hfshard.resharding.reshard import reshard_source
 from hfshard.saving.options import SaveOptions
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, Verify
-from hfshard.storage.disk.byte_source import ByteSource, BytesSource
+from hfshard.storage.disk.byte_source import ByteSource
 from hfshard.stores.opening import open_store
 from hfshard.transfer.store_files import StoreFiles
 
@@ -49,14 +49,15 @@ def copy_to_store(
     """
     paths = files.paths()
     variants = sorted(variants_of(name for name in paths if "/" not in name) or {None}, key=lambda name: name or "")
-    before = open_store(address).list_objects()
+    store = open_store(address)
+    before = store.list_objects(recursive=True)
     allowed = listed(allow_patterns)
     ignored = listed(ignore_patterns)
     for variant in variants:
         query = CheckpointQuery(variant=variant, allow_patterns=allowed, ignore_patterns=ignored)
         _copy_one(files, address, query, progress=progress)
-    after = open_store(address).list_objects()
-    new = [found for name, found in after.items() if before.get(name) != found]
+    after = store.list_objects(recursive=True)
+    new = [found for name, found in after.items() if before.get(name) != found and not _is_copy(name, found, before)]
     return PushResult("", address, is_new=before != after, sent_bytes=sum(found.size for found in new))
 
 
@@ -100,12 +101,10 @@ def _copy_one(
 
 def _beside(files: FilesOfPlace, query: CheckpointQuery, checkpoint: OpenCheckpoint) -> dict[str, ByteSource]:
     """The files that go along with a checkpoint, as in a pull."""
-    brought = {name: BytesSource(raw) for name, raw in checkpoint.folder.brought().items()}
-    sizes = {**files.sizes(), **{name: len(source.raw) for name, source in brought.items()}}
-    found = companion_files({query.path(name): size for name, size in sizes.items()}, query)
+    found = companion_files({query.path(name): size for name, size in files.sizes().items()}, query)
     names = {path.removeprefix(query.path("")) for path in found} - _OF_WEIGHTS
     files.check(names)
-    return {name: brought.get(name) or files.content(name, None) for name in sorted(names)}
+    return {name: files.content(name, None) for name in sorted(names)}
 
 
 def listed(patterns: Sequence[str] | str | None) -> list[str] | None:

@@ -15,7 +15,7 @@ from hfshard.hub.pushing.push_files import push_files
 from hfshard.hub.pushing.request import PushOptions, PushRequest
 from hfshard.hub.repo_tree import PushResult
 from hfshard.transfer.copying import copy_to_store
-from hfshard.transfer.store_files import StoreFiles, under_usual_names
+from hfshard.transfer.store_files import StoreFiles, without_marks
 
 
 @names_files("directory")
@@ -119,7 +119,7 @@ def push_anywhere(
     if not is_address(place):
         return push_directory(place, repo_id, options, **patterns)
     repo_id = absolute_address(repo_id)
-    found = under_usual_names(contents_of(StoreFiles(place), **patterns))
+    found = without_marks(contents_of(StoreFiles(place), **patterns))
     return push_files(PushRequest(contents=found.contents, variants=frozenset(found.indexes), options=options), repo_id)
 
 

@@ -25,7 +25,7 @@ from hfshard.storage.disk.byte_source import ByteSource
 from hfshard.storage.format.index import CheckpointIndex
 from hfshard.storage.format.names import INDEX_FILE, WeightNames
 from hfshard.stores.stored_source import StoredSource
-from hfshard.transfer.store_files import StoreFiles, under_usual_names
+from hfshard.transfer.store_files import StoreFiles, without_marks
 
 _CHANGED: Final = "was saved while it was checked. Check it again when the process that saves there is done."
 
@@ -147,7 +147,7 @@ def _as_pulled(files: StoreFiles, manifest: SignedManifest) -> dict[str, ByteSou
             and len(set(indexes[variant].weight_map.values())) == 1
         ):
             raise _needs_disk(files.place, f"was signed as one file, '{single}', which has another header in a store")
-    return under_usual_names(PushedContents(contents, indexes, entries)).contents
+    return without_marks(PushedContents(contents, indexes, entries)).contents
 
 
 def _needs_disk(place: str, why: str) -> InvalidArgumentError:

@@ -171,8 +171,9 @@ def _checkpoint_of_run(path: str) -> str | None:
 def _latest_of_trainer(path: str) -> str | None:
     """The latest checkpoint of a run of transformers' Trainer, which writes its state after the model."""
     if is_address(path):
-        listed = [name.rpartition("/") for name in open_store(parse_address(path)).list_objects()]
-        folders = [folder for folder, _, name in listed if name == _TRAINER_STATE]
+        store = open_store(parse_address(path))
+        named = [folder for folder in store.folders() if CHECKPOINT.fullmatch(folder)]
+        folders = [folder for folder in named if store.find(f"{folder}/{_TRAINER_STATE}") is not None]
     else:
         folders = [name for name in os.listdir(path) if os.path.isfile(os.path.join(path, name, _TRAINER_STATE))]
     found = {int(match[1]): name for name in folders if (match := CHECKPOINT.fullmatch(name))}

@@ -24,7 +24,7 @@ from hfshard.distributed.exchange.rounds import Exchange
 from hfshard.distributed.status import SaveStatus
 from hfshard.errors import HfshardError
 from hfshard.saving.linking import KnownFile, link_if_same
-from hfshard.saving.stores.upload import remove_unused, upload_files
+from hfshard.saving.stores.upload import upload_files
 from hfshard.storage.commit.interrupts import deferred_interrupt
 from hfshard.storage.format.index import FileDigest
 from hfshard.storage.tensors.tensor_layout import RawTensor
@@ -76,8 +76,6 @@ class RankWriter:
         self._stored_name = stored_name
         self._writers = writers or status.ranks
         self._orders = 0
-        self._sent: dict[str, list[str]] = {}
-        """Address of a place in a store -> what this rank has sent there, and nobody commits yet."""
 
     def fingerprints(self, jobs: Sequence[WriteJob], checksum: str | None) -> Iterable[str]:
         """As in `ShardWriter`; on the leader."""
@@ -123,19 +121,12 @@ class RankWriter:
 
     def follow(self) -> None:
         """Do what the leader orders, until the end; on the other ranks."""
-        try:
-            while (raw := self._status.wait_for(self._next_order(), self._status.leader)) != _END:
-                if raw == _CONFIRM:
-                    self._sent.clear()  # from here on they may be part of a checkpoint
-                    self._status.begin_step()
-                    self._status.tell(self._answer())
-                elif found := self._carry_out(Order.from_json(raw, self._names), None):
-                    self._status.tell(self._answer(), json.dumps(found).encode())
-        except BaseException:
-            with deferred_interrupt():
-                for address, names in self._sent.items():
-                    remove_unused(open_store(address), names)
-            raise
+        while (raw := self._status.wait_for(self._next_order(), self._status.leader)) != _END:
+            if raw == _CONFIRM:
+                self._status.begin_step()
+                self._status.tell(self._answer())
+            elif found := self._carry_out(Order.from_json(raw, self._names), None):
+                self._status.tell(self._answer(), json.dumps(found).encode())
 
     def _next_order(self) -> str:
         self._orders += 1
@@ -228,13 +219,13 @@ class RankWriter:
                 linked = link_if_same(job, file.known, order.checksum, Event())
                 found[number] = linked and linked.as_json()
             else:
-                found[number] = self._write(job, order.checksum).as_json()
+                digest = self._write(job, order.checksum)
+                found[number] = digest.as_json() | {"etag": digest.etag}
         return found
 
     def _write(self, job: WriteJob, checksum: str | None) -> FileDigest:
         if is_address(job.path):
             address, _, name = job.path.rpartition("/")
-            self._sent.setdefault(address, []).append(name)
             return upload_files(open_store(address), {name: job}, checksum)[name]
         try:
             return write_shards([job], checksum=checksum)[0]

@@ -76,8 +76,16 @@ class _CommitRanges:
             if path.startswith(below)
         }
 
-    def list_objects(self) -> Mapping[str, _File]:
-        return self._files
+    def list_objects(self, folder: str = "", *, recursive: bool = False) -> Mapping[str, _File]:
+        start = f"{folder}/" if folder else ""
+        return {
+            name: file
+            for name, file in self._files.items()
+            if name.startswith(start) and (recursive or "/" not in name[len(start) :])
+        }
+
+    def folders(self) -> list[str]:
+        return sorted({name.partition("/")[0] for name in self._files if "/" in name})
 
     def find(self, name: str) -> _File | None:
         return self._files.get(name)

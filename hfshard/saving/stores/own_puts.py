@@ -1,4 +1,4 @@
-"""Small objects that this process has put, by their ETags: the next save of a training need not read them."""
+"""Cache of the small objects that this process has put, so that the next save need not read them."""
 
 from __future__ import annotations
 
@@ -29,14 +29,10 @@ def note_put(store: Store, put: StoredObject, raw: bytes) -> None:
                 _OBJECTS.popitem(last=False)
 
 
-def read_small(store: Store, found: StoredObject) -> bytes:
-    """The bytes of an object, which is read only if this process has not put it.
-
-    Raises:
-        CheckpointChangedError: It has other bytes now, or is gone.
-    """
+def known(store: Store, found: StoredObject) -> bytes | None:
+    """Return the bytes of an object that this process has put; None: it must be read."""
     etag, raw = _OBJECTS.get((str(store.address), found.name), ("", b""))
-    return raw if etag == found.etag and len(raw) == found.size else store.read(found)
+    return raw if etag == found.etag and len(raw) == found.size else None
 
 
 def forget() -> None:

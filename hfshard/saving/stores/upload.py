@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 
 from hfshard._util.progress import ProgressCallback
 from hfshard._util.threads import cancellable, in_threads
-from hfshard.errors import StoreError
-from hfshard.storage.commit.interrupts import deferred_interrupt
 from hfshard.storage.format.index import FileDigest
 from hfshard.storage.weights.safetensors_writer import WriteJob, await_devices, stream_shard, writer_threads
 from hfshard.stores.protocols import ObjectWriter, Store
-
-logger = logging.getLogger(__name__)
 
 
 def upload_files(
@@ -33,31 +29,14 @@ def upload_files(
         progress_callback: Called from any thread with the number of bytes of each block that was taken.
 
     Returns:
-        Name -> digest of the file.
+        Name -> digest of the file, with its ETag.
 
     Raises:
-        StoreError: The first error of any file; the others stop, and those that were finished are removed.
+        StoreError: The first error of any file; the others stop. What was sent stays, for the next save to delete.
     """
     await_devices(list(jobs.values()))
     upload = partial(_upload, store, checksum=checksum, progress_callback=progress_callback)
-    try:
-        return dict(in_threads(upload, jobs.items(), writer_threads()))
-    except BaseException:
-        with deferred_interrupt():
-            remove_unused(store, jobs)
-        raise
-
-
-def remove_unused(store: Store, names: Collection[str]) -> None:
-    """Remove what nobody will ever read; where the store refuses, the next save does it.
-
-    Called while another error is raised, which says more than one in here.
-    """
-    try:
-        if names:
-            store.delete(list(names))
-    except StoreError as error:
-        logger.warning("What was sent to '%s' could not be removed, the next save does it: %s", store.address, error)
+    return dict(in_threads(upload, jobs.items(), writer_threads()))
 
 
 def _upload(
@@ -84,9 +63,9 @@ def _upload(
 
     try:
         digest = stream_shard(job, checksum, open_output)
-        opened[0].finish()
+        put = opened[0].finish()
     except BaseException:
         for writer in opened:
             writer.abort()
         raise
-    return name, digest
+    return name, replace(digest, etag=put.etag)

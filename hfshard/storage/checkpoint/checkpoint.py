@@ -33,7 +33,6 @@ from hfshard.storage.checkpoint.locate import (
     state_token,
 )
 from hfshard.storage.checkpoint.open_files import OpenCheckpoint as OpenCheckpoint
-from hfshard.storage.format.brought_files import brought_by
 from hfshard.storage.format.index import CheckpointIndex, FileDigest, check_tied_names
 from hfshard.storage.format.integrity import Verify as Verify
 from hfshard.storage.format.integrity import check_verify_level as check_verify_level
@@ -167,6 +166,8 @@ def _open_until_whole(
     for _ in range(folder.most_tries):
         weights_override = weights_name
         folder.look()
+        if weights_name is None:
+            folder.enter(names)
         before = state_token(folder, names, weights_override)
         try:
             weights_override = find_name()
@@ -182,7 +183,7 @@ def _open_until_whole(
             last = error
         else:
             checkpoint.weights_override, checkpoint.state_token = weights_override, before
-            if checkpoint.is_unchanged():
+            if folder.is_pinned or checkpoint.is_unchanged():
                 return checkpoint
             checkpoint.close()
         time.sleep(folder.wait_seconds)
@@ -211,7 +212,6 @@ def _open_once(
     keeps_index: bool,
 ) -> OpenCheckpoint:
     path = os.path.join(folder.path, weights.name)
-    folder.bring({})
     if weights.kind == "bin":
         pickled = folder.open_pickle(weights.name, key)
         index = CheckpointIndex(weight_map=dict.fromkeys(pickled.tensors, weights.name))
@@ -229,7 +229,6 @@ def _open_once(
         raw = folder.read_small(weights.name, MAX_INDEX_BYTES)
         checkpoint = OpenCheckpoint(folder, names, weights, CheckpointIndex.from_json(raw, path))
         checkpoint.raw_index = raw if keeps_index else None
-        folder.bring(brought_by(raw, path))
     try:
         if weights.kind != "single":
             _open_files(checkpoint, files_of)

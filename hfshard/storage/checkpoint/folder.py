@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Collection, Hashable, Mapping
 from typing import Any, Final, Protocol
 
+from hfshard._util.text import list_some
 from hfshard._util.threads import in_threads
-from hfshard.constants import CHANGED_RETRIES, CHANGED_WAIT_SECONDS
+from hfshard.constants import (
+    CHANGED_RETRIES,
+    CHANGED_WAIT_SECONDS,
+    MANIFEST_NAME,
+    MAX_CONFIG_BYTES,
+    SAFETENSORS_SUFFIX,
+)
 from hfshard.errors import DamagedCheckpointError, InvalidArgumentError, MissingShardError, remedy
 from hfshard.storage.disk.safe_open import identity_of, read_small
-from hfshard.storage.format.brought_files import BroughtFile
+from hfshard.storage.format.integrity import sha256_of
+from hfshard.storage.format.names import WeightNames
+from hfshard.storage.format.stored_save import MAX_SAVE_BYTES, SaveId, StoredSave, split_object_name
 from hfshard.storage.weights.pickles.file_in_memory import FileInMemory
 from hfshard.storage.weights.pickles.pickle_file import PickleFile
-from hfshard.storage.weights.ranged.ranged_shard import RangedFiles, RangedShard
+from hfshard.storage.weights.ranged.ranged_shard import RangedEntry, RangedFiles, RangedShard
 from hfshard.storage.weights.ranged.requests import DEFAULT_MEMORY
 from hfshard.storage.weights.safetensors_file import SafetensorsFile
 from hfshard.storage.weights.safetensors_shard import SafetensorsShard
@@ -26,7 +36,13 @@ FAR_TRIES: Final = 20
 
 _FAR_WAIT_SECONDS: Final = 0.05
 
-_GENERATE_FOLDER: Final = "custom_generate/"
+_SHOWN: Final = 3
+"""Names of files in a message."""
+
+_MOST_FOLDERS: Final = 32
+"""Folders that are looked into for a message."""
+
+_GENERATE_FOLDER: Final = "custom_generate"
 """Where transformers looks for a checkpoint's own way to generate."""
 
 
@@ -41,6 +57,13 @@ class CheckpointFolder(Protocol):
     """Between two such tries."""
     memory_bytes: int
     """What a read of tensors by ranges may take beside them."""
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether the files of the checkpoint that was entered are never replaced under their names."""
+
+    def enter(self, names: WeightNames) -> None:
+        """Show the files of the newest save of a checkpoint, where each save has objects of its own."""
 
     def look(self) -> None:
         """See what is there now."""
@@ -68,12 +91,6 @@ class CheckpointFolder(Protocol):
             MissingShardError: There is none.
         """
 
-    def bring(self, files: Mapping[str, BroughtFile]) -> None:
-        """Take what an index brings along for what is there, where that is still what it replaces."""
-
-    def brought(self) -> dict[str, bytes]:
-        """The files that an index brings, and that count in place of what is there."""
-
     def open_shards(self, names: Collection[str]) -> dict[str, SafetensorsShard]:
         """Open safetensors files, and check their headers."""
 
@@ -91,8 +108,13 @@ class LocalFolder:
     wait_seconds = CHANGED_WAIT_SECONDS
     memory_bytes = DEFAULT_MEMORY
 
+    is_pinned = False
+
     def __init__(self, path: str) -> None:
         self.path = path
+
+    def enter(self, names: WeightNames) -> None:
+        """Show the directory as it is."""
 
     def look(self) -> None:
         """Each file is looked at when it is asked for."""
@@ -124,13 +146,6 @@ class LocalFolder:
     def read_small(self, name: str, limit: int) -> bytes:
         """Read a text file; see `safe_open.read_small`."""
         return read_small(os.path.join(self.path, name), self.path, limit)[0]
-
-    def bring(self, files: Mapping[str, BroughtFile]) -> None:
-        """Files of a directory have no ETags; a commit there is finished by the next save."""
-
-    def brought(self) -> dict[str, bytes]:
-        """None."""
-        return {}
 
     def open_shards(self, names: Collection[str]) -> dict[str, SafetensorsShard]:
         """Open files; see `SafetensorsFile`."""
@@ -179,35 +194,45 @@ class RangedFolder:
         self._was_just_listed = False
         self._listed: Mapping[str, Any] = {}
         self._small: dict[str, tuple[Hashable, bytes]] = {}
-        """Small files that were read: name -> identity and bytes."""
-        self._brought: Mapping[str, BroughtFile] = {}
+        """Small files that were read: name of the object -> identity and bytes."""
+
+    @property
+    def is_pinned(self) -> bool:
+        """No: a name may get other contents."""
+        return False
+
+    def enter(self, names: WeightNames) -> None:
+        """Show the files as they are."""
 
     def look(self) -> None:
-        """List all files; not at once after `look_early`."""
+        """List all files that lie directly in it; not at once after `look_early`."""
         if not self._was_just_listed:
             self._listed = self._files.list_objects()
         self._was_just_listed = False
 
     def look_early(self) -> None:
-        """List all files for what comes before the checkpoint is opened, and for its opening."""
+        """List the files for what comes before the checkpoint is opened, and for its opening."""
         self._listed = self._files.list_objects()
         self._was_just_listed = True
 
     def has_changed(self) -> bool:
         """Whether another listing differs from that of the last look."""
-        return dict(self._listed) != dict(self._files.list_objects())
+        return {name: one for name, one in self._listed.items() if "/" not in name} != self._files.list_objects()
 
     def find(self, name: str) -> bool:
         """Ask whether there is a file of this name, without a listing."""
         return self._files.find(name) is not None
 
-    def code_names(self) -> list[str]:
-        """Name the Python files that lie directly in it, and those that transformers runs to generate."""
-        return sorted(
-            name
-            for name in self._listed.keys() | filter(self.has, self._brought)
-            if name.endswith(".py") and ("/" not in name or name.startswith(_GENERATE_FOLDER))
-        )
+    def code_names(self, *, recursive: bool) -> list[str]:
+        """Name the Python files that lie directly in it, and those that transformers runs to generate.
+
+        Args:
+            recursive: Also those in other folders, which takes a listing of everything below.
+        """
+        below = self._files.list_objects(recursive=True) if recursive else self._files.list_objects(_GENERATE_FOLDER)
+        self._listed = {**self._listed, **{name: one for name, one in below.items() if "/" in name}}
+        nested = (name for name in self._listed if "/" in name)
+        return sorted(name for name in {*self.names(), *nested} if name.endswith(".py"))
 
     def names(self) -> list[str]:
         """Name what the last look found directly in it."""
@@ -218,60 +243,41 @@ class RangedFolder:
         return list(self._listed)
 
     def folders_with(self, names: Collection[str]) -> list[str]:
-        """Name the folders below it in which the last look found a file of one of these names."""
-        return sorted(
-            {folder for folder, _, name in (path.rpartition("/") for path in self._listed) if folder and name in names}
-        )
+        """Name the folders directly below it that hold a file of one of these names; it takes a listing of each."""
+        found = self._files.folders()[:_MOST_FOLDERS]
+        listed = in_threads(lambda folder, _: self._files.list_objects(folder), found, _HEADERS_AT_ONCE)
+        held = {folder: {path.rpartition("/")[2] for path in paths} for folder, paths in zip(found, listed)}
+        return [folder for folder, files in held.items() if not files.isdisjoint(names) or _has_entry(files)]
 
     def has(self, name: str) -> bool:
-        """Whether the last look found this name, or an index brings it."""
-        return name in self._listed or self._stand_in(name) is not None
+        """Whether the last look found this name."""
+        return self._inlined(name) is not None or self._find(name) is not None
 
     def identity(self, name: str) -> Hashable:
         """ETag and size, as listed."""
-        entry = self._listed.get(name)
+        entry = self._find(name)
         return None if entry is None else (entry.etag, entry.size)
 
     def listed(self, name: str) -> Any:
-        """What the last look found under this name, as whoever lists describes it; None where there is none."""
-        return self._listed.get(name)
+        """What the last look found under this name, as the place describes it; None where there is none."""
+        return self._find(name)
 
     def size(self, name: str) -> int:
         """Bytes, as listed; 0 where there is none."""
-        entry = self._listed.get(name)
+        inlined = self._inlined(name)
+        if inlined is not None:
+            return len(inlined)
+        entry = self._find(name)
         return 0 if entry is None else int(entry.size)
 
     def read_small(self, name: str, limit: int) -> bytes:
         """Read a text file as it was listed; once, as long as it is the same."""
-        stand_in = self._stand_in(name)
-        if stand_in is not None:
-            return stand_in
-        entry = self._entry(name)
-        identity, raw = self._small.get(name, (None, b""))
-        if identity == self.identity(name):
-            return raw
-        path = self._path(name)
-        if entry.size > limit:
-            raise DamagedCheckpointError(
-                f"'{path}' has {entry.size} bytes, but such a file has at most {limit}. {remedy(path)}", path=path
-            )
-        target = bytearray(entry.size)
-        if target:
-            self._files.read_into(entry, 0, memoryview(target))
-        raw = bytes(target)
+        inlined = self._inlined(name)
+        raw = self._read_object(self._entry(name), limit) if inlined is None else inlined
         if b"\0" in raw:
+            path = self._path(name)
             raise DamagedCheckpointError(f"'{path}' is damaged: it contains zero bytes. {remedy(path)}", path=path)
-        self._small[name] = self.identity(name), raw
         return raw
-
-    def bring(self, files: Mapping[str, BroughtFile]) -> None:
-        """Take what an index brings along for what is listed, where that is still what it replaces."""
-        self._brought = files
-
-    def brought(self) -> dict[str, bytes]:
-        """Those whose objects are still what they replace, as listed."""
-        found = {name: self._stand_in(name) for name in self._brought}
-        return {name: raw for name, raw in found.items() if raw is not None}
 
     def open_shards(self, names: Collection[str]) -> dict[str, SafetensorsShard]:
         """Read the headers of files as they were listed, several at once."""
@@ -287,7 +293,7 @@ class RangedFolder:
         path = self._path(name)
         if not hasattr(os, "memfd_create"):
             raise InvalidArgumentError(
-                f"'{path}' is a file of torch.save, which this system can only read from a disk. Bring it there by the "
+                f"'{path}' is a file of torch.save, which this system can only read from a disk. Download it with the "
                 "tool of the service, and save it as safetensors: hfshard convert DIR DIR.",
                 path=path,
             )
@@ -298,15 +304,32 @@ class RangedFolder:
         """Whether the last look found the files that are open, and no others in their place."""
         return all(self.identity(name) == shard.identity for name, shard in shards.items())
 
-    def _stand_in(self, name: str) -> bytes | None:
-        """What counts in place of what is listed."""
-        brought = self._brought.get(name)
-        entry = self._listed.get(name)
-        is_awaited = brought is not None and brought.replaces == (None if entry is None else entry.etag)
-        return brought.raw if brought is not None and is_awaited else None
+    def _inlined(self, name: str) -> bytes | None:
+        """Return the contents of a file that need not be read."""
+        return None
+
+    def _find(self, name: str) -> Any:
+        """Return what was listed of a file."""
+        return self._listed.get(name)
+
+    def _read_object(self, entry: RangedEntry, limit: int) -> bytes:
+        identity, raw = self._small.get(entry.name, (None, b""))
+        if identity == (entry.etag, entry.size):
+            return raw
+        if entry.size > limit:
+            path = self._path(entry.name)
+            raise DamagedCheckpointError(
+                f"'{path}' has {entry.size} bytes, but such a file has at most {limit}. {remedy(path)}", path=path
+            )
+        target = bytearray(entry.size)
+        if target:
+            self._files.read_into(entry, 0, memoryview(target))
+        raw = bytes(target)
+        self._small[entry.name] = (entry.etag, entry.size), raw
+        return raw
 
     def _entry(self, name: str) -> Any:
-        entry = self._listed.get(name)
+        entry = self._find(name)
         if entry is None:
             path = self._path(name)
             raise MissingShardError(
@@ -316,3 +339,180 @@ class RangedFolder:
 
     def _path(self, name: str) -> str:
         return f"{self.path}/{name}"
+
+
+class StoreFolder(RangedFolder):
+    """A folder of a store: once entered, it shows the files of its newest save, under their usual names.
+
+    Every object of a save has the save's number and id in its name, and the save with the highest index is the
+    checkpoint. Small files are inlined in that index. Plain objects (a tokenizer, what other tools uploaded) are shown
+    next to them; a plain copy of a small file that a user has edited counts in place of the inlined one.
+    """
+
+    def __init__(self, store: RangedFiles, path: str, memory_bytes: int = DEFAULT_MEMORY) -> None:
+        super().__init__(store, path, memory_bytes)
+        self._names: tuple[WeightNames, ...] = ()
+        self._entered: tuple[str, SaveId] | None = None
+        """Usual name of the index that was entered, and its save."""
+        self._parsed: tuple[Hashable, StoredSave | None] = (None, None)
+        """Name and ETag of an index that was read, and what it holds."""
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether a save of hfshard was entered: its objects keep their contents as long as they exist."""
+        return self._entered is not None
+
+    @property
+    def save_id(self) -> SaveId | None:
+        """The save that is shown; None where the objects are shown as they are."""
+        return None if self._entered is None else self._entered[1]
+
+    @property
+    def save(self) -> StoredSave | None:
+        """The contents of the index of the save that is shown.
+
+        Raises:
+            DamagedCheckpointError, UnsafePathError: It is damaged.
+            CheckpointChangedError: It is gone.
+        """
+        if self._entered is None:
+            return None
+        name, save_id = self._entered
+        entry = self._listed[save_id.object_name(name)]
+        known, save = self._parsed
+        if known != (entry.name, entry.etag):
+            save = StoredSave.from_json(self._read_object(entry, MAX_SAVE_BYTES), self._path(entry.name), save_id)
+            self._small.pop(entry.name, None)
+            self._parsed = (entry.name, entry.etag), save
+        return save
+
+    def enter(self, names: WeightNames) -> None:
+        """Show the newest save of a checkpoint, of the last look and of later ones."""
+        self._names = (names,)
+        self._choose()
+
+    def show(self, listed: Mapping[str, Any], names: WeightNames) -> None:
+        """Show the newest save of a checkpoint among objects that were listed."""
+        self._listed = listed
+        self.enter(names)
+
+    def leave(self) -> None:
+        """Show the objects as they are."""
+        self._names, self._entered = (), None
+
+    def look_into(self, folder: str) -> None:
+        """List a folder below it, too."""
+        self._listed = {**self._listed, **self._files.list_objects(folder)}
+
+    def as_listed(self) -> StoreFolder:
+        """Return a folder that shows the objects of the last look as they are."""
+        other = StoreFolder(self._files, self.path, self.memory_bytes)
+        other._listed, other._small = self._listed, self._small
+        return other
+
+    def note(self, found: RangedEntry, raw: bytes) -> None:
+        """Note the contents of a listed object, which need not be read then."""
+        self._small[found.name] = (found.etag, found.size), raw
+
+    def look(self) -> None:
+        """List the objects, and choose the newest save again."""
+        super().look()
+        self._choose()
+
+    def look_early(self) -> None:
+        """List the objects, and choose the newest save again."""
+        super().look_early()
+        self._choose()
+
+    def names(self) -> list[str]:
+        """Name the files that are shown."""
+        save = self.save
+        if save is None:
+            return super().names()
+        plain = {name for name in super().names() if split_object_name(name) is None and not self._is_hidden(name)}
+        return sorted(plain | save.small_files.keys() | {name for name in save.objects if self._find(name) is not None})
+
+    def describe_plain_weights(self) -> str | None:
+        """Say that another tool has uploaded weights next to the save that counts; None where none has."""
+        names = [name for name in super().names() if self._is_hidden(name) and name.endswith(SAFETENSORS_SUFFIX)]
+        if self._entered is None or not names:
+            return None
+        return (
+            f"'{self.path}' has weights that another tool uploaded ({list_some(names, _SHOWN)}) next to those that "
+            f"hfshard saved, which count. To load the uploaded ones, pass the address of a file, such as "
+            f"'{self.path}/{names[0]}'; the next save by hfshard deletes them."
+        )
+
+    def identity(self, name: str) -> Hashable:
+        """ETag and size, as listed; of the index that was entered, those of its object."""
+        if self._entered is not None and name == self._entered[0]:
+            entry = self._listed[self._entered[1].object_name(name)]
+            return entry.name, entry.etag, entry.size
+        return super().identity(name)
+
+    def stale_copies(self) -> list[str]:
+        """Name the plain copies of small files that are those of an earlier save; other tools read them."""
+        save = self.save
+        if save is None:
+            return []
+        return [name for name in save.replaced if self.plain_digest(name) in save.replaced[name]]
+
+    def plain_digest(self, name: str) -> str | None:
+        """Return the sha256 of a plain object that may be a copy of a small file; None where there is none."""
+        entry = self._listed.get(name)
+        if entry is None:
+            return None
+        raw = None if self.save is None else self.save.small_files.get(name)
+        if (
+            raw is not None
+            and entry.size == len(raw)
+            and entry.etag == hashlib.md5(raw, usedforsecurity=False).hexdigest()
+        ):
+            return sha256_of(raw)  # S3 and GCS name an object that was put whole by its MD5
+        return sha256_of(self._read_object(entry, MAX_CONFIG_BYTES))
+
+    def content(self, name: str) -> bytes | Any:
+        """Return the contents of a file that is inlined, or the object that has them.
+
+        Raises:
+            MissingShardError: There is no such file.
+        """
+        inlined = self._inlined(name)
+        return self._entry(name) if inlined is None else inlined
+
+    def listed_objects(self) -> Mapping[str, Any]:
+        """Return what the last look found, by the names of the objects."""
+        return self._listed
+
+    def _choose(self) -> None:
+        entries = {entry for names in self._names for entry in (names.index, MANIFEST_NAME)}
+        found = [split for name in self._listed if (split := split_object_name(name)) and split[0] in entries]
+        self._entered = max(found, key=lambda one: one[1], default=None)
+
+    def _is_hidden(self, name: str) -> bool:
+        """Whether a plain object has the name of weights of the checkpoint, which the save that is shown replaces."""
+        return any(name in (one.index, one.single) or one.is_shard(name) for one in self._names)
+
+    def _inlined(self, name: str) -> bytes | None:
+        save = self.save
+        raw = None if save is None else save.small_files.get(name)
+        if save is None or raw is None or name not in save.replaced:
+            return raw
+        digest = self.plain_digest(name)
+        is_edited = digest is not None and digest != sha256_of(raw) and digest not in save.replaced[name]
+        return None if is_edited else raw
+
+    def _find(self, name: str) -> Any:
+        save = self.save
+        if save is not None:
+            if name in save.objects:
+                return self._listed.get(save.save_id.object_name(name))
+            if self._is_hidden(name):
+                return None
+        return self._listed.get(name)
+
+
+def _has_entry(names: Collection[str]) -> bool:
+    """Whether one of the objects is the index of a save."""
+    found = (split_object_name(name) for name in names)
+    return any(one is not None and one[0].endswith(".json") for one in found)

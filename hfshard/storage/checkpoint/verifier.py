@@ -25,10 +25,9 @@ from hfshard.errors import (
 )
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, open_checkpoint
 from hfshard.storage.checkpoint.checks import check_small_file, check_total
-from hfshard.storage.checkpoint.folder import FAR_TRIES, CheckpointFolder, folder_of
+from hfshard.storage.checkpoint.folder import FAR_TRIES, CheckpointFolder, StoreFolder, folder_of
 from hfshard.storage.checkpoint.locate import entry_of, locate_checkpoint, weights_bytes
 from hfshard.storage.checkpoint.report import Problem, VerifyReport
-from hfshard.storage.format.brought_files import brought_by
 from hfshard.storage.format.index import CheckpointIndex, FileDigest, check_tied_names
 from hfshard.storage.format.names import WeightNames
 from hfshard.storage.weights.pickles.pickle_file import PickleFile
@@ -98,6 +97,8 @@ def verify_directory(
     folder = folder_of(directory)
     for _ in range(FAR_TRIES):
         folder.look()
+        if weights_name is None:
+            folder.enter(names)
         verifier = Verifier(folder, names, level, weights_name)
         total = weights_bytes(folder, (SAFETENSORS_SUFFIX,)) if level == "full" else 0
         with bytes_bar("Verifying", total, progress if total else False) as progress_callback:
@@ -160,6 +161,8 @@ class Verifier:
             self._check_pickles(progress_callback)
         if self.weights_name is None:
             self._warn_of_strays(index)
+        if isinstance(self.folder, StoreFolder):
+            self._warn_of_plain_objects(self.folder)
 
     def _read_index(self, name: str) -> CheckpointIndex | None:
         path = os.path.join(self.directory, name)
@@ -167,7 +170,6 @@ class Verifier:
         try:
             raw = self.folder.read_small(name, MAX_INDEX_BYTES)
             index = CheckpointIndex.from_json(raw, path)
-            self.folder.bring(brought_by(raw, path))
         except HfshardError as error:
             self.findings.add_error(error, self.directory)
             return None
@@ -221,10 +223,10 @@ class Verifier:
                 digests |= {**shard.hfshard_metadata.files, name: shard.hfshard_metadata.digests}  # it is the only one
                 self._check_tied_names(shard, findings)
             else:
-                self._check_names(shard, index, findings)
+                self._check_names(name, shard, index, findings)
             self._check_bytes(shard, digests.get(name, FileDigest()), findings, progress_callback)
             if self.level == "full" and not digests.get(name, FileDigest()).is_verifiable:
-                self._note_no_checksum(shard, index, findings)
+                self._note_no_checksum(name, shard, index, findings)
         finally:
             shard.close()
         return findings
@@ -257,8 +259,7 @@ class Verifier:
             message = readable(f"'{shard.path}' can't be read: {error.strerror}. Download or save it again.")
             findings.problems.append(Problem(shard.path, None, message))
 
-    def _check_names(self, shard: SafetensorsShard, index: CheckpointIndex, findings: _Findings) -> None:
-        name = os.path.relpath(shard.path, self.directory)
+    def _check_names(self, name: str, shard: SafetensorsShard, index: CheckpointIndex, findings: _Findings) -> None:
         for tensor in shard.header.tensors:
             if (where := index.weight_map.get(tensor, "no file")) != name:
                 findings.add_tensor(shard, tensor, f"is in '{shard.path}', but the index says that it is in {where}")
@@ -266,8 +267,9 @@ class Verifier:
             if tensor not in shard.header.tensors:
                 findings.add_tensor(shard, tensor, f"is not in '{shard.path}', where the index says that it is")
 
-    def _note_no_checksum(self, shard: SafetensorsShard, index: CheckpointIndex | None, findings: _Findings) -> None:
-        name = os.path.relpath(shard.path, self.directory)
+    def _note_no_checksum(
+        self, name: str, shard: SafetensorsShard, index: CheckpointIndex | None, findings: _Findings
+    ) -> None:
         # Checksums are written for all files or for none, and a shard says by itself that hfshard wrote it.
         digests = index.files if index is not None else {}
         has_others = any(digest.is_verifiable for file, digest in digests.items() if file.endswith(SAFETENSORS_SUFFIX))
@@ -333,6 +335,16 @@ class Verifier:
         except HfshardError as error:
             findings.add_error(error, self.directory)
         return findings
+
+    def _warn_of_plain_objects(self, folder: StoreFolder) -> None:
+        """Say what other tools would read next to, or in place of, the save that hfshard reads."""
+        for name in folder.stale_copies():
+            self.findings.warnings.append(
+                f"'{name}' is the plain copy of an earlier save, which other tools read; hfshard reads the right one. "
+                "The next save replaces it."
+            )
+        if (message := folder.describe_plain_weights()) is not None:
+            self.findings.warnings.append(message)
 
     def _warn_of_strays(self, index: CheckpointIndex | None) -> None:
         used = set(self.files) | (set(index.weight_map.values()) | set(index.files) if index is not None else set())

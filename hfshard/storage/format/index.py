@@ -42,6 +42,8 @@ class FileDigest:
     """XXH3 over the header and the first 4 KiB of its tensors."""
     tensor_digests: str | None = None
     """XXH3 (64 bits, 16 hex digits) of each tensor, in the order of their bytes: they tell which one is damaged."""
+    etag: str | None = field(default=None, compare=False, repr=False)
+    """Of a file that was sent to a store, the ETag that it got; recorded elsewhere than the other digests."""
 
     @property
     def is_verifiable(self) -> bool:

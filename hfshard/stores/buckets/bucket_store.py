@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import replace
 
 from huggingface_hub import BucketFile
 
 from hfshard._util.addresses import StoreAddress
-from hfshard.errors import CheckpointChangedError, StaleObjectError, StoreConnectionError, StoreError
+from hfshard.errors import CheckpointChangedError, StoreConnectionError, StoreError
 from hfshard.stores.buckets.calls import BucketCalls
 from hfshard.stores.buckets.download import XetReader
 from hfshard.stores.buckets.errors import translate_bucket_errors
 from hfshard.stores.buckets.tokens import XetTokens, bucket_token_url
 from hfshard.stores.buckets.upload import XetUpload
 from hfshard.stores.buckets.xet import XetFailedError
-from hfshard.stores.protocols import ANYTHING, Anything, StoredObject
+from hfshard.stores.protocols import StoredObject
 
 
 class BucketStore:
     """The objects below a prefix of a bucket; see `Store`.
 
-    The Hub has no conditional put. `put` with a condition looks, puts, and looks again. Of two writers that put at the
-    same time, one can overwrite the other between its two looks, and then the other one is told; but if the first
-    writer's second look comes before the put of the second one, and the second one's first look came before the put of
-    the first, both are told that they were first, and the last one's bytes stay.
-
     An ETag is Xet's hash of the contents. Contents that a listing has shown can be read as long as the storage has
     them, whatever has their name by then.
     """
-
-    has_conditional_put = False
-    has_content_etags = True
 
     def __init__(self, address: StoreAddress) -> None:
         """Ask nothing yet."""
@@ -44,15 +37,14 @@ class BucketStore:
         """The address."""
         return f"{type(self).__name__}({str(self.address)!r})"
 
-    def list_objects(self, folder: str = "") -> dict[str, StoredObject]:
-        """List all objects below a folder by name, as deep as they lie; empty where there are none."""
-        found = [self._object(file) for file in self._calls.files((self._start + folder).rstrip("/"))]
+    def list_objects(self, folder: str = "", *, recursive: bool = False) -> dict[str, StoredObject]:
+        """List the objects of a folder; see `Store`."""
+        found = [self._object(file) for file in self._calls.files((self._start + folder).rstrip("/"), recursive)]
         return {one.name: one for one in sorted(found, key=lambda one: one.name)}
 
-    def folders(self) -> list[str]:
-        """Name the folders directly below the prefix, sorted; what is in them is not listed."""
-        children = self._calls.children(self.address.prefix)
-        return [path[len(self._start) : -1] for path in children if path.endswith("/")]
+    def folders(self, folder: str = "") -> list[str]:
+        """Name the folders directly in a folder; see `Store`."""
+        return self._calls.folders((self._start + folder).rstrip("/"))
 
     def find(self, name: str) -> StoredObject | None:
         """Ask for one object."""
@@ -80,39 +72,30 @@ class BucketStore:
         self.read_into(found, 0, memoryview(raw))
         return bytes(raw)
 
-    def put(self, name: str, raw: bytes, condition: StoredObject | Anything | None = ANYTHING) -> StoredObject:
-        """Put a small object, whole or not at all; see `Store`, and the class for what a condition is worth here.
-
-        Raises:
-            StaleObjectError: The condition did not hold, or somebody has put something else right afterwards.
-        """
+    def put(self, name: str, raw: bytes) -> StoredObject:
+        """Put a small object, whole or not at all; see `Store`."""
         writer = self.open_writer(name, len(raw))
         try:
             writer.write(memoryview(raw))
-            sent = writer.send()
-            if not isinstance(condition, Anything):
-                self._check(name, condition, "was changed by somebody else in the meantime")
-            put = self._name(sent)
-            if not isinstance(condition, Anything):
-                self._check(name, put, "was replaced by somebody else right after it was put")
+            return writer.finish()
         except BaseException:
             writer.abort()
             raise
-        return put
 
     def open_writer(self, name: str, size: int) -> BucketWriter:
         """Begin a large object of so many bytes."""
         with translate_bucket_errors(self.address):
             return BucketWriter(self, name, size, XetUpload(self._write_tokens, size))
 
-    def copy(self, source: StoredObject, target: str) -> None:
-        """Copy an object on the server, replacing one of that name; raises as `read_into`."""
+    def copy(self, source: StoredObject, target: str) -> StoredObject:
+        """Give the contents of an object another name, too; see `Store`."""
         try:
             self._calls.copy(source.etag, self._start + target)
         except StoreError as error:
             if not isinstance(error, StoreConnectionError) and self.find(source.name) != source:
                 raise self._changed(source) from error
             raise
+        return replace(source, name=target)
 
     def delete(self, names: Collection[str]) -> None:
         """Delete objects; those that are missing already are no error."""
@@ -127,20 +110,11 @@ class BucketStore:
         """Make what was sent visible; where the answer is lost, look whether it is."""
         try:
             self._calls.name(self._start + sent.name, sent.etag)
-        except StoreConnectionError:
+        except StoreConnectionError as error:
+            error.may_be_done = True
             if self.find(sent.name) != sent:
                 raise
         return sent
-
-    def _check(self, name: str, expected: StoredObject | None, problem: str) -> None:
-        now = self.find(name)
-        if now != expected:
-            raise StaleObjectError(
-                f"'{self.address.joined(name)}' {problem}.",
-                path=str(self.address.joined(name)),
-                expected=expected.etag if expected is not None else None,
-                actual=now.etag if now is not None else None,
-            )
 
     def _object(self, file: BucketFile) -> StoredObject:
         return StoredObject(file.path[len(self._start) :], file.size, file.xet_hash, file.uploaded_at)

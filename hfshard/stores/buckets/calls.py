@@ -35,17 +35,18 @@ class BucketCalls:
         self._address = address
         self._bucket = address.bucket
 
-    def files(self, folder: str) -> list[BucketFile]:
-        """All files below a folder; "" for all of the bucket."""
-        found = self._listed(folder, recursive=True)
-        return [item for item in found if isinstance(item, BucketFile)]
+    def files(self, folder: str, recursive: bool = True) -> list[BucketFile]:
+        """The files of a folder, or all below it; "" for the bucket itself."""
+        found = self._listed(folder, recursive=recursive)
+        depth = folder.count("/") + 1 if folder else 0
+        return [item for item in found if isinstance(item, BucketFile) and (recursive or item.path.count("/") == depth)]
 
-    def children(self, folder: str) -> list[str]:
-        """The paths of what lies directly in a folder: files, and folders with "/" behind."""
+    def folders(self, folder: str) -> list[str]:
+        """The names of the folders directly in a folder."""
         start = f"{folder}/" if folder else ""
         found = self._listed(folder, recursive=False)
-        names = {item.path[len(start) :] + ("/" if isinstance(item, BucketFolder) else "") for item in found}
-        return sorted({start + name.partition("/")[0] + ("/" if "/" in name else "") for name in names if name})
+        below = (item.path[len(start) :] + "/" * isinstance(item, BucketFolder) for item in found)
+        return sorted({name.partition("/")[0] for name in below if "/" in name})
 
     def find(self, paths: Collection[str]) -> list[BucketFile]:
         """Those files of these that there are."""

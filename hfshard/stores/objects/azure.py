@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 SERVICE: Final = Service(
     title="Azure Blob Storage",
-    has_content_etags=False,
-    has_generations=False,
     deletes_together=256,
     log_in=(
         "Set AZURE_STORAGE_ACCOUNT and run 'az login', or set AZURE_STORAGE_KEY too; or set "

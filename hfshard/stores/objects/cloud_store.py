@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import obstore
@@ -14,7 +13,6 @@ from hfshard.errors import (
     CheckpointChangedError,
     HfshardError,
     MissingObjectError,
-    StaleObjectError,
     StoreConnectionError,
     StoreError,
 )
@@ -23,21 +21,17 @@ from hfshard.stores.objects.connecting import connection_to
 from hfshard.stores.objects.connection import refusal
 from hfshard.stores.objects.failures import OBSTORE_ERRORS, Failure, read_failure
 from hfshard.stores.objects.retrying import Patience, ask
-from hfshard.stores.objects.upload import TOKEN, Upload
-from hfshard.stores.protocols import ANYTHING, Anything, ObjectWriter, StoredObject
+from hfshard.stores.objects.upload import Upload
+from hfshard.stores.protocols import ObjectWriter, StoredObject
 
 if TYPE_CHECKING:
-    from obstore import GetOptions, ObjectMeta, PutMode
+    from obstore import GetOptions, ObjectMeta
 
-    from hfshard.stores.objects.connection import Client
 
 _READ_BLOCK: Final = 1 << 20
 """Bytes that are gathered before they are copied: few calls, and little memory."""
 _BODY_BYTES: Final = 1 << 20
 """A put of more bytes may take longer than the service may be silent."""
-
-LARGEST_COPY: Final = 5 << 30
-"""Bytes that S3 copies in one request."""
 
 T = TypeVar("T")
 
@@ -70,20 +64,13 @@ class CloudStore:
         """Where it is."""
         return self._address
 
-    @property
-    def has_conditional_put(self) -> bool:
-        """True."""
-        return True
-
-    @property
-    def has_content_etags(self) -> bool:
-        """Whether an object that gets its old bytes again gets its old ETag again: S3 and GCS."""
-        return self._connection.service.has_content_etags
-
-    def list_objects(self, folder: str = "") -> dict[str, StoredObject]:
-        """List all objects below a folder; see `Store`."""
+    def list_objects(self, folder: str = "", *, recursive: bool = False) -> dict[str, StoredObject]:
+        """List the objects of a folder; see `Store`."""
         below = self._prefix + (f"{folder}/" if folder else "")
-        listed = self._ask(lambda: obstore.list(self._connection.quick, below or None).collect(), folder)
+        if recursive:
+            listed = self._ask(lambda: obstore.list(self._connection.quick, below or None).collect(), folder)
+        else:
+            listed = self._list_level(folder)["objects"]
         self._bucket_seen = True
         # A folder that was made by hand is an object, too: "prefix/", which the client lists as "prefix"; and
         # "prefix/code/", listed as an empty "prefix/code".
@@ -91,11 +78,10 @@ class CloudStore:
         above = {"/".join(parts[:end]) for parts in (one.name.split("/") for one in found) for end in range(len(parts))}
         return {one.name: one for one in found if one.size or one.name not in above}
 
-    def folders(self) -> list[str]:
-        """Name the folders directly below the prefix; see `Store`."""
-        listed = self._ask(lambda: obstore.list_with_delimiter(self._connection.quick, self._prefix or None), "")
-        self._bucket_seen = True
-        return sorted(folder.removeprefix(self._prefix).rstrip("/") for folder in listed["common_prefixes"])
+    def folders(self, folder: str = "") -> list[str]:
+        """Name the folders directly in a folder; see `Store`."""
+        below = self._prefix + (f"{folder}/" if folder else "")
+        return sorted(one.removeprefix(below).rstrip("/") for one in self._list_level(folder)["common_prefixes"])
 
     def find(self, name: str) -> StoredObject | None:
         """Ask for one object; see `Store`."""
@@ -103,7 +89,7 @@ class CloudStore:
             return self._stored(self._ask(lambda: obstore.head(self._connection.quick, self._key(name)), name))
         except MissingObjectError:
             if not self._bucket_seen:
-                self.folders()  # an answer without a body does not say what is missing: the bucket, perhaps
+                self._list_level("")  # an answer without a body does not say what is missing: the bucket, perhaps
             return None
 
     def read_into(self, found: StoredObject, begin: int, target: memoryview) -> None:
@@ -130,44 +116,35 @@ class CloudStore:
         self.read_into(found, 0, memoryview(raw))
         return bytes(raw)
 
-    def put(self, name: str, raw: bytes, condition: StoredObject | Anything | None = ANYTHING) -> StoredObject:
+    def put(self, name: str, raw: bytes) -> StoredObject:
         """Put a small object, whole or not at all; see `Store`."""
-        if isinstance(condition, Anything):
-            return self._put_whole(name, memoryview(raw))
-        try:
-            return self._put_if(name, raw, condition)
-        except StaleObjectError:
-            if condition is None or not self._has_new_generation(condition):
-                raise
-        return self._put_if(name, raw, condition)
+        return self._put_whole(name, memoryview(raw))
 
     def open_writer(self, name: str, size: int) -> ObjectWriter:
         """Begin a large object of so many bytes; see `Store`."""
-        token = secrets.token_hex(16)
         return Upload(
             self._connection,
             self._key(name),
             name,
             size,
-            token,
             put_whole=lambda raw: self._put_whole(name, raw),
-            find_own=lambda: self._find_own(name, token),
+            find=lambda: self.find(name),
             refused=lambda error: self._refused(read_failure(error), name),
         )
 
-    def copy(self, source: StoredObject, target: str) -> None:
+    def copy(self, source: StoredObject, target: str) -> StoredObject:
         """Copy an object on the server; see `Store`."""
-        in_parts = self._connection.copy_in_parts
-        if in_parts is not None and source.size > LARGEST_COPY:
-            if not in_parts(self._key(source.name), source.etag, source.size, self._key(target)):
+        if self._connection.copy_pinned is not None:
+            etag = self._connection.copy_pinned(self._key(source.name), source.etag, source.size, self._key(target))
+            if etag is None:
                 raise self._changed(source.name)
-        else:
-            self._copy_whole(source.name, target)
+            return StoredObject(target, source.size, etag)
+        self._copy_whole(source.name, target)
         # obstore's copies have no condition, so the source must be the same one afterwards still.
-        after = self.find(source.name)
-        if after is None or after.etag != source.etag:
-            self.delete([target])
+        after, copy = self.find(source.name), self.find(target)
+        if after is None or after.etag != source.etag or copy is None or copy.size != source.size:
             raise self._changed(source.name)
+        return copy
 
     def delete(self, names: Collection[str]) -> None:
         """Delete objects; see `Store`."""
@@ -190,10 +167,14 @@ class CloudStore:
 
     def _stored(self, meta: ObjectMeta) -> StoredObject:
         name = meta["path"].removeprefix(self._prefix)
-        etag = (meta["e_tag"] or "").strip('"')
-        if meta["version"] is not None:
-            self._connection.generations.note(meta["path"], etag, meta["version"])
-        return StoredObject(name, meta["size"], etag, meta["last_modified"])
+        return StoredObject(name, meta["size"], (meta["e_tag"] or "").strip('"'), meta["last_modified"])
+
+    def _list_level(self, folder: str) -> obstore.ListResult[Sequence[ObjectMeta]]:
+        """List one level: the objects of a folder, and its folders."""
+        below = self._prefix + (f"{folder}/" if folder else "")
+        listed = self._ask(lambda: obstore.list_with_delimiter(self._connection.quick, below or None), folder)
+        self._bucket_seen = True
+        return listed
 
     def _ask(self, request: Callable[[], T], name: str) -> T:
         """Do a request that changes nothing, and again where it may help."""
@@ -252,99 +233,19 @@ class CloudStore:
         return answer.stream(_READ_BLOCK)
 
     def _put_whole(self, name: str, raw: memoryview) -> StoredObject:
-        return self._put(name, raw, "overwrite", None)
-
-    def _put(
-        self,
-        name: str,
-        raw: memoryview,
-        mode: PutMode,
-        token: str | None,
-        note: Callable[[Failure], None] = lambda failure: None,
-    ) -> StoredObject:
-        client = self._client_for(len(raw))
-        attributes = {TOKEN: token} if token else None
-        result = self._attempt(
-            lambda: obstore.put(client, self._key(name), raw, mode=mode, attributes=attributes, use_multipart=False),
-            name,
-            note,
-        )
-        etag = (result["e_tag"] or "").strip('"')
-        if result["version"] is not None:
-            self._connection.generations.note(self._key(name), etag, result["version"])
-        return StoredObject(name, len(raw), etag)
-
-    def _put_if(self, name: str, raw: bytes, condition: StoredObject | None) -> StoredObject:
-        token = secrets.token_hex(16)
+        # What goes by the client for large bodies is tried again in there, and which of the tries failed is not told.
+        client, is_told = self._connection.quick, True
+        if len(raw) > _BODY_BYTES:
+            client, is_told = self._connection.uploads, False
         doubts: list[Failure] = []
         try:
-            mode = self._mode(condition)
-            return self._put(name, memoryview(raw), mode, token, doubts.append)
-        except (ChangedObjectError, MissingObjectError):
-            # The client for large bodies does not tell of what it tried again: its first try may have been done.
-            may_be_own = doubts or self._client_for(len(raw)) is self._connection.uploads
-            own = self._find_own(name, token) if may_be_own else None
-            if own is None:
-                raise StaleObjectError(
-                    f"'{self._at(name)}' is not what it was when it was looked at: somebody else was faster. Nothing "
-                    "was put.",
-                    path=self._at(name),
-                ) from None
-            return own
+            result = self._attempt(
+                lambda: obstore.put(client, self._key(name), raw, use_multipart=False), name, doubts.append
+            )
         except StoreError as error:
-            if not doubts:
-                raise
-            return self._in_doubt(name, token, error)
-
-    def _has_new_generation(self, condition: StoredObject) -> bool:
-        """Whether an object has its bytes, but not the generation by which this process knew them."""
-        known, key = self._connection.generations, self._key(condition.name)
-        before = known.find(key, condition.etag)
-        if before is None:
-            return False
-        known.forget(key)
-        self.find(condition.name)
-        return known.find(key, condition.etag) not in (None, before)
-
-    def _client_for(self, count_bytes: int) -> Client:
-        """The client for a put of so many bytes."""
-        return self._connection.uploads if count_bytes > _BODY_BYTES else self._connection.quick
-
-    def _mode(self, condition: StoredObject | None) -> PutMode:
-        if condition is None:
-            return "create"
-        if not self._connection.service.has_generations:
-            return {"e_tag": f'"{condition.etag}"'}
-        known = self._connection.generations
-        key = self._key(condition.name)
-        generation = known.find(key, condition.etag)
-        if generation is None:
-            self.find(condition.name)
-            generation = known.find(key, condition.etag)
-            if generation is None:
-                raise ChangedObjectError(f"'{self._at(condition.name)}' was changed meanwhile.")
-        return {"e_tag": f'"{condition.etag}"', "version": generation}
-
-    def _find_own(self, name: str, token: str) -> StoredObject | None:
-        """Find an object if it is the one that was put with this token."""
-        options: GetOptions = {"head": True}
-        try:
-            answer = self._ask(lambda: obstore.get(self._connection.quick, self._key(name), options=options), name)
-        except MissingObjectError:
-            return None
-        return self._stored(answer.meta) if answer.attributes.get(TOKEN) == token else None
-
-    def _in_doubt(self, name: str, token: str, error: StoreError) -> StoredObject:
-        """Find out whether an object was put, after the last try failed."""
-        try:
-            own = self._find_own(name, token)
-        except StoreError:
-            raise StoreError(
-                f"Nobody can tell whether '{self._at(name)}' was put: {error.message}", path=self._at(name)
-            ) from error
-        if own is None:
-            raise error
-        return own
+            error.may_be_done = bool(doubts) or not is_told
+            raise
+        return StoredObject(name, len(raw), (result["e_tag"] or "").strip('"'))
 
     def _copy_whole(self, source: str, target: str) -> None:
         keys = self._key(source), self._key(target)

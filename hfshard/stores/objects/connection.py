@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -11,7 +10,6 @@ from typing import TYPE_CHECKING, Final
 
 from obstore.exceptions import BaseError
 
-from hfshard._util.threads import ProcessLock
 from hfshard.errors import StoreAccessError, StoreConnectionError, StoreError, StoreNotFoundError
 from hfshard.stores.objects.failures import Failure
 from hfshard.stores.patience import first_wait, retry_seconds, stall_seconds
@@ -31,7 +29,6 @@ _CONNECT: Final = timedelta(seconds=10)
 _WHOLE_DAY: Final = timedelta(days=1)
 _RETRIES: Final = 10
 """Of a part, at most."""
-_MOST_GENERATIONS: Final = 1024
 _UPLOAD_STALLS: Final = 10
 """A part may take this many stalls: 256 MiB under way on a line of 4 Mbit/s take nine minutes."""
 
@@ -41,9 +38,6 @@ class Service:
     """What holds for a kind of store."""
 
     title: str
-    has_content_etags: bool
-    has_generations: bool
-    """Whether a condition is a generation, which listings do not tell, and not an ETag."""
     deletes_together: int
     """How many objects one request deletes."""
     log_in: str
@@ -54,32 +48,6 @@ class Service:
     """What saving, loading and cleaning up need."""
     make_bucket: str
     """The command that makes a bucket; {0} is its address, {1} its name."""
-
-
-class Generations:
-    """Remembers by which generation an ETag is known, which no listing tells: as many as fit, those noted last."""
-
-    def __init__(self) -> None:
-        self._lock = ProcessLock()
-        self._known: OrderedDict[str, tuple[str, str]] = OrderedDict()
-
-    def note(self, key: str, etag: str, generation: str) -> None:
-        """Note that of an object that was put or read."""
-        with self._lock.held():
-            self._known[key] = etag, generation
-            self._known.move_to_end(key)
-            if len(self._known) > _MOST_GENERATIONS:
-                self._known.popitem(last=False)
-
-    def find(self, key: str, etag: str) -> str | None:
-        """The generation of an object with this ETag, if it is known; that of one with the same bytes, at least."""
-        known, generation = self._known.get(key, ("", ""))
-        return generation if known == etag else None
-
-    def forget(self, key: str) -> None:
-        """It is that of an older object."""
-        with self._lock.held():
-            self._known.pop(key, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +64,11 @@ class Connection:
     sweep: Callable[[str, Callable[[str], bool]], int] | None = field(repr=False)
     """Aborts the unfinished uploads below a prefix whose names are to go; None: the service does it, or nobody can."""
     bucket: str
-    copy_in_parts: Callable[[str, str, int, str], bool] | None = field(default=None, repr=False)
-    """Copies what is too large for one request: key, ETag, bytes, and the key of the copy; False: it has another ETag.
-    None: nothing is too large."""
+    copy_pinned: Callable[[str, str, int, str], str | None] | None = field(default=None, repr=False)
+    """Copies an object that still has an ETag: key, ETag, bytes, and the key of the copy, whose ETag it returns; None:
+    it has another one. None for services whose copies by obstore are compared afterwards."""
     delete_together: Callable[[list[str]], bool] | None = field(default=None, repr=False)
     """Deletes several objects by one request; False: not all of them, or nobody knows. None: the clients do so."""
-    generations: Generations = field(default_factory=lambda: Generations(), repr=False)
-    """Of the objects that were put or read last, where conditions are made of them."""
 
     def check_process(self) -> None:
         """Refuse to go on in a forked child of a process that used a store: the request would hang.

@@ -32,8 +32,6 @@ _LOG = logging.getLogger(__name__)
 
 SERVICE: Final = Service(
     title="Google Cloud Storage",
-    has_content_etags=True,
-    has_generations=True,
     deletes_together=1000,
     log_in="Run 'gcloud auth application-default login', or set GOOGLE_APPLICATION_CREDENTIALS to a key file.",
     who_am_i="gcloud auth list",

@@ -31,8 +31,6 @@ _LOG = logging.getLogger(__name__)
 
 SERVICE: Final = Service(
     title="S3",
-    has_content_etags=True,
-    has_generations=False,
     deletes_together=1000,
     log_in=(
         "Run 'aws configure' or 'aws sso login', or set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY."
@@ -47,6 +45,9 @@ SERVICE: Final = Service(
 
 _LOADER: Final = create_loader()
 """Keeps what botocore reads of its descriptions of S3, which takes a tenth of a second."""
+LARGEST_COPY: Final = 5 << 30
+"""Bytes that S3 copies in one request."""
+
 COPIED_PART: Final = 1 << 30
 """Bytes of an object that one request copies; at most 5 GiB."""
 _COPIES_AT_ONCE: Final = 8
@@ -124,7 +125,7 @@ def connect(bucket: str) -> Connection:
         quick=quick,
         uploads=uploads,
         sweep=lambda prefix, is_left: _sweep(client, bucket, prefix, is_left),
-        copy_in_parts=lambda *which: _copy_in_parts(client, bucket, *which),
+        copy_pinned=lambda *which: _copy_pinned(client, bucket, *which),
     )
 
 
@@ -170,8 +171,8 @@ def _settings(bucket: str, client: Any) -> S3Config:
     return settings
 
 
-def _copy_in_parts(client: Any, bucket: str, key: str, etag: str, size: int, target: str) -> bool:
-    """Copy an object of more than 5 GiB on the server.
+def _copy_pinned(client: Any, bucket: str, key: str, etag: str, size: int, target: str) -> str | None:
+    """Copy an object on the server, if it still has an ETag.
 
     Args:
         client: botocore's.
@@ -182,8 +183,26 @@ def _copy_in_parts(client: Any, bucket: str, key: str, etag: str, size: int, tar
         target: The key of the copy.
 
     Returns:
-        Whether it was copied; False: its ETag is another one, or it is gone.
+        The ETag of the copy; None where that of the object is another one, or it is gone.
     """
+    try:
+        if size > LARGEST_COPY:
+            made = _copy_in_parts(client, bucket, key, etag, size, target)
+        else:
+            source = {"Bucket": bucket, "Key": key}
+            answer = client.copy_object(Bucket=bucket, Key=target, CopySource=source, CopySourceIfMatch=f'"{etag}"')
+            made = answer["CopyObjectResult"]["ETag"]
+    except ClientError as error:
+        if error.response["Error"].get("Code") in {"PreconditionFailed", "NoSuchKey", "412", "404"}:
+            return None
+        raise _refused(bucket, key, error) from None
+    except BotoCoreError as error:
+        raise StoreConnectionError(f"The copy of s3://{bucket}/{key} broke off: {_said(error)}") from None
+    return made.strip('"')
+
+
+def _copy_in_parts(client: Any, bucket: str, key: str, etag: str, size: int, target: str) -> str:
+    """Copy what is too large for one request; see `_copy_pinned`."""
     copied = {"Bucket": bucket, "Key": target}
 
     def copy_part(number: int, cancelled: threading.Event) -> dict[str, Any]:
@@ -200,24 +219,17 @@ def _copy_in_parts(client: Any, bucket: str, key: str, etag: str, size: int, tar
         )
         return {"PartNumber": number, "ETag": made["CopyPartResult"]["ETag"]}
 
+    upload = client.create_multipart_upload(**copied)["UploadId"]
     try:
-        upload = client.create_multipart_upload(**copied)["UploadId"]
+        parts = in_threads(copy_part, range(1, -(-size // COPIED_PART) + 1), _COPIES_AT_ONCE)
+        answer = client.complete_multipart_upload(**copied, UploadId=upload, MultipartUpload={"Parts": parts})
+    except BaseException:
         try:
-            parts = in_threads(copy_part, range(1, -(-size // COPIED_PART) + 1), _COPIES_AT_ONCE)
-            client.complete_multipart_upload(**copied, UploadId=upload, MultipartUpload={"Parts": parts})
-        except BaseException:
-            try:
-                client.abort_multipart_upload(**copied, UploadId=upload)
-            except (ClientError, BotoCoreError) as error:  # the first one says more
-                _LOG.warning("The unfinished copy s3://%s/%s could not be removed: %s", bucket, target, _said(error))
-            raise
-    except ClientError as error:
-        if error.response["Error"].get("Code") in {"PreconditionFailed", "NoSuchKey", "412", "404"}:
-            return False
-        raise _refused(bucket, key, error) from None
-    except BotoCoreError as error:
-        raise StoreConnectionError(f"The copy of s3://{bucket}/{key} broke off: {_said(error)}") from None
-    return True
+            client.abort_multipart_upload(**copied, UploadId=upload)
+        except (ClientError, BotoCoreError) as error:  # the first one says more
+            _LOG.warning("The unfinished copy s3://%s/%s could not be removed: %s", bucket, target, _said(error))
+        raise
+    return str(answer["ETag"])
 
 
 def _sweep(client: Any, bucket: str, prefix: str, is_left: Callable[[str], bool]) -> int:

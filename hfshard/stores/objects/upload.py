@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 import obstore
 
 from hfshard._util.threads import pause
-from hfshard.errors import HfshardError, StaleObjectError, StoreError
+from hfshard.errors import HfshardError, StoreError
 from hfshard.stores.objects.connection import Connection
 from hfshard.stores.objects.failures import OBSTORE_ERRORS, read_failure
 from hfshard.stores.objects.part_memory import PART_MEMORY
@@ -52,9 +52,8 @@ class Upload:
         key: str,
         name: str,
         size: int,
-        token: str,
         put_whole: Callable[[memoryview], StoredObject],
-        find_own: Callable[[], StoredObject | None],
+        find: Callable[[], StoredObject | None],
         refused: Callable[[BaseException], HfshardError],
     ) -> None:
         """Begin.
@@ -64,18 +63,16 @@ class Upload:
             key: The object's name in the bucket.
             name: Its name below the store's prefix.
             size: Its bytes.
-            token: Written beside it, so that a lost answer can be told from a failure.
             put_whole: Puts it in one request.
-            find_own: Finds it, if it is the one with the token.
+            find: Finds the object of this name, after a lost answer: no other writer has the name.
             refused: The error to raise for one of obstore.
         """
         self._connection = connection
         self._key = key
         self._name = name
         self._size = size
-        self._token = token
         self._put_whole = put_whole
-        self._find_own = find_own
+        self._find = find
         self._refused = refused
         self._part_bytes = part_bytes(size)
         self._written = 0
@@ -110,11 +107,7 @@ class Upload:
                 self._send_part()
 
     def finish(self) -> StoredObject:
-        """Make the object; see `ObjectWriter`.
-
-        Raises:
-            StaleObjectError: The upload was removed, as another save does that was committed meanwhile.
-        """
+        """Make the object; see `ObjectWriter`."""
         try:
             if self._written != self._size:
                 raise StoreError(
@@ -182,7 +175,7 @@ class Upload:
             return StoreError(f"'{self._name}' was not put: {type(error).__name__}: {error}", path=self._name)
         failure = read_failure(error)
         if failure.missing and not failure.no_bucket:
-            return StaleObjectError(
+            return StoreError(
                 f"The unfinished upload of '{self._name}' was removed, as a save does once it is committed: somebody "
                 "else saved here meanwhile. Nothing was put.",
                 path=self._name,
@@ -198,7 +191,6 @@ class Upload:
                     self._connection.uploads,
                     self._key,
                     self._taken(),
-                    attributes={TOKEN: self._token},
                     use_multipart=True,
                     chunk_size=self._part_bytes,
                     max_concurrency=_PARTS_AT_ONCE,
@@ -233,10 +225,10 @@ class Upload:
         if self._written != self._size:
             return False
         try:
-            found = self._find_own()
+            found = self._find()
         except HfshardError:
             return False  # the first error is the one to tell
-        if found is None:
+        if found is None or found.size != self._size:
             return False
         self._result = {"e_tag": found.etag, "version": None}
         return True
@@ -247,10 +239,6 @@ class Upload:
                 self._parts.get_nowait()
             except queue.Empty:
                 return
-
-
-TOKEN: Final = "hfshardwrite"
-"""The name of the metadata that says which call put an object: letters only, as Azure wants it."""
 
 
 @atexit.register

@@ -10,8 +10,8 @@ from functools import lru_cache
 from pathlib import Path
 
 from hfshard._util.addresses import StoreAddress
-from hfshard.errors import CheckpointChangedError, StaleObjectError
-from hfshard.stores.protocols import ANYTHING, Anything, StoredObject
+from hfshard.errors import CheckpointChangedError, StoreError
+from hfshard.stores.protocols import StoredObject
 
 _NUMBERS = itertools.count()
 
@@ -23,25 +23,29 @@ class MemoryStore:
     what lies between is done at once, whoever else asks.
     """
 
-    has_content_etags = True
-
-    def __init__(self, objects: dict[str, bytes] | None = None, *, has_conditional_put: bool = True) -> None:
+    def __init__(self, objects: dict[str, bytes] | None = None) -> None:
         self.objects: dict[str, bytes] = {} if objects is None else objects
         self.uploads: set[str] = set()
-        self.has_conditional_put = has_conditional_put
         self.address = StoreAddress("s3", "models", f"bert-{next(_NUMBERS)}")
         self.before: Callable[[str, str], object] = lambda kind, name: None
         self.after: Callable[[str, str], object] = lambda kind, name: None
         self.requests: list[str] = []
         self._lock = threading.RLock()
 
-    def list_objects(self, folder: str = "") -> dict[str, StoredObject]:
+    def list_objects(self, folder: str = "", *, recursive: bool = False) -> dict[str, StoredObject]:
         self._ask("list", folder)
-        return {name: _stored(name, raw) for name, raw in self.objects.copy().items() if name.startswith(folder)}
+        start = f"{folder}/" if folder else ""
+        return {
+            name: _stored(name, raw)
+            for name, raw in sorted(self.objects.copy().items())
+            if name.startswith(start) and (recursive or "/" not in name[len(start) :])
+        }
 
-    def folders(self) -> list[str]:
-        self._ask("folders", "")
-        return sorted({name.partition("/")[0] for name in self.objects.copy() if "/" in name})
+    def folders(self, folder: str = "") -> list[str]:
+        self._ask("folders", folder)
+        start = f"{folder}/" if folder else ""
+        below = [name[len(start) :] for name in self.objects.copy() if name.startswith(start)]
+        return sorted({name.partition("/")[0] for name in below if "/" in name})
 
     def find(self, name: str) -> StoredObject | None:
         self._ask("find", name)
@@ -59,31 +63,25 @@ class MemoryStore:
         self.read_into(found, 0, memoryview(raw))
         return bytes(raw)
 
-    def put(self, name: str, raw: bytes, condition: StoredObject | Anything | None = ANYTHING) -> StoredObject:
-        if not isinstance(condition, Anything) and not self.has_conditional_put and self.find(name) != condition:
-            raise StaleObjectError(f"'{name}' is another one.")
+    def put(self, name: str, raw: bytes) -> StoredObject:
         self._ask("put", name)
-        with self._lock:
-            if self.has_conditional_put and not isinstance(condition, Anything) and self._now(name) != condition:
-                raise StaleObjectError(f"'{name}' is another one.")
-            self.objects[name] = bytes(raw)
-        put = _stored(name, raw)
+        self.objects[name] = bytes(raw)
         self.after("put", name)
-        if not isinstance(condition, Anything) and not self.has_conditional_put and self.find(name) != put:
-            raise StaleObjectError(f"'{name}' was replaced at once.")
-        return put
+        return _stored(name, raw)
 
     def open_writer(self, name: str, size: int) -> _Writer:
         self._ask("open", name)
         self.uploads.add(name)
         return _Writer(self, name, size)
 
-    def copy(self, source: StoredObject, target: str) -> None:
+    def copy(self, source: StoredObject, target: str) -> StoredObject:
         self._ask("copy", target)
         raw = self.objects.get(source.name)
-        if raw is None:
-            raise CheckpointChangedError(f"'{source.name}' was removed.")
+        if raw is None or _stored(source.name, raw) != source:
+            raise CheckpointChangedError(f"'{source.name}' was replaced or removed.")
         self.objects[target] = raw
+        self.after("copy", target)
+        return _stored(target, raw)
 
     def delete(self, names: Collection[str]) -> None:
         self._ask("delete", " ".join(names))
@@ -132,7 +130,7 @@ class _Writer:
     def finish(self) -> StoredObject:
         self._store._ask("finish", self._name)
         if self._name not in self._store.uploads:
-            raise StaleObjectError(f"The upload of '{self._name}' was removed.")
+            raise StoreError(f"The upload of '{self._name}' was removed.")
         assert len(self._raw) == self._size
         self._store.uploads.discard(self._name)
         raw = bytes(self._raw)

@@ -50,8 +50,11 @@ class RangedEntry(Protocol):
 class RangedFiles(Protocol):
     """A place whose files are read by ranges, such as a `Store`. Used by several threads at once."""
 
-    def list_objects(self) -> Mapping[str, Any]:
-        """List all files by name, each a `RangedEntry`."""
+    def list_objects(self, folder: str = "", *, recursive: bool = False) -> Mapping[str, Any]:
+        """List the files of a folder by name, each a `RangedEntry`: those directly in it, or all below it."""
+
+    def folders(self) -> list[str]:
+        """Name the folders directly in it, sorted."""
 
     def find(self, name: str) -> Any:
         """Ask for one file, a `RangedEntry`; None where there is none."""

@@ -1,0 +1,195 @@
+"""A place in a store before a save, and what follows from one listing: the next number, what can be copied, what goes.
+
+Every object of a save has the save's number and id in its name. The checkpoint is the save with the highest index. See
+README.md for each rule, and for what goes wrong without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from hfshard.constants import BIN_SUFFIX, CONFIG_NAME, MANIFEST_NAME, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
+from hfshard.errors import CheckpointChangedError, DamagedCheckpointError, SaveDirectoryError, UnsafePathError
+from hfshard.saving.stores import own_puts
+from hfshard.storage.checkpoint.folder import StoreFolder
+from hfshard.storage.commit.directory_state import find_ownership, weights_override_of
+from hfshard.storage.format.index import CheckpointIndex, FileDigest
+from hfshard.storage.format.names import INDEX_FILE, WeightNames
+from hfshard.storage.format.stored_save import SaveId, StoredSave, saves_among, split_object_name
+from hfshard.stores.memory import store_memory_bytes
+from hfshard.stores.protocols import Store, StoredObject
+
+
+@dataclass(frozen=True, slots=True)
+class KnownShard:
+    """A shard of the newest save, whose object is the one that was put."""
+
+    found: StoredObject
+    digest: FileDigest
+
+
+@dataclass(frozen=True, slots=True)
+class StoreState:
+    """What a place in a store has before a save of a checkpoint."""
+
+    names: WeightNames
+    folder: StoreFolder
+    """Shows the newest save; or plain objects, where there is none, or its index is damaged."""
+    found: Mapping[str, StoredObject]
+    """All objects directly in the place, by their own names."""
+    save: StoredSave | None
+    """The newest save."""
+    index: CheckpointIndex | None
+    """Its index, or that of another tool; None where there is none, or it is damaged."""
+    uploaded: frozenset[str]
+    """Plain objects of weights that another tool uploaded, and that the next save replaces."""
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether every object of the checkpoint belongs to the newest save."""
+        is_alone = self.save is not None and own_saves(self.found, self.names) == {self.save.save_id}
+        return is_alone and not self.uploaded
+
+    def known_shards(self) -> dict[str, KnownShard]:
+        """Return the shards that can be copied, by fingerprint: those that still have the ETag that they got."""
+        if self.save is None or self.index is None:
+            return {}
+        known = {}
+        for name, digest in self.index.files.items():
+            record = self.save.objects.get(name)
+            found = self.found.get(self.save.save_id.object_name(name))
+            is_as_put = record is not None and found is not None and found.etag == record.etag
+            if is_as_put and digest.fingerprint is not None and digest.is_verifiable and found.size == digest.size:
+                known[digest.fingerprint] = KnownShard(found, digest)
+        return known
+
+    def kept_files(self, own: Collection[str]) -> dict[str, bytes]:
+        """Return the small files that stay, as they count now: those of the newest save that a new one does not have.
+
+        Args:
+            own: Names of the small files of the new one.
+        """
+        if self.save is None:
+            return {}
+        large = {name for name in self.save.objects if not name.endswith(SAFETENSORS_SUFFIX)}
+        kept = (self.save.small_files.keys() | large) - {self.names.index} - set(own)
+        return {name: self.folder.read_small(name, MAX_INDEX_BYTES) for name in sorted(kept)}
+
+    def replaced_files(self, names: Collection[str]) -> dict[str, tuple[str, ...]]:
+        """Return for each small file the sha256 of its contents so far, which the next save records as replaced."""
+        before = {} if self.save is None else self.save.replaced_after()
+        found = {}
+        for name in names:
+            plain = self.folder.plain_digest(name)
+            found[name] = tuple(dict.fromkeys((*([] if plain is None else [plain]), *before.get(name, ()))))
+        return found
+
+
+def read_state(store: Store, names: WeightNames, folders: Collection[str] = ()) -> StoreState:
+    """Look at a place in a store. All reads are of what was listed.
+
+    Args:
+        store: Opened at the place.
+        names: The checkpoint's file names.
+        folders: Those below the place into which the save puts files, too.
+
+    Raises:
+        SaveDirectoryError: It is a checkpoint of a run.
+        StoreError: The store refused, or failed.
+        CheckpointChangedError: It changed meanwhile.
+    """
+    folder = StoreFolder(store, str(store.address), store_memory_bytes())
+    folder.look()
+    for one in sorted(folders):
+        folder.look_into(one)
+    found: Mapping[str, StoredObject] = folder.listed_objects()
+    for one in found.values():
+        raw = own_puts.known(store, one)
+        if raw is not None:
+            folder.note(one, raw)
+    if any((split := split_object_name(name)) is not None and split[0] == MANIFEST_NAME for name in found):
+        raise SaveDirectoryError(
+            f"'{store.address}' is a checkpoint of a training run. Save to another address; or save into the run with "
+            "CheckpointManager.",
+            path=str(store.address),
+        )
+    folder.enter(names)
+    save = _readable_save(folder)
+    index = _parsed(folder, names.index)
+    return StoreState(names, folder, found, save, index, _uploaded(folder, names, found))
+
+
+def next_id(found: Collection[str]) -> SaveId:
+    """Return number and id of a new save: one above the highest number of any object, of killed saves too."""
+    return SaveId.after(saves_among(found))
+
+
+def save_of(name: str, names: WeightNames) -> SaveId | None:
+    """Return the save of a checkpoint whose index or shard an object is; None for any other object."""
+    split = split_object_name(name)
+    if split is None or not (split[0] == names.index or names.is_shard(split[0])):
+        return None
+    return split[1]
+
+
+def own_saves(found: Collection[str], names: WeightNames) -> set[SaveId]:
+    """Return the saves of a checkpoint, without those of other variants in the same place."""
+    others = set()
+    for name in found:
+        split = split_object_name(name)
+        is_weights = split is not None and (split[0].endswith(SAFETENSORS_SUFFIX) or INDEX_FILE.fullmatch(split[0]))
+        if split is not None and is_weights and save_of(name, names) is None:
+            others.add(split[1])
+    return saves_among(found) - others
+
+
+def highest_index(found: Collection[str], entry: str) -> SaveId | None:
+    """Return the save with the highest index.
+
+    Args:
+        found: Names of objects.
+        entry: The usual name of the index.
+    """
+    splits = (split_object_name(name) for name in found)
+    return max((split[1] for split in splits if split is not None and split[0] == entry), default=None)
+
+
+def lower_objects(found: Collection[str], names: WeightNames, save_id: SaveId) -> list[str]:
+    """Name the objects of earlier saves of a checkpoint, indexes first: other tools then stop believing in them."""
+    saves = {one for one in own_saves(found, names) if one < save_id}
+    lower = [name for name in found if (split := split_object_name(name)) is not None and split[1] in saves]
+    return sorted(lower, key=lambda name: (not name.endswith(".json"), name))
+
+
+def _readable_save(folder: StoreFolder) -> StoredSave | None:
+    """Return the newest save; None where its index is damaged, and the next save replaces it."""
+    try:
+        return folder.save
+    except (DamagedCheckpointError, UnsafePathError):
+        folder.leave()
+        return None
+
+
+def _parsed(folder: StoreFolder, name: str) -> CheckpointIndex | None:
+    if not folder.has(name):
+        return None
+    try:
+        return CheckpointIndex.from_json(folder.read_small(name, MAX_INDEX_BYTES), f"{folder.path}/{name}")
+    except CheckpointChangedError:
+        raise
+    except (DamagedCheckpointError, UnsafePathError):
+        return None
+
+
+def _uploaded(folder: StoreFolder, names: WeightNames, found: Mapping[str, StoredObject]) -> frozenset[str]:
+    """Name the plain weights of the checkpoint, which another tool uploaded."""
+    plain = {name for name in found if split_object_name(name) is None}
+    if not any(name.endswith((SAFETENSORS_SUFFIX, BIN_SUFFIX)) for name in plain):
+        return frozenset()
+    shown = folder.as_listed()
+    config = shown.read_small(CONFIG_NAME, MAX_INDEX_BYTES) if shown.has(CONFIG_NAME) else None
+    override = None if config is None else weights_override_of(config)
+    indexes = {name: _parsed(shown, name) for name in sorted(plain) if INDEX_FILE.fullmatch(name)}
+    owned = find_ownership(names, plain, override if override in plain else None, indexes).owned
+    return owned - {names.index}

@@ -1,0 +1,255 @@
+"""One save in a store: its number and id, which are in the name of each of its objects, and what its index holds."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import re
+import secrets
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Self
+
+from hfshard.constants import MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
+from hfshard.errors import DamagedCheckpointError, UnsafePathError, UnstorableTensorError
+from hfshard.storage.format.index import CheckpointIndex
+from hfshard.storage.format.integrity import sha256_of
+from hfshard.storage.format.names import check_file_name, stays_inside
+from hfshard.storage.format.strict_json import parse_json_object
+
+SAVE_FORMAT: Final = 1
+
+MAX_SAVE_BYTES: Final = 2 * MAX_INDEX_BYTES
+"""The largest index of a save that is read or written: JSON within JSON has a backslash before each quote."""
+
+_ID_BYTES: Final = 8
+"""Random bytes of an id: of a billion saves with one number, two have the same id with a chance of 3 in 100."""
+
+_NUMBER_DIGITS: Final = 8
+"""Digits of a number, with zeros in front, so that a listing is in the order of the saves."""
+
+_MOST_DIGITS: Final = 15
+"""A number of more digits is not hfshard's."""
+
+_OBJECT: Final = re.compile(r"(?P<stem>.+)-(?P<number>\d{8,15})-(?P<id>[0-9a-f]{16})(?P<suffix>\.\w+)?")
+
+INLINED_BYTES: Final = 1 << 20
+"""The largest small file that is inlined in the index of a save; a larger one has an object of its own, as shards do.
+The index of a model of 10,000 tensors has as many."""
+
+_MOST_REPLACED: Final = 16
+"""Earlier contents of a small file that an index records: plain copies are replaced within seconds, or never."""
+
+_REMEDY: Final = "Save the checkpoint again."
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class SaveId:
+    """The place of a save in the order of saves: by number, then by id."""
+
+    number: int
+    id: str
+    """16 random hex digits."""
+
+    @classmethod
+    def after(cls, others: Iterable[SaveId]) -> Self:
+        """Return a new one, whose number is one above the highest.
+
+        Raises:
+            UnstorableTensorError: A name has the highest number that there is, which no save of hfshard ever reaches.
+        """
+        number = 1 + max((one.number for one in others), default=0)
+        if len(str(number)) > _MOST_DIGITS:
+            raise UnstorableTensorError(
+                f"An object has the number {number - 1:,} in its name, above which there is none. Delete that object."
+            )
+        return cls(number, secrets.token_hex(_ID_BYTES))
+
+    def __str__(self) -> str:
+        return f"{self.number:0{_NUMBER_DIGITS}d}-{self.id}"
+
+    def object_name(self, file: str) -> str:
+        """Return the name of the object that holds a file of this save.
+
+        Args:
+            file: Its usual name, with or without folders.
+
+        Example:
+            SaveId(7, "00112233445566ff").object_name("model-00001-of-00002.safetensors")
+            # "model-00001-of-00002-00000007-00112233445566ff.safetensors"
+        """
+        folder, slash, name = file.rpartition("/")
+        stem, dot, suffix = name.rpartition(".")
+        return f"{folder}{slash}{stem}-{self}.{suffix}" if dot and stem else f"{file}-{self}"
+
+
+def split_object_name(name: str) -> tuple[str, SaveId] | None:
+    """Split an object's name into the usual name of the file and the save that it belongs to.
+
+    Args:
+        name: With or without folders.
+
+    Returns:
+        None where it has no number and id.
+    """
+    match = _OBJECT.fullmatch(name)
+    if match is None:
+        return None
+    save_id = SaveId(int(match["number"]), match["id"])
+    usual = match["stem"] + (match["suffix"] or "")
+    return (usual, save_id) if save_id.object_name(usual) == name else None
+
+
+def saves_among(names: Iterable[str]) -> set[SaveId]:
+    """Return all saves that objects of these names belong to."""
+    return {found[1] for found in map(split_object_name, names) if found is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredObjectRecord:
+    """What the index of a save records of the object of a shard, or of a small file that is not inlined."""
+
+    size: int
+    etag: str
+    """As it was put: an object of this name with another ETag has been damaged or replaced."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredSave:
+    """The contents of the index of a save. Files have their usual names in here, whatever their objects are called."""
+
+    save_id: SaveId
+    objects: Mapping[str, StoredObjectRecord]
+    """Name of each shard, and of each small file that is not inlined -> its object."""
+    small_files: Mapping[str, bytes]
+    """Name -> contents of each inlined file: the checkpoint's index, its config, code."""
+    replaced: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Name of a small file of which there is a plain copy that users may edit -> sha256 of its contents in earlier
+    saves. A plain object with any other contents is a user's edit."""
+
+    def to_json(self) -> bytes:
+        """Encode the object that is put.
+
+        Raises:
+            UnstorableTensorError: It would be larger than hfshard reads.
+        """
+        value = {
+            "hfshard_save": {
+                "format": SAVE_FORMAT,
+                "number": self.save_id.number,
+                "id": self.save_id.id,
+                "objects": {name: {"size": one.size, "etag": one.etag} for name, one in sorted(self.objects.items())},
+                "replaced": {name: list(digests) for name, digests in sorted(self.replaced.items())},
+                "small_files": {name: _encoded(raw) for name, raw in sorted(self.small_files.items())},
+            }
+        }
+        raw = json.dumps(value, ensure_ascii=False, indent=1).encode() + b"\n"
+        if len(raw) > MAX_SAVE_BYTES:
+            raise UnstorableTensorError(
+                f"The index of the save would be {len(raw)} bytes, and hfshard reads at most {MAX_SAVE_BYTES}. Split "
+                "the model."
+            )
+        return raw
+
+    @classmethod
+    def from_json(cls, raw: bytes, path: str, save_id: SaveId) -> Self:
+        """Parse an index that is not trusted.
+
+        Args:
+            raw: The object's bytes.
+            path: Its address, for messages.
+            save_id: As in its name.
+
+        Raises:
+            DamagedCheckpointError: hfshard did not write it like this.
+            UnsafePathError: It names a file outside the checkpoint.
+        """
+        body = parse_json_object(raw, path=path, what="Index", remedy=_REMEDY).get("hfshard_save")
+        if isinstance(body, dict) and type(body.get("format")) is int and body["format"] > SAVE_FORMAT:
+            raise DamagedCheckpointError(
+                f"'{path}' has format {body['format']}, and this hfshard reads {SAVE_FORMAT}. "
+                "Run: pip install --upgrade hfshard",
+                path=path,
+            )
+        try:
+            if body["format"] != SAVE_FORMAT or SaveId(body["number"], body["id"]) != save_id:
+                raise ValueError("it is the index of another save")
+            objects = {
+                check_file_name(name, index_path=path, suffix=""): _record(one) for name, one in body["objects"].items()
+            }
+            small_files = {_inside(name): _decoded(one) for name, one in body["small_files"].items()}
+            replaced = {_inside(name): _digests(some) for name, some in body["replaced"].items()}
+        except UnsafePathError:
+            raise
+        except (AttributeError, KeyError, TypeError, ValueError, binascii.Error) as error:
+            raise DamagedCheckpointError(
+                f"Index '{path}' is damaged: it is not what hfshard writes into a store. {_REMEDY}", path=path
+            ) from error
+        return cls(save_id=save_id, objects=objects, small_files=small_files, replaced=replaced)
+
+    def replaced_after(self) -> dict[str, tuple[str, ...]]:
+        """Return what the next save records as `replaced`: what this one does, and this one's own contents."""
+        found = {}
+        for name, earlier in self.replaced.items():
+            own = (sha256_of(self.small_files[name]),) if name in self.small_files else ()
+            found[name] = tuple(dict.fromkeys((*own, *earlier)))[:_MOST_REPLACED]
+        return found
+
+
+def plain_index(index: CheckpointIndex, save_id: SaveId) -> bytes:
+    """Encode the plain copy of an index, which leads tools that know no numbers to the objects of a save."""
+    weight_map = {name: save_id.object_name(file) for name, file in index.weight_map.items()}
+    files = {
+        save_id.object_name(file) if file.endswith(SAFETENSORS_SUFFIX) else file: digest
+        for file, digest in index.files.items()
+    }
+    return CheckpointIndex(
+        weight_map=weight_map,
+        total_size=index.total_size,
+        total_parameters=index.total_parameters,
+        metadata=index.metadata,
+        files=files,
+        tied_names=index.tied_names,
+        undeclared_ties=index.undeclared_ties,
+    ).to_json()
+
+
+def save_of_copy(index: CheckpointIndex) -> SaveId | None:
+    """Return the save that a plain index is a copy of; None where another tool wrote it."""
+    names = {*index.weight_map.values(), *(name for name in index.files if name.endswith(SAFETENSORS_SUFFIX))}
+    found = {split[1] if (split := split_object_name(name)) is not None else None for name in names}
+    return found.pop() if len(found) == 1 else None
+
+
+def _encoded(raw: bytes) -> dict[str, str]:
+    try:
+        return {"text": raw.decode("utf-8")}
+    except UnicodeDecodeError:
+        return {"base64": base64.b64encode(raw).decode()}
+
+
+def _decoded(value: dict[str, str]) -> bytes:
+    ((kind, text),) = value.items()
+    if kind not in ("text", "base64"):
+        raise ValueError(f"an unknown kind of contents: {kind}")
+    return text.encode("utf-8") if kind == "text" else base64.b64decode(text, validate=True)
+
+
+def _record(value: dict[str, Any]) -> StoredObjectRecord:
+    size, etag = value["size"], value["etag"]
+    if type(size) is not int or size < 0 or not isinstance(etag, str):
+        raise TypeError("an object has a size and an ETag")
+    return StoredObjectRecord(size, etag)
+
+
+def _digests(value: list[str]) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+        raise TypeError("digests are texts")
+    return tuple(value)
+
+
+def _inside(name: str) -> str:
+    if name.endswith(SAFETENSORS_SUFFIX) or not stays_inside(name):
+        raise ValueError(f"not the name of a small file: {name!r}")
+    return name
