@@ -24,7 +24,7 @@ from hfshard.errors import CheckpointChangedError, CommitUnfinishedError, Remote
 from hfshard.planning.plan import ShardPlan
 from hfshard.saving.prepare import index_of, plan_request, shard_jobs
 from hfshard.saving.request import SaveRequest
-from hfshard.saving.stores.store_commit import (
+from hfshard.saving.store_commit import (
     StoreTransaction,
     delete_or_warn,
     has_bytes,
@@ -32,7 +32,7 @@ from hfshard.saving.stores.store_commit import (
     put_copies,
     settle_copies,
 )
-from hfshard.saving.stores.store_plan import StoreState, lower_objects, next_id, read_state, save_of
+from hfshard.saving.store_plan import StoreState, lower_objects, next_id, read_state, save_of
 from hfshard.saving.writing import OwnShardWriter, ShardWriter
 from hfshard.storage.commit.interrupts import deferred_interrupt
 from hfshard.storage.disk.byte_source import ByteSource, has_same_bytes
@@ -205,7 +205,7 @@ class _Save:
         return index
 
     def _transaction(self, save_id: SaveId) -> StoreTransaction:
-        return StoreTransaction(self.store, self.state.names.index, save_id, self.state.known_shards())
+        return StoreTransaction(self.store, self.state.names.index, save_id, self.state.known_shards(), self.store)
 
     def _jobs(self, save_id: SaveId) -> dict[str, WriteJob]:
         """Describe the shards: usual name -> contents."""

@@ -41,7 +41,7 @@ class RunReader:
             if verify is not None:
                 newest = newest_whole(self._place, verify, self.progress)
                 return None if newest is None else newest[0].step
-            return next((one.step for one in self._place.checkpoints() if one.manifest is not None), None)
+            return next((one.step for one in self._place.checkpoints() if one.is_finished), None)
 
     @names_files("root")
     def best_step(self) -> int | None:
@@ -69,7 +69,7 @@ class RunReader:
             print(manager.path_of(step))
         """
         with self._writer.settled():
-            return sorted(manifest.step for manifest in manifests_in(self._place))
+            return sorted(one.step for one in self._place.checkpoints() if one.is_finished)
 
     def path_of(self, step: int) -> str:
         """Return the directory or address of a step's checkpoint, whether it exists or not.

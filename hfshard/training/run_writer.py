@@ -13,7 +13,6 @@ from hfshard.training.pushing.pusher import BackgroundPusher
 from hfshard.training.run.background import Background
 from hfshard.training.run.host_copy import HostCopies
 from hfshard.training.run.manifest import CheckpointManifest
-from hfshard.training.run.places.opening import has_changed
 from hfshard.training.run.places.protocols import CheckpointOrder, RunPlace
 from hfshard.training.run.rotation import Rotation
 from hfshard.training.run.run_checkpoint import RunCheckpoint
@@ -38,8 +37,6 @@ class RunWriter:
         self.host_copies = HostCopies()
         self._is_clean = False
         """Whether nothing is left of saves that failed or were killed; Ctrl-C may end one anywhere."""
-        self._save_number = 0
-        """The highest number that was seen: a manifest that can't be read for a moment has one, too."""
         self._in_use = StepsInUse()
         """What callers push."""
 
@@ -168,7 +165,6 @@ class RunWriter:
             self._is_clean = False
         if not self._is_clean:
             self._place.clean_up()
-            self._save_number = _highest(self._place.checkpoints(), self._save_number)
             self._is_clean = True
 
     def _write(
@@ -181,11 +177,7 @@ class RunWriter:
         *,
         blocking: bool,
     ) -> RunCheckpoint:
-        found = self._place.checkpoints()
-        save_number = _highest(found, self._save_number) + 1
-
         def before_commit() -> None:
-            self._save_number = save_number
             self._wait_for_pushes_of(step)
             if writer is not None:
                 writer.confirm()
@@ -194,15 +186,15 @@ class RunWriter:
         with bytes_bar("Saving", payload.nbytes, self._progress if blocking else False) as progress_callback:
             order = CheckpointOrder(
                 payload=payload,
-                manifest=CheckpointManifest(step, save_number, metrics),
+                manifest=CheckpointManifest(step, 0, metrics),
                 files=files,
                 progress_callback=progress_callback,
                 writer=writer,
                 before_commit=before_commit,
             )
-            saved = self._place.write(order, found)
+            saved = self._place.write(order)
         logger.info("Saved the checkpoint of step %d, %d bytes of tensors, as '%s'.", step, payload.nbytes, saved.path)
-        self._rotate([one for one in found if one.step != step] + [saved])
+        self._rotate()
         self._is_clean = True
         return saved
 
@@ -216,18 +208,13 @@ class RunWriter:
         """Remove what had to stay while it was pushed; a save that is under way does so itself."""
         with self._turns.taken():
             if self._place.is_taken and not self._background.is_running:
-                self._rotate(self._place.checkpoints())
+                self._rotate()
 
-    def _rotate(self, found: list[RunCheckpoint]) -> None:
-        own = [one for one in found if one.is_own]
-        steps = self._rotation.steps_to_remove([one.manifest for one in own if one.manifest is not None])
+    def _rotate(self) -> None:
+        if not self._rotation.does_remove:
+            return
+        own = [one for one in self._place.known_checkpoints() if one.is_own]
         in_use = self._in_use.steps
         if self._pusher is not None:
             in_use |= self._pusher.steps_in_use
-        for one in own:
-            if one.step in steps and one.step not in in_use and not has_changed(one):
-                self._place.remove(one)
-
-
-def _highest(found: list[RunCheckpoint], known: int) -> int:
-    return max([known, *(one.manifest.save_number for one in found if one.manifest is not None)])
+        self._place.remove([one for one in self._rotation.to_remove(own) if one.step not in in_use])

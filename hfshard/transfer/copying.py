@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
 from hfshard._util.addresses import is_address
 from hfshard.constants import CONFIG_NAME, GENERATION_CONFIG_NAME
-from hfshard.errors import InvalidArgumentError
+from hfshard.errors import CheckpointChangedError, DamagedCheckpointError, InvalidArgumentError, UnsafePathError
 from hfshard.hub.pushing.local_files import DirectoryFiles, FilesOfPlace
 from hfshard.hub.pushing.plan import variants_of
 from hfshard.hub.repo_tree import PushResult
@@ -16,9 +17,14 @@ from hfshard.hub.resolve import CheckpointQuery, companion_files
 from hfshard.loading.source import CheckpointSource
 from hfshard.resharding.reshard import reshard_source
 from hfshard.saving.options import SaveOptions
+from hfshard.saving.stores import own_puts
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, Verify
 from hfshard.storage.disk.byte_source import ByteSource
+from hfshard.storage.format.index import CheckpointIndex
+from hfshard.storage.format.names import INDEX_FILE
+from hfshard.storage.format.stored_save import StoredSave, split_object_name
 from hfshard.stores.opening import open_store
+from hfshard.stores.protocols import Store, StoredObject
 from hfshard.transfer.store_files import StoreFiles
 
 _OF_WEIGHTS: Final = frozenset({CONFIG_NAME, GENERATION_CONFIG_NAME})
@@ -57,8 +63,28 @@ def copy_to_store(
         query = CheckpointQuery(variant=variant, allow_patterns=allowed, ignore_patterns=ignored)
         _copy_one(files, address, query, progress=progress)
     after = store.list_objects(recursive=True)
-    new = [found for name, found in after.items() if before.get(name) != found and not _is_copy(name, found, before)]
+    earlier = set(_fingerprints(store, before).values())
+    copied = {name for name, one in _fingerprints(store, after).items() if name not in before and one in earlier}
+    new = [found for name, found in after.items() if before.get(name) != found and found.name not in copied]
     return PushResult("", address, is_new=before != after, sent_bytes=sum(found.size for found in new))
+
+
+def _fingerprints(store: Store, found: Mapping[str, StoredObject]) -> dict[str, str]:
+    """Return the fingerprints of the shards that hfshard has saved directly in a store, by the names of the objects."""
+    fingerprints: dict[str, str] = {}
+    for name, one in found.items():
+        split = split_object_name(name)
+        if split is None or INDEX_FILE.fullmatch(split[0]) is None:
+            continue
+        with suppress(CheckpointChangedError, DamagedCheckpointError, UnsafePathError):
+            save = StoredSave.from_json(own_puts.known(store, one) or store.read(one), name, split[1])
+            index = CheckpointIndex.from_json(save.small_files.get(split[0], b""), split[0])
+            fingerprints |= {
+                save.save_id.object_name(file): digest.fingerprint
+                for file, digest in index.files.items()
+                if digest.fingerprint is not None
+            }
+    return fingerprints
 
 
 def copy_checkpoint(

@@ -13,14 +13,14 @@ _MOST_OBJECTS: Final = 64
 _MOST_BYTES: Final = 1 << 20
 """Of one object: the index of a model of 10,000 tensors."""
 
-_OBJECTS: OrderedDict[tuple[str, str], tuple[str, bytes]] = OrderedDict()
-"""(address, name) -> ETag and bytes, that which was put last at the end."""
+_OBJECTS: OrderedDict[str, tuple[str, bytes]] = OrderedDict()
+"""Address of an object -> ETag and bytes, that which was put last at the end."""
 _LOCK: Final = ProcessLock()
 
 
 def note_put(store: Store, put: StoredObject, raw: bytes) -> None:
     """Note the bytes of an object that was put."""
-    key = str(store.address), put.name
+    key = str(store.address.joined(put.name))
     with _LOCK.held():
         _OBJECTS.pop(key, None)
         if len(raw) <= _MOST_BYTES:
@@ -31,7 +31,7 @@ def note_put(store: Store, put: StoredObject, raw: bytes) -> None:
 
 def known(store: Store, found: StoredObject) -> bytes | None:
     """Return the bytes of an object that this process has put; None: it must be read."""
-    etag, raw = _OBJECTS.get((str(store.address), found.name), ("", b""))
+    etag, raw = _OBJECTS.get(str(store.address.joined(found.name)), ("", b""))
     return raw if etag == found.etag and len(raw) == found.size else None
 
 

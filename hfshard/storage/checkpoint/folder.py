@@ -480,6 +480,12 @@ class StoreFolder(RangedFolder):
         inlined = self._inlined(name)
         return self._entry(name) if inlined is None else inlined
 
+    def entry_object(self, name: str) -> Any:
+        """Return the listed object that is, or has, a file by which the folder is entered; None where there is none."""
+        if self._entered is not None and name == self._entered[0]:
+            return self._listed[self._entered[1].object_name(name)]
+        return self._listed.get(name)
+
     def listed_objects(self) -> Mapping[str, Any]:
         """Return what the last look found, by the names of the objects."""
         return self._listed

@@ -53,13 +53,18 @@ class SaveId:
     """16 random hex digits."""
 
     @classmethod
-    def after(cls, others: Iterable[SaveId]) -> Self:
+    def after(cls, others: Iterable[SaveId], least: int = 0) -> Self:
         """Return a new one, whose number is one above the highest.
+
+        Args:
+            others: Of all objects.
+            least: A number that it is above, too.
 
         Raises:
             UnstorableTensorError: A name has the highest number that there is, which no save of hfshard ever reaches.
         """
         number = 1 + max((one.number for one in others), default=0)
+        number = max(number, least + 1)
         if len(str(number)) > _MOST_DIGITS:
             raise UnstorableTensorError(
                 f"An object has the number {number - 1:,} in its name, above which there is none. Delete that object."
@@ -173,6 +178,8 @@ class StoredSave:
                 path=path,
             )
         try:
+            if not isinstance(body, dict):
+                raise TypeError("it has no save")
             if body["format"] != SAVE_FORMAT or SaveId(body["number"], body["id"]) != save_id:
                 raise ValueError("it is the index of another save")
             objects = {

@@ -311,7 +311,7 @@ def _in(directory: str) -> RunCheckpoint:
     files = files_at(directory)
     if files.has(MANIFEST):
         manifest = files.manifest()
-        return RunCheckpoint(directory, manifest.step, manifest)
+        return RunCheckpoint.of(directory, manifest)
     checkpoints = [one.path for one in run_place(directory).checkpoints()]
     parts = None if checkpoints or is_address(directory) else describe_parts_in(directory)
     if parts is not None:

@@ -206,9 +206,9 @@ def _choose_together(choose: Callable[[], ChosenCheckpoint | None], ranks: Ranks
     shared = ranks.first(told)
     if shared is None or chosen:
         return chosen[0] if chosen else None
-    path, step, raw = shared
+    path, _, raw = shared
     manifest = CheckpointManifest.from_json(raw.encode(), path)
-    return RunCheckpoint(path, step, manifest), manifest
+    return RunCheckpoint.of(path, manifest), manifest
 
 
 def _local_checkpoint(

@@ -10,7 +10,7 @@ from threading import Event
 from typing import Final, TypeGuard
 
 from hfshard._util.threads import cancellable, in_threads
-from hfshard.constants import FILES_AT_ONCE, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
+from hfshard.constants import FILES_AT_ONCE, MANIFEST_NAME, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
 from hfshard.errors import DamagedCheckpointError, IntegrityError, InvalidArgumentError, UnsafePathError, remedy
 from hfshard.storage.disk.byte_source import sha256_of_reader
 from hfshard.storage.disk.safe_open import open_regular, read_small
@@ -22,7 +22,7 @@ from hfshard.storage.weights.safetensors_file import SafetensorsFile
 from hfshard.training.parts.nested import decode, encode
 from hfshard.training.parts.padded_json import padded_json
 
-MANIFEST: Final = "checkpoint.json"
+MANIFEST: Final = MANIFEST_NAME
 
 MANIFEST_FORMAT: Final = 1
 

@@ -9,6 +9,7 @@ from typing import Literal
 
 from hfshard.errors import InvalidArgumentError
 from hfshard.training.run.manifest import CheckpointManifest
+from hfshard.training.run.run_checkpoint import RunCheckpoint
 
 MetricMode = Literal["min", "max"]
 
@@ -55,11 +56,22 @@ class Rotation:
         if self.metric_mode not in ("min", "max"):
             raise InvalidArgumentError(f"metric_mode must be 'min' or 'max', got {self.metric_mode!r}.")
 
-    def steps_to_remove(self, manifests: Sequence[CheckpointManifest]) -> list[int]:
-        """List the steps whose checkpoints are to be removed, given all whole ones of a run in any order."""
+    @property
+    def does_remove(self) -> bool:
+        """Whether any checkpoint is ever removed."""
+        return self.max_to_keep is not None
+
+    def to_remove(self, found: Sequence[RunCheckpoint]) -> list[RunCheckpoint]:
+        """List the checkpoints that are to be removed, given all finished ones of a run in any order.
+
+        Their manifests are read only where a metric decides.
+        """
         if self.max_to_keep is None:
             return []
-        in_order = sorted(manifests, key=lambda one: one.save_number)
-        best = best_of(manifests, self.keep_best, self.metric_mode) if self.keep_best is not None else None
+        in_order = sorted(found, key=lambda one: one.save_number)
         counted = [one for one in in_order if not (self.keep_every and one.step % self.keep_every == 0)]
-        return [one.step for one in counted[: -self.max_to_keep] if one is not best and one is not in_order[-1]]
+        removed = [one for one in counted[: -self.max_to_keep] if one is not in_order[-1]]
+        if not removed or self.keep_best is None:
+            return removed
+        best = best_of([one.manifest for one in found if one.manifest is not None], self.keep_best, self.metric_mode)
+        return [one for one in removed if best is None or one.manifest is not best]

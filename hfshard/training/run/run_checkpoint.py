@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 from hfshard.errors import DamagedCheckpointError, HfshardError, MissingShardError
@@ -15,16 +15,61 @@ CHECKPOINT: Final = re.compile(r"checkpoint-(\d{1,18})")
 """What the folder of a checkpoint may be called."""
 
 
-@dataclass(frozen=True, slots=True)
 class RunCheckpoint:
-    """What looks like a checkpoint."""
+    """What looks like a checkpoint. Its manifest is read when it is asked for, once.
 
-    path: str
-    """Of its directory, or its address in a store."""
-    step: int
-    manifest: CheckpointManifest | None
-    problem: HfshardError | None = None
-    """Why its manifest can't be read; None where it can."""
+    Args:
+        path: Of its directory, or its address in a store.
+        step: In its name.
+        read: Reads the manifest.
+        save_number: Where the place tells it without the manifest; None: the manifest tells.
+        entry: Where objects tell one save of a step from another: which one it is.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        step: int,
+        read: Callable[[], CheckpointManifest],
+        *,
+        save_number: int | None = None,
+        entry: object = None,
+    ) -> None:
+        self.path = path
+        self.step = step
+        self.entry = entry
+        self._read = read
+        self._save_number = save_number
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.path!r}, step={self.step})"
+
+    @classmethod
+    def of(cls, path: str, manifest: CheckpointManifest) -> RunCheckpoint:
+        """Return a checkpoint whose manifest is known."""
+        return cls(path, manifest.step, lambda: manifest)
+
+    @property
+    def manifest(self) -> CheckpointManifest | None:
+        """The manifest; None where it can't be read."""
+        return self._outcome[0]
+
+    @property
+    def problem(self) -> HfshardError | None:
+        """Why the manifest can't be read; None where it can."""
+        return self._outcome[1]
+
+    @property
+    def save_number(self) -> int:
+        """Which save of the run it is; 0 where that can't be read."""
+        if self._save_number is not None:
+            return self._save_number
+        return 0 if self.manifest is None else self.manifest.save_number
+
+    @property
+    def age(self) -> tuple[bool, int, int]:
+        """Sorts checkpoints by when they were saved; those that do not tell come last."""
+        return not self.is_finished, self.save_number, self.step
 
     @property
     def is_unfinished(self) -> bool:
@@ -32,9 +77,30 @@ class RunCheckpoint:
         return isinstance(self.problem, MissingShardError)
 
     @property
+    def is_finished(self) -> bool:
+        """Whether its save was finished, as far as the place tells without reading more than it must."""
+        return self._save_number is not None or self.manifest is not None
+
+    @property
     def is_own(self) -> bool:
         """Whether a save has made it under this name; a copy that a user has made is never removed."""
-        return self.manifest is not None and is_own_name(os.path.basename(self.path), self.step)
+        return self.is_finished and is_own_name(os.path.basename(self.path), self.step)
+
+    @cached_property
+    def _outcome(self) -> tuple[CheckpointManifest | None, HfshardError | None]:
+        try:
+            manifest = self._read()
+            if manifest.step != self.step:
+                raise DamagedCheckpointError(
+                    f"'{self.path}' is the checkpoint of step {manifest.step}. Rename it to "
+                    f"'{os.path.basename(checkpoint_path('', manifest.step))}', or move it elsewhere.",
+                    path=self.path,
+                    expected=self.step,
+                    actual=manifest.step,
+                )
+        except HfshardError as error:
+            return None, error
+        return manifest, None
 
 
 def checkpoint_path(root: str, step: int) -> str:
@@ -48,36 +114,16 @@ def is_own_name(name: str, step: int) -> bool:
 
 
 def read_run_checkpoint(path: str, step: int, read: Callable[[], CheckpointManifest]) -> RunCheckpoint:
-    """Read the manifest of one checkpoint, which must be of the step in its name.
-
-    Args:
-        path: Of the checkpoint.
-        step: In its name.
-        read: Reads the manifest.
-    """
-    try:
-        manifest = read()
-        if manifest.step != step:
-            raise DamagedCheckpointError(
-                f"'{path}' holds the checkpoint of step {manifest.step}. Rename it to "
-                f"'{os.path.basename(checkpoint_path('', manifest.step))}', or move it elsewhere.",
-                path=path,
-                expected=step,
-                actual=manifest.step,
-            )
-    except HfshardError as error:
-        return RunCheckpoint(path, step, None, error)
-    return RunCheckpoint(path, step, manifest)
+    """Return a checkpoint whose manifest was read, or found to be unreadable."""
+    found = RunCheckpoint(path, step, read)
+    _ = found.manifest
+    return found
 
 
 def newest_first(found: Sequence[RunCheckpoint]) -> list[RunCheckpoint]:
     """Sort checkpoints: the one that was saved last comes first.
 
     Checkpoints whose manifest can't be read come before all others: nothing says when they were saved, and they must
-    not be passed over silently.
+    not be skipped silently.
     """
-    return sorted(found, key=_age, reverse=True)
-
-
-def _age(one: RunCheckpoint) -> tuple[bool, int, int]:
-    return one.manifest is None, one.manifest.save_number if one.manifest else 0, one.step
+    return sorted(found, key=lambda one: one.age, reverse=True)

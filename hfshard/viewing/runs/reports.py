@@ -76,7 +76,7 @@ def report_of(directory: str, level: Level, *, progress: bool | None) -> VerifyR
         return VerifyReport(directory, (MANIFEST,), tuple(as_problems([error], directory)), (), 0)
     total = sum(digest.size or 0 for digest in manifest.files.values())
     with bytes_bar("Verifying", total, progress if level == "full" else False) as progress_callback:
-        errors = checkpoint_problems(RunCheckpoint(directory, manifest.step, manifest), level, progress_callback)
+        errors = checkpoint_problems(RunCheckpoint.of(directory, manifest), level, progress_callback)
     problems = _name_damaged_tensors(as_problems(errors, directory), directory, manifest, level)
     damaged = {os.path.basename(problem.file) for problem in problems}
     warnings = tuple(

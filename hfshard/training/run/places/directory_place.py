@@ -7,7 +7,9 @@ import shutil
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 
 from hfshard.constants import MAX_INDEX_BYTES
 from hfshard.errors import DamagedCheckpointError
@@ -29,7 +31,7 @@ from hfshard.training.run.lock import RunLock
 from hfshard.training.run.manifest import MANIFEST, CheckpointManifest, check_files, read_checkpoint_manifest
 from hfshard.training.run.places.protocols import CheckpointOrder
 from hfshard.training.run.root import names_in, removed, saving_into
-from hfshard.training.run.run_checkpoint import RunCheckpoint
+from hfshard.training.run.run_checkpoint import RunCheckpoint, read_run_checkpoint
 from hfshard.training.run.writing import ReusableShards, write_checkpoint
 
 
@@ -100,6 +102,12 @@ class DirectoryPlace:
     def __init__(self, root: str) -> None:
         self.root = root
         self._lock: RunLock | None = None
+        self._save_number = 0
+        """The highest number that was seen: a manifest that can't be read for a moment has one, too."""
+
+    def known_checkpoints(self) -> list[RunCheckpoint]:
+        """List the folders and read their manifests."""
+        return self.checkpoints()
 
     def checkpoints(self) -> list[RunCheckpoint]:
         """List the folders and read their manifests."""
@@ -145,9 +153,11 @@ class DirectoryPlace:
         """See `clean_up_run`."""
         clean_up_run(self.root)
 
-    def write(self, order: CheckpointOrder, found: Sequence[RunCheckpoint]) -> RunCheckpoint:
+    def write(self, order: CheckpointOrder) -> RunCheckpoint:
         """Write it into a hidden folder and flush that to the disk; one rename makes it the checkpoint."""
         step = order.manifest.step
+        found = self.checkpoints()
+        save_number = max([self._save_number, *(one.save_number for one in found)]) + 1
         newest = next((one for one in found if one.manifest is not None), None)
         reusable = ReusableShards.of(newest.path, newest.manifest) if newest and newest.manifest else ReusableShards()
         directory = writing_path(self.root, step)
@@ -156,22 +166,25 @@ class DirectoryPlace:
             manifest = write_checkpoint(
                 directory,
                 order.payload,
-                order.manifest,
+                replace(order.manifest, save_number=save_number),
                 order.files,
                 reusable,
                 order.progress_callback,
                 order.writer,
             )
+            self._save_number = save_number
             order.before_commit()
             path = put_in_place(directory, self.root, step)
         except BaseException:
             shutil.rmtree(directory, ignore_errors=True)  # the next save tries again
             raise
-        return RunCheckpoint(path, step, manifest)
+        return RunCheckpoint.of(path, manifest)
 
-    def remove(self, checkpoint: RunCheckpoint) -> None:
-        """Remove it: first by one rename, then its files."""
-        remove_checkpoint(checkpoint, self.root)
+    def remove(self, checkpoints: Sequence[RunCheckpoint]) -> None:
+        """Remove each: first by one rename, then its files."""
+        for one in checkpoints:
+            if _is_current(one):
+                remove_checkpoint(one, self.root)
 
     def _is_there(self) -> bool:
         """Whether the directory is the one that was locked; if not, the next save locks another one."""
@@ -179,3 +192,12 @@ class DirectoryPlace:
         if not is_there:
             self.release()
         return is_there
+
+
+def _is_current(checkpoint: RunCheckpoint) -> bool:
+    """Whether a checkpoint is where it was found, and is not another one by now."""
+    found = read_run_checkpoint(checkpoint.path, checkpoint.step, partial(read_checkpoint_manifest, checkpoint.path))
+    was, now = checkpoint.manifest, found.manifest
+    if was is None or now is None:
+        return was is now and os.path.isdir(checkpoint.path)
+    return (now.save_number, now.files) == (was.save_number, was.files)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from hfshard._util.addresses import is_address
 from hfshard.training.run.places.directory_place import DirectoryCheckpoint, DirectoryPlace
 from hfshard.training.run.places.protocols import CheckpointFiles, RunPlace
-from hfshard.training.run.places.store_checkpoint import StoreCheckpoint
-from hfshard.training.run.places.store_place import StorePlace
+from hfshard.training.run.places.run_store import StoreCheckpoint, StorePlace
 from hfshard.training.run.run_checkpoint import RunCheckpoint, read_run_checkpoint
 
 

@@ -90,7 +90,7 @@ class CheckpointOrder:
 
     payload: SavePayload
     manifest: CheckpointManifest
-    """Without files."""
+    """Without files, and without the number of the save, which the place gives."""
     files: Mapping[str, bytes]
     """More small files."""
     progress_callback: Callable[[int], object] | None
@@ -131,13 +131,14 @@ class RunPlace(Protocol):
     def clean_up(self) -> None:
         """Remove what killed saves left, and put back what they had moved aside."""
 
-    def write(self, order: CheckpointOrder, found: Sequence[RunCheckpoint]) -> RunCheckpoint:
-        """Write a checkpoint, durably and all or nothing; one of its step that was there before is replaced.
+    def known_checkpoints(self) -> list[RunCheckpoint]:
+        """List the checkpoints as `checkpoints` does; what only this writer changes need not be asked for again."""
 
-        Args:
-            order: What to write.
-            found: The checkpoints that are there.
+    def write(self, order: CheckpointOrder) -> RunCheckpoint:
+        """Write a checkpoint, durably and all or nothing; one of its step that was there before is replaced."""
+
+    def remove(self, checkpoints: Sequence[RunCheckpoint]) -> None:
+        """Remove checkpoints, each at once, and then its files; not what another save has put in its place meanwhile.
+
+        What can't be removed is logged as a warning.
         """
-
-    def remove(self, checkpoint: RunCheckpoint) -> None:
-        """Remove a checkpoint at once, and then its files. What can't be removed is logged as a warning."""

@@ -24,8 +24,8 @@ from hfshard.errors import (
     StoreError,
 )
 from hfshard.saving.linking import KnownFile
+from hfshard.saving.store_plan import KnownShard, highest_index
 from hfshard.saving.stores import own_puts
-from hfshard.saving.stores.store_plan import KnownShard, highest_index
 from hfshard.saving.writing import ShardWriter
 from hfshard.storage.format.index import CheckpointIndex, FileDigest
 from hfshard.storage.format.stored_save import INLINED_BYTES, SaveId, StoredObjectRecord, StoredSave, plain_index
@@ -53,6 +53,10 @@ class StoreTransaction:
     save_id: SaveId
     known: Mapping[str, KnownShard]
     """Fingerprint -> a shard that may have the same bytes."""
+    root: Store
+    """Opened where the known shards are, or above."""
+    folder: str = ""
+    """Of the save, below the root."""
     digests: dict[str, FileDigest] = field(default_factory=dict)
     """Usual name -> digest of each shard, once it is there."""
     small_files: dict[str, bytes] = field(default_factory=dict)
@@ -72,12 +76,13 @@ class StoreTransaction:
             StoreError: The store refused, or failed.
         """
         same = self.find_unchanged(jobs, writer, checksum)
+        below = f"{self.folder}/" if self.folder else ""
 
         def copy(name: str) -> FileDigest | None:
             digest = same[name]
             source = self.known[digest.fingerprint or ""].found
             try:
-                copied = self.store.copy(source, self.save_id.object_name(name))
+                copied = self.root.copy(source, f"{below}{self.save_id.object_name(name)}")
             except CheckpointChangedError:  # another process has replaced or deleted it: then it is sent
                 return None
             return replace(digest, etag=copied.etag)

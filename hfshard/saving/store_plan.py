@@ -59,8 +59,9 @@ class StoreState:
         for name, digest in self.index.files.items():
             record = self.save.objects.get(name)
             found = self.found.get(self.save.save_id.object_name(name))
-            is_as_put = record is not None and found is not None and found.etag == record.etag
-            if is_as_put and digest.fingerprint is not None and digest.is_verifiable and found.size == digest.size:
+            if record is None or found is None or (found.etag, found.size) != (record.etag, digest.size):
+                continue
+            if digest.fingerprint is not None and digest.is_verifiable:
                 known[digest.fingerprint] = KnownShard(found, digest)
         return known
 
@@ -101,8 +102,8 @@ def read_state(store: Store, names: WeightNames, folders: Collection[str] = ()) 
     """
     folder = StoreFolder(store, str(store.address), store_memory_bytes())
     folder.look()
-    for one in sorted(folders):
-        folder.look_into(one)
+    for below in sorted(folders):
+        folder.look_into(below)
     found: Mapping[str, StoredObject] = folder.listed_objects()
     for one in found.values():
         raw = own_puts.known(store, one)

@@ -1,0 +1,527 @@
+"""A run in a store: one order of saves over all its folders, without a lock, and the highest manifest is the latest.
+
+Each save puts an empty mark with its number and id below `.saves/` before anything else, and the mark goes only when
+that of a higher save is there. So one listing of a few marks tells the highest number of any object of the run: after
+its first save a manager need not list all checkpoints again. hfshard/stores/README.md has the rules.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from functools import cached_property, partial
+from threading import Event
+from typing import Any, Final
+
+from hfshard._util.addresses import parse_address
+from hfshard._util.threads import cancellable, in_threads
+from hfshard.constants import FILES_AT_ONCE, INDEX_SUFFIX, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
+from hfshard.errors import DamagedCheckpointError, IntegrityError, UnsafePathError, remedy
+from hfshard.planning.plan import ShardPlan
+from hfshard.saving.prepare import index_of, plan_request, shard_jobs
+from hfshard.saving.store_commit import (
+    StoreTransaction,
+    delete_or_warn,
+    put_copies,
+    settle_copies,
+)
+from hfshard.saving.store_plan import KnownShard, highest_index
+from hfshard.saving.stores import own_puts
+from hfshard.saving.writing import OwnShardWriter
+from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, open_checkpoint
+from hfshard.storage.checkpoint.folder import StoreFolder
+from hfshard.storage.commit.interrupts import deferred_interrupt
+from hfshard.storage.disk.byte_source import ByteSource, BytesSource
+from hfshard.storage.format.index import CheckpointIndex, FileDigest
+from hfshard.storage.format.integrity import sha256_of
+from hfshard.storage.format.names import WeightNames
+from hfshard.storage.format.stored_save import SaveId, StoredSave, plain_index, saves_among, split_object_name
+from hfshard.storage.weights.safetensors_shard import SafetensorsShard
+from hfshard.storage.weights.safetensors_writer import WriteJob
+from hfshard.stores.memory import store_memory_bytes
+from hfshard.stores.opening import open_store
+from hfshard.stores.protocols import Store, StoredObject
+from hfshard.stores.stored_source import StoredSource
+from hfshard.training.run.manifest import MANIFEST, CheckpointManifest, shard_record, small_record
+from hfshard.training.run.places.protocols import CheckpointOrder
+from hfshard.training.run.run_checkpoint import (
+    CHECKPOINT,
+    RunCheckpoint,
+    checkpoint_path,
+    is_own_name,
+    newest_first,
+    read_run_checkpoint,
+)
+from hfshard.training.run.writing import TRAINING_STATE
+
+logger = logging.getLogger(__name__)
+
+MARKS: Final = ".saves"
+"""The folder of a run with the marks of saves."""
+
+_MARK: Final = re.compile(r"(checkpoint-\d{8,18})-(\d{8,15})-([0-9a-f]{16})")
+
+Folders = Mapping[str, Mapping[str, StoredObject]]
+"""Name of a folder of the run -> name of an object in it -> what was listed."""
+
+
+class StoreCheckpoint:
+    """The files of a checkpoint in a store, under their usual names."""
+
+    is_compared_when_read = True
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    @cached_property
+    def _store(self) -> Store:
+        return open_store(self.path)
+
+    @cached_property
+    def _folder(self) -> StoreFolder:
+        folder = StoreFolder(self._store, self.path, store_memory_bytes())
+        folder.look()
+        folder.enter(WeightNames())
+        return folder
+
+    def is_there(self) -> bool:
+        """Whether it has any object, or had one when this was first asked for something."""
+        return bool(self._folder.listed_objects())
+
+    def has(self, name: str) -> bool:
+        """Whether there is such a file."""
+        return self._folder.has(name)
+
+    def names(self) -> list[str]:
+        """Name the files."""
+        return self._folder.names()
+
+    def size(self, name: str) -> int:
+        """Return the bytes of a file."""
+        return self._folder.size(name)
+
+    def saved_at(self) -> datetime | None:
+        """Return when the manifest was put, by the store's clock."""
+        found: StoredObject | None = self._folder.entry_object(MANIFEST)
+        return None if found is None else found.put_at
+
+    def manifest(self) -> CheckpointManifest:
+        """Read its manifest."""
+        return CheckpointManifest.from_json(self.read_small(MANIFEST), f"{self.path}/{MANIFEST}")
+
+    def check(
+        self,
+        manifest: CheckpointManifest,
+        *,
+        is_full: bool,
+        progress_callback: Callable[[int], object] | None = None,
+        on_problem: Callable[[DamagedCheckpointError], object] | None = None,
+    ) -> None:
+        """Compare all files with the manifest, several at once: weights by their listed sizes, or in full."""
+        check = partial(self._check_one, is_full=is_full, progress_callback=progress_callback, on_problem=on_problem)
+        in_threads(check, sorted(manifest.files.items(), key=lambda item: -(item[1].size or 0)), FILES_AT_ONCE)
+
+    def read_small(self, name: str) -> bytes:
+        """Read a small file."""
+        return self._folder.read_small(name, MAX_INDEX_BYTES)
+
+    def open_shard(self, name: str) -> SafetensorsShard:
+        """Read its header."""
+        return self._folder.open_shards([name])[name]
+
+    def source(self, name: str, sha256: str | None) -> ByteSource:
+        """Return the contents of a file, read by ranges when they are asked for."""
+        found = self._folder.content(name)
+        return BytesSource(found) if isinstance(found, bytes) else StoredSource(self._store, found, sha256)
+
+    def open_part(self, base: str, entry: str) -> AbstractContextManager[OpenCheckpoint]:
+        """Read the headers; every tensor is compared with its checksum while it is read."""
+        return open_checkpoint(self._folder, use_safetensors=True, base=base, weights_name=entry, verify="full")
+
+    def _check_one(
+        self,
+        item: tuple[str, FileDigest],
+        cancelled: Event,
+        *,
+        is_full: bool,
+        progress_callback: Callable[[int], object] | None,
+        on_problem: Callable[[DamagedCheckpointError], object] | None,
+    ) -> None:
+        name, record = item
+        try:
+            self._compare(name, record, cancellable(progress_callback, cancelled), is_full=is_full)
+        except DamagedCheckpointError as error:
+            if on_problem is None:
+                raise
+            on_problem(error)
+
+    def _compare(
+        self, name: str, record: FileDigest, progress_callback: Callable[[int], object], *, is_full: bool
+    ) -> None:
+        path = f"{self.path}/{name}"
+        size = self._folder.size(name) if self._folder.has(name) else None
+        if size != record.size:
+            found = "missing" if size is None else f"of {size} bytes"
+            raise IntegrityError(
+                f"'{path}' is {found}, and {record.size} bytes were saved. {remedy(path)}",
+                path=path,
+                expected=record.size,
+                actual=size,
+            )
+        if name.endswith(SAFETENSORS_SUFFIX):
+            if is_full:
+                self.open_shard(name).check_contents(record, progress_callback)
+            return
+        with self.source(name, None).open() as reader:
+            sha256 = sha256_of(reader.read())
+        if sha256 != record.sha256:
+            raise IntegrityError(
+                f"'{path}' is not the file that was saved: its sha256 is {sha256}, but was {record.sha256}. "
+                f"{remedy(path)}",
+                path=path,
+                expected=record.sha256,
+                actual=sha256,
+            )
+
+
+@dataclass
+class _Seen:
+    """What a manager knows of its run."""
+
+    folders: dict[str, dict[str, StoredObject]] = field(default_factory=lambda: defaultdict(dict))
+    """As `Folders`, of the checkpoints."""
+    marks: set[SaveId] = field(default_factory=set)
+    """Those that were listed."""
+    highest_uploaded: int = 0
+    """The highest number of a save in a checkpoint that another tool has uploaded, such as a run from a directory."""
+    process: int = field(default_factory=os.getpid)
+
+    def ids(self) -> set[SaveId]:
+        """Return all saves of which there is, or was, an object."""
+        return self.marks.union(*(saves_among(files) for files in self.folders.values()))
+
+
+class StorePlace:
+    """A run in a store."""
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+        self._address = parse_address(root, "root")
+        self._seen: _Seen | None = None
+        """None before the first save, and after one that failed: the whole run is listed then."""
+
+    @cached_property
+    def _store(self) -> Store:
+        return open_store(self._address)
+
+    def checkpoints(self) -> list[RunCheckpoint]:
+        """List the whole run with one request or a few. Manifests are read when they are asked for.
+
+        Raises:
+            StoreError: The store refused or failed.
+        """
+        return self._checkpoints_in(self._listed_folders())
+
+    def known_checkpoints(self) -> list[RunCheckpoint]:
+        """List the checkpoints that the last save has seen; only others can have changed them since."""
+        return self.checkpoints() if self._seen is None else self._checkpoints_in(self._seen.folders)
+
+    def saving(self) -> AbstractContextManager[None]:
+        """Nothing is to be translated: a store's errors name it."""
+        return nullcontext()
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether this process has saved into it."""
+        return self._seen is not None and self._seen.process == os.getpid()
+
+    def take(self) -> bool:
+        """Nothing is taken: any number of managers may save into a run in a store."""
+        return False
+
+    def release(self) -> None:
+        """Forget what was seen: the next save lists the whole run."""
+        self._seen = None
+
+    def clean_up(self) -> None:
+        """Nothing: the next save deletes what killed ones have left."""
+
+    def write(self, order: CheckpointOrder) -> RunCheckpoint:
+        """Put a mark, all shards, and the manifest last.
+
+        Raises:
+            RemoteChangedError: Another manager has saved at the same time, and its checkpoint is the newer one.
+            CommitUnfinishedError: Nobody can tell whether the manifest was put, or will be.
+            StoreError: The store refused or failed. What was sent stays, for the next save to delete.
+        """
+        seen = self._look()
+        self._seen = None  # until the save is done
+        save_id = SaveId.after(seen.ids(), seen.highest_uploaded)
+        folder = checkpoint_path("", order.manifest.step)
+        self._store.put(f"{MARKS}/{folder}-{save_id}", str(save_id).encode())
+        place = open_store(self._address.joined(folder))
+        known = self._known_shards(seen)
+        transaction = StoreTransaction(place, MANIFEST, save_id, known, self._store, folder)
+        manifest = self._send(transaction, order)
+        order.before_commit()
+        with deferred_interrupt():
+            transaction.put_index(transaction.contents({}), self._names_of_run)
+            found = self._put_copies(transaction)
+            self._refuse_overtaken(transaction)
+            seen.marks.add(save_id)
+            seen.folders[folder] = found
+            self._delete_lower(seen, save_id, folder, order.payload.requests.keys())
+        self._seen = seen
+        return RunCheckpoint(
+            checkpoint_path(self.root, manifest.step),
+            manifest.step,
+            lambda: manifest,
+            save_number=save_id.number,
+            entry=save_id,
+        )
+
+    def remove(self, checkpoints: Sequence[RunCheckpoint]) -> None:
+        """Delete the objects of each, its manifest first."""
+        names: list[str] = []
+        for one in checkpoints:
+            folder = one.path.rpartition("/")[2]
+            objects = self._objects_of(one, folder)
+            names += [f"{folder}/{name}" for name in objects]
+            if self._seen is not None:
+                left = {name: found for name, found in self._seen.folders[folder].items() if name not in objects}
+                self._seen.folders[folder] = left
+        if names:
+            logger.info("Deleting %d objects of %d checkpoints in '%s'.", len(names), len(checkpoints), self.root)
+            delete_or_warn(self._store, names, None)
+
+    def _look(self) -> _Seen:
+        """Find out which saves there are; with one listing of the marks, if nobody else has saved meanwhile."""
+        if self._seen is not None and self._seen.process == os.getpid():
+            marks = self._listed_marks()
+            if marks.keys() <= self._seen.marks:
+                return self._seen
+        seen = _Seen(marks=set(self._listed_marks()))
+        for folder, files in self._listed_folders().items():
+            seen.folders[folder] = dict(files)
+        uploaded = [one for one in self._checkpoints_in(seen.folders) if one.entry is None]
+        seen.highest_uploaded = max((one.save_number for one in uploaded), default=0)
+        return seen
+
+    def _listed_marks(self) -> dict[SaveId, str]:
+        """List the marks: save -> the folder that it is for."""
+        found = {}
+        for name in self._store.list_objects(MARKS):
+            match = _MARK.fullmatch(name.rpartition("/")[2])
+            if match is not None:
+                found[SaveId(int(match[2]), match[3])] = match[1]
+        return found
+
+    def _listed_folders(self) -> Folders:
+        folders: dict[str, dict[str, StoredObject]] = {}
+        for path, one in self._store.list_objects(recursive=True).items():
+            folder, _, name = path.partition("/")
+            if name and "/" not in name and CHECKPOINT.fullmatch(folder):
+                folders.setdefault(folder, {})[name] = replace(one, name=name)
+        return folders
+
+    def _names_of_run(self) -> Collection[str]:
+        return [name for files in self._listed_folders().values() for name in files]
+
+    def _checkpoints_in(self, folders: Folders) -> list[RunCheckpoint]:
+        steps: set[int] = set()
+        found = []
+        for folder, step in _own_names_first(folders):
+            one = self._checkpoint(folder, step, folders[folder])
+            if one is not None and step not in steps:
+                steps.add(step)
+                found.append(one)
+        return newest_first(found)
+
+    def _checkpoint(self, folder: str, step: int, files: Mapping[str, StoredObject]) -> RunCheckpoint | None:
+        """Return the checkpoint in a folder; None where there is no manifest."""
+        path = f"{self.root.rstrip('/')}/{folder}"
+        highest = highest_index(files, MANIFEST)
+        if highest is not None:
+            manifest = files[highest.object_name(MANIFEST)]
+            read = partial(self._read_manifest, folder, manifest, highest)
+            return RunCheckpoint(path, step, read, save_number=highest.number, entry=highest)
+        if MANIFEST in files:  # uploaded by another tool: it tells its number itself
+            return read_run_checkpoint(path, step, partial(self._read_plain_manifest, folder, files[MANIFEST]))
+        return None
+
+    def _read_manifest(self, folder: str, found: StoredObject, save_id: SaveId) -> CheckpointManifest:
+        path = f"{self.root}/{folder}/{found.name}"
+        save = StoredSave.from_json(self._read(folder, found), path, save_id)
+        return CheckpointManifest.from_json(save.small_files.get(MANIFEST, b""), path)
+
+    def _read_plain_manifest(self, folder: str, found: StoredObject) -> CheckpointManifest:
+        if found.size > MAX_INDEX_BYTES:
+            raise DamagedCheckpointError(
+                f"'{self.root}/{folder}/{MANIFEST}' has more than {MAX_INDEX_BYTES} bytes, which no manifest has. "
+                "Restore another checkpoint.",
+                path=f"{self.root}/{folder}/{MANIFEST}",
+            )
+        return CheckpointManifest.from_json(self._read(folder, found), f"{self.root}/{folder}/{MANIFEST}")
+
+    def _read(self, folder: str, found: StoredObject) -> bytes:
+        in_run = replace(found, name=f"{folder}/{found.name}")
+        known = own_puts.known(self._store, in_run)
+        if known is None:
+            known = self._store.read(in_run)
+            own_puts.note_put(self._store, in_run, known)
+        return known
+
+    def _known_shards(self, seen: _Seen) -> dict[str, KnownShard]:
+        """Return the shards of the newest checkpoint, by fingerprint: those that still have the ETag that they got."""
+        newest = next(iter(self._checkpoints_in(seen.folders)), None)
+        if newest is None or not isinstance(newest.entry, SaveId):
+            return {}
+        folder = newest.path.rpartition("/")[2]
+        files = seen.folders[folder]
+        found = files[newest.entry.object_name(MANIFEST)]
+        try:
+            save = StoredSave.from_json(self._read(folder, found), f"{newest.path}/{found.name}", newest.entry)
+        except (DamagedCheckpointError, UnsafePathError):
+            return {}
+        known = {}
+        for name, digest in ({} if newest.manifest is None else newest.manifest.files).items():
+            there, record = files.get(newest.entry.object_name(name)), save.objects.get(name)
+            if there is None or record is None or (there.etag, there.size) != (record.etag, digest.size):
+                continue
+            if digest.fingerprint is not None and digest.is_verifiable:
+                known[digest.fingerprint] = KnownShard(replace(there, name=f"{folder}/{there.name}"), digest)
+        return known
+
+    def _send(self, transaction: StoreTransaction, order: CheckpointOrder) -> CheckpointManifest:
+        """Copy and send all files but the manifest, and return that."""
+        writer = order.writer or OwnShardWriter()
+        small = {**order.files, TRAINING_STATE: order.payload.training_state}
+        plans: dict[str, ShardPlan] = {}
+        jobs: dict[str, WriteJob] = {}
+        for base, request in order.payload.requests.items():
+            plan = plan_request(request)
+            names = request.options.names.shards(len(plan.shards))
+            shards = [replace(shard, file=name) for shard, name in zip(plan.shards, names, strict=True)]
+            plans[base] = replace(plan, shards=tuple(shards))
+            address = transaction.store.address
+            paths = [str(address.joined(transaction.save_id.object_name(name))) for name in names]
+            jobs |= zip(names, shard_jobs(plans[base], request, paths, has_index=True), strict=True)
+            small |= request.small_files
+        checksum = next((request.options.checksum for request in order.payload.requests.values()), None)
+        transaction.copy_unchanged(jobs, writer, checksum)
+        transaction.send(jobs, writer, checksum, order.progress_callback)
+        for base, request in order.payload.requests.items():
+            own = [transaction.digests[shard.file] for shard in plans[base].shards]
+            small[request.options.names.index] = index_of(plans[base], request, own).to_json()
+        table = {name: shard_record(record) for name, record in transaction.digests.items()}
+        table |= {name: small_record(raw) for name, raw in small.items()}
+        manifest = replace(order.manifest, save_number=transaction.save_id.number, files=table)
+        transaction.add_small_files(small)
+        transaction.small_files[MANIFEST] = manifest.to_json()
+        return manifest
+
+    def _put_copies(self, transaction: StoreTransaction) -> dict[str, StoredObject]:
+        """Put the plain copies, which make the folder a run's checkpoint for other tools; return its last listing."""
+        place, save_id = transaction.store, transaction.save_id
+        put_copies(place, _plain_copies(transaction.small_files, save_id), {})
+        return settle_copies(place, MANIFEST, save_id, _plain_copies)[0]
+
+    def _refuse_overtaken(self, transaction: StoreTransaction) -> None:
+        """Raise if another manager has begun a higher save, and finished it."""
+        if max(self._listed_marks(), default=transaction.save_id) > transaction.save_id:
+            highest = highest_index(self._names_of_run(), MANIFEST)
+            if highest is not None and highest > transaction.save_id:
+                raise transaction.overtaken()
+
+    def _delete_lower(self, seen: _Seen, save_id: SaveId, folder: str, bases: Collection[str]) -> None:
+        """Delete what the save has replaced: its step's earlier saves, and what unfinished ones have left."""
+        own = [WeightNames(base=base) for base in bases]
+        plain = [name for name in seen.folders[folder] if split_object_name(name) is None]
+        uploaded = [name for name in plain if any(name == one.single or one.is_shard(name) for one in own)]
+        names = [f"{folder}/{name}" for name in (*_lower(seen.folders[folder], save_id), *uploaded)]
+        for one, files in seen.folders.items():
+            unfinished = {lower for lower in saves_among(files) if lower < save_id} - _finished(files)
+            if one == folder or not unfinished:
+                continue
+            # By a listing from after the commit: a manifest that is not there by now never is the highest.
+            listed = _in_folder(self._store.list_objects(one))
+            seen.folders[one] = listed
+            left = unfinished - _finished(listed)
+            names += [f"{one}/{name}" for name in listed if (split := split_object_name(name)) and split[1] in left]
+        marks = {mark: target for mark, target in self._listed_marks().items() if mark < save_id}
+        names += [f"{MARKS}/{target}-{mark}" for mark, target in sorted(marks.items())]
+        for name in names:
+            one, _, file = name.partition("/")
+            seen.folders.get(one, {}).pop(file, None)
+        seen.marks = {mark for mark in seen.marks if mark >= save_id}
+
+        def is_lower(name: str) -> bool:
+            split = split_object_name(name)
+            return split is not None and split[1] < save_id
+
+        delete_or_warn(self._store, names, is_lower if save_id.number > 1 else None)
+
+    def _objects_of(self, checkpoint: RunCheckpoint, folder: str) -> list[str]:
+        """Name the objects of a checkpoint, its manifest first: its own, and the plain copies in its folder."""
+        files = self._seen.folders[folder] if self._seen is not None else {}
+        files = files or _in_folder(self._store.list_objects(folder))
+        saves = saves_among(files)
+        if not isinstance(checkpoint.entry, SaveId):  # uploaded by another tool
+            manifest = checkpoint.manifest
+            own = set() if manifest is None else {MANIFEST, *manifest.files}
+            return sorted(own & files.keys(), key=lambda name: name != MANIFEST)
+        own = {name for name in files if (split := split_object_name(name)) and split[1] <= checkpoint.entry}
+        if max(saves) <= checkpoint.entry:
+            usual = {split[0] for name in own if (split := split_object_name(name)) is not None}
+            manifest = checkpoint.manifest
+            own |= (usual | {MANIFEST} | (set() if manifest is None else manifest.files.keys())) & files.keys()
+        return sorted(own, key=lambda name: (not name.startswith("checkpoint"), name))
+
+
+def _plain_copies(small_files: Mapping[str, bytes], save_id: SaveId) -> dict[str, bytes]:
+    """Return the plain copies of a checkpoint's small files, its manifest last: in a directory they make a checkpoint.
+
+    Indexes and manifest name the objects of the save, whose names stay in a copy of the folder.
+    """
+    copies = {
+        name: plain_index(CheckpointIndex.from_json(raw, name), save_id) if name.endswith(_INDEX) else raw
+        for name, raw in small_files.items()
+        if name != MANIFEST
+    }
+    manifest = CheckpointManifest.from_json(small_files[MANIFEST], MANIFEST)
+    shards = {name: record for name, record in manifest.files.items() if name.endswith(SAFETENSORS_SUFFIX)}
+    table = {save_id.object_name(name): record for name, record in shards.items()}
+    table |= {name: small_record(raw) for name, raw in copies.items()}
+    return {**copies, MANIFEST: replace(manifest, files=table).to_json()}
+
+
+_INDEX: Final = SAFETENSORS_SUFFIX + INDEX_SUFFIX
+
+
+def _lower(files: Mapping[str, Any], save_id: SaveId) -> list[str]:
+    """Name the objects of earlier saves in a folder, manifests first."""
+    lower = [name for name in files if (split := split_object_name(name)) is not None and split[1] < save_id]
+    return sorted(lower, key=lambda name: (not name.startswith("checkpoint"), name))
+
+
+def _finished(files: Iterable[str]) -> set[SaveId]:
+    """Return the saves in a folder whose manifests are there."""
+    splits = (split_object_name(name) for name in files)
+    return {split[1] for split in splits if split is not None and split[0] == MANIFEST}
+
+
+def _in_folder(listed: Mapping[str, StoredObject]) -> dict[str, StoredObject]:
+    """Return listed objects by their names in their folder."""
+    return {(name := path.rpartition("/")[2]): replace(one, name=name) for path, one in listed.items()}
+
+
+def _own_names_first(folders: Iterable[str]) -> list[tuple[str, int]]:
+    """Folders and their steps: those that saves name first, then copies that users have made."""
+    found = [(folder, int(match[1])) for folder in folders if (match := CHECKPOINT.fullmatch(folder))]
+    return sorted(found, key=lambda one: (not is_own_name(*one), one[0]))
