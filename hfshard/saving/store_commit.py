@@ -254,13 +254,16 @@ def plain_copies(small_files: Mapping[str, bytes], save_id: SaveId, entry: str) 
     return {**others, entry: plain_index(index, save_id)}
 
 
-def delete_or_warn(store: Store, names: Sequence[str], sweep: Callable[[str], bool] | None) -> None:
+def delete_or_warn(store: Store, names: Sequence[str], sweep: Callable[[str], bool] | None) -> bool:
     """Delete what a newer save has replaced; where the store refuses, that is a warning.
 
     Args:
         store: Opened at the folder.
         names: Of objects.
         sweep: Tells which unfinished uploads go too, by their names; None: none are looked for.
+
+    Returns:
+        Whether it is done.
     """
     try:
         if names:
@@ -277,6 +280,9 @@ def delete_or_warn(store: Store, names: Sequence[str], sweep: Callable[[str], bo
         logger.warning(
             "Saved into '%s'; but earlier saves could not be deleted: %s The next save will.", store.address, error
         )
+    else:
+        return True
+    return False
 
 
 def has_bytes(store: Store, found: StoredObject | None, raw: bytes) -> bool:

@@ -81,7 +81,7 @@ def _with_signature(
     there = {name for name in contents if may_be_signed(name) or name in manifest.digests}
     names, errors = place.compare_names(there)
     recorded = _recorded(contents, names, manifest) if report.ok else {}
-    compared = {name for name in recorded if level == "structure" or objects.get(name) in report.files}
+    compared = {name for name in recorded if level == "structure" or name in report.files}
     known = {name: recorded[name] for name in compared}
     left = {name for name in names - known.keys() if level == "full" or not name.endswith(WEIGHTS_SUFFIXES)}
     total = sum(contents[name].size for name in left)
@@ -92,7 +92,7 @@ def _with_signature(
     unread = 0 if level == "full" else len(names) - len(left)
     warnings = [f"{unread} signed files of weights were not compared: level='full' reads them."] if unread else []
     warnings += left_out_warnings(place, there)
-    every = tuple(dict.fromkeys((*report.files, *(objects.get(name, name) for name in sorted(names)))))
+    every = tuple(dict.fromkeys((*report.files, *sorted(names))))
     report = replace(report, files=every, warnings=(*report.warnings, *warnings))
     report = replace(with_problems(report, errors), checked_bytes=report.checked_bytes + total)
     return replace(report, signed_by=str(by)) if report.ok and not unread else report

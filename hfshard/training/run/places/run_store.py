@@ -445,27 +445,26 @@ class StorePlace:
         plain = [name for name in seen.folders[folder] if split_object_name(name) is None]
         uploaded = [name for name in plain if any(name == one.single or one.is_shard(name) for one in own)]
         names = [f"{folder}/{name}" for name in (*_lower(seen.folders[folder], save_id), *uploaded)]
-        for one, files in seen.folders.items():
-            unfinished = {lower for lower in saves_among(files) if lower < save_id} - _finished(files)
-            if one == folder or not unfinished:
-                continue
-            # By a listing from after the commit: a manifest that is not there by now never is the highest.
-            listed = _in_folder(self._store.list_objects(one))
-            seen.folders[one] = listed
-            left = unfinished - _finished(listed)
-            names += [f"{one}/{name}" for name in listed if (split := split_object_name(name)) and split[1] in left]
         marks = {mark: target for mark, target in self._listed_marks().items() if mark < save_id}
-        names += [f"{MARKS}/{target}-{mark}" for mark, target in sorted(marks.items())]
+        unfinished = {}
+        for mark, target in marks.items():
+            if mark not in _finished(seen.folders.get(target, {})):
+                # By a listing from after the commit: without its manifest by now, it never is the highest.
+                listed = seen.folders[target] = _in_folder(self._store.list_objects(target))
+                if mark not in _finished(listed):
+                    unfinished[mark] = target
+                    names += [f"{target}/{name}" for name in listed if mark in saves_among([name])]
         for name in names:
             one, _, file = name.partition("/")
-            seen.folders.get(one, {}).pop(file, None)
+            seen.folders[one].pop(file, None)
         seen.marks = {mark for mark in seen.marks if mark >= save_id}
 
-        def is_lower(name: str) -> bool:
-            split = split_object_name(name)
-            return split is not None and split[1] < save_id
+        def is_unfinished(name: str) -> bool:
+            return not saves_among([name]).isdisjoint(unfinished)
 
-        delete_or_warn(self._store, names, is_lower if save_id.number > 1 else None)
+        # Marks last: they tell the next save where to look for what could not be deleted.
+        if delete_or_warn(self._store, list(dict.fromkeys(names)), is_unfinished if unfinished else None):
+            delete_or_warn(self._store, [f"{MARKS}/{target}-{mark}" for mark, target in sorted(marks.items())], None)
 
     def _objects_of(self, checkpoint: RunCheckpoint, folder: str) -> list[str]:
         """Name the objects of a checkpoint, its manifest first: its own, and the plain copies in its folder."""
