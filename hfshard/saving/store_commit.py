@@ -205,7 +205,7 @@ def put_copies(store: Store, copies: Mapping[str, bytes], found: Mapping[str, St
         copies: Name -> contents; the last one leads to the objects of the save, and is put last.
         found: What was listed.
     """
-    changed = [name for name, raw in copies.items() if not has_bytes(store, found.get(name), raw)]
+    changed = [name for name, raw in copies.items() if not _is_put(store, found.get(name), raw)]
     entries = changed[-1:] if changed[-1:] == list(copies)[-1:] else []
 
     def put(name: str) -> None:
@@ -290,6 +290,14 @@ def has_bytes(store: Store, found: StoredObject | None, raw: bytes) -> bool:
     if found is None or found.size != len(raw):
         return False
     return found.etag == md5_of(raw) or (own_puts.known(store, found) or store.read(found)) == raw
+
+
+def _is_put(store: Store, found: StoredObject | None, raw: bytes) -> bool:
+    """Whether a plain copy has its contents already; one that was replaced since it was listed is put again."""
+    try:
+        return has_bytes(store, found, raw)
+    except CheckpointChangedError:
+        return False
 
 
 def md5_of(raw: bytes) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -15,12 +16,19 @@ from hfshard.constants import (
     CONFIG_NAME,
     COPY_BYTES,
     FILES_AT_ONCE,
+    MARKS,
     MAX_INDEX_BYTES,
     README,
     SAFETENSORS_SUFFIX,
     SIGNATURE_NAME,
 )
-from hfshard.errors import CheckpointChangedError, CommitUnfinishedError, RemoteChangedError, StoreError
+from hfshard.errors import (
+    CheckpointChangedError,
+    CommitUnfinishedError,
+    RemoteChangedError,
+    SaveDirectoryError,
+    StoreError,
+)
 from hfshard.planning.plan import ShardPlan
 from hfshard.saving.prepare import index_of, plan_request, shard_jobs
 from hfshard.saving.request import SaveRequest
@@ -44,6 +52,9 @@ from hfshard.stores.protocols import Store, StoredObject
 from hfshard.stores.stored_source import StoredSource
 
 logger = logging.getLogger(__name__)
+
+_STEP: Final = re.compile(r"checkpoint-\d{1,18}")
+"""What a run calls the folder of a checkpoint."""
 
 _TRIES: Final = 5
 """Times that a place is looked at because another process replaced what was listed before it was read."""
@@ -76,7 +87,24 @@ def save_to_store(
         StoreError: The store refused, or failed: the old checkpoint stays. What was sent stays, too, until the next
             save deletes it.
     """
-    return save_into(open_store(address), request, check, writer or OwnShardWriter())
+    store = open_store(address)
+    _refuse_folder_of_run(store)
+    return save_into(store, request, check, writer or OwnShardWriter())
+
+
+def _refuse_folder_of_run(store: Store) -> None:
+    """Refuse a folder whose objects a run deletes when it finds no manifest.
+
+    Raises:
+        SaveDirectoryError: It is one.
+    """
+    parent, _, name = store.address.prefix.rpartition("/")
+    if _STEP.fullmatch(name) and open_store(replace(store.address, prefix=parent)).list_objects(MARKS):
+        raise SaveDirectoryError(
+            f"'{store.address}' is a folder of the training run '{replace(store.address, prefix=parent)}'. Save to "
+            "another address; or save into the run with CheckpointManager.",
+            path=str(store.address),
+        )
 
 
 def save_into(store: Store, request: SaveRequest, check: Callable[[], None], writer: ShardWriter) -> CheckpointIndex:

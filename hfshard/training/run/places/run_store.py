@@ -21,8 +21,8 @@ from typing import Any, Final
 
 from hfshard._util.addresses import parse_address
 from hfshard._util.threads import cancellable, in_threads
-from hfshard.constants import FILES_AT_ONCE, INDEX_SUFFIX, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
-from hfshard.errors import DamagedCheckpointError, IntegrityError, UnsafePathError, remedy
+from hfshard.constants import FILES_AT_ONCE, INDEX_SUFFIX, MARKS, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
+from hfshard.errors import CheckpointChangedError, DamagedCheckpointError, IntegrityError, UnsafePathError, remedy
 from hfshard.planning.plan import ShardPlan
 from hfshard.saving.prepare import index_of, plan_request, shard_jobs
 from hfshard.saving.store_commit import (
@@ -62,8 +62,8 @@ from hfshard.training.run.writing import TRAINING_STATE
 
 logger = logging.getLogger(__name__)
 
-MARKS: Final = ".saves"
-"""The folder of a run with the marks of saves."""
+
+_INDEX: Final = SAFETENSORS_SUFFIX + INDEX_SUFFIX
 
 _MARK: Final = re.compile(r"(checkpoint-\d{8,18})-(\d{8,15})-([0-9a-f]{16})")
 
@@ -198,6 +198,8 @@ class _Seen:
     """As `Folders`, of the checkpoints."""
     marks: set[SaveId] = field(default_factory=set)
     """Those that were listed."""
+    suspects: dict[SaveId, str] = field(default_factory=dict)
+    """Saves of which a listing of the whole run showed no manifest, and their folders."""
     highest_uploaded: int = 0
     """The highest number of a save in a checkpoint that another tool has uploaded, such as a run from a directory."""
     process: int = field(default_factory=os.getpid)
@@ -273,10 +275,11 @@ class StorePlace:
         with deferred_interrupt():
             transaction.put_index(transaction.contents({}), self._names_of_run)
             found = self._put_copies(transaction)
-            self._refuse_overtaken(transaction)
+            marks = self._listed_marks()
+            self._refuse_overtaken(transaction, marks)
             seen.marks.add(save_id)
             seen.folders[folder] = found
-            self._delete_lower(seen, save_id, folder, order.payload.requests.keys())
+            self._delete_lower(seen, transaction, marks, order.payload.requests.keys())
         self._seen = seen
         return RunCheckpoint(
             checkpoint_path(self.root, manifest.step),
@@ -309,6 +312,7 @@ class StorePlace:
         seen = _Seen(marks=set(self._listed_marks()))
         for folder, files in self._listed_folders().items():
             seen.folders[folder] = dict(files)
+            seen.suspects |= dict.fromkeys(saves_among(files) - _finished(files), folder)
         uploaded = [one for one in self._checkpoints_in(seen.folders) if one.entry is None]
         seen.highest_uploaded = max((one.save_number for one in uploaded), default=0)
         return seen
@@ -387,8 +391,8 @@ class StorePlace:
         found = files[newest.entry.object_name(MANIFEST)]
         try:
             save = StoredSave.from_json(self._read(folder, found), f"{newest.path}/{found.name}", newest.entry)
-        except (DamagedCheckpointError, UnsafePathError):
-            return {}
+        except (CheckpointChangedError, DamagedCheckpointError, UnsafePathError):
+            return {}  # all is sent
         known = {}
         for name, digest in ({} if newest.manifest is None else newest.manifest.files).items():
             there, record = files.get(newest.entry.object_name(name)), save.objects.get(name)
@@ -432,28 +436,33 @@ class StorePlace:
         put_copies(place, _plain_copies(transaction.small_files, save_id), {})
         return settle_copies(place, MANIFEST, save_id, _plain_copies)[0]
 
-    def _refuse_overtaken(self, transaction: StoreTransaction) -> None:
+    def _refuse_overtaken(self, transaction: StoreTransaction, marks: Collection[SaveId]) -> None:
         """Raise if another manager has begun a higher save, and finished it."""
-        if max(self._listed_marks(), default=transaction.save_id) > transaction.save_id:
+        if max(marks, default=transaction.save_id) > transaction.save_id:
             highest = highest_index(self._names_of_run(), MANIFEST)
             if highest is not None and highest > transaction.save_id:
                 raise transaction.overtaken()
 
-    def _delete_lower(self, seen: _Seen, save_id: SaveId, folder: str, bases: Collection[str]) -> None:
+    def _delete_lower(
+        self, seen: _Seen, transaction: StoreTransaction, marks: Mapping[SaveId, str], bases: Collection[str]
+    ) -> None:
         """Delete what the save has replaced: its step's earlier saves, and what unfinished ones have left."""
+        save_id, folder = transaction.save_id, transaction.folder
         own = [WeightNames(base=base) for base in bases]
         plain = [name for name in seen.folders[folder] if split_object_name(name) is None]
         uploaded = [name for name in plain if any(name == one.single or one.is_shard(name) for one in own)]
         names = [f"{folder}/{name}" for name in (*_lower(seen.folders[folder], save_id), *uploaded)]
-        marks = {mark: target for mark, target in self._listed_marks().items() if mark < save_id}
-        unfinished = {}
-        for mark, target in marks.items():
-            if mark not in _finished(seen.folders.get(target, {})):
-                # By a listing from after the commit: without its manifest by now, it never is the highest.
-                listed = seen.folders[target] = _in_folder(self._store.list_objects(target))
-                if mark not in _finished(listed):
-                    unfinished[mark] = target
-                    names += [f"{target}/{name}" for name in listed if mark in saves_among([name])]
+        marks = {mark: target for mark, target in marks.items() if mark < save_id}
+        suspects = {one: target for one, target in seen.suspects.items() if one < save_id and target != folder}
+        suspects |= {one: target for one, target in marks.items() if one not in _finished(seen.folders.get(target, {}))}
+        seen.suspects = {}
+        # By a listing from after the commit: a save without its manifest by now never is the highest.
+        for target in sorted(set(suspects.values())):
+            seen.folders[target] = _in_folder(self._store.list_objects(target))
+        unfinished = {one for one, target in suspects.items() if one not in _finished(seen.folders[target])}
+        for one in sorted(unfinished):
+            listed = seen.folders[suspects[one]]
+            names += [f"{suspects[one]}/{name}" for name in listed if one in saves_among([name])]
         for name in names:
             one, _, file = name.partition("/")
             seen.folders[one].pop(file, None)
@@ -500,9 +509,6 @@ def _plain_copies(small_files: Mapping[str, bytes], save_id: SaveId) -> dict[str
     return {**copies, MANIFEST: replace(manifest, files=table).to_json()}
 
 
-_INDEX: Final = SAFETENSORS_SUFFIX + INDEX_SUFFIX
-
-
 def _lower(files: Mapping[str, Any], save_id: SaveId) -> list[str]:
     """Name the objects of earlier saves in a folder, manifests first."""
     lower = [name for name in files if (split := split_object_name(name)) is not None and split[1] < save_id]
@@ -510,9 +516,9 @@ def _lower(files: Mapping[str, Any], save_id: SaveId) -> list[str]:
 
 
 def _finished(files: Iterable[str]) -> set[SaveId]:
-    """Return the saves in a folder whose manifests are there."""
+    """Return the saves in a folder whose manifests are there, or indexes of models that were saved there by hand."""
     splits = (split_object_name(name) for name in files)
-    return {split[1] for split in splits if split is not None and split[0] == MANIFEST}
+    return {split[1] for split in splits if split is not None and split[0].endswith((MANIFEST, _INDEX))}
 
 
 def _in_folder(listed: Mapping[str, StoredObject]) -> dict[str, StoredObject]:
