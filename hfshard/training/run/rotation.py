@@ -68,7 +68,7 @@ class Rotation:
         """
         if self.max_to_keep is None:
             return []
-        in_order = sorted(found, key=lambda one: one.save_number)
+        in_order = sorted(found, key=lambda one: one.age)
         counted = [one for one in in_order if not (self.keep_every and one.step % self.keep_every == 0)]
         removed = [one for one in counted[: -self.max_to_keep] if one is not in_order[-1]]
         if not removed or self.keep_best is None:

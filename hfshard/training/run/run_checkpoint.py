@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Final
 
 from hfshard.errors import DamagedCheckpointError, HfshardError, MissingShardError
+from hfshard.storage.format.stored_save import SaveId
 from hfshard.training.run.manifest import CheckpointManifest
 
 CHECKPOINT: Final = re.compile(r"checkpoint-(\d{1,18})")
@@ -22,8 +23,7 @@ class RunCheckpoint:
         path: Of its directory, or its address in a store.
         step: In its name.
         read: Reads the manifest.
-        save_number: Where the place tells it without the manifest; None: the manifest tells.
-        entry: Where objects tell one save of a step from another: which one it is.
+        save_id: In a store, the number and id in the names of its objects; None: the manifest tells the number.
     """
 
     def __init__(
@@ -32,14 +32,12 @@ class RunCheckpoint:
         step: int,
         read: Callable[[], CheckpointManifest],
         *,
-        save_number: int | None = None,
-        entry: object = None,
+        save_id: SaveId | None = None,
     ) -> None:
         self.path = path
         self.step = step
-        self.entry = entry
+        self.save_id = save_id
         self._read = read
-        self._save_number = save_number
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.path!r}, step={self.step})"
@@ -62,14 +60,14 @@ class RunCheckpoint:
     @property
     def save_number(self) -> int:
         """Which save of the run it is; 0 where that can't be read."""
-        if self._save_number is not None:
-            return self._save_number
+        if self.save_id is not None:
+            return self.save_id.number
         return 0 if self.manifest is None else self.manifest.save_number
 
     @property
-    def age(self) -> tuple[bool, int, int]:
+    def age(self) -> tuple[bool, int, str, int]:
         """Sorts checkpoints by when they were saved; those that do not tell come last."""
-        return not self.is_finished, self.save_number, self.step
+        return not self.is_finished, self.save_number, "" if self.save_id is None else self.save_id.id, self.step
 
     @property
     def is_unfinished(self) -> bool:
@@ -79,7 +77,7 @@ class RunCheckpoint:
     @property
     def is_finished(self) -> bool:
         """Whether its save was finished, as far as the place tells without reading more than it must."""
-        return self._save_number is not None or self.manifest is not None
+        return self.save_id is not None or self.manifest is not None
 
     @property
     def is_own(self) -> bool:

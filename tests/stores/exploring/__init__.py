@@ -1,1 +1,1 @@
-"""Explores what the code of saves and loads does in stores: every order of requests, with faults, late ones, and kills."""
+"""Explores saves and loads in stores: every order of their requests, with faults, late ones, and kills."""

@@ -319,9 +319,11 @@ def check_last_run_save(store: Store, program: Program) -> None:
     if after.problem is not None or after.current is None:
         raise BrokenError(f"I5: after an undisturbed save: {after.problem}")
     folder = after.current[1].rpartition("/")[0]
-    others = [name for name in after.objects if not name.startswith((f"{folder}/", f".saves/{folder}-"))]
-    if others or len(saves := saves_among(after.objects)) != 1:
-        raise BrokenError(f"I5: an undisturbed save has left {others or sorted(saves)}")
+    if len(saves := saves_among(name for name in after.objects if not name.startswith(".saves/"))) != 1:
+        raise BrokenError(f"I5: an undisturbed save has left objects of {sorted(saves)}")
+    marks = [name for name in after.objects if name.startswith(".saves/")]
+    if marks != [f".saves/{folder}-{after.current[0]}"]:
+        raise BrokenError(f"I5: an undisturbed save has left {marks}")
 
 
 def run(program: Program, store: Store) -> tuple[Node, Store]:

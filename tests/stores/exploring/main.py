@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _find_mutants()
         print("| space | states | stores | seconds | found |\n|---|---|---|---|---|")
         is_fine = True
-        for name, space in spaces().items():
+        for name in spaces():
             if any(part in name for part in asked.space):
                 is_fine &= _walk(name, asked) if asked.walks else _explore(name, asked.seconds)
     return int(not is_fine)

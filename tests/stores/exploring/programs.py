@@ -1,4 +1,4 @@
-"""Programs that save and load by hfshard's own code, run one request at a time: what they ask next follows from answers.
+"""Programs that save and load by hfshard's own code, one request at a time.
 
 A program is run again from its beginning with the answers that it has had so far, until it asks for more. So its state
 is the list of its answers, and what it does next is computed once for each such list.
@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -184,11 +185,8 @@ class Program:
         own_puts.forget()
         replay = _Replay(answers)
         ids = iter(self.ids)
-        with patch.object(stored_save.secrets, "token_hex", lambda _: next(ids)):
-            try:
-                self.run(replay)
-            except _PausedError:
-                pass
+        with patch.object(stored_save.secrets, "token_hex", lambda _: next(ids)), suppress(_PausedError):
+            self.run(replay)
         assert replay.asked == len(answers), "a program does not ask the same again"
         return replay.pending, tuple(replay.events)
 
@@ -203,7 +201,7 @@ class Writer(Program):
         """Save each; an error ends only its own save."""
         for request in self.requests:
             replay.last_index = None
-            replay.events.append(_outcome(replay, lambda: self._save(replay, request)))
+            replay.events.append(_outcome(replay, partial(self._save, replay, request)))
 
     def _save(self, replay: _Replay, request: SaveRequest) -> None:
         save_into(ReplayedStore(replay), request, lambda: None, OwnShardWriter())
@@ -223,7 +221,7 @@ class Manager(Program):
             for step, value in self.steps:
                 replay.last_index = None
                 state = TrainingState(model=Net(value))
-                replay.events.append(_outcome(replay, lambda: manager.save(step, state)))
+                replay.events.append(_outcome(replay, partial(manager.save, step, state)))
 
 
 class Reader(Program):

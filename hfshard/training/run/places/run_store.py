@@ -285,8 +285,7 @@ class StorePlace:
             checkpoint_path(self.root, manifest.step),
             manifest.step,
             lambda: manifest,
-            save_number=save_id.number,
-            entry=save_id,
+            save_id=save_id,
         )
 
     def remove(self, checkpoints: Sequence[RunCheckpoint]) -> None:
@@ -313,7 +312,7 @@ class StorePlace:
         for folder, files in self._listed_folders().items():
             seen.folders[folder] = dict(files)
             seen.suspects |= dict.fromkeys(saves_among(files) - _finished(files), folder)
-        uploaded = [one for one in self._checkpoints_in(seen.folders) if one.entry is None]
+        uploaded = [one for one in self._checkpoints_in(seen.folders) if one.save_id is None]
         seen.highest_uploaded = max((one.save_number for one in uploaded), default=0)
         return seen
 
@@ -354,9 +353,11 @@ class StorePlace:
         if highest is not None:
             manifest = files[highest.object_name(MANIFEST)]
             read = partial(self._read_manifest, folder, manifest, highest)
-            return RunCheckpoint(path, step, read, save_number=highest.number, entry=highest)
+            return RunCheckpoint(path, step, read, save_id=highest)
         if MANIFEST in files:  # uploaded by another tool: it tells its number itself
-            return read_run_checkpoint(path, step, partial(self._read_plain_manifest, folder, files[MANIFEST]))
+            found = read_run_checkpoint(path, step, partial(self._read_plain_manifest, folder, files[MANIFEST]))
+            is_copy = found.manifest is not None and bool(saves_among(found.manifest.files))
+            return None if is_copy else found  # one that has outlived its save
         return None
 
     def _read_manifest(self, folder: str, found: StoredObject, save_id: SaveId) -> CheckpointManifest:
@@ -384,18 +385,18 @@ class StorePlace:
     def _known_shards(self, seen: _Seen) -> dict[str, KnownShard]:
         """Return the shards of the newest checkpoint, by fingerprint: those that still have the ETag that they got."""
         newest = next(iter(self._checkpoints_in(seen.folders)), None)
-        if newest is None or not isinstance(newest.entry, SaveId):
+        if newest is None or newest.save_id is None:
             return {}
         folder = newest.path.rpartition("/")[2]
         files = seen.folders[folder]
-        found = files[newest.entry.object_name(MANIFEST)]
+        found = files[newest.save_id.object_name(MANIFEST)]
         try:
-            save = StoredSave.from_json(self._read(folder, found), f"{newest.path}/{found.name}", newest.entry)
+            save = StoredSave.from_json(self._read(folder, found), f"{newest.path}/{found.name}", newest.save_id)
         except (CheckpointChangedError, DamagedCheckpointError, UnsafePathError):
             return {}  # all is sent
         known = {}
         for name, digest in ({} if newest.manifest is None else newest.manifest.files).items():
-            there, record = files.get(newest.entry.object_name(name)), save.objects.get(name)
+            there, record = files.get(newest.save_id.object_name(name)), save.objects.get(name)
             if there is None or record is None or (there.etag, there.size) != (record.etag, digest.size):
                 continue
             if digest.fingerprint is not None and digest.is_verifiable:
@@ -476,19 +477,18 @@ class StorePlace:
             delete_or_warn(self._store, [f"{MARKS}/{target}-{mark}" for mark, target in sorted(marks.items())], None)
 
     def _objects_of(self, checkpoint: RunCheckpoint, folder: str) -> list[str]:
-        """Name the objects of a checkpoint, its manifest first: its own, and the plain copies in its folder."""
+        """Name the objects of a checkpoint, its manifest first: all of its folder, as a directory's would be removed.
+
+        Where a higher save has begun in the folder, its objects stay, and so do plain ones.
+        """
         files = self._seen.folders[folder] if self._seen is not None else {}
         files = files or _in_folder(self._store.list_objects(folder))
-        saves = saves_among(files)
-        if not isinstance(checkpoint.entry, SaveId):  # uploaded by another tool
-            manifest = checkpoint.manifest
-            own = set() if manifest is None else {MANIFEST, *manifest.files}
-            return sorted(own & files.keys(), key=lambda name: name != MANIFEST)
-        own = {name for name in files if (split := split_object_name(name)) and split[1] <= checkpoint.entry}
-        if max(saves) <= checkpoint.entry:
-            usual = {split[0] for name in own if (split := split_object_name(name)) is not None}
-            manifest = checkpoint.manifest
-            own |= (usual | {MANIFEST} | (set() if manifest is None else manifest.files.keys())) & files.keys()
+        own = set(files)
+        if (
+            isinstance(checkpoint.entry, SaveId)
+            and max(saves_among(files), default=checkpoint.entry) > checkpoint.entry
+        ):
+            own = {name for name in files if any(one <= checkpoint.entry for one in saves_among([name]))}
         return sorted(own, key=lambda name: (not name.startswith("checkpoint"), name))
 
 
