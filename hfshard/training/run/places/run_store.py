@@ -464,9 +464,9 @@ class StorePlace:
         for one in sorted(unfinished):
             listed = seen.folders[suspects[one]]
             names += [f"{suspects[one]}/{name}" for name in listed if one in saves_among([name])]
-        for name in names:
-            one, _, file = name.partition("/")
-            seen.folders[one].pop(file, None)
+        for path in names:
+            target, _, name = path.partition("/")
+            seen.folders[target].pop(name, None)
         seen.marks = {mark for mark in seen.marks if mark >= save_id}
 
         def is_unfinished(name: str) -> bool:
@@ -484,11 +484,9 @@ class StorePlace:
         files = self._seen.folders[folder] if self._seen is not None else {}
         files = files or _in_folder(self._store.list_objects(folder))
         own = set(files)
-        if (
-            isinstance(checkpoint.entry, SaveId)
-            and max(saves_among(files), default=checkpoint.entry) > checkpoint.entry
-        ):
-            own = {name for name in files if any(one <= checkpoint.entry for one in saves_among([name]))}
+        save_id = checkpoint.save_id
+        if save_id is not None and max(saves_among(files), default=save_id) > save_id:
+            own = {name for name in files if any(one <= save_id for one in saves_among([name]))}
         return sorted(own, key=lambda name: (not name.startswith("checkpoint"), name))
 
 
