@@ -72,8 +72,8 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "distributed.pushing": ("staging_folder", "together"),
     "distributed.liveness": ("messages process_record store waiting", "heartbeat", "watch"),
     "hub": (
-        "export hub_marker refs repo_tree",
-        "address protocols",
+        "hub_marker own_files refs repo_tree",
+        "address export protocols",
         "directory resolve",
         "remote",
         "pull pushing",

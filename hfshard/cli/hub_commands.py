@@ -55,6 +55,7 @@ def pull(arguments: argparse.Namespace) -> int:
         force_download=arguments.force_download,
         allow_patterns=arguments.include,
         ignore_patterns=arguments.exclude,
+        overwrite=arguments.force,
         verify=arguments.verify,
         progress=arguments.progress,
     )

@@ -27,11 +27,12 @@ def pull_from_hub(
     *,
     verify: Verify = "structure",
     progress: bool | None = None,
+    overwrite: bool = False,
 ) -> str:
     """Download a checkpoint from a hub, and check that it is complete.
 
     Args:
-        repo_id: As in `pull_checkpoint`, and so are verify and progress.
+        repo_id: As in `pull_checkpoint`, and so are verify, progress and overwrite.
         local_dir: A plain directory; None: the files stay in the cache.
         query: Which checkpoint, and how it is fetched; it `needs_companions`.
 
@@ -57,7 +58,8 @@ def pull_from_hub(
                 )
             if target is None:
                 return checkpoint.directory
-            export(checkpoint, target, [path.removeprefix(query.path("")) for path in companions])
+            beside = [path.removeprefix(query.path("")) for path in companions]
+            export(checkpoint, target, beside, overwrite=overwrite)
     except IntegrityError as error:
         if root is not None or query.force_download:
             raise

@@ -12,8 +12,9 @@ import torch
 
 from hfshard._util.addresses import is_address
 from hfshard._util.paths import absolute_path
-from hfshard.constants import CONFIG_NAME, SIGNATURE_NAME
+from hfshard.constants import CONFIG_NAME, README, SIGNATURE_NAME
 from hfshard.errors import InvalidArgumentError
+from hfshard.hub.own_files import OwnFiles
 from hfshard.loading.options import LoadOptions
 from hfshard.loading.source import CheckpointSource, open_source
 from hfshard.resharding.beside import companions_at, taken_at
@@ -36,7 +37,7 @@ from hfshard.saving.request import SaveRequest
 from hfshard.saving.to_directory import save_request
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, Verify
 from hfshard.storage.checkpoint.raw_tensors import is_compared
-from hfshard.storage.disk.byte_source import ByteSource
+from hfshard.storage.disk.byte_source import ByteSource, BytesSource
 from hfshard.storage.disk.companions import refuse_conflicts
 from hfshard.storage.format.index import CheckpointIndex
 
@@ -77,6 +78,7 @@ def reshard_source(
     low_disk: bool = False,
     key: str | None = None,
     beside: BesideOf | None = None,
+    overwrite: bool = True,
     verify: Verify = "structure",
 ) -> ReshardResult:
     """Save a checkpoint in files of another size, and tell what was read and written.
@@ -89,6 +91,8 @@ def reshard_source(
         beside: For a copy, whose files hold what those of the source do: finds the other files that go along, and
             replace those of the same names. None: the files are planned by size, and companions are found, and replace
             nothing.
+        overwrite: For a copy: replace files that don't belong to the checkpoint in `dst` too; else they are refused
+            (see `OwnFiles`).
         verify: How the source is checked before the first byte is written.
 
     Raises:
@@ -125,7 +129,7 @@ def reshard_source(
         if floating is not None:
             request = with_dtype(request, floating, checkpoint.directory)
         if beside is not None:
-            request = replace(request, companion_files=beside(checkpoint))
+            request = replace(request, companion_files=beside(checkpoint), replaces_readme=overwrite)
         elif not is_in_place and not is_file:
             request = _with_companion_files(request, checkpoint.directory, dst)
         was_compared = is_compared(checkpoint)
@@ -134,7 +138,10 @@ def reshard_source(
                 "'%s' has no checksums: its structure was checked, its bytes can't be.", checkpoint.weights_path
             )
         save = partial(reshard_in_place, checkpoint) if low_disk else save_request
-        index = save(request, dst, SourceCheck(checkpoint, is_in_place=is_in_place))
+        check: Callable[[], None] = SourceCheck(checkpoint, is_in_place=is_in_place)
+        if not overwrite:
+            request, check = _without_own_files(request, dst, check)
+        index = save(request, dst, check)
     return ReshardResult(
         dst, index, source_text(local), sizes_of(checkpoint), was_compared, tuple(request.companion_files)
     )
@@ -152,6 +159,23 @@ def _with_companion_files(request: SaveRequest, place: str, dst: str) -> SaveReq
         )
     refuse_conflicts(companions, dst, taken_at(dst, companions))
     return replace(request, companion_files=companions)
+
+
+def _without_own_files(
+    request: SaveRequest, dst: str, check: Callable[[], None]
+) -> tuple[SaveRequest, Callable[[], None]]:
+    """Refuse to replace the user's own files in `dst`, now and right before the commit, and keep a README there."""
+    small = {name: BytesSource(raw) for name, raw in request.small_files.items()}
+    own_files = OwnFiles(dst, request.options.names, {**small, **request.companion_files})
+
+    def check_both() -> None:
+        check()
+        own_files()
+
+    companions = dict(request.companion_files)
+    if own_files.keeps_readme:
+        del companions[README]
+    return replace(request, companion_files=companions), check_both
 
 
 def _floating_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:

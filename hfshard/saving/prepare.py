@@ -171,7 +171,7 @@ def _stage_companion_files(
 ) -> dict[str, str]:
     staged = {}
     for number, (name, file) in enumerate(request.companion_files.items()):
-        if name == README and name in session.state.listing:
+        if name == README and name in session.state.listing and not request.replaces_readme:
             continue  # the user's own
         staged[name] = f"{number:05d}.companion"
         copy_companion(file, os.path.join(session.staging, staged[name]), session.like(name), progress_callback)

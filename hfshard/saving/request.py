@@ -54,6 +54,8 @@ class SaveRequest:
     """Other small files that belong to the checkpoint: generation config, custom code."""
     companion_files: Mapping[str, ByteSource] = field(default_factory=dict)
     """Files of another place that are copied along, and are not part of the checkpoint."""
+    replaces_readme: bool = False
+    """Whether a README.md among `companion_files` replaces one in a directory, which else stays as it is."""
     kept_files: tuple[tuple[str, ...], ...] = ()
     """The names in each file, where it is to hold what that of another checkpoint does; empty: by their sizes."""
     separate_names: frozenset[str] = frozenset()

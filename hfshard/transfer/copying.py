@@ -94,6 +94,7 @@ def copy_checkpoint(
     *,
     verify: Verify = "structure",
     progress: bool | None = None,
+    overwrite: bool = False,
 ) -> str:
     """Copy one checkpoint, and the files beside it.
 
@@ -103,6 +104,7 @@ def copy_checkpoint(
         query: Which checkpoint, and which other files.
         verify: As in `pull_checkpoint`.
         progress: Whether to show a bar.
+        overwrite: As in `pull_checkpoint`.
 
     Returns:
         The target.
@@ -113,16 +115,23 @@ def copy_checkpoint(
     if is_address(place) and query.subfolder:
         place = f"{place}/{query.subfolder.strip('/')}"
     files = StoreFiles(place) if is_address(place) else DirectoryFiles(place, follow_links=True)
-    _copy_one(files, target, query, verify=verify, progress=progress)
+    _copy_one(files, target, query, verify=verify, progress=progress, overwrite=overwrite)
     return target
 
 
 def _copy_one(
-    files: FilesOfPlace, target: str, query: CheckpointQuery, *, verify: Verify = "structure", progress: bool | None
+    files: FilesOfPlace,
+    target: str,
+    query: CheckpointQuery,
+    *,
+    verify: Verify = "structure",
+    progress: bool | None,
+    overwrite: bool = True,
 ) -> None:
     source = CheckpointSource(files.place, CheckpointQuery(variant=query.variant))
     options = SaveOptions(variant=query.variant, progress=progress)
-    reshard_source(source, target, options, beside=partial(_beside, files, query), verify=verify)
+    beside = partial(_beside, files, query)
+    reshard_source(source, target, options, beside=beside, overwrite=overwrite, verify=verify)
 
 
 def _beside(files: FilesOfPlace, query: CheckpointQuery, checkpoint: OpenCheckpoint) -> dict[str, ByteSource]:

@@ -29,6 +29,7 @@ def pull_checkpoint(
     force_download: bool = False,
     allow_patterns: Sequence[str] | str | None = None,
     ignore_patterns: Sequence[str] | str | None = None,
+    overwrite: bool = False,
     verify: Verify = "structure",
     progress: bool | None = None,
 ) -> str:
@@ -41,7 +42,14 @@ def pull_checkpoint(
 
     From a store, tensors are read by ranges and compared with their checksums on the way, straight into the files of
     the directory, or of another store; the tensors of each file stay together. So are those that come from a hub and
-    go to a store, by way of the cache. A README that a directory has already is kept there; in a store it is replaced.
+    go to a store, by way of the cache.
+
+    What `local_dir` has already: a checkpoint (of the same variant) is replaced as by a save, with all that belongs to
+    it. That is its weights and indexes, config.json, generation_config.json, model.sig, and the files of a tokenizer or
+    processor that have the names which transformers gives them. Every other file is yours, even if an earlier pull
+    brought it: if the pull would replace it by other contents, it raises, names all such files, and changes nothing.
+    Code and other files that changed on the hub since the last pull are refused so, too. A README.md is not refused,
+    and stays as it is; a warning says so. `overwrite` replaces all of these.
 
     Args:
         repo_id: "org/name" on the Hugging Face Hub; or a directory hub, as a path or a `file://` URL; or the address of
@@ -56,6 +64,8 @@ def pull_checkpoint(
         force_download: Download files even if the cache holds them.
         allow_patterns, ignore_patterns: Globs of paths: which of the other files are pulled; the checkpoint always is.
             `allow_patterns` may name any file, except other weights of the same checkpoint.
+        overwrite: Replace files of `local_dir` that don't belong to a checkpoint there but have other contents than
+            those that are pulled, README.md too; and remove shards there that no index names.
         verify: How the files are checked afterwards: "none", "structure", or "full" for every byte. From a directory
             hub, every file is compared with its sha256 in any case, before it is copied.
         progress: Whether to show a bar on stderr. None: on a terminal.
@@ -70,8 +80,9 @@ def pull_checkpoint(
         IntegrityError: A file was damaged on the way, or in the directory hub; nothing of it was kept.
         NotEnoughSpaceError: The disk is too full. What arrived before it became full is kept in the cache, and the next
             pull continues there.
-        SaveDirectoryError: `local_dir` is a file, is or lies in a directory hub, has shards of the same names with
-            other contents, or has a link where a folder is needed.
+        SaveDirectoryError: `local_dir` has files of yours that would be replaced; or it is a file, is or lies in a
+            directory hub, has (for a pull from a hub) shards of the same names with other contents, or has a link where
+            a folder is needed.
         InvalidArgumentError: From a store, what only a hub has (a revision, a cache), or no `local_dir`.
         UnsafePathError: A store has an object whose name leads out of the directory, or can't be that of a file.
         StoreError: A store refused or failed.
@@ -95,15 +106,22 @@ def pull_checkpoint(
     if local_dir is not None:
         local_dir = absolute_path(local_dir, "local_dir")
     if names_store(repo_id):
-        return _pull_from_store(path_text(repo_id, "repo_id"), local_dir, query, verify, progress)
+        address = path_text(repo_id, "repo_id")
+        return _pull_from_store(address, local_dir, query, verify=verify, progress=progress, overwrite=overwrite)
     if local_dir is None or not is_address(local_dir):
-        return pull_from_hub(repo_id, local_dir, query, verify=verify, progress=progress)
+        return pull_from_hub(repo_id, local_dir, query, verify=verify, progress=progress, overwrite=overwrite)
     directory = pull_from_hub(repo_id, None, query, verify=verify, progress=progress)
-    return copy_checkpoint(directory, local_dir, query, progress=progress)
+    return copy_checkpoint(directory, local_dir, query, progress=progress, overwrite=overwrite)
 
 
 def _pull_from_store(
-    address: str, local_dir: str | None, query: CheckpointQuery, verify: Verify, progress: bool | None
+    address: str,
+    local_dir: str | None,
+    query: CheckpointQuery,
+    *,
+    verify: Verify,
+    progress: bool | None,
+    overwrite: bool,
 ) -> str:
     given = {
         "revision": query.revision,
@@ -124,4 +142,5 @@ def _pull_from_store(
             "(hfshard pull ADDRESS DIR).",
             path=address,
         )
-    return copy_checkpoint(absolute_path(address, "repo_id"), local_dir, query, verify=verify, progress=progress)
+    place = absolute_path(address, "repo_id")
+    return copy_checkpoint(place, local_dir, query, verify=verify, progress=progress, overwrite=overwrite)

@@ -64,6 +64,9 @@ def add_pull(commands: CommandGroup) -> None:
     pull.add_argument("--include", action="append", metavar="GLOB", help="pull only these files; may be repeated")
     pull.add_argument("--exclude", action="append", metavar="GLOB", help="leave these files out; may be repeated")
     pull.add_argument(
+        "--force", action="store_true", help="replace files of yours in DIR that have other contents, else refused"
+    )
+    pull.add_argument(
         "--force-download", action="store_true", help="fetch again what is in the cache, which may be damaged"
     )
     pull.add_argument("--local-files-only", action="store_true", help="use the cache alone, not the network")

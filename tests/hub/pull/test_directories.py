@@ -135,6 +135,26 @@ def test_shards_of_the_same_names_and_other_contents_are_refused(
     assert files_of(target) == before
 
 
+def test_files_of_the_user_are_refused_by_name_and_replaced_by_overwrite(
+    hub: PullHub, repo: str, folder: Path, tmp_path: Path
+) -> None:
+    (folder / "train.py").write_text("theirs")
+    hub.publish(repo, folder)
+    target = tmp_path / "target"
+    target.mkdir()
+    for name in ("train.py", "tokenizer.json"):
+        (target / name).write_text("mine")
+    before = files_of(target)
+
+    outcome = hub.refused("pull", repo, target, cache_dir=tmp_path / "cache")
+
+    assert outcome.error == "SaveDirectoryError"
+    assert "would replace or remove: 'tokenizer.json', 'train.py' with other contents" in outcome.message
+    assert files_of(target) == before
+    hub.call("pull", repo, target, cache_dir=tmp_path / "cache", overwrite=True)
+    assert files_of(target) == files_of(folder)
+
+
 def test_pickled_checkpoint_is_pulled_into_an_empty_directory_only(hub: PullHub, repo: str, tmp_path: Path) -> None:
     model = make_model(1)
     folder = tmp_path / "pickled"

@@ -1,0 +1,182 @@
+"""Protect the user's own files where a checkpoint is pulled to: what differs is refused by name, not replaced."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Collection, Hashable, Iterable, Mapping
+from typing import Final
+
+from hfshard._util.addresses import is_address
+from hfshard._util.text import list_some
+from hfshard._util.threads import in_threads
+from hfshard.constants import CONFIG_NAME, GENERATION_CONFIG_NAME, README, SIGNATURE_NAME
+from hfshard.errors import CheckpointNotFoundError, DamagedCheckpointError, SaveDirectoryError, UnsafePathError
+from hfshard.storage.checkpoint.folder import RangedFolder
+from hfshard.storage.checkpoint.locate import locate_checkpoint
+from hfshard.storage.commit.commit import LOCK_WAIT_SECONDS
+from hfshard.storage.commit.directory_state import read_state
+from hfshard.storage.disk.byte_source import ByteSource, FileSource, file_source, has_same_bytes
+from hfshard.storage.disk.fsops import locked_directory
+from hfshard.storage.disk.safe_open import identity_of
+from hfshard.storage.format.names import WeightNames
+from hfshard.stores.opening import open_store
+from hfshard.stores.stored_source import StoredSource
+
+logger = logging.getLogger(__name__)
+
+_OF_A_CHECKPOINT: Final = frozenset({
+    CONFIG_NAME, GENERATION_CONFIG_NAME, SIGNATURE_NAME,
+    # tokenizers
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    "chat_template.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "spm.model",
+    "sentencepiece.model", "sentencepiece.bpe.model", "source.spm", "target.spm", "target_vocab.json", "vocab-src.json",
+    "vocab-tgt.json", "bpe.codes", "entity_vocab.json", "normalizer.json", "prophetnet.tokenizer", "spm_char.model",
+    "tiktoken.model", "tekken.json",
+    # processors
+    "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
+    "audio_tokenizer_config.json",
+})  # fmt: skip
+"""Files next to the weights that a save of a model, a tokenizer or a processor by transformers replaces."""
+
+_CHAT_TEMPLATES: Final = "additional_chat_templates/"
+"""The folder of a tokenizer's other templates."""
+
+_SHOWN: Final = 20
+"""Names of files in a message."""
+
+_AT_ONCE: Final = 16
+"""Objects that a store is asked for at once."""
+
+
+class OwnFiles:
+    """The user's own files where a checkpoint is pulled to, compared when this is made, before anything is written.
+
+    Where a checkpoint of the variant exists, a pull replaces what belongs to it, as a save does: its weights and
+    indexes, config.json, generation_config.json, model.sig, and the files of a tokenizer or processor, by the names
+    that transformers gives them. (Not the latter where weights of another variant share them.) Every other file is the
+    user's own, whether or not an earlier pull put it there: only its contents could tell, and they differ. So it is
+    refused where it has other contents than the one which would replace it. Shards that no index names are refused too,
+    because the commit would remove them. A README.md stays as it is, and is not refused.
+
+    Args:
+        place: The directory, which may be missing, or the address of a store.
+        names: Of the weights that are pulled.
+        new: The other files that are pulled; name -> contents.
+        weights: The files of weights, where these are copied as they are; name -> contents.
+
+    Raises:
+        SaveDirectoryError: It names the files that differ.
+    """
+
+    def __init__(
+        self,
+        place: str,
+        names: WeightNames,
+        new: Mapping[str, ByteSource],
+        weights: Mapping[str, ByteSource] | None = None,
+    ) -> None:
+        self._place = place
+        self._store = open_store(place) if is_address(place) else None
+        replaces, unnamed = self._look(names)
+        own = {name: source for name, source in new.items() if not (replaces and _is_of_a_checkpoint(name))}
+        weights = {name: source for name, source in (weights or {}).items() if name in unnamed}
+        taken = self._taken({*own, *weights})
+        differing = {name for name, there in taken.items() if not has_same_bytes(there, own.get(name) or weights[name])}
+        self.keeps_readme = README in differing
+        """Whether there is a README.md with other contents, which stays."""
+        self._before = {name: self._identity(name) for name in own if name not in differing}
+        unnamed = {name for name in unnamed if name not in weights or name in differing}
+        differing -= {README, *unnamed}
+        if differing or unnamed:
+            raise self._refusal(differing, unnamed)
+        if self.keeps_readme:
+            logger.warning(
+                "'%s/%s' stays as it is, though the one of the checkpoint differs. Pass overwrite=True (hfshard pull "
+                "--force) to replace it.",
+                place,
+                README,
+            )
+
+    def __call__(self) -> None:
+        """Compare once more, right before the commit.
+
+        Raises:
+            SaveDirectoryError: A file that would be replaced was written meanwhile.
+        """
+        changed = [name for name, identity in self._before.items() if self._identity(name) != identity]
+        if changed:
+            raise SaveDirectoryError(
+                f"{list_some(sorted(changed), _SHOWN, quote=True)} in '{self._place}' changed during the pull, which "
+                "would replace it. Nothing was replaced. Pull again.",
+                path=f"{self._place}/{min(changed)}",
+            )
+
+    def _look(self, names: WeightNames) -> tuple[bool, set[str]]:
+        """Find out whether a checkpoint there is replaced, and name the shards that go though no index names them."""
+        if self._store is not None:
+            folder = RangedFolder(self._store, self._place)
+            folder.look()
+            is_shared = names.variant is not None and _has_checkpoint(folder, WeightNames(None, names.base))
+            return _has_checkpoint(folder, names) and not is_shared, set()
+        if not os.path.isdir(self._place):
+            return False, set()
+        with locked_directory(self._place, wait_seconds=LOCK_WAIT_SECONDS):
+            state = read_state(self._place, names)
+        # What a killed save has left is cleaned up as by a save. But without any index, shards may be all that is left
+        # of another model.
+        leftovers = {name for name in state.leftovers if names.is_shard(name)}
+        unnamed = state.strays - leftovers if state.has_weights else state.strays | leftovers
+        return state.has_weights and not state.shares_config, set(unnamed)
+
+    def _taken(self, names: Iterable[str]) -> dict[str, ByteSource]:
+        """What has one of these names already; but for folders, which the commit refuses by itself."""
+        if self._store is None:
+            paths = {name: os.path.join(self._place, name) for name in names}
+            return {
+                name: _contents(path)
+                for name, path in paths.items()
+                if os.path.islink(path) or (os.path.exists(path) and not os.path.isdir(path))
+            }
+        store, asked = self._store, sorted(names)
+        found = in_threads(lambda name, _: store.find(name), asked, _AT_ONCE)
+        return {name: StoredSource(store, one) for name, one in zip(asked, found, strict=True) if one is not None}
+
+    def _identity(self, name: str) -> Hashable:
+        if self._store is not None:
+            return self._store.find(name)
+        try:
+            return identity_of(os.lstat(os.path.join(self._place, name)))
+        except OSError:
+            return None
+
+    def _refusal(self, differing: Collection[str], unnamed: Collection[str]) -> SaveDirectoryError:
+        problems = []
+        if differing:
+            problems.append(f"{list_some(sorted(differing), _SHOWN, quote=True)} with other contents")
+        if unnamed:
+            problems.append(f"weights that no index names: {list_some(sorted(unnamed), _SHOWN, quote=True)}")
+        return SaveDirectoryError(
+            f"'{self._place}' has files of its own that this pull would replace or remove: {', and '.join(problems)}. "
+            "Nothing was written. Pull into a new directory, move the files away, or pass overwrite=True "
+            "(hfshard pull --force) to replace them.",
+            path=f"{self._place}/{min({*differing, *unnamed})}",
+        )
+
+
+def _has_checkpoint(folder: RangedFolder, names: WeightNames) -> bool:
+    try:
+        locate_checkpoint(folder, names)
+    except (CheckpointNotFoundError, DamagedCheckpointError, UnsafePathError):
+        return False
+    return True
+
+
+def _is_of_a_checkpoint(name: str) -> bool:
+    return name in _OF_A_CHECKPOINT or (name.startswith(_CHAT_TEMPLATES) and name.endswith(".jinja"))
+
+
+def _contents(path: str) -> ByteSource:
+    """The contents of what is in the way; what is no file, or can't be read, equals nothing."""
+    is_readable = os.path.isfile(path) and os.access(path, os.R_OK)
+    return file_source(path) if is_readable else FileSource(path, size=-1)
