@@ -1,16 +1,17 @@
-"""Check a checkpoint and report everything that is wrong with it, not only the first thing."""
+"""Check a checkpoint or a run and report everything that is wrong with it, not only the first thing."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
-from typing import Literal
 
 from hfshard._util.addresses import is_address
 from hfshard._util.arguments import check_texts
 from hfshard._util.file_errors import names_files
 from hfshard._util.paths import absolute_path
-from hfshard.errors import CheckpointNotFoundError, DamagedCheckpointError
+from hfshard.errors import CheckpointNotFoundError, DamagedCheckpointError, InvalidArgumentError
 from hfshard.hub.address import directory_of
 from hfshard.hub.directory.hub import DirectoryHub
 from hfshard.hub.directory.report import verify_hub
@@ -23,6 +24,8 @@ from hfshard.storage.checkpoint.report import VerifyReport
 from hfshard.storage.checkpoint.verifier import verify_directory
 from hfshard.storage.disk.hub_place import has_hub_marker
 from hfshard.storage.format.names import WeightNames
+from hfshard.training.run.finding import Level
+from hfshard.training.run.reports import is_checkpoint, is_run, report_of, reports_of_run
 
 
 @names_files("path")
@@ -31,11 +34,15 @@ def verify_checkpoint(
     *,
     variant: str | None = None,
     subfolder: str = "",
-    level: Literal["structure", "full"] = "full",
+    level: Level = "full",
     public_key: str | os.PathLike[str] | SignedBy | None = None,
     progress: bool | None = None,
 ) -> VerifyReport:
-    """Check a checkpoint in a directory or a store, and report each file and tensor that is damaged.
+    """Check a checkpoint or a run in a directory or a store, and report each file and tensor that is damaged.
+
+    Of a training checkpoint, all files that its manifest names are checked, the optimizer's too. Of a run (a directory
+    or an address with folders checkpoint-<step>), each checkpoint, and a model that lies next to them; `checkpoints` of
+    the report has the report of each.
 
     Of a directory hub, the checkpoint on its `main` is checked, with the sha256 of every file of the commit; and
     whether commits have lost their manifests, or weights lie beside the commits.
@@ -44,7 +51,7 @@ def verify_checkpoint(
         path: A directory, an address of a store, or a directory hub; or one file of weights, or an index, which is
             checked whatever else lies beside it. The checksum of one of several shards is in their index. Of a file of
             torch.save all bytes are compared, and every set of weights in it is looked at.
-        variant, subfolder: As in `from_pretrained`.
+        variant, subfolder: As in `from_pretrained`. With a variant, only its weights and configs are checked.
         level: "structure": names, sizes, headers and, of a directory, fingerprints; "full": the checksum of every file
             too. Safetensors files that hfshard did not write have none: that is a warning. Of .bin files, those in the
             zip are compared.
@@ -70,6 +77,76 @@ def verify_checkpoint(
     """
     check_texts(subfolder=subfolder or None)
     signed_by = SignedBy.of(public_key)
+    if level not in ("structure", "full"):
+        raise InvalidArgumentError(f"level must be 'structure' or 'full', got {level!r}.")
+    place = _folder_at(path, subfolder) if variant is None else None
+    if place is not None and is_checkpoint(place):
+        return _verify_step(place, subfolder, level, signed_by, progress)
+    if place is not None and is_run(place):
+        return _verify_run(place, subfolder, level, signed_by, progress)
+    return _verify_signed(path, variant, subfolder, level, signed_by, progress)
+
+
+def _folder_at(path: str | os.PathLike[str], subfolder: str) -> str | None:
+    """The directory or address in which training checkpoints may be; None for a file, a hub, or nothing."""
+    if is_address(path):
+        return f"{absolute_path(path)}/{subfolder}".rstrip("/")
+    root = absolute_path(directory_of(path) or path)
+    directory = os.path.join(root, subfolder).rstrip(os.sep)
+    return directory if os.path.isdir(directory) and not has_hub_marker(root) else None
+
+
+def _verify_run(
+    root: str, subfolder: str, level: Level, signed_by: SignedBy | None, progress: bool | None
+) -> VerifyReport:
+    """Check each checkpoint of a run, and the model next to them if there is one."""
+    reports = list(reports_of_run(root, lambda path: _verify_step(path, subfolder, level, signed_by, progress)))
+    with suppress(CheckpointNotFoundError):
+        reports.append(_verify_signed(root, None, "", level, signed_by, progress))
+    return _united(root, reports)
+
+
+def _verify_step(
+    place: str, subfolder: str, level: Level, signed_by: SignedBy | None, progress: bool | None
+) -> VerifyReport:
+    """Check one training checkpoint."""
+    if signed_by is not None and is_address(place):
+        from hfshard.transfer.signed_store import verify_signed_store  # imports huggingface_hub, which takes time
+
+        check = partial(report_of, place, level, progress=progress)
+        source = CheckpointSource(place)
+        return verify_signed_store(source, signed_by, check, level=level, progress=progress, trusts_index=False)
+    report = report_of(place, level, progress=progress)
+    if signed_by is None:
+        return report
+    return with_signature(report, signed_by, place, subfolder, level=level, progress=progress)
+
+
+def _united(root: str, reports: Sequence[VerifyReport]) -> VerifyReport:
+    """One report of all checkpoints of a run; files by their paths in it."""
+    folders = [one.directory.removeprefix(root).strip("/") for one in reports]
+    files = [f"{folder}/{name}".lstrip("/") for folder, one in zip(folders, reports, strict=True) for name in one.files]
+    signers = {one.signed_by for one in reports}
+    return VerifyReport(
+        root,
+        tuple(files),
+        problems=tuple(problem for one in reports for problem in one.problems),
+        warnings=tuple(warning for one in reports for warning in one.warnings),
+        checked_bytes=sum(one.checked_bytes for one in reports),
+        signed_by=signers.pop() if len(signers) == 1 else None,
+        checkpoints=tuple(reports),
+    )
+
+
+def _verify_signed(
+    path: str | os.PathLike[str],
+    variant: str | None,
+    subfolder: str,
+    level: Level,
+    signed_by: SignedBy | None,
+    progress: bool | None,
+) -> VerifyReport:
+    """Check a checkpoint of a model, and its signature if that is asked for."""
     if signed_by is None:
         return _verify(path, variant, subfolder, level, progress)[0]
     if is_address(path):
@@ -101,7 +178,7 @@ def _verify(
     path: str | os.PathLike[str],
     variant: str | None,
     subfolder: str,
-    level: Literal["structure", "full"],
+    level: Level,
     progress: bool | None,
 ) -> tuple[VerifyReport, str]:
     """Check what was saved; and tell where it is: of a directory hub, the hub."""

@@ -13,6 +13,8 @@ import pytest
 import torch
 
 import hfshard
+from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError
+from hfshard.training import CheckpointManager, TrainingState
 
 
 def saved(directory: Path, checksum: str = "sha256") -> list[Path]:
@@ -142,3 +144,55 @@ def test_ctrl_c_ends_all_files_at_their_next_block(tmp_path: Path, monkeypatch: 
         signal.signal(signal.SIGINT, handler)
     assert is_hashing.is_set()
     assert read_by_this_process() - before < huge
+
+
+def make_run(root: Path) -> Path:
+    """A run of two checkpoints, and a model next to them."""
+    model = torch.nn.Linear(16, 4)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    model(torch.ones(1, 16)).sum().backward()
+    optimizer.step()
+    with CheckpointManager(root) as manager:
+        for step in (10, 20):
+            manager.save(step, TrainingState(model=model, optimizer=optimizer))
+    hfshard.save_state_dict({"w": torch.ones(3)}, root)
+    return root
+
+
+def test_a_run_is_checked_with_every_file_of_each_checkpoint(tmp_path: Path) -> None:
+    root = make_run(tmp_path / "run")
+    names = ["checkpoint-00000010", "checkpoint-00000020"]
+    files = ["model.safetensors", "optimizer.safetensors", "state.safetensors", "training_state.json"]
+
+    report = hfshard.verify_checkpoint(root)
+
+    assert report.ok
+    assert report.directory == str(root)
+    assert report.files == (
+        *(f"{name}/{file}" for name in names for file in (*files, "checkpoint.json")),
+        "model.safetensors",
+    )
+    assert [one.directory for one in report.checkpoints] == [*(f"{root}/{name}" for name in names), str(root)]
+    assert report.checked_bytes == sum(one.checked_bytes for one in report.checkpoints) > 3000
+    assert hfshard.verify_checkpoint(tmp_path, subfolder="run").files == report.files
+    assert hfshard.verify_checkpoint(root, level="structure").checked_bytes == 0
+
+
+def test_damage_in_a_run_is_in_the_report_of_the_run_and_of_its_checkpoint(tmp_path: Path) -> None:
+    root = make_run(tmp_path / "run")
+    damaged = root / "checkpoint-00000020" / "optimizer.safetensors"
+    flip_last_bit(damaged)
+    (root / "checkpoint-00000010" / "checkpoint.json").unlink()
+
+    report = hfshard.verify_checkpoint(root)
+    alone = hfshard.verify_checkpoint(root / "checkpoint-00000020")
+
+    expected = [str(damaged), f"{root}/checkpoint-00000010/checkpoint.json"]
+    assert sorted(problem.file for problem in report.problems) == sorted(expected)
+    assert [one.ok for one in report.checkpoints] == [False, False, True]
+    assert [problem.file for problem in alone.problems] == [str(damaged)]
+    assert alone.checkpoints == ()
+    with pytest.raises(InvalidArgumentError, match="level must be 'structure' or 'full', got 'deep'"):
+        hfshard.verify_checkpoint(root, level="deep")  # type: ignore[arg-type]
+    with pytest.raises(CheckpointNotFoundError, match="no checkpoint of variant 'fp16'"):
+        hfshard.verify_checkpoint(root, variant="fp16")

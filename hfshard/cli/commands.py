@@ -9,7 +9,6 @@ from dataclasses import asdict
 from math import prod
 from typing import Any, Final
 
-from hfshard._util.addresses import is_address
 from hfshard._util.size import format_size
 from hfshard.cli.output import (
     bar,
@@ -26,7 +25,6 @@ from hfshard.signing.signed_by import SignedBy
 from hfshard.storage.checkpoint.report import Problem, VerifyReport
 from hfshard.verify import verify_checkpoint
 from hfshard.viewing.inspection import Inspection, inspect_checkpoint
-from hfshard.viewing.runs.reports import is_checkpoint, is_training, reports
 from hfshard.viewing.tensor_entry import TensorEntry
 
 _LARGEST: Final = 5
@@ -54,20 +52,21 @@ def inspect(arguments: argparse.Namespace) -> int:
 
 def verify(arguments: argparse.Namespace) -> int:
     """Check a checkpoint, and name everything that is wrong with it; 0 when it is whole, 1 when not."""
-    signed_by = _signed_by(arguments)
-    is_folder = is_address(arguments.directory) or os.path.isdir(arguments.directory)
-    if is_folder and is_training(arguments.directory):
-        return _verify_training(arguments, signed_by)
     report = verify_checkpoint(
         arguments.directory,
         variant=arguments.variant,
         level=arguments.level,
-        public_key=signed_by,
+        public_key=_signed_by(arguments),
         progress=arguments.progress,
     )
-    if arguments.format == "json":
+    if arguments.format == "json" and report.checkpoints:
+        shown = [_report_as_json(one, arguments) for one in report.checkpoints]
+        whole = {"directory": report.directory, "ok": report.ok, "level": arguments.level, "checkpoints": shown}
+        print_json(whole)
+    elif arguments.format == "json":
         print_json(_report_as_json(report, arguments))
-    _print_report(report, arguments)
+    for one in report.checkpoints or (report,):
+        _print_report(one, arguments)
     return 0 if report.ok else 1
 
 
@@ -84,21 +83,10 @@ def _signed_by(arguments: argparse.Namespace) -> SignedBy | None:
     return SignedBy(**given) if any(given.values()) else None
 
 
-def _verify_training(arguments: argparse.Namespace, signed_by: SignedBy | None) -> int:
-    """Check one training checkpoint, or all of a run and the model beside them."""
-    found = list(reports(arguments, signed_by))
-    is_ok = all(report.ok for report in found)
-    if arguments.format == "json":
-        shown = [_report_as_json(report, arguments) for report in found]
-        whole = {"directory": arguments.directory, "ok": is_ok, "level": arguments.level, "checkpoints": shown}
-        print_json(shown[0] if is_checkpoint(arguments.directory) else whole)
-    for report in found:
-        _print_report(report, arguments)
-    return 0 if is_ok else 1
-
-
 def _report_as_json(report: VerifyReport, arguments: argparse.Namespace) -> dict[str, Any]:
-    return {**asdict(report), "ok": report.ok, "level": arguments.level}
+    shown = asdict(report)
+    del shown["checkpoints"]
+    return {**shown, "ok": report.ok, "level": arguments.level}
 
 
 def _print_report(report: VerifyReport, arguments: argparse.Namespace) -> None:

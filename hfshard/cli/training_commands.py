@@ -18,9 +18,9 @@ from hfshard.storage.checkpoint.report import Problem
 from hfshard.training.foreign.checkpoint import ForeignCheckpoint
 from hfshard.training.foreign.converting import ConvertedRun, convert_foreign, is_foreign_run
 from hfshard.training.foreign.directories.trainer import is_trainer_directory
+from hfshard.training.run.reports import report_of
 from hfshard.training.run.run_checkpoint import RunCheckpoint
 from hfshard.viewing.runs.listing import ListedCheckpoint, checkpoints_of, list_checkpoints
-from hfshard.viewing.runs.reports import report_of
 
 
 def checkpoints(arguments: argparse.Namespace) -> int:

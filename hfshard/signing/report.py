@@ -7,7 +7,6 @@ from collections.abc import Collection, Set
 from dataclasses import replace
 from typing import Final
 
-from hfshard._util.addresses import is_address
 from hfshard._util.progress import bytes_bar
 from hfshard._util.text import list_some
 from hfshard.constants import MAX_INDEX_BYTES, WEIGHTS_SUFFIXES
@@ -75,20 +74,6 @@ def with_signature(
     report = replace(report, files=files, warnings=(*report.warnings, *warnings))
     report = replace(with_problems(report, errors), checked_bytes=report.checked_bytes + total)
     return replace(report, signed_by=str(by)) if report.ok and not unread else report
-
-
-def refuse_address(path: str) -> None:
-    """Refuse a run in a store, whose files are not read as a whole.
-
-    Raises:
-        InvalidArgumentError: It is one.
-    """
-    if is_address(path):
-        raise InvalidArgumentError(
-            f"'{path}' holds training checkpoints in a store, whose signatures are checked on a disk. Copy one there "
-            "with the store's own tool, and run: hfshard verify DIR --public-key KEY",
-            path=path,
-        )
 
 
 def left_out_warnings(place: SignedPlace, there: Set[str]) -> list[str]:

@@ -37,6 +37,7 @@ def verify_signed_store(
     *,
     level: str,
     progress: bool | None,
+    trusts_index: bool = True,
 ) -> VerifyReport:
     """Check a checkpoint in a store, and add what is wrong with its signature, and which files differ from it.
 
@@ -49,6 +50,8 @@ def verify_signed_store(
         verify: Checks what is there without the signature.
         level: "full"; or "structure": weights are not read, only what is recorded of them is compared.
         progress: Whether to show a bar.
+        trusts_index: Whether `verify` compares shards with the sha256 in their index, so that those of a signed index
+            need not be read again. A run's manifest, which may be forged, is no such.
 
     Raises:
         CheckpointChangedError: What is there was replaced meanwhile.
@@ -61,7 +64,8 @@ def verify_signed_store(
     files = StoreFiles(place)
     report = verify()
     try:
-        report = _with_signature(report, files, by, level=level, progress=progress)
+        is_compared = trusts_index or level == "structure"
+        report = _with_signature(report, files, by, level=level, progress=progress, is_compared=is_compared)
     except (InvalidArgumentError, CheckpointChangedError, StoreError):
         raise
     except HfshardError as error:
@@ -72,7 +76,7 @@ def verify_signed_store(
 
 
 def _with_signature(
-    report: VerifyReport, files: StoreFiles, by: SignedBy, *, level: str, progress: bool | None
+    report: VerifyReport, files: StoreFiles, by: SignedBy, *, level: str, progress: bool | None, is_compared: bool
 ) -> VerifyReport:
     manifest = _manifest(files, by)
     contents = _as_pulled(files, manifest)
@@ -80,7 +84,7 @@ def _with_signature(
     place = SignedPlace(files.place, manifest, objects=objects)
     there = {name for name in contents if may_be_signed(name) or name in manifest.digests}
     names, errors = place.compare_names(there)
-    recorded = _recorded(contents, names, manifest) if report.ok else {}
+    recorded = _recorded(contents, names, manifest) if report.ok and is_compared else {}
     compared = {name for name in recorded if level == "structure" or name in report.files}
     known = {name: recorded[name] for name in compared}
     left = {name for name in names - known.keys() if level == "full" or not name.endswith(WEIGHTS_SUFFIXES)}

@@ -11,13 +11,13 @@ from hfshard.storage.checkpoint.report import Problem
 from hfshard.training.run.finding import current_problems
 from hfshard.training.run.manifest import MANIFEST
 from hfshard.training.run.places.opening import files_at
+from hfshard.training.run.reports import as_problems, is_run
 from hfshard.training.run.rotation import MetricMode
 from hfshard.training.run.run_checkpoint import RunCheckpoint
 from hfshard.viewing.page.page import Page
 from hfshard.viewing.page.run_page import make_run_page
 from hfshard.viewing.page.step_data import with_problem, with_step
 from hfshard.viewing.runs.listing import checkpoints_of, list_checkpoints
-from hfshard.viewing.runs.reports import as_problems, is_checkpoint, is_training
 from hfshard.viewing.runs.space import counts_of, parts_of, spaces_of
 
 
@@ -31,7 +31,7 @@ def run_at(place: str | os.PathLike[str]) -> str | None:
     if not is_address(text) and not os.path.isdir(os.path.expanduser(text)):
         return None
     root = absolute_path(place)
-    return root if is_training(root) and not is_checkpoint(root) else None
+    return root if is_run(root) else None
 
 
 def page_of_run(root: str, best: str | None, metric_mode: MetricMode) -> Page:

@@ -13,6 +13,7 @@ import torch
 
 import hfshard
 from hfshard.errors import CheckpointNotFoundError, IntegrityError, InvalidArgumentError, SignatureError
+from hfshard.training import CheckpointManager, TrainingState
 from tests.signing.conftest import Keys, write_pair
 from tests.signing.helpers import model_signing, payload_of
 
@@ -244,3 +245,21 @@ def test_the_payload_is_the_standard_one(signed: Path) -> None:
     }
     assert json.loads((signed / "model.sig").read_text())["mediaType"].startswith("application/vnd.dev.sigstore.bundle")
     assert base64.b64decode(json.loads((signed / "model.sig").read_text())["dsseEnvelope"]["signatures"][0]["sig"])
+
+
+def test_a_run_of_signed_checkpoints_is_checked_with_their_signatures(tmp_path: Path, keys: Keys) -> None:
+    model = torch.nn.Linear(4, 4)
+    with CheckpointManager(tmp_path / "run") as manager:
+        for step in (1, 2):
+            manager.save(step, TrainingState(model=model))
+            hfshard.sign_checkpoint(manager.path_of(step), private_key=keys.private)
+
+    whole = hfshard.verify_checkpoint(tmp_path / "run", public_key=keys.public)
+    (tmp_path / "run" / "checkpoint-00000002" / "model.sig").unlink()
+    unsigned = hfshard.verify_checkpoint(tmp_path / "run", public_key=keys.public)
+
+    assert (whole.ok, whole.signed_by) == (True, f"the key of '{keys.public}'")
+    assert [one.signed_by for one in unsigned.checkpoints] == [whole.signed_by, None]
+    assert unsigned.signed_by is None
+    assert len(unsigned.problems) == 1
+    assert "checkpoint-00000002' has no signature" in unsigned.problems[0].message

@@ -31,6 +31,9 @@ class VerifyReport:
     """Bytes whose checksum was compared."""
     signed_by: str | None = None
     """Who has signed all of it, where that was asked, every byte was compared, and nothing is wrong."""
+    checkpoints: tuple[VerifyReport, ...] = ()
+    """Of a run: the report of each checkpoint, in the order in which they were saved, then that of a model next to
+    them. All that they say is in this report too, with paths in the run for files."""
 
     @property
     def ok(self) -> bool:

@@ -10,9 +10,9 @@ from hfshard.errors import CheckpointNotFoundError, HfshardError
 from hfshard.storage.checkpoint.report import Problem
 from hfshard.training.run.manifest import MANIFEST, CheckpointManifest
 from hfshard.training.run.places.opening import files_at, run_place
+from hfshard.training.run.reports import as_problems, is_checkpoint
 from hfshard.training.run.rotation import MetricMode, best_of
 from hfshard.training.run.run_checkpoint import RunCheckpoint
-from hfshard.viewing.runs.reports import as_problems, is_checkpoint
 
 Check = Callable[[RunCheckpoint], Sequence[Problem]]
 

@@ -27,6 +27,7 @@ from hfshard.saving.request import SaveRequest, request_from_state_dict
 from hfshard.saving.to_store import save_into
 from hfshard.saving.writing import OwnShardWriter
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, Verify
+from hfshard.training.run.places import store_checkpoint, store_place
 from hfshard.transfer import store_files
 from tests.stores.saving.memory_store import MemoryStore
 
@@ -178,7 +179,8 @@ def test_a_push_of_what_a_killed_save_has_left_is_of_one_save(
     with pytest.raises(KilledError):
         save_loudly(store, 2, generation=generation_of(2))
     store.before = store.after = lambda kind, name: None
-    monkeypatch.setattr(store_files, "open_store", lambda address: store)
+    for room in (store_checkpoint, store_files, store_place):
+        monkeypatch.setattr(room, "open_store", lambda address: store)
 
     hfshard.push_checkpoint(ADDRESS, str(tmp_path / "hub"))
     pulled = Path(hfshard.pull_checkpoint(str(tmp_path / "hub"), tmp_path / "pulled", verify="full"))

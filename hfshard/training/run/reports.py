@@ -1,70 +1,56 @@
-"""What `hfshard verify` reports about training checkpoints: all their files, not the model's alone."""
+"""Reports of training checkpoints: every file that the manifest names, not only the model's."""
 
 from __future__ import annotations
 
-import argparse
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from hfshard._util.paths import absolute_path
 from hfshard._util.progress import bytes_bar
 from hfshard.constants import BIN_SUFFIX, SAFETENSORS_SUFFIX
-from hfshard.errors import CheckpointNotFoundError, HfshardError
-from hfshard.signing.report import refuse_address, with_signature
-from hfshard.signing.signed_by import SignedBy
+from hfshard.errors import CheckpointChangedError, CheckpointNotFoundError, HfshardError
+from hfshard.loading.source import CheckpointSource
 from hfshard.storage.checkpoint.report import Problem, VerifyReport
+from hfshard.storage.checkpoint.verifier import verify_directory
 from hfshard.storage.format.names import INDEX_FILE, MODEL_BASE, WeightNames
 from hfshard.training.run.finding import Level, checkpoint_problems
 from hfshard.training.run.manifest import MANIFEST, CheckpointManifest
 from hfshard.training.run.places.opening import files_at, run_place
 from hfshard.training.run.run_checkpoint import RunCheckpoint
 from hfshard.training.run.writing import TRAINING_STATE
-from hfshard.verify import verify_checkpoint
 
 
-def is_checkpoint(directory: str) -> bool:
-    """Whether a directory is, or was, a training checkpoint."""
-    files = files_at(directory)
+def is_checkpoint(place: str) -> bool:
+    """Return whether a directory or an address is, or was, that of a training checkpoint."""
+    files = files_at(place)
     return files.has(MANIFEST) or files.has(TRAINING_STATE)
 
 
-def is_training(directory: str) -> bool:
-    """Whether a directory is a training checkpoint, or a run that has one."""
-    return is_checkpoint(directory) or any(is_checkpoint(one.path) for one in run_place(directory).checkpoints())
+def is_run(place: str) -> bool:
+    """Return whether a directory or an address is that of a run that has a training checkpoint, and not of one."""
+    return not is_checkpoint(place) and any(is_checkpoint(one.path) for one in run_place(place).checkpoints())
 
 
-def reports(arguments: argparse.Namespace, signed_by: SignedBy | None = None) -> Iterator[VerifyReport]:
-    """Check a training checkpoint; or each one of a run, and a model that lies beside them.
+def reports_of_run(root: str, check: Callable[[str], VerifyReport]) -> Iterator[VerifyReport]:
+    """Check each checkpoint of a run, in the order in which they were saved; those that do not say come last.
+
+    One that is damaged because a process that saves there is removing it is left out.
 
     Args:
-        arguments: Those of the command.
-        signed_by: Who must have signed each of them; None: nobody.
+        root: Of the run.
+        check: Checks the checkpoint at a path.
     """
-    level = arguments.level
-    progress = arguments.progress
-    if signed_by is not None:
-        refuse_address(arguments.directory)
-    if is_checkpoint(arguments.directory):
-        yield _signed(report_of(arguments.directory, level, progress=progress), signed_by, arguments)
-        return
-    for one in run_place(arguments.directory).checkpoints()[::-1]:
+    for one in run_place(root).checkpoints()[::-1]:
         if one.problem is not None:
             yield VerifyReport(one.path, (MANIFEST,), tuple(as_problems([one.problem], one.path)), (), 0)
-        else:
-            report = report_of(one.path, level, progress=progress)
-            if not report.problems or files_at(one.path).is_there():  # or else a run that saves there has removed it
-                yield _signed(report, signed_by, arguments)
-    try:
-        yield verify_checkpoint(arguments.directory, level=level, public_key=signed_by, progress=progress)
-    except CheckpointNotFoundError:
-        return  # a run directory need not hold a model
-
-
-def _signed(report: VerifyReport, signed_by: SignedBy | None, arguments: argparse.Namespace) -> VerifyReport:
-    if signed_by is None:
-        return report
-    place = absolute_path(report.directory)
-    return with_signature(report, signed_by, place, level=arguments.level, progress=arguments.progress)
+            continue
+        try:
+            report = check(one.path)
+        except (CheckpointNotFoundError, CheckpointChangedError):
+            if files_at(one.path).is_there():
+                raise
+            continue
+        if not report.problems or files_at(one.path).is_there():
+            yield report
 
 
 def report_of(directory: str, level: Level, *, progress: bool | None) -> VerifyReport:
@@ -96,7 +82,9 @@ def _name_damaged_tensors(
     model = WeightNames(base=MODEL_BASE)
     if model.index not in manifest.files or not any(model.is_shard(os.path.basename(one.file)) for one in problems):
         return problems
-    known = verify_checkpoint(directory, level=level, progress=False).problems
+    local = CheckpointSource(directory).find_local()
+    place = directory if local is None else local.folder or local.directory
+    known = verify_directory(place, model, level, progress=False).problems
     named = [problem for problem in known if problem.tensor is not None]
     return [one for one in problems if one.file not in {problem.file for problem in named}] + named
 
