@@ -112,7 +112,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "pusher",
         "installed mixin",
     ),
-    "pretrained.installed": ("settings", "calls", "switch"),
+    "pretrained.installed": ("settings", "calls small_saves", "switch"),
     "pretrained.overrides": ("bottom", "override_chain"),
     "pretrained.pushing": ("model_card", "push"),
     "pretrained.ranks": ("conversion_views joint_load stages", "parallelized stored_parts"),

@@ -16,6 +16,7 @@ from hfshard.pretrained.installed.settings import (
     forget_installations,
     keeping,
 )
+from hfshard.pretrained.installed.small_saves import send_small_saves
 from hfshard.pretrained.overrides.bottom import METHODS, Method, StandIn, put_in_place, stand_in_for_all
 from hfshard.storage.format.integrity import Checksum, Verify
 
@@ -29,7 +30,8 @@ def install(*, verify: Verify = "structure", checksum: Checksum | None = "sha256
     method, whoever calls it: Trainer, a pipeline, an Auto class. Arguments, results, file names and reports stay those
     of transformers; what is saved replaces what was there as a whole, and what is loaded is checked first. What
     hfshard can't read or write itself (quantized weights, GGUF, adapters ...) transformers does as always, and so it
-    does all that are not models: tokenizers, configs, other libraries' models.
+    does all that are not models: tokenizers, processors, configs, other libraries' models. Only where the first three
+    are saved into the address of a store, hfshard sends what transformers writes; each file is put by itself.
 
     To call it again is to change the settings. Forked processes inherit it. transformers is not imported; where it is
     imported later, hfshard waits for it.
@@ -83,6 +85,7 @@ def uninstall() -> None:
 def _put_in_place() -> None:
     stand_in_for_all(_stand_in)
     when_imported(_MODELS, _wrap_models)
+    send_small_saves()
 
 
 def _wrap_models(module: ModuleType) -> None:

@@ -1,0 +1,117 @@
+"""Saves of tokenizers, processors and configs into stores: transformers writes a temporary directory, which is sent.
+
+Without `hfshard.install()`, transformers takes an address for a directory called `s3:` below the working directory.
+This file imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import PurePath
+from types import ModuleType
+from typing import Any, Final
+
+from hfshard._util.addresses import SCHEMES, StoreAddress, is_address, parse_address
+from hfshard._util.importing.import_hook import when_imported
+from hfshard._util.paths import absolute_path
+from hfshard.pretrained.installed.settings import current_settings
+
+logger = logging.getLogger(__name__)
+
+_MODULES: Final = (
+    "transformers.configuration_utils",
+    "transformers.feature_extraction_utils",
+    "transformers.generation.configuration_utils",
+    "transformers.image_processing_base",
+    "transformers.processing_utils",
+    "transformers.tokenization_mistral_common",
+    "transformers.tokenization_utils_base",
+    "transformers.tokenization_utils_tokenizers",
+    "transformers.video_processing_utils",
+)
+"""Where transformers defines a `save_pretrained` that is no model's, and which others inherit or call."""
+
+_METHOD: Final = "save_pretrained"
+_MARK: Final = "_sends_for_hfshard"
+"""The attribute by which our functions are known."""
+
+
+def send_small_saves() -> None:
+    """Wrap the `save_pretrained` of transformers' classes that are not models, now or when they are imported.
+
+    A wrapped method does what it did before, unless hfshard is installed when it is called, with an address.
+    """
+    for name in _MODULES:
+        when_imported(name, _wrap_classes)
+
+
+def _wrap_classes(module: ModuleType) -> None:
+    for value in vars(module).values():
+        if isinstance(value, type) and value.__module__ == module.__name__ and _METHOD in vars(value):
+            theirs = vars(value)[_METHOD]
+            if not hasattr(theirs, _MARK):
+                setattr(value, _METHOD, _sending(theirs))
+
+
+def _sending(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a method: into an address, it saves by way of a temporary directory."""
+
+    @functools.wraps(theirs)
+    def save_pretrained(target: Any, *args: Any, **kwargs: Any) -> Any:
+        place: Any = args[0] if args else kwargs.get("save_directory")
+        if current_settings() is None or not _is_for_store(place):
+            return theirs(target, *args, **kwargs)
+
+        def save(directory: str) -> Any:
+            if args:
+                return theirs(target, directory, *args[1:], **kwargs)
+            return theirs(target, **{**kwargs, "save_directory": directory})
+
+        return _save_into_store(save, parse_address(place, "save_directory"))
+
+    setattr(save_pretrained, _MARK, True)
+    return save_pretrained
+
+
+def _is_for_store(place: Any) -> bool:
+    """Return whether a place is an address.
+
+    Raises:
+        InvalidPathError: It is a path that was made of one, and has lost a slash.
+    """
+    if isinstance(place, PurePath) and str(place).partition(":/")[0] in SCHEMES:
+        absolute_path(place, "save_directory")
+    return is_address(place)
+
+
+def _save_into_store(save: Callable[[str], Any], address: StoreAddress) -> Any:
+    """Save into a temporary directory, and put each file below the address, where it replaces one of its name.
+
+    Returns:
+        What the method returned, with the addresses of the files in place of their paths.
+    """
+    from hfshard.stores.opening import open_store  # for programs that have stores
+
+    store = open_store(address)
+    name = (address.prefix or address.bucket).rpartition("/")[2]  # transformers names a repo after the directory
+    with tempfile.TemporaryDirectory(prefix="hfshard-") as folder:
+        directory = os.path.join(folder, name)
+        result = save(directory)
+        paths = sorted(os.path.join(above, name) for above, _, names in os.walk(directory) for name in names)
+        for path in paths:
+            with open(path, "rb") as file:
+                store.put(os.path.relpath(path, directory).replace(os.sep, "/"), file.read())
+    logger.info("Saved %d small files into '%s'.", len(paths), address)
+    return _renamed(result, directory, str(address))
+
+
+def _renamed(result: Any, directory: str, address: str) -> Any:
+    if isinstance(result, str) and result.startswith(directory):
+        return address + result.removeprefix(directory)
+    if isinstance(result, list | tuple):
+        return type(result)(_renamed(one, directory, address) for one in result)
+    return result
