@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import filecmp
+import json
 import os
-from collections.abc import Collection
+import secrets
+from collections.abc import Collection, Mapping
 from typing import Final
 
-from hfshard.constants import CONFIG_NAME, README
+from hfshard.constants import CONFIG_NAME, MAX_INDEX_BYTES, METADATA_KEY, README, SAFETENSORS_SUFFIX
 from hfshard.errors import SaveDirectoryError
 from hfshard.hub.own_files import OwnFiles
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
@@ -16,17 +18,24 @@ from hfshard.storage.commit.commit_plan import plan_commit
 from hfshard.storage.commit.new_checkpoint import NewCheckpoint, content_digest
 from hfshard.storage.disk.byte_source import ByteSource, file_source
 from hfshard.storage.disk.clone import copy_file
+from hfshard.storage.disk.fsops import NO_LINKS
 from hfshard.storage.disk.hub_place import refuse_hub
+from hfshard.storage.disk.safe_open import read_small
+from hfshard.storage.format.strict_json import dump_json
 
 _LEFT_OUT: Final = frozenset({".gitattributes"})
 """Files that only the Hub needs."""
+
+_SUFFIX_BYTES: Final = 8
+"""Random bytes in the other names of old shards: 16 hex digits, as shards in a store have them."""
 
 
 def export(checkpoint: OpenCheckpoint, directory: str, companions: Collection[str], *, overwrite: bool = False) -> None:
     """Copy a checkpoint into a directory; what the directory held before can be loaded until the copy is complete.
 
     Files are copied (or share their blocks, where the file system can do that), never linked: writing to a linked file
-    would change the cache.
+    would change the cache. Where old shards have the names of new ones, a commit of its own gives them other names
+    first; killed in between, it leaves the old checkpoint under those.
 
     Args:
         checkpoint: An open checkpoint.
@@ -35,8 +44,9 @@ def export(checkpoint: OpenCheckpoint, directory: str, companions: Collection[st
         overwrite: Whether to replace files that don't belong to the checkpoint there (see `OwnFiles`), and a README.
 
     Raises:
-        SaveDirectoryError: The target is a file, has shards of the same names with other contents, has other files
-            that would be replaced, or has a link where a folder is needed.
+        SaveDirectoryError: The target is a file, has other files that would be replaced, or has a link where a folder
+            is needed; or what it has can't stay loadable until the copy is complete: weights of another format, or
+            shards of the same names that another index names too, or that lie on a file system without hard links.
         Everything that `SaveSession.commit` raises.
     """
     names = checkpoint.names
@@ -52,8 +62,10 @@ def export(checkpoint: OpenCheckpoint, directory: str, companions: Collection[st
         if own_files.keeps_readme:
             extras.remove(README)
     small = {name: _read(source, name) for name in extras}
+    if checkpoint.weights.kind == "index":
+        _free_names(directory, checkpoint)
     with save_session(directory, names) as session:
-        unnamed = _refuse_other_contents(session, checkpoint, weights, overwrite=overwrite)
+        unnamed = _refuse_other_contents(session, checkpoint, overwrite=overwrite)
         names_of_all = [*weights, *extras, *([CONFIG_NAME] if config else [])]
         if all(_has_same_bytes(directory, name, source) for name in names_of_all):
             return
@@ -80,9 +92,55 @@ def exported_names(checkpoint: OpenCheckpoint, companions: Collection[str]) -> t
     return weights, sorted({*companions, *index} - _LEFT_OUT - {*weights, CONFIG_NAME})
 
 
-def _refuse_other_contents(
-    session: SaveSession, checkpoint: OpenCheckpoint, weights: Collection[str], *, overwrite: bool
-) -> list[str]:
+def _free_names(directory: str, checkpoint: OpenCheckpoint) -> None:
+    """Give old shards that have names of new ones, and other contents, names of their own, by a commit."""
+    names = checkpoint.names
+    with save_session(directory, names) as session:
+        state = session.state
+        taken = [name for name in _taken(session, checkpoint) if name not in state.strays]
+        if not taken:
+            return
+        is_read = state.has_index and not state.has_single and state.weights_override is None
+        if state.index is None or not is_read or not state.owned.issuperset(taken):
+            return  # refused with what else is in the way
+        session.check_space(sum(shard.size for shard in checkpoint.shards.values()))
+        suffix = f"-{secrets.token_hex(_SUFFIX_BYTES)}{SAFETENSORS_SUFFIX}"
+        aside = {name: f"{name.removesuffix(SAFETENSORS_SUFFIX)}{suffix}" for name in taken}
+        staged = {new: f"{number:05d}.weights" for number, new in enumerate(aside.values())}
+        try:
+            for name, new in aside.items():
+                os.link(os.path.join(directory, name), os.path.join(session.staging, staged[new]))
+        except OSError as error:
+            if error.errno not in NO_LINKS:
+                raise
+            return
+        raw = _with_names(read_small(os.path.join(directory, names.index), directory, MAX_INDEX_BYTES)[0], aside)
+        kept = frozenset(state.index.weight_map.values()).difference(taken)
+        keys = list(state.index.weight_map)
+        renamed = NewCheckpoint(staged, keys, raw, None, {}, content_digest([raw]), kept_shards=kept)
+        session.commit(plan_commit(state, renamed))
+
+
+def _with_names(raw: bytes, names: Mapping[str, str]) -> bytes:
+    """An index that was read, with other names of files; all else in it stays as it is, whoever wrote it."""
+    index = json.loads(raw)
+    index["weight_map"] = {tensor: names.get(file, file) for tensor, file in index["weight_map"].items()}
+    ours = (index.get("metadata") or {}).get(METADATA_KEY)
+    if ours is not None:
+        ours["files"] = {names.get(file, file): digests for file, digests in ours["files"].items()}
+    return dump_json(index)
+
+
+def _taken(session: SaveSession, checkpoint: OpenCheckpoint) -> list[str]:
+    """Name the files of weights in the target that have names of new ones, and other contents."""
+    return [
+        name
+        for name in (*checkpoint.shards, *checkpoint.pickles)
+        if session.status_of(name) is not None and not _has_same_bytes(session.directory, name, checkpoint.directory)
+    ]
+
+
+def _refuse_other_contents(session: SaveSession, checkpoint: OpenCheckpoint, *, overwrite: bool) -> list[str]:
     """Refuse shards of the same names; returns those that no index names, which may be overwritten."""
     directory = session.directory
     is_plain = checkpoint.weights.name in (checkpoint.names.single, checkpoint.names.index)
@@ -90,13 +148,11 @@ def _refuse_other_contents(
         raise _refusal(directory, checkpoint.weights.name, "weights of another format")
     if checkpoint.weights.kind == "single":
         return []  # one rename replaces it
-    unnamed = []
-    for name in weights:
-        if session.status_of(name) is not None and not _has_same_bytes(directory, name, checkpoint.directory):
-            if not (overwrite and name in session.state.strays):
-                raise _refusal(directory, name, "a file of this name with other contents")
-            unnamed.append(name)
-    return unnamed
+    taken = _taken(session, checkpoint)
+    for name in taken:
+        if not (overwrite and name in session.state.strays):
+            raise _refusal(directory, name, "a file of this name with other contents")
+    return taken
 
 
 def _sources(directory: str, names: Collection[str]) -> dict[str, ByteSource]:

@@ -81,8 +81,8 @@ def pull_checkpoint(
         NotEnoughSpaceError: The disk is too full. What arrived before it became full is kept in the cache, and the next
             pull continues there.
         SaveDirectoryError: `local_dir` has files of yours that would be replaced; or it is a file, is or lies in a
-            directory hub, has (for a pull from a hub) shards of the same names with other contents, or has a link where
-            a folder is needed.
+            directory hub, or has a link where a folder is needed; or, for a pull from a hub, what is there can't stay
+            loadable until the pull is complete: pickles, or shards of the same names on a file system without links.
         InvalidArgumentError: From a store, what only a hub has (a revision, a cache), or no `local_dir`.
         UnsafePathError: A store has an object whose name leads out of the directory, or can't be that of a file.
         StoreError: A store refused or failed.

@@ -120,19 +120,18 @@ def test_pull_over_another_checkpoint_replaces_it_whole(
     assert digest_of(stock.state_dict()) == digest_of(make_model(1).state_dict())
 
 
-def test_shards_of_the_same_names_and_other_contents_are_refused(
+def test_shards_of_the_same_names_and_other_contents_are_replaced(
     hub: PullHub, repo: str, folder: Path, tmp_path: Path
 ) -> None:
     hub.publish(repo, folder)
     target = saved(tmp_path / "target", 2, SHARDS)
-    before = files_of(target)
 
-    outcome = hub.refused("pull", repo, target, cache_dir=tmp_path / "cache")
+    hub.call("pull", repo, target, cache_dir=tmp_path / "cache")
 
-    assert outcome.error == "SaveDirectoryError"
-    assert "a file of this name with other contents" in outcome.message
-    assert outcome.message.endswith("Pull into a new directory.")
-    assert files_of(target) == before
+    assert files_of(target) == files_of(folder)
+    assert digest_of(Bert.from_pretrained(target, strict=True, verify="full").state_dict()) == digest_of(
+        make_model(1).state_dict()
+    )
 
 
 def test_files_of_the_user_are_refused_by_name_and_replaced_by_overwrite(

@@ -1,0 +1,139 @@
+"""A pull over shards of the same names: whenever it is killed, every reader finds the old checkpoint or the new one."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import load_torch_model
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import hfshard
+from hfshard.errors import SaveDirectoryError
+from tests.hub.models import files_of
+
+pytestmark = pytest.mark.compat
+CHANGING = ("rename", "replace", "unlink", "link")
+"""What changes the names of files."""
+
+
+class Three(nn.Module):
+    """Three parameters, a shard each."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.full((300,), value))
+        self.b = nn.Parameter(torch.zeros(9))
+        self.c = nn.Parameter(torch.full((30,), value))
+
+
+@pytest.fixture
+def repo(tmp_path: Path) -> str:
+    """A hub whose main has the new checkpoint in three shards, of which the second is as in the old one."""
+    folder = tmp_path / "pushed"
+    hfshard.save_state_dict(Three(2.0).state_dict(), folder, max_shard_size=1)
+    (folder / "config.json").write_text('{"new": true}')
+    hfshard.push_checkpoint(folder, tmp_path / "hub")
+    return str(tmp_path / "hub")
+
+
+def by_hfshard(directory: Path) -> None:
+    """The old checkpoint, as hfshard saves it."""
+    hfshard.save_state_dict(Three(1.0).state_dict(), directory, max_shard_size=1)
+    (directory / "config.json").write_text('{"new": false}')
+
+
+def by_others(directory: Path) -> None:
+    """The same, as other programs do: without checksums."""
+    directory.mkdir()
+    names = {key: f"model-0000{number}-of-00003.safetensors" for number, key in enumerate("abc", 1)}
+    for key, tensor in Three(1.0).state_dict().items():
+        save_file({key: tensor}, directory / names[key])
+    (directory / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {"total_size": 1356, "tied": "a"}, "weight_map": names})
+    )
+    (directory / "config.json").write_text('{"new": false}')
+
+
+def values_by_all(directory: Path) -> list[float]:
+    """The value that hfshard, huggingface_hub and a plain reader of the index find, none of them that of two saves."""
+    index = json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"]
+    theirs = Three(0.0)
+    load_torch_model(theirs, directory, strict=True)
+    by_index = {key: load_file(directory / file)[key] for key, file in index.items()}
+    found = [hfshard.load_state_dict(directory), theirs.state_dict(), by_index]
+    values = [{float(value) for key in "ac" for value in state[key].unique()} for state in found]
+    assert [len(one) for one in values] == [1, 1, 1]
+    return [one.pop() for one in values]
+
+
+def pull_and_die(repo: str, target: Path, at: int) -> bool:
+    """Pull in a child that dies before the call of this number which changes names; whether it did."""
+    child = os.fork()
+    if child == 0:
+        left = at
+
+        def counted(call: Callable[..., Any]) -> Callable[..., Any]:
+            def called(*arguments: Any, **options: Any) -> Any:
+                nonlocal left
+                left -= 1
+                if left < 0:
+                    os._exit(9)
+                return call(*arguments, **options)
+
+            return called
+
+        try:
+            for name in CHANGING:
+                setattr(os, name, counted(getattr(os, name)))
+            hfshard.pull_checkpoint(repo, target)
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert status in (0, 9)
+    return status == 9
+
+
+@pytest.mark.parametrize("save_old", [by_hfshard, by_others])
+def test_a_pull_that_is_killed_leaves_one_of_the_two_checkpoints(
+    save_old: Callable[[Path], None], repo: str, tmp_path: Path
+) -> None:
+    save_old(tmp_path / "old")
+    new = files_of(tmp_path / "pushed")
+    found: list[list[float]] = []
+    was_killed = True
+    while was_killed:
+        target = tmp_path / f"target-{len(found)}"
+        shutil.copytree(tmp_path / "old", target)
+        was_killed = pull_and_die(repo, target, len(found))
+        found.append(values_by_all(target))
+        hfshard.pull_checkpoint(repo, target)
+        assert files_of(target) == new
+
+    for by_reader in zip(*found, strict=True):
+        assert by_reader == tuple(sorted(by_reader))
+        assert set(by_reader) == {1.0, 2.0}
+    assert len(found) > 10
+
+
+def test_shards_that_another_index_names_too_stay(repo: str, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    by_others(target)
+    shutil.copy(target / "model.safetensors.index.json", target / "ema.safetensors.index.json")
+    before = files_of(target)
+
+    for overwrite in (False, True):
+        with pytest.raises(
+            SaveDirectoryError, match=r"there is a file of this name with other contents.*new directory"
+        ):
+            hfshard.pull_checkpoint(repo, target, overwrite=overwrite)
+
+    assert files_of(target) == before
