@@ -48,6 +48,8 @@ class Service:
     """What saving, loading and cleaning up need."""
     make_bucket: str
     """The command that makes a bucket; {0} is its address, {1} its name."""
+    other_checksums: str = ""
+    """What to set for a service that does not know the checksum of requests; empty where they have none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +184,17 @@ def refusal(service: Service, bucket: str, where: str, failure: Failure) -> Stor
         how = {"Connect": "can't be reached", "Timeout": "stopped answering"}.get(failure.transport, "broke off")
         return StoreConnectionError(
             f"{service.title} {how} while it was asked for {where}. Check the network and endpoint, then try again.",
+            path=where,
+        )
+    if failure.is_unknown_checksum and service.other_checksums:
+        return StoreError(
+            f"The service of {where} does not know the checksum that hfshard sends ({said}). {service.other_checksums}",
+            path=where,
+        )
+    if failure.is_unknown_request:
+        return StoreError(
+            f"The service of {where} does not know this request ({said}), so that trying again does not help. Check "
+            f"that its endpoint speaks {service.title}; then update the service, or use another one.",
             path=where,
         )
     advice = "Rename or remove it" if "with invalid path" in failure.message else "Try again later"

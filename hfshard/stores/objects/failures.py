@@ -33,6 +33,16 @@ _COLLISIONS: Final = frozenset({"ConditionalRequestConflict", "OperationAborted"
 """Codes of S3 for two requests at the same moment: neither was refused for its condition."""
 _CLOCK: Final = ("RequestTimeTooSkewed", "RequestExpired", "Request date header too old", "in a reasonable timeframe")
 """Words of S3, of Azure and of Google's token service."""
+_UNKNOWN_REQUEST: Final = frozenset(
+    {"NotImplemented", "UnsupportedHeader", "UnsupportedQueryParameter", "UnsupportedHttpVerb"}
+)
+"""Codes of S3 and Google, and of Azure, for a request or a header that the service does not know."""
+_NOT_IMPLEMENTED: Final = 501
+_CHECKSUM: Final = re.compile(r"(?i)checksum|crc-?64")
+"""What answers about the algorithm say, such as "Header 'x-amz-checksum-algorithm' ... not implemented" (R2),
+"Unsupported header 'x-amz-checksum-...'" (B2) and "Invalid checksum provided" (older versions of MinIO)."""
+_MISMATCH: Final = re.compile(r"(?i)match|digest")
+"""What they say, or their codes, where the bytes did not have the checksum that was sent."""
 _NO_BUCKET: Final = frozenset({"NoSuchBucket", "ContainerNotFound", "ContainerBeingDeleted"})
 _OTHER_REGION: Final = frozenset(
     {"PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"}
@@ -75,9 +85,21 @@ class Failure:
         return self.code in _NO_BUCKET
 
     @property
+    def is_unknown_request(self) -> bool:
+        """Whether the service does not know the request, or a header of it: it will not know it later either."""
+        return self.status == _NOT_IMPLEMENTED or self.code in _UNKNOWN_REQUEST
+
+    @property
+    def is_unknown_checksum(self) -> bool:
+        """Whether the service does not know the checksum that a request has."""
+        if not (self.is_unknown_request or self.status == 400):
+            return False
+        return _CHECKSUM.search(self.message) is not None and not _MISMATCH.search(f"{self.code} {self.message}")
+
+    @property
     def is_transient(self) -> bool:
         """Whether the same request may succeed a little later."""
-        if self.differs or self.missing or self.no_credentials or self.wrong_region:
+        if self.differs or self.missing or self.no_credentials or self.wrong_region or self.is_unknown_request:
             return False
         return bool(self.transport) or self.status in _TRANSIENT or self.code in _BUSY | _COLLISIONS
 
@@ -91,7 +113,7 @@ class Failure:
         """Whether the service may have done what it was asked: there was no answer that says no."""
         if self.status is None:
             return self.transport not in {"", "Connect"}
-        return self.status >= 500 or self.status == 408
+        return (self.status >= 500 and not self.is_unknown_request) or self.status == 408
 
 
 def read_failure(error: BaseException) -> Failure:

@@ -41,6 +41,10 @@ SERVICE: Final = Service(
         "s3:ListBucketMultipartUploads"
     ),
     make_bucket="aws s3 mb {0}",
+    other_checksums=(
+        "Set AWS_REQUEST_CHECKSUM_CALCULATION=when_required, or request_checksum_calculation in ~/.aws/config: then "
+        "the signature has SHA-256 in place of CRC-64/NVME."
+    ),
 )
 
 _LOADER: Final = create_loader()

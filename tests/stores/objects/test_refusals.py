@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import time
 import traceback
 from pathlib import Path
 
 import pytest
 
 from hfshard.errors import StoreAccessError, StoreConnectionError, StoreError, StoreNotFoundError
+from hfshard.stores import patience
 from hfshard.stores.opening import open_store
 from tests.stores.objects.answering import answering
 from tests.stores.services.kinds import ACCOUNT, ACCOUNT_KEY
@@ -75,6 +77,43 @@ REFUSALS = {
         StoreError,
         "S3 failed for s3://models/bert: 500, InternalError, We failed. Try again later.",
     ),
+    "a condition that the service does not know": (
+        "s3",
+        501,
+        "<Error><Code>NotImplemented</Code><Message>A header you provided implies functionality that is not implemented"
+        "</Message></Error>",
+        StoreError,
+        "The service of s3://models/bert does not know this request (501, NotImplemented, A header you provided "
+        "implies functionality that is not implemented), so that trying again does not help. Check that its endpoint "
+        "speaks S3; then update the service, or use another one.",
+    ),
+    "a checksum that the service does not know": (
+        "s3",
+        400,
+        "<Error><Code>InvalidRequest</Code><Message>Unsupported checksum algorithm</Message></Error>",
+        StoreError,
+        "The service of s3://models/bert does not know the checksum that hfshard sends (400, InvalidRequest, "
+        "Unsupported checksum algorithm). Set AWS_REQUEST_CHECKSUM_CALCULATION=when_required, or "
+        "request_checksum_calculation in ~/.aws/config: then the signature has SHA-256 in place of CRC-64/NVME.",
+    ),
+    "a header of checksums that the service does not know": (
+        "s3",
+        501,
+        "<Error><Code>NotImplemented</Code><Message>Header 'x-amz-checksum-algorithm' with value 'CRC64NVME' not "
+        "implemented</Message></Error>",
+        StoreError,
+        "does not know the checksum that hfshard sends (501, NotImplemented, Header 'x-amz-checksum-algorithm' with "
+        "value 'CRC64NVME' not implemented). Set AWS_REQUEST_CHECKSUM_CALCULATION=when_required",
+    ),
+    "bytes that were damaged before they arrived": (
+        "s3",
+        400,
+        "<Error><Code>BadDigest</Code><Message>The CRC64NVME you specified did not match the calculated checksum."
+        "</Message></Error>",
+        StoreError,
+        "S3 failed for s3://models/bert: 400, BadDigest, The CRC64NVME you specified did not match the calculated "
+        "checksum. Try again later.",
+    ),
     "google, no permission": (
         "gs",
         403,
@@ -97,6 +136,16 @@ REFUSALS = {
         StoreNotFoundError,
         "There is no az://models, or these credentials may not see it. Check the name, or make it with "
         "'az storage container create --name models'.",
+    ),
+    "azure, unknown header": (
+        "az",
+        400,
+        "<Error><Code>UnsupportedHeader</Code><Message>One of the HTTP headers specified in the request is not "
+        "supported.</Message></Error>",
+        StoreError,
+        "The service of az://models/bert does not know this request (400, UnsupportedHeader, One of the HTTP headers "
+        "specified in the request is not supported), so that trying again does not help. Check that its endpoint "
+        "speaks Azure Blob Storage;",
     ),
     "azure, key": (
         "az",
@@ -159,3 +208,17 @@ def test_a_service_that_is_not_there_is_told(nobody: Path, monkeypatch: pytest.M
     log_in(scheme, "http://127.0.0.1:1", monkeypatch)
     with pytest.raises(StoreConnectionError, match=f"can't be reached while it was asked for {scheme}://models/bert"):
         open_store(f"{scheme}://models/bert").list_objects()
+
+
+def test_what_a_service_does_not_know_is_asked_for_once_and_was_not_done(
+    nobody: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HFSHARD_STORE_RETRY_SECONDS", "60")
+    monkeypatch.setattr(patience, "_FIRST_WAIT", 10.0)
+    begin = time.monotonic()
+    with answering(501, "<Error><Code>NotImplemented</Code><Message>If-None-Match</Message></Error>") as url:
+        log_in("s3", url, monkeypatch)
+        with pytest.raises(StoreError) as raised:
+            open_store("s3://models/bert").put("index", b"{}", None)
+    assert str(raised.value).startswith("The service of s3://models/bert/index does not know this request")
+    assert time.monotonic() - begin < 10
