@@ -163,7 +163,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "stores": ("memory patience protocols", "buckets objects stored_source", "opening"),
     "stores.buckets": ("hub_calls turns", "tokens xet", "download errors upload", "calls", "bucket_store"),
     "stores.objects": (
-        "failures settings",
+        "failures settings variables",
         "connection part_memory retrying",
         "azure gcs s3 upload",
         "connecting",

@@ -29,6 +29,7 @@ from hfshard.errors import (
 from hfshard.hub.repo_tree import RemoteFile, RepoTree
 from hfshard.stores.buckets.hub_calls import (
     ATTEMPTS,
+    check_settings,
     describe_token,
     http_library,
     is_passing,
@@ -45,15 +46,6 @@ _BUSY: Final = (408, 429)
 _SERVER_FAILED: Final = 500
 
 
-def _check_token(token: str | bool | None) -> None:
-    """Refuse what can't be sent as a token, before an error message quotes it."""
-    if isinstance(token, str) and not (token.isascii() and token.isprintable() and token == token.strip() and token):
-        raise HubAccessError(
-            "The token that was passed is empty, or has blanks, a newline or other signs that no token has. "
-            "Strip it where you read it."
-        )
-
-
 @contextmanager
 def translate_hub_errors(repo_id: str, token: str | bool | None, *, revision: str | None = None) -> Iterator[None]:
     """Turn what huggingface_hub raises into hfshard's errors, which say which token was used and what to do.
@@ -62,7 +54,7 @@ def translate_hub_errors(repo_id: str, token: str | bool | None, *, revision: st
         HubAccessError, HubNotFoundError, HubConnectionError, HubError: The Hub refused, or could not be reached.
         InvalidArgumentError: The repo_id is not a valid one.
     """
-    _check_token(token)
+    check_settings(token, HubAccessError)
     failed = http_library().RequestError
     try:
         yield

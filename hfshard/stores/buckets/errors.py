@@ -26,6 +26,7 @@ from hfshard.errors import (
     StoreNotFoundError,
 )
 from hfshard.stores.buckets.hub_calls import (
+    check_settings,
     describe_token,
     http_library,
     is_passing,
@@ -50,6 +51,7 @@ def translate_bucket_errors(address: StoreAddress) -> Iterator[None]:
         StoreAccessError, StoreNotFoundError, StoreConnectionError, StoreError: See `Store`.
         InvalidPathError: There can't be a bucket of that name.
     """
+    check_settings(None, StoreAccessError)
     failed = http_library().RequestError
     try:
         yield

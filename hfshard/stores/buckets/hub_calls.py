@@ -14,6 +14,7 @@ from huggingface_hub import constants, get_session, get_token
 from huggingface_hub.errors import HfHubHTTPError
 
 from hfshard._util.threads import pause
+from hfshard.errors import HfshardError
 
 logger = logging.getLogger(__name__)
 
@@ -64,9 +65,50 @@ def describe_token(token: str | bool | None) -> str:
         return "no token, as none is saved or in HF_TOKEN"
     shown = _masked(found)
     for variable in _TOKEN_VARIABLES:
-        if os.environ.get(variable, "").strip() == found:
+        if _clean(os.environ.get(variable, "")) == found:
             return f"the token {shown} of the environment variable {variable}"
     return f"the token {shown} that is saved in '{constants.HF_TOKEN_PATH}'"
+
+
+def check_settings(token: str | bool | None, access_error: type[HfshardError]) -> None:
+    """Refuse a token or an HF_ENDPOINT that no request can have, before a message quotes it.
+
+    huggingface_hub drops newlines from the tokens of the environment, and nothing else.
+
+    Args:
+        token: Of the call.
+        access_error: What to raise.
+
+    Raises:
+        HfshardError: Of that class.
+    """
+    if isinstance(token, str) and (_is_no_token(token) or token != token.strip()):
+        raise access_error(
+            "The token that was passed is empty, or has blanks, a newline or other signs that no token has. "
+            "Strip it where you read it."
+        )
+    if token is not False and not isinstance(token, str):
+        variable = next((name for name in _TOKEN_VARIABLES if os.environ.get(name)), None)
+        if variable is not None and (kept := _clean(os.environ[variable])) and _is_no_token(kept):
+            raise access_error(
+                f"The environment variable {variable} has a control character or a letter that is not ASCII, as no "
+                "token has. Set it to the plain token."
+            )
+    endpoint = constants.ENDPOINT
+    if any(sign.isspace() or not sign.isprintable() for sign in endpoint) or "://" not in endpoint:
+        raise access_error(
+            "The environment variable HF_ENDPOINT is no plain URL: it has blanks or a newline, or no http:// or "
+            "https:// before its host. Set it to one such as https://huggingface.co before Python starts."
+        )
+
+
+def _is_no_token(token: str) -> bool:
+    return not (token and token.isascii() and token.isprintable())
+
+
+def _clean(token: str) -> str:
+    """A token of the environment as huggingface_hub takes it."""
+    return token.replace("\r", "").replace("\n", "").strip()
 
 
 def _masked(token: str) -> str:

@@ -6,12 +6,13 @@ import configparser
 import os
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
 from obstore.store import AzureStore
 
 from hfshard.errors import StoreAccessError
 from hfshard.stores.objects.connection import Connection, Service, make_clients
+from hfshard.stores.objects.variables import check_text, client_settings, read_variable
 
 if TYPE_CHECKING:
     from obstore.store import AzureConfig
@@ -45,13 +46,43 @@ _OTHER_LOGINS: Final = (
     "AZURE_CREDENTIAL_TYPE",
 )
 """Variables by which obstore logs in."""
+_READ_BY_OBSTORE: Final = {
+    "AZURE_STORAGE_ACCOUNT_KEY": "account_key",
+    "AZURE_STORAGE_ACCESS_KEY": "account_key",
+    "AZURE_STORAGE_MASTER_KEY": "account_key",
+    "AZURE_STORAGE_SAS_KEY": "sas_key",
+    "AZURE_STORAGE_TOKEN": "token",
+    "AZURE_STORAGE_CLIENT_ID": "client_id",
+    "AZURE_CLIENT_ID": "client_id",
+    "AZURE_STORAGE_CLIENT_SECRET": "client_secret",
+    "AZURE_CLIENT_SECRET": "client_secret",
+    "AZURE_STORAGE_TENANT_ID": "tenant_id",
+    "AZURE_STORAGE_AUTHORITY_ID": "tenant_id",
+    "AZURE_TENANT_ID": "tenant_id",
+    "AZURE_AUTHORITY_ID": "tenant_id",
+    "AZURE_STORAGE_AUTHORITY_HOST": "authority_host",
+    "AZURE_AUTHORITY_HOST": "authority_host",
+    "AZURE_STORAGE_ENDPOINT": "endpoint",
+    "AZURE_ENDPOINT": "endpoint",
+    "AZURE_MSI_ENDPOINT": "msi_endpoint",
+    "AZURE_IDENTITY_ENDPOINT": "msi_endpoint",
+    "AZURE_OBJECT_ID": "object_id",
+    "AZURE_MSI_RESOURCE_ID": "msi_resource_id",
+    "AZURE_FEDERATED_TOKEN_FILE": "federated_token_file",
+    "AZURE_SKIP_SIGNATURE": "skip_signature",
+    "AZURE_STORAGE_USE_EMULATOR": "use_emulator",
+    "AZURE_USE_AZURE_CLI": "use_azure_cli",
+}
+"""Variables that obstore reads besides those that az has too -> its setting. A header with a newline is a panic."""
+_IDENTITY_HEADER: Final = "IDENTITY_HEADER"
+"""Read by obstore too, which takes no setting for it."""
 
 
 def connect(container: str) -> Connection:
     """Make the clients of a container.
 
     Raises:
-        StoreAccessError: No storage account is named, or its key is none.
+        StoreAccessError: No storage account is named, its key is none, or a variable is not valid.
     """
     address = f"az://{container}"
     settings = _settings(address)
@@ -66,9 +97,11 @@ def connect(container: str) -> Connection:
 
 def _settings(address: str) -> AzureConfig:
     """The settings of the connection string, or else those by themselves."""
-    given = _connection_string(_variable("connection_string"))
+    if read_variable(_IDENTITY_HEADER) != os.environ.get(_IDENTITY_HEADER, ""):
+        raise StoreAccessError(f"The environment variable {_IDENTITY_HEADER} has a blank at its ends. Remove it.")
+    given = _connection_string(*_find("connection_string"))
     suffix = given.get("endpointsuffix", "core.windows.net")
-    account = given.get("accountname", "") or _variable("account") or os.environ.get("AZURE_STORAGE_ACCOUNT_NAME", "")
+    account = given.get("accountname", "") or _variable("account") or read_variable("AZURE_STORAGE_ACCOUNT_NAME")
     if not account and not os.environ.get("AZURE_STORAGE_USE_EMULATOR"):
         raise StoreAccessError(f"No storage account is named for {address}. {SERVICE.log_in}", path=address)
     endpoint = given.get("blobendpoint", "") or _variable("service_endpoint")
@@ -87,27 +120,37 @@ def _settings(address: str) -> AzureConfig:
         settings["sas_key"] = signature.removeprefix("?")
     elif shutil.which("az") and not any(os.environ.get(name) for name in _OTHER_LOGINS):
         settings["use_azure_cli"] = True
-    return settings
+    return cast("AzureConfig", client_settings(_READ_BY_OBSTORE) | settings)
 
 
-def _connection_string(text: str) -> dict[str, str]:
+def _connection_string(text: str, source: str) -> dict[str, str]:
     """Its settings by their names in lower case."""
     parts = (part.partition("=") for part in text.split(";") if part.strip())
     found = {name.strip().lower(): value.strip() for name, _, value in parts}
     if found.get("usedevelopmentstorage", "").lower() == "true":
-        return _connection_string(_EMULATOR)
+        return _connection_string(_EMULATOR, source)
+    for name, value in found.items():
+        check_text(value, f"The {name} of {source}")
     return found
 
 
 def _variable(name: str) -> str:
-    """A setting of az: an environment variable, or what its configuration file says."""
-    value = os.environ.get(f"AZURE_STORAGE_{name.upper()}", "").strip()
-    if value:
-        return value
-    file = Path(os.environ.get("AZURE_CONFIG_DIR", "").strip() or "~/.azure").expanduser() / "config"
+    """A setting of az, checked."""
+    text, source = _find(name)
+    check_text(text, source[:1].upper() + source[1:])
+    return text
+
+
+def _find(name: str) -> tuple[str, str]:
+    """A setting of az, and where it is from: an environment variable, or its configuration file."""
+    variable = f"AZURE_STORAGE_{name.upper()}"
+    text = os.environ.get(variable, "").strip()
+    if text:
+        return text, f"the environment variable {variable}"
+    file = Path(read_variable("AZURE_CONFIG_DIR") or "~/.azure").expanduser() / "config"
     config = configparser.ConfigParser(interpolation=None)
     try:
         config.read(file)
     except (configparser.Error, UnicodeDecodeError):
-        return ""  # az itself complains about it; a variable can stand in for it
-    return config.get("storage", name, fallback="").strip()
+        return "", ""  # az itself complains about it; a variable can stand in for it
+    return config.get("storage", name, fallback="").strip(), f"the setting {name} in '{file}'"

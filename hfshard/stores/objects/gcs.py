@@ -14,7 +14,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from html import unescape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 from xml.sax.saxutils import escape
 
 from obstore.store import GCSStore
@@ -23,6 +23,7 @@ from hfshard.errors import StoreAccessError, StoreError
 from hfshard.stores.objects.connection import Connection, Service, make_clients, refusal
 from hfshard.stores.objects.failures import Failure
 from hfshard.stores.objects.retrying import Patience
+from hfshard.stores.objects.variables import client_settings, read_variable
 from hfshard.stores.patience import stall_seconds
 
 if TYPE_CHECKING:
@@ -41,6 +42,14 @@ SERVICE: Final = Service(
 
 EMULATOR_VARIABLE: Final = "STORAGE_EMULATOR_HOST"
 """Of Google's client libraries: the URL, or host and port, of an emulator."""
+_READ_BY_OBSTORE: Final = {
+    "GOOGLE_BEARER_TOKEN": "bearer_token",
+    "GOOGLE_BASE_URL": "base_url",
+    "GOOGLE_SERVICE_ACCOUNT": "service_account",
+    "GOOGLE_SERVICE_ACCOUNT_PATH": "service_account",
+    "GOOGLE_SKIP_SIGNATURE": "skip_signature",
+}
+"""Variables that obstore reads by itself -> its setting. A header with a newline is a panic."""
 _ENDPOINT: Final = "https://storage.googleapis.com"
 _KNOWN_TYPES: Final = frozenset({"service_account", "authorized_user"})
 """Types of credentials that obstore reads itself."""
@@ -56,10 +65,10 @@ def connect(bucket: str) -> Connection:
     """Make the clients of a bucket.
 
     Raises:
-        StoreAccessError: There are credentials that can't be used.
+        StoreAccessError: There are credentials that can't be used, or a variable is not valid.
     """
     address = f"gs://{bucket}"
-    emulator = os.environ.get(EMULATOR_VARIABLE, "").strip()
+    emulator = read_variable(EMULATOR_VARIABLE)
     endpoint = (emulator if "://" in emulator else f"http://{emulator}").rstrip("/") if emulator else ""
     settings: GCSConfig = {}
     provider: Any = None
@@ -71,6 +80,7 @@ def connect(bucket: str) -> Connection:
             settings = {"application_credentials": str(file)}
         elif file is not None:
             provider = _provider(file, address)
+    settings = cast("GCSConfig", client_settings(_READ_BY_OBSTORE) | settings)
     quick, uploads = make_clients(
         lambda options, retries: GCSStore(
             bucket, config=settings, client_options=options, retry_config=retries, credential_provider=provider
@@ -93,7 +103,7 @@ def connect(bucket: str) -> Connection:
 
 def _credentials_file() -> Path | None:
     """The file of Application Default Credentials, if there is one."""
-    named = os.environ.get("GOOGLE_APPLICATION_CREDENTIALS", "").strip()
+    named = read_variable("GOOGLE_APPLICATION_CREDENTIALS")
     if named:
         return Path(named)
     folder = os.environ.get("CLOUDSDK_CONFIG", "").strip() or "~/.config/gcloud"

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 import threading
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import botocore.session
 from botocore import UNSIGNED
@@ -22,6 +21,7 @@ from hfshard._util.threads import in_threads
 from hfshard.errors import HfshardError, StoreAccessError, StoreConnectionError, StoreError
 from hfshard.stores.objects.connection import Connection, Service, make_clients, refusal
 from hfshard.stores.objects.failures import Failure
+from hfshard.stores.objects.variables import PlainVariables, check_text, client_settings, read_variable
 from hfshard.stores.patience import stall_seconds
 
 if TYPE_CHECKING:
@@ -55,6 +55,13 @@ LARGEST_COPY: Final = 5 << 30
 COPIED_PART: Final = 1 << 30
 """Bytes of an object that one request copies; at most 5 GiB."""
 _COPIES_AT_ONCE: Final = 8
+_READ_BY_OBSTORE: Final = {
+    "AWS_SERVER_SIDE_ENCRYPTION": "server_side_encryption",
+    "AWS_SSE_KMS_KEY_ID": "sse_kms_key_id",
+    "AWS_SSE_CUSTOMER_KEY_BASE64": "sse_customer_key_base64",
+    "AWS_SKIP_SIGNATURE": "skip_signature",
+}
+"""Variables that obstore reads by itself -> its setting. A header with a newline is a panic."""
 _SECRETS: Final = re.compile(r"[^\s/\"']+@|\?[^\s\"']*")
 _CREDENTIALS_LAST: Final = timedelta(minutes=10)
 """botocore is asked again after this time; it renews them by itself, long before they expire."""
@@ -68,6 +75,8 @@ class _Credentials:
 
     def __call__(self) -> S3Credential:
         frozen = self._found.get_frozen_credentials()
+        for text in (frozen.access_key, frozen.secret_key, frozen.token or ""):
+            check_text(text, f"A credential of S3 that botocore found (by {self._found.method!r})")
         return {
             "access_key_id": frozen.access_key,
             "secret_access_key": frozen.secret_key,
@@ -80,18 +89,20 @@ def connect(bucket: str) -> Connection:
     """Make the clients of a bucket.
 
     Raises:
-        StoreAccessError: botocore finds no credentials, or its configuration is not valid.
+        StoreAccessError: botocore finds no credentials, or its configuration or a variable is not valid.
     """
     address = f"s3://{bucket}"
     try:
         session = botocore.session.Session()
         session.register_component("data_loader", _LOADER)
-        is_public = os.environ.get("AWS_SKIP_SIGNATURE", "").lower() in {"1", "true"}
+        is_public = read_variable("AWS_SKIP_SIGNATURE").lower() in {"1", "true"}
         credentials = None if is_public else _credentials(session, address)
         stall = stall_seconds() or 1
         client = session.create_client(
             "s3",
-            region_name=os.environ.get("AWS_REGION"),  # as the aws command line does it; botocore knows its elder alone
+            # As the aws command line does it; botocore knows the elder one alone.
+            region_name=read_variable("AWS_REGION") or read_variable("AWS_DEFAULT_REGION") or None,
+            endpoint_url=_endpoint(session),
             config=Config(
                 connect_timeout=min(stall, 10),
                 read_timeout=stall,
@@ -100,6 +111,7 @@ def connect(bucket: str) -> Connection:
             ),
         )
         authority = _authority(session)
+        settings = _settings(bucket, client)
     except HfshardError:
         raise
     except BotoCoreError as error:
@@ -112,7 +124,6 @@ def connect(bucket: str) -> Connection:
             "the configuration of the aws command line.",
             path=address,
         ) from None
-    settings = _settings(bucket, client)
     quick, uploads = make_clients(
         lambda options, retries: S3Store(
             bucket, config=settings, client_options=options, retry_config=retries, credential_provider=credentials
@@ -133,6 +144,13 @@ def connect(bucket: str) -> Connection:
     )
 
 
+def _endpoint(session: Any) -> str | None:
+    """The endpoint of the environment, without blanks at its ends, which botocore refuses; None: botocore looks."""
+    if session.get_config_variable("ignore_configured_endpoint_urls"):
+        return None
+    return read_variable("AWS_ENDPOINT_URL_S3") or read_variable("AWS_ENDPOINT_URL") or None
+
+
 def _authority(session: Any) -> bytes | None:
     """The certificates of AWS_CA_BUNDLE, or of the configuration."""
     bundle = session.get_config_variable("ca_bundle")
@@ -140,6 +158,7 @@ def _authority(session: Any) -> bytes | None:
 
 
 def _credentials(session: Any, address: str) -> _Credentials:
+    session.get_component("credential_provider").get_provider("env").environ = PlainVariables()
     found = session.get_credentials()
     if found is None:
         raise StoreAccessError(f"There are no credentials for {address}. {SERVICE.log_in}", path=address)
@@ -172,7 +191,7 @@ def _settings(bucket: str, client: Any) -> S3Config:
     }
     if checksums:
         settings["checksum_algorithm"] = "CRC64NVME"
-    return settings
+    return cast("S3Config", settings | client_settings(_READ_BY_OBSTORE))
 
 
 def _copy_pinned(client: Any, bucket: str, key: str, etag: str, size: int, target: str) -> str | None:

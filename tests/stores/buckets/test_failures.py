@@ -10,7 +10,15 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from hfshard.errors import InvalidPathError, StoreAccessError, StoreConnectionError, StoreError, StoreNotFoundError
+import hfshard
+from hfshard.errors import (
+    HubAccessError,
+    InvalidPathError,
+    StoreAccessError,
+    StoreConnectionError,
+    StoreError,
+    StoreNotFoundError,
+)
 from hfshard.stores.buckets.bucket_store import BucketStore
 from hfshard.stores.buckets.hub_calls import without_queries
 from hfshard.stores.opening import open_store
@@ -156,6 +164,40 @@ def test_a_secret_never_stands_in_a_message(store: BucketStore) -> None:
 
     assert token.secret not in repr(token) + repr(store._write_tokens)
     assert without_queries(signed) == "GET https://s3.example/x?… and http://h/p?…) failed"
+
+
+@pytest.mark.parametrize("token", ["hf_wr\x01ite", "hf_wrïte"])
+def test_a_token_that_no_request_can_have_is_refused_by_its_variables_name(
+    store: BucketStore, hub: HubServer, monkeypatch: pytest.MonkeyPatch, token: str
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", token)
+    with pytest.raises(StoreAccessError, match="The environment variable HF_TOKEN has a control character or a letter"):
+        store.list_objects()
+    with pytest.raises(HubAccessError, match="The environment variable HF_TOKEN has a control character or a letter"):
+        hfshard.load_state_dict("org/name")
+    assert hub.count() == 0
+
+
+def test_a_newline_in_a_token_of_the_environment_does_not_count(
+    store: BucketStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_write\n")
+    store.put("a", b"1")
+    monkeypatch.setenv("HF_TOKEN", "hf_\nbad_0123456789")
+    with pytest.raises(StoreAccessError, match="the token '…6789' of the environment variable HF_TOKEN"):
+        store.list_objects()
+
+
+@pytest.mark.parametrize("endpoint", ["https://hub.example\n", " https://hub.example", "hub.example", "someone:pw@hub"])
+def test_an_endpoint_that_is_none_is_refused_by_its_variables_name(
+    store: BucketStore, monkeypatch: pytest.MonkeyPatch, endpoint: str
+) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+    with pytest.raises(StoreAccessError, match="The environment variable HF_ENDPOINT is no plain URL") as raised:
+        store.list_objects()
+    assert endpoint not in str(raised.value)
+    with pytest.raises(HubAccessError, match="The environment variable HF_ENDPOINT is no plain URL"):
+        hfshard.load_state_dict("org/name")
 
 
 def test_offline_mode_is_named(store: BucketStore, monkeypatch: pytest.MonkeyPatch) -> None:
