@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from itertools import islice
+from typing import Final
+
+_USER: Final = re.compile(r"(?<=://)[^\s/?#\"'<>]*@|\b[^\s/:@\"'<>]+:[^\s/@\"'<>]+@")
+"""Of a URL, and of an endpoint that lacks its scheme."""
+_QUERY: Final = re.compile(r"(https?://[^\s?\"'<>]*)\?[^\s\"'<>)]*")
 
 
 def list_some(items: Collection[str], most: int, *, quote: bool = False) -> str:
@@ -20,6 +26,16 @@ def list_some(items: Collection[str], most: int, *, quote: bool = False) -> str:
     """
     shown = ", ".join(f"'{item}'" if quote else item for item in islice(items, most))
     return shown if len(items) <= most else f"{shown} and {len(items) - most} more"
+
+
+def without_url_secrets(text: str) -> str:
+    """Drop users and passwords from the URLs in a text, and cut their queries: those of storage servers are signed.
+
+    Example:
+        >>> without_url_secrets("GET http://someone:secret@mirror/a?sig=secret failed, as someone:secret@mirror does")
+        'GET http://mirror/a?… failed, as mirror does'
+    """
+    return _QUERY.sub(r"\1?…", _USER.sub("", text))
 
 
 def error_words(error: BaseException) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import re
 import socket
 import threading
@@ -127,14 +128,13 @@ class Handler(BaseHTTPRequestHandler):
         found = self.server.find(self.command, self.path, self.headers)
         if len(self.server.names) > 1:
             hub.answers_to(self.headers.get("Host", ""))
-        scheme, _, token = self.headers.get("Authorization", "").partition(" ")
         record = Request(
             method=self.command,
             path=self.path,
             origin=found.origin,
             kind=found.kind,
             range=self.headers.get("Range"),
-            token=token if scheme.lower() == "bearer" else None,
+            token=_token_of(self.headers.get("Authorization", "")),
             user_agent=self.headers.get("User-Agent", ""),
         )
         fault = hub.faults.take(f"{record.method} {record.kind} {record.path}")
@@ -263,3 +263,11 @@ class Origin(ThreadingHTTPServer):
         error = traceback.format_exc()
         if not error.rstrip().splitlines()[-1].startswith(("ConnectionResetError", "BrokenPipeError", "TimeoutError")):
             self.hub.errors.append(error)
+
+
+def _token_of(authorization: str) -> str | None:
+    """The token of a request, or the password in its place, as of a URL with a user: the Hub takes both."""
+    scheme, _, credentials = authorization.partition(" ")
+    if scheme.lower() == "basic":
+        return base64.b64decode(credentials).decode().partition(":")[2]
+    return credentials if scheme.lower() == "bearer" else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hfshard._util.text import error_words, list_some
+from hfshard._util.text import error_words, list_some, without_url_secrets
 
 
 @pytest.mark.parametrize(
@@ -22,3 +22,20 @@ def test_each_item_is_quoted_where_asked_for() -> None:
 def test_an_error_that_says_nothing_is_known_by_its_class_alone() -> None:
     assert error_words(KeyboardInterrupt()) == "KeyboardInterrupt"
     assert error_words(OSError("the disk is full")) == "OSError: the disk is full"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (
+            "GET https://s3.example/x?X-Amz-Signature=abc&y=1 and http://h/p?sig=1) failed",
+            "GET https://s3.example/x?… and http://h/p?…) failed",
+        ),
+        ("for url: http://someone:hunter2@mirror:80/a, b", "for url: http://mirror:80/a, b"),
+        ("https://hunter2@mirror", "https://mirror"),
+        ("Invalid endpoint: someone:hunter2@mirror", "Invalid endpoint: mirror"),
+        ("User: me@corp in org/name@main, s3://b/a@b", "User: me@corp in org/name@main, s3://b/a@b"),
+    ],
+)
+def test_users_and_queries_of_urls_are_left_out(text: str, shown: str) -> None:
+    assert without_url_secrets(text) == shown

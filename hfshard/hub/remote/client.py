@@ -31,12 +31,14 @@ from hfshard.stores.buckets.hub_calls import (
     ATTEMPTS,
     check_settings,
     describe_token,
+    hide_secrets,
     http_library,
     is_passing,
     offline_variable,
+    shown_endpoint,
     status_of,
     wait_before,
-    without_token,
+    without_secrets,
 )
 
 _Answer = TypeVar("_Answer")
@@ -69,16 +71,19 @@ def translate_hub_errors(repo_id: str, token: str | bool | None, *, revision: st
             "token=True asks for a saved token, and there is none. Run: hf auth login", path=repo_id
         ) from error
     except OfflineModeIsEnabled as error:
+        hide_secrets(error)
         raise HubConnectionError(
             f"'{repo_id}' can't be reached: offline mode is on. Unset {offline_variable()} to use the network.",
             path=repo_id,
         ) from error
     except HfHubHTTPError as error:
+        hide_secrets(error)
         raise translate(error, repo_id, token, revision) from error
     except failed as error:
+        hide_secrets(error)
         raise HubConnectionError(
-            f"The connection to {constants.ENDPOINT} failed for '{repo_id}': "
-            f"{without_token(str(error), token) or type(error).__name__}. "
+            f"The connection to {shown_endpoint()} failed for '{repo_id}': "
+            f"{without_secrets(str(error), token) or type(error).__name__}. "
             "Check the network, and run it again: what was transferred is not sent or fetched twice.",
             path=repo_id,
         ) from error
@@ -108,8 +113,9 @@ def tree_of(api: HfApi, repo_id: str, revision: str | None) -> RepoTree:
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         if isinstance(error, HfHubHTTPError):
             raise
+        hide_secrets(error)
         raise HubConnectionError(
-            f"The answer of {constants.ENDPOINT} is not that of a Hub ({type(error).__name__}): it may come from a "
+            f"The answer of {shown_endpoint()} is not that of a Hub ({type(error).__name__}): it may come from a "
             "login page of the network or a proxy, or HF_ENDPOINT is wrong. Open the address in a browser.",
             path=repo_id,
         ) from error
@@ -146,9 +152,9 @@ def translate(error: HfHubHTTPError, repo_id: str, token: str | bool | None, rev
     """Translate an error answer of the Hub."""
     status = status_of(error)
     used = describe_token(token)
-    url = f"{constants.ENDPOINT}/{repo_id}"
+    url = f"{shown_endpoint()}/{repo_id}"
     about: dict[str, Any] = {"path": repo_id, "actual": status}
-    server_message = without_token(error.server_message or "", token)
+    server_message = without_secrets(error.server_message or "", token)
     said = f" The Hub said: {server_message}" if server_message else ""
     if isinstance(error, GatedRepoError):
         return HubAccessError(
@@ -162,25 +168,25 @@ def translate(error: HfHubHTTPError, repo_id: str, token: str | bool | None, rev
         )
     if isinstance(error, EntryNotFoundError):
         return HubNotFoundError(
-            f"'{repo_id}' has no such file: {server_message or without_token(str(error), token)}", **about
+            f"'{repo_id}' has no such file: {server_message or without_secrets(str(error), token)}", **about
         )
     if isinstance(error, RepositoryNotFoundError) and status != 403:
         kind = HubAccessError if status == 401 else HubNotFoundError
         return kind(
-            f"There is no repo '{repo_id}' on {constants.ENDPOINT}, or it is private and may not be seen with {used}. "
+            f"There is no repo '{repo_id}' on {shown_endpoint()}, or it is private and may not be seen with {used}. "
             f"Check the name; to see whose token it is, run: hf auth whoami.{said}",
             **about,
         )
     if status in _NO_RIGHT:
         what = "does not know" if status == 401 else "does not allow that to"
         return HubAccessError(
-            f"{constants.ENDPOINT} {what} {used} (HTTP {status}, for '{repo_id}').{said} "
+            f"{shown_endpoint()} {what} {used} (HTTP {status}, for '{repo_id}').{said} "
             "Use a token that may read it, or has the right to write where you push; to save one, run: hf auth login",
             **about,
         )
     if status in _BUSY or status >= _SERVER_FAILED:
         return HubConnectionError(
-            f"{constants.ENDPOINT} could not answer for '{repo_id}' (HTTP {status}).{said} Run it again later.", **about
+            f"{shown_endpoint()} could not answer for '{repo_id}' (HTTP {status}).{said} Run it again later.", **about
         )
-    said = said or f" {without_token(str(error), token)}"
-    return HubError(f"{constants.ENDPOINT} answered HTTP {status} for '{repo_id}'.{said}", **about)
+    said = said or f" {without_secrets(str(error), token)}"
+    return HubError(f"{shown_endpoint()} answered HTTP {status} for '{repo_id}'.{said}", **about)

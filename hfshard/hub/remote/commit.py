@@ -9,6 +9,7 @@ from typing import Final
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import HfHubHTTPError
 
+from hfshard._util.text import without_url_secrets
 from hfshard._util.threads import pools_take_work
 from hfshard.constants import BIN_SUFFIX, CONFIG_NAME, SAFETENSORS_SUFFIX
 from hfshard.errors import HfshardError, HubConnectionError, HubError
@@ -17,7 +18,14 @@ from hfshard.hub.remote.client import translate_hub_errors
 from hfshard.hub.remote.uploads import close_readers, operations_for, rewind_readers
 from hfshard.hub.repo_tree import PushResult, RepoTree, StaleParentError
 from hfshard.storage.format.names import INDEX_FILE
-from hfshard.stores.buckets.hub_calls import ATTEMPTS, is_passing, status_of, transport_errors, wait_before
+from hfshard.stores.buckets.hub_calls import (
+    ATTEMPTS,
+    is_passing,
+    shown_endpoint,
+    status_of,
+    transport_errors,
+    wait_before,
+)
 from hfshard.stores.buckets.tokens import XetTokens
 
 logger = logging.getLogger(__name__)
@@ -164,14 +172,14 @@ class RemoteCommit:
             return None
         if not self._holds(now):
             raise StaleParentError
-        return PushResult(now.commit, self._url(now.commit))
+        return PushResult(now.commit, commit_url(self.repo_id, now.commit))
 
     def _landed_pull_request(self) -> PushResult | None:
         pulls = self.api.get_repo_discussions(self.repo_id, discussion_type="pull_request")
         for pull in sorted(pulls, key=lambda pull: pull.num, reverse=True):
             found = self._tree(f"refs/pr/{pull.num}") if pull.title == self.request.message else None
             if found is not None and self._holds(found):
-                return PushResult(found.commit, self._url(found.commit), pull.url)
+                return PushResult(found.commit, commit_url(self.repo_id, found.commit), without_url_secrets(pull.url))
         return None
 
     def _holds(self, tree: RepoTree) -> bool:
@@ -184,8 +192,10 @@ class RemoteCommit:
                 return False
         return True
 
-    def _url(self, commit: str) -> str:
-        return f"{self.api.endpoint}/{self.repo_id}/commit/{commit}"
+
+def commit_url(repo_id: str, commit: str) -> str:
+    """The page of a commit, without the user and password that an endpoint may have."""
+    return f"{shown_endpoint()}/{repo_id}/commit/{commit}"
 
 
 def _cause(error: BaseException) -> BaseException:
@@ -197,4 +207,5 @@ def _cause(error: BaseException) -> BaseException:
 
 
 def _result(info: CommitInfo) -> PushResult:
-    return PushResult(info.oid, info.commit_url, info.pr_url)
+    pr_url = None if info.pr_url is None else without_url_secrets(info.pr_url)
+    return PushResult(info.oid, without_url_secrets(info.commit_url), pr_url)

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from huggingface_hub import hf_hub_url
 
+from hfshard._util.text import without_url_secrets
 from hfshard._util.threads import in_threads
 from hfshard.constants import COPY_BYTES
 from hfshard.errors import IntegrityError, NotEnoughSpaceError
@@ -131,11 +132,12 @@ class _Downloader:
             # What an earlier pull left may have been torn by a power cut: try once more, from the first byte.
             self.progress_callback(-file.size)
         os.unlink(partial)
+        url = without_url_secrets(hf_hub_url(self.reader.repo_id, path, revision=self.reader.tree.commit))
         kind = "sha256" if file.sha256 is not None else "git hash"
         raise IntegrityError(
             f"'{path}' of '{self.reader.repo_id}' arrived damaged: its {kind} is {found}, and the Hub lists "
-            f"{file.etag} ({hf_hub_url(self.reader.repo_id, path, revision=self.reader.tree.commit)}). Nothing of it "
-            "was kept. Run it again; if it fails again, the server or something on the way changes the bytes.",
+            f"{file.etag} ({url}). Nothing of it was kept. Run it again; if it fails again, the server or something on "
+            "the way changes the bytes.",
             path=path,
             expected=file.etag,
             actual=found,

@@ -14,7 +14,7 @@ from hfshard.errors import HubError, HubNotFoundError, IntegrityError
 from hfshard.hub.protocols import CommitRequest
 from hfshard.hub.refs import full_name, pr_revision
 from hfshard.hub.remote.client import ask, tree_of
-from hfshard.hub.remote.commit import RemoteCommit
+from hfshard.hub.remote.commit import RemoteCommit, commit_url
 from hfshard.hub.remote.transport import HubReader
 from hfshard.hub.remote.uploads import xet_tokens
 from hfshard.hub.repo_tree import PushResult, RepoTree
@@ -105,7 +105,7 @@ class HubRepo:
 
     def url_of(self, commit: str) -> str:
         """The page of a commit."""
-        return f"{self._api.endpoint}/{self.repo_id}/commit/{commit}"
+        return commit_url(self.repo_id, commit)
 
     def commit(
         self,

@@ -12,10 +12,11 @@ from urllib.parse import urljoin, urlsplit
 from huggingface_hub import constants, get_session, hf_hub_url
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
+from hfshard._util.text import without_url_secrets
 from hfshard.errors import HubConnectionError, HubError
 from hfshard.hub.remote.client import translate_hub_errors
 from hfshard.hub.repo_tree import RepoTree
-from hfshard.stores.buckets.hub_calls import answer_errors, retry_after
+from hfshard.stores.buckets.hub_calls import answer_errors, hide_secrets, retry_after
 
 logger = logging.getLogger(__name__)
 
@@ -153,6 +154,7 @@ class HubReader:
                     raise HubError(f"'{path}' of '{self.repo_id}' is refused (HTTP 416).", path=path) from error
                 by_range = False
             except failures as error:
+                hide_secrets(error)
                 problem = str(error) or type(error).__name__
                 logger.info("'%s' of '%s' at byte %d of %d: %s", path, self.repo_id, at, end, problem)
                 if not retry.can_wait(getattr(error, "wait_seconds", None)):
@@ -236,12 +238,13 @@ class HubReader:
         if response.status_code in _TRY_AGAIN or response.status_code >= _SERVER_ERROR:
             raise _TryAgainError(f"HTTP {response.status_code}", wait_seconds=retry_after(response))
         if response.status_code != _OK:
-            logger.debug("%s answered HTTP %d: files are asked for one by one.", url, response.status_code)
+            shown = without_url_secrets(url)
+            logger.debug("%s answered HTTP %d: files are asked for one by one.", shown, response.status_code)
             return {}
         try:
             return dict(_instructions(response.json(), url))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            logger.debug("%s sent an answer that is not LFS: %s", url, error)
+            logger.debug("%s sent an answer that is not LFS: %s", without_url_secrets(url), error)
             return {}
 
 

@@ -18,7 +18,7 @@ from hfshard.constants import COPY_BYTES
 from hfshard.errors import HubAccessError, HubConnectionError, HubError
 from hfshard.hub.protocols import CommitRequest
 from hfshard.hub.remote.uploads import XET_VARIABLE, CheckedReader
-from hfshard.stores.buckets.hub_calls import describe_token, without_token
+from hfshard.stores.buckets.hub_calls import describe_token, without_secrets
 from hfshard.stores.buckets.tokens import XetTokens, repo_token_url
 from hfshard.stores.buckets.turns import BLOCK_BYTES, SMALL_BYTES, commit_streams, upload_commits
 from hfshard.stores.buckets.upload import XetCommit
@@ -125,7 +125,7 @@ class XetStreams:
 
     def _translated(self, error: XetFailedError, path: str, others: int) -> HubError:
         what = f"{_named(path, others)} could not be sent to the Xet storage of '{self._repo_id}': "
-        what += without_token(str(error), self._token)
+        what += without_secrets(str(error), self._token)
         if error.kind == "access":
             return HubAccessError(
                 f"{what}. The request had {describe_token(self._token)}. Nothing was committed. To use another token, "

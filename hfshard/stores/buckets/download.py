@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import hf_xet
 
-from hfshard.stores.buckets.hub_calls import without_queries
+from hfshard._util.text import without_url_secrets
 from hfshard.stores.buckets.tokens import XetTokens
 from hfshard.stores.buckets.turns import PIECE_BYTES, download_turn
 from hfshard.stores.buckets.xet import SESSIONS, XetFailedError, asked, interruptible, kind_of
@@ -133,7 +133,9 @@ def _fill(group: Any, file: tuple[str, int], begin: int, target: _Target) -> Non
         except (OSError, RuntimeError) as error:
             if target.filled == before or kind_of(error) != "connection":
                 raise
-            logger.info("A stream from Xet broke off after %d bytes: %s", target.filled, without_queries(str(error)))
+            logger.info(
+                "A stream from Xet broke off after %d bytes: %s", target.filled, without_url_secrets(str(error))
+            )
         fruitless = fruitless + 1 if target.filled == before else 0
         if fruitless == _FRUITLESS_STREAMS:
             raise RuntimeError(f"its streams end after {before} of {target.size} bytes, and do not say why")

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
-from huggingface_hub import constants
 from huggingface_hub.errors import (
     BucketBatchError,
     BucketNotFoundError,
@@ -28,12 +27,13 @@ from hfshard.errors import (
 from hfshard.stores.buckets.hub_calls import (
     check_settings,
     describe_token,
+    hide_secrets,
     http_library,
     is_passing,
     offline_variable,
+    shown_endpoint,
     status_of,
-    without_queries,
-    without_token,
+    without_secrets,
 )
 from hfshard.stores.buckets.xet import XetFailedError
 
@@ -60,19 +60,23 @@ def translate_bucket_errors(address: StoreAddress) -> Iterator[None]:
     except HFValidationError as error:
         raise InvalidPathError(f"'{address}' can't be the address of a bucket: {error}", path=str(address)) from error
     except OfflineModeIsEnabled as error:
+        hide_secrets(error)
         raise StoreConnectionError(
             f"'{address}' can't be reached: offline mode is on. Unset {offline_variable()} to use the network.",
             path=str(address),
         ) from error
     except HfHubHTTPError as error:
+        hide_secrets(error)
         raise _of_answer(error, address) from error
     except failed as error:
+        hide_secrets(error)
         raise _unreachable(address, str(error) or type(error).__name__) from error
     except XetFailedError as error:
         raise _of_storage(error, address) from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
+        hide_secrets(error)
         raise StoreConnectionError(
-            f"The answer of {constants.ENDPOINT} is not that of a Hub with buckets ({type(error).__name__}): it may "
+            f"The answer of {shown_endpoint()} is not that of a Hub with buckets ({type(error).__name__}): it may "
             "come from a login page of the network or a proxy, or HF_ENDPOINT is wrong. Open the address in a browser.",
             path=str(address),
         ) from error
@@ -89,7 +93,7 @@ def _of_answer(error: HfHubHTTPError, address: StoreAddress) -> StoreError:
     if isinstance(error, BucketNotFoundError):
         kind = StoreAccessError if status == _NO_RIGHT[0] else StoreNotFoundError
         return kind(
-            f"There is no bucket '{address.bucket}' on {constants.ENDPOINT}, or it is private and may not be seen with "
+            f"There is no bucket '{address.bucket}' on {shown_endpoint()}, or it is private and may not be seen with "
             f"{used}. Check the address '{address}'; to make the bucket, run: hf buckets create {address.bucket}; to "
             f"see whose token it is: hf auth whoami.{said}",
             **about,
@@ -97,14 +101,14 @@ def _of_answer(error: HfHubHTTPError, address: StoreAddress) -> StoreError:
     if status in _NO_RIGHT:
         what = "does not know" if status == _NO_RIGHT[0] else "does not allow that to"
         return StoreAccessError(
-            f"{constants.ENDPOINT} {what} {used} (HTTP {status}, for '{address}').{said} {_LOGIN}", **about
+            f"{shown_endpoint()} {what} {used} (HTTP {status}, for '{address}').{said} {_LOGIN}", **about
         )
     if is_passing(error):
         return StoreConnectionError(
-            f"{constants.ENDPOINT} could not answer for '{address}' (HTTP {status}).{said} Run it again later.", **about
+            f"{shown_endpoint()} could not answer for '{address}' (HTTP {status}).{said} Run it again later.", **about
         )
     return StoreError(
-        f"{constants.ENDPOINT} answered HTTP {status} for '{address}'.{said or f' {_masked(str(error))}.'}", **about
+        f"{shown_endpoint()} answered HTTP {status} for '{address}'.{said or f' {_masked(str(error))}.'}", **about
     )
 
 
@@ -121,7 +125,7 @@ def _of_storage(error: XetFailedError, address: StoreAddress) -> StoreError:
 
 def _unreachable(address: StoreAddress, problem: str) -> StoreConnectionError:
     return StoreConnectionError(
-        f"The connection to {constants.ENDPOINT} or its storage failed for '{address}': {_masked(problem)}. "
+        f"The connection to {shown_endpoint()} or its storage failed for '{address}': {_masked(problem)}. "
         "Check the network, and run it again.",
         path=str(address),
     )
@@ -129,4 +133,4 @@ def _unreachable(address: StoreAddress, problem: str) -> StoreConnectionError:
 
 def _masked(text: str) -> str:
     """A text of others', for the middle of a message: without secrets, and without a full stop at its end."""
-    return without_queries(without_token(text, None)).rstrip(". \n")
+    return without_secrets(text, None).rstrip(". \n")

@@ -13,6 +13,7 @@ from typing import Any, Final
 from huggingface_hub import constants, get_session, get_token
 from huggingface_hub.errors import HfHubHTTPError
 
+from hfshard._util.text import without_url_secrets
 from hfshard._util.threads import pause
 from hfshard.errors import HfshardError
 
@@ -26,7 +27,7 @@ _LONGEST_RETRY_AFTER: Final = 600.0
 _RETRIED: Final = frozenset({408, 429, 500, 502, 503, 504})
 
 _TOKEN_VARIABLES: Final = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
-_QUERY: Final = re.compile(r"(https?://[^\s?\"'<>]*)\?[^\s\"'<>)]*")
+_ENDPOINT_USER: Final = re.compile(r"(?<=://).*@", re.DOTALL)
 _SHOWN_CHARACTERS: Final = 4
 """Characters of a token in messages: enough to recognize it, too few to use it."""
 _SHOWN_FROM: Final = 16
@@ -115,15 +116,27 @@ def _masked(token: str) -> str:
     return f"'…{token[-_SHOWN_CHARACTERS:]}'" if len(token) >= _SHOWN_FROM else "'…'"
 
 
-def without_token(text: str, token: str | bool | None) -> str:
-    """Mask the token of a call wherever a text, such as a server's answer, quotes it."""
+def shown_endpoint() -> str:
+    """The Hub's endpoint for messages: without a user and password, which that of a mirror may have."""
+    return _ENDPOINT_USER.sub("", constants.ENDPOINT)
+
+
+def without_secrets(text: str, token: str | bool | None) -> str:
+    """Mask the token of a call wherever a text, such as a server's answer, quotes it; and what its URLs hold."""
     used = token if isinstance(token, str) else None if token is False else get_token()
+    text = without_url_secrets(text)
     return re.sub(rf"(?<![\w-]){re.escape(used)}(?![\w-])", "…", text) if used else text
 
 
-def without_queries(text: str) -> str:
-    """Cut the queries from the addresses in a text: those of a storage server are signed."""
-    return _QUERY.sub(r"\1?…", text)
+def hide_secrets(error: BaseException) -> None:
+    """Take URLs' secrets out of an error of others and its causes, which a traceback shows above hfshard's own."""
+    seen: set[int] = set()
+    found: BaseException | None = error
+    while found is not None and id(found) not in seen:
+        seen.add(id(found))
+        if not isinstance(found, HfshardError):
+            found.args = tuple(without_url_secrets(part) if isinstance(part, str) else part for part in found.args)
+        found = found.__cause__ or found.__context__
 
 
 def offline_variable() -> str:
@@ -153,7 +166,8 @@ def wait_before(attempt: int, error: BaseException, what: str) -> None:
     wait_seconds = _FIRST_WAIT_SECONDS * 2 ** (attempt - 2)
     if isinstance(error, HfHubHTTPError):
         wait_seconds = max(wait_seconds, retry_after(error.response) or 0.0)
-    logger.warning("%s (%s); trying again in %g s, attempt %d of %d.", what, error, wait_seconds, attempt, ATTEMPTS)
+    problem = without_url_secrets(str(error))
+    logger.warning("%s (%s); trying again in %g s, attempt %d of %d.", what, problem, wait_seconds, attempt, ATTEMPTS)
     pause(wait_seconds)
 
 

@@ -12,8 +12,8 @@ from typing import Any, Final, Literal, TypeVar
 
 import hf_xet
 
+from hfshard._util.text import without_url_secrets
 from hfshard._util.threads import ProcessLock, cancellation, start_thread
-from hfshard.stores.buckets.hub_calls import without_queries
 from hfshard.stores.buckets.turns import downloads_at_once, uploads_at_once
 from hfshard.stores.memory import store_memory_bytes
 
@@ -121,7 +121,7 @@ def asked(call: Callable[[], _Answer]) -> _Answer:
     try:
         return call()
     except (OSError, RuntimeError, ValueError) as error:
-        message = without_queries(str(error)) or type(error).__name__
+        message = without_url_secrets(str(error)) or type(error).__name__
         kind = kind_of(error)
     raise XetFailedError(message, kind)
 

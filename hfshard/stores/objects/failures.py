@@ -13,6 +13,8 @@ from obstore.exceptions import (
     PreconditionError,
 )
 
+from hfshard._util.text import without_url_secrets
+
 OBSTORE_ERRORS: Final = (BaseError, FileNotFoundError)
 """What obstore raises when a request fails."""
 
@@ -126,10 +128,11 @@ def read_failure(error: BaseException) -> Failure:
     status = _STATUS.search(shown)
     code = _first(_CODE, shown)
     transport = _TRANSPORT.search(debug)
+    said = _first(_MESSAGE, shown) or ("" if status else shown.partition("\n")[0])
     return Failure(
         status=int(status.group(1)) if status else None,
         code=code,
-        message=_SECRET.sub("***", _first(_MESSAGE, shown) or ("" if status else shown.partition("\n")[0])).strip(" ."),
+        message=_SECRET.sub("***", without_url_secrets(said)).strip(" ."),
         transport=transport.group(1) if transport and not status else "",
         differs=isinstance(error, AlreadyExistsError | PreconditionError | NotModifiedError)
         and code not in _COLLISIONS,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import threading
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
@@ -17,6 +16,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 from botocore.loaders import create_loader
 from obstore.store import S3Store
 
+from hfshard._util.text import without_url_secrets
 from hfshard._util.threads import in_threads
 from hfshard.errors import HfshardError, StoreAccessError, StoreConnectionError, StoreError
 from hfshard.stores.objects.connection import Connection, Service, make_clients, refusal
@@ -62,7 +62,6 @@ _READ_BY_OBSTORE: Final = {
     "AWS_SKIP_SIGNATURE": "skip_signature",
 }
 """Variables that obstore reads by itself -> its setting. A header with a newline is a panic."""
-_SECRETS: Final = re.compile(r"[^\s/\"']+@|\?[^\s\"']*")
 _CREDENTIALS_LAST: Final = timedelta(minutes=10)
 """botocore is asked again after this time; it renews them by itself, long before they expire."""
 
@@ -169,7 +168,7 @@ def _credentials(session: Any, address: str) -> _Credentials:
 
 def _said(error: BaseException) -> str:
     """What botocore says, without the user and the password of an endpoint or a proxy, and without queries."""
-    return _SECRETS.sub("***", str(error)).rstrip(".")
+    return without_url_secrets(str(error)).rstrip(".")
 
 
 def _settings(bucket: str, client: Any) -> S3Config:

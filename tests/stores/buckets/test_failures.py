@@ -20,7 +20,6 @@ from hfshard.errors import (
     StoreNotFoundError,
 )
 from hfshard.stores.buckets.bucket_store import BucketStore
-from hfshard.stores.buckets.hub_calls import without_queries
 from hfshard.stores.opening import open_store
 from tests.helpers import forkserver
 from tests.hubserver.faults import Fault
@@ -160,10 +159,8 @@ def test_errors_name_the_address_and_what_to_do(
 def test_a_secret_never_stands_in_a_message(store: BucketStore) -> None:
     store.put("a", b"1")
     token = store._write_tokens.current()
-    signed = "GET https://s3.example/x?X-Amz-Signature=abc&y=1 and http://h/p?sig=1) failed"
 
     assert token.secret not in repr(token) + repr(store._write_tokens)
-    assert without_queries(signed) == "GET https://s3.example/x?… and http://h/p?…) failed"
 
 
 @pytest.mark.parametrize("token", ["hf_wr\x01ite", "hf_wrïte"])
