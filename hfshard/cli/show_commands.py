@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import argparse
 import os
+from typing import Final
 
 from hfshard._util.size import format_size
 from hfshard.cli.output import print_json, print_text, printable
 from hfshard.viewing.show import show_checkpoint
 from hfshard.viewing.stills import Still, parse_still_size
+
+_NAME_BYTES: Final = 250
+"""Of a file's name without ".html"; in a store, names have up to 1,024."""
 
 
 def show(arguments: argparse.Namespace) -> int:
@@ -53,4 +57,5 @@ def default_output(checkpoint: str) -> str:
     if "://" not in checkpoint:
         checkpoint = os.path.abspath(os.path.expanduser(checkpoint))  # of ".": the directory's own name
     name = checkpoint.rstrip("/").rpartition("/")[2].partition("?")[0]
+    name = name.encode(errors="ignore")[:_NAME_BYTES].decode(errors="ignore")
     return f"{name or 'checkpoint'}.html"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
@@ -28,6 +29,9 @@ _CODE_SUFFIX: Final = ".py"
 
 _PLAIN: Final = re.compile(r"[^A-Za-z0-9_.-]")
 """What is not taken over into the name of a directory."""
+_LONGEST_NAME: Final = 255
+"""Bytes of a directory's name on Linux and macOS; in a store a name has up to 1,024."""
+_DIGEST_DIGITS: Final = 16
 
 
 class Skeleton:
@@ -52,15 +56,28 @@ class Skeleton:
         below = [part for part in subfolder.split("/") if part]
         place = "/".join(folder.path.split("/")[: -len(below)]) if below else folder.path
         # transformers keeps a checkpoint's code under the name of its directory: the same one each time.
-        self.path = os.path.join(parent, _PLAIN.sub("_", place.rpartition("/")[2]).lstrip(".") or "_")
+        self.path = os.path.join(parent, _directory_name(place.rpartition("/")[2]))
         """What is given to transformers, together with the subfolder."""
+        self._long_part = next((part for part in below if len(os.fsencode(part)) > _LONGEST_NAME), None)
+        if self._long_part is not None:
+            below = [_directory_name(subfolder)]  # holds nothing: see `fill`
         self.directory = os.path.join(self.path, *below)
         os.makedirs(self.directory)
         self.is_filled = False
         """Whether somebody wants the files, so that they are kept as they are far away."""
 
     def fill(self) -> None:
-        """List what is there, and bring the directory to it (raises as `refresh`, if it kept changing)."""
+        """List what is there, and bring the directory to it (raises as `refresh`, if it kept changing).
+
+        Raises:
+            InvalidArgumentError: No directory can have the name of the subfolder, which transformers is given.
+        """
+        if self._long_part is not None:
+            raise InvalidArgumentError(
+                f"subfolder has a part of {len(os.fsencode(self._long_part))} bytes, and a directory's name on this "
+                f"machine has at most {_LONGEST_NAME}. Make it a part of the address: '{self._folder.path}'.",
+                path=self._folder.path,
+            )
         self.is_filled = True
         for _ in range(FAR_TRIES - 1):
             self._folder.look_early()
@@ -101,6 +118,16 @@ class Skeleton:
         """Whether the config names code of the checkpoint, which may be in folders."""
         has_config = self._folder.has(CONFIG_NAME)
         return has_config and b'"auto_map"' in self._folder.read_small(CONFIG_NAME, MAX_CONFIG_BYTES)
+
+
+def _directory_name(name: str) -> str:
+    """What the temporary directory of a folder in a store is called: like that, as far as directories can be."""
+    plain = _PLAIN.sub("_", name).lstrip(".") or "_"
+    module = "_" + plain.replace(".", "_dot_").replace("-", "_hyphen_")  # transformers' directory for its code
+    if len(module) <= _LONGEST_NAME:
+        return plain
+    digest = hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()[:_DIGEST_DIGITS]
+    return f"{module[: _LONGEST_NAME - len(digest) - 1]}_{digest}"
 
 
 def _remove(directory: str, process: int) -> None:

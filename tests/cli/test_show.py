@@ -74,6 +74,7 @@ def test_page_has_the_name_of_its_checkpoint() -> None:
     assert default_output("org/name@v1") == "name@v1.html"
     assert default_output("s3://bucket/runs/bert?region=eu") == "bert.html"
     assert default_output("hf://buckets/org/name/") == "name.html"
+    assert default_output(f"s3://bucket/{'é' * 150}") == f"{'é' * 125}.html"
     assert default_output("/") == "checkpoint.html"
     assert default_output(".") == f"{Path.cwd().name}.html"
 

@@ -104,6 +104,36 @@ def test_models_of_transformers(
     assert list(tmp_path.glob("hfshard-*")) == []
 
 
+@pytest.mark.parametrize("name", ["n" * 300, "é" * 200, "a-" * 127])
+def test_a_name_that_no_directory_can_have_loads(
+    saved: tuple[Path, Llama], store_address: str, modules_cache: Path, name: str
+) -> None:
+    directory, model = saved
+    address = f"{store_address}/{name}"
+    put_directory(directory, address)
+
+    assert len(hfshard.load_state_dict(address)) == len(hfshard.load_state_dict(directory))
+    loaded = Llama.from_pretrained(address)
+    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
+    assert loaded.config.name_or_path == address
+
+    place = f"{address}/{name}"
+    hfshard.save_state_dict({"part.weight": torch.ones(3, 2), "part.bias": torch.arange(3.0)}, place)
+    store = open_store(place)
+    store.put("config.json", json.dumps({"model_type": "net_of_its_own", "auto_map": AUTO_MAP}).encode())
+    store.put("net_code.py", CODE.encode())
+    store.put("net_parts.py", PARTS.encode())
+    net = hfshard.load_model(transformers.AutoModel, place, trust_remote_code=True)
+    assert torch.equal(net.part.bias, torch.arange(3.0))
+
+
+def test_a_subfolder_that_no_directory_can_be_is_for_the_address(saved: tuple[Path, Llama], store_address: str) -> None:
+    put_directory(saved[0], f"{store_address}/{'n' * 300}")
+    assert "lm_head.weight" in hfshard.load_state_dict(store_address, subfolder="n" * 300, keys=["lm_head.weight"])
+    with pytest.raises(InvalidArgumentError, match=r"300 bytes, .* at most 255\. Make it a part of the address"):
+        Llama.from_pretrained(store_address, subfolder="n" * 300)
+
+
 CODE = """
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
