@@ -37,7 +37,8 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "__main__",
     ),
     "_util": (
-        "addresses arguments file_errors garbage importing own_descriptor progress size text threads",
+        "address_hints arguments file_errors garbage importing own_descriptor progress size text threads",
+        "addresses",
         "paths",
     ),
     "_util.importing": ("announcement import_hook lazy",),

@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from hfshard._util.address_hints import suggest_address
 from hfshard.errors import InvalidPathError
 
 _URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
@@ -23,6 +24,7 @@ SCHEMES: Final = frozenset(_FORMS)
 """"s3", "gs", "az" and "hf"."""
 
 _BUCKETS: Final = "buckets"
+_WEB: Final = frozenset({"http", "https"})
 
 _SECRETS: Final = re.compile(r"(?<=://)[^/]*@|\?.*", re.DOTALL)
 """Where credentials and signed queries stand in a URL."""
@@ -52,7 +54,7 @@ class StoreAddress:
 
 def is_address(place: Any) -> bool:
     """Whether something is the text of an address of a store, valid or not, and no path or repo_id."""
-    return isinstance(place, str) and _URL.match(place) is not None and not place.startswith("file:")
+    return isinstance(place, str) and _URL.match(place) is not None and not place.lower().startswith("file:")
 
 
 def names_store(place: Any) -> bool:
@@ -78,17 +80,20 @@ def parse_address(text: str, argument: str = "path") -> StoreAddress:
     scheme, _, rest = text.partition("://")
     scheme = scheme.lower()
     if scheme not in _FORMS:
+        advice = suggest_address(text)
+        if advice is None:
+            service = " For a service that speaks S3, set AWS_ENDPOINT_URL_S3 to its URL." if scheme in _WEB else ""
+            advice = f"Give a directory, or one of {', '.join(_FORMS.values())}.{service}"
         raise InvalidPathError(
-            f"{argument}={shown!r} begins with a scheme that hfshard does not know. Give a directory, or one of "
-            f"{', '.join(_FORMS.values())}.",
+            f"{argument}={shown!r} begins with a scheme that hfshard does not know. {advice}",
             path=shown,
         )
     parts = [part for part in rest.split("/") if part]
     if scheme == "hf":
         if parts[:1] != [_BUCKETS]:
+            advice = suggest_address(text) or "For a repo, write org/name."
             raise InvalidPathError(
-                f"{argument}={shown!r} is not the address of a bucket, which is {_FORMS['hf']}. For a repo, write "
-                "org/name.",
+                f"{argument}={shown!r} is not the address of a bucket, which is {_FORMS['hf']}. {advice}",
                 path=shown,
             )
         parts = ["/".join(parts[1:3]), *parts[3:]] if len(parts) > 2 else []

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+from typing import Final
 
-from hfshard._util.addresses import SCHEMES, is_address, parse_address
+from hfshard._util.address_hints import check_slashes
+from hfshard._util.addresses import is_address, parse_address
 from hfshard.errors import InvalidPathError
+
+_FILE_SCHEME: Final = "file://"
 
 
 def absolute_path(path: str | os.PathLike[str], argument: str = "path") -> str:
@@ -20,7 +24,7 @@ def absolute_path(path: str | os.PathLike[str], argument: str = "path") -> str:
 
     Raises:
         InvalidPathError: It is no path, or it is relative and the working directory is gone; or it is an address of an
-            unknown kind, or without a bucket.
+            unknown kind, without a bucket, or that has lost a slash.
 
     Example:
         >>> absolute_path("/srv//models/./bert/")
@@ -29,8 +33,10 @@ def absolute_path(path: str | os.PathLike[str], argument: str = "path") -> str:
     text = path_text(path, argument)
     if is_address(text):
         return str(parse_address(text, argument))
-    if not isinstance(path, str):
-        _refuse_address(text, argument)
+    if text.lower().startswith(_FILE_SCHEME):
+        raise InvalidPathError(
+            f"{argument}={text!r} is a file URL. Write the path alone: {text[len(_FILE_SCHEME) :]!r}.", path=text
+        )
     text = os.path.expanduser(text)
     if not os.path.isabs(text):
         try:
@@ -64,7 +70,8 @@ def path_text(path: str | os.PathLike[str], argument: str = "path") -> str:
     """Check a path, or a name that may be one, and return it as text.
 
     Raises:
-        InvalidPathError: It is empty, bytes or no path at all, or no file can have such a name.
+        InvalidPathError: It is empty, bytes or no path at all, or no file can have such a name; or it was an address
+            that lost a slash.
     """
     try:
         text = os.fspath(path)
@@ -78,18 +85,8 @@ def path_text(path: str | os.PathLike[str], argument: str = "path") -> str:
         raise _refused(path, argument) from error
     if b"\0" in raw:
         raise _refused(path, argument)
+    check_slashes(text, argument)
     return text
-
-
-def _refuse_address(text: str, argument: str) -> None:
-    """Refuse a path object that was made of an address: it has lost a slash, and would lead below this directory."""
-    scheme, _, rest = text.partition(":/")
-    if rest and scheme.lower() in SCHEMES and not os.path.isabs(text):
-        raise InvalidPathError(
-            f"{argument}={text!r} is a path object made of the address of a store, which has lost a slash. Give the "
-            f"address as text: {scheme + '://' + rest!r}.",
-            path=text,
-        )
 
 
 def _refused(path: object, argument: str) -> InvalidPathError:

@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Final
 
+from hfshard._util.address_hints import check_slashes
 from hfshard._util.addresses import is_address
 from hfshard.cli.arguments.parser import make_parser
 from hfshard.cli.output import drop_output, print_message, printable, replace_closed_streams, use_any_encoding
@@ -105,6 +106,10 @@ def _run_command(arguments: argparse.Namespace) -> int:
 
 
 def _no_directory(path: str) -> str:
+    try:
+        check_slashes(path, "directory")
+    except InvalidPathError as error:
+        return printable(error.message)
     hint = "it does not exist"
     if _REPO_ID.fullmatch(path):
         hint = f"it does not exist. A repo of the Hub is pulled first: hfshard pull {path} NEW_DIR"

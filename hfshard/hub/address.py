@@ -6,8 +6,10 @@ import os
 from typing import Final
 from urllib.parse import unquote, urlsplit
 
+from hfshard._util.address_hints import check_slashes, suggest_address
 from hfshard._util.addresses import names_store, parse_address
 from hfshard._util.paths import absolute_path, path_text
+from hfshard._util.text import without_url_secrets
 from hfshard.errors import InvalidArgumentError
 from hfshard.storage.disk.hub_place import has_hub_marker
 
@@ -22,10 +24,11 @@ def directory_of(repo_id: str | os.PathLike[str]) -> str | None:
     or `~`, or is `.` or `..`), and the name of a directory hub, so that what is loaded from there is pushed there.
 
     Raises:
-        InvalidArgumentError: A URL of another machine, or of another kind; or the address of a store.
+        InvalidArgumentError: A URL of another machine, or of another kind; or the address of a store, or what was one.
     """
     if not isinstance(repo_id, str):
         return os.path.expanduser(path_text(repo_id, "repo_id"))
+    check_slashes(repo_id, "repo_id")
     if repo_id.startswith(_FILE_SCHEME):
         parts = urlsplit(repo_id)
         if parts.netloc not in ("", "localhost") or not parts.path or parts.query or parts.fragment:
@@ -43,11 +46,11 @@ def directory_of(repo_id: str | os.PathLike[str]) -> str | None:
             path=repo_id,
         )
     if "://" in repo_id:
-        raise InvalidArgumentError(
-            f"'{repo_id}' is not a repo_id: write org/name (for another server, set HF_ENDPOINT), "
-            "or a path or file:// URL of a directory.",
-            path=repo_id,
+        advice = suggest_address(repo_id) or (
+            "Write org/name (for another server, set HF_ENDPOINT), or a path or file:// URL of a directory."
         )
+        shown = without_url_secrets(repo_id)
+        raise InvalidArgumentError(f"'{shown}' is not a repo_id. {advice}", path=shown)
     if repo_id.startswith(_PATH_STARTS) or repo_id in (".", "..") or has_hub_marker(repo_id):
         return os.path.expanduser(repo_id)
     return None

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hfshard._util.address_hints import has_lost_slash
 from hfshard._util.addresses import is_address
 from hfshard._util.paths import path_text
 from hfshard.constants import CHANGED_RETRIES
@@ -238,7 +239,7 @@ def _build(
         signed = _check_signature(local, source, kwargs, options)
         refuse_file_without_config(local, kwargs)
     except (InvalidArgumentError, CheckpointNotFoundError, HubError):
-        if not options.is_lenient or is_address(path):
+        if not options.is_lenient or is_address(path) or has_lost_slash(path):
             raise
         return build(path, *model_args, **kwargs)  # which has an error of its own, or knows what we don't
     if local.weights_name is None and is_adapter(local.directory):  # its base may be another repo, without our commit

@@ -123,6 +123,7 @@ def _pull_from_store(
     progress: bool | None,
     overwrite: bool,
 ) -> str:
+    address = absolute_path(address, "repo_id")
     given = {
         "revision": query.revision,
         "token": query.token,
@@ -142,5 +143,4 @@ def _pull_from_store(
             "(hfshard pull ADDRESS DIR).",
             path=address,
         )
-    place = absolute_path(address, "repo_id")
-    return copy_checkpoint(place, local_dir, query, verify=verify, progress=progress, overwrite=overwrite)
+    return copy_checkpoint(address, local_dir, query, verify=verify, progress=progress, overwrite=overwrite)
