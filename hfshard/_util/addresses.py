@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from hfshard._util.address_hints import suggest_address
-from hfshard.errors import InvalidPathError
+from hfshard.errors import InvalidArgumentError, InvalidPathError
 
 _URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
@@ -110,3 +110,29 @@ def parse_address(text: str, argument: str = "path") -> StoreAddress:
             path=shown,
         )
     return StoreAddress(scheme, parts[0], "/".join(parts[1:]))
+
+
+def refuse_hub_arguments(address: str, *, revision: str | None = None, token: str | bool | None = None) -> None:
+    """Refuse what only a repo of a hub has, where an address was given: it would be ignored.
+
+    Args:
+        address: Of a place in a store.
+        revision: That of the call; "main", the default of transformers' functions, is none.
+        token: That of the call. True, the saved one, is what buckets of the Hub use; False, none, what others do.
+
+    Raises:
+        InvalidArgumentError: It names the argument, and what to do.
+    """
+    if revision not in (None, "", "main"):
+        raise InvalidArgumentError(
+            f"revision={revision!r} is for a hub: '{address}' is in a store, which has no revisions. Leave it out; "
+            "what is to be kept has a folder of its own.",
+            path=address,
+        )
+    is_of_hub = address.startswith("hf:")
+    if token not in (None, "", is_of_hub):
+        login = "the saved token: run 'hf auth login', or set HF_TOKEN" if is_of_hub else "its service's own settings"
+        raise InvalidArgumentError(
+            f"token is for a hub: '{address}' is in a store, which is accessed with {login}. Leave it out.",
+            path=address,
+        )

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
-from hfshard._util.addresses import is_address
+from hfshard._util.addresses import is_address, refuse_hub_arguments
 from hfshard._util.paths import absolute_path, path_text
 from hfshard._util.progress import bytes_bar
 from hfshard.constants import CONFIG_NAME, SAFETENSORS_SUFFIX
@@ -74,11 +74,12 @@ class CheckpointSource:
         """Check the path, and make that of a directory absolute.
 
         Raises:
-            InvalidArgumentError: It is no path and no name.
+            InvalidArgumentError: It is no path and no name; or a revision or a token is given with an address.
         """
         name = path_text(self.path)
         if is_address(name):
             object.__setattr__(self, "path", absolute_path(name))
+            refuse_hub_arguments(self.path, revision=self.query.revision, token=self.query.token)
             return
         directory = name if os.path.isdir(name) else directory_of(name)
         if directory is not None:

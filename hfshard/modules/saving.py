@@ -14,7 +14,7 @@ from typing import Any, Final
 from huggingface_hub import PyTorchModelHubMixin
 from torch import nn
 
-from hfshard._util.addresses import is_address
+from hfshard._util.addresses import is_address, refuse_hub_arguments
 from hfshard._util.arguments import refuse_pickles, refuse_unknown
 from hfshard._util.paths import absolute_path
 from hfshard.constants import CONFIG_NAME, DEFAULT_MAX_SHARD_SIZE, README
@@ -126,6 +126,8 @@ def save_plain(
     refuse_hub(directory)
     extras = ModuleExtras.taken_from(kwargs)
     _check_arguments(given, kwargs)
+    if is_address(directory) and not given["push_to_hub"]:
+        refuse_hub_arguments(directory, revision=kwargs.get("revision"), token=given["token"])
     save = _ModuleSave(
         model=model,
         directory=directory,

@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from transformers import PreTrainedModel
 
-from hfshard._util.addresses import is_address
+from hfshard._util.addresses import is_address, refuse_hub_arguments
 from hfshard._util.arguments import refuse_pickles, refuse_unknown
 from hfshard._util.paths import absolute_path
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
@@ -168,6 +168,8 @@ def answer_save(
         options, max_shard_size=max_shard_size, variant=variant, save_original_format=save_original_format
     )
     directory = absolute_path(save_directory, "save_directory")
+    if is_address(directory) and not push_to_hub:
+        refuse_hub_arguments(directory, revision=kwargs.get("revision"), token=token)
     if needs_transformers_saver(model, distributed_checkpoint=distributed_checkpoint):
         if is_main_process and state_dict is None:
             refuse_partitioned(model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from hfshard._util.addresses import is_address, refuse_hub_arguments
 from hfshard._util.file_errors import names_files
 from hfshard._util.size import parse_size
 from hfshard.errors import InvalidArgumentError, InvalidPathError
@@ -113,6 +114,8 @@ def show_checkpoint(
     elif root is not None:
         of_one = {"variant": variant, "key": key, "subfolder": subfolder, "revision": revision, "max_shard_size": limit}
         _refuse(of_one, "is for one checkpoint, not for a run")
+        if is_address(root):
+            refuse_hub_arguments(root, token=token)
         page = page_of_run(root, best, metric_mode)
     else:
         _refuse({"best": best}, "is for a run, not for one checkpoint")

@@ -1,11 +1,17 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
+import torch
+import transformers
+from torch import nn
 
 import hfshard
-from hfshard._util.addresses import StoreAddress, is_address, parse_address
+from hfshard._util.addresses import StoreAddress, is_address, parse_address, refuse_hub_arguments
 from hfshard._util.paths import absolute_path
-from hfshard.errors import InvalidPathError
+from hfshard.errors import InvalidArgumentError, InvalidPathError
 
 
 @pytest.mark.parametrize(
@@ -65,3 +71,58 @@ def test_paths_and_names_are_no_addresses(text: object) -> None:
 def test_a_cache_is_on_a_disk() -> None:
     with pytest.raises(InvalidPathError, match="cache_dir='s3://b/cache' is the address of a store: give a directory"):
         hfshard.load_state_dict("org/name", cache_dir="s3://b/cache")
+
+
+class Plain(hfshard.ShardedModelMixin, nn.Linear):
+    pass
+
+
+class Bert(hfshard.ShardedModelMixin, transformers.BertModel):
+    pass
+
+
+CONFIG = transformers.BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
+WITH_HUB_ARGUMENTS: dict[str, Callable[..., object]] = {
+    "load_state_dict": hfshard.load_state_dict,
+    "load_model": lambda place, **given: hfshard.load_model(nn.Linear(1, 1), place, **given),
+    "load_model of a class": lambda place, **given: hfshard.load_model(transformers.AutoModel, place, **given),
+    "load a plain module": Plain.from_pretrained,
+    "load a model": Bert.from_pretrained,
+    "save a plain module": lambda place, **given: Plain(1, 1).save_pretrained(place, **given),
+    "save a model": lambda place, **given: Bert(CONFIG).save_pretrained(place, **given),
+    "re-shard": lambda place, **given: hfshard.reshard_checkpoint(place, "out", "1GB", **given),
+    "push": lambda place, **given: hfshard.push_checkpoint("good", place, **given),
+    "pull": lambda place, **given: hfshard.pull_checkpoint(place, "out", **given),
+    "dcp reader": lambda place, **given: hfshard.distributed.StorageReader(place, **given).read_metadata(),
+}
+WITH_A_TOKEN: dict[str, Callable[..., object]] = {
+    "restore": lambda place, **given: hfshard.CheckpointManager("run").restore(
+        hfshard.training.TrainingState(model=nn.Linear(1, 1)), place, **given
+    ),
+    "diff": lambda place, **given: hfshard.diff_checkpoints(place, place, **given),
+}
+
+
+@pytest.mark.parametrize("act", WITH_HUB_ARGUMENTS | WITH_A_TOKEN)
+def test_what_only_a_hub_has_is_refused_with_an_address_before_it_is_asked(
+    act: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    hfshard.save_state_dict({"a": torch.ones(2)}, "good")
+    do = (WITH_HUB_ARGUMENTS | WITH_A_TOKEN)[act]
+    for place in ("s3://models/bert", "hf://buckets/org/name/bert"):
+        with pytest.raises(InvalidArgumentError, match=rf"token is for a hub: '{place}' is in a store.*Leave it out\."):
+            do(place, token="hf_secret")
+        if act in WITH_HUB_ARGUMENTS:
+            with pytest.raises(InvalidArgumentError, match=rf"revision.* is for a hub: '{place}' .* Leave it"):
+                do(place, revision="v1")
+
+
+def test_defaults_are_no_arguments_of_a_hub() -> None:
+    refuse_hub_arguments("s3://models/bert", revision="main", token=False)
+    refuse_hub_arguments("hf://buckets/org/name", token=True)
+    refuse_hub_arguments("gs://models", revision="", token="")
+    with pytest.raises(InvalidArgumentError, match="with the saved token: run 'hf auth login', or set HF_TOKEN"):
+        refuse_hub_arguments("hf://buckets/org/name", token=False)
+    with pytest.raises(InvalidArgumentError, match="with its service's own settings"):
+        refuse_hub_arguments("az://models", token=True)

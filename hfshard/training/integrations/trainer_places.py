@@ -62,7 +62,8 @@ def _fetched(place: Place, manager: CheckpointManager, args: TrainingArguments) 
     if address is None or (os.path.isdir(address) and not has_hub_marker(os.fspath(address))):
         return None
     try:
-        checkpoint, _ = checked_at(address, "full", token=args.hub_token, progress=manager.progress, is_read_next=True)
+        token = None if is_address(address) else args.hub_token  # of a store, it is for pushes
+        checkpoint, _ = checked_at(address, "full", token=token, progress=manager.progress, is_read_next=True)
     except CheckpointNotFoundError:
         if is_address(address):
             raise

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final, Literal, TypedDict
 
-from hfshard._util.addresses import is_address
+from hfshard._util.addresses import is_address, refuse_hub_arguments
 from hfshard._util.paths import absolute_path
 from hfshard.constants import README, SAFETENSORS_SUFFIX
 from hfshard.errors import (
@@ -241,7 +241,7 @@ def checked_at(
         is_read_next: As in `finding.check_run_checkpoint`.
 
     Raises:
-        InvalidArgumentError: `place` is not one.
+        InvalidArgumentError: `place` is not one, or is the address of a store, for which there is no token.
         CheckpointNotFoundError: There is no training checkpoint; a model alone is not one.
         HubNotFoundError, HubAccessError, HubConnectionError, HubError: The repo can't be read.
         DamagedCheckpointError, UnsafePathError: It is damaged.
@@ -249,7 +249,9 @@ def checked_at(
     if isinstance(place, str) and place.isdecimal() and not os.path.isdir(place):
         raise InvalidArgumentError(f"'{place}' is neither a place nor a step: give a step as a number, {int(place)}.")
     if is_address(place):
-        found = _in(absolute_path(place, "place"))
+        place = absolute_path(place, "place")
+        refuse_hub_arguments(place, token=token)
+        found = _in(place)
         return found, check_run_checkpoint(found, verify, progress, is_read_next=is_read_next)
     path, revision = split_address(place)
     query = CheckpointQuery(revision=revision, token=token)

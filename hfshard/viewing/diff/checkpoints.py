@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Final, TypeVar
 
+from hfshard._util.addresses import is_address
 from hfshard._util.file_errors import names_files
 from hfshard.errors import CheckpointChangedError, InvalidArgumentError
 from hfshard.hub.resolve import CheckpointQuery
@@ -89,11 +90,14 @@ def diff_checkpoints(
         report = hfshard.diff_checkpoints("base", "fine-tuned")
         trained = [tensor.name for tensor in report.tensors if tensor.kind == "changed"]
     """
-    query = CheckpointQuery(variant=variant, token=token)
+    query = CheckpointQuery(variant=variant)
     options = LoadOptions(verify="structure" if verify in ("full", "sha256") else verify, progress=progress)
     asked = Asked(values, trusts_digests=verify not in ("full", "sha256"))
     subfolders = _pair("subfolder", subfolder)
-    queries = tuple(replace(query, subfolder=one or "") for one in subfolders)
+    tokens = [None if is_address(one) and not is_address(other) else token for one, other in ((a, b), (b, a))]
+    queries = tuple(
+        replace(query, subfolder=one or "", token=of_one) for one, of_one in zip(subfolders, tokens, strict=True)
+    )
     chosen = tuple(replace(options, key=one) for one in _pair("key", key))
     openings = [Opening(*one) for one in zip((a, b), queries, chosen, strict=True)]
     once = partial(_diff_once, openings, asked, has_one_key=isinstance(key, str))
