@@ -1,4 +1,4 @@
-"""The tables of hfshard/saving/stores/README.md say what a save does, and what readers find after each request."""
+"""hfshard/saving/stores/README.md: its tables say what a save does and what readers find, its rules are explored."""
 
 from __future__ import annotations
 
@@ -7,81 +7,90 @@ from typing import Any
 
 import pytest
 
+from hfshard.saving.request import SaveRequest
+from hfshard.saving.stores import own_puts
 from hfshard.saving.to_store import save_into
 from hfshard.saving.writing import OwnShardWriter
+from hfshard.storage.checkpoint.checkpoint import open_checkpoint
+from hfshard.storage.checkpoint.folder import StoreFolder
+from hfshard.storage.format.stored_save import split_object_name
 from tests import REPOSITORY
-from tests.stores.saving.checkpoints import found_in, request
+from tests.stores.exploring.mutants import mutants
+from tests.stores.saving.checkpoints import config, found_in, request, single
 from tests.stores.saving.memory_store import MemoryStore
-from tests.stores.saving.test_faults import TRANSITIONS, Transition
 
 README = REPOSITORY / "hfshard" / "saving" / "stores" / "README.md"
-TITLES = {
-    "Into an empty place": "into nothing, with a config",
-    "Over shards, config unchanged": "over shards, same config",
-    "Over shards, config changed": "over shards, new config",
-    "Over a single file, config unchanged": "over a single file",
-    "Over a single file, config changed": "over a single file, new config",
+SECTIONS: dict[str, tuple[SaveRequest | dict[str, bytes] | None, SaveRequest]] = {
+    "Into an empty place": (None, request(2, 2)),
+    "Over an earlier save, config unchanged": (request(1, 1), request(2, 1)),
+    "Over an earlier save, config changed": (request(1, 1), request(2, 2)),
+    "Over a file that another tool uploaded": (single(1) | {"config.json": config(1)}, request(2, 2)),
 }
 
 
-def rows_of(transition: Transition) -> list[list[str]]:
-    """What is done, and what transformers and huggingface_hub load afterwards."""
-    store = MemoryStore(transition.before())
+def rows_of(before: SaveRequest | dict[str, bytes] | None, new: SaveRequest) -> list[list[str]]:
+    """What is done, and what hfshard, transformers and huggingface_hub load afterwards."""
+    store = MemoryStore(before if isinstance(before, dict) else None)
+    if isinstance(before, SaveRequest):
+        save_into(store, before, lambda: None, OwnShardWriter())
     steps = [""]
-    found: list[tuple[Any, Any]] = [found_in(store.objects)]
+    found = [_found(store)]
 
     def after(kind: str, name: str) -> None:
         done = "send the shards"
         if kind != "finish":
-            names = [re.sub("[0-9a-f]{16}", "0123456789abcdef", one) for one in name.split()]
-            done = "<br>".join(f"`{kind} {one}`" for one in names)
+            done = "<br>".join(f"`{kind} {_usual(one)}`" for one in name.split())
         if steps[-1] == done:
             found.pop()
         else:
             steps.append(done)
-        found.append(found_in(store.objects))
+        found.append(_found(store))
 
     store.after = after
-    save_into(store, transition.new, lambda: None, OwnShardWriter())
-    return [[step, *map(_words, pair, found[0], found[-1])] for step, pair in zip(steps, found, strict=True)]
+    save_into(store, new, lambda: None, OwnShardWriter())
+    states = [[_word(one, first, last) for one, first, last in zip(now, found[0], found[-1], strict=True)] for now in found]
+    return [[step, *words] for step, words in zip(steps, states, strict=True)]
 
 
-def _words(found: Any, old: Any, new: Any) -> str:
-    return "error" if found is None else {str(old): "old", str(new): "new"}[str(found)]
+def _usual(name: str) -> str:
+    split = split_object_name(name)
+    return name if split is None else f"{split[1].number}: {split[0]}"
 
 
-@pytest.mark.parametrize("title", TITLES)
+def _found(store: MemoryStore) -> tuple[Any, Any, Any]:
+    """The config and weights that hfshard, transformers and huggingface_hub load."""
+    copy = MemoryStore(store.objects.copy())
+    own_puts_before = dict(own_puts._OBJECTS)
+    folder = StoreFolder(copy, str(copy.address))
+    try:
+        with open_checkpoint(folder) as checkpoint:
+            weights = {float(tensor[0]) for tensor in checkpoint.read(checkpoint.keys).values()}
+            ours = folder.read_small("config.json", 1000), weights
+    except FileNotFoundError:
+        ours = None
+    assert own_puts_before == dict(own_puts._OBJECTS)
+    stock, hub = found_in(store.objects)
+    return ours, stock, hub
+
+
+def _word(found: Any, old: Any, new: Any) -> str:
+    return "error" if found is None else {str(old): "old", str(new): "new"}.get(str(found), "new config, old weights")
+
+
+@pytest.mark.parametrize("title", SECTIONS)
 def test_a_table_says_what_is_done(title: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HFSHARD_WRITERS", "1")
     section = README.read_text(encoding="utf-8").split(f"### {title}\n")[1].split("\n##")[0]
     written = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")][2:]
 
-    assert [[cell.strip().replace("**", "") for cell in row[:3]] for row in written] == rows_of(
-        TRANSITIONS[TITLES[title]]
-    )
+    assert [[cell.strip().replace("**", "") for cell in row[:4]] for row in written] == rows_of(*SECTIONS[title])
 
 
-@pytest.mark.parametrize(
-    ("name", "requests"),
-    [
-        ("into nothing", "list put put delete"),
-        ("over shards", "list sweep put delete"),
-        ("over shards, same config", "list sweep put delete"),
-        ("over shards, new config", "list sweep put put put put put put delete"),  # with a generation config
-    ],
-)
-def test_what_it_costs_beside_the_shards(name: str, requests: str) -> None:
-    transition = TRANSITIONS[name]
-    store = MemoryStore()
-    before = transition.before()
-    if before:  # by this process
-        save_into(store, request(1, 1 if "config.json" in before else None), lambda: None, OwnShardWriter())
-    store.requests.clear()
-    save_into(store, transition.new, lambda: None, OwnShardWriter())
+def test_each_rule_is_left_out_by_a_mutant() -> None:
+    section = README.read_text(encoding="utf-8").split("## The rules\n")[1].split("\n##")[0]
+    written = [int(number) for number in re.findall(r"^\| (\d) \|", section, flags=re.M)]
 
-    kinds = [one.split()[0] for one in store.requests]
-    assert [kind for kind in kinds if kind not in ("open", "finish")] == requests.split()
+    explored = {int(name[0]) for name in mutants() if name[0].isdigit()}
 
-    store.requests.clear()
-    save_into(store, transition.new, lambda: None, OwnShardWriter())
-    assert store.requests == ["list"]
+    assert written == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert explored == set(written) - {2}  # rule 2 is rule 1 and names: ids that are equal share them
