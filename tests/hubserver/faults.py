@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-KINDS = ("drop", "status", "slow", "corrupt", "truncate", "expired", "lost_answer", "race", "partial")
+KINDS = ("drop", "status", "slow", "corrupt", "truncate", "expired", "lost_answer", "race", "partial", "late")
 
 # A test that forgets to open its gate ends with an error of its own instead of hanging for ever.
 MAX_GATE_SECONDS = 110.0
@@ -29,6 +29,7 @@ class Fault:
         race: `action` runs in the server before the request is handled.
         partial: Of a bucket's batch only the first `operations` are carried out. Then `status` is answered; 200: with
             the others listed as failed; 0: the connection closes.
+        late: `status` is answered, and the request arrives when the test lets it; only a `FaultProxy` does this.
     """
 
     match: str

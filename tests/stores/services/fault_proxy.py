@@ -5,6 +5,7 @@ It is an origin of the test Hub's server with one route, so all of its faults ar
 
 from __future__ import annotations
 
+import threading
 from types import TracebackType
 from typing import Any, Self, cast
 
@@ -12,8 +13,8 @@ from tests.hubserver.faults import Fault, Faults
 from tests.hubserver.hub import Hub
 from tests.hubserver.log import Log, Request
 from tests.hubserver.server import ROUTES, Found, Origin, find_route
-from tests.hubserver.wire import Exchange, HangUpError, Headers
-from tests.stores.services.upstream import ask
+from tests.hubserver.wire import Exchange, HangUpError, Headers, HubError
+from tests.stores.services.upstream import Answer, ask
 
 _HOP = {"connection", "content-length", "transfer-encoding", "keep-alive", "expect"}
 """Headers of one connection; those of the body's length are made anew."""
@@ -34,6 +35,8 @@ class FaultProxy:
         self.faults = Faults()
         self.log = Log()
         self.errors: list[str] = []
+        self._late: list[tuple[str, str, bytes, dict[str, str]]] = []
+        self._lock = threading.Lock()
         self._origin = _Front(self)
 
     @property
@@ -51,8 +54,19 @@ class FaultProxy:
         """Those since the last `clear`, of one kind or of all: see `kind_of`."""
         return self.log.requests(kind)
 
+    def keep(self, method: str, target: str, body: bytes, headers: dict[str, str]) -> None:
+        """Keep a request until `land`."""
+        with self._lock:
+            self._late.append((method, target, body, headers))
+
+    def land(self) -> list[Answer]:
+        """Let the requests that are late arrive at the service, in their order; their clients have left long ago."""
+        with self._lock:
+            late, self._late = self._late, []
+        return [ask(self.upstream, method, target, body, headers) for method, target, body, headers in late]
+
     def clear(self) -> None:
-        """Forget the requests, and the faults that are still to come."""
+        """Forget the requests, and the faults that are still to come; what is late stays so."""
         self.log.clear()
         self.faults.clear()
 
@@ -116,6 +130,10 @@ def _pass_on(proxy: FaultProxy, exchange: Exchange) -> None:
     headers = {name: text for name, text in exchange.headers.items() if name.lower() not in _HOP}
     if "Content-Length" in exchange.headers:
         headers["Content-Length"] = exchange.headers["Content-Length"]
+    if fault is not None and fault.kind == "late":
+        proxy.keep(record.method, record.path, b"".join(exchange.body.pieces()), headers)
+        fault.reached.set()
+        raise HubError(fault.status, "A fault of the test server")
     body = None if exchange.body.is_empty else exchange.body.pieces()
     answer = ask(proxy.upstream, record.method, record.path, body, headers)
     given = {name: text for name, text in answer.headers.items() if name not in _HOP}
