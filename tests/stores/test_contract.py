@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from hfshard.errors import CheckpointChangedError, StaleObjectError, StoreError, StoreNotFoundError
+from hfshard.errors import CheckpointChangedError, StoreError, StoreNotFoundError
 from hfshard.stores.opening import open_store
 from hfshard.stores.protocols import Store, StoredObject
 from tests.stores.services.buckets import Bucket
@@ -54,7 +54,7 @@ def test_a_folder_that_was_made_by_hand_is_no_file_of_its_own(store: Store, buck
     assert list(store.list_objects()) == ["config.json"]
 
     bucket.put(f"{store_prefix}//odd", b"")
-    with pytest.raises(StoreError, match=r"//odd.*Rename or remove it\.$"):
+    with pytest.raises(StoreError, match=r"/place//.*Rename or remove it\.$"):
         store.list_objects()
 
 
@@ -65,15 +65,20 @@ def test_what_is_put_is_listed_found_and_read(store: Store, bucket: Bucket, stor
     bucket.put(f"{store_prefix}-beside/config.json", b"other")
 
     assert (config.name, config.size) == ("config.json", 8)
-    listed = store.list_objects()
+    assert store.list_objects() == {"config.json": config}
+    assert config == store.find("config.json")
+    assert list(store.list_objects("checkpoint-1")) == ["checkpoint-1/a b.json"]
+    assert store.list_objects("checkpoint-2") == {}
+    listed = store.list_objects(recursive=True)
     assert {name: found.size for name, found in listed.items()} == {
         "config.json": 8,
         "checkpoint-1/a b.json": 2,
         "checkpoint-2/deep/ü+%.json": 3,
     }
-    assert listed["config.json"] == config == store.find("config.json")
-    assert list(store.list_objects("checkpoint-1")) == ["checkpoint-1/a b.json"]
+    below = store.list_objects("checkpoint-2", recursive=True)
+    assert below == {"checkpoint-2/deep/ü+%.json": listed["checkpoint-2/deep/ü+%.json"]}
     assert store.folders() == ["checkpoint-1", "checkpoint-2"]
+    assert store.folders("checkpoint-2") == ["deep"]
     assert store.find("checkpoint-1") is None
 
     assert store.read(listed["checkpoint-2/deep/ü+%.json"]) == b"{ }"
@@ -84,7 +89,18 @@ def test_what_is_put_is_listed_found_and_read(store: Store, bucket: Bucket, stor
     }
 
     store.delete(["config.json", "missing", "checkpoint-1/a b.json"])
-    assert list(store.list_objects()) == ["checkpoint-2/deep/ü+%.json"]
+    assert list(store.list_objects(recursive=True)) == ["checkpoint-2/deep/ü+%.json"]
+
+
+def test_a_listing_is_of_one_folder_however_much_is_below(store: Store, bucket: Bucket, store_prefix: str) -> None:
+    for number in range(3):
+        bucket.put(f"{store_prefix}/run/checkpoint-{number}/weights", b"0")
+    bucket.put(f"{store_prefix}/run/notes", b"1")
+    assert store.list_objects() == {}
+    assert store.folders() == ["run"]
+    assert list(store.list_objects("run")) == ["run/notes"]
+    assert store.folders("run") == ["checkpoint-0", "checkpoint-1", "checkpoint-2"]
+    assert len(store.list_objects("run", recursive=True)) == 4
 
 
 @pytest.mark.slow  # a thousand objects in each service
@@ -117,29 +133,15 @@ def test_a_read_is_of_the_bytes_that_were_listed(store: Store, scheme: str) -> N
         store.read(new)
 
 
-def test_a_condition_of_a_put_is_held(store: Store, scheme: str, bucket: Bucket, store_prefix: str) -> None:
-    assert store.has_conditional_put == (scheme != "hf")
-    first = store.put("index", b"1", None)
-    with pytest.raises(StaleObjectError):
-        store.put("index", b"2", None)
-    second = store.put("index", b"2", first)
-    with pytest.raises(StaleObjectError):
-        store.put("index", b"3", first)
-    assert bucket.objects(store_prefix) == {"index": b"2"}
-
-    store.put("index", b"3", store.list_objects()["index"])
-    with pytest.raises(StaleObjectError):
-        store.put("index", b"4", second)
-    store.delete(["index"])
-    with pytest.raises(StaleObjectError):
-        store.put("index", b"4", second)
-    assert bucket.objects(store_prefix) == {}
-
-
-def test_old_bytes_have_their_old_etag_where_that_is_said(store: Store) -> None:
+def test_a_put_replaces_what_has_its_name(store: Store, bucket: Bucket, store_prefix: str) -> None:
     first = store.put("index", b"1")
-    store.put("index", b"2")
-    assert (store.put("index", b"1").etag == first.etag) == store.has_content_etags
+    second = store.put("index", b"2")
+    assert first.etag != second.etag
+    assert store.list_objects() == {"index": second}
+    assert bucket.objects(store_prefix) == {"index": b"2"}
+    store.delete(["index"])
+    assert store.put("index", b"3").size == 1
+    assert bucket.objects(store_prefix) == {"index": b"3"}
 
 
 @pytest.mark.parametrize("size", [0, 5, 17 * MIB + 7], ids=["empty", "small", "large"])
@@ -181,14 +183,30 @@ def test_a_copy_has_the_bytes_and_is_refused_for_what_changed(
     store: Store, scheme: str, bucket: Bucket, store_prefix: str
 ) -> None:
     old = store.put("a", b"1")
-    store.copy(old, "folder/b")
+    copied = store.copy(old, "folder/b")
+    assert copied == store.find("folder/b")  # its ETag is that by which it is known from now on
     assert bucket.objects(store_prefix) == {"a": b"1", "folder/b": b"1"}
     if scheme == "hf":  # folder/b still has these bytes, and copies are of bytes
         return
     store.put("a", b"2")
     with pytest.raises(CheckpointChangedError):
         store.copy(old, "c")
-    assert bucket.objects(store_prefix) == {"a": b"2", "folder/b": b"1"}
+    store.delete(["a"])
+    with pytest.raises(CheckpointChangedError):
+        store.copy(old, "c")
+    assert bucket.read(f"{store_prefix}/folder/b") == b"1"
+
+
+@pytest.mark.parametrize("scheme", ["s3"])
+def test_a_copy_of_an_object_in_parts_is_refused_for_what_changed(store: Store) -> None:
+    raw = bytes(range(256)) * (9 * MIB // 256)
+    old = write(store, "a", raw)
+    copied = store.copy(old, "b")
+    assert copied == store.find("b")
+    assert copied.etag != old.etag
+    write(store, "a", raw[::-1])
+    with pytest.raises(CheckpointChangedError):
+        store.copy(old, "c")
 
 
 def test_a_bucket_that_is_not_there_is_named(scheme: str, bucket: Bucket) -> None:
