@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hfshard.errors import StaleObjectError, StoreConnectionError, StoreError
+from hfshard.errors import StoreAccessError, StoreConnectionError, StoreError
 from hfshard.stores.opening import open_store
 from hfshard.stores.protocols import Store
 from tests.stores.services.buckets import Bucket
@@ -48,9 +48,9 @@ def test_each_request_of_a_store_is_tried_again(
 ) -> None:
     if fault in SLOW and scheme != "s3":
         pytest.skip("its waits are told on S3")
-    old = store.put("index", b"old")
+    store.put("index", b"old")
     proxy.fail(match="^PUT", **FAULTS[fault])
-    new = store.put("index", b"new", old)
+    new = store.put("index", b"new")
     proxy.fail(match="^(GET|HEAD)", **FAULTS[fault])
     assert store.find("index") == new
     proxy.fail(match="GET get", **FAULTS[fault])
@@ -65,24 +65,46 @@ def test_each_request_of_a_store_is_tried_again(
     assert bucket.objects(store_prefix) == {}
 
 
-def test_a_put_that_was_done_is_told_from_one_that_somebody_else_did(
+def test_a_put_whose_answer_is_lost_is_done_once_more(
     store: Store, proxy: FaultProxy, bucket: Bucket, store_prefix: str
 ) -> None:
     proxy.fail("lost_answer", "PUT put", times=2)
-    first = store.put("index", b"1", None)
+    first = store.put("index", b"1")
     assert store.read(first) == b"1"
 
     # The client tries larger bodies again by itself.
     large = os.urandom(2 * MIB)
     proxy.fail("lost_answer", "PUT put")
-    second = store.put("index", large, first)
+    second = store.put("index", large)
     assert store.read(second) == large
-    first = store.put("index", b"1", second)
+    assert bucket.objects(store_prefix) == {"index": large}
 
-    # The answer to a put is lost, and before it is asked for again, somebody else puts the very same bytes.
-    proxy.fail("drop", "PUT put", action=lambda: bucket.put(f"{store_prefix}/index", b"2"))
-    with pytest.raises(StaleObjectError):
-        store.put("index", b"2", first)
+
+@pytest.mark.parametrize("size", [1, 2 * MIB])
+def test_a_put_that_failed_says_whether_it_may_be_done_yet(
+    store: Store,
+    proxy: FaultProxy,
+    bucket: Bucket,
+    store_prefix: str,
+    size: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    proxy.fail("status", "PUT put", status=403, times=100)
+    with pytest.raises(StoreAccessError) as refused:
+        store.put("index", bytes(size))
+    assert refused.value.may_be_done is (size > MIB)  # of a larger body, the client does not say why it tried again
+    proxy.clear()
+
+    monkeypatch.setenv("HFSHARD_STORE_RETRY_SECONDS", "0.5")
+    again = open_store(str(store.address))
+    proxy.fail("late", "PUT put", status=504)
+    proxy.fail("status", "PUT put", status=503, times=100)
+    with pytest.raises(StoreError) as late:
+        again.put("index", bytes(size))
+    assert late.value.may_be_done is True
+    assert bucket.objects(store_prefix) == {}
+    assert [answer.status < 300 for answer in proxy.land()] == [True]
+    assert bucket.objects(store_prefix) == {"index": bytes(size)}
 
 
 @pytest.mark.parametrize(
@@ -151,7 +173,7 @@ def test_an_answer_that_never_comes_is_not_waited_for(
     proxy.fail("drop", "PUT put", how="silence")
     proxy.fail("lost_answer", "PUT put", how="silence")
     begin = time.monotonic()
-    put = store.put("index", b"1", None)
+    put = store.put("index", b"1")
     assert time.monotonic() - begin < 60  # of silence for each, where nothing is said
     assert store.find("index") == put
 
