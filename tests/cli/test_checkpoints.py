@@ -219,7 +219,7 @@ def test_checkpoint_of_another_steps_name_is_damage(root: Path, call: Call) -> N
     for command in ("verify", "checkpoints"):
         code, out, _ = call(command, root)
         assert code == 1
-        assert f"'{root}/checkpoint-00000040' holds the checkpoint of step 10." in out
+        assert f"'{root}/checkpoint-00000040' is the checkpoint of step 10." in out
 
 
 def test_verify_leaves_runs_of_other_tools_alone(tmp_path: Path, call: Call) -> None:

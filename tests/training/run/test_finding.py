@@ -183,7 +183,7 @@ def test_a_checkpoint_under_another_steps_name_is_passed_over(run: Path, caplog:
     shutil.copytree(run / "checkpoint-00000001", run / "checkpoint-00000007")
     fresh = Tiny(0)
     assert CheckpointManager(run).restore_latest(fresh.state()) == 2
-    assert "checkpoint-00000007' holds the checkpoint of step 1" in caplog.text
+    assert "checkpoint-00000007' is the checkpoint of step 1" in caplog.text
     assert CheckpointManager(run).all_steps() == [1, 2]
 
 

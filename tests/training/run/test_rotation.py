@@ -18,6 +18,7 @@ from hfshard.errors import InvalidArgumentError
 from hfshard.training import CheckpointManager, TrainingState
 from hfshard.training.run.manifest import CheckpointManifest
 from hfshard.training.run.rotation import Rotation
+from hfshard.training.run.run_checkpoint import RunCheckpoint
 from tests.crash.runs.content import Counter, litter
 
 NAN, INF = math.nan, math.inf
@@ -29,12 +30,12 @@ def state() -> TrainingState:
 
 def kept(rotation: Rotation, saves: Sequence[tuple[int, float | None]]) -> list[int]:
     """The steps that are there after some saves, each a step and a loss, in the order of saving."""
-    there: list[CheckpointManifest] = []
+    there: list[RunCheckpoint] = []
     for number, (step, loss) in enumerate(saves):
         manifest = CheckpointManifest(step, number + 1, {} if loss is None else {"loss": loss})
-        there = [one for one in there if one.step != step] + [manifest]
-        gone = rotation.steps_to_remove(there)
-        there = [one for one in there if one.step not in gone]
+        there = [one for one in there if one.step != step] + [RunCheckpoint.of(f"checkpoint-{step:08d}", manifest)]
+        gone = rotation.to_remove(there[::-1])
+        there = [one for one in there if one not in gone]
     return [one.step for one in there]
 
 
@@ -79,6 +80,24 @@ def test_what_stays_of_some_saves(
     rotation: Rotation, saves: list[tuple[int, float | None]], expected: list[int]
 ) -> None:
     assert kept(rotation, saves) == expected
+
+
+def test_manifests_are_read_only_where_a_metric_decides() -> None:
+    read = []
+
+    def found(step: int) -> RunCheckpoint:
+        def read_manifest() -> CheckpointManifest:
+            read.append(step)
+            return CheckpointManifest(step, step, {"loss": step / 10})
+
+        return RunCheckpoint(f"checkpoint-{step:08d}", step, read_manifest, save_number=step)
+
+    checkpoints = [found(step) for step in (3, 1, 2)]
+    assert [one.step for one in Rotation(1).to_remove(checkpoints)] == [1, 2]
+    assert Rotation(3, "loss").to_remove(checkpoints) == []
+    assert read == []
+    assert [one.step for one in Rotation(1, "loss").to_remove(checkpoints)] == [2]
+    assert sorted(read) == [1, 2, 3]
 
 
 losses = st.one_of(st.none(), st.floats(allow_nan=True))

@@ -106,11 +106,13 @@ def test_a_run_in_a_store(bucket: Bucket, store_address: str, tmp_path: Path) ->
     assert re.fullmatch(r"[\d.]+ KB were copied there", facts["in the store"][1])
     assert re.search(r"<title>step 20: [\d.]+ KB written, [\d.]+ KB copied", html)
     prefix = root.partition(f"/{bucket.name}/")[2]
-    optimizer = min(key for key in bucket.sizes(f"{prefix}/checkpoint-00000020/") if "/optimizer" in key)
+    [optimizer] = [
+        key for key in bucket.sizes(f"{prefix}/checkpoint-00000020/optimizer-") if key.endswith(".safetensors")
+    ]
     bucket.delete(optimizer)
     html = page_of(root, tmp_path)
     assert (facts_in(html)["damaged"], facts_in(html)["latest"][0]) == (["1"], "step 10")
-    assert f"{root.removesuffix(prefix)}{optimizer}&#39; is missing" in html
+    assert f"{root}/checkpoint-00000020/optimizer-00001-of-00001.safetensors&#39; is missing" in html
     parts = parts_in(page_of(f"{root}/checkpoint-20", tmp_path))
     assert sorted(part for part, _, _ in parts) == ["model", "optimizer", "other", "state"]
 
