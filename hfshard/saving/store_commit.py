@@ -28,7 +28,14 @@ from hfshard.saving.store_plan import KnownShard, highest_index
 from hfshard.saving.stores import own_puts
 from hfshard.saving.writing import ShardWriter
 from hfshard.storage.format.index import CheckpointIndex, FileDigest
-from hfshard.storage.format.stored_save import INLINED_BYTES, SaveId, StoredObjectRecord, StoredSave, plain_index
+from hfshard.storage.format.stored_save import (
+    INLINED_BYTES,
+    SaveId,
+    StoredObjectRecord,
+    StoredSave,
+    plain_copy,
+    plain_index,
+)
 from hfshard.storage.tensors.tensor_layout import RawTensor
 from hfshard.storage.weights.safetensors_writer import WriteJob, await_devices
 from hfshard.stores.protocols import Store, StoredObject
@@ -135,7 +142,7 @@ class StoreTransaction:
         )
         self._objects |= {name: StoredObjectRecord(one.size, one.etag) for name, one in zip(large, put, strict=True)}
 
-    def contents(self, replaced: Mapping[str, tuple[str, ...]]) -> StoredSave:
+    def contents(self, replaced: Mapping[str, str]) -> StoredSave:
         """Return the contents of the index, when all shards and small files are there.
 
         Args:
@@ -146,7 +153,7 @@ class StoreTransaction:
             save_id=self.save_id,
             objects={**shards, **self._objects},
             small_files={name: raw for name, raw in self.small_files.items() if name not in self._objects},
-            replaced={name: some for name, some in replaced.items() if name not in self._objects},
+            replaced=replaced,
         )
 
     def put_index(self, save: StoredSave, list_names: Callable[[], Collection[str]]) -> bool:
@@ -250,7 +257,7 @@ def settle_copies(
 def plain_copies(small_files: Mapping[str, bytes], save_id: SaveId, entry: str) -> dict[str, bytes]:
     """Return the plain copies of a save's small files: the index comes last, and names the save's objects."""
     index = CheckpointIndex.from_json(small_files[entry], entry)
-    others = {name: raw for name, raw in small_files.items() if name != entry}
+    others = {name: plain_copy(name, raw, save_id) for name, raw in small_files.items() if name != entry}
     return {**others, entry: plain_index(index, save_id)}
 
 

@@ -15,8 +15,9 @@ from hfshard.saving.stores import own_puts
 from hfshard.storage.checkpoint.folder import StoreFolder
 from hfshard.storage.commit.directory_state import find_ownership, weights_override_of
 from hfshard.storage.format.index import CheckpointIndex, FileDigest
+from hfshard.storage.format.integrity import sha256_of
 from hfshard.storage.format.names import INDEX_FILE, WeightNames
-from hfshard.storage.format.stored_save import SaveId, StoredSave, saves_among, split_object_name
+from hfshard.storage.format.stored_save import SaveId, StoredSave, is_editable, saves_among, split_object_name
 from hfshard.stores.memory import store_memory_bytes
 from hfshard.stores.protocols import Store, StoredObject
 
@@ -77,14 +78,10 @@ class StoreState:
         kept = (self.save.small_files.keys() | large) - {self.names.index} - set(own)
         return {name: self.folder.read_small(name, MAX_INDEX_BYTES) for name in sorted(kept)}
 
-    def replaced_files(self, names: Collection[str]) -> dict[str, tuple[str, ...]]:
-        """Return for each small file the sha256 of its contents so far, which the next save records as replaced."""
-        before = {} if self.save is None else self.save.replaced_after()
-        found = {}
-        for name in names:
-            plain = self.folder.plain_digest(name)
-            found[name] = tuple(dict.fromkeys((*([] if plain is None else [plain]), *before.get(name, ()))))
-        return found
+    def replaced_files(self, names: Collection[str]) -> dict[str, str]:
+        """Return the sha256 of the plain objects that copies of small files are going to replace."""
+        found = {name: self.folder.plain_contents(name) for name in names if is_editable(name)}
+        return {name: sha256_of(raw) for name, raw in found.items() if raw is not None}
 
 
 def read_state(store: Store, names: WeightNames, folders: Collection[str] = ()) -> StoreState:

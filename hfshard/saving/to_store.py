@@ -152,7 +152,7 @@ class _Save:
     plan: ShardPlan
     small_files: Mapping[str, bytes]
     """Of the new checkpoint, its own and those that stay, without the index."""
-    replaced: Mapping[str, tuple[str, ...]]
+    replaced: Mapping[str, str]
     """As in `StoredSave`."""
     companion_files: Mapping[str, ByteSource]
     """Those that are not there, or have other bytes."""
@@ -176,7 +176,7 @@ class _Save:
             state,
             replace(plan, shards=tuple(replace(one, file=file) for one, file in zip(plan.shards, names, strict=True))),
             small_files,
-            state.replaced_files([name for name in small_files if "/" not in name]),
+            state.replaced_files(small_files),
             _changed_companions(store, request, state),
         )
 

@@ -15,7 +15,7 @@ from hfshard.storage.checkpoint.folder import CheckpointFolder
 from hfshard.storage.format.index import CheckpointIndex, FileDigest
 from hfshard.storage.format.integrity import sha256_of
 from hfshard.storage.format.names import INDEX_FILE
-from hfshard.storage.format.weights_override import as_saved
+from hfshard.storage.format.weights_override import as_saved, without_mark
 from hfshard.storage.weights.pickles.pickle_file import PickleFile
 from hfshard.storage.weights.safetensors_file import SafetensorsFile
 from hfshard.storage.weights.safetensors_shard import SafetensorsShard
@@ -191,7 +191,7 @@ def check_small_file(folder: CheckpointFolder, name: str, recorded: FileDigest) 
     """
     path = os.path.join(folder.path, name)
     raw = folder.read_small(name, MAX_CONFIG_BYTES)
-    found = sha256_of(as_saved(raw) if name == CONFIG_NAME else raw)
+    found = sha256_of(as_saved(raw) if name == CONFIG_NAME else without_mark(raw))
     if recorded.sha256 not in (None, found) and found not in _recorded_by_others(folder, name):
         raise IntegrityError(
             f"'{path}' is not the file that was saved: its sha256 is {found}, but was {recorded.sha256}. "

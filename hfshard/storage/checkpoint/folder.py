@@ -18,9 +18,16 @@ from hfshard.constants import (
 )
 from hfshard.errors import DamagedCheckpointError, InvalidArgumentError, MissingShardError, remedy
 from hfshard.storage.disk.safe_open import identity_of, read_small
-from hfshard.storage.format.integrity import sha256_of
 from hfshard.storage.format.names import WeightNames
-from hfshard.storage.format.stored_save import MAX_SAVE_BYTES, SaveId, StoredSave, split_object_name
+from hfshard.storage.format.stored_save import (
+    MAX_SAVE_BYTES,
+    SaveId,
+    StoredSave,
+    is_editable,
+    plain_copy,
+    split_object_name,
+)
+from hfshard.storage.format.weights_override import mark_of, without_mark
 from hfshard.storage.weights.pickles.file_in_memory import FileInMemory
 from hfshard.storage.weights.pickles.pickle_file import PickleFile
 from hfshard.storage.weights.ranged.ranged_shard import RangedEntry, RangedFiles, RangedShard
@@ -451,25 +458,22 @@ class StoreFolder(RangedFolder):
         return super().identity(name)
 
     def stale_copies(self) -> list[str]:
-        """Name the plain copies of small files that are those of an earlier save; other tools read them."""
+        """Name the plain copies of small files that are those of another save; other tools read them."""
         save = self.save
-        if save is None:
-            return []
-        return [name for name in save.replaced if self.plain_digest(name) in save.replaced[name]]
+        marks = {} if save is None else {name: mark_of(self.plain_contents(name) or b"") for name in self._editable()}
+        return [name for name, mark in marks.items() if save is not None and mark not in (None, save.save_id.id)]
 
-    def plain_digest(self, name: str) -> str | None:
-        """Return the sha256 of a plain object that may be a copy of a small file; None where there is none."""
+    def plain_contents(self, name: str) -> bytes | None:
+        """Return the contents of a plain object that may be a copy of a small file; None where there is none."""
         entry = self._listed.get(name)
         if entry is None:
             return None
-        raw = None if self.save is None else self.save.small_files.get(name)
-        if (
-            raw is not None
-            and entry.size == len(raw)
-            and entry.etag == hashlib.md5(raw, usedforsecurity=False).hexdigest()
-        ):
-            return sha256_of(raw)  # S3 and GCS name an object that was put whole by its MD5
-        return sha256_of(self._read_object(entry, MAX_CONFIG_BYTES))
+        save = self.save
+        if save is not None and name in save.small_files:
+            copy = plain_copy(name, save.small_files[name], save.save_id)
+            if entry.etag == hashlib.md5(copy, usedforsecurity=False).hexdigest():
+                return copy  # in S3 and GCS the ETag of an object that was put whole is its MD5
+        return self._read_object(entry, MAX_CONFIG_BYTES)
 
     def content(self, name: str) -> bytes | Any:
         """Return the contents of a file that is inlined, or the object that has them.
@@ -499,14 +503,20 @@ class StoreFolder(RangedFolder):
         """Whether a plain object has the name of weights of the checkpoint, which the save that is shown replaces."""
         return any(name in (one.index, one.single) or one.is_shard(name) for one in self._names)
 
+    def _editable(self) -> list[str]:
+        """Name the inlined files whose plain copies users may edit: none in a run, whose manifest has their digests."""
+        save = self.save
+        if save is None or self._entered is None or self._entered[0] == MANIFEST_NAME:
+            return []
+        return [name for name in save.small_files if is_editable(name)]
+
     def _inlined(self, name: str) -> bytes | None:
         save = self.save
         raw = None if save is None else save.small_files.get(name)
-        if save is None or raw is None or name not in save.replaced:
+        if save is None or raw is None or name not in self._editable():
             return raw
-        digest = self.plain_digest(name)
-        is_edited = digest is not None and digest != sha256_of(raw) and digest not in save.replaced[name]
-        return None if is_edited else raw
+        plain = self.plain_contents(name)
+        return without_mark(plain) if plain is not None and save.is_edit(name, plain) else raw
 
     def _find(self, name: str) -> Any:
         save = self.save

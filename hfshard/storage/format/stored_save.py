@@ -15,8 +15,9 @@ from hfshard.constants import MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
 from hfshard.errors import DamagedCheckpointError, UnsafePathError, UnstorableTensorError
 from hfshard.storage.format.index import CheckpointIndex
 from hfshard.storage.format.integrity import sha256_of
-from hfshard.storage.format.names import check_file_name, stays_inside
+from hfshard.storage.format.names import INDEX_FILE, check_file_name, stays_inside
 from hfshard.storage.format.strict_json import parse_json_object
+from hfshard.storage.format.weights_override import mark_of, with_mark, without_mark
 
 SAVE_FORMAT: Final = 1
 
@@ -37,9 +38,6 @@ _OBJECT: Final = re.compile(r"(?P<stem>.+)-(?P<number>\d{8,15})-(?P<id>[0-9a-f]{
 INLINED_BYTES: Final = 1 << 20
 """The largest small file that is inlined in the index of a save; a larger one has an object of its own, as shards do.
 The index of a model of 10,000 tensors has as many."""
-
-_MOST_REPLACED: Final = 16
-"""Earlier contents of a small file that an index records: plain copies are replaced within seconds, or never."""
 
 _REMEDY: Final = "Save the checkpoint again."
 
@@ -129,9 +127,8 @@ class StoredSave:
     """Name of each shard, and of each small file that is not inlined -> its object."""
     small_files: Mapping[str, bytes]
     """Name -> contents of each inlined file: the checkpoint's index, its config, code."""
-    replaced: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Name of a small file of which there is a plain copy that users may edit -> sha256 of its contents in earlier
-    saves. A plain object with any other contents is a user's edit."""
+    replaced: Mapping[str, str] = field(default_factory=dict)
+    """Name of a small file -> sha256 of the plain object that the save found there, and replaces by a copy."""
 
     def to_json(self) -> bytes:
         """Encode the object that is put.
@@ -145,7 +142,7 @@ class StoredSave:
                 "number": self.save_id.number,
                 "id": self.save_id.id,
                 "objects": {name: {"size": one.size, "etag": one.etag} for name, one in sorted(self.objects.items())},
-                "replaced": {name: list(digests) for name, digests in sorted(self.replaced.items())},
+                "replaced": dict(sorted(self.replaced.items())),
                 "small_files": {name: _encoded(raw) for name, raw in sorted(self.small_files.items())},
             }
         }
@@ -186,7 +183,7 @@ class StoredSave:
                 check_file_name(name, index_path=path, suffix=""): _record(one) for name, one in body["objects"].items()
             }
             small_files = {_inside(name): _decoded(one) for name, one in body["small_files"].items()}
-            replaced = {_inside(name): _digests(some) for name, some in body["replaced"].items()}
+            replaced = {_inside(name): _digest(one) for name, one in body["replaced"].items()}
         except UnsafePathError:
             raise
         except (AttributeError, KeyError, TypeError, ValueError, binascii.Error) as error:
@@ -195,13 +192,24 @@ class StoredSave:
             ) from error
         return cls(save_id=save_id, objects=objects, small_files=small_files, replaced=replaced)
 
-    def replaced_after(self) -> dict[str, tuple[str, ...]]:
-        """Return what the next save records as `replaced`: what this one does, and this one's own contents."""
-        found = {}
-        for name, earlier in self.replaced.items():
-            own = (sha256_of(self.small_files[name]),) if name in self.small_files else ()
-            found[name] = tuple(dict.fromkeys((*own, *earlier)))[:_MOST_REPLACED]
-        return found
+    def is_edit(self, name: str, plain: bytes) -> bool:
+        """Whether a plain object is a user's own version of a small file, and no copy that a save has put.
+
+        Copies of JSON files end in a line that tells the save's id. What has no such line, or that of this save and
+        other contents, is a user's; but for what this save has found, and is about to replace.
+        """
+        is_own = mark_of(plain) in (None, self.save_id.id) and without_mark(plain) != self.small_files.get(name)
+        return is_own and sha256_of(plain) != self.replaced.get(name)
+
+
+def plain_copy(name: str, raw: bytes, save_id: SaveId) -> bytes:
+    """Encode the plain copy of a small file: JSON gets a last line of blanks and tabs, which tells the save."""
+    return with_mark(raw, save_id.id) if is_editable(name) else raw
+
+
+def is_editable(name: str) -> bool:
+    """Whether users may edit the plain copy of a small file: it is JSON directly in the checkpoint, and no index."""
+    return name.endswith(".json") and "/" not in name and INDEX_FILE.fullmatch(name) is None
 
 
 def plain_index(index: CheckpointIndex, save_id: SaveId) -> bytes:
@@ -250,10 +258,10 @@ def _record(value: dict[str, Any]) -> StoredObjectRecord:
     return StoredObjectRecord(size, etag)
 
 
-def _digests(value: list[str]) -> tuple[str, ...]:
-    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-        raise TypeError("digests are texts")
-    return tuple(value)
+def _digest(value: str) -> str:
+    if not isinstance(value, str):
+        raise TypeError("a digest is a text")
+    return value
 
 
 def _inside(name: str) -> str:

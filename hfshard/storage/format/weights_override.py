@@ -47,6 +47,15 @@ def without_mark(config: bytes) -> bytes:
     return _MARK.sub(b"", config)
 
 
+def mark_of(config: bytes) -> str | None:
+    """The 16 hex digits of the line of `with_mark`; None where there is none."""
+    match = _MARK.search(config)
+    if match is None:
+        return None
+    bits = match[0].rstrip(b"\n").replace(b" ", b"0").replace(b"\t", b"1")
+    return f"{int(bits, 2):016x}"
+
+
 def with_mark(config: bytes, digits: str) -> bytes:
     """Append a line of blanks and tabs that stand for 16 hex digits: JSON that says the same, in other bytes."""
     bits = f"{int(digits, 16):064b}"

@@ -1,0 +1,150 @@
+"""Saves whose deciding put is late, or lost its answer, beside others: what was acknowledged stays, and always loads."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+import hfshard
+from hfshard.errors import CommitUnfinishedError, RemoteChangedError
+from hfshard.storage.format.stored_save import split_object_name
+from hfshard.stores import patience
+from hfshard.stores.opening import open_store
+from tests.stores.services.buckets import Bucket
+from tests.stores.services.fault_proxy import FaultProxy
+
+pytestmark = pytest.mark.stores
+SCHEMES = pytest.mark.parametrize("scheme", ["s3", "gs", "hf"])
+DECIDING = {"s3": r"put .*model\.safetensors\.index-", "gs": r"put .*model\.safetensors\.index-", "hf": "batch"}
+"""What the put of an index looks like; in a bucket of the Hub the first batch names a shard, the second one the index."""
+LONG = 10**6
+
+
+@pytest.fixture(autouse=True)
+def give_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a request that fails be tried again for a second."""
+    monkeypatch.setenv(patience.RETRY_VARIABLE, "1")
+
+
+def save(address: str, value: float) -> None:
+    hfshard.save_state_dict({"a": torch.full((8,), value)}, address)
+
+
+def loaded(address: str) -> float:
+    tensor = hfshard.load_state_dict(address, verify="full")["a"]
+    (value,) = set(tensor.tolist())
+    return float(value)
+
+
+def saves_at(address: str) -> set[int]:
+    """The numbers of the saves of which there is an object."""
+    found = (split_object_name(name) for name in open_store(address).list_objects())
+    return {split[1].number for split in found if split is not None}
+
+
+def delay_index(proxy: FaultProxy, scheme: str, times: int = 1) -> None:
+    """Let the put of an index arrive late: the first try hangs at the service, which refuses all others."""
+    skip = 1 if scheme == "hf" else 0
+    proxy.fail("late", DECIDING[scheme], skip=skip, times=times, status=503)
+    proxy.fail("status", DECIDING[scheme], skip=skip, times=LONG, status=503)
+
+
+@SCHEMES
+def test_an_index_that_comes_late_leads_to_shards_that_are_there(
+    scheme: str, proxy: FaultProxy, store_address: str
+) -> None:
+    save(store_address, 1.0)
+    delay_index(proxy, scheme)
+    with pytest.raises(CommitUnfinishedError, match="Nobody can tell"):
+        save(store_address, 2.0)
+    proxy.clear()
+    assert loaded(store_address) == 1.0
+
+    proxy.land()
+
+    assert loaded(store_address) == 2.0
+    save(store_address, 3.0)
+    assert (loaded(store_address), saves_at(store_address)) == (3.0, {3})
+
+
+@SCHEMES
+def test_an_index_that_comes_after_a_later_save_is_not_the_checkpoint(
+    scheme: str, proxy: FaultProxy, store_address: str
+) -> None:
+    save(store_address, 1.0)
+    delay_index(proxy, scheme)
+    with pytest.raises(CommitUnfinishedError):
+        save(store_address, 2.0)
+    proxy.clear()
+    save(store_address, 3.0)
+
+    proxy.land()
+
+    assert loaded(store_address) == 3.0
+    save(store_address, 4.0)
+    assert (loaded(store_address), saves_at(store_address)) == (4.0, {4})
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs"])
+def test_a_save_whose_answer_was_lost_takes_nothing_from_one_that_came_after(
+    scheme: str, proxy: FaultProxy, store_address: str
+) -> None:
+    save(store_address, 1.0)
+    proxy.fail("lost_answer", DECIDING[scheme])
+    proxy.fail("race", DECIDING[scheme], skip=1, action=lambda: save(store_address, 3.0))
+
+    with pytest.raises(RemoteChangedError, match="at the same time"):
+        save(store_address, 2.0)
+
+    assert (loaded(store_address), saves_at(store_address) & {3}) == (3.0, {3})
+    save(store_address, 4.0)
+    assert (loaded(store_address), saves_at(store_address)) == (4.0, {4})
+
+
+@pytest.mark.parametrize("scheme", ["s3", "hf"])
+def test_a_save_that_sleeps_before_its_index_takes_nothing_from_those_that_came_meanwhile(
+    scheme: str, proxy: FaultProxy, store_address: str
+) -> None:
+    save(store_address, 1.0)
+    skip = 1 if scheme == "hf" else 0
+    proxy.fail("race", DECIDING[scheme], skip=skip, action=lambda: save(store_address, 3.0))
+
+    with pytest.raises(RemoteChangedError):
+        save(store_address, 2.0)
+
+    assert loaded(store_address) == 3.0
+    save(store_address, 4.0)
+    assert (loaded(store_address), saves_at(store_address)) == (4.0, {4})
+
+
+@pytest.mark.parametrize("scheme", ["s3", "az"])
+def test_saving_again_heals_a_damaged_shard(
+    scheme: str, bucket: Bucket, store_address: str, store_prefix: str
+) -> None:
+    save(store_address, 1.0)
+    shard = next(name for name in open_store(store_address).list_objects() if re.search(r"-\d{8}-.*safetensors$", name))
+    raw = bytearray(bucket.get(f"{store_prefix}/{shard}"))
+    raw[-1] ^= 1
+    bucket.put(f"{store_prefix}/{shard}", bytes(raw))
+    assert not hfshard.verify_checkpoint(store_address).ok
+
+    save(store_address, 1.0)
+
+    assert hfshard.verify_checkpoint(store_address).ok
+    assert loaded(store_address) == 1.0
+
+
+@pytest.mark.parametrize("scheme", ["s3"])
+def test_where_nothing_may_be_deleted_a_save_ends_well(
+    scheme: str, proxy: FaultProxy, store_address: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(store_address, 1.0)
+    proxy.fail("status", "delete", status=403, times=LONG)
+
+    save(store_address, 2.0)
+
+    assert [one.levelname for one in caplog.records] == ["WARNING"]
+    assert "earlier saves can't be deleted" in caplog.text
+    assert (loaded(store_address), saves_at(store_address)) == (2.0, {1, 2})
