@@ -95,7 +95,7 @@ class CloudStore:
     def read_into(self, found: StoredObject, begin: int, target: memoryview) -> None:
         """Fill memory with the bytes of an object from `begin` on; see `Store`."""
         filled = 0
-        patience = Patience()
+        patience = Patience(self._connection.follower())
         while filled < len(target):
             self._connection.check_process()
             try:
@@ -193,7 +193,7 @@ class CloudStore:
             name: What is asked for, for messages.
             note: Called with each failure after which nobody knows whether it was done.
         """
-        patience = Patience()
+        patience = Patience(self._connection.follower())
         while True:
             self._connection.check_process()
             try:
@@ -239,16 +239,21 @@ class CloudStore:
 
     def _put_whole(self, name: str, raw: memoryview) -> StoredObject:
         # What goes by the client for large bodies is tried again in there, and which of the tries failed is not told.
-        client, is_told = self._connection.quick, True
-        if len(raw) > _BODY_BYTES:
-            client, is_told = self._connection.uploads, False
+        is_large = len(raw) > _BODY_BYTES
         doubts: list[Failure] = []
         try:
             result = self._attempt(
-                lambda: obstore.put(client, self._key(name), raw, use_multipart=False), name, doubts.append
+                lambda: obstore.put(
+                    self._connection.uploads if is_large else self._connection.quick,
+                    self._key(name),
+                    raw,
+                    use_multipart=False,
+                ),
+                name,
+                doubts.append,
             )
         except StoreError as error:
-            error.may_be_done = bool(doubts) or not is_told
+            error.may_be_done = bool(doubts) or is_large
             raise
         return StoredObject(name, len(raw), (result["e_tag"] or "").strip('"'))
 

@@ -52,7 +52,7 @@ class Service:
     """What to set for a service that does not know the checksum of requests; empty where they have none."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Connection:
     """The clients of one bucket; threads share them, forked children can't."""
 
@@ -71,6 +71,39 @@ class Connection:
     it has another one. None for services whose copies by obstore are compared afterwards."""
     delete_together: Callable[[list[str]], bool] | None = field(default=None, repr=False)
     """Deletes several objects by one request; False: not all of them, or nobody knows. None: the clients do so."""
+    elsewhere: Callable[[str], Connection | None] | None = field(default=None, repr=False)
+    """Finds the bucket's own region, given it or "", and connects there; None: it is where it was asked. Of services
+    whose buckets are asked in their regions, until it was called."""
+    _moves: int = field(default=0, repr=False)
+    """How often the clients were replaced by those for another region."""
+    _moving: ProcessLock = field(default_factory=lambda: ProcessLock(), repr=False)
+
+    def follower(self) -> Callable[[Failure], bool]:
+        """Return what tells, after a failure of a request that begins now, whether to send it to another region.
+
+        It looks for the bucket's region the first time that this may be why a request failed.
+        """
+        moves = self._moves
+
+        def follow(failure: Failure) -> bool:
+            nonlocal moves
+            if not failure.may_be_elsewhere:
+                return False
+            with self._moving.held():
+                if moves == self._moves and self.elsewhere is not None:
+                    self._move_to(self.elsewhere(failure.region))
+                has_moved = moves != self._moves
+                moves = self._moves
+                return has_moved
+
+        return follow
+
+    def _move_to(self, other: Connection | None) -> None:
+        self.elsewhere = None
+        if other is not None:
+            self.quick, self.uploads = other.quick, other.uploads
+            self.sweep, self.copy_pinned = other.sweep, other.copy_pinned
+            self._moves += 1
 
     def check_process(self) -> None:
         """Refuse to go on in a forked child of a process that used a store: the request would hang.
@@ -176,10 +209,8 @@ def refusal(service: Service, bucket: str, where: str, failure: Failure) -> Stor
             path=where,
         )
     if failure.wrong_region:
-        return StoreError(
-            f"{bucket} lies in another region. Set AWS_REGION to its own ('aws s3api head-bucket' shows it).",
-            path=where,
-        )
+        own = failure.region or "its own ('aws s3api head-bucket' shows it)"
+        return StoreError(f"{bucket} is in another region. Set AWS_REGION to {own}.", path=where)
     if failure.transport:
         how = {"Connect": "can't be reached", "Timeout": "stopped answering"}.get(failure.transport, "broke off")
         return StoreConnectionError(

@@ -40,6 +40,7 @@ _UNKNOWN_REQUEST: Final = frozenset(
 )
 """Codes of S3 and Google, and of Azure, for a request or a header that the service does not know."""
 _NOT_IMPLEMENTED: Final = 501
+_REGION: Final = re.compile(r"<Region>([a-z0-9-]{1,63})</Region>")
 _CHECKSUM: Final = re.compile(r"(?i)checksum|crc-?64")
 """What answers about the algorithm say, such as "Header 'x-amz-checksum-algorithm' ... not implemented" (R2),
 "Unsupported header 'x-amz-checksum-...'" (B2) and "Invalid checksum provided" (older versions of MinIO)."""
@@ -78,6 +79,8 @@ class Failure:
     no_credentials: bool = False
     """The client could not get credentials to send with it."""
     wrong_region: bool = False
+    region: str = ""
+    """Where the bucket is, if the service said it."""
     clock_is_off: bool = False
     """The service does not believe the time that the request names."""
 
@@ -85,6 +88,11 @@ class Failure:
     def no_bucket(self) -> bool:
         """Whether the bucket is what is missing."""
         return self.code in _NO_BUCKET
+
+    @property
+    def may_be_elsewhere(self) -> bool:
+        """Whether another region may have the bucket; the answer to a HEAD has no words, and is a bad request then."""
+        return self.wrong_region or (self.status == 400 and not self.code and not self.message)
 
     @property
     def is_unknown_request(self) -> bool:
@@ -139,6 +147,7 @@ def read_failure(error: BaseException) -> Failure:
         missing=isinstance(error, FileNotFoundError) or code in _NO_BUCKET,
         no_credentials=any(words in shown for words in _NO_TOKEN) and not (status and int(status.group(1)) >= 500),
         clock_is_off=any(words in shown for words in _CLOCK),
+        region=_first(_REGION, shown),
         wrong_region=code in _OTHER_REGION or "incorrectly configured region" in shown,
     )
 

@@ -47,7 +47,13 @@ def ask(request: Callable[[], _Answer]) -> _Answer:
 class Patience:
     """The waiting of one request, from its first failure on."""
 
-    def __init__(self) -> None:
+    def __init__(self, follow: Callable[[Failure], bool] = lambda failure: False) -> None:
+        """Begin.
+
+        Args:
+            follow: After a failure, tells whether the request now goes elsewhere; see `Connection.follower`.
+        """
+        self._follow = follow
         self._begin = time.monotonic()
         self._failures = 0
 
@@ -57,6 +63,8 @@ class Patience:
         Raises:
             InterruptedError: The work of this thread was cancelled; see `pause`.
         """
+        if self._follow(failure):
+            return True
         if not failure.is_transient:
             return False
         first = first_wait() * (1 if failure.is_slow_down else _QUICK)

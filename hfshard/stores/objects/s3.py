@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import http.client
 import logging
+import re
+import ssl
 import threading
+import urllib.error
+import urllib.request
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -62,6 +67,7 @@ _READ_BY_OBSTORE: Final = {
     "AWS_SKIP_SIGNATURE": "skip_signature",
 }
 """Variables that obstore reads by itself -> its setting. A header with a newline is a panic."""
+_REGION: Final = re.compile(r"[a-z0-9-]{1,63}")
 _CREDENTIALS_LAST: Final = timedelta(minutes=10)
 """botocore is asked again after this time; it renews them by itself, long before they expire."""
 
@@ -90,39 +96,27 @@ def connect(bucket: str) -> Connection:
     Raises:
         StoreAccessError: botocore finds no credentials, or its configuration or a variable is not valid.
     """
+    # As the aws command line does it; botocore knows the elder one alone.
+    region = read_variable("AWS_REGION") or read_variable("AWS_DEFAULT_REGION") or None
+    client, credentials, authority = _session_of(bucket, region)
+    found = _connect(bucket, client, credentials, authority)
+
+    def elsewhere(named: str) -> Connection | None:
+        own = named or _region_of(client, bucket, authority)
+        if own is None or own == client.meta.region_name:
+            return None
+        asked = client.meta.region_name
+        _LOG.info("s3://%s is in %s, not in %s. AWS_REGION=%s saves looking for it.", bucket, own, asked, own)
+        return _connect(bucket, *_session_of(bucket, own))
+
+    found.elsewhere = elsewhere
+    return found
+
+
+def _connect(bucket: str, client: Any, credentials: _Credentials | None, authority: bytes | None) -> Connection:
+    """Make the clients of a bucket from botocore's."""
     address = f"s3://{bucket}"
-    try:
-        session = botocore.session.Session()
-        session.register_component("data_loader", _LOADER)
-        is_public = read_variable("AWS_SKIP_SIGNATURE").lower() in {"1", "true"}
-        credentials = None if is_public else _credentials(session, address)
-        stall = stall_seconds() or 1
-        client = session.create_client(
-            "s3",
-            # As the aws command line does it; botocore knows the elder one alone.
-            region_name=read_variable("AWS_REGION") or read_variable("AWS_DEFAULT_REGION") or None,
-            endpoint_url=_endpoint(session),
-            config=Config(
-                connect_timeout=min(stall, 10),
-                read_timeout=stall,
-                retries={"total_max_attempts": 5},
-                signature_version=UNSIGNED if is_public else None,
-            ),
-        )
-        authority = _authority(session)
-        settings = _settings(bucket, client)
-    except HfshardError:
-        raise
-    except BotoCoreError as error:
-        raise StoreAccessError(
-            f"The credentials for {address} can't be used: {_said(error)}. {SERVICE.log_in}", path=address
-        ) from None
-    except (ValueError, OSError) as error:  # an endpoint without "https://", a bundle that is not there
-        raise StoreAccessError(
-            f"The settings for {address} can't be used: {_said(error)}. Look into AWS_ENDPOINT_URL, AWS_CA_BUNDLE and "
-            "the configuration of the aws command line.",
-            path=address,
-        ) from None
+    settings = _settings(bucket, client)
     quick, uploads = make_clients(
         lambda options, retries: S3Store(
             bucket, config=settings, client_options=options, retry_config=retries, credential_provider=credentials
@@ -141,6 +135,63 @@ def connect(bucket: str) -> Connection:
         sweep=lambda prefix, is_left: _sweep(client, bucket, prefix, is_left),
         copy_pinned=lambda *which: _copy_pinned(client, bucket, *which),
     )
+
+
+def _session_of(bucket: str, region: str | None) -> tuple[Any, _Credentials | None, bytes | None]:
+    """Make botocore's client for a region, and find its credentials and the certificates to trust.
+
+    Raises:
+        StoreAccessError: As `connect`.
+    """
+    address = f"s3://{bucket}"
+    try:
+        session = botocore.session.Session()
+        session.register_component("data_loader", _LOADER)
+        is_public = read_variable("AWS_SKIP_SIGNATURE").lower() in {"1", "true"}
+        credentials = None if is_public else _credentials(session, address)
+        stall = stall_seconds() or 1
+        client = session.create_client(
+            "s3",
+            region_name=region,
+            endpoint_url=_endpoint(session),
+            config=Config(
+                connect_timeout=min(stall, 10),
+                read_timeout=stall,
+                retries={"total_max_attempts": 5},
+                signature_version=UNSIGNED if is_public else None,
+            ),
+        )
+        return client, credentials, _authority(session)
+    except HfshardError:
+        raise
+    except BotoCoreError as error:
+        raise StoreAccessError(
+            f"The credentials for {address} can't be used: {_said(error)}. {SERVICE.log_in}", path=address
+        ) from None
+    except (ValueError, OSError) as error:  # an endpoint without "https://", a bundle that is not there
+        raise StoreAccessError(
+            f"The settings for {address} can't be used: {_said(error)}. Look into AWS_ENDPOINT_URL, AWS_CA_BUNDLE and "
+            "the configuration of the aws command line.",
+            path=address,
+        ) from None
+
+
+def _region_of(client: Any, bucket: str, authority: bytes | None) -> str | None:
+    """Ask for a bucket's region, which S3 tells everybody; None where the service tells none.
+
+    Not by botocore: it asks without end where a HEAD is redirected and names no region.
+    """
+    request = urllib.request.Request(f"{client.meta.endpoint_url}/{bucket}", method="HEAD")
+    context = ssl.create_default_context(cadata=authority.decode(errors="ignore")) if authority else None
+    try:
+        with urllib.request.urlopen(request, timeout=stall_seconds() or 1, context=context) as answer:
+            headers = answer.headers
+    except urllib.error.HTTPError as error:
+        headers = error.headers
+    except (OSError, http.client.HTTPException):
+        return None
+    region = headers.get("x-amz-bucket-region") or ""
+    return region if _REGION.fullmatch(region) else None
 
 
 def _endpoint(session: Any) -> str | None:

@@ -184,7 +184,7 @@ class Upload:
 
     def _run(self) -> None:
         """Hand the parts to obstore, in this thread; its outcome lies in `_result` or `_error`."""
-        patience = Patience()
+        patience = Patience(self._connection.follower())
         while True:
             try:
                 self._result = obstore.put(

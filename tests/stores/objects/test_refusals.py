@@ -68,7 +68,7 @@ REFUSALS = {
         301,
         "<Error><Code>PermanentRedirect</Code><Message>Use another endpoint.</Message></Error>",
         StoreError,
-        "s3://models lies in another region. Set AWS_REGION",
+        "s3://models is in another region. Set AWS_REGION to its own ('aws s3api head-bucket' shows it).",
     ),
     "failing": (
         "s3",

@@ -120,9 +120,7 @@ def test_a_save_that_sleeps_before_its_index_takes_nothing_from_those_that_came_
 
 
 @pytest.mark.parametrize("scheme", ["s3", "az"])
-def test_saving_again_heals_a_damaged_shard(
-    scheme: str, bucket: Bucket, store_address: str, store_prefix: str
-) -> None:
+def test_saving_again_heals_a_damaged_shard(scheme: str, bucket: Bucket, store_address: str, store_prefix: str) -> None:
     save(store_address, 1.0)
     shard = next(name for name in open_store(store_address).list_objects() if re.search(r"-\d{8}-.*safetensors$", name))
     raw = bytearray(bucket.get(f"{store_prefix}/{shard}"))

@@ -48,7 +48,9 @@ def rows_of(before: SaveRequest | dict[str, bytes] | None, new: SaveRequest) -> 
 
     store.after = after
     save_into(store, new, lambda: None, OwnShardWriter())
-    states = [[_word(one, first, last) for one, first, last in zip(now, found[0], found[-1], strict=True)] for now in found]
+    states = [
+        [_word(one, first, last) for one, first, last in zip(now, found[0], found[-1], strict=True)] for now in found
+    ]
     return [[step, *words] for step, words in zip(steps, states, strict=True)]
 
 
