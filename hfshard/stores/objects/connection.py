@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from obstore.exceptions import BaseError
 
+from hfshard._util.threads import ProcessLock
 from hfshard.errors import StoreAccessError, StoreConnectionError, StoreError, StoreNotFoundError
 from hfshard.stores.objects.failures import Failure
 from hfshard.stores.patience import first_wait, retry_seconds, stall_seconds
