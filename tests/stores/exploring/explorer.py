@@ -70,6 +70,8 @@ class Store:
         self._after: dict[Request, tuple[Store, Any]] = {}
         self.current = current(self.objects)
         self.problem = problem_of(self.objects)
+        self.broken = {save_id for save_id, name in _entries(self.objects) if _lacks(self.objects, save_id, name)}
+        """Saves whose index is there, and not all of their objects."""
 
     @classmethod
     def of(cls, objects: Mapping[str, bytes]) -> Store:
@@ -213,12 +215,13 @@ def describe(request: Request) -> str:
 
 def current(objects: Mapping[str, bytes]) -> tuple[SaveId, str] | None:
     """The save with the highest index, and the name of that."""
-    found = []
-    for name in objects:
-        split = split_object_name(name)
-        if split is not None and split[0].rpartition("/")[2] in ENTRIES:
-            found.append((split[1], name))
-    return max(found, default=None)
+    return max(_entries(objects), default=None)
+
+
+def _entries(objects: Mapping[str, bytes]) -> list[tuple[SaveId, str]]:
+    """The saves whose indexes are there, and the names of these."""
+    splits = ((name, split_object_name(name)) for name in objects)
+    return [(split[1], name) for name, split in splits if split and split[0].rpartition("/")[2] in ENTRIES]
 
 
 def problem_of(objects: Mapping[str, bytes]) -> str | None:
@@ -226,13 +229,17 @@ def problem_of(objects: Mapping[str, bytes]) -> str | None:
     highest = current(objects)
     if highest is None:
         return _plain_problem(objects)
-    save_id, entry = highest
+    lacking = _lacks(objects, *highest)
+    return None if lacking is None else f"{highest[1]} names {lacking}, which is not there"
+
+
+def _lacks(objects: Mapping[str, bytes], save_id: SaveId, entry: str) -> str | None:
+    """A file that an index names, and that is not there."""
     folder = entry[: entry.rfind("/") + 1]
-    save = StoredSave.from_json(objects[entry], entry, save_id)
-    for name, record in save.objects.items():
+    for name, record in StoredSave.from_json(objects[entry], entry, save_id).objects.items():
         raw = objects.get(folder + save_id.object_name(name))
         if raw is None or record.etag not in ("", etag_of(raw)):
-            return f"{entry} names {name}, which is not there"
+            return name
     return None
 
 
@@ -269,6 +276,9 @@ def check_state(state: State, *, has_begun: bool, values: Mapping[object, object
         ids = [event.save_id for event in node.events if event.save_id is not None]
         if node.events and node.events[-1].kind == "saved" and max(ids) != ids[-1]:
             raise BrokenError(f"I2: {ids[-1]} was acknowledged, and an earlier save of its process is {max(ids)}")
+    saved = {event.save_id for event in events if event.kind == "saved"}
+    if not saved.isdisjoint(state.store.broken):
+        raise BrokenError(f"I1: of {sorted(state.store.broken)}, which were acknowledged, objects are gone")
     overtaken = [event.save_id for event in events if event.kind == "overtaken"]
     if highest is not None and highest[0] in overtaken:
         raise BrokenError(f"I3: {highest[0]} was overtaken, and is current")

@@ -175,6 +175,7 @@ def mutants() -> dict[str, Mutant]:
     each = [writer(1, 3, ids=[HIGH, THIRD]), writer(2, ids=[LOW])]
     steps = [Manager([(3, 3.0), (2, 2.0)], [HIGH, LOW], None)]
     managers = [Manager([(2, 1.0)], [LOW], 1), Manager([(3, 2.0)], [HIGH], 1)]
+    keeping = [Manager([(2, 1.0)], [LOW], None), Manager([(3, 2.0)], [HIGH], None)]
     return {
         "1: the number is above any object's": Mutant(_count_indexes_only, Space(turned, 1), "I2"),
         "1: ids are random": Mutant(_nothing, Space(equal, 0), "I"),
@@ -188,7 +189,7 @@ def mutants() -> dict[str, Mutant]:
         "8: copies are those of the highest": Mutant(_leave_copies, Space(each, 0), "I6"),
         "run: one order over all folders": Mutant(_count_in_each_folder, Space(steps, 1), "I"),
         "run: marks of higher saves stay": Mutant(_delete_marked_saves_of_others, Space(managers, 0), "I1"),
-        "run: unfinished by a listing from after": Mutant(_trust_the_first_listing, Space(managers, 0), "I1"),
+        "run: unfinished by a listing from after": Mutant(_trust_the_first_listing, Space(keeping, 0), "I1"),
     }
 
 

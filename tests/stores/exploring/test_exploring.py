@@ -17,9 +17,8 @@ WHOLE = [
     "two writers, 1 fault",
     "two writers from nothing, 1 fault",
     "two writers over an upload, 1 fault",
-    "two writers, the other ids, 2 faults",
 ]
-WALKS = 150
+WALKS = 60
 
 
 @pytest.fixture(autouse=True)
@@ -50,9 +49,9 @@ def test_random_orders_break_nothing(name: str) -> None:
     space = spaces()[name]
     first, check, draw = space.begin(), space.check(), random.Random(7)
 
-    ends = {walk(first, check, draw).store for _ in range(WALKS if not space.is_run else WALKS // 15)}
+    ends = {walk(first, check, draw).store for _ in range(WALKS if not space.is_run else WALKS // 6)}
 
-    check_stores(space, sorted(ends, key=lambda one: one.number)[:20])
+    check_stores(space, sorted(ends, key=lambda one: one.number)[:10])
 
 
 @pytest.mark.parametrize("rule", list(mutants()))
