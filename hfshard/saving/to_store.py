@@ -254,7 +254,8 @@ class _Save:
         copies_of = partial(plain_copies, entry=entry)
         try:
             in_threads(lambda item, _: self._put_companion(*item), self.companion_files.items(), FILES_AT_ONCE)
-            put_copies(self.store, copies_of(transaction.small_files, save_id), self.state.found)
+            others = {name: found for name, found in self.state.found.items() if name != entry}  # it is another save's
+            put_copies(self.store, copies_of(transaction.small_files, save_id), others)
             return settle_copies(self.store, entry, save_id, copies_of)
         except StoreError as error:
             address = str(self.store.address)
