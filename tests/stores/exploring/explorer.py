@@ -151,7 +151,8 @@ def walk(begin: State, check: Checker, draw: random.Random) -> State:
     Raises:
         BrokenError: As `explore`.
     """
-    state, steps = begin, []
+    state = begin
+    steps: list[str] = []
     while True:
         try:
             check(state)
@@ -288,8 +289,8 @@ def check_state(state: State, *, has_begun: bool, values: Mapping[object, object
         if event.kind == "nothing" and has_begun:
             raise BrokenError("I4: a reader found nothing")
         if event.kind == "loaded":
-            value, other = event.value  # type: ignore[misc]
-            if value not in values or values[value] != other:
+            pair: Any = event.value
+            if pair[0] not in values or values[pair[0]] != pair[1]:
                 raise BrokenError(f"I4: a reader has loaded {event.value}")
 
 

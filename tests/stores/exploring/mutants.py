@@ -10,7 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 from hfshard.errors import HfshardError, StoreConnectionError
-from hfshard.saving import to_store
+from hfshard.saving import store_commit, to_store
 from hfshard.saving.store_commit import StoreTransaction
 from hfshard.saving.store_plan import lower_objects
 from hfshard.storage.checkpoint.folder import RangedFolder
@@ -113,7 +113,7 @@ def _read_once() -> Iterator[None]:
 
 @contextmanager
 def _leave_copies() -> Iterator[None]:
-    settle = to_store.settle_copies
+    settle = store_commit.settle_copies
 
     def mutated(store: Any, entry: str, save_id: SaveId, copies_of: Any) -> Any:
         with patch("hfshard.saving.store_commit.put_copies", lambda *_: None):

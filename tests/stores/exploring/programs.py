@@ -34,7 +34,6 @@ from hfshard.saving.to_store import save_into
 from hfshard.saving.writing import OwnShardWriter
 from hfshard.storage.checkpoint.checkpoint import open_checkpoint
 from hfshard.storage.checkpoint.folder import RangedFolder, StoreFolder
-from hfshard.storage.format import stored_save
 from hfshard.storage.format.stored_save import SaveId, split_object_name
 from hfshard.stores.protocols import StoredObject
 from hfshard.training import CheckpointManager, TrainingState
@@ -123,6 +122,9 @@ class ReplayedStore:
         listed = self._replay.ask(Request("list", (below, "deep" if recursive else "")))
         return {(one := name[len(self._start) :]): StoredObject(one, size, etag) for name, size, etag in listed}
 
+    def folders(self, folder: str = "") -> list[str]:
+        raise AssertionError("no save and no load asks for folders")
+
     def find(self, name: str) -> StoredObject | None:
         raise AssertionError("no save and no load asks for one object")
 
@@ -185,7 +187,7 @@ class Program:
         own_puts.forget()
         replay = _Replay(answers)
         ids = iter(self.ids)
-        with patch.object(stored_save.secrets, "token_hex", lambda _: next(ids)), suppress(_PausedError):
+        with patch("hfshard.storage.format.stored_save.secrets.token_hex", lambda _: next(ids)), suppress(_PausedError):
             self.run(replay)
         assert replay.asked == len(answers), "a program does not ask the same again"
         return replay.pending, tuple(replay.events)

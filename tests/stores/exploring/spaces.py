@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from hfshard.saving.request import SaveRequest
 from tests.stores.exploring.explorer import (
@@ -70,7 +71,7 @@ class Space:
         else:
             check_last_save(store, Writer([wanted(5, self.has_config)], [_LAST]))
 
-    def _values(self) -> Mapping[object, object]:
+    def _values(self) -> Mapping[Any, Any]:
         """What a reader may find: value -> config, or step."""
         if self.is_run:
             steps = [one for program in self.programs if isinstance(program, Manager) for one in program.steps]

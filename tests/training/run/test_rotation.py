@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hfshard.errors import InvalidArgumentError
+from hfshard.storage.format.stored_save import SaveId
 from hfshard.training import CheckpointManager, TrainingState
 from hfshard.training.run.manifest import CheckpointManifest
 from hfshard.training.run.rotation import Rotation
@@ -90,7 +91,7 @@ def test_manifests_are_read_only_where_a_metric_decides() -> None:
             read.append(step)
             return CheckpointManifest(step, step, {"loss": step / 10})
 
-        return RunCheckpoint(f"checkpoint-{step:08d}", step, read_manifest, save_number=step)
+        return RunCheckpoint(f"checkpoint-{step:08d}", step, read_manifest, save_id=SaveId(step, "0" * 16))
 
     checkpoints = [found(step) for step in (3, 1, 2)]
     assert [one.step for one in Rotation(1).to_remove(checkpoints)] == [1, 2]
