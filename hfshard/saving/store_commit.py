@@ -186,8 +186,8 @@ class StoreTransaction:
         """Return the error for a save that a higher one has overtaken."""
         address = str(self.store.address)
         return RemoteChangedError(
-            f"Another process saved to '{address}' at the same time, and its checkpoint is the newer one. Both are "
-            "complete. To replace it, save again.",
+            f"Another process saved to '{address}' at the same time, and its checkpoint is the newer one. To replace "
+            "it, save again.",
             path=address,
         )
 

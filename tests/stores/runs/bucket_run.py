@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from torch import nn
 
 from hfshard.training import CheckpointManager, TrainingState
 from tests.stores.services.buckets import Bucket
+
+_MANIFEST = re.compile(r"(?P<folder>checkpoint-\d{8})/checkpoint-(?P<number>\d{8})-(?P<id>[0-9a-f]{16})\.json")
 
 
 @dataclass(frozen=True)
@@ -32,8 +35,8 @@ class BucketRun:
         return sorted(name for name in names if name.startswith(folder))
 
     def folders(self) -> list[str]:
-        """Name the folders."""
-        return sorted({name.partition("/")[0] for name in self.names() if "/" in name})
+        """Name the folders of checkpoints."""
+        return sorted({name.partition("/")[0] for name in self.names("checkpoint-")})
 
     def read(self, name: str) -> bytes:
         """The bytes of an object."""
@@ -47,14 +50,36 @@ class BucketRun:
         """Delete an object."""
         self.bucket.delete(f"{self.prefix}/{name}")
 
+    def saves(self) -> dict[str, tuple[int, str]]:
+        """The newest save of each checkpoint: name of its folder -> number and id."""
+        found: dict[str, tuple[int, str]] = {}
+        for name in self.names():
+            if match := _MANIFEST.fullmatch(name):
+                one = int(match["number"]), match["id"]
+                found[match["folder"]] = max(one, found.get(match["folder"], one))
+        return found
+
+    def objects(self, folder: str) -> list[str]:
+        """Name the shards of the newest save of a checkpoint."""
+        number, own = self.saves()[folder]
+        tail = f"-{number:08d}-{own}.safetensors"
+        return [name for name in self.names(f"{folder}/") if name.endswith(tail)]
+
     def litter(self) -> list[str]:
-        """Name what belongs to no checkpoint, and is no claim."""
-        found = set(self.names()) - {".writer.json"}
-        for folder in self.folders():
-            manifest = f"{folder}/checkpoint.json"
-            if manifest in found and not folder.startswith("."):
-                files = json.loads(self.read(manifest))["files"]
-                found -= {manifest, *(f"{folder}/{name}" for name in files)}
+        """Name what belongs to no checkpoint, is no plain copy of one's small files, and not the mark of the newest."""
+        found = set(self.names())
+        saves = self.saves()
+        for folder, (number, own) in saves.items():
+            manifest = f"{folder}/checkpoint-{number:08d}-{own}.json"
+            save = json.loads(self.read(manifest))["hfshard_save"]
+            tailed = [name.rpartition(".") for name in save["objects"]]
+            found -= {manifest, *(f"{folder}/{stem}-{number:08d}-{own}.{suffix}" for stem, _, suffix in tailed)}
+            small = [*save["small_files"], *(name for name in save["objects"] if name.endswith(".json"))]
+            found -= {f"{folder}/{name}" for name in small}
+        if saves:
+            newest = max(saves, key=lambda folder: saves[folder])
+            number, own = saves[newest]
+            found -= {f".saves/{newest}-{number:08d}-{own}"}
         return sorted(found)
 
     def synced(self, target: Path) -> Path:

@@ -276,7 +276,7 @@ class StorePlace:
             transaction.put_index(transaction.contents({}), self._names_of_run)
             found = self._put_copies(transaction)
             marks = self._listed_marks()
-            self._refuse_overtaken(transaction, marks)
+            self._refuse_overtaken(transaction, marks, found)
             seen.marks.add(save_id)
             seen.folders[folder] = found
             self._delete_lower(seen, transaction, marks, order.payload.requests.keys())
@@ -437,12 +437,37 @@ class StorePlace:
         put_copies(place, _plain_copies(transaction.small_files, save_id), {})
         return settle_copies(place, MANIFEST, save_id, _plain_copies)[0]
 
-    def _refuse_overtaken(self, transaction: StoreTransaction, marks: Collection[SaveId]) -> None:
-        """Raise if another manager has begun a higher save, and finished it."""
+    def _refuse_overtaken(
+        self, transaction: StoreTransaction, marks: Collection[SaveId], found: Mapping[str, StoredObject]
+    ) -> None:
+        """Raise if another manager has begun a higher save, and finished it.
+
+        Args:
+            transaction: That of this save.
+            marks: Listed after its manifest was put.
+            found: The objects of its folder, listed after that, too.
+        """
         if max(marks, default=transaction.save_id) > transaction.save_id:
             highest = highest_index(self._names_of_run(), MANIFEST)
             if highest is not None and highest > transaction.save_id:
+                self._withdraw_incomplete(transaction, found)
                 raise transaction.overtaken()
+
+    def _withdraw_incomplete(self, transaction: StoreTransaction, found: Mapping[str, StoredObject]) -> None:
+        """Delete what an overtaken save has put, unless it is a complete checkpoint.
+
+        Another save may have taken it for one of a killed process, and deleted its shards; or rotation has removed it;
+        or the other save is of the same step. It can't become the highest any more, so nothing of it is needed.
+        """
+        save_id, folder = transaction.save_id, transaction.folder
+        highest = highest_index(found, MANIFEST)
+        own = {name for name in found if save_id in saves_among([name])}
+        if highest == save_id and own >= set(map(save_id.object_name, (MANIFEST, *transaction.contents({}).objects))):
+            return
+        if highest in (None, save_id):
+            own |= transaction.small_files.keys() & found.keys()  # its plain copies
+        names = sorted(own, key=lambda name: (not name.startswith("checkpoint"), name))
+        delete_or_warn(self._store, [*(f"{folder}/{name}" for name in names), f"{MARKS}/{folder}-{save_id}"], None)
 
     def _delete_lower(
         self, seen: _Seen, transaction: StoreTransaction, marks: Mapping[SaveId, str], bases: Collection[str]
@@ -464,6 +489,10 @@ class StorePlace:
         for one in sorted(unfinished):
             listed = seen.folders[suspects[one]]
             names += [f"{suspects[one]}/{name}" for name in listed if one in saves_among([name])]
+        for target in sorted(set(marks.values()) - {folder}):
+            # An overtaken save has not deleted its step's earlier ones.
+            highest = highest_index(seen.folders.get(target, {}), MANIFEST)
+            names += [] if highest is None else [f"{target}/{name}" for name in _lower(seen.folders[target], highest)]
         for path in names:
             target, _, name = path.partition("/")
             seen.folders[target].pop(name, None)
