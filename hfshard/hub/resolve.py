@@ -35,6 +35,7 @@ from hfshard.storage.checkpoint.locate import (
 from hfshard.storage.disk.safe_open import read_small
 from hfshard.storage.format.index import CheckpointIndex
 from hfshard.storage.format.names import INDEX_FILE, WeightNames
+from hfshard.storage.format.stored_save import is_save_index
 
 _OWN_STEMS: Final = ("model.", "model-", "pytorch_model.", "pytorch_model-")
 """How the names of a checkpoint's weights begin, those of its variants too: only the chosen ones are pulled."""
@@ -236,6 +237,8 @@ def _is_beside(path: str, size: int, *, is_asked: bool) -> bool:
         return False  # git would obey what a stranger wrote there
     if path in _READ_BY_MODELS:
         return size <= MAX_COMPANION_BYTES
+    if "/" not in path and is_save_index(path):
+        return False  # in a store it would be taken for the index of another save there
     if "/" not in path and (path.endswith((SAFETENSORS_SUFFIX, BIN_SUFFIX)) or INDEX_FILE.fullmatch(path)):
         return not path.startswith(_OWN_STEMS) and (is_asked or path.startswith("adapter_model."))
     if is_asked or ("/" in path and path.endswith((SAFETENSORS_SUFFIX, BIN_SUFFIX))):

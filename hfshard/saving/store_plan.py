@@ -17,7 +17,15 @@ from hfshard.storage.commit.directory_state import find_ownership, weights_overr
 from hfshard.storage.format.index import CheckpointIndex, FileDigest
 from hfshard.storage.format.integrity import sha256_of
 from hfshard.storage.format.names import INDEX_FILE, WeightNames
-from hfshard.storage.format.stored_save import SaveId, StoredSave, is_editable, saves_among, split_object_name
+from hfshard.storage.format.stored_save import (
+    SaveId,
+    StoredSave,
+    is_editable,
+    is_save_index,
+    own_saves,
+    saves_among,
+    split_object_name,
+)
 from hfshard.stores.memory import store_memory_bytes
 from hfshard.stores.protocols import Store, StoredObject
 
@@ -123,25 +131,6 @@ def next_id(found: Collection[str]) -> SaveId:
     return SaveId.after(saves_among(found))
 
 
-def save_of(name: str, names: WeightNames) -> SaveId | None:
-    """Return the save of a checkpoint whose index or shard an object is; None for any other object."""
-    split = split_object_name(name)
-    if split is None or not (split[0] == names.index or names.is_shard(split[0])):
-        return None
-    return split[1]
-
-
-def own_saves(found: Collection[str], names: WeightNames) -> set[SaveId]:
-    """Return the saves of a checkpoint, without those of other variants in the same place."""
-    others = set()
-    for name in found:
-        split = split_object_name(name)
-        is_weights = split is not None and (split[0].endswith(SAFETENSORS_SUFFIX) or INDEX_FILE.fullmatch(split[0]))
-        if split is not None and is_weights and save_of(name, names) is None:
-            others.add(split[1])
-    return saves_among(found) - others
-
-
 def highest_index(found: Collection[str], entry: str) -> SaveId | None:
     """Return the save with the highest index.
 
@@ -154,10 +143,13 @@ def highest_index(found: Collection[str], entry: str) -> SaveId | None:
 
 
 def lower_objects(found: Collection[str], names: WeightNames, save_id: SaveId) -> list[str]:
-    """Name the objects of earlier saves of a checkpoint, indexes first: other tools then stop believing in them."""
+    """Name the objects of earlier saves of a checkpoint, indexes first: other tools then stop believing in them.
+
+    Shards come last: they tell whose the other objects are, should not all of them get deleted.
+    """
     saves = {one for one in own_saves(found, names) if one < save_id}
     lower = [name for name in found if (split := split_object_name(name)) is not None and split[1] in saves]
-    return sorted(lower, key=lambda name: (not name.endswith(".json"), name))
+    return sorted(lower, key=lambda name: (not is_save_index(name), name.endswith(SAFETENSORS_SUFFIX), name))
 
 
 def _readable_save(folder: StoreFolder) -> StoredSave | None:

@@ -40,12 +40,12 @@ from hfshard.saving.store_commit import (
     put_copies,
     settle_copies,
 )
-from hfshard.saving.store_plan import StoreState, lower_objects, next_id, read_state, save_of
+from hfshard.saving.store_plan import StoreState, lower_objects, next_id, read_state
 from hfshard.saving.writing import OwnShardWriter, ShardWriter
 from hfshard.storage.commit.interrupts import deferred_interrupt
 from hfshard.storage.disk.byte_source import ByteSource, has_same_bytes
 from hfshard.storage.format.index import CheckpointIndex
-from hfshard.storage.format.stored_save import SaveId, StoredSave
+from hfshard.storage.format.stored_save import SaveId, StoredSave, save_of
 from hfshard.storage.weights.safetensors_writer import WriteJob, writer_threads
 from hfshard.stores.opening import open_store
 from hfshard.stores.protocols import Store, StoredObject

@@ -11,10 +11,11 @@ from hfshard.constants import BIN_SUFFIX, SAFETENSORS_SUFFIX
 from hfshard.hub.repo_tree import RemoteFile, RepoTree
 from hfshard.storage.disk.byte_source import ByteSource, FileSource, sha256_of_source
 from hfshard.storage.format.names import INDEX_FILE, WeightNames
+from hfshard.storage.format.stored_save import split_object_name
 
 _SHARD_NUMBER: Final = re.compile(r"-\d{5,}-of-\d{5,}$")
-SHARD: Final = re.compile(r"-\d{5,}-of-\d{5,}\.(?:safetensors|bin)$")
-"""How the name of a shard of any checkpoint ends."""
+SHARD: Final = re.compile(r"-\d{5,}-of-\d{5,}(?:-\d{8,15}-[0-9a-f]{16})?\.(?:safetensors|bin)$")
+"""How the name of a shard of any checkpoint ends, also of one that was synced from a store."""
 _SINGLE: Final = re.compile(r"(?:pytorch_)?model(?:\.(?P<variant>[^/]+))?\.(?:safetensors|bin)")
 _INDEX: Final = re.compile(r"(?:pytorch_)?model\.(?:safetensors|bin)\.index(?:\.(?P<variant>[^/]+))?\.json")
 
@@ -77,6 +78,8 @@ def variants_of(names: Iterable[str]) -> set[str | None]:
         match = _INDEX.fullmatch(name) or _SINGLE.fullmatch(name) or _HUB_INDEX.fullmatch(name)
         if match is None or _SHARD_NUMBER.search(name.rpartition(".")[0]) or "-hfshard-" in name:
             continue
+        if split_object_name(name) is not None:  # synced from a store: a plain index names it
+            continue
         found.add(match["variant"])
     return found
 
@@ -84,7 +87,9 @@ def variants_of(names: Iterable[str]) -> set[str | None]:
 def is_weights(name: str, names: WeightNames) -> bool:
     """Whether a file's name is, by convention, one of this variant's weights in either format."""
     own = (names.single, names.index, names.hub_index, names.bin_single, names.bin_index)
-    return name in own or names.is_shard(name) or names.is_bin_shard(name) or names.is_transient(name)
+    if name in own or names.is_shard(name) or names.is_bin_shard(name):
+        return True
+    return names.is_transient(name) or names.is_stored_index(name)
 
 
 def stale_names(

@@ -15,6 +15,7 @@ from hfshard.storage.commit.pending_deletes import noted_pending_deletes
 from hfshard.storage.disk.safe_open import read_small
 from hfshard.storage.format.index import CheckpointIndex
 from hfshard.storage.format.names import INDEX_FILE, WeightNames
+from hfshard.storage.format.stored_save import own_saves, split_object_name
 from hfshard.storage.weights.safetensors_file import SafetensorsFile
 
 
@@ -32,7 +33,7 @@ class DirectoryState:
     index: CheckpointIndex | None
     """The index that config.json names, or else the conventional one; None where it can't be read."""
     owned: frozenset[str]
-    """Files that belong to this checkpoint and to no other one."""
+    """Files that belong to this checkpoint and to no other one; what was synced from a store too, with its index."""
     referenced: frozenset[str]
     """Files that an index or the config names, whether they exist or not: a new file may not take such a name."""
     leftovers: tuple[str, ...]
@@ -147,6 +148,7 @@ def read_state(directory: str, names: WeightNames) -> DirectoryState:
     indexes = {name: _read_index(directory, name) for name in listing if INDEX_FILE.fullmatch(name)}
     found = find_ownership(names, listing, override, indexes)
     unreferenced = listing - found.referenced
+    synced = _synced_files(names, listing)
     return DirectoryState(
         directory=directory,
         names=names,
@@ -154,7 +156,7 @@ def read_state(directory: str, names: WeightNames) -> DirectoryState:
         config=config,
         weights_override=override,
         index=indexes.get(override) if override in indexes else indexes.get(names.index),
-        owned=frozenset(name for name in found.owned if os.path.isfile(_at(directory, name))),
+        owned=frozenset(name for name in found.owned | synced if os.path.isfile(_at(directory, name))),
         referenced=found.referenced,
         leftovers=_find_leftovers(directory, names, unreferenced, is_known=found.is_known),
         strays=frozenset(
@@ -180,6 +182,12 @@ def _find_leftovers(
         ]
     # The placeholder goes last: while it exists, huggingface_hub does not take a lone shard for a whole checkpoint.
     return tuple(sorted(shards) + sorted(transient, key=lambda name: (name == names.placeholder, name)))
+
+
+def _synced_files(names: WeightNames, listing: Collection[str]) -> set[str]:
+    """Name the files that a save into a store has named, if the directory was synced from there."""
+    saves = own_saves(listing, names)
+    return {name for name in listing if (split := split_object_name(name)) is not None and split[1] in saves}
 
 
 def _config_and_override(directory: str, listing: frozenset[str]) -> tuple[bytes | None, str | None]:

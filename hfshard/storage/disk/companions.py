@@ -15,6 +15,7 @@ from hfshard.storage.disk.byte_source import ByteSource, has_same_bytes
 from hfshard.storage.disk.fsops import copy_mode, sync
 from hfshard.storage.disk.safe_open import link_to_outside, open_regular
 from hfshard.storage.format.names import INDEX_FILE
+from hfshard.storage.format.stored_save import is_save_index
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +95,7 @@ def is_companion(name: str, but: Collection[str]) -> bool:
     """Whether the name of a file directly beside a checkpoint is that of a file which goes along with it."""
     if "/" in name or name.startswith(".") or name == ADAPTER_CONFIG_NAME or name in but:
         return False
-    return not (name.endswith(WEIGHTS_SUFFIXES) or INDEX_FILE.fullmatch(name))
+    return not (name.endswith(WEIGHTS_SUFFIXES) or INDEX_FILE.fullmatch(name) or is_save_index(name))
 
 
 def fits_beside(path: str, size: int) -> bool:

@@ -8,8 +8,11 @@ from typing import Final
 from hfshard.constants import BIN_SUFFIX, INDEX_SUFFIX, SAFETENSORS_SUFFIX
 from hfshard.errors import InvalidArgumentError, UnsafePathError
 
-INDEX_FILE: Final = re.compile(r".+\.(?:safetensors|bin)\.index(?:\.[^/]+)?\.json")
-"""Matches the name of an index, of any checkpoint."""
+INDEX_FILE: Final = re.compile(r".+\.(?:safetensors|bin)\.index(?:\.[^/]+)?(?<!\d{8}-[0-9a-f]{16})\.json")
+"""Matches the name of an index, of any checkpoint; not that of a save's own index in a store."""
+
+_OF_SAVE: Final = r"-\d{8,15}-[0-9a-f]{16}"
+"""The number and the id of a save, in the names of its objects in a store, and of files that were synced from one."""
 
 _BIN_INDEX: Final = re.compile(r"[^.]+\.bin\.index\.")
 
@@ -44,14 +47,11 @@ class WeightNames:
         self.bin_index = f"pytorch_{base}{BIN_SUFFIX}.index{infix}.json"
         self.placeholder = f"{self.stem}-hfshard-placeholder{SAFETENSORS_SUFFIX}"
         stem = re.escape(self.stem)
-        self._shard = re.compile(rf"{stem}-\d{{5,}}-of-\d{{5,}}(?:-[0-9a-f]{{16}})?\.safetensors")
-        self._stored_shard = re.compile(rf"{stem}-\d{{5,}}-of-\d{{5,}}-[0-9a-f]{{16}}\.safetensors")
+        self._shard = re.compile(rf"{stem}-\d{{5,}}-of-\d{{5,}}(?:{_OF_SAVE})?\.safetensors")
+        self._stored_index = re.compile(re.escape(self.index.removesuffix(".json")) + rf"{_OF_SAVE}\.json")
         self._stock_shard = re.compile(rf"{stem}-(\d{{5}})-of-(\d{{5}})\.safetensors")
         self._bin_shard = re.compile(rf"pytorch_{stem}-\d{{5,}}-of-\d{{5,}}\.bin")
-        self._transient = re.compile(
-            rf"{stem}-hfshard-(?:placeholder|(?:turn-)?[0-9a-f]{{16}})\.safetensors(?:\.index\.json)?"
-        )
-        self._turn_mark = re.compile(rf"{stem}-hfshard-turn-[0-9a-f]{{16}}\.safetensors")
+        self._transient = re.compile(rf"{stem}-hfshard-(?:placeholder|[0-9a-f]{{16}})\.safetensors(?:\.index\.json)?")
 
     def shard(self, number: int, count: int) -> str:
         """The name of shard `number` (from 1) of `count`."""
@@ -61,10 +61,6 @@ class WeightNames:
         """The names of all `count` shards, in order."""
         return [self.shard(number, count) for number in range(1, count + 1)]
 
-    def stored_shards(self, count: int, digits: str) -> list[str]:
-        """The names of all `count` shards of one save into a store, in order; `digits` are 16 hex digits of its own."""
-        return [f"{name.removesuffix(SAFETENSORS_SUFFIX)}-{digits}{SAFETENSORS_SUFFIX}" for name in self.shards(count)]
-
     def unique_single(self, digest: str) -> str:
         """A temporary name for one file of weights during a commit; `digest` is hex that depends on its content."""
         return f"{self.stem}-hfshard-{digest[:16]}{SAFETENSORS_SUFFIX}"
@@ -73,21 +69,13 @@ class WeightNames:
         """A temporary name for an index during a commit; `digest` is hex that depends on its content."""
         return f"{self.unique_single(digest)}{INDEX_SUFFIX}"
 
-    def turn_mark(self, digits: str) -> str:
-        """A temporary name for the mark of a save that commits into a store; `digits` are 16 hex digits of its own."""
-        return f"{self.stem}-hfshard-turn-{digits}{SAFETENSORS_SUFFIX}"
-
-    def is_turn_mark(self, name: str) -> bool:
-        """Whether an object is the mark of a save that commits, or was killed then."""
-        return self._turn_mark.fullmatch(name) is not None
-
     def is_shard(self, name: str) -> bool:
-        """Whether a file has the name of a shard of this checkpoint."""
+        """Whether a file has the name of a shard of this checkpoint, with or without number and id of a save."""
         return self._shard.fullmatch(name) is not None
 
-    def is_stored_shard(self, name: str) -> bool:
-        """Whether a file has a name that only hfshard gives, to a shard in a store."""
-        return self._stored_shard.fullmatch(name) is not None
+    def is_stored_index(self, name: str) -> bool:
+        """Whether a file has the name of a save's own index in a store, from where it may have been synced."""
+        return self._stored_index.fullmatch(name) is not None
 
     def is_stock_shard(self, name: str) -> bool:
         """Whether a file has a name that transformers' own save gives to a shard, and removes when it saves again."""
@@ -116,9 +104,10 @@ def check_file_name(name: object, *, index_path: str, suffix: str) -> str:
     """
     if isinstance(name, str) and name.endswith(suffix) and len(name) <= 1024 and stays_inside(name):
         return name
+    kind = f"a {suffix} file" if suffix else "a file"
     raise UnsafePathError(
-        f"Index '{index_path}' names the file {str(name)[:200]!r}: a shard must be a {suffix} file inside the "
-        "checkpoint's directory. Do not load this checkpoint; download it again from a source that you trust.",
+        f"Index '{index_path}' names the file {str(name)[:200]!r}: it must be {kind} inside the checkpoint's "
+        "directory. Do not load this checkpoint; download it again from a source that you trust.",
         path=index_path,
         expected=f"*{suffix}",
         actual=name,

@@ -11,11 +11,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
-from hfshard.constants import MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
+from hfshard.constants import MANIFEST_NAME, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
 from hfshard.errors import DamagedCheckpointError, UnsafePathError, UnstorableTensorError
 from hfshard.storage.format.index import CheckpointIndex
 from hfshard.storage.format.integrity import sha256_of
-from hfshard.storage.format.names import INDEX_FILE, check_file_name, stays_inside
+from hfshard.storage.format.names import INDEX_FILE, WeightNames, check_file_name, stays_inside
 from hfshard.storage.format.strict_json import parse_json_object
 from hfshard.storage.format.weights_override import mark_of, with_mark, without_mark
 
@@ -107,6 +107,37 @@ def split_object_name(name: str) -> tuple[str, SaveId] | None:
 def saves_among(names: Iterable[str]) -> set[SaveId]:
     """Return all saves that objects of these names belong to."""
     return {found[1] for found in map(split_object_name, names) if found is not None}
+
+
+def save_of(name: str, names: WeightNames) -> SaveId | None:
+    """Return the save of a checkpoint whose index or shard an object is; None for any other object."""
+    split = split_object_name(name)
+    if split is None or not (split[0] == names.index or names.is_shard(split[0])):
+        return None
+    return split[1]
+
+
+def own_saves(found: Iterable[str], names: WeightNames) -> set[SaveId]:
+    """Return the saves of a checkpoint: those with a shard or an index of it, and with weights of no other one.
+
+    A file of a user whose name happens to end like an object's belongs to none of them.
+    """
+    own, others = set(), set()
+    for name in found:
+        split = split_object_name(name)
+        if split is None:
+            continue
+        if save_of(name, names) is not None:
+            own.add(split[1])
+        elif split[0].endswith(SAFETENSORS_SUFFIX) or INDEX_FILE.fullmatch(split[0]):
+            others.add(split[1])
+    return own - others
+
+
+def is_save_index(name: str) -> bool:
+    """Whether an object, or a file that was synced from a store, is the index of a save: of a model, or of a run."""
+    split = split_object_name(name)
+    return split is not None and (split[0] == MANIFEST_NAME or INDEX_FILE.fullmatch(split[0]) is not None)
 
 
 @dataclass(frozen=True, slots=True)

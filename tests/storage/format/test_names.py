@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hfshard.errors import InvalidArgumentError, UnsafePathError
-from hfshard.storage.format.names import WeightNames, check_file_name, suffix_of_shards
+from hfshard.storage.format.names import INDEX_FILE, WeightNames, check_file_name, suffix_of_shards
 
 
 def test_plain_names() -> None:
@@ -30,6 +30,23 @@ def test_names_of_a_commit_under_way() -> None:
     assert names.placeholder == "model-hfshard-placeholder.safetensors"
     for name in (names.placeholder, names.unique_single("a" * 16), names.unique_index("b" * 16)):
         assert names.is_transient(name)
+
+
+def test_names_of_files_that_were_synced_from_a_store() -> None:
+    plain, half = WeightNames(), WeightNames("fp16")
+    shards = ["model-00001-of-00002-00000007-00112233445566ff.safetensors"]
+    shards.append("model.fp16-00001-of-00002-123456789012345-00112233445566ff.safetensors")
+    indexes = ["model.safetensors.index-00000007-00112233445566ff.json"]
+    indexes.append("model.safetensors.index.fp16-00000007-00112233445566ff.json")
+
+    assert [plain.is_shard(name) for name in shards] == [True, False]
+    assert [half.is_shard(name) for name in shards] == [False, True]
+    assert [plain.is_stored_index(name) for name in indexes] == [True, False]
+    assert [half.is_stored_index(name) for name in indexes] == [False, True]
+    assert [INDEX_FILE.fullmatch(name) for name in indexes] == [None, None]
+    assert not any(plain.is_stock_shard(name) or half.is_stock_shard(name) for name in shards)
+    others = ["model-00001-of-00002-00112233445566ff.safetensors", "model.safetensors.index.json"]
+    assert not any(plain.is_shard(name) or plain.is_stored_index(name) for name in others)
 
 
 @pytest.mark.parametrize(
