@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from hfshard.constants import (
     README,
     SAFETENSORS_SUFFIX,
     SIGNATURE_NAME,
+    WEIGHTS_SUFFIXES,
 )
 from hfshard.errors import (
     CheckpointChangedError,
@@ -45,7 +47,7 @@ from hfshard.saving.writing import OwnShardWriter, ShardWriter
 from hfshard.storage.commit.interrupts import deferred_interrupt
 from hfshard.storage.disk.byte_source import ByteSource, has_same_bytes
 from hfshard.storage.format.index import CheckpointIndex
-from hfshard.storage.format.stored_save import SaveId, StoredSave, save_of
+from hfshard.storage.format.stored_save import SaveId, StoredSave, is_save_index, save_of, split_object_name
 from hfshard.storage.weights.safetensors_writer import WriteJob, writer_threads
 from hfshard.stores.opening import open_store
 from hfshard.stores.protocols import Store, StoredObject
@@ -183,7 +185,9 @@ class _Save:
     def if_unchanged(self, writer: ShardWriter) -> CheckpointIndex | None:
         """Return the index, if all that is to be saved is there, and leads every reader to it."""
         state, save = self.state, self.state.save
-        if save is None or not state.is_untouched or self.companion_files or self._drops_plain_config():
+        if save is None or not state.is_untouched or self.companion_files:
+            return None
+        if self._drops_plain_config() or self._replaced_below():
             return None
         own = save.small_files.keys() | {name for name in save.objects if not name.endswith(SAFETENSORS_SUFFIX)}
         if own != {*self.small_files, state.names.index}:
@@ -287,7 +291,24 @@ class _Save:
             return one is not None and one < save_id
 
         sweep = is_lower if save_id.number > 1 else None
-        delete_or_warn(self.store, [*lower_objects(found, names, save_id), *uploaded, *config], sweep)
+        lower = lower_objects(found, names, save_id)
+        delete_or_warn(self.store, [*lower, *uploaded, *config, *self._replaced_below()], sweep)
+
+    def _replaced_below(self) -> list[str]:
+        """Name the objects of saves in folders for which the request has other weights, under the names of files."""
+        own = self.request.companion_files
+        folders = {name.rpartition("/")[0] for name in own if "/" in name and name.endswith(WEIGHTS_SUFFIXES)}
+        below: dict[tuple[str, SaveId], dict[str, str]] = defaultdict(dict)
+        for name in self.state.found.keys() - own.keys():
+            if name.rpartition("/")[0] in folders and (split := split_object_name(name)) is not None:
+                below[name.rpartition("/")[0], split[1]][name] = split[0]
+        indexes, others = [], []
+        for names in below.values():
+            own_indexes = list(filter(is_save_index, names))
+            if own_indexes:  # else it may be under way
+                indexes += [*own_indexes, *(self.state.found.keys() & {names[one] for one in own_indexes} - own.keys())]
+                others += sorted(names.keys() - own_indexes)
+        return list(dict.fromkeys([*indexes, *others]))
 
     def _drops_plain_config(self) -> bool:
         return self.request.drops_config and CONFIG_NAME in self.state.found

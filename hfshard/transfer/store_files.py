@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Final
 
-from hfshard.constants import CONFIG_NAME
+from hfshard.constants import CONFIG_NAME, MANIFEST_NAME
 from hfshard.errors import CheckpointChangedError, CheckpointNotFoundError, InvalidArgumentError, UnsafePathError
 from hfshard.hub.directory.manifest import check_paths
 from hfshard.hub.pushing.local_files import PushedContents
@@ -62,7 +62,7 @@ class StoreFiles:
         names = [WeightNames(variant) for variant in self._saves]
         for name, one in found.items():
             is_weights = any(name in (some.index, some.single) or some.is_shard(name) for some in names)
-            if split_object_name(name) is None and not is_weights:
+            if not is_weights and not self._is_of_save(name):
                 self._shown.setdefault(name, one)
 
     def is_unchanged(self) -> bool:
@@ -119,6 +119,14 @@ class StoreFiles:
         one = self._shown[path]
         return BytesSource(one) if isinstance(one, bytes) else StoredSource(self._store, one, sha256)
 
+    def _is_of_save(self, name: str) -> bool:
+        """Whether an object is one of a save: of one that is shown, or any other one directly in the place.
+
+        A folder below the place may be a checkpoint of its own, and goes along as it is.
+        """
+        split = split_object_name(name)
+        return split is not None and ("/" not in name or split[1] in self._saves.values())
+
     def _show(self, variant: str | None, found: Mapping[str, StoredObject]) -> None:
         """Show the newest save of a variant, under usual names."""
         names = WeightNames(variant)
@@ -151,6 +159,7 @@ def without_marks(found: PushedContents) -> PushedContents:
 
 
 def _numbered_variants(names: Iterable[str]) -> set[str | None]:
-    """Return the variants of which hfshard has saved a checkpoint."""
-    usual = (split[0] for name in names if "/" not in name and (split := split_object_name(name)) is not None)
-    return variants_of(name for name in usual if INDEX_FILE.fullmatch(name))
+    """Return the variants of which hfshard has saved a checkpoint; a run's checkpoint has a manifest."""
+    usual = [split[0] for name in names if "/" not in name and (split := split_object_name(name)) is not None]
+    found = variants_of(name for name in usual if INDEX_FILE.fullmatch(name))
+    return found | {None} if MANIFEST_NAME in usual else found
