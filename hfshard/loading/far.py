@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -18,7 +19,7 @@ from hfshard.errors import CheckpointChangedError, InvalidArgumentError
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.storage.checkpoint.folder import FAR_TRIES, StoreFolder
 from hfshard.storage.checkpoint.locate import is_weights_name
-from hfshard.storage.format.names import WeightNames, check_file_name
+from hfshard.storage.format.names import WeightNames, check_file_name, stays_inside
 from hfshard.stores.memory import store_memory_bytes
 from hfshard.stores.opening import open_store
 
@@ -109,15 +110,24 @@ class Skeleton:
                 self._written[name] = raw
 
     def _names(self) -> list[str]:
-        code = self._folder.code_names(recursive=self._has_auto_map()) if self._has_code else []
+        code = self._folder.code_names(self._code_folders()) if self._has_code else []
         for name in code:
             check_file_name(name, index_path=self._folder.path, suffix=_CODE_SUFFIX)
         return [name for name in _SMALL_NAMES if self._folder.has(name)] + code
 
-    def _has_auto_map(self) -> bool:
-        """Whether the config names code of the checkpoint, which may be in folders."""
-        has_config = self._folder.has(CONFIG_NAME)
-        return has_config and b'"auto_map"' in self._folder.read_small(CONFIG_NAME, MAX_CONFIG_BYTES)
+    def _code_folders(self) -> set[str]:
+        """Return the folders of the modules that the config names: what they import by dots lies next to them."""
+        if not self._folder.has(CONFIG_NAME):
+            return set()
+        try:
+            config = json.loads(self._folder.read_small(CONFIG_NAME, MAX_CONFIG_BYTES))
+        except (ValueError, RecursionError):
+            return set()  # transformers says what is wrong with it
+        auto_map = config.get("auto_map") if isinstance(config, dict) else None
+        values = auto_map.values() if isinstance(auto_map, dict) else ()
+        named = [one for value in values for one in (value if isinstance(value, list) else [value])]
+        folders = {one.rpartition("/")[0] for one in named if isinstance(one, str) and "--" not in one}
+        return {folder for folder in folders if stays_inside(folder)}
 
 
 def _directory_name(name: str) -> str:

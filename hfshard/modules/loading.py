@@ -134,7 +134,7 @@ def build_module(
     token = _under_way.set(None)  # a constructor may load others
     try:
         if call.checkpoint is not None:
-            if not call.checkpoint.is_unchanged():
+            if not call.checkpoint.is_of_one_save():
                 raise _ChangedMeanwhile
             model = _build(model_class, call.checkpoint, model_kwargs, replace(call.options, strict=strict))
         else:
@@ -143,7 +143,7 @@ def build_module(
             with open_source(chosen, call.options, local) as checkpoint:
                 if call.is_under_way and os.path.isdir(source.path):
                     is_same = _config_in(source.path) == call.config
-                    if not (is_same and checkpoint.is_unchanged()):
+                    if not (is_same and checkpoint.is_of_one_save()):
                         raise _ChangedMeanwhile
                 model = _build(model_class, checkpoint, model_kwargs, replace(call.options, strict=strict))
     finally:

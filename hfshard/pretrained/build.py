@@ -282,7 +282,7 @@ def _build(
                 return build(known, *model_args, **kwargs)
             _refuse_full_pickle(checkpoint, kwargs)
             config, model_kwargs = config_of(model_class, local, kwargs)
-            if not agreement.all_say("unchanged", is_so=checkpoint.is_unchanged()):
+            if not agreement.all_say("unchanged", is_so=checkpoint.is_of_one_save()):
                 continue  # a save came between the config and the weights
             return ModelBuilder(build, model_class, name, local, checkpoint, options).build(
                 model_args, config, model_kwargs, kwargs

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
 from hfshard._util.addresses import is_address
-from hfshard.constants import CONFIG_NAME, GENERATION_CONFIG_NAME
+from hfshard._util.threads import in_threads
+from hfshard.constants import CONFIG_NAME, FILES_AT_ONCE, GENERATION_CONFIG_NAME
 from hfshard.errors import CheckpointChangedError, DamagedCheckpointError, InvalidArgumentError, UnsafePathError
 from hfshard.hub.pushing.local_files import DirectoryFiles, FilesOfPlace
 from hfshard.hub.pushing.plan import variants_of
@@ -56,17 +57,24 @@ def copy_to_store(
     paths = files.paths()
     variants = sorted(variants_of(name for name in paths if "/" not in name) or {None}, key=lambda name: name or "")
     store = open_store(address)
-    before = store.list_objects(recursive=True)
+    folders = {"", *(path.rpartition("/")[0] for path in paths)}
+    before = _listed_in(store, folders)
     allowed = listed(allow_patterns)
     ignored = listed(ignore_patterns)
     for variant in variants:
         query = CheckpointQuery(variant=variant, allow_patterns=allowed, ignore_patterns=ignored)
         _copy_one(files, address, query, progress=progress)
-    after = store.list_objects(recursive=True)
+    after = _listed_in(store, folders)
     earlier = set(_fingerprints(store, before).values())
     copied = {name for name, one in _fingerprints(store, after).items() if name not in before and one in earlier}
     new = [found for name, found in after.items() if before.get(name) != found and found.name not in copied]
     return PushResult("", address, is_new=before != after, sent_bytes=sum(found.size for found in new))
+
+
+def _listed_in(store: Store, folders: Collection[str]) -> dict[str, StoredObject]:
+    """List the objects directly in each of these folders; a place may have any number of others."""
+    listed = in_threads(lambda folder, _: store.list_objects(folder), sorted(folders), FILES_AT_ONCE)
+    return {name: one for objects in listed for name, one in objects.items()}
 
 
 def _fingerprints(store: Store, found: Mapping[str, StoredObject]) -> dict[str, str]:

@@ -76,16 +76,17 @@ class _CommitRanges:
             if path.startswith(below)
         }
 
-    def list_objects(self, folder: str = "", *, recursive: bool = False) -> Mapping[str, _File]:
+    def list_objects(self, folder: str = "") -> Mapping[str, _File]:
         start = f"{folder}/" if folder else ""
-        return {
-            name: file
-            for name, file in self._files.items()
-            if name.startswith(start) and (recursive or "/" not in name[len(start) :])
-        }
+        return {name: file for name, file in self._below(start) if "/" not in name[len(start) :]}
 
-    def folders(self) -> list[str]:
-        return sorted({name.partition("/")[0] for name in self._files if "/" in name})
+    def folders(self, folder: str = "") -> list[str]:
+        start = f"{folder}/" if folder else ""
+        below = (name[len(start) :] for name, _ in self._below(start))
+        return sorted({name.partition("/")[0] for name in below if "/" in name})
+
+    def _below(self, start: str) -> Iterator[tuple[str, _File]]:
+        return ((name, file) for name, file in self._files.items() if name.startswith(start))
 
     def find(self, name: str) -> _File | None:
         return self._files.get(name)

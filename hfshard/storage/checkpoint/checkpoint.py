@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -168,7 +168,7 @@ def _open_until_whole(
         folder.look()
         if weights_name is None:
             folder.enter(names)
-        before = state_token(folder, names, weights_override)
+        before = _token(folder, names, weights_override)
         try:
             weights_override = find_name()
             if weights_override != weights_name:
@@ -177,13 +177,13 @@ def _open_until_whole(
             checkpoint = open_once(weights)
         except HfshardError as error:
             folder.look()
-            is_unchanged = before == state_token(folder, names, weights_override)
+            is_unchanged = before == _token(folder, names, weights_override)
             if is_unchanged and not isinstance(error, CheckpointChangedError):
                 raise
             last = error
         else:
             checkpoint.weights_override, checkpoint.state_token = weights_override, before
-            if folder.is_pinned or checkpoint.is_unchanged():
+            if checkpoint.is_of_one_save():
                 return checkpoint
             checkpoint.close()
         time.sleep(folder.wait_seconds)
@@ -192,6 +192,16 @@ def _open_until_whole(
         "Load it when that process has finished saving.",
         path=folder.path,
     ) from last
+
+
+def _token(folder: CheckpointFolder, names: WeightNames, weights_override: str | None) -> tuple[Hashable, ...]:
+    """Return what `state_token` does; of the index of a save that can't be read, what is wrong with it."""
+    try:
+        return state_token(folder, names, weights_override)
+    except CheckpointChangedError:
+        return (object(),)  # which nothing is equal to
+    except HfshardError as error:
+        return (error.message,)
 
 
 def _name_in(folder: CheckpointFolder, names: WeightNames, given: str | None, *, opens_adapter: bool) -> str | None:

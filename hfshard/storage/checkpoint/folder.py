@@ -7,24 +7,34 @@ import os
 from collections.abc import Collection, Hashable, Mapping
 from typing import Any, Final, Protocol
 
-from hfshard._util.text import list_some
 from hfshard._util.threads import in_threads
 from hfshard.constants import (
     CHANGED_RETRIES,
     CHANGED_WAIT_SECONDS,
     MANIFEST_NAME,
     MAX_CONFIG_BYTES,
+    MAX_INDEX_BYTES,
     SAFETENSORS_SUFFIX,
 )
-from hfshard.errors import DamagedCheckpointError, InvalidArgumentError, MissingShardError, remedy
+from hfshard.errors import (
+    CheckpointChangedError,
+    DamagedCheckpointError,
+    InvalidArgumentError,
+    MissingShardError,
+    UnsafePathError,
+    remedy,
+)
 from hfshard.storage.disk.safe_open import identity_of, read_small
+from hfshard.storage.format.index import CheckpointIndex
 from hfshard.storage.format.names import WeightNames
 from hfshard.storage.format.stored_save import (
     MAX_SAVE_BYTES,
     SaveId,
     StoredSave,
     is_editable,
+    is_save_index,
     plain_copy,
+    save_of_copy,
     split_object_name,
 )
 from hfshard.storage.format.weights_override import mark_of, without_mark
@@ -43,11 +53,9 @@ FAR_TRIES: Final = 20
 
 _FAR_WAIT_SECONDS: Final = 0.05
 
-_SHOWN: Final = 3
-"""Names of files in a message."""
-
 _MOST_FOLDERS: Final = 32
-"""Folders that are looked into for a message."""
+_LEVELS_BELOW: Final = 2
+"""Folders of a level, and levels, that are looked into for a message."""
 
 _GENERATE_FOLDER: Final = "custom_generate"
 """Where transformers looks for a checkpoint's own way to generate."""
@@ -200,6 +208,8 @@ class RangedFolder:
         self._files = files
         self._was_just_listed = False
         self._listed: Mapping[str, Any] = {}
+        self._listed_below: set[str] = set()
+        """Folders that were listed since the last look."""
         self._small: dict[str, tuple[Hashable, bytes]] = {}
         """Small files that were read: name of the object -> identity and bytes."""
 
@@ -214,12 +224,12 @@ class RangedFolder:
     def look(self) -> None:
         """List all files that lie directly in it; not at once after `look_early`."""
         if not self._was_just_listed:
-            self._listed = self._files.list_objects()
+            self._list()
         self._was_just_listed = False
 
     def look_early(self) -> None:
         """List the files for what comes before the checkpoint is opened, and for its opening."""
-        self._listed = self._files.list_objects()
+        self._list()
         self._was_just_listed = True
 
     def has_changed(self) -> bool:
@@ -230,16 +240,22 @@ class RangedFolder:
         """Ask whether there is a file of this name, without a listing."""
         return self._files.find(name) is not None
 
-    def code_names(self, *, recursive: bool) -> list[str]:
-        """Name the Python files that lie directly in it, and those that transformers runs to generate.
+    def code_names(self, folders: Collection[str]) -> list[str]:
+        """Name the Python files that lie directly in it, and in folders; each takes a listing.
 
         Args:
-            recursive: Also those in other folders, which takes a listing of everything below.
+            folders: Besides the one with what transformers runs to generate.
         """
-        below = self._files.list_objects(recursive=True) if recursive else self._files.list_objects(_GENERATE_FOLDER)
-        self._listed = {**self._listed, **{name: one for name, one in below.items() if "/" in name}}
+        for folder in sorted({_GENERATE_FOLDER, *folders}):
+            self.look_into(folder)
         nested = (name for name in self._listed if "/" in name)
         return sorted(name for name in {*self.names(), *nested} if name.endswith(".py"))
+
+    def look_into(self, folder: str) -> None:
+        """List a folder below it, too, if it was not listed since the last look."""
+        if folder and folder not in self._listed_below:
+            self._listed = {**self._listed, **self._files.list_objects(folder)}
+            self._listed_below.add(folder)
 
     def names(self) -> list[str]:
         """Name what the last look found directly in it."""
@@ -250,11 +266,17 @@ class RangedFolder:
         return list(self._listed)
 
     def folders_with(self, names: Collection[str]) -> list[str]:
-        """Name the folders directly below it that hold a file of one of these names; it takes a listing of each."""
-        found = self._files.folders()[:_MOST_FOLDERS]
-        listed = in_threads(lambda folder, _: self._files.list_objects(folder), found, _HEADERS_AT_ONCE)
-        held = {folder: {path.rpartition("/")[2] for path in paths} for folder, paths in zip(found, listed)}
-        return [folder for folder, files in held.items() if not files.isdisjoint(names) or _has_entry(files)]
+        """Name the folders below it that hold a file of one of these names; where there are none, those in them."""
+        above = [""]
+        for _ in range(_LEVELS_BELOW):
+            listed = in_threads(lambda folder, _: self._files.folders(folder), above, _HEADERS_AT_ONCE)
+            below = [f"{folder}/{name}".lstrip("/") for folder, some in zip(above, listed) for name in some]
+            above = below[:_MOST_FOLDERS]
+            found = in_threads(lambda folder, _: self._files.list_objects(folder), above, _HEADERS_AT_ONCE)
+            held = {folder: {path.rpartition("/")[2] for path in paths} for folder, paths in zip(above, found)}
+            if hits := [one for one, files in held.items() if not files.isdisjoint(names) or _has_entry(files)]:
+                return hits
+        return []
 
     def has(self, name: str) -> bool:
         """Whether the last look found this name."""
@@ -264,6 +286,10 @@ class RangedFolder:
         """ETag and size, as listed."""
         entry = self._find(name)
         return None if entry is None else (entry.etag, entry.size)
+
+    def path_of(self, name: str) -> str:
+        """Return the address of what has, or had, the contents of a file."""
+        return self._path(name)
 
     def listed(self, name: str) -> Any:
         """What the last look found under this name, as the place describes it; None where there is none."""
@@ -311,6 +337,10 @@ class RangedFolder:
         """Whether the last look found the files that are open, and no others in their place."""
         return all(self.identity(name) == shard.identity for name, shard in shards.items())
 
+    def _list(self) -> None:
+        self._listed = self._files.list_objects()
+        self._listed_below = set()
+
     def _inlined(self, name: str) -> bytes | None:
         """Return the contents of a file that need not be read."""
         return None
@@ -338,7 +368,7 @@ class RangedFolder:
     def _entry(self, name: str) -> Any:
         entry = self._find(name)
         if entry is None:
-            path = self._path(name)
+            path = self.path_of(name)
             raise MissingShardError(
                 f"File '{path}' is missing. Save the checkpoint again, or run 'hfshard verify {self.path}'.", path=path
             )
@@ -407,10 +437,6 @@ class StoreFolder(RangedFolder):
         """Show the objects as they are."""
         self._names, self._entered = (), None
 
-    def look_into(self, folder: str) -> None:
-        """List a folder below it, too."""
-        self._listed = {**self._listed, **self._files.list_objects(folder)}
-
     def as_listed(self) -> StoreFolder:
         """Return a folder that shows the objects of the last look as they are."""
         other = StoreFolder(self._files, self.path, self.memory_bytes)
@@ -441,14 +467,19 @@ class StoreFolder(RangedFolder):
 
     def describe_plain_weights(self) -> str | None:
         """Say that another tool has uploaded weights next to the save that counts; None where none has."""
-        names = [name for name in super().names() if self._is_hidden(name) and name.endswith(SAFETENSORS_SUFFIX)]
-        if self._entered is None or not names:
+        plain = [name for name in super().names() if split_object_name(name) is None]
+        if self._entered is None or not any(name.endswith(SAFETENSORS_SUFFIX) for name in plain):
             return None
-        return (
-            f"'{self.path}' has weights that another tool uploaded ({list_some(names, _SHOWN)}) next to those that "
-            f"hfshard saved, which count. To load the uploaded ones, pass the address of a file, such as "
-            f"'{self.path}/{names[0]}'; the next save by hfshard deletes them."
-        )
+        for names in self._names:
+            entries = (names.index, names.single)
+            entry = next((name for name in entries if name in plain and self._copied_save(name) is None), None)
+            if entry is not None:
+                return (
+                    f"'{self.path}' has weights that another tool uploaded ({entry}) next to those that hfshard saved, "
+                    f"which count. To load the uploaded ones, pass '{self.path}/{entry}'; the next save by hfshard "
+                    "deletes them."
+                )
+        return None
 
     def identity(self, name: str) -> Hashable:
         """ETag and size, as listed; of the index that was entered, those of its object."""
@@ -457,11 +488,20 @@ class StoreFolder(RangedFolder):
             return entry.name, entry.etag, entry.size
         return super().identity(name)
 
+    def path_of(self, name: str) -> str:
+        """Return the address of the object that has, or had, the contents of a file."""
+        save = self.save
+        return self._path(name if save is None or name not in save.objects else save.save_id.object_name(name))
+
     def stale_copies(self) -> list[str]:
         """Name the plain copies of small files that are those of another save; other tools read them."""
         save = self.save
-        marks = {} if save is None else {name: mark_of(self.plain_contents(name) or b"") for name in self._editable()}
-        return [name for name, mark in marks.items() if save is not None and mark not in (None, save.save_id.id)]
+        if save is None:
+            return []
+        marks = {name: mark_of(self.plain_contents(name) or b"") for name in self._editable()}
+        stale = [name for name, mark in marks.items() if mark not in (None, save.save_id.id)]
+        indexes = [names.index for names in self._names if names.index in self._listed]
+        return stale + [name for name in indexes if self._copied_save(name) not in (None, save.save_id)]
 
     def plain_contents(self, name: str) -> bytes | None:
         """Return the contents of a plain object that may be a copy of a small file; None where there is none."""
@@ -499,6 +539,19 @@ class StoreFolder(RangedFolder):
         found = [split for name in self._listed if (split := split_object_name(name)) and split[0] in entries]
         self._entered = max(found, key=lambda one: one[1], default=None)
 
+    def _copied_save(self, name: str) -> SaveId | None:
+        """Return the save that a plain index is a copy of; None where another tool has uploaded it, or other weights.
+
+        An index that can't be read leads nobody to weights: it counts as a copy of the save that is shown.
+        """
+        if not name.endswith(".json"):
+            return None
+        try:
+            raw = self._read_object(self._listed[name], MAX_INDEX_BYTES)
+            return save_of_copy(CheckpointIndex.from_json(raw, self._path(name)))
+        except (CheckpointChangedError, DamagedCheckpointError, UnsafePathError):
+            return self.save_id
+
     def _is_hidden(self, name: str) -> bool:
         """Whether a plain object has the name of weights of the checkpoint, which the save that is shown replaces."""
         return any(name in (one.index, one.single) or one.is_shard(name) for one in self._names)
@@ -530,5 +583,4 @@ class StoreFolder(RangedFolder):
 
 def _has_entry(names: Collection[str]) -> bool:
     """Whether one of the objects is the index of a save."""
-    found = (split_object_name(name) for name in names)
-    return any(one is not None and one[0].endswith(".json") for one in found)
+    return any(map(is_save_index, names))

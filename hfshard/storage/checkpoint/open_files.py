@@ -131,6 +131,10 @@ class OpenCheckpoint:
         now = state_token(self.folder, self.names, self.weights_override)
         return self.state_token == now and self.folder.still_holds(self.shards)
 
+    def is_of_one_save(self) -> bool:
+        """Whether the small files that were read since it was opened belong to it: no save has come between."""
+        return self.folder.is_pinned or self.is_unchanged()
+
     def close(self) -> None:
         """Close all files; mapped tensors stay valid."""
         for shard in self.shards.values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from hfshard.errors import InvalidArgumentError
 from tests.helpers.tiny_bert import SHARDED, SINGLE, Bert, bert, read_by_all, value_of
 from tests.stores.conftest import DIRECTORY
 from tests.stores.suite.conftest import Place
+from tests.stores.suite.own_code import PARTS, directory_with_code
 
 COMPAT_S3: Any = pytest.param("s3", marks=pytest.mark.compat)
 everywhere = pytest.mark.parametrize("store_place", [DIRECTORY, COMPAT_S3, "gs", "az", "hf"], indirect=True)
@@ -91,6 +93,32 @@ def test_a_plain_module_with_config_and_card(place: Place) -> None:
     assert torch.equal(loaded.layer.weight, net.layer.weight)
     assert json.loads(place.files()["config.json"]) == {"width": 3}
     assert place.files()["README.md"] == b"edited"
+
+
+@pytest.mark.parametrize("store_place", [DIRECTORY, "s3", "hf"], indirect=True)
+def test_a_model_that_brings_its_own_code(place: Place, tmp_path: Path, modules_cache: Path) -> None:
+    directory = directory_with_code(tmp_path / "net")
+    net: Any = hfshard.load_model(AutoModel, directory, trust_remote_code=True)
+    with torch.no_grad():
+        net.part.bias.fill_(7)
+
+    hfshard.save_model(net, place.path)
+
+    assert json.loads(place.files()["config.json"])["auto_map"] == {
+        "AutoConfig": "net.NetConfig",
+        "AutoModel": "net.Net",
+    }
+    assert place.files()["parts.py"].decode() == PARTS
+    loaded: Any = hfshard.load_model(AutoModel, place.path, trust_remote_code=True, verify="full")
+    assert loaded.part.bias.tolist() == [7, 7, 7]
+    stock: Any = AutoModel.from_pretrained(place.synced(), trust_remote_code=True)
+    assert stock.part.bias.tolist() == [7, 7, 7]
+    if place.is_store:
+        assert place.bucket is not None
+        for name in ("net.py", "parts.py", "config.json"):  # the index has them, too
+            place.bucket.delete(f"{place.path.partition('hfshard-tests/')[2]}/{name}")
+        loaded = hfshard.load_model(AutoModel, place.path, trust_remote_code=True)
+        assert loaded.part.bias.tolist() == [7, 7, 7]
 
 
 @pytest.mark.compat

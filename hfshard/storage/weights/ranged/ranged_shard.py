@@ -50,11 +50,11 @@ class RangedEntry(Protocol):
 class RangedFiles(Protocol):
     """A place whose files are read by ranges, such as a `Store`. Used by several threads at once."""
 
-    def list_objects(self, folder: str = "", *, recursive: bool = False) -> Mapping[str, Any]:
-        """List the files of a folder by name, each a `RangedEntry`: those directly in it, or all below it."""
+    def list_objects(self, folder: str = "") -> Mapping[str, Any]:
+        """List the files directly in a folder by name, each a `RangedEntry`."""
 
-    def folders(self) -> list[str]:
-        """Name the folders directly in it, sorted."""
+    def folders(self, folder: str = "") -> list[str]:
+        """Name the folders directly in a folder, sorted."""
 
     def find(self, name: str) -> Any:
         """Ask for one file, a `RangedEntry`; None where there is none."""
