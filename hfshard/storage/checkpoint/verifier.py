@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -16,10 +16,12 @@ from hfshard.errors import (
     AmbiguousWeightsError,
     CheckpointChangedError,
     CheckpointNotFoundError,
+    DamagedCheckpointError,
     HfshardError,
     IntegrityError,
     InvalidArgumentError,
     StoreError,
+    UnsafePathError,
     readable,
     remedy,
 )
@@ -100,7 +102,10 @@ def verify_directory(
         if weights_name is None:
             folder.enter(names)
         verifier = Verifier(folder, names, level, weights_name)
-        total = weights_bytes(folder, (SAFETENSORS_SUFFIX,)) if level == "full" else 0
+        total = 0
+        if level == "full":
+            with suppress(DamagedCheckpointError, UnsafePathError, CheckpointChangedError):  # the verifier reports it
+                total = weights_bytes(folder, (SAFETENSORS_SUFFIX,))
         with bytes_bar("Verifying", total, progress if total else False) as progress_callback:
             verifier.run(progress_callback)
         report = verifier.report()

@@ -98,7 +98,7 @@ def test_a_save_between_any_two_requests_gives_the_old_or_the_new_one(
             break  # the load was over before
     assert 0.0 in seen
     assert seen[-1] == -1.0
-    assert len(seen) > 6
+    assert len(seen) == 6  # a save between the listing, the index, the header and the rest of one file
 
 
 def generation_of(number: int) -> dict[str, bytes]:

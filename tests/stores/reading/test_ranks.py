@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,11 @@ from torch import nn
 import hfshard
 from hfshard.errors import CheckpointChangedError, IntegrityError, RankFailedError
 from hfshard.loading import far
+from hfshard.saving import to_store
 from hfshard.storage.checkpoint.checkpoint import Verify
 from tests.distributed.gloo import check_ranks
 from tests.stores.reading.test_costs import CountingStore
+from tests.stores.saving.memory_store import MemoryStore
 
 ADDRESS = "s3://models/bert"
 ROWS, COLUMNS = 4096, 256
@@ -120,7 +123,28 @@ def _overtake(rank: int, saved: Path, other: Path) -> None:
                 assert is_new == [True] * 3
 
 
-def _saved(directory: Path) -> Path:
+def in_a_store(directory: Path, save: Callable[[str], Any], *, is_new: bool = False) -> Path:
+    """Save into a store, and put all of its objects into a directory.
+
+    Args:
+        directory: Made.
+        save: Saves to an address.
+        is_new: Whether it is the second save there.
+    """
+    store = MemoryStore()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(to_store, "open_store", lambda address: store)
+        if is_new:
+            hfshard.save_model(nn.Linear(1, 1), ADDRESS)
+        save(ADDRESS)
+    return store.into(directory)
+
+
+def _saved(directory: Path, *, is_new: bool = False) -> Path:
+    return in_a_store(directory, lambda place: hfshard.save_model(Net(), place, max_shard_size="5MB"), is_new=is_new)
+
+
+def _uploaded(directory: Path, *, is_new: bool = False) -> Path:
     hfshard.save_model(Net(), directory, max_shard_size="5MB")
     return directory
 
@@ -129,9 +153,11 @@ def test_each_rank_asks_for_its_own_bytes(tmp_path: Path) -> None:
     check_ranks(tmp_path / "ranks", 2, _load, _saved(tmp_path / "saved"))
 
 
-def test_ranks_that_find_different_saves_load_nothing(tmp_path: Path) -> None:
-    check_ranks(tmp_path / "ranks", 2, _refuse, _saved(tmp_path / "one"), _saved(tmp_path / "two"))
+@pytest.mark.parametrize("made", [_saved, _uploaded])
+def test_ranks_that_find_different_saves_load_nothing(tmp_path: Path, made: Callable[..., Path]) -> None:
+    check_ranks(tmp_path / "ranks", 2, _refuse, made(tmp_path / "one"), made(tmp_path / "two", is_new=True))
 
 
-def test_ranks_that_a_save_overtakes_start_again_together(tmp_path: Path) -> None:
-    check_ranks(tmp_path / "ranks", 2, _overtake, _saved(tmp_path / "one"), _saved(tmp_path / "two"))
+@pytest.mark.parametrize("made", [_saved, _uploaded])
+def test_ranks_that_a_save_overtakes_start_again_together(tmp_path: Path, made: Callable[..., Path]) -> None:
+    check_ranks(tmp_path / "ranks", 2, _overtake, made(tmp_path / "one"), made(tmp_path / "two", is_new=True))

@@ -164,7 +164,7 @@ class StoreCheckpoint:
     def _compare(
         self, name: str, record: FileDigest, progress_callback: Callable[[int], object], *, is_full: bool
     ) -> None:
-        path = f"{self.path}/{name}"
+        path = self._folder.path_of(name)
         size = self._folder.size(name) if self._folder.has(name) else None
         if size != record.size:
             found = "missing" if size is None else f"of {size} bytes"
