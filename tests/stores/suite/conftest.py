@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,11 @@ import pytest
 
 from tests.stores.conftest import use_service
 from tests.stores.services.buckets import BUCKET, Bucket
+
+
+def usual_name(name: str) -> str:
+    """The name of a file without the number and the id of the save that its object belongs to."""
+    return re.sub(r"-\d{8}-[0-9a-f]{16}(?=\.|$)", "", name)
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,10 @@ class Place:
             return self.bucket.objects(self._prefix)
         root = Path(self.path)
         return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+    def names(self) -> list[str]:
+        """The names of what lies there, sorted, with N for the number and the id of a save."""
+        return sorted(re.sub(r"-\d{8}-[0-9a-f]{16}(?=\.|$)", "-N", name) for name in self.files())
 
     def synced(self) -> Path:
         """A directory with a copy of what lies there, as the services' own tools make it."""

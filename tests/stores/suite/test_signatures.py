@@ -37,9 +37,9 @@ def test_a_signature_goes_along_and_is_checked_on_the_disk(
         hfshard.sign_checkpoint(store_address, private_key=private)
     hfshard.push_checkpoint(tmp_path / "out", store_address)
     bert(3).save_pretrained(store_address, max_shard_size=max_shard_size)
-    assert "no longer holds" not in caplog.text  # nothing has changed
+    assert "is stale" not in caplog.text  # nothing has changed
     bert(4).save_pretrained(store_address, max_shard_size=max_shard_size)
-    assert "model.sig' no longer holds: the checkpoint beside it was replaced" in caplog.text
+    assert "model.sig' is stale: this save replaced the files it covers" in caplog.text
     hfshard.pull_checkpoint(store_address, tmp_path / "other")
     with pytest.raises(SignatureError, match=r"is not the file that was signed|not covered|is missing"):
         hfshard.load_state_dict(tmp_path / "other", public_key=public)
