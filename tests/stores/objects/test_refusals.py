@@ -219,6 +219,6 @@ def test_what_a_service_does_not_know_is_asked_for_once_and_was_not_done(
     with answering(501, "<Error><Code>NotImplemented</Code><Message>If-None-Match</Message></Error>") as url:
         log_in("s3", url, monkeypatch)
         with pytest.raises(StoreError) as raised:
-            open_store("s3://models/bert").put("index", b"{}", None)
+            open_store("s3://models/bert").put("index", b"{}")
     assert str(raised.value).startswith("The service of s3://models/bert/index does not know this request")
     assert time.monotonic() - begin < 10

@@ -110,7 +110,7 @@ def test_any_request_may_be_the_first_one(gate: Gate, store_address: str, first:
     if first == "find":
         assert store.find("a") is None
     elif first == "put":
-        store.put("a", b"1", None)
+        store.put("a", b"1")
     elif first == "put a large one":
         store.put("a", bytes(2 << 20))
     elif first == "upload":

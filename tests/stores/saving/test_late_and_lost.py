@@ -1,4 +1,4 @@
-"""Saves whose deciding put is late, or lost its answer, beside others: what was acknowledged stays, and always loads."""
+"""Saves whose deciding put is late, or lost its answer: what was acknowledged stays, and what is there loads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.stores
 SCHEMES = pytest.mark.parametrize("scheme", ["s3", "gs", "hf"])
 _INDEX = r"put .*index(-|%2D)\d"
 DECIDING = {"s3": _INDEX, "gs": _INDEX, "hf": "batch"}
-"""What the put of an index looks like; in a bucket of the Hub the first batch names a shard, the second one the index."""
+"""What the put of an index looks like; in a bucket the first batch names a shard, the second one the index."""
 LONG = 10**6
 
 
