@@ -53,6 +53,7 @@ _HOMES = {
     "PlannedShard": "planning.plan",
     "Problem": "storage.checkpoint.report",
     "PushResult": "hub.repo_tree",
+    "RemovalReport": "removal.removal_plan",
     "ShardPlan": "planning.plan",
     "ShardedModelMixin": "modules.mixin",
     "TensorDiff": "viewing.diff.report",
@@ -69,6 +70,7 @@ _HOMES = {
     "plan_shards": "planning.plan",
     "pull_checkpoint": "transfer.pull",
     "push_checkpoint": "transfer.push",
+    "remove_checkpoint": "remove",
     "reshard_checkpoint": "reshard",
     "save_model": "save",
     "save_state_dict": "save",
@@ -99,6 +101,8 @@ if TYPE_CHECKING:
     from hfshard.planning.plan import plan_shards as plan_shards
     from hfshard.pretrained.installed.switch import install as install
     from hfshard.pretrained.installed.switch import uninstall as uninstall
+    from hfshard.removal.removal_plan import RemovalReport as RemovalReport
+    from hfshard.remove import remove_checkpoint as remove_checkpoint
     from hfshard.reshard import reshard_checkpoint as reshard_checkpoint
     from hfshard.save import save_model as save_model
     from hfshard.save import save_state_dict as save_state_dict

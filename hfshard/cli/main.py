@@ -86,7 +86,15 @@ def _run_command(arguments: argparse.Namespace) -> int:
         from hfshard.cli.run.launch import run as become
 
         become(arguments)
-    from hfshard.cli import commands, hub_commands, reshard_commands, show_commands, sign_command, training_commands
+    from hfshard.cli import (
+        commands,
+        hub_commands,
+        remove_command,
+        reshard_commands,
+        show_commands,
+        sign_command,
+        training_commands,
+    )
     from hfshard.cli.diff import command as diff_command
 
     run = {
@@ -96,6 +104,7 @@ def _run_command(arguments: argparse.Namespace) -> int:
         "verify": commands.verify,
         "sign": sign_command.sign,
         "checkpoints": training_commands.checkpoints,
+        "remove": remove_command.remove,
         "reshard": reshard_commands.reshard,
         "convert": training_commands.convert,
         "push": hub_commands.push,

@@ -59,6 +59,12 @@ def print_message(text: str) -> None:
         print(f"hfshard: {printable(text)}", file=sys.stderr)
 
 
+def is_confirmed(question: str) -> bool:
+    """Ask on stderr, and tell whether the user has typed yes."""
+    print(question, end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
 def printable(text: str) -> str:
     """Escape what would move the cursor or hide text: a stranger may have chosen the names in a checkpoint."""
     return escaped(text, keep="")

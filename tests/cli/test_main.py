@@ -102,6 +102,7 @@ move:
 rewrite:
   reshard      a checkpoint in files of another size
   convert      pytorch_model.bin, .pt, .pth.tar ... into safetensors
+  remove       a checkpoint, one of a run, or what killed saves have left
 
 run:
   run          a program as it is, with hfshard on in it

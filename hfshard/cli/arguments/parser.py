@@ -8,7 +8,7 @@ from hfshard.cli.arguments.checking import add_sign, add_verify
 from hfshard.cli.arguments.groups import Commands
 from hfshard.cli.arguments.looking import add_checkpoints, add_diff, add_inspect, add_show
 from hfshard.cli.arguments.moving import add_pull, add_push, add_revisions
-from hfshard.cli.arguments.rewriting import add_convert, add_reshard
+from hfshard.cli.arguments.rewriting import add_convert, add_remove, add_reshard
 from hfshard.cli.arguments.running import add_run
 from hfshard.constants import VERSION
 
@@ -38,6 +38,7 @@ def make_parser() -> argparse.ArgumentParser:
     rewrite = commands.group("rewrite")
     add_reshard(rewrite)
     add_convert(rewrite)
+    add_remove(rewrite)
     add_run(commands.group("run"))
     parser.description = f"Sharded checkpoints: look at them, check, move and rewrite them.\n\n{commands.show()}"
     return parser

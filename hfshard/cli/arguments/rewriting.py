@@ -61,6 +61,34 @@ def add_convert(commands: CommandGroup) -> None:
     )
 
 
+def add_remove(commands: CommandGroup) -> None:
+    """Add `remove`."""
+    remove = commands.add_parser(
+        "remove",
+        help="a checkpoint, one of a run, or what killed saves have left",
+        description="Remove a checkpoint: its weights, indexes and configs, and nothing else. What goes, with sizes, "
+        "and what stays is listed before it asks. In a store, nothing may save there meanwhile. Exit 0: it is removed, "
+        "or there are no leftovers, 1: it is not, 2: bad usage.",
+    )
+    remove.set_defaults(needs_directory=False)
+    remove.add_argument(
+        "directory", metavar="PLACE", help=f"the checkpoint's directory, a run's, or a checkpoint of one{OR_STORE}"
+    )
+    remove.add_argument("--step", type=int, metavar="N", help="of a run: the checkpoint of this step")
+    add_variant(remove)
+    remove.add_argument(
+        "--leftovers", action="store_true", help="no checkpoint, but what killed saves have left in PLACE"
+    )
+    remove.add_argument(
+        "--unfinished",
+        action="store_true",
+        help="of a store: also objects of a newer save, which is under way or was killed",
+    )
+    remove.add_argument("--dry-run", action="store_true", help="list what goes and what stays, and remove nothing")
+    remove.add_argument("--yes", action="store_true", help="do not ask")
+    add_format(remove)
+
+
 def _add_source_and_target(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(needs_directory=False)
     parser.add_argument("source", metavar="SRC", help=f"a directory, or one file of weights; {REPO}; or {STORE}")

@@ -293,13 +293,13 @@ def save_session(
             session = SaveSession(directory, state, made)
             watch = SignatureWatch(directory)
             try:
-                _clear_staging(directory)
+                clear_staging(directory)
                 os.makedirs(session.staging)
                 yield session
                 watch.after_save(partial(_recorded, directory, names), is_dropped=session.drops_signature)
             finally:
                 if not session.is_unfinished:
-                    _clear_staging(directory)
+                    clear_staging(directory)
     except BaseException:
         remove_empty_directories(made)
         raise
@@ -344,7 +344,8 @@ def _clean_up(directory: str, leftovers: tuple[str, ...]) -> None:
     sync_directory(directory)
 
 
-def _clear_staging(directory: str) -> None:
+def clear_staging(directory: str) -> None:
+    """Remove the staging directory, and the folders above it that are then empty; the caller holds the lock."""
     staging = os.path.join(directory, STAGING_DIRECTORY)
     try:
         if os.path.lexists(staging):

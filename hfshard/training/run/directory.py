@@ -101,22 +101,35 @@ def _is_directory(root: str, name: str, gone: list[str]) -> bool:
 
 def clean_up_run(root: str) -> None:
     """Remove what killed saves left, and put back what they had moved aside; the caller holds the run's lock."""
-    for one in checkpoints_in(root):  # of several of one step, the one that was saved last
+    for one in _moved_aside(root):
         target = checkpoint_path(root, one.step)
-        if _REPLACED.fullmatch(os.path.basename(one.path)) and not os.path.lexists(target):
-            logger.info("Putting '%s' back, which a killed save was about to replace.", target)
-            os.rename(one.path, target)
-            sync_directory(root)
-    for name in sorted(os.listdir(root)):
-        if any(pattern.fullmatch(name) for pattern in (_WRITING, _REPLACED, _REMOVED)):
-            path = os.path.join(root, name)
-            logger.info("Removing '%s', left by a save that was killed.", path)
-            if (
-                replaced := _REPLACED.fullmatch(name)
-            ) is not None:  # it must not come back when its successor is removed
-                _remove(path, root, int(replaced[1]))
-            else:
-                _remove_tree(path)
+        logger.info("Putting '%s' back, which a killed save was about to replace.", target)
+        os.rename(one.path, target)
+        sync_directory(root)
+    for name in leftovers_in(root)[0]:
+        path = os.path.join(root, name)
+        logger.info("Removing '%s', left by a save that was killed.", path)
+        if (replaced := _REPLACED.fullmatch(name)) is not None:  # it must not come back when its successor is removed
+            _remove(path, root, int(replaced[1]))
+        else:
+            _remove_tree(path)
+
+
+def leftovers_in(root: str) -> tuple[list[str], list[str]]:
+    """Name what killed saves left in a run: the folders that `clean_up_run` removes, and those that it puts back."""
+    put_back = [os.path.basename(one.path) for one in _moved_aside(root)]
+    patterns = (_WRITING, _REPLACED, _REMOVED)
+    left = [name for name in sorted(os.listdir(root)) if any(pattern.fullmatch(name) for pattern in patterns)]
+    return [name for name in left if name not in put_back], put_back
+
+
+def _moved_aside(root: str) -> list[RunCheckpoint]:
+    """Find the checkpoints that nothing has replaced yet; of several of one step, the one that was saved last."""
+    aside: dict[int, RunCheckpoint] = {}
+    for one in checkpoints_in(root):
+        if _REPLACED.fullmatch(os.path.basename(one.path)) and not os.path.lexists(checkpoint_path(root, one.step)):
+            aside.setdefault(one.step, one)
+    return list(aside.values())
 
 
 def put_in_place(written: str, root: str, step: int) -> str:

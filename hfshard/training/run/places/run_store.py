@@ -228,7 +228,7 @@ class StorePlace:
         Raises:
             StoreError: The store refused or failed.
         """
-        return self._checkpoints_in(self._listed_folders())
+        return self._checkpoints_in(self.listed_folders())
 
     def known_checkpoints(self) -> list[RunCheckpoint]:
         """List the checkpoints that the last save has seen; only others can have changed them since."""
@@ -275,7 +275,7 @@ class StorePlace:
         with deferred_interrupt():
             transaction.put_index(transaction.contents({}), self._names_of_run)
             found = self._put_copies(transaction)
-            marks = self._listed_marks()
+            marks = self.listed_marks()
             self._refuse_overtaken(transaction, marks, found)
             seen.marks.add(save_id)
             seen.folders[folder] = found
@@ -305,18 +305,18 @@ class StorePlace:
     def _look(self) -> _Seen:
         """Find out which saves there are; with one listing of the marks, if nobody else has saved meanwhile."""
         if self._seen is not None and self._seen.process == os.getpid():
-            marks = self._listed_marks()
+            marks = self.listed_marks()
             if marks.keys() <= self._seen.marks:
                 return self._seen
-        seen = _Seen(marks=set(self._listed_marks()))
-        for folder, files in self._listed_folders().items():
+        seen = _Seen(marks=set(self.listed_marks()))
+        for folder, files in self.listed_folders().items():
             seen.folders[folder] = dict(files)
             seen.suspects |= dict.fromkeys(saves_among(files) - _finished(files), folder)
         uploaded = [one for one in self._checkpoints_in(seen.folders) if one.save_id is None]
         seen.highest_uploaded = max((one.save_number for one in uploaded), default=0)
         return seen
 
-    def _listed_marks(self) -> dict[SaveId, str]:
+    def listed_marks(self) -> dict[SaveId, str]:
         """List the marks: save -> the folder that it is for."""
         found = {}
         for name in self._store.list_objects(MARKS):
@@ -325,7 +325,8 @@ class StorePlace:
                 found[SaveId(int(match[2]), match[3])] = match[1]
         return found
 
-    def _listed_folders(self) -> Folders:
+    def listed_folders(self) -> Folders:
+        """List the folders of checkpoints, also those without a manifest."""
         folders: dict[str, dict[str, StoredObject]] = {}
         for path, one in self._store.list_objects(recursive=True).items():
             folder, _, name = path.partition("/")
@@ -334,7 +335,7 @@ class StorePlace:
         return folders
 
     def _names_of_run(self) -> Collection[str]:
-        return [name for files in self._listed_folders().values() for name in files]
+        return [name for files in self.listed_folders().values() for name in files]
 
     def _checkpoints_in(self, folders: Folders) -> list[RunCheckpoint]:
         steps: set[int] = set()

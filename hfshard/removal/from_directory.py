@@ -1,0 +1,152 @@
+"""Remove a checkpoint from a directory, or what killed saves have left there, under the lock that saves take."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Final
+
+from hfshard.constants import STAGING_DIRECTORY
+from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError
+from hfshard.removal.removal_plan import (
+    NOT_ITS_OWN,
+    SHARED,
+    SMALL_FILES,
+    FoundFile,
+    Removal,
+    RemovalPlan,
+    in_phases,
+    is_of_weights,
+    phase_of_weights,
+)
+from hfshard.storage.checkpoint.locate import locate_checkpoint
+from hfshard.storage.commit.commit import clear_staging
+from hfshard.storage.commit.directory_state import DirectoryState, read_state
+from hfshard.storage.disk.fsops import locked_directory, refuse_odd_directories, sync_directory, unlink_if_there
+from hfshard.storage.format.names import WeightNames
+
+LOCK_WAIT_SECONDS: Final = 5.0
+"""How long a removal waits for a save there: what that one saves is not what the user has chosen."""
+
+
+def remove_from_directory(directory: str, names: WeightNames) -> Removal:
+    """Plan the removal of a checkpoint: its weights and indexes, and config files that no other weights need.
+
+    Raises:
+        CheckpointNotFoundError: There is none.
+        InvalidArgumentError: Its config names weights that no save of hfshard has put there.
+    """
+    return _removal(partial(_plan_checkpoint, directory, names))
+
+
+def remove_leftovers_from_directory(directory: str, names: WeightNames) -> Removal:
+    """Plan the removal of what killed saves have left: shards that no index names, temporary files, staged ones."""
+    return _removal(partial(_plan_leftovers, directory, names))
+
+
+def find_files(directory: str, names: Collection[str]) -> dict[str, FoundFile]:
+    """Find the size and identity of files in a directory; links are not followed, as it is they that go."""
+    found = {}
+    for name in sorted(names):
+        status = os.lstat(os.path.join(directory, name))
+        found[name] = FoundFile(status.st_size, (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns))
+    return found
+
+
+def unlink_in_order(plan: RemovalPlan) -> None:
+    """Unlink the files of a plan, and flush the directory after each phase: a power cut then keeps the order, too."""
+    for phase in plan.phases:
+        for name in phase:
+            unlink_if_there(os.path.join(plan.place, name))
+        sync_directory(plan.place)
+
+
+def shown_names(directory: str) -> dict[str, str]:
+    """Name what is in a directory: name -> the same, with "/" at the end for a folder."""
+    with os.scandir(directory) as entries:
+        return {one.name: f"{one.name}/" if one.is_dir(follow_symlinks=False) else one.name for one in entries}
+
+
+def _removal(make_plan: Callable[[], RemovalPlan]) -> Removal:
+    plan = make_plan()
+
+    def carry_out() -> None:
+        if not plan.found:
+            return
+        with locked_directory(plan.place, wait_seconds=LOCK_WAIT_SECONDS):
+            now = make_plan()
+            plan.check_same(now)
+            unlink_in_order(now)
+            clear_staging(plan.place)
+
+    return Removal(plan.report(), carry_out)
+
+
+def _plan_checkpoint(directory: str, names: WeightNames) -> RemovalPlan:
+    state = read_state(directory, names)
+    override = state.weights_override
+    if names.variant is None and override is not None and not names.is_transient(override):
+        raise InvalidArgumentError(
+            f"config.json in '{directory}' names '{override}' as the model's weights, which no save of hfshard has put "
+            "there. Nothing was removed. Remove these files by hand.",
+            path=directory,
+        )
+    weights = {*state.owned, *_named_like_shards(state)}
+    if not state.has_weights or not state.owned:
+        _raise_not_found(state)
+    small = {name for name in SMALL_FILES if os.path.lexists(os.path.join(directory, name))}
+    others = state.listing - weights - small
+    if any(is_of_weights(name) for name in others):
+        small = set()
+    staged = _staged_files(directory)
+    phases = [*in_phases(weights, lambda name: phase_of_weights(name, names)), sorted(small), staged]
+    kept = {
+        shown: SHARED if name in SMALL_FILES else NOT_ITS_OWN
+        for name, shown in shown_names(directory).items()
+        if name not in weights | small
+    }
+    found = find_files(directory, [*weights, *small, *staged])
+    return RemovalPlan(directory, [phase for phase in phases if phase], found, kept)
+
+
+def _plan_leftovers(directory: str, names: WeightNames) -> RemovalPlan:
+    state = read_state(directory, names)
+    files = list(dict.fromkeys([*sorted(state.strays), *state.leftovers]))
+    staged = _staged_files(directory)
+    kept = {shown: "no leftover of a save" for name, shown in shown_names(directory).items() if name not in files}
+    # One by one, as the placeholder of a commit goes last.
+    phases = [*([name] for name in files), *([staged] if staged else [])]
+    return RemovalPlan(directory, phases, find_files(directory, [*files, *staged]), kept)
+
+
+def _named_like_shards(state: DirectoryState) -> set[str]:
+    """Name shards that no index names, or none that can be read: a lone one would be taken for a checkpoint."""
+    names = state.names
+    return {
+        name
+        for name in state.listing - state.referenced
+        if (names.is_shard(name) or names.is_bin_shard(name)) and os.path.isfile(os.path.join(state.directory, name))
+    }
+
+
+def _raise_not_found(state: DirectoryState) -> None:
+    if state.leftovers or state.strays:
+        raise CheckpointNotFoundError(
+            f"There is no checkpoint in '{state.directory}', only what a killed save has left. To remove that, run: "
+            f"hfshard remove --leftovers {state.directory}",
+            path=state.directory,
+        )
+    locate_checkpoint(state.directory, state.names)
+    raise CheckpointNotFoundError(f"There is no checkpoint in '{state.directory}'.", path=state.directory)
+
+
+def _staged_files(directory: str) -> list[str]:
+    """Name the files in the staging directory, by their paths from the directory."""
+    refuse_odd_directories(directory, STAGING_DIRECTORY)
+    staging = os.path.join(directory, STAGING_DIRECTORY)
+    return sorted(
+        os.path.join(os.path.relpath(folder, directory), name)
+        for folder, _, files in os.walk(staging)
+        for name in files
+    )
