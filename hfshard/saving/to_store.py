@@ -178,7 +178,7 @@ class _Save:
             state,
             replace(plan, shards=tuple(replace(one, file=file) for one, file in zip(plan.shards, names, strict=True))),
             small_files,
-            state.replaced_files(small_files),
+            state.replaced_files([*small_files, *dropped]),
             _changed_companions(store, request, state),
         )
 

@@ -9,8 +9,11 @@ from typing import Any, Final, Protocol
 
 from hfshard._util.threads import in_threads
 from hfshard.constants import (
+    ADAPTER_CONFIG_NAME,
     CHANGED_RETRIES,
     CHANGED_WAIT_SECONDS,
+    CONFIG_NAME,
+    GENERATION_CONFIG_NAME,
     MANIFEST_NAME,
     MAX_CONFIG_BYTES,
     MAX_INDEX_BYTES,
@@ -26,6 +29,7 @@ from hfshard.errors import (
 )
 from hfshard.storage.disk.safe_open import identity_of, read_small
 from hfshard.storage.format.index import CheckpointIndex
+from hfshard.storage.format.integrity import sha256_of
 from hfshard.storage.format.names import WeightNames
 from hfshard.storage.format.stored_save import (
     MAX_SAVE_BYTES,
@@ -52,6 +56,9 @@ FAR_TRIES: Final = 20
 """Times that a reader starts again when a checkpoint is replaced far away: each costs requests."""
 
 _FAR_WAIT_SECONDS: Final = 0.05
+
+_CONFIGS: Final = (CONFIG_NAME, GENERATION_CONFIG_NAME, ADAPTER_CONFIG_NAME)
+"""Small files of a model that a later save may lack."""
 
 _MOST_FOLDERS: Final = 32
 _LEVELS_BELOW: Final = 2
@@ -462,7 +469,8 @@ class StoreFolder(RangedFolder):
         save = self.save
         if save is None:
             return super().names()
-        plain = {name for name in super().names() if split_object_name(name) is None and not self._is_hidden(name)}
+        plain = {name for name in super().names() if split_object_name(name) is None}
+        plain = {name for name in plain if not self._is_hidden(name) and not self._is_dropped(name)}
         return sorted(plain | save.small_files.keys() | {name for name in save.objects if self._find(name) is not None})
 
     def describe_plain_weights(self) -> str | None:
@@ -556,6 +564,16 @@ class StoreFolder(RangedFolder):
         """Whether a plain object has the name of weights of the checkpoint, which the save that is shown replaces."""
         return any(name in (one.index, one.single) or one.is_shard(name) for one in self._names)
 
+    def _is_dropped(self, name: str) -> bool:
+        """Whether a plain object is of an earlier save, and is no file of the save that is shown."""
+        save = self.save
+        if save is None or name not in self._listed or name not in (*_CONFIGS, *save.replaced):
+            return False
+        if name in save.small_files or name in save.objects:
+            return False
+        plain = self.plain_contents(name) or b""
+        return mark_of(plain) is not None or sha256_of(plain) == save.replaced.get(name)
+
     def _editable(self) -> list[str]:
         """Name the inlined files whose plain copies users may edit: none in a run, whose manifest has their digests."""
         save = self.save
@@ -576,7 +594,7 @@ class StoreFolder(RangedFolder):
         if save is not None:
             if name in save.objects:
                 return self._listed.get(save.save_id.object_name(name))
-            if self._is_hidden(name):
+            if self._is_hidden(name) or self._is_dropped(name):
                 return None
         return self._listed.get(name)
 

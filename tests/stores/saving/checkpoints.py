@@ -10,10 +10,13 @@ import torch
 from safetensors.torch import load
 from safetensors.torch import save as to_safetensors
 
+from hfshard.errors import CheckpointNotFoundError
 from hfshard.saving.options import SaveOptions
 from hfshard.saving.request import SaveRequest
 from hfshard.saving.to_store import save_into
 from hfshard.saving.writing import OwnShardWriter
+from hfshard.storage.checkpoint.checkpoint import open_checkpoint
+from hfshard.storage.checkpoint.folder import StoreFolder
 from tests.stores.saving.memory_store import MemoryStore
 
 INDEX = "model.safetensors.index.json"
@@ -61,30 +64,41 @@ def saved(*requests: SaveRequest) -> dict[str, bytes]:
     return store.objects
 
 
+def loaded(objects: dict[str, bytes]) -> tuple[Any, Any] | None:
+    """What hfshard finds in a store: config and weights; None where there is no checkpoint."""
+    store = MemoryStore(objects)
+    folder = StoreFolder(store, str(store.address))
+    try:
+        with open_checkpoint(folder) as checkpoint:
+            found = {float(tensor[0]) for tensor in checkpoint.read(checkpoint.keys).values()}
+            raw = folder.read_small("config.json", 1000) if folder.has("config.json") else b"{}"
+    except CheckpointNotFoundError:
+        return None
+    return json.loads(raw).get("value"), found
+
+
 def found_in(objects: dict[str, bytes]) -> tuple[Any, Any]:
     """What transformers (config, weights) and huggingface_hub (weights) load from a synced copy.
 
-    Where there is no config, transformers takes the class's own.
+    Where there is no config, transformers takes the class's own; where there is a lone file and no index,
+    huggingface_hub takes that: "part", if it is one of several shards.
     """
     values = json.loads(objects.get("config.json", b"{}"))
-    override = values.get("transformers_weights")
     indexed = _by_index(objects, INDEX)
-    if override is not None:
-        weights = _by_index(objects, override)
-    elif "model.safetensors" in objects:
+    if "model.safetensors" in objects:
         weights = _values(objects["model.safetensors"])
     else:
         weights = indexed if INDEX in objects else {1.0} if PICKLES in objects else None
     files = [name for name in objects if name.endswith(".safetensors")]
-    hub = indexed
-    if INDEX not in objects and len(files) == 1 and "placeholder" not in files[0]:
-        hub = _values(objects[files[0]])
+    hub: Any = indexed
+    if INDEX not in objects and len(files) == 1:
+        hub = _values(objects[files[0]]) if "-00001-of-00001" in files[0] or "-of-" not in files[0] else "part"
     return None if weights is None else (values.get("value"), weights), hub
 
 
 def _by_index(objects: dict[str, bytes], index: str) -> set[float] | None:
     weight_map = json.loads(objects[index])["weight_map"] if index in objects else {}
-    if not weight_map or not objects.keys() >= set(weight_map.values()) or "placeholder" in str(weight_map):
+    if not weight_map or not objects.keys() >= set(weight_map.values()):
         return None
     return {float(load(objects[file])[name][0]) for name, file in weight_map.items()}
 
@@ -94,5 +108,7 @@ def _values(raw: bytes) -> set[float]:
 
 
 def settled(objects: dict[str, bytes]) -> set[str]:
-    """The names in a store after a save that nothing disturbed: those of its index, and the small files."""
-    return {*json.loads(objects[INDEX])["weight_map"].values(), INDEX, "config.json"}
+    """The names in a store after a save that nothing disturbed: those of its index, its plain copy, and the config."""
+    shards = set(json.loads(objects[INDEX])["weight_map"].values())
+    (save,) = {name.removesuffix(".safetensors").split("-", 4)[4] for name in shards}
+    return {*shards, INDEX, f"model.safetensors.index-{save}.json", "config.json"}
