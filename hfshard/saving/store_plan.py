@@ -181,5 +181,7 @@ def _uploaded(folder: StoreFolder, names: WeightNames, found: Mapping[str, Store
     config = shown.read_small(CONFIG_NAME, MAX_INDEX_BYTES) if shown.has(CONFIG_NAME) else None
     override = None if config is None else weights_override_of(config)
     indexes = {name: _parsed(shown, name) for name in sorted(plain) if INDEX_FILE.fullmatch(name)}
-    owned = find_ownership(names, plain, override if override in plain else None, indexes).owned
-    return owned - {names.index}
+    owners = find_ownership(names, plain, override if override in plain else None, indexes)
+    unnamed = plain - owners.referenced if owners.is_known else frozenset[str]()
+    strays = {name for name in unnamed if names.is_stock_shard(name)}  # of a stock save that did not get to its index
+    return (owners.owned | strays) - {names.index}
