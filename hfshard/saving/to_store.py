@@ -12,6 +12,7 @@ from functools import partial
 from typing import Final
 
 from hfshard._util.progress import bytes_bar
+from hfshard._util.text import list_some
 from hfshard._util.threads import in_threads
 from hfshard.constants import (
     CONFIG_NAME,
@@ -57,6 +58,9 @@ logger = logging.getLogger(__name__)
 
 _STEP: Final = re.compile(r"checkpoint-\d{1,18}")
 """What a run calls the folder of a checkpoint."""
+
+_SHOWN: Final = 3
+"""Names of objects in a message."""
 
 _TRIES: Final = 5
 """Times that a place is looked at because another process replaced what was listed before it was read."""
@@ -292,7 +296,14 @@ class _Save:
 
         sweep = is_lower if save_id.number > 1 else None
         lower = lower_objects(found, names, save_id)
-        delete_or_warn(self.store, [*lower, *uploaded, *config, *self._replaced_below()], sweep)
+        is_done = delete_or_warn(self.store, [*lower, *uploaded, *config, *self._replaced_below()], sweep)
+        if not is_done and (uploaded or config):
+            logger.warning(
+                "hfshard loads the new checkpoint from '%s'; but other tools take what is still there of the old one, "
+                "until it is deleted: %s.",
+                self.store.address,
+                list_some([*uploaded, *config], _SHOWN),
+            )
 
     def _replaced_below(self) -> list[str]:
         """Name the objects of saves in folders for which the request has other weights, under the names of files."""

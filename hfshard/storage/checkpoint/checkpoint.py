@@ -168,28 +168,17 @@ def _open_until_whole(
         folder.look()
         if weights_name is None:
             folder.enter(names)
-<<<<<<< HEAD
         before = _token(folder, names, weights_override)
-=======
-        before = None
->>>>>>> 4349205 (List again when the index is replaced while it is looked at)
         try:
-            before = state_token(folder, names, weights_override)
             weights_override = find_name()
             if weights_override != weights_name:
                 before = (*before, *state_token(folder, names, weights_override)[len(before) :])
             weights = find_weights(folder, names, use_safetensors, weights_override)
             checkpoint = open_once(weights)
-        except CheckpointChangedError as error:
-            last = error
         except HfshardError as error:
-<<<<<<< HEAD
             folder.look()
             is_unchanged = before == _token(folder, names, weights_override)
             if is_unchanged and not isinstance(error, CheckpointChangedError):
-=======
-            if before is None or _is_same(folder, before, names, weights_override):
->>>>>>> 4349205 (List again when the index is replaced while it is looked at)
                 raise
             last = error
         else:
@@ -205,7 +194,6 @@ def _open_until_whole(
     ) from last
 
 
-<<<<<<< HEAD
 def _token(folder: CheckpointFolder, names: WeightNames, weights_override: str | None) -> tuple[Hashable, ...]:
     """Return what `state_token` does; of the index of a save that can't be read, what is wrong with it."""
     try:
@@ -214,17 +202,6 @@ def _token(folder: CheckpointFolder, names: WeightNames, weights_override: str |
         return (object(),)  # which nothing is equal to
     except HfshardError as error:
         return (error.message,)
-=======
-def _is_same(
-    folder: CheckpointFolder, before: tuple[Hashable, ...], names: WeightNames, weights_override: str | None
-) -> bool:
-    """Look again, and tell whether nothing has changed."""
-    folder.look()
-    try:
-        return before == state_token(folder, names, weights_override)
-    except CheckpointChangedError:
-        return False
->>>>>>> 4349205 (List again when the index is replaced while it is looked at)
 
 
 def _name_in(folder: CheckpointFolder, names: WeightNames, given: str | None, *, opens_adapter: bool) -> str | None:
