@@ -178,7 +178,7 @@ def _find_leftovers(
         shards = [
             name
             for name in candidates
-            if name in noted or names.is_stored_shard(name) or _written_by_hfshard(directory, name)
+            if name in noted or names.is_renamed_shard(name) or _written_by_hfshard(directory, name)
         ]
     # The placeholder goes last: while it exists, huggingface_hub does not take a lone shard for a whole checkpoint.
     return tuple(sorted(shards) + sorted(transient, key=lambda name: (name == names.placeholder, name)))

@@ -47,7 +47,8 @@ class WeightNames:
         self.bin_index = f"pytorch_{base}{BIN_SUFFIX}.index{infix}.json"
         self.placeholder = f"{self.stem}-hfshard-placeholder{SAFETENSORS_SUFFIX}"
         stem = re.escape(self.stem)
-        self._shard = re.compile(rf"{stem}-\d{{5,}}-of-\d{{5,}}(?:{_OF_SAVE})?\.safetensors")
+        self._shard = re.compile(rf"{stem}-\d{{5,}}-of-\d{{5,}}(?:-[0-9a-f]{{16}}|{_OF_SAVE})?\.safetensors")
+        self._renamed_shard = re.compile(rf"{stem}-\d{{5,}}-of-\d{{5,}}-[0-9a-f]{{16}}\.safetensors")
         self._stored_index = re.compile(re.escape(self.index.removesuffix(".json")) + rf"{_OF_SAVE}\.json")
         self._stock_shard = re.compile(rf"{stem}-(\d{{5}})-of-(\d{{5}})\.safetensors")
         self._bin_shard = re.compile(rf"pytorch_{stem}-\d{{5,}}-of-\d{{5,}}\.bin")
@@ -72,6 +73,10 @@ class WeightNames:
     def is_shard(self, name: str) -> bool:
         """Whether a file has the name of a shard of this checkpoint, with or without number and id of a save."""
         return self._shard.fullmatch(name) is not None
+
+    def is_renamed_shard(self, name: str) -> bool:
+        """Whether a file has a name that only hfshard gives, to an old shard while others take its place."""
+        return self._renamed_shard.fullmatch(name) is not None
 
     def is_stored_index(self, name: str) -> bool:
         """Whether a file has the name of a save's own index in a store, from where it may have been synced."""

@@ -45,7 +45,10 @@ def test_names_of_files_that_were_synced_from_a_store() -> None:
     assert [half.is_stored_index(name) for name in indexes] == [False, True]
     assert [INDEX_FILE.fullmatch(name) for name in indexes] == [None, None]
     assert not any(plain.is_stock_shard(name) or half.is_stock_shard(name) for name in shards)
-    others = ["model-00001-of-00002-00112233445566ff.safetensors", "model.safetensors.index.json"]
+    assert plain.is_shard("model-00001-of-00002-00112233445566ff.safetensors")
+    assert plain.is_renamed_shard("model-00001-of-00002-00112233445566ff.safetensors")
+    assert not plain.is_renamed_shard(shards[0])
+    others = ["model-00001-of-00002-7-00112233445566ff.safetensors", "model.safetensors.index.json"]
     assert not any(plain.is_shard(name) or plain.is_stored_index(name) for name in others)
 
 

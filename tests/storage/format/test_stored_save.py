@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from typing import Any
 
@@ -18,6 +19,7 @@ from hfshard.storage.format.stored_save import (
     StoredSave,
     is_save_index,
     own_saves,
+    plain_copy,
     plain_index,
     save_of,
     save_of_copy,
@@ -128,7 +130,7 @@ SAVE = StoredSave(
         "code/large.py": StoredObjectRecord(2000000, "0x8DC"),
     },
     small_files={"config.json": '{"größe": "1"}\r\n'.encode(), "code/odd.py": b"\xff\0"},
-    replaced={"config.json": ("a" * 64, "b" * 64)},
+    replaced={"config.json": "a" * 64},
 )
 
 GOLDEN = """{
@@ -147,10 +149,7 @@ GOLDEN = """{
    }
   },
   "replaced": {
-   "config.json": [
-    "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa",
-    "bbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb"
-   ]
+   "config.json": "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"
   },
   "small_files": {
    "code/odd.py": {
@@ -198,9 +197,9 @@ HOSTILE = {
     "an inlined absolute name": lambda save: save["small_files"].update({"/x.py": {"text": ""}}),
     "an inlined name with a drive": lambda save: save["small_files"].update({"C:x.py": {"text": ""}}),
     "an inlined name with a backslash": lambda save: save["small_files"].update({"a\\x.py": {"text": ""}}),
-    "a replaced name that leads out": lambda save: save["replaced"].update({"../x.py": []}),
-    "digests in a text": lambda save: save["replaced"].update({"x.py": "ab"}),
-    "digests that are numbers": lambda save: save["replaced"].update({"x.py": [1]}),
+    "a replaced name that leads out": lambda save: save["replaced"].update({"../x.py": "ab"}),
+    "a digest in a list": lambda save: save["replaced"].update({"x.py": ["ab"]}),
+    "a digest that is a number": lambda save: save["replaced"].update({"x.py": 1}),
 }
 
 
@@ -232,16 +231,34 @@ def test_a_newer_format_asks_for_a_newer_hfshard() -> None:
 
 def test_an_index_that_is_too_large_to_be_read_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stored_save, "MAX_SAVE_BYTES", 500)
-    with pytest.raises(UnstorableTensorError, match=r"would be 591 bytes, and hfshard reads at most 500\. Split"):
+    with pytest.raises(UnstorableTensorError, match=r"would be 508 bytes, and hfshard reads at most 500\. Split"):
         SAVE.to_json()
 
 
-def test_the_next_save_replaces_what_this_one_did_and_its_own_files() -> None:
-    own = "a6ad84a6309a4f5413c5c865e58fd2b02a02e4b49ebf89c5153cb73bcd1af76a"
-    assert SAVE.replaced_after() == {"config.json": (own, "a" * 64, "b" * 64)}
+def test_a_plain_copy_of_json_tells_its_save_and_an_edit_does_not() -> None:
+    config = '{"größe": "1"}\r\n'.encode()
+    bits = b"0000000000010001001000100011001101000100010101010110011011111111"  # 00112233445566ff
+    copy = plain_copy("config.json", config, SEVENTH)
 
-    many = dataclasses.replace(SAVE, replaced={"config.json": tuple(f"{number:064d}" for number in range(20))})
-    assert many.replaced_after()["config.json"] == (own, *(f"{number:064d}" for number in range(15)))
+    assert copy == config + bits.replace(b"0", b" ").replace(b"1", b"\t") + b"\n"
+    assert json.loads(copy) == {"größe": "1"}
+    assert [plain_copy(name, b"1", SEVENTH) for name in ("a.py", "code/a.json", "x.safetensors.index.json")] == [
+        b"1"
+    ] * 3
+    edits = {
+        "the copy": copy,
+        "as it was saved": config,
+        "another save's copy": plain_copy("config.json", b"{}", SaveId(7, "0" * 16)),
+        "edited": copy.replace(b"1", b"2"),
+        "edited, without the last line": b"{}",
+    }
+    assert [what for what, raw in edits.items() if SAVE.is_edit("config.json", raw)] == [
+        "edited",
+        "edited, without the last line",
+    ]
+    found = dataclasses.replace(SAVE, replaced={"config.json": hashlib.sha256(b"{}").hexdigest()})
+    assert not found.is_edit("config.json", b"{}")
+    assert found.is_edit("config.json", b"{ }")
 
 
 def test_a_plain_index_leads_to_the_objects_of_its_save() -> None:

@@ -27,7 +27,7 @@ from hfshard.saving.request import SaveRequest, request_from_state_dict
 from hfshard.saving.to_store import save_into
 from hfshard.saving.writing import OwnShardWriter
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, Verify
-from hfshard.training.run.places import store_checkpoint, store_place
+from hfshard.training.run.places import run_store
 from hfshard.transfer import store_files
 from tests.stores.saving.memory_store import MemoryStore
 
@@ -179,7 +179,7 @@ def test_a_push_of_what_a_killed_save_has_left_is_of_one_save(
     with pytest.raises(KilledError):
         save_loudly(store, 2, generation=generation_of(2))
     store.before = store.after = lambda kind, name: None
-    for room in (store_checkpoint, store_files, store_place):
+    for room in (run_store, store_files):
         monkeypatch.setattr(room, "open_store", lambda address: store)
 
     hfshard.push_checkpoint(ADDRESS, str(tmp_path / "hub"))

@@ -11,6 +11,7 @@ import pytest
 import hfshard
 from hfshard.errors import HfshardError
 from hfshard.loading import far
+from hfshard.training.run.places import run_store
 from hfshard.transfer import store_files
 from tests.stores.reading.test_consistency import ADDRESS, generation_of, load_whole, save, save_loudly
 from tests.stores.saving.memory_store import MemoryStore
@@ -21,8 +22,8 @@ INDEX = "model.safetensors.index.json"
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> MemoryStore:
     place = MemoryStore()
-    monkeypatch.setattr(far, "open_store", lambda address: place)
-    monkeypatch.setattr(store_files, "open_store", lambda address: place)
+    for room in (far, run_store, store_files):
+        monkeypatch.setattr(room, "open_store", lambda address: place)
     return place
 
 

@@ -12,7 +12,7 @@ from hfshard.errors import UnsafePathError
 from hfshard.loading import far
 from hfshard.saving import to_store
 from hfshard.stores.opening import open_store
-from hfshard.training.run.places import store_checkpoint, store_place
+from hfshard.training.run.places import run_store
 from hfshard.transfer import store_files
 from tests.stores.saving.memory_store import MemoryStore
 from tests.stores.services.buckets import Bucket
@@ -24,7 +24,7 @@ ADDRESS = "s3://models/bert"
 def store(monkeypatch: pytest.MonkeyPatch) -> MemoryStore:
     """With a checkpoint; as a bucket of the Hub, it takes any name."""
     place = MemoryStore()
-    for room in (far, store_checkpoint, store_files, store_place, to_store):
+    for room in (far, run_store, store_files, to_store):
         monkeypatch.setattr(room, "open_store", lambda address: place)
     hfshard.save_state_dict({"a": torch.ones(3)}, ADDRESS)
     return place
