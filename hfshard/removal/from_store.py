@@ -25,10 +25,10 @@ from hfshard.removal.removal_plan import (
     is_of_weights,
     phase_of_weights,
 )
-from hfshard.saving.store_plan import StoreState, highest_index, own_saves, read_state, save_of
+from hfshard.saving.store_plan import StoreState, highest_index, read_state
 from hfshard.storage.checkpoint.locate import locate_checkpoint
 from hfshard.storage.format.names import WeightNames
-from hfshard.storage.format.stored_save import SaveId, save_of_copy, split_object_name
+from hfshard.storage.format.stored_save import SaveId, own_saves, save_of, save_of_copy, split_object_name
 from hfshard.stores.protocols import Store, StoredObject
 
 _LOWER_INDEXES: Final = OTHER_FILES + 1

@@ -29,7 +29,8 @@ class Fault:
         race: `action` runs in the server before the request is handled.
         partial: Of a bucket's batch only the first `operations` are carried out. Then `status` is answered; 200: with
             the others listed as failed; 0: the connection closes.
-        late: `status` is answered, and the request arrives when the test lets it; only a `FaultProxy` does this.
+        late: Of a proxy only: the request is kept, and answered by `status`; it is carried out by the proxy's
+            `release`, or after `late_seconds`.
     """
 
     match: str
@@ -50,6 +51,8 @@ class Fault:
     offset: int = 0
     operations: int = 0
     bytes_per_second: float | None = None
+    late_seconds: float | None = None
+    """After which a late request is carried out; None: when the proxy is told to."""
     gate: threading.Event | None = None
     action: Callable[[], object] | None = None
     """Of a race; what ends a connection does it just before."""

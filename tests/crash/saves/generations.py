@@ -29,6 +29,7 @@ class Content:
         own_config: The config differs from that of other generations.
         layers: More layers are more keys (and another config).
         hidden: Another width is other shapes (and another config).
+        kept: Of the sorted names, so many tensors have the values of generation 1.
         no_config: A plain module that has none: a config.json that is there goes.
         half: Cast to float16, as one does for a variant: the config's dtype changes with it.
     """
@@ -40,6 +41,7 @@ class Content:
     hidden: int = 8
     half: bool = False
     no_config: bool = False
+    kept: int = 0
 
     @property
     def activation(self) -> str:
@@ -94,7 +96,7 @@ def build_model(content: Content, cls: Any) -> Any:
         model = cls(_config(content))
     with torch.no_grad():
         for place, (_, parameter) in enumerate(sorted(model.named_parameters())):
-            parameter.fill_(2 * content.generation + 0.5 + place * OFFSET_STEP)
+            parameter.fill_(2 * (1 if place < content.kept else content.generation) + 0.5 + place * OFFSET_STEP)
     if content.arch == "gpt2" and content.own_config:
         model.generation_config.max_new_tokens = 10 * content.generation
     return model.half() if content.half else model.eval()

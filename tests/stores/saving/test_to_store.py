@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import signal
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 import hfshard
-from hfshard.errors import RemoteChangedError, StoreError
+from hfshard.errors import RemoteChangedError, StoreAccessError, StoreError
 from hfshard.saving.options import SaveOptions
 from hfshard.saving.request import SaveRequest, request_from_state_dict
 from hfshard.saving.to_store import save_into
@@ -42,57 +43,103 @@ def save(store: MemoryStore, wanted: SaveRequest) -> CheckpointIndex:
 
 
 def shown(text: str) -> str:
-    """A name or a request, with zeros for the digits of one save."""
-    return re.sub(r"-[0-9a-f]{16}(?=\.safetensors)", "-0", text)
+    """A name or a request, with an x for the id of a save."""
+    return re.sub(r"-[0-9a-f]{16}\b", "-x", text)
 
 
-def test_a_save_into_an_empty_place_puts_shards_then_the_config_then_the_index(tmp_path: Path) -> None:
+def names_of(index: CheckpointIndex, number: int, entry: str = INDEX) -> set[str]:
+    """What the objects of a save are called, but for its id: shards, index, and the plain copy of that."""
+    shards = {name.removesuffix(".safetensors") + f"-{number:08d}-x.safetensors" for name in index.weight_map.values()}
+    return {*shards, f"{entry.removesuffix('.json')}-{number:08d}-x.json", entry}
+
+
+def names_in(store: MemoryStore) -> set[str]:
+    return set(map(shown, store.objects))
+
+
+def test_a_save_into_an_empty_place_puts_shards_then_its_index_then_the_plain_copies(tmp_path: Path) -> None:
     store = MemoryStore()
     index = save(store, request(weights(1), config=CONFIG, options={"metadata": {"run": 7}}))
 
-    assert [shown(one) for one in store.requests if one.startswith(("put", "delete", "list", "read", "sweep"))] == [
-        "list",
-        "put model-hfshard-placeholder.safetensors",
+    asked = [shown(one) for one in store.requests]
+    assert asked[0] == "list"
+    assert sorted(asked[1:7]) == [
+        "finish model-00001-of-00003-00000001-x.safetensors",
+        "finish model-00002-of-00003-00000001-x.safetensors",
+        "finish model-00003-of-00003-00000001-x.safetensors",
+        "open model-00001-of-00003-00000001-x.safetensors",
+        "open model-00002-of-00003-00000001-x.safetensors",
+        "open model-00003-of-00003-00000001-x.safetensors",
+    ]
+    assert asked[7:] == [
+        "put model.safetensors.index-00000001-x.json",
         "put config.json",
         f"put {INDEX}",
-        "delete model-hfshard-placeholder.safetensors",
+        "list",
     ]
-    assert sorted(map(shown, store.objects)) == [
-        "config.json",
-        "model-00001-of-00003-0.safetensors",
-        "model-00002-of-00003-0.safetensors",
-        "model-00003-of-00003-0.safetensors",
-        INDEX,
-    ]
-    assert set(index.weight_map.values()) < store.objects.keys()
+    assert names_in(store) == {*names_of(index, 1), "config.json"}
     assert json.loads(store.objects[INDEX])["metadata"]["run"] == 7
     loaded = hfshard.load_state_dict(store.into(tmp_path / "copy"), verify="full")
     assert loaded.keys() == weights(1).keys()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in weights(1).items())
 
 
-def test_an_unchanged_save_puts_nothing_and_unchanged_shards_are_kept() -> None:
+def test_an_unchanged_save_puts_nothing_and_unchanged_shards_are_copied() -> None:
     store = MemoryStore()
-    first = save(store, request(weights(1), config=CONFIG, model_files={"generation_config.json": b"{}"}))
+    wanted = request(weights(1), config=CONFIG, model_files={"generation_config.json": b"{}"})
+    first = save(store, wanted)
     before = dict(store.objects)
+    (entry,) = (name for name in store.objects if name.startswith("model.safetensors.index-"))
     elsewhere = MemoryStore(store.objects)
-    save(elsewhere, request(weights(1), config=CONFIG, model_files={"generation_config.json": b"{}"}))
-    assert elsewhere.requests == ["list", f"read {INDEX}"]  # S3's ETags tell of the small files
+    assert save(elsewhere, wanted) == first
+    assert elsewhere.requests == ["list", f"read {entry}"]  # S3's ETags tell of the small files
 
-    assert save(store, request(weights(1), config=CONFIG, model_files={"generation_config.json": b"{}"})) == first
-    assert store.requests == ["list"]  # it is this process that has put the rest
+    assert save(store, wanted) == first
+    assert store.requests == ["list"]  # it is this process that has put the index
     assert store.objects == before
 
-    tensors = weights(1) | {"layer.1": torch.zeros(4)}
-    second = save(store, request(tensors, config=CONFIG))
-    opened = [shown(one) for one in store.requests if one.startswith("open")]
-    assert opened == ["open model-00002-of-00003-0.safetensors"]
-    assert second.weight_map["layer.0"] == first.weight_map["layer.0"]
-    assert first.weight_map["layer.1"] not in store.objects
-    assert [one.split()[0] for one in store.requests] == ["list", "open", "finish", "sweep", "put", "delete"]
+    second = save(store, request(weights(1) | {"layer.1": torch.zeros(4)}, config=CONFIG))
+    assert {shown(one) for one in store.requests if one.startswith(("open", "copy"))} == {
+        "copy model-00001-of-00003-00000002-x.safetensors",
+        "open model-00002-of-00003-00000002-x.safetensors",
+        "copy model-00003-of-00003-00000002-x.safetensors",
+    }
+    assert names_in(store) == {*names_of(second, 2), "config.json", "generation_config.json"}
+    assert [one.split()[0] for one in store.requests] == [
+        "list", "copy", "copy", "open", "finish", "put", "put", "list", "delete", "sweep",
+    ]  # fmt: skip
 
 
-def test_who_edits_a_small_file_by_hand_is_noticed() -> None:
+def test_a_shard_that_is_damaged_is_sent_again() -> None:
+    store = MemoryStore()
+    save(store, request(weights(1), config=CONFIG))
+    (damaged,) = (name for name in store.objects if name.startswith("model-00002-of-00003-"))
+    store.objects[damaged] = bytes(len(store.objects[damaged]))
+    index = save(store, request(weights(1), config=CONFIG))
+    assert {shown(one) for one in store.requests if one.startswith(("open", "copy"))} == {
+        "copy model-00001-of-00003-00000002-x.safetensors",
+        "open model-00002-of-00003-00000002-x.safetensors",
+        "copy model-00003-of-00003-00000002-x.safetensors",
+    }
+    assert names_in(store) == {*names_of(index, 2), "config.json"}
+
+
+def test_a_shard_that_is_gone_when_it_is_to_be_copied_is_sent() -> None:
+    store = MemoryStore()
+    save(store, request(weights(1), config=CONFIG))
+
+    def remove(kind: str, name: str) -> None:
+        if kind == "copy":
+            for one in [one for one in store.objects if one.startswith("model-00001-of-00003-00000001-")]:
+                del store.objects[one]
+
+    store.before = remove
+    index = save(store, request(weights(1) | {"layer.1": torch.zeros(4)}, config=CONFIG))
+    assert "open model-00001-of-00003-00000002-x.safetensors" in map(shown, store.requests)
+    assert names_in(store) == {*names_of(index, 2), "config.json"}
+
+
+def test_a_config_that_is_edited_by_hand_is_replaced_by_a_save_that_has_one() -> None:
     store = MemoryStore()
     files = {"generation_config.json": b'{"a": 1}'}
     save(store, request(weights(1), config=CONFIG, model_files=files))
@@ -102,15 +149,17 @@ def test_who_edits_a_small_file_by_hand_is_noticed() -> None:
     store.objects["config.json"] = b"{}\n"
     save(store, request(weights(1), config=CONFIG, model_files=files))
     assert store.objects["config.json"] == CONFIG
+    store.objects["config.json"] = b'{"a": 3}\n'
+    save(store, request(weights(2)))  # has none: the edit stays
+    assert store.objects["config.json"] == b'{"a": 3}\n'
 
 
 @pytest.mark.parametrize("checksum", ["sha256", "xxh3", None])
 def test_a_checkpoint_of_one_file_has_an_index_too(checksum: Any, tmp_path: Path) -> None:
     store = MemoryStore()
     index = save(store, request(weights(1), 10**6, options={"checksum": checksum, "variant": "fp16"}))
-    (name,) = set(index.weight_map.values())
-    assert shown(name) == "model.fp16-00001-of-00001-0.safetensors"
-    assert store.objects.keys() == {name, "model.safetensors.index.fp16.json"}
+    assert set(index.weight_map.values()) == {"model.fp16-00001-of-00001.safetensors"}
+    assert names_in(store) == names_of(index, 1, "model.safetensors.index.fp16.json")
     assert index.is_verifiable is (checksum is not None)
     loaded = hfshard.load_state_dict(store.into(tmp_path / "copy"), variant="fp16")
     assert torch.equal(loaded["layer.2"], weights(1)["layer.2"])
@@ -126,29 +175,50 @@ def test_files_that_go_along_are_sent_and_a_readme_that_is_there_stays() -> None
     index = save(store, request(weights(1), config=CONFIG, companion_files=files))
     assert store.objects["tokenizer.json"] == large
     assert store.objects["README.md"] == b"# mine\n"
-    assert store.objects.keys() == {
-        *others, *index.weight_map.values(), INDEX, "config.json", "tokenizer.json", "code.py",
-    }  # fmt: skip
+    assert names_in(store) == {*others, *names_of(index, 1), "config.json", "tokenizer.json", "code.py"}
 
     assert save(store, request(weights(1), config=CONFIG, companion_files=files)) == index
-    assert store.requests == ["list", "read tokenizer.json"]
+    assert sorted(set(store.requests)) == ["list", "read tokenizer.json"]
 
 
 def test_a_variant_leaves_the_weights_beside_it_alone() -> None:
     store = MemoryStore()
     plain = save(store, request(weights(1), config=CONFIG))
-    both = save(store, request(weights(2), config=b'{\n  "hidden": 2\n}\n', options={"variant": "fp16"}))
+    save(store, request(weights(2), config=b'{\n  "hidden": 2\n}\n', options={"variant": "fp16"}))
     again = save(store, request(weights(3), config=CONFIG, options={"variant": "fp16"}))
-    assert set(both.weight_map.values()).isdisjoint(store.objects)
-    assert store.objects.keys() == {
-        *plain.weight_map.values(), *again.weight_map.values(), INDEX, "model.safetensors.index.fp16.json",
-        "config.json",
-    }  # fmt: skip
-    assert save(store, request(weights(1), config=CONFIG)) == plain
-    assert store.requests == ["list"]
+    entry = "model.safetensors.index.fp16.json"
+    assert names_in(store) == {*names_of(plain, 1), *names_of(again, 3, entry), "config.json"}
 
 
-def test_ctrl_c_before_the_deciding_put_takes_all_back_and_after_it_the_rest_is_done(
+def test_shards_of_a_stock_save_that_was_killed_go() -> None:
+    store = MemoryStore()
+    save(store, request(weights(1), config=CONFIG))
+    store.objects |= {f"model-0000{number}-of-00009.safetensors": b"x" for number in (1, 2)}
+    index = save(store, request(weights(2), config=CONFIG))
+    assert names_in(store) == {*names_of(index, 2), "config.json"}
+
+
+def test_who_may_not_delete_is_told_what_other_tools_load(caplog: pytest.LogCaptureFixture) -> None:
+    store = MemoryStore({"model.safetensors": b"theirs"})
+
+    def refuse(kind: str, name: str) -> None:
+        if kind == "delete":
+            raise StoreAccessError("DeleteObject is not permitted.")
+
+    store.before = refuse
+    with caplog.at_level(logging.WARNING):
+        save(store, request(weights(1), config=CONFIG))
+    assert [record.message.partition("; but ")[2] for record in caplog.records] == [
+        "earlier saves can't be deleted: DeleteObject is not permitted. They take space, and do no harm.",
+        "other tools take what is still there of the old one, until it is deleted: model.safetensors.",
+    ]
+    caplog.clear()
+    del store.objects["model.safetensors"]
+    save(store, request(weights(2), config=CONFIG))
+    assert len(caplog.records) == 1
+
+
+def test_ctrl_c_before_the_index_leaves_the_old_checkpoint_and_after_it_the_rest_is_done(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("HFSHARD_WRITERS", "1")
@@ -160,17 +230,17 @@ def test_ctrl_c_before_the_deciding_put_takes_all_back_and_after_it_the_rest_is_
         store.objects = dict(before)
         store.before = lambda kind, name, at=number: _press_ctrl_c() if len(store.requests) == at + 1 else None  # type: ignore[misc]
         try:
-            save(store, request(weights(2), config=CONFIG))
+            index = save(store, request(weights(2), config=CONFIG))
         except KeyboardInterrupt:
             interrupted += 1
         else:
             break
         assert not store.uploads
         is_new = store.objects[INDEX] != before[INDEX]
-        assert is_new or store.objects == before
+        assert is_new or before.items() <= store.objects.items()
         if is_new:  # nothing of the old one is left
-            assert len(store.objects) == len(before)
-            assert not before.keys() & {name for name in store.objects if "-of-" in name}
+            assert {name for name in names_in(store) if "00000001" in name} == set()
+    assert names_in(store) == {*names_of(index, 2), "config.json"}
     assert interrupted == len(store.requests) == number
 
 
@@ -178,7 +248,7 @@ def _press_ctrl_c() -> None:
     signal.raise_signal(signal.SIGINT)
 
 
-def test_a_check_that_fails_before_the_commit_leaves_nothing() -> None:
+def test_a_check_that_fails_before_the_commit_leaves_the_place_as_it_was() -> None:
     store = MemoryStore()
     calls: list[str] = []
 
@@ -189,8 +259,12 @@ def test_a_check_that_fails_before_the_commit_leaves_nothing() -> None:
 
     with pytest.raises(RuntimeError, match="the run was removed"):
         save_into(store, request(weights(1)), check, OwnShardWriter())
-    assert store.objects == {}
     assert calls == ["check", "check"]
+    assert {name.split("-0000000")[0] for name in store.objects} == {
+        "model-00001-of-00003", "model-00002-of-00003", "model-00003-of-00003",
+    }  # fmt: skip
+    index = save(store, request(weights(1)))
+    assert names_in(store) == names_of(index, 2)
 
 
 def test_a_service_that_does_not_list_unfinished_uploads_is_saved_into_all_the_same() -> None:
@@ -203,7 +277,7 @@ def test_a_service_that_does_not_list_unfinished_uploads_is_saved_into_all_the_s
 
     store.before = refuse
     index = save(store, request(weights(2)))
-    assert store.objects.keys() == {INDEX, *index.weight_map.values()}
+    assert names_in(store) == names_of(index, 2)
 
 
 def test_a_state_dict_without_tensors_is_saved_and_replaced(tmp_path: Path) -> None:
@@ -213,13 +287,14 @@ def test_a_state_dict_without_tensors_is_saved_and_replaced(tmp_path: Path) -> N
     assert hfshard.load_state_dict(store.into(tmp_path / "copy"), verify="full") == {}
     assert save(store, request({})) == index
     assert store.requests == ["list"]
-    save(store, request(weights(1)))
-    assert len(store.objects) == 4
+    second = save(store, request(weights(1)))
+    assert names_in(store) == names_of(second, 2)
 
 
 def test_who_replaces_what_is_being_looked_at_is_looked_at_again() -> None:
     store = MemoryStore()
     save(store, request(weights(1), config=CONFIG, model_files={"code.py": b"1"}))
+    store.objects["code.py"] = b"7"
     other = MemoryStore(store.objects)
     values = iter(b"23")
 
@@ -230,7 +305,7 @@ def test_who_replaces_what_is_being_looked_at_is_looked_at_again() -> None:
     other.before = edit
     save(other, request(weights(1), config=CONFIG, model_files={"code.py": b"9"}))
     assert store.objects["code.py"] == b"9"
-    assert other.requests.count("list") == 3
+    assert other.requests.count("list") == 4  # three looks, and one after the commit
 
 
 def test_a_place_that_changes_whenever_it_is_looked_at_is_left_to_others() -> None:
@@ -239,10 +314,10 @@ def test_a_place_that_changes_whenever_it_is_looked_at_is_left_to_others() -> No
     store = MemoryStore({**old.objects, "config.json": b"{}"})
 
     def replace_config(kind: str, name: str) -> None:
-        if name == "config.json":
+        if kind == "read" and name == "config.json":
             store.objects["config.json"] += b" "
 
     store.before = replace_config
-    with pytest.raises(RemoteChangedError, match=r"Others save into .* was replaced while it was looked at"):
+    with pytest.raises(RemoteChangedError, match=r"Other processes save into .* was replaced each time"):
         save(store, request(weights(2), config=CONFIG))
     assert store.objects.keys() == old.objects.keys()

@@ -6,6 +6,8 @@ It is an origin of the test Hub's server with one route, so all of its faults ar
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, cast
 
@@ -14,11 +16,23 @@ from tests.hubserver.hub import Hub
 from tests.hubserver.log import Log, Request
 from tests.hubserver.server import ROUTES, Found, Origin, find_route
 from tests.hubserver.wire import Exchange, HangUpError, Headers, HubError
-from tests.stores.services.upstream import Answer, ask
+from tests.stores.services.upstream import ask
 
 _HOP = {"connection", "content-length", "transfer-encoding", "keep-alive", "expect"}
 """Headers of one connection; those of the body's length are made anew."""
+_EXTRAS = ("if-", "x-amz-meta-", "x-goog-meta-", "x-ms-meta-", "x-amz-copy-source-if-", "x-goog-if-")
+"""What the headers of metadata and of conditions begin with."""
 _COPY_SOURCES = ("x-amz-copy-source", "x-goog-copy-source", "x-ms-copy-source")
+
+
+@dataclass(frozen=True, slots=True)
+class HeldRequest:
+    """A request that its client was told nothing of, and that is still to be carried out."""
+
+    method: str
+    target: str
+    body: bytes
+    headers: Mapping[str, str]
 
 
 class FaultProxy:
@@ -27,16 +41,19 @@ class FaultProxy:
     Args:
         upstream: The service's URL.
         scheme: The service's.
+        is_plain: The service knows no metadata of objects and no conditions but those of reads: both are dropped.
     """
 
-    def __init__(self, upstream: str, scheme: str) -> None:
+    def __init__(self, upstream: str, scheme: str, is_plain: bool = False) -> None:
         self.upstream = upstream
         self.scheme = scheme
         self.faults = Faults()
         self.log = Log()
         self.errors: list[str] = []
-        self._late: list[tuple[str, str, bytes, dict[str, str]]] = []
-        self._lock = threading.Lock()
+        self.is_plain = is_plain
+        self.held: list[HeldRequest] = []
+        """Late requests that were not carried out yet."""
+        self._timers: list[threading.Timer] = []
         self._origin = _Front(self)
 
     @property
@@ -54,21 +71,33 @@ class FaultProxy:
         """Those since the last `clear`, of one kind or of all: see `kind_of`."""
         return self.log.requests(kind)
 
-    def keep(self, method: str, target: str, body: bytes, headers: dict[str, str]) -> None:
-        """Keep a request until `land`."""
-        with self._lock:
-            self._late.append((method, target, body, headers))
-
-    def land(self) -> list[Answer]:
-        """Let the requests that are late arrive at the service, in their order; their clients have left long ago."""
-        with self._lock:
-            late, self._late = self._late, []
-        return [ask(self.upstream, method, target, body, headers) for method, target, body, headers in late]
-
     def clear(self) -> None:
-        """Forget the requests, and the faults that are still to come; what is late stays so."""
+        """Forget the requests, and the faults that are still to come."""
         self.log.clear()
         self.faults.clear()
+
+    def hold(self, request: HeldRequest, seconds: float | None) -> None:
+        """Keep a request, for so long or until `release`."""
+        self.held.append(request)
+        if seconds is not None:
+            timer = threading.Timer(seconds, self._carry_out, (request,))
+            timer.daemon = True
+            self._timers.append(timer)
+            timer.start()
+
+    def release(self) -> None:
+        """Carry out all late requests now; what the service answers, nobody hears."""
+        for request in list(self.held):
+            self._carry_out(request)
+        for timer in self._timers:
+            timer.join()
+
+    def _carry_out(self, request: HeldRequest) -> None:
+        try:
+            self.held.remove(request)
+        except ValueError:  # the timer was faster
+            return
+        ask(self.upstream, request.method, request.target, request.body or None, request.headers)
 
     def __enter__(self) -> Self:
         self._origin.start()
@@ -130,10 +159,15 @@ def _pass_on(proxy: FaultProxy, exchange: Exchange) -> None:
     headers = {name: text for name, text in exchange.headers.items() if name.lower() not in _HOP}
     if "Content-Length" in exchange.headers:
         headers["Content-Length"] = exchange.headers["Content-Length"]
+    if proxy.is_plain and record.method != "GET":
+        headers = {name: text for name, text in headers.items() if not name.lower().startswith(_EXTRAS)}
     if fault is not None and fault.kind == "late":
-        proxy.keep(record.method, record.path, b"".join(exchange.body.pieces()), headers)
-        fault.reached.set()
-        raise HubError(fault.status, "A fault of the test server")
+        raw = b"".join(exchange.body.pieces())
+        kept = {name: text for name, text in headers.items() if name != "Content-Length"}
+        proxy.hold(HeldRequest(record.method, record.path, raw, kept), fault.late_seconds)
+        if fault.action is not None:
+            fault.action()
+        raise HubError(fault.status, "The request is late")
     body = None if exchange.body.is_empty else exchange.body.pieces()
     answer = ask(proxy.upstream, record.method, record.path, body, headers)
     given = {name: text for name, text in answer.headers.items() if name not in _HOP}

@@ -35,7 +35,7 @@ def prepare() -> None:
     transformers.logging.disable_progress_bar()
 
 
-def save(place: StorePlace, url: str, name: str, settings: Mapping[str, str]) -> None:
+def save(place: StorePlace, url: str, name: str, settings: Mapping[str, str], is_next: bool = False) -> None:
     """Do the save of a transition by way of a URL; print what came of it.
 
     Args:
@@ -43,6 +43,7 @@ def save(place: StorePlace, url: str, name: str, settings: Mapping[str, str]) ->
         url: The service's, or a proxy's.
         name: Of the transition.
         settings: More of the environment.
+        is_next: It is the save after the one that is broken.
     """
     prepare()
     os.environ.update(settings)
@@ -50,7 +51,8 @@ def save(place: StorePlace, url: str, name: str, settings: Mapping[str, str]) ->
     signal.signal(signal.SIGINT, signal.default_int_handler)
     report = "KeyboardInterrupt"
     with suppress(KeyboardInterrupt):
-        report = _report_of(transitions()[name].new, place)
+        transition = transitions()[name]
+        report = _report_of(transition.next if is_next else transition.new, place)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a request that nobody waits for may come late
     sys.stdout.write(report)
 
@@ -100,6 +102,7 @@ def examine(place: StorePlace, name: str, is_last: bool) -> None:
     lead_to(place.url, place.scheme)
     transition = transitions()[name]
     result: dict[str, Any] = {"found": _verdicts(transition, place)}
+    result["litter_found"] = litter(place.objects(), _wanted(transition))
     if not is_last:
         try:
             _perform(transition.next, place)

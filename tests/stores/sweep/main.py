@@ -9,9 +9,9 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-from tests.crash.saves.judge import FAILURES, FINE
+from tests.crash.saves.judge import FAILURES
 from tests.stores.services.kinds import SERVICES
-from tests.stores.sweep.sweep import KINDS, Sweep
+from tests.stores.sweep.sweep import FINE, KINDS, USUAL, Sweep
 from tests.stores.sweep.table import transitions
 
 
@@ -25,6 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     draw = random.Random(asked.seed)
     names = [name for name in transitions() if any(part in name for part in asked.transition)]
     cases = [(scheme, name) for scheme in asked.service if scheme not in lacking for name in names]
+    share, shares = map(int, asked.share.split("/"))
+    cases = cases[share - 1 :: shares]
     if asked.sample:
         draw.shuffle(cases)
     print(f"| service | transition | requests | {' | '.join((*FINE, *FAILURES))} |")
@@ -47,8 +49,7 @@ def _sweep(scheme: str, name: str, asked: argparse.Namespace, draw: random.Rando
     for problem in sweep.problems:
         counts["wrong"] += 1
         print(f"{scheme} {name}: {problem}", file=sys.stderr, flush=True)
-    kinds = [kind for kind in asked.kind if scheme not in KINDS[kind].not_in]
-    points = [(kind, at) for kind in kinds for at in range(len(sweep.requests))]
+    points = sweep.points(asked.kind)
     if asked.sample:
         points = draw.sample(points, min(asked.sample, len(points)))
     for kind, at in points:
@@ -65,8 +66,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="scripts/store_sweep", description=__doc__)
     parser.add_argument("--service", nargs="+", default=list(SERVICES), choices=list(SERVICES))
     parser.add_argument("--transition", nargs="+", default=[""], metavar="PART", help="those with this in their names")
-    parser.add_argument("--kind", nargs="+", default=list(KINDS), choices=list(KINDS))
+    parser.add_argument("--kind", nargs="+", default=list(USUAL), choices=list(KINDS))
     parser.add_argument("--sample", type=int, default=0, metavar="N", help="so many points of each transition")
+    parser.add_argument("--share", default="1/1", metavar="K/N", help="every N-th transition, from the K-th")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no transition after so long")
     return parser

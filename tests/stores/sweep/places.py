@@ -15,8 +15,9 @@ from tests.stores.services.buckets import BUCKET, BUCKETS, HUB_BUCKET, Bucket
 from tests.stores.services.kinds import SERVICES
 
 INDEX = "model.safetensors.index.json"
-_RANDOM = re.compile(rb"[0-9a-f]{16,64}|[ \t]{64}\n")
-"""Digits in names, digests, and the mark that a config may end with."""
+_RANDOM = re.compile(rb"[0-9a-f]{16,64}")
+"""Digits in names, and digests."""
+_OBJECT = re.compile(r"(.+)-(\d{8,15})-([0-9a-f]{16})(\.\w+)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +90,39 @@ def in_directory(directory: Path) -> dict[str, bytes]:
     return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
+def number_and_id(name: str) -> tuple[str, int, str] | None:
+    """Split the name of an object of a save: usual name, number, id; None for any other object."""
+    match = _OBJECT.fullmatch(name)
+    return None if match is None else (match[1] + (match[4] or ""), int(match[2]), match[3])
+
+
+def plain_objects(objects: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Those without a number: plain copies, and what other tools uploaded."""
+    return {name: raw for name, raw in objects.items() if number_and_id(name) is None}
+
+
 def litter(objects: Mapping[str, bytes], wanted: set[str]) -> str:
-    """What lies there beyond what a whole save needs, or is lacking; empty when nothing."""
+    """What lies there beyond what a whole save needs, or is lacking; empty when nothing.
+
+    A whole save is the highest index of each variant, the objects that it names, and a plain copy of it.
+    """
     wanted = set(wanted)
-    for name in [name for name in objects if re.fullmatch(r"model\.safetensors\.index(\.\w+)?\.json", name)]:
-        wanted |= {name, *json.loads(objects[name])["weight_map"].values()}
-    pointed = json.loads(objects.get("config.json", b"{}")).get("transformers_weights")
-    if pointed in objects:
-        wanted |= {pointed, *json.loads(objects[pointed])["weight_map"].values()}
+    highest: dict[str, tuple[int, str]] = {}
+    for usual, number, one in filter(None, map(number_and_id, objects)):
+        if re.fullmatch(r"model\.safetensors\.index(\.\w+)?\.json", usual):
+            highest[usual] = max(highest.get(usual, (0, "")), (number, one))
+    for usual, (number, one) in highest.items():
+        index = numbered(usual, number, one)
+        wanted |= {usual, index, *(numbered(name, number, one) for name in _objects_of(objects[index]))}
     parts = [f"+{name}" for name in sorted(objects.keys() - wanted)]
     return " ".join(parts + [f"-{name}" for name in sorted(wanted - objects.keys())])
+
+
+def numbered(usual: str, number: int, one: str) -> str:
+    """The name of the object of a save."""
+    stem, dot, suffix = usual.rpartition(".")
+    return f"{stem}-{number:08d}-{one}{dot}{suffix}"
+
+
+def _objects_of(raw: bytes) -> list[str]:
+    return list(json.loads(raw)["hfshard_save"]["objects"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
+from typing import Final
 
 from tests.crash.saves.generations import Content
 from tests.crash.saves.transitions import Save, Transition, all_transitions
@@ -25,6 +26,10 @@ _OF_DIRECTORIES = (
 LARGE = "large->large"
 """One shard of 9.4 MB, which is sent in two parts."""
 
+KEPT: Final = "sharded->sharded+kept"
+"""Of its shards, all but the last have the tensors that they had: they are copied on the server."""
+_KEPT_TENSORS: Final = 20
+
 
 @cache
 def transitions() -> Mapping[str, Transition]:
@@ -32,4 +37,8 @@ def transitions() -> Mapping[str, Transition]:
     known = {transition.name: transition for transition in all_transitions()}
     large = [Content(generation, own_config=True, layers=0, hidden=1536) for generation in (1, 2)]
     old, new = (Save(content, "whole") for content in large)
-    return {name: known[name] for name in _OF_DIRECTORIES} | {LARGE: Transition(LARGE, (old,), new)}
+    kept_old, kept_new = (Save(Content(generation, kept=_KEPT_TENSORS), "three") for generation in (1, 2))
+    return {name: known[name] for name in _OF_DIRECTORIES} | {
+        LARGE: Transition(LARGE, (old,), new),
+        KEPT: Transition(KEPT, (kept_old,), kept_new),
+    }
