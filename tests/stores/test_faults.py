@@ -103,7 +103,7 @@ def test_a_put_that_failed_says_whether_it_may_be_done_yet(
         again.put("index", bytes(size))
     assert late.value.may_be_done is True
     assert bucket.objects(store_prefix) == {}
-    assert [answer.status < 300 for answer in proxy.land()] == [True]
+    assert [answer.status < 300 for answer in proxy.release()] == [True]
     assert bucket.objects(store_prefix) == {"index": bytes(size)}
 
 

@@ -63,7 +63,7 @@ def test_an_index_that_comes_late_leads_to_shards_that_are_there(
     proxy.clear()
     assert loaded(store_address) == 1.0
 
-    proxy.land()
+    proxy.release()
 
     assert loaded(store_address) == 2.0
     save(store_address, 3.0)
@@ -81,7 +81,7 @@ def test_an_index_that_comes_after_a_later_save_is_not_the_checkpoint(
     proxy.clear()
     save(store_address, 3.0)
 
-    proxy.land()
+    proxy.release()
 
     assert loaded(store_address) == 3.0
     save(store_address, 4.0)

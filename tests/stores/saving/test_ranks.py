@@ -1,4 +1,4 @@
-"""Ranks that save into a store together: each streams its own files, and what one that fails has sent goes with the next save."""
+"""Ranks that save into a store together: each streams its own files, and what a failed one sent goes with the next."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from tests.hubserver.hub import Hub
 from tests.hubserver.log import Log, Request
 from tests.hubserver.server import ROUTES, Found, Origin, find_route
 from tests.hubserver.wire import Exchange, HangUpError, Headers, HubError
-from tests.stores.services.upstream import ask
+from tests.stores.services.upstream import Answer, ask
 
 _HOP = {"connection", "content-length", "transfer-encoding", "keep-alive", "expect"}
 """Headers of one connection; those of the body's length are made anew."""
@@ -85,19 +85,19 @@ class FaultProxy:
             self._timers.append(timer)
             timer.start()
 
-    def release(self) -> None:
-        """Carry out all late requests now; what the service answers, nobody hears."""
-        for request in list(self.held):
-            self._carry_out(request)
+    def release(self) -> list[Answer]:
+        """Carry out all late requests now, whose clients have left long ago; returns what the service answered."""
+        answers = [self._carry_out(request) for request in list(self.held)]
         for timer in self._timers:
             timer.join()
+        return [answer for answer in answers if answer is not None]
 
-    def _carry_out(self, request: HeldRequest) -> None:
+    def _carry_out(self, request: HeldRequest) -> Answer | None:
         try:
             self.held.remove(request)
         except ValueError:  # the timer was faster
-            return
-        ask(self.upstream, request.method, request.target, request.body or None, request.headers)
+            return None
+        return ask(self.upstream, request.method, request.target, request.body or None, request.headers)
 
     def __enter__(self) -> Self:
         self._origin.start()
@@ -165,6 +165,7 @@ def _pass_on(proxy: FaultProxy, exchange: Exchange) -> None:
         raw = b"".join(exchange.body.pieces())
         kept = {name: text for name, text in headers.items() if name != "Content-Length"}
         proxy.hold(HeldRequest(record.method, record.path, raw, kept), fault.late_seconds)
+        fault.reached.set()
         if fault.action is not None:
             fault.action()
         raise HubError(fault.status, "The request is late")
