@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from difflib import get_close_matches
 from itertools import islice
 from typing import Final
 
@@ -26,6 +27,17 @@ def list_some(items: Collection[str], most: int, *, quote: bool = False) -> str:
     """
     shown = ", ".join(f"'{item}'" if quote else item for item in islice(items, most))
     return shown if len(items) <= most else f"{shown} and {len(items) - most} more"
+
+
+def nearest_first(name: str, others: Sequence[str]) -> list[str]:
+    """Sort names by how much they resemble one that may have been misspelled; those that do not, by name.
+
+    Example:
+        >>> nearest_first("brt", ["run", "albert", "bert"])
+        ['bert', 'albert', 'run']
+    """
+    nearest = get_close_matches(name, others, n=max(1, len(others)))
+    return [*nearest, *sorted(set(others) - set(nearest))]
 
 
 def without_url_secrets(text: str) -> str:

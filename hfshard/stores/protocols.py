@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Protocol
 
@@ -73,6 +73,9 @@ class Store(Protocol):
     def folders(self, folder: str = "") -> list[str]:
         """Name the folders directly in a folder, sorted; what is in them is not listed."""
 
+    def neighbors(self) -> list[str]:
+        """Name the folders next to the place, sorted; none where it is a bucket. It takes a listing of that level."""
+
     def find(self, name: str) -> StoredObject | None:
         """Ask for one object."""
 
@@ -118,3 +121,11 @@ class Store(Protocol):
         Returns:
             How many were removed.
         """
+
+
+def neighbors_of(address: StoreAddress, open_at: Callable[[StoreAddress], Store]) -> list[str]:
+    """Name the folders next to a place, as `Store.neighbors` does."""
+    parent, _, name = address.prefix.rpartition("/")
+    if not name:
+        return []
+    return [folder for folder in open_at(replace(address, prefix=parent)).folders() if folder != name]

@@ -24,6 +24,7 @@ from hfshard.errors import (
     DamagedCheckpointError,
     InvalidArgumentError,
     MissingShardError,
+    StoreError,
     UnsafePathError,
     remedy,
 )
@@ -44,7 +45,7 @@ from hfshard.storage.format.stored_save import (
 from hfshard.storage.format.weights_override import mark_of, without_mark
 from hfshard.storage.weights.pickles.file_in_memory import FileInMemory
 from hfshard.storage.weights.pickles.pickle_file import PickleFile
-from hfshard.storage.weights.ranged.ranged_shard import RangedEntry, RangedFiles, RangedShard
+from hfshard.storage.weights.ranged.ranged_shard import FilesInStore, RangedEntry, RangedFiles, RangedShard
 from hfshard.storage.weights.ranged.requests import DEFAULT_MEMORY
 from hfshard.storage.weights.safetensors_file import SafetensorsFile
 from hfshard.storage.weights.safetensors_shard import SafetensorsShard
@@ -393,8 +394,9 @@ class StoreFolder(RangedFolder):
     next to them; a plain copy of a small file that a user has edited counts in place of the inlined one.
     """
 
-    def __init__(self, store: RangedFiles, path: str, memory_bytes: int = DEFAULT_MEMORY) -> None:
+    def __init__(self, store: FilesInStore, path: str, memory_bytes: int = DEFAULT_MEMORY) -> None:
         super().__init__(store, path, memory_bytes)
+        self._store = store
         self._names: tuple[WeightNames, ...] = ()
         self._entered: tuple[str, SaveId] | None = None
         """Usual name of the index that was entered, and its save."""
@@ -446,9 +448,16 @@ class StoreFolder(RangedFolder):
 
     def as_listed(self) -> StoreFolder:
         """Return a folder that shows the objects of the last look as they are."""
-        other = StoreFolder(self._files, self.path, self.memory_bytes)
+        other = StoreFolder(self._store, self.path, self.memory_bytes)
         other._listed, other._small = self._listed, self._small
         return other
+
+    def neighbors(self) -> list[str]:
+        """Name the folders next to it, for a message; none where the store does not let them be listed."""
+        try:
+            return self._store.neighbors()
+        except StoreError:
+            return []
 
     def note(self, found: RangedEntry, raw: bytes) -> None:
         """Note the contents of a listed object, which need not be read then."""

@@ -7,7 +7,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from hfshard._util.text import list_some
+from hfshard._util.text import list_some, nearest_first
 from hfshard.constants import (
     ADAPTER_CONFIG_NAME,
     BIN_SUFFIX,
@@ -19,7 +19,7 @@ from hfshard.constants import (
     WEIGHTS_OVERRIDE_KEY,
 )
 from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError, UnsafePathError
-from hfshard.storage.checkpoint.folder import CheckpointFolder, LocalFolder, RangedFolder, folder_of
+from hfshard.storage.checkpoint.folder import CheckpointFolder, LocalFolder, RangedFolder, StoreFolder, folder_of
 from hfshard.storage.disk.safe_open import read_small
 from hfshard.storage.format.names import INDEX_FILE, MODEL_BASE, WeightNames, check_file_name
 from hfshard.storage.format.parts_of_ranks import describe_parts, describe_parts_in
@@ -160,7 +160,9 @@ def _not_found(folder: CheckpointFolder, names: WeightNames, looked_for: list[st
     there = folder.names()
     below = folder.folders_with({*looked_for, *ADAPTER_WEIGHTS}) if isinstance(folder, RangedFolder) else []
     if is_far and not there and not below:
-        return CheckpointNotFoundError(f"There is nothing at '{directory}'. Check the address.", path=directory)
+        beside = nearest_first(directory.rpartition("/")[2], _neighbors(folder))
+        hint = f"Next to it {'is' if len(beside) == 1 else 'are'} {list_some(beside, _SHOWN)}: c" if beside else "C"
+        return CheckpointNotFoundError(f"There is nothing at '{directory}'. {hint}heck the address.", path=directory)
     if not below and (parts := _describe_parts(folder)) is not None:
         return CheckpointNotFoundError(parts, path=directory)
     found = [name for name in there if name.endswith((SAFETENSORS_SUFFIX, BIN_SUFFIX))]
@@ -176,6 +178,10 @@ def _not_found(folder: CheckpointFolder, names: WeightNames, looked_for: list[st
         f"{'' if is_far else f' To see what is there, run: ls -l {directory}'}",
         path=directory,
     )
+
+
+def _neighbors(folder: CheckpointFolder) -> list[str]:
+    return folder.neighbors() if isinstance(folder, StoreFolder) else []
 
 
 def _describe_parts(folder: CheckpointFolder) -> str | None:

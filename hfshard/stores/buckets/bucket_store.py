@@ -15,7 +15,7 @@ from hfshard.stores.buckets.errors import translate_bucket_errors
 from hfshard.stores.buckets.tokens import XetTokens, bucket_token_url
 from hfshard.stores.buckets.upload import XetUpload
 from hfshard.stores.buckets.xet import XetFailedError
-from hfshard.stores.protocols import StoredObject
+from hfshard.stores.protocols import StoredObject, neighbors_of
 
 
 class BucketStore:
@@ -45,6 +45,10 @@ class BucketStore:
     def folders(self, folder: str = "") -> list[str]:
         """Name the folders directly in a folder; see `Store`."""
         return self._calls.folders((self._start + folder).rstrip("/"))
+
+    def neighbors(self) -> list[str]:
+        """Name the folders next to the place; see `Store`."""
+        return neighbors_of(self.address, BucketStore)
 
     def find(self, name: str) -> StoredObject | None:
         """Ask for one object."""

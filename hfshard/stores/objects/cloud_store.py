@@ -22,7 +22,7 @@ from hfshard.stores.objects.connection import refusal
 from hfshard.stores.objects.failures import OBSTORE_ERRORS, Failure, read_failure
 from hfshard.stores.objects.retrying import Patience, ask
 from hfshard.stores.objects.upload import Upload
-from hfshard.stores.protocols import ObjectWriter, StoredObject
+from hfshard.stores.protocols import ObjectWriter, StoredObject, neighbors_of
 
 if TYPE_CHECKING:
     from obstore import GetOptions, ObjectMeta
@@ -82,6 +82,10 @@ class CloudStore:
         """Name the folders directly in a folder; see `Store`."""
         below = self._prefix + (f"{folder}/" if folder else "")
         return sorted(one.removeprefix(below).rstrip("/") for one in self._list_level(folder)["common_prefixes"])
+
+    def neighbors(self) -> list[str]:
+        """Name the folders next to the place; see `Store`."""
+        return neighbors_of(self._address, CloudStore)
 
     def find(self, name: str) -> StoredObject | None:
         """Ask for one object; see `Store`."""

@@ -57,6 +57,22 @@ def test_a_module_takes_a_single_file_and_a_subfolder(store_address: str, tmp_pa
         assert torch.equal(module.bias, saved.bias)
 
 
+def test_the_error_of_an_address_where_nothing_is_names_what_is_next_to_it(store_address: str) -> None:
+    for name in ("run", "albert", "bert", "opt", "t5", "gpt"):
+        open_store(f"{store_address}/{name}").put("config.json", b"{}")
+
+    with pytest.raises(CheckpointNotFoundError) as misspelled:
+        hfshard.load_state_dict(f"{store_address}/brt")
+    with pytest.raises(CheckpointNotFoundError) as deeper:
+        hfshard.load_state_dict(f"{store_address}/bert/deeper/model")
+
+    assert misspelled.value.message == (
+        f"There is nothing at '{store_address}/brt'. Next to it are bert, albert, gpt, opt, run and 1 more: check the "
+        "address."
+    )
+    assert deeper.value.message == f"There is nothing at '{store_address}/bert/deeper/model'. Check the address."
+
+
 def test_what_is_not_there_or_can_not_be_read_is_refused(store_address: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError, match=f"There is nothing at '{store_address}'"):
         hfshard.load_state_dict(store_address)

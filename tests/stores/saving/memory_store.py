@@ -47,6 +47,9 @@ class MemoryStore:
         below = [name[len(start) :] for name in self.objects.copy() if name.startswith(start)]
         return sorted({name.partition("/")[0] for name in below if "/" in name})
 
+    def neighbors(self) -> list[str]:
+        return []
+
     def find(self, name: str) -> StoredObject | None:
         self._ask("find", name)
         return self._now(name)

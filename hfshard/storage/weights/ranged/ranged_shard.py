@@ -67,6 +67,13 @@ class RangedFiles(Protocol):
         """
 
 
+class FilesInStore(RangedFiles, Protocol):
+    """A place in a store."""
+
+    def neighbors(self) -> list[str]:
+        """Name the folders next to it."""
+
+
 class RangedShard(SafetensorsShard):
     """One safetensors file that is read by ranges; nothing of it is on disk."""
 
