@@ -74,6 +74,22 @@ def test_table_of_a_run(made: Path, run: Run) -> None:
     ]
 
 
+def test_place_above_runs_names_them(made: Path, tmp_path: Path, run: Run) -> None:
+    for name in ("first", "second"):
+        shutil.copytree(made, tmp_path / name)
+    (tmp_path / "trainer" / "checkpoint-500").mkdir(parents=True)
+
+    several = run("checkpoints", tmp_path)
+    one = run("checkpoints", made.parent)
+
+    assert (several.returncode, several.stdout) == (1, "")
+    assert several.stderr == (
+        f"hfshard: There is no training checkpoint in '{tmp_path}'. Runs are in its folders first, second, as shown "
+        f"by: hfshard checkpoints {tmp_path}/first\n"
+    )
+    assert "A run is in its folder run, as shown by: hfshard checkpoints" in one.stderr
+
+
 def test_verified_run_in_json(made: Path, call: Call) -> None:
     code, out, _ = call("checkpoints", made, "--verify", "--best", "loss", "--metric-mode", "max", "--format", "json")
     shown = json.loads(out)
@@ -120,9 +136,10 @@ def test_damaged_byte_is_shown_by_verification_and_is_one(damaged: Path, call: C
 
 
 def test_directories_without_a_run_are_one(root: Path, tmp_path: Path, call: Call) -> None:
-    code, out, err = call("checkpoints", tmp_path)
+    (tmp_path / "empty").mkdir()
+    code, out, err = call("checkpoints", tmp_path / "empty")
     assert (code, out) == (1, "")
-    assert err == f"hfshard: There is no training checkpoint in '{tmp_path}'. Check the path.\n"
+    assert err == f"hfshard: There is no training checkpoint in '{tmp_path}/empty'. Check the path.\n"
     code, out, err = call("checkpoints", root / "checkpoint-00000010")
     assert (code, out) == (1, "")
     assert f"is one checkpoint, not a run. To check it, run: hfshard verify {root}/checkpoint-00000010" in err

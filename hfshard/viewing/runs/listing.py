@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from typing import Final
 
+from hfshard._util.addresses import is_address
+from hfshard._util.text import list_some
+from hfshard._util.threads import in_threads
 from hfshard.errors import CheckpointNotFoundError, HfshardError
 from hfshard.storage.checkpoint.report import Problem
+from hfshard.stores.opening import open_store
 from hfshard.training.run.manifest import MANIFEST, CheckpointManifest
 from hfshard.training.run.places.opening import files_at, run_place
 from hfshard.training.run.reports import as_problems, is_checkpoint
 from hfshard.training.run.rotation import MetricMode, best_of
-from hfshard.training.run.run_checkpoint import RunCheckpoint
+from hfshard.training.run.run_checkpoint import CHECKPOINT, RunCheckpoint, is_own_name
+
+_MOST_FOLDERS: Final = 32
+"""Folders that are looked into for a message."""
+
+_LISTINGS_AT_ONCE: Final = 16
+
+_SHOWN: Final = 5
+"""Names of runs in a message."""
 
 Check = Callable[[RunCheckpoint], Sequence[Problem]]
 
@@ -61,10 +75,44 @@ def checkpoints_of(root: str) -> list[RunCheckpoint]:
         raise CheckpointNotFoundError(
             f"'{root}' is one checkpoint, not a run. To check it, run: hfshard verify {root}", path=root
         )
-    found = run_place(root).checkpoints()[::-1]
+    # A store is listed as deep as it is only if it has folders of a run.
+    may_be_run = not is_address(root) or any(map(CHECKPOINT.fullmatch, _folders_in(root)))
+    found = run_place(root).checkpoints()[::-1] if may_be_run else []
     if not found:
-        raise CheckpointNotFoundError(f"There is no training checkpoint in '{root}'. Check the path.", path=root)
+        runs = _runs_below(root)
+        hint = "Check the path."
+        if runs:
+            hint = (
+                f"Runs are in its folders {list_some(runs, _SHOWN)}"
+                if len(runs) > 1
+                else f"A run is in its folder {runs[0]}"
+            )
+            hint += f", as shown by: hfshard checkpoints {root.rstrip('/')}/{runs[0]}"
+        raise CheckpointNotFoundError(f"There is no training checkpoint in '{root}'. {hint}", path=root)
     return found
+
+
+def _runs_below(root: str) -> list[str]:
+    """Name the folders that are runs; no more than some are looked into, each by one listing."""
+    folders = _folders_in(root)[:_MOST_FOLDERS]
+    listed = in_threads(lambda name, _: _folders_in(f"{root.rstrip('/')}/{name}"), folders, _LISTINGS_AT_ONCE)
+    return [name for name, below in zip(folders, listed, strict=True) if any(map(_is_of_run, below))]
+
+
+def _is_of_run(folder: str) -> bool:
+    match = CHECKPOINT.fullmatch(folder)
+    return match is not None and is_own_name(folder, int(match[1]))
+
+
+def _folders_in(place: str) -> list[str]:
+    """Name the folders directly in a place."""
+    if is_address(place):
+        return open_store(place).folders()
+    try:
+        with os.scandir(place) as entries:
+            return sorted(one.name for one in entries if one.is_dir())
+    except OSError:
+        return []  # it can't be read, which those who read it say
 
 
 def list_checkpoints(

@@ -14,6 +14,7 @@ from hfshard.cli.main import main
 from hfshard.training import CheckpointManager, TrainingState
 from tests.signing.conftest import write_pair
 from tests.stores.runs.bucket_run import BucketRun, Net, save_steps
+from tests.stores.services.fault_proxy import FaultProxy
 
 pytestmark = pytest.mark.parametrize("scheme", ["s3"])
 
@@ -37,6 +38,22 @@ def test_checkpoints_of_a_run_are_listed(saved: BucketRun, capsys: pytest.Captur
     saved.delete("checkpoint-00000002/training_state.json")
     assert main(["checkpoints", saved.root, "--verify"]) == 1
     assert "training_state.json' is missing" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_place_above_runs_names_them(saved: BucketRun, proxy: FaultProxy, capsys: pytest.CaptureFixture[str]) -> None:
+    above, _, name = saved.root.rpartition("/")
+    for number in range(40):
+        saved.bucket.put(f"{saved.prefix.rpartition('/')[0]}/other/{number}/deep/model.bin", b"1")
+
+    proxy.log.clear()
+
+    assert main(["checkpoints", above]) == 1
+
+    assert capsys.readouterr().err == (
+        f"hfshard: There is no training checkpoint in '{above}'. A run is in its folder {name}, as shown by: "
+        f"hfshard checkpoints {saved.root}\n"
+    )
+    assert len(proxy.log.requests()) <= 6
 
 
 def test_a_run_is_verified(saved: BucketRun, capsys: pytest.CaptureFixture[str]) -> None:
