@@ -28,6 +28,7 @@ from hfshard.saving.store_plan import KnownShard, highest_index
 from hfshard.saving.stores import own_puts
 from hfshard.saving.writing import ShardWriter
 from hfshard.storage.format.index import CheckpointIndex, FileDigest
+from hfshard.storage.format.names import INDEX_FILE
 from hfshard.storage.format.stored_save import (
     INLINED_BYTES,
     SaveId,
@@ -130,13 +131,13 @@ class StoreTransaction:
         self.digests |= zip(left, sent, strict=True)
 
     def add_small_files(self, files: Mapping[str, bytes]) -> None:
-        """Add small files: those of up to 1 MiB are inlined in the index, for the others objects are put.
+        """Add small files: indexes, and others of up to 1 MiB, are inlined; for the rest objects are put.
 
         Raises:
             StoreError: The store refused, or failed.
         """
         self.small_files |= files
-        large = [name for name, raw in files.items() if len(raw) > INLINED_BYTES]
+        large = [name for name, raw in files.items() if len(raw) > INLINED_BYTES and not INDEX_FILE.fullmatch(name)]
         put = in_threads(
             lambda name, _: self.store.put(self.save_id.object_name(name), files[name]), large, FILES_AT_ONCE
         )
@@ -182,15 +183,6 @@ class StoreTransaction:
             return False
         return True
 
-    def overtaken(self) -> RemoteChangedError:
-        """Return the error for a save that a higher one has overtaken."""
-        address = str(self.store.address)
-        return RemoteChangedError(
-            f"Another process saved to '{address}' at the same time, and its checkpoint is the newer one. To replace "
-            "it, save again.",
-            path=address,
-        )
-
     def _look_for_index(self, list_names: Callable[[], Collection[str]], error: StoreError) -> None:
         """Find out whether an index was put that got no answer."""
         path = str(self.store.address.joined(self.save_id.object_name(self.entry)))
@@ -201,7 +193,17 @@ class StoreTransaction:
         if highest is None or highest < self.save_id:
             raise _untold(path, error) from error
         if highest > self.save_id:
-            raise self.overtaken() from error
+            raise overtaken(self.store) from error
+
+
+def overtaken(store: Store) -> RemoteChangedError:
+    """Return the error for a save that a higher one has overtaken."""
+    address = str(store.address)
+    return RemoteChangedError(
+        f"Another process saved to '{address}' at the same time, and its checkpoint is the newer one. "
+        "To replace it, save again.",
+        path=address,
+    )
 
 
 def put_copies(store: Store, copies: Mapping[str, bytes], found: Mapping[str, StoredObject]) -> None:

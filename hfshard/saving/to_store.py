@@ -6,7 +6,6 @@ import logging
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
@@ -28,6 +27,7 @@ from hfshard.constants import (
 from hfshard.errors import (
     CheckpointChangedError,
     CommitUnfinishedError,
+    HfshardError,
     RemoteChangedError,
     SaveDirectoryError,
     StoreError,
@@ -39,6 +39,7 @@ from hfshard.saving.store_commit import (
     StoreTransaction,
     delete_or_warn,
     has_bytes,
+    overtaken,
     plain_copies,
     put_copies,
     settle_copies,
@@ -48,7 +49,7 @@ from hfshard.saving.writing import OwnShardWriter, ShardWriter
 from hfshard.storage.commit.interrupts import deferred_interrupt
 from hfshard.storage.disk.byte_source import ByteSource, has_same_bytes
 from hfshard.storage.format.index import CheckpointIndex
-from hfshard.storage.format.stored_save import SaveId, StoredSave, is_save_index, save_of, split_object_name
+from hfshard.storage.format.stored_save import SaveId, is_save_index, save_of, split_object_name
 from hfshard.storage.weights.safetensors_writer import WriteJob, writer_threads
 from hfshard.stores.opening import open_store
 from hfshard.stores.protocols import Store, StoredObject
@@ -123,9 +124,41 @@ def save_into(store: Store, request: SaveRequest, check: Callable[[], None], wri
     if index is not None:
         logger.info("Nothing has changed in '%s': nothing was sent.", store.address)
         return index
-    index = save.run(writer, check)
+    try:
+        index = save.run(writer, check)
+    except (StoreError, RemoteChangedError) as error:
+        index = _saved_by_others(save, plan, writer, error)
     logger.info("Saved %d tensors, %d bytes, into '%s'.", len(index.weight_map), plan.total_size, store.address)
     return index
+
+
+def _saved_by_others(save: _Save, plan: ShardPlan, writer: ShardWriter, error: HfshardError) -> CheckpointIndex:
+    """Find out whether another process has saved the very same meanwhile, so that this save has nothing left to do.
+
+    Args:
+        save: What was overtaken, or failed: a higher save may have deleted what it was about to send.
+        plan: Of the request.
+        writer: Compares the shards, if it has all of them.
+        error: Why the save has ended.
+
+    Raises:
+        RemoteChangedError: Another process has saved something else.
+        The error: None has, or the store can't be asked.
+    """
+    other = error
+    try:
+        current = _begin(save.store, save.request, plan)
+        is_newer = current.state.save is not None and current.state.save != save.state.save
+        if is_newer and isinstance(writer, OwnShardWriter):
+            index = current.if_unchanged(writer, is_settled=False)
+            if index is not None:
+                logger.info("Another process has saved the very same into '%s'.", save.store.address)
+                return index
+        if is_newer:
+            other = overtaken(save.store)
+    except StoreError:
+        pass  # the first error says more
+    raise other from (None if other is error else error)
 
 
 def _begin(store: Store, request: SaveRequest, plan: ShardPlan) -> _Save:
@@ -186,12 +219,16 @@ class _Save:
             _changed_companions(store, request, state),
         )
 
-    def if_unchanged(self, writer: ShardWriter) -> CheckpointIndex | None:
-        """Return the index, if all that is to be saved is there, and leads every reader to it."""
+    def if_unchanged(self, writer: ShardWriter, *, is_settled: bool = True) -> CheckpointIndex | None:
+        """Return the index, if all that is to be saved is there.
+
+        Args:
+            writer: Compares the shards.
+            is_settled: Whether nothing else may be there, and plain copies must be right: else another process has just
+                saved it, and is about to do the rest.
+        """
         state, save = self.state, self.state.save
-        if save is None or not state.is_untouched or self.companion_files:
-            return None
-        if self._drops_plain_config() or self._replaced_below():
+        if save is None or (is_settled and not self._is_settled()):
             return None
         own = save.small_files.keys() | {name for name in save.objects if not name.endswith(SAFETENSORS_SUFFIX)}
         if own != {*self.small_files, state.names.index}:
@@ -206,9 +243,16 @@ class _Save:
         raw = index.to_json()
         if raw != state.folder.read_small(state.names.index, MAX_INDEX_BYTES):
             return None
+        if not is_settled:
+            return index
         copies = plain_copies({**self.small_files, state.names.index: raw}, save.save_id, state.names.index)
         is_copied = all(has_bytes(self.store, state.found.get(name), one) for name, one in copies.items())
         return index if is_copied else None
+
+    def _is_settled(self) -> bool:
+        """Whether there is nothing to delete, and no companion file to put."""
+        is_alone = self.state.is_untouched and not self._replaced_below()
+        return is_alone and not self.companion_files and not self._drops_plain_config()
 
     def run(self, writer: ShardWriter, check: Callable[[], None]) -> CheckpointIndex:
         """Copy and send the shards, and commit.
@@ -233,10 +277,8 @@ class _Save:
             transaction.put_index(save, self.store.list_objects)
             found, highest = self._put_copies(transaction)
             if highest > save_id:
-                if not self._is_same_save(found, highest, save):
-                    raise transaction.overtaken()
-            else:
-                self._delete_lower(found, save_id)
+                raise overtaken(self.store)
+            self._delete_lower(found, save_id)
         self._note_signature()
         return index
 
@@ -323,15 +365,6 @@ class _Save:
 
     def _drops_plain_config(self) -> bool:
         return self.request.drops_config and CONFIG_NAME in self.state.found
-
-    def _is_same_save(self, found: Mapping[str, StoredObject], highest: SaveId, save: StoredSave) -> bool:
-        """Whether the save that was faster has saved the very same."""
-        entry = self.state.names.index
-        one = found[highest.object_name(entry)]
-        with suppress(CheckpointChangedError):
-            other = StoredSave.from_json(self.store.read(one), str(self.store.address.joined(one.name)), highest)
-            return (other.small_files, other.objects.keys()) == (save.small_files, save.objects.keys())
-        return False
 
     def _note_signature(self) -> None:
         """Say that a signature which was there, and which this save does not include, is one of other files."""

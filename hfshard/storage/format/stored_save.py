@@ -36,8 +36,8 @@ _MOST_DIGITS: Final = 15
 _OBJECT: Final = re.compile(r"(?P<stem>.+)-(?P<number>\d{8,15})-(?P<id>[0-9a-f]{16})(?P<suffix>\.\w+)?")
 
 INLINED_BYTES: Final = 1 << 20
-"""The largest small file that is inlined in the index of a save; a larger one has an object of its own, as shards do.
-The index of a model of 10,000 tensors has as many."""
+"""The largest small file, other than a checkpoint's own index, that is inlined in the index of a save; a larger one has
+an object of its own, as shards do."""
 
 _REMEDY: Final = "Save the checkpoint again."
 

@@ -10,6 +10,7 @@ from hfshard.saving.to_store import save_into
 from hfshard.saving.writing import OwnShardWriter
 from hfshard.storage.checkpoint.checkpoint import open_checkpoint
 from hfshard.storage.checkpoint.folder import StoreFolder
+from hfshard.storage.format.stored_save import plain_copy, split_object_name
 from tests.stores.saving.checkpoints import config, request
 from tests.stores.saving.memory_store import MemoryStore
 
@@ -44,6 +45,9 @@ class Overlap:
 
         def before_slow(kind: str, name: str) -> None:
             if kind == "put" and is_index(name):
+                split = split_object_name(name)
+                assert split is not None
+                self.slow_id = split[1]
                 has_sent.set()
                 assert has_begun.wait(SECONDS)
             if kind == "put" and name == "config.json" and not is_done.is_set():
@@ -76,16 +80,16 @@ def test_a_late_config_of_a_save_that_was_overtaken_is_no_edit() -> None:
     save(MemoryStore(objects), 1)
     met = Overlap(objects)
     assert isinstance(met.error, RemoteChangedError)
-    assert [is_index(name) for name in sorted(met.names)].count(True) == 2  # that of save 2 tells whose its config is
+    late = plain_copy("config.json", config(2), met.slow_id)
 
     assert load(met.store) == (3, {3.0})
-    objects["config.json"] = config(2)  # once more, late
+    objects["config.json"] = late  # once more
     assert load(met.store) == (3, {3.0})
 
     save(MemoryStore(objects), 4)
     assert sum(map(is_index, objects)) == 1
     assert len(objects) == 6
-    objects["config.json"] = config(2)
+    objects["config.json"] = late
     assert load(met.store) == (4, {4.0})
     objects["config.json"] = config(5)  # a user's edit
     assert load(met.store) == (5, {4.0})

@@ -28,6 +28,7 @@ from hfshard.saving.prepare import index_of, plan_request, shard_jobs
 from hfshard.saving.store_commit import (
     StoreTransaction,
     delete_or_warn,
+    overtaken,
     put_copies,
     settle_copies,
 )
@@ -452,7 +453,7 @@ class StorePlace:
             highest = highest_index(self._names_of_run(), MANIFEST)
             if highest is not None and highest > transaction.save_id:
                 self._withdraw_incomplete(transaction, found)
-                raise transaction.overtaken()
+                raise overtaken(transaction.store)
 
     def _withdraw_incomplete(self, transaction: StoreTransaction, found: Mapping[str, StoredObject]) -> None:
         """Delete what an overtaken save has put, unless it is a complete checkpoint.
