@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from hfshard.errors import StoreError
+from hfshard.errors import CommitUnfinishedError, StoreError
 from hfshard.training import CheckpointManager, TrainingState
 from tests.stores.runs.bucket_run import BucketRun, Net, save_steps
 from tests.stores.services.buckets import Bucket
@@ -73,7 +73,7 @@ def test_a_save_that_is_killed_at_any_request_leaves_whole_checkpoints(
     for stop in range(0, total, 1 if is_every else total // _FEW):
         killed = next(fresh)
         proxy.fail("status", skip=stop, times=_ENDLESS, status=403)
-        with suppress(StoreError):  # what comes after the commit is warned of
+        with suppress(StoreError, CommitUnfinishedError):  # deletes that fail are warned of
             manager_of(killed).save(step, state)
         proxy.clear()
 
@@ -97,15 +97,37 @@ def test_an_answer_that_is_lost_does_not_matter(run: BucketRun, proxy: FaultProx
     assert run.litter() == []
 
 
-def test_a_save_that_fails_leaves_nothing(run: BucketRun, proxy: FaultProxy) -> None:
+MANIFEST = r"^PUT put .*/checkpoint-\d{8}-[0-9a-f]{16}\.json"
+FAILURES = {
+    "the look": "^GET list ",
+    "its mark": r"^PUT put .*/\.saves/",
+    "a shard": "^PUT put .*/model-0000",
+    "its manifest": MANIFEST,
+    "a plain copy": r"^PUT put .*/model\.safetensors\.index\.json",
+    "the last listing": r"^GET list .*prefix=[^&]*checkpoint-",
+}
+
+
+@pytest.mark.parametrize("again", [2, 3], ids=["the same step", "the next step"])
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_manager_goes_on_after_a_save_that_failed(
+    run: BucketRun, proxy: FaultProxy, failure: str, again: int
+) -> None:
     with manager_of(run) as manager:
         save_steps(manager, 1)
-        proxy.fail("status", "put .*checkpoint.json", status=403)
-        with pytest.raises(StoreError):
+        proxy.fail("status", FAILURES[failure], status=403)
+        with pytest.raises(CommitUnfinishedError if failure in SAVED else StoreError) as error:
             save_steps(manager, 2)
-        assert run.folders() == ["checkpoint-00000001"]
-        save_steps(manager, 2)
-        assert manager.all_steps() == [1, 2]
+        assert ("is saved" in str(error.value)) is (failure in SAVED)
+        assert values(run) == ({1: 1.0, 2: 2.0} if failure in SAVED else {1: 1.0})
+
+        save_steps(manager, again)
+        assert values(run) == ({1: 1.0} if again == 2 or failure not in SAVED else {2: 2.0}) | {again: again}
+    assert run.litter() == []
+
+
+SAVED = ("a plain copy", "the last listing")
+"""Failures after the commit."""
 
 
 def test_requests_of_saves_and_questions_are_few(run: BucketRun, proxy: FaultProxy) -> None:

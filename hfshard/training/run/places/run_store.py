@@ -22,7 +22,15 @@ from typing import Any, Final
 from hfshard._util.addresses import parse_address
 from hfshard._util.threads import cancellable, in_threads
 from hfshard.constants import FILES_AT_ONCE, INDEX_SUFFIX, MARKS, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
-from hfshard.errors import CheckpointChangedError, DamagedCheckpointError, IntegrityError, UnsafePathError, remedy
+from hfshard.errors import (
+    CheckpointChangedError,
+    CommitUnfinishedError,
+    DamagedCheckpointError,
+    IntegrityError,
+    StoreError,
+    UnsafePathError,
+    remedy,
+)
 from hfshard.planning.plan import ShardPlan
 from hfshard.saving.prepare import index_of, plan_request, shard_jobs
 from hfshard.saving.store_commit import (
@@ -260,7 +268,8 @@ class StorePlace:
 
         Raises:
             RemoteChangedError: Another manager has saved at the same time, and its checkpoint is the newer one.
-            CommitUnfinishedError: Nobody can tell whether the manifest was put, or will be.
+            CommitUnfinishedError: Nobody can tell whether the manifest was put, or will be; or the checkpoint is saved,
+                and the plain copies for other tools are not.
             StoreError: The store refused or failed. What was sent stays, for the next save to delete.
         """
         seen = self._look()
@@ -275,9 +284,17 @@ class StorePlace:
         order.before_commit()
         with deferred_interrupt():
             transaction.put_index(transaction.contents({}), self._names_of_run)
-            found = self._put_copies(transaction)
-            marks = self.listed_marks()
-            self._refuse_overtaken(transaction, marks, found)
+            try:
+                found = self._put_copies(transaction)
+                marks = self.listed_marks()
+                self._refuse_overtaken(transaction, marks, found)
+            except StoreError as error:
+                raise CommitUnfinishedError(
+                    f"The checkpoint '{place.address}' is saved, and hfshard restores it; but the plain copies that "
+                    f"other tools read could not be put, or other saves not be looked for: {error} Nothing was "
+                    "deleted; the next save goes on.",
+                    path=str(place.address),
+                ) from error
             seen.marks.add(save_id)
             seen.folders[folder] = found
             self._delete_lower(seen, transaction, marks, order.payload.requests.keys())
