@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,6 +65,25 @@ class BucketRun:
         number, own = self.saves()[folder]
         tail = f"-{number:08d}-{own}.safetensors"
         return [name for name in self.names(f"{folder}/") if name.endswith(tail)]
+
+    def copy_checkpoint(self, source: int, steps: Iterable[int]) -> None:
+        """Make checkpoints of these steps like one that is there, numbered as their steps, with few plain copies."""
+        folder = f"checkpoint-{source:08d}"
+        number, own = self.saves()[folder]
+        tail = f"-{number:08d}-{own}"
+        shards = {name: self.read(name) for name in self.objects(folder)}
+        save = json.loads(self.read(f"{folder}/checkpoint{tail}.json"))
+        body = save["hfshard_save"]
+        manifest = json.loads(body["small_files"]["checkpoint.json"]["text"])
+        for step in steps:
+            place, new_tail = f"checkpoint-{step:08d}", f"-{step:08d}-{step:016x}"
+            for name, raw in shards.items():
+                self.put(name.replace(folder, place).replace(tail, new_tail), raw)
+            text = json.dumps({**manifest, "step": step, "save_number": step})
+            body |= {"number": step, "id": f"{step:016x}"}
+            body["small_files"]["checkpoint.json"]["text"] = text
+            self.put(f"{place}/checkpoint{new_tail}.json", json.dumps(save).encode())
+            self.put(f"{place}/checkpoint.json", text.encode())
 
     def litter(self) -> list[str]:
         """Name what belongs to no checkpoint, is no plain copy of one's small files, and not the mark of the newest."""

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hfshard.errors import CommitUnfinishedError, StoreError
+from hfshard.saving.stores import own_puts
 from hfshard.training import CheckpointManager, TrainingState
 from tests.stores.runs.bucket_run import BucketRun, Net, save_steps
 from tests.stores.services.buckets import Bucket
@@ -86,18 +87,22 @@ def test_a_save_that_is_killed_at_any_request_leaves_whole_checkpoints(
     assert values(whole) == new
 
 
+MANIFEST = r"^PUT put .*/checkpoint-\d{8}-[0-9a-f]{16}\.json"
+
+
 @pytest.mark.parametrize("kind", ["lost_answer", "drop"])
 def test_an_answer_that_is_lost_does_not_matter(run: BucketRun, proxy: FaultProxy, kind: str) -> None:
     with manager_of(run) as manager:
         save_steps(manager, 1)
-        for match in ("put .*checkpoint.json", "put .*writer.json", "put .*index.json", "list"):
+        for match in (r"PUT put .*/\.saves/", "PUT put .*/model-0000", MANIFEST, "PUT put .*/checkpoint.json", "list"):
             proxy.fail(kind, match)
-        save_steps(manager, 2, 3)
+        save_steps(manager, 2)
+        proxy.fail(kind, "delete", times=2)
+        save_steps(manager, 3)
     assert values(run) == {2: 2.0, 3: 3.0}
     assert run.litter() == []
 
 
-MANIFEST = r"^PUT put .*/checkpoint-\d{8}-[0-9a-f]{16}\.json"
 FAILURES = {
     "the look": "^GET list ",
     "its mark": r"^PUT put .*/\.saves/",
@@ -130,21 +135,98 @@ SAVED = ("a plain copy", "the last listing")
 """Failures after the commit."""
 
 
+@pytest.mark.parametrize("is_restarted", [False, True], ids=["one manager", "a new manager"])
+def test_a_frozen_shard_that_was_damaged_is_sent_again(
+    run: BucketRun, bucket: Bucket, proxy: FaultProxy, is_restarted: bool
+) -> None:
+    net = Net(1.0)
+    net.body.requires_grad_(False)
+    state = TrainingState(model=net)
+    manager = CheckpointManager(run.root, max_shard_size="1KB", max_to_keep=2)
+    manager.save(1, state)
+    net.head.weight.data.fill_(2)
+    manager.save(2, state)
+    assert len(proxy.requests("copy")) == 6  # body.weight, both biases, and three of random states
+
+    frozen = max(run.objects("checkpoint-00000002"), key=lambda name: "/model" in name and len(run.read(name)))
+    raw = bytearray(run.read(frozen))
+    raw[-1] ^= 1
+    run.put(frozen, bytes(raw))
+    later = CheckpointManager(run.root, max_shard_size="1KB", max_to_keep=2) if is_restarted else manager
+    later.save(3, state)
+
+    problems = CheckpointManager(run.root).verify()
+    assert (len(problems[2]), problems[3]) == (1, [])
+    restored = Net()
+    assert CheckpointManager(run.root).restore_latest(TrainingState(model=restored)) == 3
+    assert torch.equal(restored.body.weight, net.body.weight)
+    later.save(4, state)
+    assert CheckpointManager(run.root).verify() == {3: [], 4: []}
+
+
 def test_requests_of_saves_and_questions_are_few(run: BucketRun, proxy: FaultProxy) -> None:
     with CheckpointManager(run.root) as manager:
-        save_steps(manager, 1, 2)
-        proxy.clear()
-        save_steps(manager, 3)
-        kinds = Counter(request.kind for request in proxy.requests())
-        assert kinds == {"head": 2, "list": 2, "put": 6}  # two shards with an index each
+        save_steps(manager, 1)
+        # The run; the mark, two shards, the manifest and its five plain copies; the folder, the marks.
+        assert asked(proxy) == "list put put put put put put put put list list"
+        save_steps(manager, 2)
+        # The marks first, in place of the run, and the delete of the mark before.
+        later = "list put put put put put put put put list list delete_many"
+        assert asked(proxy) == later
+        save_steps(manager, 2)
+        # What has not changed is copied; the delete of what the step had, and that of the mark.
+        assert asked(proxy) == "list put copy put put put put put put list list delete_many delete_many"
+        assert manager.latest_step() == 2
+        assert asked(proxy) == "list"
 
-        other = CheckpointManager(run.root)
-        proxy.clear()
-        assert other.latest_step() == 3
-        assert sorted(request.kind for request in proxy.requests()) == ["get"] * 3 + ["list"]
-        proxy.clear()
-        assert manager.latest_step() == 3
-        assert [request.kind for request in proxy.requests()] == ["list"]
+    with CheckpointManager(run.root, max_to_keep=2) as manager:
+        save_steps(manager, 3)
+        assert asked(proxy) == f"{later} delete_many"  # this process has put the manifest, by which shards are compared
+        own_puts.forget()
+        save_steps(manager, 4)
+        assert asked(proxy) == later.replace("put", "put get", 1) + " delete_many"
+        own_puts.forget()
+
+    other = CheckpointManager(run.root)
+    assert other.latest_step() == 4
+    assert asked(proxy) == "list"
+    assert other.all_steps() == [3, 4]
+    assert asked(proxy) == "list"
+    assert other.restore_latest(TrainingState(model=Net())) == 4
+    # The run, and its newest manifest; the folder, and the manifest as what leads to the files; each shard behind a
+    # look at the folder; and the manifest once more, which is to be the same.
+    assert asked(proxy) == "list get list get list get list get list get"
+
+
+@pytest.mark.parametrize("count", [10, pytest.param(300, marks=pytest.mark.slow)])
+def test_a_later_save_asks_the_same_however_many_checkpoints_there_are(
+    run: BucketRun, proxy: FaultProxy, count: int
+) -> None:
+    save_steps(CheckpointManager(run.root), 1)
+    run.copy_checkpoint(1, range(2, count + 1))
+    own_puts.forget()
+    proxy.clear()
+
+    with CheckpointManager(run.root) as manager:
+        save_steps(manager, 1001)
+        pages = -(-len(run.names()) // PAGE)
+        puts = "put get put put put put put put put"
+        assert asked(proxy) == f"{'list ' * pages}{puts} list list delete_many"
+        save_steps(manager, 1002)
+        assert asked(proxy) == "list put put put put put put put put list list delete_many"
+    assert len(manager.all_steps()) == count + 2
+    assert manager.restore_latest(TrainingState(model=Net())) == 1002
+
+
+PAGE = 1000
+"""Objects in one answer of the service."""
+
+
+def asked(proxy: FaultProxy) -> str:
+    """The kinds of requests, in their order; forgets them."""
+    kinds = [request.kind for request in proxy.requests()]
+    proxy.clear()
+    return " ".join(kinds)
 
 
 def test_every_byte_is_sent_and_read_once(run: BucketRun, bucket: Bucket, proxy: FaultProxy) -> None:
@@ -168,4 +250,5 @@ def test_every_byte_is_sent_and_read_once(run: BucketRun, bucket: Bucket, proxy:
     for request in proxy.requests("get"):
         read[request.path.partition("?")[0].rpartition("/")[2]] += request.bytes_down
     assert {name: read[name.rpartition("/")[2]] for name in sizes} == sizes
-    assert read["checkpoint.json"] == 2 * 4096  # and whether it is still the same
+    (manifest,) = run.names("checkpoint-00000001/checkpoint-")
+    assert read[manifest.rpartition("/")[2]] == 2 * len(run.read(manifest))  # and whether it is still the same

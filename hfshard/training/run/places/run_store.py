@@ -133,6 +133,13 @@ class StoreCheckpoint:
         on_problem: Callable[[DamagedCheckpointError], object] | None = None,
     ) -> None:
         """Compare all files with the manifest, several at once: weights by their listed sizes, or in full."""
+        try:
+            self._folder.names()  # reads the index of the save, once, before several threads ask for it
+        except DamagedCheckpointError as error:
+            if on_problem is None:
+                raise
+            on_problem(error)
+            return
         check = partial(self._check_one, is_full=is_full, progress_callback=progress_callback, on_problem=on_problem)
         in_threads(check, sorted(manifest.files.items(), key=lambda item: -(item[1].size or 0)), FILES_AT_ONCE)
 
@@ -326,8 +333,9 @@ class StorePlace:
             marks = self.listed_marks()
             if marks.keys() <= self._seen.marks:
                 return self._seen
-        seen = _Seen(marks=set(self.listed_marks()))
-        for folder, files in self.listed_folders().items():
+        listed = self._store.list_objects(recursive=True)
+        seen = _Seen(marks=set(_marks_among(listed)))
+        for folder, files in _folders_among(listed).items():
             seen.folders[folder] = dict(files)
             seen.suspects |= dict.fromkeys(saves_among(files) - _finished(files), folder)
         uploaded = [one for one in self._checkpoints_in(seen.folders) if one.save_id is None]
@@ -336,21 +344,11 @@ class StorePlace:
 
     def listed_marks(self) -> dict[SaveId, str]:
         """List the marks: save -> the folder that it is for."""
-        found = {}
-        for name in self._store.list_objects(MARKS):
-            match = _MARK.fullmatch(name.rpartition("/")[2])
-            if match is not None:
-                found[SaveId(int(match[2]), match[3])] = match[1]
-        return found
+        return _marks_among(self._store.list_objects(MARKS))
 
     def listed_folders(self) -> Folders:
         """List the folders of checkpoints, also those without a manifest."""
-        folders: dict[str, dict[str, StoredObject]] = {}
-        for path, one in self._store.list_objects(recursive=True).items():
-            folder, _, name = path.partition("/")
-            if name and "/" not in name and CHECKPOINT.fullmatch(folder):
-                folders.setdefault(folder, {})[name] = replace(one, name=name)
-        return folders
+        return _folders_among(self._store.list_objects(recursive=True))
 
     def _names_of_run(self) -> Collection[str]:
         return [name for files in self.listed_folders().values() for name in files]
@@ -504,10 +502,9 @@ class StorePlace:
         # By a listing from after the commit: a save without its manifest by now never is the highest.
         for target in sorted(set(suspects.values())):
             seen.folders[target] = _in_folder(self._store.list_objects(target))
-        unfinished = {one for one, target in suspects.items() if one not in _finished(seen.folders[target])}
-        for one in sorted(unfinished):
-            listed = seen.folders[suspects[one]]
-            names += [f"{suspects[one]}/{name}" for name in listed if one in saves_among([name])]
+        unfinished = {one: target for one, target in suspects.items() if one not in _finished(seen.folders[target])}
+        for one, target in sorted(unfinished.items()):
+            names += [f"{target}/{name}" for name in seen.folders[target] if one in saves_among([name])]
         for target in sorted(set(marks.values()) - {folder}):
             # An overtaken save has not deleted its step's earlier ones.
             highest = highest_index(seen.folders.get(target, {}), MANIFEST)
@@ -559,6 +556,22 @@ def _lower(files: Mapping[str, Any], save_id: SaveId) -> list[str]:
     """Name the objects of earlier saves in a folder, manifests first."""
     lower = [name for name in files if (split := split_object_name(name)) is not None and split[1] < save_id]
     return sorted(lower, key=lambda name: (not name.startswith("checkpoint"), name))
+
+
+def _marks_among(paths: Iterable[str]) -> dict[SaveId, str]:
+    """Return the saves that objects are marks of, and the folders that they are for."""
+    names = (path.removeprefix(f"{MARKS}/") for path in paths if path.startswith(f"{MARKS}/"))
+    matches = (_MARK.fullmatch(name) for name in names)
+    return {SaveId(int(match[2]), match[3]): match[1] for match in matches if match is not None}
+
+
+def _folders_among(listed: Mapping[str, StoredObject]) -> Folders:
+    folders: dict[str, dict[str, StoredObject]] = {}
+    for path, one in listed.items():
+        folder, _, name = path.partition("/")
+        if name and "/" not in name and CHECKPOINT.fullmatch(folder):
+            folders.setdefault(folder, {})[name] = replace(one, name=name)
+    return folders
 
 
 def _finished(files: Iterable[str]) -> set[SaveId]:
