@@ -23,6 +23,7 @@ from hfshard.modules.upstream import as_dict, config_json, noted_config
 from hfshard.modules.weights import save_module
 from hfshard.saving.options import SaveOptions
 from hfshard.saving.request import SaveRequest, request_from_module
+from hfshard.storage.disk.byte_source import BytesSource
 from hfshard.storage.disk.fsops import rename, unlink_if_there, write_file
 from hfshard.storage.disk.hub_place import refuse_hub
 from hfshard.storage.disk.safe_open import Identity, identity_of
@@ -230,10 +231,6 @@ def _save_to_store(save: _ModuleSave, *, is_overridden: bool) -> None:
 
 def _has_card(directory: str) -> bool:
     """Whether there is a README.md, which may have been edited, and stays."""
-    if is_address(directory):
-        from hfshard.stores.opening import open_store  # imports what speaks to stores
-
-        return open_store(directory).find(README) is not None
     return os.path.lexists(os.path.join(directory, README))
 
 
@@ -248,8 +245,11 @@ def _being(save: _ModuleSave) -> Iterator[None]:
 
 def _files_of(save: _ModuleSave) -> dict[str, Any]:
     """The fields of the request that hold config.json and README.md, as far as no override has written them."""
-    has_card = save.card is not None and not _has_card(save.directory)
-    files: dict[str, Any] = {"model_files": {README: save.card} if has_card else {}}
+    files: dict[str, Any] = {"model_files": {}}
+    if save.card is not None and is_address(save.directory):
+        files["companion_files"] = {README: BytesSource(save.card)}  # where there is none
+    elif save.card is not None and not _has_card(save.directory):
+        files["model_files"] = {README: save.card}
     if save.is_config_written:
         return files
     return {**files, "config": save.config, "drops_config": save.config is None, "hides_single": True}

@@ -21,7 +21,7 @@ from hfshard.storage.checkpoint.locate import config_in
 from hfshard.storage.checkpoint.raw_tensors import cast, is_packed, raw_tensors
 from hfshard.storage.commit.directory_state import weights_override_of
 from hfshard.storage.format.strict_json import parse_json_object
-from hfshard.storage.format.weights_override import without_weights_override
+from hfshard.storage.format.weights_override import without_mark, without_weights_override
 from hfshard.storage.weights.safetensors_writer import COMPLEX_AS_REAL_KEY
 
 _DTYPE_KEYS: Final = ("dtype", "torch_dtype")
@@ -66,14 +66,17 @@ def with_tensors(request: SaveRequest, checkpoint: OpenCheckpoint, *, weights_on
 
 def _config_without_override(folder: CheckpointFolder) -> bytes | None:
     """The config, without the weights that it may name while a commit is under way."""
-    config = config_in(folder)
-    return config if config is None or weights_override_of(config) is None else without_weights_override(config)
+    raw = config_in(folder)
+    if raw is None:
+        return None
+    config = without_mark(raw)  # which it has from a store
+    return config if weights_override_of(config) is None else without_weights_override(config)
 
 
 def _model_files_of(folder: CheckpointFolder) -> dict[str, bytes]:
     if not folder.has(GENERATION_CONFIG_NAME):
         return {}
-    return {GENERATION_CONFIG_NAME: folder.read_small(GENERATION_CONFIG_NAME, MAX_CONFIG_BYTES)}
+    return {GENERATION_CONFIG_NAME: without_mark(folder.read_small(GENERATION_CONFIG_NAME, MAX_CONFIG_BYTES))}
 
 
 def guess_order(checkpoint: OpenCheckpoint) -> list[str]:

@@ -281,6 +281,7 @@ class RangedFolder:
             below = [f"{folder}/{name}".lstrip("/") for folder, some in zip(above, listed) for name in some]
             above = below[:_MOST_FOLDERS]
             found = in_threads(lambda folder, _: self._files.list_objects(folder), above, _HEADERS_AT_ONCE)
+            self._listed = {**self._listed, **{path: one for paths in found for path, one in paths.items()}}
             held = {folder: {path.rpartition("/")[2] for path in paths} for folder, paths in zip(above, found)}
             if hits := [one for one, files in held.items() if not files.isdisjoint(names) or _has_entry(files)]:
                 return hits
@@ -515,8 +516,9 @@ class StoreFolder(RangedFolder):
         save = self.save
         if save is None:
             return []
-        marks = {name: mark_of(self.plain_contents(name) or b"") for name in self._editable()}
-        stale = [name for name, mark in marks.items() if mark not in (None, save.save_id.id)]
+        copies = {name: self.plain_contents(name) or b"" for name in self._editable()}
+        others = {name: raw for name, raw in copies.items() if mark_of(raw) not in (None, save.save_id.id)}
+        stale = [name for name, raw in others.items() if without_mark(raw) != save.small_files[name]]
         indexes = [names.index for names in self._names if names.index in self._listed]
         return stale + [name for name in indexes if self._copied_save(name) not in (None, save.save_id)]
 

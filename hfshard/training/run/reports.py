@@ -15,6 +15,7 @@ from hfshard.storage.format.names import INDEX_FILE, MODEL_BASE, WeightNames
 from hfshard.training.run.finding import Level, checkpoint_problems
 from hfshard.training.run.manifest import MANIFEST, CheckpointManifest
 from hfshard.training.run.places.opening import files_at, run_place
+from hfshard.training.run.places.run_store import StoreCheckpoint, StorePlace
 from hfshard.training.run.run_checkpoint import RunCheckpoint
 from hfshard.training.run.writing import TRAINING_STATE
 
@@ -22,12 +23,17 @@ from hfshard.training.run.writing import TRAINING_STATE
 def is_checkpoint(place: str) -> bool:
     """Return whether a directory or an address is, or was, that of a training checkpoint."""
     files = files_at(place)
+    if isinstance(files, StoreCheckpoint):  # without reading the index of a save, which may be damaged
+        return not files.usual_names().isdisjoint((MANIFEST, TRAINING_STATE))
     return files.has(MANIFEST) or files.has(TRAINING_STATE)
 
 
 def is_run(place: str) -> bool:
     """Return whether a directory or an address is that of a run that has a training checkpoint, and not of one."""
-    return not is_checkpoint(place) and any(is_checkpoint(one.path) for one in run_place(place).checkpoints())
+    run = run_place(place)
+    if isinstance(run, StorePlace) and not run.has_folders():
+        return False  # without listing everything below
+    return not is_checkpoint(place) and any(is_checkpoint(one.path) for one in run.checkpoints())
 
 
 def reports_of_run(root: str, check: Callable[[str], VerifyReport]) -> Iterator[VerifyReport]:

@@ -95,7 +95,7 @@ def test_objects_in_folders_below_cost_no_request(
 
     counted()
     before = counted()
-    folders = ("logs/1", "code/of/others", "custom_generate/old", "checkpoint-00000001")
+    folders = ("logs/1", "code/of/others", "custom_generate/old", "runs/checkpoint-00000001")
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda number: store.put(f"{folders[number % 4]}/{number}.txt", b"x"), range(3000)))
 

@@ -103,6 +103,11 @@ class StoreCheckpoint:
         """Whether it has any object, or had one when this was first asked for something."""
         return bool(self._folder.listed_objects())
 
+    def usual_names(self) -> set[str]:
+        """Name all objects directly there, without the numbers and ids of saves; nothing is read."""
+        names = self._folder.listed_objects()
+        return {split[0] if (split := split_object_name(name)) is not None else name for name in names}
+
     def has(self, name: str) -> bool:
         """Whether there is such a file."""
         return self._folder.has(name)
@@ -245,6 +250,10 @@ class StorePlace:
             StoreError: The store refused or failed.
         """
         return self._checkpoints_in(self.listed_folders())
+
+    def has_folders(self) -> bool:
+        """Tell whether it has a folder with the name of a checkpoint's, by one listing of one level."""
+        return any(map(CHECKPOINT.fullmatch, self._store.folders()))
 
     def known_checkpoints(self) -> list[RunCheckpoint]:
         """List the checkpoints that the last save has seen; only others can have changed them since."""
