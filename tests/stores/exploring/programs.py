@@ -125,6 +125,9 @@ class ReplayedStore:
     def folders(self, folder: str = "") -> list[str]:
         raise AssertionError("no save and no load asks for folders")
 
+    def neighbors(self) -> list[str]:
+        raise AssertionError("no save and no load that ends well asks for neighbors")
+
     def find(self, name: str) -> StoredObject | None:
         raise AssertionError("no save and no load asks for one object")
 

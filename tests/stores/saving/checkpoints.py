@@ -86,7 +86,7 @@ def found_in(objects: dict[str, bytes]) -> tuple[Any, Any]:
     values = json.loads(objects.get("config.json", b"{}"))
     indexed = _by_index(objects, INDEX)
     if "model.safetensors" in objects:
-        weights = _values(objects["model.safetensors"])
+        weights: set[float] | None = _values(objects["model.safetensors"])
     else:
         weights = indexed if INDEX in objects else {1.0} if PICKLES in objects else None
     files = [name for name in objects if name.endswith(".safetensors")]

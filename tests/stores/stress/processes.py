@@ -92,11 +92,12 @@ def _load(place: StorePlace) -> int | str:
     source = CheckpointSource(place.address)
     local = source.find_local()
     assert local is not None and local.folder is not None
+    folder = local.folder
 
     def use(checkpoint: OpenCheckpoint) -> tuple[dict[str, float], Any]:
         tensors = checkpoint.read(checkpoint.keys)
         values = {name: float(tensor[0]) for name, tensor in tensors.items()}
-        return values, json.loads(local.folder.read_small("config.json", 1000))["value"]
+        return values, json.loads(folder.read_small("config.json", 1000))["value"]
 
     values, config = with_checkpoint(source, LoadOptions(verify="full", progress=False), use, local)
     whole = {"layer.0": float(config), "layer.1": float(config), "layer.2": float(config), "frozen": FROZEN}

@@ -28,12 +28,10 @@ SECONDS = 120.0
 """Of a save: hf_xet tries again by itself for more than one minute where everything is down."""
 HUNG = "hung"
 FINE = ("ok-old", "ok-new", "ok-split", "clear-error", "window", "lone-shard", "late-copy")
-"""Categories that do not fail the sweep. All readers find the old checkpoint, or the new one; or some this and some that;
-or there was none before and an error says so. `window`: between the first and the last of the requests that replace
-plain objects (config, then index, then what another tool had uploaded), stock readers of a synced copy find a config
-beside other weights, or a clear error. `lone-shard`: a first save has put one shard and no index, and huggingface_hub
-takes the only file of a directory for the whole checkpoint. `late-copy`: a put of a plain copy came after the next save, and stock readers
-find that copy."""
+"""Categories that do not fail the sweep. All readers find the old checkpoint, or the new one;
+or some the old and some the new; or there was none before, and an error says so. `window`: between the requests that replace plain objects, stock readers
+of a synced copy find a config next to other weights. `lone-shard`: the save has put one shard and no index, and
+huggingface_hub takes that. `late-copy`: a plain copy came after the next save, and stock readers find it."""
 SPLIT_BRAIN = re.compile(r"weights g\d+ beside a config of .*")
 
 
