@@ -101,9 +101,9 @@ def test_objects_in_folders_below_cost_no_request(
 
     assert counted() == before
     looks = {"list": 6, "get": 2}  # the place and "code" before, in and after the save; the code there
-    sent = {"list": 2, "put": 3, "delete_many": 1, "uploads": 1}  # shard, index and its plain copy
+    sent = {"list": 2, "put": 4, "delete_many": 1, "uploads": 1}  # shard, index, plain copies of config and index
     assert before == {
-        "push": {**looks, "list": 7, "copy": 1, "put": 2, "delete_many": 1, "uploads": 1},
+        "push": {**looks, "list": 7, "copy": 1, "put": 3, "delete_many": 1, "uploads": 1},
         "push again": looks,
         "save": sent,
         "save back": sent,
@@ -111,5 +111,5 @@ def test_objects_in_folders_below_cost_no_request(
         "load": {"list": 1, "get": 2},
         "load in full": {"list": 1, "get": 2},
         "load with code": {"list": 3, "get": 4},
-        "verify": {"list": 1, "get": 3},
+        "verify": {"list": 3, "get": 3},  # of a checkpoint, of a run, of a model; index, shard, plain index
     }
