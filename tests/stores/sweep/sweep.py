@@ -28,10 +28,10 @@ SECONDS = 120.0
 """Of a save: hf_xet tries again by itself for more than one minute where everything is down."""
 HUNG = "hung"
 FINE = ("ok-old", "ok-new", "ok-split", "clear-error", "window", "lone-shard", "late-copy")
-"""Categories that do not fail the sweep. All readers find the old checkpoint, or the new one; or some this, some that; or
-there was none before, and an error says so. `window`: between the requests that replace plain objects, stock readers of a
-synced copy find a config next to other weights. `lone-shard`: there is one shard and no index, and huggingface_hub takes
-that. `late-copy`: a plain copy came after the next save, and stock readers find it."""
+"""Categories that do not fail the sweep. All readers find the old checkpoint, or the new one; or some this, some that;
+or there was none before, and an error says so. `window`: between the requests that replace plain objects, stock readers
+of a synced copy find a config next to other weights. `lone-shard`: there is one shard and no index, and huggingface_hub
+takes that. `late-copy`: a plain copy came after the next save, and stock readers find it."""
 SPLIT_BRAIN = re.compile(r"weights g\d+ beside a config of .*")
 
 
