@@ -8,10 +8,13 @@ import re
 import shutil
 import stat
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Final
 
+from hfshard.constants import MARKS
 from hfshard.storage.disk.fsops import sync_directory
+from hfshard.storage.format.stored_save import split_object_name
 from hfshard.training.run.manifest import MANIFEST, read_checkpoint_manifest
 from hfshard.training.run.root import names_in
 from hfshard.training.run.run_checkpoint import (
@@ -113,6 +116,18 @@ def clean_up_run(root: str) -> None:
             _remove(path, root, int(replaced[1]))
         else:
             _remove_tree(path)
+    _remove_marks(root)
+
+
+def _remove_marks(root: str) -> None:
+    """Remove the marks of saves of a run that was synced from a store: in a directory nobody reads them."""
+    folder = os.path.join(root, MARKS)
+    for name in os.listdir(folder) if os.path.isdir(folder) and not os.path.islink(folder) else ():
+        split = split_object_name(name)
+        if split is not None and CHECKPOINT.fullmatch(split[0]):
+            os.unlink(os.path.join(folder, name))
+    with suppress(OSError):  # there is none, or files of others are in it
+        os.rmdir(folder)
 
 
 def leftovers_in(root: str) -> tuple[list[str], list[str]]:

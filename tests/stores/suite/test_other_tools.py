@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save
+from torch import nn
 from transformers import BertModel
 
 import hfshard
+from hfshard.training import CheckpointManager, TrainingState
 from tests.helpers.tiny_bert import SHARDED, SINGLE, Bert, all_see, bert, read_by_all, value_of
 from tests.stores.suite.conftest import Place, usual_name
 
@@ -139,6 +141,25 @@ def test_a_directory_that_was_synced_down_loads_and_gets_usual_names(store: Plac
     hfshard.reshard_checkpoint(synced, synced, "1GB")
     assert sorted(path.name for path in synced.iterdir()) == ["config.json", "model.safetensors"]
     assert read_by_all(synced) == all_see(1)
+
+
+@s3
+def test_a_pull_and_a_reshard_with_little_disk_leave_usual_names_where_it_was_synced_to(
+    store: Place, tmp_path: Path
+) -> None:
+    bert(1).save_pretrained(store.path, max_shard_size=SHARDED)
+    synced = store.synced()
+    hfshard.reshard_checkpoint(synced, synced, "1GB", low_disk=True)
+    assert read_by_all(synced) == all_see(1)
+    assert sorted(path.name for path in synced.iterdir()) == ["config.json", "model.safetensors"]
+
+    for value in (1, 2):
+        bert(value).save_pretrained(store.path, max_shard_size=SHARDED)
+        shutil.copytree(store.synced(), tmp_path / "all", dirs_exist_ok=True)
+    bert(3).save_pretrained(store.path, max_shard_size=SHARDED)
+    hfshard.pull_checkpoint(store.path, tmp_path / "all")
+    assert read_by_all(tmp_path / "all") == all_see(3)
+    assert _numbered(path.name for path in (tmp_path / "all").iterdir()) == []
 
 
 @s3
@@ -334,6 +355,86 @@ def test_two_variants_in_one_place_replace_only_their_own_saves(store: Place, tm
     for place in (f"{store.path}-2", str(tmp_path / "hub")):
         assert value_of(Bert.from_pretrained(place, verify="full")) == 6
         assert value_of(Bert.from_pretrained(place, variant="fp16", verify="full")) == 5
+
+
+class Run:
+    """A run whose weights are the number of the step."""
+
+    def __init__(self) -> None:
+        self.net = nn.Linear(3, 3)
+        self.optimizer = torch.optim.AdamW(self.net.parameters())
+        self.state = TrainingState(model=self.net, optimizer=self.optimizer)
+
+    def save(self, place: str | Path, *steps: int) -> None:
+        with CheckpointManager(place, max_to_keep=2) as manager:
+            for step in steps:
+                with torch.no_grad():
+                    self.net.weight.fill_(step)
+                manager.save(step, self.state)
+
+    def restored(self, place: str | Path) -> tuple[int | None, float]:
+        step = CheckpointManager(place).restore_latest(self.state)
+        return step, self.net.weight[0, 0].item()
+
+
+def _steps(names: Any) -> dict[str, bool]:
+    """The steps of a run -> whether any of their files is named by a save into a store."""
+    steps = sorted({name.partition("/")[0] for name in names if not name.startswith(".")})
+    return {step[-1]: bool(_numbered(name for name in names if name.startswith(step))) for step in steps}
+
+
+@s3
+def test_a_run_that_was_synced_down_goes_on_there(store: Place) -> None:
+    run = Run()
+    run.save(store.path, 1, 2, 3)
+    synced = store.synced()
+    assert run.restored(synced) == (3, 3)
+    assert hfshard.verify_checkpoint(synced).ok
+
+    run.save(synced, 3, 4)
+    names = [path.relative_to(synced).as_posix() for path in synced.rglob("*") if path.is_file()]
+    assert _steps(names) == {"3": False, "4": False}
+    assert _numbered(names) == []
+    assert run.restored(synced) == (4, 4)
+    assert hfshard.verify_checkpoint(synced).ok
+
+
+@pytest.mark.parametrize("deletes", [False, True])
+@s3
+def test_a_run_that_is_synced_up_again_goes_on_in_the_store(store: Place, *, deletes: bool) -> None:
+    run = Run()
+    run.save(store.path, 1, 2)
+    synced = store.synced()
+    run.save(synced, 3)
+
+    _upload(synced, store, deletes=deletes)
+
+    assert run.restored(store.path) == (3, 3)
+    run.save(store.path, 4)
+    assert run.restored(store.path) == (4, 4)
+    assert _steps(store.files()) == {"3": False, "4": True}
+    assert hfshard.verify_checkpoint(store.path).ok
+    run.save(store.path, 5, 6)
+    assert run.restored(store.path) == (6, 6)
+    assert _steps(store.files()) == {"5": True, "6": True}
+
+
+@s3
+def test_a_step_that_was_copied_by_hand_restores_and_loads_alone(store: Place) -> None:
+    run = Run()
+    run.save(store.path, 1, 2)
+    other = Place(f"{store.path}-other/checkpoint-00000002", store.bucket, store.folder)
+    for name, raw in store.files().items():
+        if name.startswith("checkpoint-00000002/"):
+            other.put(name.partition("/")[2], raw)
+
+    assert run.restored(f"{store.path}-other") == (2, 2)
+    assert hfshard.verify_checkpoint(f"{store.path}-other").ok
+    for place in (other.path, other.synced()):
+        assert hfshard.load_state_dict(place, verify="full")["weight"][0, 0] == 2
+    run.save(f"{store.path}-other", 3)
+    assert run.restored(f"{store.path}-other") == (3, 3)
+    assert run.restored(store.path) == (2, 2)
 
 
 @s3
