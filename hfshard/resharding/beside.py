@@ -8,7 +8,7 @@ from collections.abc import Collection
 from hfshard._util.addresses import is_address
 from hfshard.storage.disk.byte_source import ByteSource, FileSource, file_source
 from hfshard.storage.disk.companions import find_companion_files, fits_beside, is_companion
-from hfshard.storage.format.stored_save import split_object_name
+from hfshard.storage.format.stored_save import objects_of_saves
 from hfshard.stores.opening import open_store
 from hfshard.stores.stored_source import StoredSource
 
@@ -23,11 +23,9 @@ def companions_at(place: str, but: Collection[str]) -> dict[str, ByteSource]:
     if not is_address(place):
         return dict(find_companion_files(place, but))
     store = open_store(place)
-    found = {
-        name: StoredSource(store, one)
-        for name, one in store.list_objects().items()
-        if split_object_name(name) is None and is_companion(name, but)
-    }
+    listed = store.list_objects()
+    names = [name for name in listed.keys() - objects_of_saves(listed) if is_companion(name, but)]
+    found = {name: StoredSource(store, listed[name]) for name in sorted(names)}
     return {name: source for name, source in found.items() if fits_beside(f"{place}/{name}", source.size)}
 
 

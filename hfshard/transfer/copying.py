@@ -23,7 +23,7 @@ from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, Verify
 from hfshard.storage.disk.byte_source import ByteSource
 from hfshard.storage.format.index import CheckpointIndex
 from hfshard.storage.format.names import INDEX_FILE
-from hfshard.storage.format.stored_save import StoredSave, split_object_name
+from hfshard.storage.format.stored_save import StoredSave, objects_of_saves, split_object_name
 from hfshard.stores.opening import open_store
 from hfshard.stores.protocols import Store, StoredObject
 from hfshard.transfer.store_files import StoreFiles
@@ -146,6 +146,7 @@ def _beside(files: FilesOfPlace, query: CheckpointQuery, checkpoint: OpenCheckpo
     """The files that go along with a checkpoint, as in a pull."""
     found = companion_files({query.path(name): size for name, size in files.sizes().items()}, query)
     names = {path.removeprefix(query.path("")) for path in found} - _OF_WEIGHTS
+    names -= objects_of_saves(path for path in files.paths() if "/" not in path)  # of a directory that was synced
     files.check(names)
     return {name: files.content(name, None) for name in sorted(names)}
 

@@ -18,7 +18,7 @@ from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.storage.checkpoint.folder import StoreFolder
 from hfshard.storage.disk.byte_source import ByteSource, BytesSource
 from hfshard.storage.format.names import INDEX_FILE, WeightNames
-from hfshard.storage.format.stored_save import SaveId, split_object_name
+from hfshard.storage.format.stored_save import SaveId, objects_of_saves, split_object_name
 from hfshard.storage.format.weights_override import as_saved
 from hfshard.stores.opening import open_store
 from hfshard.stores.protocols import StoredObject
@@ -59,10 +59,14 @@ class StoreFiles:
         if not self._saves:
             self._shown = {**found}
             return
+        # A folder below the place may be a checkpoint of its own, and goes along as it is.
+        of_saves = objects_of_saves(name for name in found if "/" not in name)
+        nested = {name: split for name in found if "/" in name and (split := split_object_name(name)) is not None}
+        of_saves |= {name for name, split in nested.items() if split[1] in self._saves.values()}
         names = [WeightNames(variant) for variant in self._saves]
         for name, one in found.items():
             is_weights = any(name in (some.index, some.single) or some.is_shard(name) for some in names)
-            if not is_weights and not self._is_of_save(name):
+            if not is_weights and name not in of_saves:
                 self._shown.setdefault(name, one)
 
     def is_unchanged(self) -> bool:
@@ -118,14 +122,6 @@ class StoreFiles:
         """A file, pinned to what was listed: if it is replaced meanwhile, reading it is an error."""
         one = self._shown[path]
         return BytesSource(one) if isinstance(one, bytes) else StoredSource(self._store, one, sha256)
-
-    def _is_of_save(self, name: str) -> bool:
-        """Whether an object is one of a save: of one that is shown, or any other one directly in the place.
-
-        A folder below the place may be a checkpoint of its own, and goes along as it is.
-        """
-        split = split_object_name(name)
-        return split is not None and ("/" not in name or split[1] in self._saves.values())
 
     def _show(self, variant: str | None, found: Mapping[str, StoredObject]) -> None:
         """Show the newest save of a variant, under usual names."""

@@ -38,6 +38,7 @@ from hfshard.storage.format.stored_save import (
     StoredSave,
     is_editable,
     is_save_index,
+    objects_of_saves,
     plain_copy,
     save_of_copy,
     split_object_name,
@@ -479,7 +480,8 @@ class StoreFolder(RangedFolder):
         save = self.save
         if save is None:
             return super().names()
-        plain = {name for name in super().names() if split_object_name(name) is None}
+        listed = super().names()
+        plain = set(listed) - objects_of_saves(listed)
         plain = {name for name in plain if not self._is_hidden(name) and not self._is_dropped(name)}
         return sorted(plain | save.small_files.keys() | {name for name in save.objects if self._find(name) is not None})
 

@@ -15,7 +15,7 @@ from hfshard.storage.disk.byte_source import ByteSource, has_same_bytes
 from hfshard.storage.disk.fsops import copy_mode, sync
 from hfshard.storage.disk.safe_open import link_to_outside, open_regular
 from hfshard.storage.format.names import INDEX_FILE
-from hfshard.storage.format.stored_save import is_save_index
+from hfshard.storage.format.stored_save import objects_of_saves
 
 logger = logging.getLogger(__name__)
 
@@ -59,9 +59,9 @@ def copy_companion(
 def find_companion_files(directory: str, but: Collection[str]) -> dict[str, CompanionFile]:
     """Find the files at the top level of a checkpoint's directory that are not weights.
 
-    Left out are weights and indexes of any library, files over 256 MiB (data sets), names that begin with a dot (git's
-    files, secrets), folders, and the config of an adapter, whose weights do not go along. A link is followed, with a
-    warning where it leaves the directory.
+    Left out are weights and indexes of any library, what a save into a store has named, files over 256 MiB (data sets),
+    names that begin with a dot (git's files, secrets), folders, and the config of an adapter, whose weights do not go
+    along. A link is followed, with a warning where it leaves the directory.
 
     Args:
         directory: The checkpoint's directory.
@@ -74,7 +74,8 @@ def find_companion_files(directory: str, but: Collection[str]) -> dict[str, Comp
         DamagedCheckpointError: A link is broken, or a file can't be opened.
     """
     found = {}
-    for name in sorted(os.listdir(directory)):
+    names = os.listdir(directory)
+    for name in sorted(set(names) - objects_of_saves(names)):
         path = os.path.join(directory, name)
         if not is_companion(name, but):
             continue
@@ -95,7 +96,7 @@ def is_companion(name: str, but: Collection[str]) -> bool:
     """Whether the name of a file directly beside a checkpoint is that of a file which goes along with it."""
     if "/" in name or name.startswith(".") or name == ADAPTER_CONFIG_NAME or name in but:
         return False
-    return not (name.endswith(WEIGHTS_SUFFIXES) or INDEX_FILE.fullmatch(name) or is_save_index(name))
+    return not (name.endswith(WEIGHTS_SUFFIXES) or INDEX_FILE.fullmatch(name))
 
 
 def fits_beside(path: str, size: int) -> bool:

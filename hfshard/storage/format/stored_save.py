@@ -134,6 +134,16 @@ def own_saves(found: Iterable[str], names: WeightNames) -> set[SaveId]:
     return own - others
 
 
+def objects_of_saves(names: Iterable[str]) -> set[str]:
+    """Return the names of objects that belong to saves: those with the number and id of weights or of an index.
+
+    Other names that end alike are those of a user's files.
+    """
+    splits = {name: split for name in names if (split := split_object_name(name)) is not None}
+    saves = {split[1] for name, split in splits.items() if split[0].endswith(SAFETENSORS_SUFFIX) or is_save_index(name)}
+    return {name for name, split in splits.items() if split[1] in saves}
+
+
 def is_save_index(name: str) -> bool:
     """Whether an object, or a file that was synced from a store, is the index of a save: of a model, or of a run."""
     split = split_object_name(name)

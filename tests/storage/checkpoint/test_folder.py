@@ -77,9 +77,10 @@ def test_plain_objects_are_shown_next_to_a_save_but_no_weights() -> None:
         "model-00001-of-00002.safetensors",
         "adapter_model.bin",
     ]
-    folder, _ = folder_of(saved(1, A) | dict.fromkeys([*plain, "code/a.py", f"config-00000007-{B}.json"], b"x"))
+    folder, _ = folder_of(saved(1, A) | dict.fromkeys([*plain, "code/a.py", f"photo-20240101-{B}.jpg"], b"x"))
 
-    assert folder.names() == ["README.md", "adapter_model.bin", "config.json", SHARD, INDEX, "tokenizer.json"]
+    own = ["README.md", "adapter_model.bin", "config.json", SHARD, INDEX, f"photo-20240101-{B}.jpg", "tokenizer.json"]
+    assert folder.names() == own
     assert not folder.has("model.safetensors")
     assert folder.read_small("README.md", 100) == b"x"
     with pytest.raises(MissingShardError, match=r"'s3://models/bert/model\.safetensors' is missing"):

@@ -18,6 +18,7 @@ from hfshard.storage.format.stored_save import (
     StoredObjectRecord,
     StoredSave,
     is_save_index,
+    objects_of_saves,
     own_saves,
     plain_copy,
     plain_index,
@@ -120,6 +121,11 @@ def test_objects_are_those_of_a_checkpoint_or_of_another_one() -> None:
     assert own_saves(found, half) == {SaveId(5, "c" * 16)}
     assert [save_of(name, plain) is not None for name in found] == [True, False, True, False, True, False, False, False]
     assert list(filter(is_save_index, found)) == [found[2], found[3]]
+    assert objects_of_saves(found) == set(found[:6])
+    assert objects_of_saves([*found[6:], f"checkpoint-{OF_SEVENTH}.json", f"a-{OF_SEVENTH}.py"]) == {
+        f"checkpoint-{OF_SEVENTH}.json",
+        f"a-{OF_SEVENTH}.py",
+    }
     assert is_save_index(f"checkpoint-{OF_SEVENTH}.json")
 
 

@@ -82,6 +82,8 @@ def test_weights_that_are_uploaded_next_to_a_save_are_named_and_can_be_loaded(
     assert named is not None
     assert message.startswith(f"'{store.path}' has weights that another tool uploaded (")
     assert _value(named[1]) == 2
+    hfshard.reshard_checkpoint(named[1], store.folder / "uploaded", "1GB")
+    assert _value(store.folder / "uploaded") == 2
     assert hfshard.verify_checkpoint(store.path).ok
     assert message in hfshard.verify_checkpoint(store.path).warnings
 
@@ -113,14 +115,21 @@ def test_weights_that_were_uploaded_before_any_save_count_and_are_replaced(
 
 
 @s3
-def test_a_file_of_a_user_that_is_called_like_an_object_of_a_save_stays(store: Place) -> None:
+def test_a_file_of_a_user_that_is_called_like_an_object_of_a_save_stays(store: Place, tmp_path: Path) -> None:
     store.put("data-20240101-0123456789abcdef.csv", b"1,2")
     for value in (1, 2):
         hfshard.save_state_dict(_ones(value), store.path)
 
+    hfshard.pull_checkpoint(store.path, tmp_path / "pulled")
+    hfshard.push_checkpoint(tmp_path / "pulled", f"{store.path}-2")
+    hfshard.reshard_checkpoint(store.path, tmp_path / "resharded", "1GB")
+
     assert _value(store.path, verify="full") == 2
-    assert store.files()["data-20240101-0123456789abcdef.csv"] == b"1,2"
     assert len(store.files()) == 4
+    for files in (store.files(), Place(f"{store.path}-2", store.bucket, tmp_path).files()):
+        assert files["data-20240101-0123456789abcdef.csv"] == b"1,2"
+    for folder in ("pulled", "resharded"):
+        assert (tmp_path / folder / "data-20240101-0123456789abcdef.csv").read_bytes() == b"1,2"
 
 
 @pytest.mark.parametrize("scheme", ["s3", "hf"])
@@ -329,6 +338,10 @@ def test_a_config_of_more_than_a_mebibyte_is_an_object_of_its_save(store: Place,
     hfshard.pull_checkpoint(store.path, tmp_path / "pulled", verify="full")
     assert (tmp_path / "pulled" / "config.json").read_bytes().rstrip() == files["config.json"].rstrip()
     assert len(list((tmp_path / "pulled").iterdir())) == 2
+    hfshard.push_checkpoint(synced, f"{store.path}-2")
+    assert len(Place(f"{store.path}-2", store.bucket, tmp_path).files()) == 5
+    hfshard.reshard_checkpoint(synced, tmp_path / "resharded", "1GB")
+    assert len(list((tmp_path / "resharded").iterdir())) == 2
     wide(3).save_pretrained(synced)
     assert sorted(path.name for path in synced.iterdir()) == ["config.json", "model.safetensors"]
     bert(4).save_pretrained(store.path)  # a small one again
