@@ -28,7 +28,7 @@ from hfshard.removal.removal_plan import (
 from hfshard.saving.store_plan import StoreState, highest_index, read_state
 from hfshard.storage.checkpoint.locate import locate_checkpoint
 from hfshard.storage.format.names import WeightNames
-from hfshard.storage.format.stored_save import SaveId, own_saves, save_of, save_of_copy, split_object_name
+from hfshard.storage.format.stored_save import SaveId, own_saves, save_in_name, save_of, save_of_copy, split_object_name
 from hfshard.stores.protocols import Store, StoredObject
 
 _LOWER_INDEXES: Final = OTHER_FILES + 1
@@ -119,8 +119,7 @@ def _plan_checkpoint(store: Store, names: WeightNames, *, unfinished: bool) -> S
     going = {one for one in saves if unfinished or (current is not None and one <= current)}
 
     def is_going(name: str) -> bool:
-        split = split_object_name(name)
-        return split is not None and split[1] in going
+        return save_in_name(name) in going
 
     numbered = {name for name in found if is_going(name)}
     plain = {name for name in (*state.uploaded, names.index) if name in found}
@@ -150,7 +149,7 @@ def _plan_leftovers(store: Store, names: WeightNames, *, unfinished: bool) -> St
         return unfinished or (current is not None and one < current)
 
     going = {one for one in saves if goes(one)}
-    left = [name for name in found if (split := split_object_name(name)) is not None and split[1] in going]
+    left = [name for name in found if save_in_name(name) in going]
     phases = in_phases(left, lambda name: int(not name.endswith(".json")))
     others = [one for one in saves if one != current]
     kept = _kept(store, found.keys() - set(left), others, "no leftover of a save")
@@ -198,10 +197,8 @@ def _nested_copies(store: Store, state: StoreState) -> dict[str, StoredObject]:
 def _kept(store: Store, names: Collection[str], saves: Collection[SaveId], reason: str = NOT_ITS_OWN) -> dict[str, str]:
     kept = {f"{folder}/": reason for folder in store.folders()}
     for name in names:
-        split = split_object_name(name)
-        is_unfinished = split is not None and split[1] in saves
         shared = SHARED if name in SMALL_FILES and reason == NOT_ITS_OWN else reason
-        kept[name] = MAY_BE_UNDER_WAY if is_unfinished else shared
+        kept[name] = MAY_BE_UNDER_WAY if save_in_name(name) in saves else shared
     return kept
 
 

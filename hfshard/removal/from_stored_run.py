@@ -12,7 +12,7 @@ from hfshard.errors import CheckpointNotFoundError, DamagedCheckpointError, Unsa
 from hfshard.removal.from_store import StorePlan, build_plan, store_removal
 from hfshard.removal.removal_plan import MAY_BE_UNDER_WAY, NOT_ITS_OWN, Removal, in_phases
 from hfshard.saving.store_plan import highest_index
-from hfshard.storage.format.stored_save import SaveId, StoredSave, saves_among, split_object_name
+from hfshard.storage.format.stored_save import SaveId, StoredSave, save_in_name, saves_among
 from hfshard.stores.opening import open_store
 from hfshard.stores.protocols import Store, StoredObject
 from hfshard.training.run.manifest import MANIFEST, CheckpointManifest
@@ -67,11 +67,11 @@ def _plan_step(store: Store, *, unfinished: bool) -> StorePlan:
 
     plain = {MANIFEST, SIGNATURE_NAME, *_inlined(store, found, current)}
     plain |= set() if manifest is None else manifest.files.keys()
-    names = [name for name in found if (goes(_save_of(name)) if _save_of(name) else name in plain)]
-    kept = {name: MAY_BE_UNDER_WAY if _save_of(name) else NOT_ITS_OWN for name in found.keys() - set(names)}
+    names = [name for name in found if (goes(save_in_name(name)) if save_in_name(name) else name in plain)]
+    kept = {name: MAY_BE_UNDER_WAY if save_in_name(name) else NOT_ITS_OWN for name in found.keys() - set(names)}
     kept |= {f"{folder}/": NOT_ITS_OWN for folder in store.folders()}
     phases = in_phases(names, lambda name: _phase_of(name, current))
-    return build_plan(store, phases, found, kept, lambda name: "/" not in name and goes(_save_of(name)))
+    return build_plan(store, phases, found, kept, lambda name: "/" not in name and goes(save_in_name(name)))
 
 
 def _plan_leftovers(root: str, *, unfinished: bool) -> StorePlan:
@@ -92,7 +92,7 @@ def _plan_leftovers(root: str, *, unfinished: bool) -> StorePlan:
             set() if finished[folder] is not None else _stale_copies(open_store(store.address.joined(folder)), files)
         )
         for name, one in files.items():
-            path, save_id = f"{folder}/{name}", _save_of(name)
+            path, save_id = f"{folder}/{name}", save_in_name(name)
             if (name in stale) if save_id is None else is_left(folder, save_id):
                 going[path] = replace(one, name=path)
             elif save_id is not None and save_id != finished[folder]:
@@ -107,7 +107,7 @@ def _plan_leftovers(root: str, *, unfinished: bool) -> StorePlan:
 
     def is_upload_left(name: str) -> bool:
         folder, _, file = name.partition("/")
-        one = _save_of(file)
+        one = save_in_name(file)
         return one is not None and folder in folders and is_left(folder, one)
 
     phases = in_phases(going, lambda path: _phase_of(path, None))
@@ -118,7 +118,7 @@ def _phase_of(path: str, current: SaveId | None) -> int:
     name = path.rpartition("/")[2]
     if path.startswith(f"{MARKS}/"):
         return _MARKS
-    save_id = _save_of(name)
+    save_id = save_in_name(name)
     if save_id is not None:
         is_entry = name.endswith(".json")
         return (_CURRENT if save_id == current else _LOWER_INDEXES) if is_entry else _OBJECTS
@@ -127,11 +127,6 @@ def _phase_of(path: str, current: SaveId | None) -> int:
     if name.endswith(INDEX_SUFFIX):
         return _PLAIN_INDEXES
     return _UPLOADED if name.endswith((SAFETENSORS_SUFFIX, BIN_SUFFIX)) else _OBJECTS
-
-
-def _save_of(name: str) -> SaveId | None:
-    split = split_object_name(name)
-    return None if split is None else split[1]
 
 
 def _plain_manifest(store: Store, found: Mapping[str, StoredObject]) -> CheckpointManifest | None:
@@ -161,4 +156,4 @@ def _stale_copies(store: Store, files: Mapping[str, StoredObject]) -> set[str]:
     manifest = _plain_manifest(store, files)
     if manifest is None or not saves_among(manifest.files):
         return set()
-    return {name for name in (*manifest.files, MANIFEST) if name in files and _save_of(name) is None}
+    return {name for name in (*manifest.files, MANIFEST) if name in files and save_in_name(name) is None}

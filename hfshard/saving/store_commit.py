@@ -7,7 +7,6 @@ highest index is always complete, on every service that lists what was put.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +14,7 @@ from typing import Final
 
 from hfshard._util.progress import ProgressCallback
 from hfshard._util.threads import in_threads
-from hfshard.constants import FILES_AT_ONCE, SAFETENSORS_SUFFIX
+from hfshard.constants import FILES_AT_ONCE
 from hfshard.errors import (
     CheckpointChangedError,
     CommitUnfinishedError,
@@ -28,6 +27,7 @@ from hfshard.saving.store_plan import KnownShard, highest_index
 from hfshard.saving.stores import own_puts
 from hfshard.saving.writing import ShardWriter
 from hfshard.storage.format.index import CheckpointIndex, FileDigest
+from hfshard.storage.format.integrity import md5_of
 from hfshard.storage.format.names import INDEX_FILE
 from hfshard.storage.format.stored_save import (
     INLINED_BYTES,
@@ -247,8 +247,7 @@ def settle_copies(
         index = found[highest.object_name(entry)]
         try:
             save = StoredSave.from_json(store.read(index), str(store.address.joined(index.name)), highest)
-            large = [name for name in save.objects if not name.endswith(SAFETENSORS_SUFFIX)]
-            objects = {name: store.read(found[highest.object_name(name)]) for name in large}
+            objects = {name: store.read(found[highest.object_name(name)]) for name in sorted(save.large_files)}
         except (CheckpointChangedError, KeyError):  # a still higher one has replaced it
             continue
         put_copies(store, copies_of({**save.small_files, **objects}, highest), found)
@@ -307,11 +306,6 @@ def _is_put(store: Store, found: StoredObject | None, raw: bytes) -> bool:
         return has_bytes(store, found, raw)
     except CheckpointChangedError:
         return False
-
-
-def md5_of(raw: bytes) -> str:
-    """Return the MD5 in hex, which S3 and GCS make the ETag of an object that was put whole."""
-    return hashlib.md5(raw, usedforsecurity=False).hexdigest()
 
 
 def _may_be_known(job: WriteJob, recorded: Collection[str | None]) -> bool:

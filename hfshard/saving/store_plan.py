@@ -1,7 +1,7 @@
 """A place in a store before a save, and what follows from one listing: the next number, what can be copied, what goes.
 
 Every object of a save has the save's number and id in its name. The checkpoint is the save with the highest index. See
-README.md for each rule, and for what goes wrong without it.
+stores/README.md for each rule, and for what goes wrong without it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from hfshard.storage.format.stored_save import (
     is_editable,
     is_save_index,
     own_saves,
+    save_in_name,
     saves_among,
     split_object_name,
 )
@@ -82,8 +83,7 @@ class StoreState:
         """
         if self.save is None:
             return {}
-        large = {name for name in self.save.objects if not name.endswith(SAFETENSORS_SUFFIX)}
-        kept = (self.save.small_files.keys() | large) - {self.names.index} - set(own)
+        kept = (self.save.small_files.keys() | self.save.large_files) - {self.names.index} - set(own)
         return {name: self.folder.read_small(name, MAX_INDEX_BYTES) for name in sorted(kept)}
 
     def replaced_files(self, names: Collection[str]) -> dict[str, str]:
@@ -148,7 +148,7 @@ def lower_objects(found: Collection[str], names: WeightNames, save_id: SaveId) -
     Shards come last: they tell whose the other objects are, should not all of them get deleted.
     """
     saves = {one for one in own_saves(found, names) if one < save_id}
-    lower = [name for name in found if (split := split_object_name(name)) is not None and split[1] in saves]
+    lower = [name for name in found if save_in_name(name) in saves]
     return sorted(lower, key=lambda name: (not is_save_index(name), name.endswith(SAFETENSORS_SUFFIX), name))
 
 

@@ -20,7 +20,6 @@ from hfshard.constants import (
     MARKS,
     MAX_INDEX_BYTES,
     README,
-    SAFETENSORS_SUFFIX,
     SIGNATURE_NAME,
     WEIGHTS_SUFFIXES,
 )
@@ -230,7 +229,7 @@ class _Save:
         state, save = self.state, self.state.save
         if save is None or (is_settled and not self._is_settled()):
             return None
-        own = save.small_files.keys() | {name for name in save.objects if not name.endswith(SAFETENSORS_SUFFIX)}
+        own = save.small_files.keys() | save.large_files
         if own != {*self.small_files, state.names.index}:
             return None
         if any(state.folder.read_small(name, MAX_INDEX_BYTES) != raw for name, raw in self.small_files.items()):

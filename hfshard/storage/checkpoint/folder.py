@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Collection, Hashable, Mapping
 from typing import Any, Final, Protocol
@@ -30,7 +29,7 @@ from hfshard.errors import (
 )
 from hfshard.storage.disk.safe_open import identity_of, read_small
 from hfshard.storage.format.index import CheckpointIndex
-from hfshard.storage.format.integrity import sha256_of
+from hfshard.storage.format.integrity import md5_of, sha256_of
 from hfshard.storage.format.names import WeightNames
 from hfshard.storage.format.stored_save import (
     MAX_SAVE_BYTES,
@@ -532,8 +531,8 @@ class StoreFolder(RangedFolder):
         save = self.save
         if save is not None and name in save.small_files:
             copy = plain_copy(name, save.small_files[name], save.save_id)
-            if entry.etag == hashlib.md5(copy, usedforsecurity=False).hexdigest():
-                return copy  # in S3 and GCS the ETag of an object that was put whole is its MD5
+            if entry.etag == md5_of(copy):
+                return copy
         return self._read_object(entry, MAX_CONFIG_BYTES)
 
     def content(self, name: str) -> bytes | Any:

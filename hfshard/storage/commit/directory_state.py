@@ -15,7 +15,7 @@ from hfshard.storage.commit.pending_deletes import noted_pending_deletes
 from hfshard.storage.disk.safe_open import read_small
 from hfshard.storage.format.index import CheckpointIndex
 from hfshard.storage.format.names import INDEX_FILE, WeightNames
-from hfshard.storage.format.stored_save import own_saves, split_object_name
+from hfshard.storage.format.stored_save import own_saves, save_in_name
 from hfshard.storage.weights.safetensors_file import SafetensorsFile
 
 
@@ -187,7 +187,7 @@ def _find_leftovers(
 def _synced_files(names: WeightNames, listing: Collection[str]) -> set[str]:
     """Name the files that a save into a store has named, if the directory was synced from there."""
     saves = own_saves(listing, names)
-    return {name for name in listing if (split := split_object_name(name)) is not None and split[1] in saves}
+    return {name for name in listing if save_in_name(name) in saves}
 
 
 def _config_and_override(directory: str, listing: frozenset[str]) -> tuple[bytes | None, str | None]:

@@ -84,6 +84,11 @@ def fingerprint_positions(count: int) -> Sequence[int]:
     return [position * count // FINGERPRINT_TENSORS for position in range(FINGERPRINT_TENSORS)]
 
 
+def md5_of(raw: bytes) -> str:
+    """Return the MD5 in hex, which S3 and GCS make the ETag of an object that was put whole."""
+    return hashlib.md5(raw, usedforsecurity=False).hexdigest()
+
+
 def sha256_of(raw: bytes) -> str:
     """The sha256 of a small file's bytes, in hex."""
     return hashlib.sha256(raw).hexdigest()

@@ -8,7 +8,7 @@ import json
 import re
 import secrets
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Self
 
 from hfshard.constants import MANIFEST_NAME, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
@@ -104,9 +104,15 @@ def split_object_name(name: str) -> tuple[str, SaveId] | None:
     return (usual, save_id) if save_id.object_name(usual) == name else None
 
 
+def save_in_name(name: str) -> SaveId | None:
+    """Return the save whose number and id an object has in its name; None where it has none."""
+    split = split_object_name(name)
+    return None if split is None else split[1]
+
+
 def saves_among(names: Iterable[str]) -> set[SaveId]:
     """Return all saves that objects of these names belong to."""
-    return {found[1] for found in map(split_object_name, names) if found is not None}
+    return {one for one in map(save_in_name, names) if one is not None}
 
 
 def save_of(name: str, names: WeightNames) -> SaveId | None:
@@ -170,6 +176,11 @@ class StoredSave:
     """Name -> contents of each inlined file: the checkpoint's index, its config, code."""
     replaced: Mapping[str, str] = field(default_factory=dict)
     """Name of a small file -> sha256 of the plain object that the save found there, and replaces by a copy."""
+
+    @property
+    def large_files(self) -> set[str]:
+        """Names of the small files that are not inlined, but have objects of their own."""
+        return {name for name in self.objects if not name.endswith(SAFETENSORS_SUFFIX)}
 
     def to_json(self) -> bytes:
         """Encode the object that is put.
@@ -260,21 +271,13 @@ def plain_index(index: CheckpointIndex, save_id: SaveId) -> bytes:
         save_id.object_name(file) if file.endswith(SAFETENSORS_SUFFIX) else file: digest
         for file, digest in index.files.items()
     }
-    return CheckpointIndex(
-        weight_map=weight_map,
-        total_size=index.total_size,
-        total_parameters=index.total_parameters,
-        metadata=index.metadata,
-        files=files,
-        tied_names=index.tied_names,
-        undeclared_ties=index.undeclared_ties,
-    ).to_json()
+    return replace(index, weight_map=weight_map, files=files).to_json()
 
 
 def save_of_copy(index: CheckpointIndex) -> SaveId | None:
     """Return the save that a plain index is a copy of; None where another tool wrote it."""
     names = {*index.weight_map.values(), *(name for name in index.files if name.endswith(SAFETENSORS_SUFFIX))}
-    found = {split[1] if (split := split_object_name(name)) is not None else None for name in names}
+    found = set(map(save_in_name, names))
     return found.pop() if len(found) == 1 else None
 
 

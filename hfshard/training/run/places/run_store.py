@@ -1,8 +1,8 @@
 """A run in a store: one order of saves over all its folders, without a lock, and the highest manifest is the latest.
 
-Each save puts an empty mark with its number and id below `.saves/` before anything else, and the mark goes only when
+Each save puts a mark with its number and id below `.saves/` before anything else, and the mark goes only when
 that of a higher save is there. So one listing of a few marks tells the highest number of any object of the run: after
-its first save a manager need not list all checkpoints again. hfshard/stores/README.md has the rules.
+its first save a manager need not list all checkpoints again. hfshard/saving/stores/README.md has the rules.
 """
 
 from __future__ import annotations
@@ -50,7 +50,14 @@ from hfshard.storage.disk.byte_source import ByteSource, BytesSource
 from hfshard.storage.format.index import CheckpointIndex, FileDigest
 from hfshard.storage.format.integrity import sha256_of
 from hfshard.storage.format.names import WeightNames
-from hfshard.storage.format.stored_save import SaveId, StoredSave, plain_index, saves_among, split_object_name
+from hfshard.storage.format.stored_save import (
+    SaveId,
+    StoredSave,
+    plain_index,
+    save_in_name,
+    saves_among,
+    split_object_name,
+)
 from hfshard.storage.weights.safetensors_shard import SafetensorsShard
 from hfshard.storage.weights.safetensors_writer import WriteJob
 from hfshard.stores.memory import store_memory_bytes
@@ -70,7 +77,6 @@ from hfshard.training.run.run_checkpoint import (
 from hfshard.training.run.writing import TRAINING_STATE
 
 logger = logging.getLogger(__name__)
-
 
 _INDEX: Final = SAFETENSORS_SUFFIX + INDEX_SUFFIX
 
@@ -487,12 +493,12 @@ class StorePlace:
         """
         save_id, folder = transaction.save_id, transaction.folder
         highest = highest_index(found, MANIFEST)
-        own = {name for name in found if save_id in saves_among([name])}
+        own = {name for name in found if save_in_name(name) == save_id}
         if highest == save_id and own >= set(map(save_id.object_name, (MANIFEST, *transaction.contents({}).objects))):
             return
         if highest in (None, save_id):
             own |= transaction.small_files.keys() & found.keys()  # its plain copies
-        names = sorted(own, key=lambda name: (not name.startswith("checkpoint"), name))
+        names = _manifests_first(own)
         delete_or_warn(self._store, [*(f"{folder}/{name}" for name in names), f"{MARKS}/{folder}-{save_id}"], None)
 
     def _delete_lower(
@@ -513,7 +519,7 @@ class StorePlace:
             seen.folders[target] = _in_folder(self._store.list_objects(target))
         unfinished = {one: target for one, target in suspects.items() if one not in _finished(seen.folders[target])}
         for one, target in sorted(unfinished.items()):
-            names += [f"{target}/{name}" for name in seen.folders[target] if one in saves_among([name])]
+            names += [f"{target}/{name}" for name in seen.folders[target] if save_in_name(name) == one]
         for target in sorted(set(marks.values()) - {folder}):
             # An overtaken save has not deleted its step's earlier ones.
             highest = highest_index(seen.folders.get(target, {}), MANIFEST)
@@ -524,7 +530,7 @@ class StorePlace:
         seen.marks = {mark for mark in seen.marks if mark >= save_id}
 
         def is_unfinished(name: str) -> bool:
-            return not saves_among([name]).isdisjoint(unfinished)
+            return save_in_name(name) in unfinished
 
         # Marks last: they tell the next save where to look for what could not be deleted.
         if delete_or_warn(self._store, list(dict.fromkeys(names)), is_unfinished if unfinished else None):
@@ -540,8 +546,8 @@ class StorePlace:
         own = set(files)
         save_id = checkpoint.save_id
         if save_id is not None and max(saves_among(files), default=save_id) > save_id:
-            own = {name for name in files if any(one <= save_id for one in saves_among([name]))}
-        return sorted(own, key=lambda name: (not name.startswith("checkpoint"), name))
+            own = {name for name in files if (one := save_in_name(name)) is not None and one <= save_id}
+        return _manifests_first(own)
 
 
 def _plain_copies(small_files: Mapping[str, bytes], save_id: SaveId) -> dict[str, bytes]:
@@ -563,8 +569,12 @@ def _plain_copies(small_files: Mapping[str, bytes], save_id: SaveId) -> dict[str
 
 def _lower(files: Mapping[str, Any], save_id: SaveId) -> list[str]:
     """Name the objects of earlier saves in a folder, manifests first."""
-    lower = [name for name in files if (split := split_object_name(name)) is not None and split[1] < save_id]
-    return sorted(lower, key=lambda name: (not name.startswith("checkpoint"), name))
+    return _manifests_first(name for name in files if (one := save_in_name(name)) is not None and one < save_id)
+
+
+def _manifests_first(names: Iterable[str]) -> list[str]:
+    """Sort names of one folder's objects in the order in which they are deleted."""
+    return sorted(names, key=lambda name: (not name.startswith("checkpoint"), name))
 
 
 def _marks_among(paths: Iterable[str]) -> dict[SaveId, str]:
