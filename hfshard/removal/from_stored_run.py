@@ -11,12 +11,11 @@ from hfshard.constants import BIN_SUFFIX, INDEX_SUFFIX, MARKS, SAFETENSORS_SUFFI
 from hfshard.errors import CheckpointNotFoundError, DamagedCheckpointError, UnsafePathError
 from hfshard.removal.from_store import StorePlan, build_plan, store_removal
 from hfshard.removal.removal_plan import MAY_BE_UNDER_WAY, NOT_ITS_OWN, Removal, in_phases
-from hfshard.saving.store_plan import highest_index
 from hfshard.storage.format.stored_save import SaveId, StoredSave, save_in_name, saves_among
 from hfshard.stores.opening import open_store
 from hfshard.stores.protocols import Store, StoredObject
 from hfshard.training.run.manifest import MANIFEST, CheckpointManifest
-from hfshard.training.run.places.run_store import StorePlace
+from hfshard.training.run.places.run_store import StorePlace, shown_saves
 
 _UPLOADED: Final = 0
 _LOWER_INDEXES: Final = 1
@@ -51,7 +50,7 @@ def remove_leftovers_from_stored_run(root: str, *, unfinished: bool) -> Removal:
 
 def _plan_step(store: Store, *, unfinished: bool) -> StorePlan:
     found = store.list_objects()
-    current = highest_index(found, MANIFEST)
+    current = shown_saves({"": found}).get("")
     manifest = _plain_manifest(store, found)
     if current is None and MANIFEST not in found:
         raise CheckpointNotFoundError(
@@ -78,8 +77,8 @@ def _plan_leftovers(root: str, *, unfinished: bool) -> StorePlan:
     place = StorePlace(root)
     store = open_store(root)
     folders, marks = place.listed_folders(), place.listed_marks()
-    finished = {folder: highest_index(files, MANIFEST) for folder, files in folders.items()}
-    highest = max((one for one in finished.values() if one is not None), default=None)
+    finished = shown_saves(folders)
+    highest = max(finished.values(), default=None)
 
     def is_left(folder: str, one: SaveId) -> bool:
         """Whether it is lower than a manifest, and has none that counts."""
@@ -88,14 +87,12 @@ def _plan_leftovers(root: str, *, unfinished: bool) -> StorePlan:
 
     going, kept = {}, {}
     for folder, files in folders.items():
-        stale = (
-            set() if finished[folder] is not None else _stale_copies(open_store(store.address.joined(folder)), files)
-        )
+        stale = set() if folder in finished else _stale_copies(open_store(store.address.joined(folder)), files)
         for name, one in files.items():
             path, save_id = f"{folder}/{name}", save_in_name(name)
             if (name in stale) if save_id is None else is_left(folder, save_id):
                 going[path] = replace(one, name=path)
-            elif save_id is not None and save_id != finished[folder]:
+            elif save_id is not None and save_id != finished.get(folder):
                 kept[path] = MAY_BE_UNDER_WAY
     for save_id, folder in marks.items():
         path = f"{MARKS}/{folder}-{save_id}"

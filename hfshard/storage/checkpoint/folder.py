@@ -35,6 +35,7 @@ from hfshard.storage.format.stored_save import (
     MAX_SAVE_BYTES,
     SaveId,
     StoredSave,
+    finished_saves,
     is_editable,
     is_save_index,
     objects_of_saves,
@@ -557,7 +558,10 @@ class StoreFolder(RangedFolder):
     def _choose(self) -> None:
         entries = {entry for names in self._names for entry in (names.index, MANIFEST_NAME)}
         found = [split for name in self._listed if (split := split_object_name(name)) and split[0] in entries]
-        self._entered = max(found, key=lambda one: one[1], default=None)
+        finished = finished_saves(self._listed)
+        self._entered = max(
+            found, key=lambda one: (one[0] != MANIFEST_NAME or one[1] in finished, one[1]), default=None
+        )
 
     def _copied_save(self, name: str) -> SaveId | None:
         """Return the save that a plain index is a copy of; None where another tool has uploaded it, or other weights.

@@ -7,6 +7,7 @@ import binascii
 import json
 import re
 import secrets
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Self
@@ -148,6 +149,16 @@ def objects_of_saves(names: Iterable[str]) -> set[str]:
     splits = {name: split for name in names if (split := split_object_name(name)) is not None}
     saves = {split[1] for name, split in splits.items() if split[0].endswith(SAFETENSORS_SUFFIX) or is_save_index(name)}
     return {name for name, split in splits.items() if split[1] in saves}
+
+
+def finished_saves(names: Iterable[str]) -> set[SaveId]:
+    """Return the saves of a folder whose index is there, and at least one more object: each save has one.
+
+    An index alone was late: it arrived when a higher save had deleted the rest.
+    """
+    objects = [name for name in names if save_in_name(name) is not None]
+    counts = Counter(map(save_in_name, objects))
+    return {one for one in saves_among(filter(is_save_index, objects)) if counts[one] > 1}
 
 
 def is_save_index(name: str) -> bool:

@@ -6,11 +6,12 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar, Final, NamedTuple
 
 from hfshard.storage.format.index import CheckpointIndex
 from hfshard.storage.format.stored_save import SaveId, StoredSave, save_of_copy, saves_among, split_object_name
-from tests.stores.exploring.programs import CHANGED, FAILED, Event, Program, Request, etag_of
+from tests.stores.exploring.programs import CHANGED, FAILED, Event, Program, Request, RunLister, etag_of
 
 Objects = tuple[tuple[str, bytes], ...]
 """Sorted by name."""
@@ -72,6 +73,16 @@ class Store:
         self.problem = problem_of(self.objects)
         self.broken = {save_id for save_id, name in _entries(self.objects) if _lacks(self.objects, save_id, name)}
         """Saves whose index is there, and not all of their objects."""
+
+    @cached_property
+    def listing_problem(self) -> str | None:
+        """What is wrong with the list of checkpoints of a run: each folder's is its highest whole one."""
+        whole: dict[str, SaveId] = {}
+        for save_id, name in sorted(_entries(self.objects)):
+            if save_id not in self.broken:
+                whole[name.partition("/")[0]] = save_id
+        listed = run(RunLister(), self)[0].events[-1].value
+        return None if listed == whole else f"{listed} are listed, and {whole} are there"
 
     @classmethod
     def of(cls, objects: Mapping[str, bytes]) -> Store:
@@ -292,6 +303,12 @@ def check_state(state: State, *, has_begun: bool, values: Mapping[object, object
             pair: Any = event.value
             if pair[0] not in values or values[pair[0]] != pair[1]:
                 raise BrokenError(f"I4: a reader has loaded {event.value}")
+
+
+def check_listing(store: Store) -> None:
+    """Raise where a run lists a checkpoint that is not whole, or hides one that is."""
+    if store.listing_problem is not None:
+        raise BrokenError(f"I7: {store.listing_problem}")
 
 
 def check_rest(state: State, faults: int) -> None:

@@ -134,7 +134,7 @@ def _count_in_each_folder() -> Iterator[None]:
 
 @contextmanager
 def _delete_marked_saves_of_others() -> Iterator[None]:
-    finished = run_store._finished
+    finished = run_store.finished_saves
     delete = run_store.StorePlace._delete_lower
 
     def mutated(self: Any, seen: Any, transaction: StoreTransaction, marks: Any, *rest: Any) -> None:
@@ -157,13 +157,22 @@ def _trust_the_first_listing() -> Iterator[None]:
 
     def mutated(self: Any, seen: Any, *rest: Any) -> None:
         for folder, files in seen.folders.items():
-            left = saves_among(files) - run_store._finished(files)
+            left = saves_among(files) - run_store.finished_saves(files)
             names = [f"{folder}/{name}" for name in files if not saves_among([name]).isdisjoint(left)]
             if names:
                 self._store.delete(names)
         delete(self, seen, *rest)
 
     with patch.object(run_store.StorePlace, "_delete_lower", mutated):
+        yield
+
+
+@contextmanager
+def _count_manifests_alone() -> Iterator[None]:
+    def mutated(files: Any) -> set[SaveId]:
+        return {split[1] for name in files if (split := split_object_name(name)) and split[0] == "checkpoint.json"}
+
+    with patch.object(run_store, "finished_saves", mutated):
         yield
 
 
@@ -176,6 +185,7 @@ def mutants() -> dict[str, Mutant]:
     steps = [Manager([(3, 3.0), (2, 2.0)], [HIGH, LOW], None)]
     managers = [Manager([(2, 1.0)], [LOW], 1), Manager([(3, 2.0)], [HIGH], 1)]
     keeping = [Manager([(2, 1.0)], [LOW], None), Manager([(3, 2.0)], [HIGH], None)]
+    late = [Manager([(2, 1.0), (3, 3.0)], [LOW, HIGH], None)]
     return {
         "1: the number is above any object's": Mutant(_count_indexes_only, Space(turned, 1), "I2"),
         "1: ids are random": Mutant(_nothing, Space(equal, 0), "I"),
@@ -189,6 +199,7 @@ def mutants() -> dict[str, Mutant]:
         "8: copies are those of the highest": Mutant(_leave_copies, Space(each, 0), "I6"),
         "run: one order over all folders": Mutant(_count_in_each_folder, Space(steps, 1), "I"),
         "run: marks of higher saves stay": Mutant(_delete_marked_saves_of_others, Space(managers, 0), "I1"),
+        "run: a manifest alone is none": Mutant(_count_manifests_alone, Space(late, 1), "I7"),
         "run: unfinished by a listing from after": Mutant(_trust_the_first_listing, Space(keeping, 0), "I1"),
     }
 

@@ -273,6 +273,18 @@ class RunReader(Program):
         replay.events.append(Event("nothing") if step is None else Event("loaded", value=(net.value(), step)))
 
 
+class RunLister(Program):
+    """Lists the checkpoints of a run: the last event has folder -> save."""
+
+    ids = ()
+
+    def run(self, replay: _Replay) -> None:
+        """List them."""
+        with _opening(replay):
+            found = run_store.StorePlace(str(ADDRESS)).checkpoints()
+        replay.events.append(Event("listed", value={one.path.rpartition("/")[2]: one.save_id for one in found}))
+
+
 def _seed() -> None:
     """Let a checkpoint, which has the states of all generators, have the same bytes each time."""
     torch.manual_seed(0)

@@ -14,6 +14,7 @@ from tests.stores.exploring.explorer import (
     begin_state,
     check_last_run_save,
     check_last_save,
+    check_listing,
     check_rest,
     check_state,
     run,
@@ -59,7 +60,9 @@ class Space:
 
         def check(state: State) -> None:
             check_state(state, has_begun=has_begun, values=values)
-            if not self.is_run:
+            if self.is_run:
+                check_listing(state.store)
+            else:
                 check_rest(state, self.faults)
 
         return check
@@ -106,6 +109,10 @@ def spaces() -> dict[str, Space]:
         "two writers, the other ids, 2 faults": Space(turned, 2),
         "two writers with configs, 1 fault": Space(configs, 1, has_config=True),
         "two writers and a reader, no fault": Space([*two, Reader()], 0),
+        "one manager, 1 fault": Space([Manager([(2, 1.0), (3, 3.0)], [LOW, THIRD], None)], 1),
+        "one manager that saves a step again, 2 faults": Space(
+            [Manager([(2, 1.0), (2, 4.0), (3, 3.0)], [LOW, HIGH, THIRD], None)], 2
+        ),
         "two managers, 1 fault": Space(managers, 1),
         "two managers of one step, 1 fault": Space(again, 1),
         "two managers and a reader, no fault": Space([*managers, RunReader()], 0),

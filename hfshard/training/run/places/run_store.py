@@ -53,6 +53,7 @@ from hfshard.storage.format.names import WeightNames
 from hfshard.storage.format.stored_save import (
     SaveId,
     StoredSave,
+    finished_saves,
     plain_index,
     save_in_name,
     saves_among,
@@ -226,7 +227,9 @@ class _Seen:
     marks: set[SaveId] = field(default_factory=set)
     """Those that were listed."""
     suspects: dict[SaveId, str] = field(default_factory=dict)
-    """Saves of which a listing of the whole run showed no manifest, and their folders."""
+    """Saves of which a listing of the whole run showed no manifest, or nothing else, and their folders."""
+    own: SaveId | None = None
+    """The last one of this manager, which is whole."""
     highest_uploaded: int = 0
     """The highest number of a save in a checkpoint that another tool has uploaded, such as a run from a directory."""
     process: int = field(default_factory=os.getpid)
@@ -317,9 +320,10 @@ class StorePlace:
                     "deleted; the next save goes on.",
                     path=str(place.address),
                 ) from error
-            seen.marks.add(save_id)
             seen.folders[folder] = found
             self._delete_lower(seen, transaction, marks, order.payload.requests.keys())
+            seen.marks.add(save_id)
+            seen.own = save_id
         self._seen = seen
         return RunCheckpoint(
             checkpoint_path(self.root, manifest.step),
@@ -352,7 +356,7 @@ class StorePlace:
         seen = _Seen(marks=set(_marks_among(listed)))
         for folder, files in _folders_among(listed).items():
             seen.folders[folder] = dict(files)
-            seen.suspects |= dict.fromkeys(saves_among(files) - _finished(files), folder)
+            seen.suspects |= dict.fromkeys(saves_among(files) - finished_saves(files), folder)
         uploaded = [one for one in self._checkpoints_in(seen.folders) if one.save_id is None]
         seen.highest_uploaded = max((one.save_number for one in uploaded), default=0)
         return seen
@@ -371,21 +375,23 @@ class StorePlace:
     def _checkpoints_in(self, folders: Folders) -> list[RunCheckpoint]:
         steps: set[int] = set()
         found = []
+        shown = shown_saves(folders)
         for folder, step in _own_names_first(folders):
-            one = self._checkpoint(folder, step, folders[folder])
+            one = self._checkpoint(folder, step, folders[folder], shown.get(folder))
             if one is not None and step not in steps:
                 steps.add(step)
                 found.append(one)
         return newest_first(found)
 
-    def _checkpoint(self, folder: str, step: int, files: Mapping[str, StoredObject]) -> RunCheckpoint | None:
+    def _checkpoint(
+        self, folder: str, step: int, files: Mapping[str, StoredObject], shown: SaveId | None
+    ) -> RunCheckpoint | None:
         """Return the checkpoint in a folder; None where there is no manifest."""
         path = f"{self.root.rstrip('/')}/{folder}"
-        highest = highest_index(files, MANIFEST)
-        if highest is not None:
-            manifest = files[highest.object_name(MANIFEST)]
-            read = partial(self._read_manifest, folder, manifest, highest)
-            return RunCheckpoint(path, step, read, save_id=highest)
+        if shown is not None:
+            manifest = files[shown.object_name(MANIFEST)]
+            read = partial(self._read_manifest, folder, manifest, shown)
+            return RunCheckpoint(path, step, read, save_id=shown)
         if MANIFEST in files:  # uploaded by another tool: it tells its number itself
             found = read_run_checkpoint(path, step, partial(self._read_plain_manifest, folder, files[MANIFEST]))
             is_copy = found.manifest is not None and bool(saves_among(found.manifest.files))
@@ -393,9 +399,11 @@ class StorePlace:
         return None
 
     def _read_manifest(self, folder: str, found: StoredObject, save_id: SaveId) -> CheckpointManifest:
-        path = f"{self.root}/{folder}/{found.name}"
-        save = StoredSave.from_json(self._read(folder, found), path, save_id)
-        return CheckpointManifest.from_json(save.small_files.get(MANIFEST, b""), path)
+        save = self._read_save(folder, found, save_id)
+        return CheckpointManifest.from_json(save.small_files.get(MANIFEST, b""), f"{self.root}/{folder}/{found.name}")
+
+    def _read_save(self, folder: str, found: StoredObject, save_id: SaveId) -> StoredSave:
+        return StoredSave.from_json(self._read(folder, found), f"{self.root}/{folder}/{found.name}", save_id)
 
     def _read_plain_manifest(self, folder: str, found: StoredObject) -> CheckpointManifest:
         if found.size > MAX_INDEX_BYTES:
@@ -423,7 +431,7 @@ class StorePlace:
         files = seen.folders[folder]
         found = files[newest.save_id.object_name(MANIFEST)]
         try:
-            save = StoredSave.from_json(self._read(folder, found), f"{newest.path}/{found.name}", newest.save_id)
+            save = self._read_save(folder, found, newest.save_id)
         except (CheckpointChangedError, DamagedCheckpointError, UnsafePathError):
             return {}  # all is sent
         known = {}
@@ -493,9 +501,9 @@ class StorePlace:
         """
         save_id, folder = transaction.save_id, transaction.folder
         highest = highest_index(found, MANIFEST)
-        own = {name for name in found if save_in_name(name) == save_id}
-        if highest == save_id and own >= set(map(save_id.object_name, (MANIFEST, *transaction.contents({}).objects))):
+        if highest == save_id and not self._is_unfinished(save_id, folder, found):
             return
+        own = {name for name in found if save_in_name(name) == save_id}
         if highest in (None, save_id):
             own |= transaction.small_files.keys() & found.keys()  # its plain copies
         names = _manifests_first(own)
@@ -512,17 +520,22 @@ class StorePlace:
         names = [f"{folder}/{name}" for name in (*_lower(seen.folders[folder], save_id), *uploaded)]
         marks = {mark: target for mark, target in marks.items() if mark < save_id}
         suspects = {one: target for one, target in seen.suspects.items() if one < save_id and target != folder}
-        suspects |= {one: target for one, target in marks.items() if one not in _finished(seen.folders.get(target, {}))}
+        others = {one: target for one, target in marks.items() if one != seen.own}
+        suspects |= {
+            one: target for one, target in others.items() if self._is_unfinished(one, target, seen.folders[target])
+        }
         seen.suspects = {}
         # By a listing from after the commit: a save without its manifest by now never is the highest.
         for target in sorted(set(suspects.values())):
             seen.folders[target] = _in_folder(self._store.list_objects(target))
-        unfinished = {one: target for one, target in suspects.items() if one not in _finished(seen.folders[target])}
+        unfinished = {
+            one: target for one, target in suspects.items() if self._is_unfinished(one, target, seen.folders[target])
+        }
         for one, target in sorted(unfinished.items()):
             names += [f"{target}/{name}" for name in seen.folders[target] if save_in_name(name) == one]
         for target in sorted(set(marks.values()) - {folder}):
             # An overtaken save has not deleted its step's earlier ones.
-            highest = highest_index(seen.folders.get(target, {}), MANIFEST)
+            highest = max(_finished_checkpoints(seen.folders[target]), default=None)
             names += [] if highest is None else [f"{target}/{name}" for name in _lower(seen.folders[target], highest)]
         for path in names:
             target, _, name = path.partition("/")
@@ -535,6 +548,22 @@ class StorePlace:
         # Marks last: they tell the next save where to look for what could not be deleted.
         if delete_or_warn(self._store, list(dict.fromkeys(names)), is_unfinished if unfinished else None):
             delete_or_warn(self._store, [f"{MARKS}/{target}-{mark}" for mark, target in sorted(marks.items())], None)
+
+    def _is_unfinished(self, save_id: SaveId, folder: str, files: Mapping[str, StoredObject]) -> bool:
+        """Whether a listing shows no manifest of a save, or not all that it names: it can't be a checkpoint any more.
+
+        Its manifest may be late, and its other objects deleted by then.
+        """
+        if save_id not in finished_saves(files):
+            return True
+        found = files.get(save_id.object_name(MANIFEST))
+        if found is None:
+            return False  # a model that was saved there by hand
+        try:
+            save = self._read_save(folder, found, save_id)
+        except (CheckpointChangedError, DamagedCheckpointError, UnsafePathError):
+            return False
+        return not files.keys() >= set(map(save_id.object_name, save.objects))
 
     def _objects_of(self, checkpoint: RunCheckpoint, folder: str) -> list[str]:
         """Name the objects of a checkpoint, its manifest first: all of its folder, as a directory's would be removed.
@@ -584,6 +613,24 @@ def _marks_among(paths: Iterable[str]) -> dict[SaveId, str]:
     return {SaveId(int(match[2]), match[3]): match[1] for match in matches if match is not None}
 
 
+def shown_saves(folders: Folders) -> dict[str, SaveId]:
+    """Return the save that is the checkpoint of each folder: the highest one that is finished.
+
+    A manifest alone is one of a save whose other objects are deleted, and counts only if it is the highest of the run:
+    then that is damage.
+    """
+    highest = {folder: one for folder, files in folders.items() if (one := highest_index(files, MANIFEST)) is not None}
+    latest = max(highest.values(), default=None)
+    finished = {folder: max(_finished_checkpoints(folders[folder]), default=None) for folder in highest}
+    shown = {folder: one if one == latest else finished[folder] for folder, one in highest.items()}
+    return {folder: one for folder, one in shown.items() if one is not None}
+
+
+def _finished_checkpoints(files: Collection[str]) -> set[SaveId]:
+    """Return the finished saves of a folder that are of the run, and no model's that was saved there by hand."""
+    return {one for one in finished_saves(files) if one.object_name(MANIFEST) in files}
+
+
 def _folders_among(listed: Mapping[str, StoredObject]) -> Folders:
     folders: dict[str, dict[str, StoredObject]] = {}
     for path, one in listed.items():
@@ -591,12 +638,6 @@ def _folders_among(listed: Mapping[str, StoredObject]) -> Folders:
         if name and "/" not in name and CHECKPOINT.fullmatch(folder):
             folders.setdefault(folder, {})[name] = replace(one, name=name)
     return folders
-
-
-def _finished(files: Iterable[str]) -> set[SaveId]:
-    """Return the saves in a folder whose manifests are there, or indexes of models that were saved there by hand."""
-    splits = (split_object_name(name) for name in files)
-    return {split[1] for split in splits if split is not None and split[0].endswith((MANIFEST, _INDEX))}
 
 
 def _in_folder(listed: Mapping[str, StoredObject]) -> dict[str, StoredObject]:
