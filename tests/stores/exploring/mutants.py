@@ -15,7 +15,7 @@ from hfshard.saving.store_commit import StoreTransaction
 from hfshard.saving.store_plan import lower_objects
 from hfshard.storage.checkpoint.folder import RangedFolder
 from hfshard.storage.format.names import WeightNames
-from hfshard.storage.format.stored_save import SaveId, saves_among, split_object_name
+from hfshard.storage.format.stored_save import SaveId, finished_saves, saves_among, split_object_name
 from hfshard.storage.weights.safetensors_writer import digest_shard
 from hfshard.training.run.places import run_store
 from tests.stores.exploring import programs
@@ -134,7 +134,7 @@ def _count_in_each_folder() -> Iterator[None]:
 
 @contextmanager
 def _delete_marked_saves_of_others() -> Iterator[None]:
-    finished = run_store.finished_saves
+    finished = finished_saves
     delete = run_store.StorePlace._delete_lower
 
     def mutated(self: Any, seen: Any, transaction: StoreTransaction, marks: Any, *rest: Any) -> None:
@@ -157,7 +157,7 @@ def _trust_the_first_listing() -> Iterator[None]:
 
     def mutated(self: Any, seen: Any, *rest: Any) -> None:
         for folder, files in seen.folders.items():
-            left = saves_among(files) - run_store.finished_saves(files)
+            left = saves_among(files) - finished_saves(files)
             names = [f"{folder}/{name}" for name in files if not saves_among([name]).isdisjoint(left)]
             if names:
                 self._store.delete(names)

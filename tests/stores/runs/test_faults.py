@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+import hfshard
 from hfshard.errors import CommitUnfinishedError, StoreError
 from hfshard.saving.stores import own_puts
+from hfshard.stores.patience import RETRY_VARIABLE
 from hfshard.training import CheckpointManager, TrainingState
 from tests.stores.runs.bucket_run import BucketRun, Net, save_steps
 from tests.stores.services.buckets import Bucket
@@ -100,6 +102,30 @@ def test_an_answer_that_is_lost_does_not_matter(run: BucketRun, proxy: FaultProx
         proxy.fail(kind, "delete", times=2)
         save_steps(manager, 3)
     assert values(run) == {2: 2.0, 3: 3.0}
+    assert run.litter() == []
+
+
+@pytest.mark.parametrize("earlier", [1, 2], ids=["of another step", "of its step"])
+def test_a_manifest_that_comes_when_its_shards_are_deleted_is_no_checkpoint(
+    run: BucketRun, proxy: FaultProxy, earlier: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(RETRY_VARIABLE, "1")
+    manager = CheckpointManager(run.root)
+    save_steps(manager, earlier)
+    proxy.fail("late", MANIFEST, status=503)
+    proxy.fail("status", MANIFEST, times=_ENDLESS, status=503)
+    with pytest.raises(CommitUnfinishedError, match="Nobody can tell"):
+        manager.save(2, TrainingState(model=Net(9.0)))
+    proxy.clear()
+    save_steps(manager, 3)
+
+    proxy.release()
+
+    assert values(run) == {earlier: float(earlier), 3: 3.0}
+    if earlier == 2:
+        assert hfshard.load_state_dict(f"{run.root}/checkpoint-00000002")["head.bias"].tolist() == [2.0, 2.0]
+    save_steps(CheckpointManager(run.root), 4)
+    assert values(run) == {earlier: float(earlier), 3: 3.0, 4: 4.0}
     assert run.litter() == []
 
 

@@ -20,7 +20,7 @@ from tests.stores.services import running
 from tests.stores.services.fault_proxy import FaultProxy
 from tests.stores.sweep import child
 from tests.stores.sweep.child import Verdicts
-from tests.stores.sweep.places import StorePlace, alike, number_and_id, plain_objects
+from tests.stores.sweep.places import INDEX, StorePlace, alike, number_and_id, plain_objects
 from tests.stores.sweep.table import KEPT, transitions
 
 ALWAYS = 10**6
@@ -32,6 +32,7 @@ FINE = ("ok-old", "ok-new", "ok-split", "clear-error", "window", "lone-shard", "
 or there was none before, and an error says so. `window`: between the requests that replace plain objects, stock readers
 of a synced copy find a config next to other weights. `lone-shard`: there is one shard and no index, and huggingface_hub
 takes that. `late-copy`: a plain copy came after the next save, and stock readers find it."""
+CONFIG, SINGLE = "config.json", "model.safetensors"
 SPLIT_BRAIN = re.compile(r"weights g\d+ beside a config of .*")
 
 
@@ -318,10 +319,23 @@ class Sweep:
         plain = alike(plain_objects(left))
         return plain not in (alike(plain_objects(self.old)), alike(plain_objects(self.new)))
 
+    def _is_config_ahead(self, left: Mapping[str, bytes]) -> bool:
+        """Whether the plain config is new, and the plain weights are old: the two are put one after the other."""
+
+        def is_like(objects: Mapping[str, bytes], *names: str) -> bool:
+            there, here = ({name: one[name] for name in names if name in one} for one in (objects, left))
+            return alike(there) == alike(here)
+
+        old, new, here = (json.loads(one.get(CONFIG, b"null")) for one in (self.old, self.new, left))
+        is_new = here == new != old
+        return is_new and is_like(self.old, INDEX, SINGLE) and not is_like(self.new, INDEX, SINGLE)
+
     def _excuse(self, label: str, verdict: Verdict, left: Mapping[str, bytes], is_between: bool) -> str:
         """Return the category of what a stock reader may find beside the old and the new; empty where it may not."""
-        has_index = "model.safetensors.index.json" in left
+        has_index = INDEX in left
         files = [name for name in left if name.endswith(".safetensors") and "/" not in name]
+        if self._is_config_ahead(left):
+            return "window"
         if verdict.kind == "error":
             # huggingface_hub refuses several *.safetensors without an index, as they are beside a single file.
             is_refused = label.startswith("hub") and not has_index
