@@ -88,6 +88,15 @@ class Skeleton:
         self._folder.look()
         self.refresh()
 
+    def look(self) -> None:
+        """List what is there, unless it was listed to fill the directory."""
+        if not self.is_filled:
+            self._folder.look_early()
+
+    def read_all(self) -> dict[str, bytes]:
+        """Read the files as they were at the folder's last look: name -> contents."""
+        return {name: self._folder.read_small(name, MAX_CONFIG_BYTES) for name in self._names()}
+
     def refresh(self) -> None:
         """Bring the directory, if it was filled, to what was there at the folder's last look.
 
@@ -100,8 +109,7 @@ class Skeleton:
         for name in [name for name in self._written if not self._folder.has(name)]:
             os.unlink(os.path.join(self.directory, name))
             del self._written[name]
-        for name in self._names():
-            raw = self._folder.read_small(name, MAX_CONFIG_BYTES)
+        for name, raw in self.read_all().items():
             if self._written.get(name) != raw:
                 path = os.path.join(self.directory, name)
                 os.makedirs(os.path.dirname(path), exist_ok=True)

@@ -11,6 +11,7 @@ import torch
 from hfshard._util.arguments import check_texts
 from hfshard.errors import InvalidArgumentError
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, Verify, check_verify_level
+from hfshard.storage.checkpoint.folder import StoreFolder
 from hfshard.storage.weights.tensor_reader import ReadMode, check_read_mode
 
 
@@ -27,11 +28,21 @@ class SignedFiles(Protocol):
         """Look once more at the files that were compared by their names."""
 
 
+class FilesBeside(Protocol):
+    """The small files of a checkpoint in a store that a load reads beside its weights."""
+
+    def read_all(self) -> dict[str, bytes]:
+        """Read them as they were at the folder's last look: name -> contents."""
+
+
 class SignatureDemand(Protocol):
     """What a load asks for that must be signed (`hfshard.signing`)."""
 
     def find(self, directory: str, subfolder: str = "", *, has_code: bool = False) -> SignedFiles:
         """Check the signature, and all files that a load reads beside the weights."""
+
+    def find_in_store(self, folder: StoreFolder, beside: FilesBeside, *, has_code: bool = False) -> SignedFiles:
+        """Do the same in a store."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

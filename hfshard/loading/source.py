@@ -210,16 +210,19 @@ def signed_files(local: LocalCheckpoint, source: CheckpointSource, options: Load
 
     Raises:
         SignatureError: There is no such signature, or a file differs, is missing, or was added.
-        InvalidArgumentError: The checkpoint is in a store.
+        InvalidArgumentError: The checkpoint is in a store, and can only be compared on a disk.
     """
     if options.signature is None:
         return None
-    if local.folder is not None:
-        raise InvalidArgumentError(
-            f"'{local.folder.path}' is in a store, and a signature is checked over files on a disk. Bring them there: "
-            f"hfshard pull {local.folder.path} DIR",
-            path=local.folder.path,
-        )
+    if local.folder is not None and local.skeleton is not None:
+        if source.query.subfolder and source.query.needs_code:
+            raise InvalidArgumentError(
+                f"'{local.folder.path}' is a folder of a checkpoint whose code may lie above it, and a signature of "
+                f"both is checked on a disk. Run: hfshard pull {source.path} DIR",
+                path=local.folder.path,
+            )
+        local.skeleton.look()
+        return options.signature.find_in_store(local.folder, local.skeleton, has_code=source.query.needs_code)
     return options.signature.find(local.directory, source.query.subfolder, has_code=source.query.needs_code)
 
 

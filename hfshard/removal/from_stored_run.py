@@ -11,11 +11,12 @@ from hfshard.constants import BIN_SUFFIX, INDEX_SUFFIX, MARKS, SAFETENSORS_SUFFI
 from hfshard.errors import CheckpointNotFoundError, DamagedCheckpointError, UnsafePathError
 from hfshard.removal.from_store import StorePlan, build_plan, store_removal
 from hfshard.removal.removal_plan import MAY_BE_UNDER_WAY, NOT_ITS_OWN, Removal, in_phases
+from hfshard.saving.store_plan import highest_index
 from hfshard.storage.format.stored_save import SaveId, StoredSave, save_in_name, saves_among
 from hfshard.stores.opening import open_store
 from hfshard.stores.protocols import Store, StoredObject
 from hfshard.training.run.manifest import MANIFEST, CheckpointManifest
-from hfshard.training.run.places.run_store import StorePlace, shown_saves
+from hfshard.training.run.places.run_store import StorePlace
 
 _UPLOADED: Final = 0
 _LOWER_INDEXES: Final = 1
@@ -50,7 +51,7 @@ def remove_leftovers_from_stored_run(root: str, *, unfinished: bool) -> Removal:
 
 def _plan_step(store: Store, *, unfinished: bool) -> StorePlan:
     found = store.list_objects()
-    current = shown_saves({"": found}).get("")
+    current = highest_index(found, MANIFEST)
     manifest = _plain_manifest(store, found)
     if current is None and MANIFEST not in found:
         raise CheckpointNotFoundError(
@@ -77,7 +78,7 @@ def _plan_leftovers(root: str, *, unfinished: bool) -> StorePlan:
     place = StorePlace(root)
     store = open_store(root)
     folders, marks = place.listed_folders(), place.listed_marks()
-    finished = shown_saves(folders)
+    finished = place.shown_saves(folders)
     highest = max(finished.values(), default=None)
 
     def is_left(folder: str, one: SaveId) -> bool:

@@ -274,9 +274,14 @@ class SignedPlace:
                 continue
             raw, _ = read_small(path, self.root, MAX_CONFIG_BYTES)
             for reference in references_elsewhere(raw):
-                raise SignatureError(
-                    f"'{path}' takes its code from another repo ({reference!r:.200}), which the signature does not "
-                    "cover. Load it without trust_remote_code, or without the public key.",
-                    path=path,
-                    actual=reference,
-                )
+                raise code_elsewhere(path, reference)
+
+
+def code_elsewhere(config: str, reference: str) -> SignatureError:
+    """Return the error for a config whose code is another repo's."""
+    return SignatureError(
+        f"'{config}' takes its code from another repo ({reference!r:.200}), which the signature does not cover. "
+        "Load it without trust_remote_code, or without the public key.",
+        path=config,
+        actual=reference,
+    )

@@ -21,6 +21,15 @@ and hfshard keep there."""
 DEBRIS: Final = frozenset({"__pycache__", ".DS_Store"})
 """What is made by looking at a directory, wherever it is; a push leaves it out."""
 
+_MAX_SIGNATURE_BYTES: Final = 256 * 1024 * 1024
+"""The largest signature that is read: a million files of 200 bytes an entry. What checks it takes 8 times its bytes."""
+SMALL_SIGNATURE_BYTES: Final = 8 * 1024 * 1024
+"""A signature that is read whatever it belongs to: of 20,000 files or parts of them, which may be missing."""
+_FILE_BYTES: Final = 4096
+"""What a file that is there adds: paths on Linux have no more, and most have a hundred."""
+_PARTS: Final = 1024
+"""One byte for so many bytes of the files, which may be signed in parts: 300 bytes tell one, of 1 MB, say."""
+
 SeenFile = tuple[int, int, int, int, int]
 """Device, inode, size, and the times (ns) of the last change of the bytes, and of anything about the file."""
 
@@ -73,6 +82,11 @@ def _refuse_unlisted(error: OSError) -> None:
     raise SignatureError(
         f"'{error.filename}' can't be listed: {error.strerror}. Make it readable, or remove it.", path=error.filename
     ) from error
+
+
+def most_signature_bytes(files: int, total_bytes: int) -> int:
+    """The largest signature that is read where so many files lie, of so many bytes together."""
+    return min(_MAX_SIGNATURE_BYTES, SMALL_SIGNATURE_BYTES + files * _FILE_BYTES + total_bytes // _PARTS)
 
 
 def hash_files(

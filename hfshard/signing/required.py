@@ -7,20 +7,15 @@ from typing import Final
 
 from hfshard.constants import SIGNATURE_NAME
 from hfshard.errors import SignatureError
+from hfshard.loading.options import FilesBeside
 from hfshard.signing.check import SignedPlace
-from hfshard.signing.files import list_files, seen_file
+from hfshard.signing.files import SMALL_SIGNATURE_BYTES, list_files, most_signature_bytes, seen_file
 from hfshard.signing.signed_by import SignedBy
+from hfshard.signing.stored_files import SignedObjects, find_signed_objects
 from hfshard.signing.upstream import signed_manifest
+from hfshard.storage.checkpoint.folder import StoreFolder
 from hfshard.storage.disk.safe_open import read_small
 
-_MAX_SIGNATURE_BYTES: Final = 256 * 1024 * 1024
-"""The largest signature that is read: a million files of 200 bytes an entry. What checks it takes 8 times its bytes."""
-_SMALL_BYTES: Final = 8 * 1024 * 1024
-"""A signature that is read whatever it belongs to: of 20,000 files or parts of them, which may be missing."""
-_FILE_BYTES: Final = 4096
-"""What a file that is there adds: paths on Linux have no more, and most have a hundred."""
-_PARTS: Final = 1024
-"""One byte for so many bytes of the files, which may be signed in parts: 300 bytes tell one, of 1 MB, say."""
 _BLOCK_BYTES: Final = 512
 """Of st_blocks."""
 
@@ -48,6 +43,10 @@ class RequiredSignature:
         place.check_beside()
         return place
 
+    def find_in_store(self, folder: StoreFolder, beside: FilesBeside, *, has_code: bool = False) -> SignedObjects:
+        """Find the signature in a folder of a store (args, raises: as `find_signed_objects`)."""
+        return find_signed_objects(folder, beside, self.by, has_code=has_code)
+
     def find_all(self, directory: str, subfolder: str = "") -> SignedPlace:
         """Find the signature, and compare nothing yet (raises as `find`, for the signature)."""
         return self._place(directory, subfolder, has_code=False)
@@ -70,15 +69,10 @@ class RequiredSignature:
         return SignedPlace(root, manifest, "" if below == os.curdir else f"{below}/", has_code=has_code)
 
 
-def most_signature_bytes(files: int, total_bytes: int) -> int:
-    """The largest signature that is read where so many files lie, of so many bytes together."""
-    return min(_MAX_SIGNATURE_BYTES, _SMALL_BYTES + files * _FILE_BYTES + total_bytes // _PARTS)
-
-
 def _most_bytes(root: str, signature: str) -> int:
     seen = seen_file(signature)
-    if seen is None or seen[2] <= _SMALL_BYTES:
-        return _SMALL_BYTES
+    if seen is None or seen[2] <= SMALL_SIGNATURE_BYTES:
+        return SMALL_SIGNATURE_BYTES
     names = list_files(root).names
     blocks = sum(os.stat(os.path.join(root, name)).st_blocks for name in names)  # holes count for nothing
     return most_signature_bytes(len(names), blocks * _BLOCK_BYTES)

@@ -10,16 +10,16 @@ from typing import Final
 from hfshard._util.progress import ProgressCallback, bytes_bar
 from hfshard._util.threads import cancellable, in_threads
 from hfshard.constants import COPY_BYTES, FILES_AT_ONCE, MAX_INDEX_BYTES, SIGNATURE_NAME, WEIGHTS_SUFFIXES
-from hfshard.errors import CheckpointChangedError, HfshardError, InvalidArgumentError, SignatureError, StoreError
+from hfshard.errors import CheckpointChangedError, HfshardError, InvalidArgumentError, StoreError
 from hfshard.hub.pushing.local_files import PushedContents
 from hfshard.hub.pushing.plan import variants_of
 from hfshard.loading.source import CheckpointSource
 from hfshard.signing.check import SignedPlace
 from hfshard.signing.files import may_be_signed
 from hfshard.signing.report import left_out_warnings, with_problems
-from hfshard.signing.required import most_signature_bytes
 from hfshard.signing.signed_by import SignedBy
-from hfshard.signing.upstream import SignedManifest, signed_manifest
+from hfshard.signing.stored_files import needs_disk, stored_manifest
+from hfshard.signing.upstream import SignedManifest
 from hfshard.storage.checkpoint.report import VerifyReport
 from hfshard.storage.disk.byte_source import ByteSource
 from hfshard.storage.format.index import CheckpointIndex
@@ -78,7 +78,7 @@ def verify_signed_store(
 def _with_signature(
     report: VerifyReport, files: StoreFiles, by: SignedBy, *, level: str, progress: bool | None, is_compared: bool
 ) -> VerifyReport:
-    manifest = _manifest(files, by)
+    manifest = stored_manifest(files.place, files.sizes(), lambda _: _signature(files), by)
     contents = _as_pulled(files, manifest)
     objects = {name: one.found.name for name, one in contents.items() if isinstance(one, StoredSource)}
     place = SignedPlace(files.place, manifest, objects=objects)
@@ -102,32 +102,9 @@ def _with_signature(
     return replace(report, signed_by=str(by)) if report.ok and not unread else report
 
 
-def _manifest(files: StoreFiles, by: SignedBy) -> SignedManifest:
-    """Check the signature.
-
-    Raises:
-        SignatureError: There is none, or not this one's.
-        InvalidArgumentError: Its digests are of another kind.
-    """
-    path, sizes = f"{files.place}/{SIGNATURE_NAME}", files.sizes()
-    if SIGNATURE_NAME not in sizes:
-        raise SignatureError(
-            f"'{files.place}' has no signature: there is no '{SIGNATURE_NAME}'. Sign the directory that is pushed "
-            "there (hfshard sign DIR --private-key KEY), and push it again; or leave out the public key.",
-            path=files.place,
-        )
-    limit = most_signature_bytes(len(sizes), sum(sizes.values()) - sizes[SIGNATURE_NAME])
-    if sizes[SIGNATURE_NAME] > limit:
-        raise SignatureError(
-            f"'{path}' has {sizes[SIGNATURE_NAME]} bytes, but a signature of such files has at most {limit}. Ask who "
-            "published the checkpoint for the right file.",
-            path=path,
-        )
+def _signature(files: StoreFiles) -> bytes:
     with files.content(SIGNATURE_NAME, None).open() as reader:
-        manifest = signed_manifest(files.place, path, by.choose, str(by), reader.read())
-    if not manifest.is_plain:
-        raise _needs_disk(files.place, "was signed by other digests than sha256 of whole files")
-    return manifest
+        return reader.read()
 
 
 def _as_pulled(files: StoreFiles, manifest: SignedManifest) -> dict[str, ByteSource]:
@@ -150,16 +127,8 @@ def _as_pulled(files: StoreFiles, manifest: SignedManifest) -> dict[str, ByteSou
             and single not in contents
             and len(set(indexes[variant].weight_map.values())) == 1
         ):
-            raise _needs_disk(files.place, f"was signed as one file, '{single}', which has another header in a store")
+            raise needs_disk(files.place, f"was signed as one file, '{single}', which has another header in a store")
     return without_marks(PushedContents(contents, indexes, entries)).contents
-
-
-def _needs_disk(place: str, why: str) -> InvalidArgumentError:
-    return InvalidArgumentError(
-        f"'{place}' {why}: its signature is checked on a disk. Run: hfshard pull {place} DIR && hfshard verify DIR "
-        "--public-key KEY",
-        path=place,
-    )
 
 
 def _recorded(contents: Mapping[str, ByteSource], names: Collection[str], manifest: SignedManifest) -> dict[str, str]:

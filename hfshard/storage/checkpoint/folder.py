@@ -35,7 +35,7 @@ from hfshard.storage.format.stored_save import (
     MAX_SAVE_BYTES,
     SaveId,
     StoredSave,
-    finished_saves,
+    checkpoint_save,
     is_editable,
     is_save_index,
     objects_of_saves,
@@ -558,10 +558,20 @@ class StoreFolder(RangedFolder):
     def _choose(self) -> None:
         entries = {entry for names in self._names for entry in (names.index, MANIFEST_NAME)}
         found = [split for name in self._listed if (split := split_object_name(name)) and split[0] in entries]
-        finished = finished_saves(self._listed)
-        self._entered = max(
-            found, key=lambda one: (one[0] != MANIFEST_NAME or one[1] in finished, one[1]), default=None
-        )
+        self._entered = max(found, key=lambda one: one[1], default=None)
+        if self._entered is not None and self._entered[0] == MANIFEST_NAME:
+            highest = self._entered
+            save_id = checkpoint_save(self._listed, self._is_whole)
+            self._entered = highest if save_id is None else (MANIFEST_NAME, save_id)
+
+    def _is_whole(self, save_id: SaveId) -> bool:
+        """Whether all objects were listed that a manifest names; one that can't be read is not passed over."""
+        self._entered = (MANIFEST_NAME, save_id)
+        try:
+            save = self.save
+        except (CheckpointChangedError, DamagedCheckpointError, UnsafePathError):
+            return True
+        return save is None or all(save_id.object_name(name) in self._listed for name in save.objects)
 
     def _copied_save(self, name: str) -> SaveId | None:
         """Return the save that a plain index is a copy of; None where another tool has uploaded it, or other weights.

@@ -8,7 +8,7 @@ import json
 import re
 import secrets
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Self
 
@@ -159,6 +159,20 @@ def finished_saves(names: Iterable[str]) -> set[SaveId]:
     objects = [name for name in names if save_in_name(name) is not None]
     counts = Counter(map(save_in_name, objects))
     return {one for one in saves_among(filter(is_save_index, objects)) if counts[one] > 1}
+
+
+def checkpoint_save(names: Iterable[str], is_whole: Callable[[SaveId], bool]) -> SaveId | None:
+    """Return the save that is the checkpoint of a run's folder; None where none was finished.
+
+    Args:
+        names: Of the objects in the folder.
+        is_whole: Tells whether all objects are there that a manifest names. It is asked where there are several: the
+            highest may be that of a save which was overtaken, and have come when some of its objects were deleted.
+    """
+    names = set(names)
+    found = sorted((one for one in finished_saves(names) if one.object_name(MANIFEST_NAME) in names), reverse=True)
+    whole = filter(is_whole, found) if len(found) > 1 else iter(found)
+    return next(whole, found[0] if found else None)
 
 
 def is_save_index(name: str) -> bool:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import transformers
 
 import hfshard
 from hfshard.cli.main import main
 from hfshard.errors import CheckpointChangedError, InvalidArgumentError, SignatureError
+from hfshard.signing.stored_files import SignedObjects
 from hfshard.transfer.store_files import StoreFiles
 from tests.helpers.tiny_bert import SHARDED, bert
 from tests.signing.conftest import write_pair
@@ -31,8 +37,6 @@ def test_a_signature_goes_along_and_is_checked_on_the_disk(
 
     report = hfshard.verify_checkpoint(tmp_path / "pulled", public_key=public)
     assert report.ok, report.problems
-    with pytest.raises(InvalidArgumentError, match=r"hfshard pull s3://.* DIR"):
-        hfshard.load_state_dict(store_address, public_key=public)
     with pytest.raises(InvalidArgumentError, match=r"hfshard pull s3://.* DIR"):
         hfshard.sign_checkpoint(store_address, private_key=private)
     hfshard.push_checkpoint(tmp_path / "out", store_address)
@@ -151,6 +155,160 @@ def test_what_differs_in_the_store_is_named(
     assert report.signed_by is None
     [problem] = [problem for problem in report.problems if words in problem.message]
     assert problem.file.startswith(f"{store_address}/{file}".rstrip("/"))
+
+
+def load_tensors(address: str, public: Path) -> dict[str, torch.Tensor]:
+    return hfshard.load_state_dict(address, public_key=public)
+
+
+def load_module(address: str, public: Path) -> dict[str, torch.Tensor]:
+    model = bert(5)
+    hfshard.load_model(model, address, public_key=public)
+    return dict(model.state_dict())
+
+
+def build_by_auto(address: str, public: Path) -> dict[str, torch.Tensor]:
+    return dict(hfshard.load_model(transformers.AutoModel, address, public_key=public).state_dict())
+
+
+def build_by_mixin(address: str, public: Path) -> dict[str, torch.Tensor]:
+    return dict(type(bert(5)).from_pretrained(address, public_key=public).state_dict())
+
+
+LOADS = pytest.mark.parametrize("load", [load_tensors, load_module, build_by_auto, build_by_mixin])
+Load = Callable[[str, Path], dict[str, torch.Tensor]]
+
+
+@LOADS
+@pytest.mark.parametrize("scheme", ["s3", "gs", "az", "hf"])
+def test_a_load_compares_what_it_reads(
+    store_address: str, load: Load, signed: tuple[Path, Path], tmp_path: Path
+) -> None:
+    directory, public = signed
+    hfshard.push_checkpoint(directory, store_address)
+
+    found = load(store_address, public)
+
+    expected = hfshard.load_state_dict(directory)
+    assert found.keys() >= expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    with pytest.raises(SignatureError, match="was not made by the key of"):
+        load(store_address, write_pair(tmp_path, "other")[1])
+
+
+@LOADS
+@pytest.mark.parametrize("scheme", ["s3"])
+@pytest.mark.parametrize(
+    ("tamper", "words"),
+    [
+        (edit, "config.json' is not the file that was signed"),
+        (damage, "model-00002-of-.* is not the file that was signed"),
+        (unsign, "has no signature: there is no 'model.sig'"),
+    ],
+)
+def test_a_load_refuses_what_differs(
+    bucket: Bucket,
+    store_address: str,
+    store_prefix: str,
+    load: Load,
+    tamper: Callable[[Bucket, str], None],
+    words: str,
+    signed: tuple[Path, Path],
+) -> None:
+    directory, public = signed
+    hfshard.push_checkpoint(directory, store_address)
+    tamper(bucket, store_prefix)
+
+    with pytest.raises(SignatureError, match=words):
+        load(store_address, public)
+
+
+@LOADS
+@pytest.mark.parametrize("scheme", ["s3"])
+def test_a_load_refuses_a_save_over_what_was_signed(store_address: str, load: Load, signed: tuple[Path, Path]) -> None:
+    directory, public = signed
+    hfshard.push_checkpoint(directory, store_address)
+    bert(4).save_pretrained(store_address, max_shard_size=SHARDED)
+
+    with pytest.raises(SignatureError, match=r"model.*' is not the file that was signed"):
+        load(store_address, public)
+
+
+@pytest.mark.parametrize("scheme", ["s3"])
+@pytest.mark.parametrize(
+    ("tamper", "words"),
+    [(add, "code/evil.py' is not covered by the signature"), (remove, "code/a.py' was signed, and is missing")],
+)
+def test_code_that_may_run_must_be_signed(
+    bucket: Bucket,
+    store_address: str,
+    store_prefix: str,
+    tamper: Callable[[Bucket, str], None],
+    words: str,
+    tmp_path: Path,
+) -> None:
+    private, public = write_pair(tmp_path, "mine")
+    bert(3).save_pretrained(tmp_path / "out", max_shard_size=SHARDED)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    config["auto_map"] = {"AutoModel": "code/a.Model"}
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "out" / "code").mkdir()
+    (tmp_path / "out" / "code" / "a.py").write_text("raise SystemExit\n")
+    hfshard.sign_checkpoint(tmp_path / "out", private_key=private)
+    hfshard.push_checkpoint(tmp_path / "out", store_address)
+    tamper(bucket, store_prefix)
+
+    with pytest.raises(SignatureError, match=words):
+        hfshard.load_model(transformers.AutoModel, store_address, public_key=public, trust_remote_code=True)
+
+
+@pytest.mark.parametrize("scheme", ["s3"])
+def test_a_load_that_can_only_be_compared_on_a_disk_says_so(store_address: str, tmp_path: Path) -> None:
+    directory, public = signed_bert(tmp_path, "1GB")
+    hfshard.push_checkpoint(directory, store_address)
+
+    with pytest.raises(InvalidArgumentError, match=r"signed as one file, 'model.safetensors'.* hfshard pull s3://.*"):
+        hfshard.load_state_dict(store_address, public_key=public)
+
+
+@pytest.mark.parametrize("scheme", ["s3"])
+def test_a_config_that_is_replaced_after_it_was_compared_is_not_read(
+    bucket: Bucket, store_address: str, store_prefix: str, signed: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, public = signed
+    hfshard.push_checkpoint(directory, store_address)
+    plain = SignedObjects.check_beside
+
+    def check_then_edit(self: SignedObjects) -> None:
+        plain(self)
+        edit(bucket, store_prefix)
+
+    monkeypatch.setattr(SignedObjects, "check_beside", check_then_edit)
+
+    with suppress(CheckpointChangedError):
+        model = hfshard.load_model(transformers.AutoModel, store_address, public_key=public)
+        assert model.config.model_type == "bert"
+
+
+@pytest.mark.parametrize("scheme", ["s3"])
+def test_a_shard_that_is_replaced_after_it_was_compared_is_not_read(
+    bucket: Bucket, store_address: str, store_prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    private, public = write_pair(tmp_path, "mine")
+    wide = {f"layer.{number}": torch.full((2000, 1000), float(number)) for number in range(3)}  # not read with a header
+    hfshard.save_state_dict(wide, tmp_path / "out", max_shard_size="8MB")
+    hfshard.sign_checkpoint(tmp_path / "out", private_key=private)
+    hfshard.push_checkpoint(tmp_path / "out", store_address)
+    plain = SignedObjects.check_opened
+
+    def check_then_damage(self: SignedObjects, *rest: Any) -> None:
+        plain(self, *rest)
+        damage(bucket, store_prefix)
+
+    monkeypatch.setattr(SignedObjects, "check_opened", check_then_damage)
+
+    with pytest.raises((CheckpointChangedError, SignatureError)):
+        hfshard.load_state_dict(store_address, public_key=public)
 
 
 @pytest.mark.parametrize("scheme", ["s3"])

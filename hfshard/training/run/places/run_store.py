@@ -53,6 +53,7 @@ from hfshard.storage.format.names import WeightNames
 from hfshard.storage.format.stored_save import (
     SaveId,
     StoredSave,
+    checkpoint_save,
     finished_saves,
     plain_index,
     save_in_name,
@@ -369,13 +370,31 @@ class StorePlace:
         """List the folders of checkpoints, also those without a manifest."""
         return _folders_among(self._store.list_objects(recursive=True))
 
+    def shown_saves(self, folders: Folders) -> dict[str, SaveId]:
+        """Return the save that is the checkpoint of each folder.
+
+        A manifest alone is that of a save whose other objects are deleted. It counts only if it is the highest of the
+        run: then that is damage.
+        """
+        highest = {folder: highest_index(files, MANIFEST) for folder, files in folders.items()}
+        latest = max((one for one in highest.values() if one is not None), default=None)
+        shown = {
+            folder: one if one == latest else self._shown_in(folder, folders[folder])
+            for folder, one in highest.items()
+            if one is not None
+        }
+        return {folder: one for folder, one in shown.items() if one is not None}
+
+    def _shown_in(self, folder: str, files: Mapping[str, StoredObject]) -> SaveId | None:
+        return checkpoint_save(files, lambda one: not self._is_unfinished(one, folder, files))
+
     def _names_of_run(self) -> Collection[str]:
         return [name for files in self.listed_folders().values() for name in files]
 
     def _checkpoints_in(self, folders: Folders) -> list[RunCheckpoint]:
         steps: set[int] = set()
         found = []
-        shown = shown_saves(folders)
+        shown = self.shown_saves(folders)
         for folder, step in _own_names_first(folders):
             one = self._checkpoint(folder, step, folders[folder], shown.get(folder))
             if one is not None and step not in steps:
@@ -535,7 +554,7 @@ class StorePlace:
             names += [f"{target}/{name}" for name in seen.folders[target] if save_in_name(name) == one]
         for target in sorted(set(marks.values()) - {folder}):
             # An overtaken save has not deleted its step's earlier ones.
-            highest = max(_finished_checkpoints(seen.folders[target]), default=None)
+            highest = self._shown_in(target, seen.folders[target])
             names += [] if highest is None else [f"{target}/{name}" for name in _lower(seen.folders[target], highest)]
         for path in names:
             target, _, name = path.partition("/")
@@ -611,24 +630,6 @@ def _marks_among(paths: Iterable[str]) -> dict[SaveId, str]:
     names = (path.removeprefix(f"{MARKS}/") for path in paths if path.startswith(f"{MARKS}/"))
     matches = (_MARK.fullmatch(name) for name in names)
     return {SaveId(int(match[2]), match[3]): match[1] for match in matches if match is not None}
-
-
-def shown_saves(folders: Folders) -> dict[str, SaveId]:
-    """Return the save that is the checkpoint of each folder: the highest one that is finished.
-
-    A manifest alone is one of a save whose other objects are deleted, and counts only if it is the highest of the run:
-    then that is damage.
-    """
-    highest = {folder: one for folder, files in folders.items() if (one := highest_index(files, MANIFEST)) is not None}
-    latest = max(highest.values(), default=None)
-    finished = {folder: max(_finished_checkpoints(folders[folder]), default=None) for folder in highest}
-    shown = {folder: one if one == latest else finished[folder] for folder, one in highest.items()}
-    return {folder: one for folder, one in shown.items() if one is not None}
-
-
-def _finished_checkpoints(files: Collection[str]) -> set[SaveId]:
-    """Return the finished saves of a folder that are of the run, and no model's that was saved there by hand."""
-    return {one for one in finished_saves(files) if one.object_name(MANIFEST) in files}
 
 
 def _folders_among(listed: Mapping[str, StoredObject]) -> Folders:

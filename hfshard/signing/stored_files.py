@@ -1,0 +1,180 @@
+"""Files in a store compared with a signature: the very bytes that a load reads, and the shards that are open."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from hfshard._util.progress import ProgressCallback, bytes_bar
+from hfshard._util.threads import cancellable, in_threads
+from hfshard.constants import CONFIG_NAME, FILES_AT_ONCE, SAFETENSORS_SUFFIX, SIGNATURE_NAME
+from hfshard.errors import CheckpointChangedError, InvalidArgumentError, SignatureError
+from hfshard.loading.options import FilesBeside
+from hfshard.signing.check import SignedPlace, code_elsewhere
+from hfshard.signing.files import most_signature_bytes
+from hfshard.signing.read_files import is_needed, references_elsewhere
+from hfshard.signing.signed_by import SignedBy
+from hfshard.signing.upstream import SignedManifest, signed_manifest
+from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
+from hfshard.storage.checkpoint.folder import StoreFolder
+from hfshard.storage.format.index import FileDigest
+from hfshard.storage.format.integrity import sha256_of
+from hfshard.storage.weights.safetensors_shard import SafetensorsShard
+
+
+@dataclass
+class SignedObjects:
+    """A checkpoint in a store, and what a signature that was checked says of it.
+
+    Every read is of the object that was listed, or an error, so that what was compared is what is loaded.
+    """
+
+    folder: StoreFolder
+    beside: FilesBeside
+    manifest: SignedManifest
+    has_code: bool
+    """Whether code of the checkpoint may be run."""
+    _compared: Mapping[str, bytes] = field(default_factory=dict)
+    """The small files, as they were compared."""
+
+    def check_beside(self) -> None:
+        """Compare every file that a load reads beside the weights.
+
+        Raises:
+            SignatureError: One differs, is not signed, or is missing.
+        """
+        place = self._place
+        self._compared = self.beside.read_all()
+        for name, raw in sorted(self._compared.items()):
+            if self.manifest.digests.get(name) != {name: sha256_of(raw)}:
+                raise place.differs(name)
+        for name in sorted(filter(is_needed, self.manifest.digests)):
+            below = name.rpartition("/")[0]
+            if below and not self.has_code:
+                continue
+            self.folder.look_into(below)
+            if not self.folder.has(name):
+                raise place.missing(name)
+        for reference in references_elsewhere(self._compared.get(CONFIG_NAME, b"")) if self.has_code else ():
+            raise code_elsewhere(self.folder.path_of(CONFIG_NAME), reference)
+
+    def check_all(self, progress: bool | None = None) -> None:
+        """Refuse what is read by its names, by others (raises InvalidArgumentError)."""
+        raise needs_disk(self.folder.path, "is read by transformers itself")
+
+    def check_opened(self, checkpoint: OpenCheckpoint, progress: bool | None = None) -> None:
+        """Compare the shards that are open, each streamed once, and the small files once more.
+
+        Raises:
+            SignatureError: One differs, or is not signed.
+            CheckpointChangedError: Another save came meanwhile.
+            InvalidArgumentError: It can only be compared on a disk.
+        """
+        place, entry = self._place, checkpoint.weights.name
+        if checkpoint.pickles:
+            raise needs_disk(self.folder.path, "has files of torch.save")
+        signed = self.manifest.digests.keys()
+        single = next((name for name in signed if name.endswith(SAFETENSORS_SUFFIX) and "/" not in name), None)
+        if entry not in signed and single is not None and len(checkpoint.shards) == 1:
+            why = f"was signed as one file, '{single}', which has another header in a store"
+            raise needs_disk(self.folder.path, why)
+        for name in (entry, *checkpoint.shards):
+            if name not in signed:
+                raise place.not_signed(name)
+        raw = checkpoint.raw_index
+        if raw is not None and self.manifest.digests[entry] != {entry: sha256_of(raw)}:
+            raise place.differs(entry)
+        shards = checkpoint.shards
+        with bytes_bar("Verifying", sum(one.size for one in shards.values()), progress) as progress_callback:
+            in_threads(
+                lambda name, cancelled: self._check_shard(
+                    name, shards[name], cancellable(progress_callback, cancelled)
+                ),
+                sorted(shards, key=lambda name: -shards[name].size),
+                FILES_AT_ONCE,
+            )
+        self.confirm()
+
+    def confirm(self) -> None:
+        """Look whether the small files are still those that were compared (raises CheckpointChangedError)."""
+        if self.beside.read_all() != self._compared:
+            path = self.folder.path
+            raise CheckpointChangedError(
+                f"The checkpoint in '{path}' was replaced while it was loaded. Load it again when the process that "
+                "saves there is done.",
+                path=path,
+            )
+
+    @property
+    def _place(self) -> SignedPlace:
+        objects = {
+            name: self.folder.path_of(name).removeprefix(f"{self.folder.path}/") for name in self.manifest.digests
+        }
+        return SignedPlace(self.folder.path, self.manifest, objects=objects)
+
+    def _check_shard(self, name: str, shard: SafetensorsShard, progress_callback: ProgressCallback) -> None:
+        found = shard.checked_sha256(FileDigest(), progress_callback)
+        if self.manifest.digests[name] != {name: found}:
+            raise self._place.differs(name)
+
+
+def find_signed_objects(folder: StoreFolder, beside: FilesBeside, by: SignedBy, *, has_code: bool) -> SignedObjects:
+    """Find the signature in a folder of a store, check it, and every file that a load reads beside the weights.
+
+    Args:
+        folder: As it was listed.
+        beside: The small files that a load reads.
+        by: Who must have signed.
+        has_code: Whether code of the checkpoint may be run.
+
+    Raises:
+        SignatureError: There is none, or not this one's; a file differs, is not signed, or is missing.
+        InvalidArgumentError: Its digests are of another kind.
+    """
+    sizes = {name: folder.size(name) for name in folder.names()}
+    manifest = stored_manifest(folder.path, sizes, lambda limit: folder.read_small(SIGNATURE_NAME, limit), by)
+    found = SignedObjects(folder, beside, manifest, has_code)
+    found.check_beside()
+    return found
+
+
+def stored_manifest(place: str, sizes: Mapping[str, int], read: Callable[[int], bytes], by: SignedBy) -> SignedManifest:
+    """Check the signature of what lies in a store.
+
+    Args:
+        place: Its address.
+        sizes: Name of each file there -> bytes.
+        read: Reads the signature, of at most so many bytes.
+        by: Who must have signed.
+
+    Raises:
+        SignatureError: There is none, or not this one's.
+        InvalidArgumentError: Its digests are of another kind.
+    """
+    path = f"{place}/{SIGNATURE_NAME}"
+    if SIGNATURE_NAME not in sizes:
+        raise SignatureError(
+            f"'{place}' has no signature: there is no '{SIGNATURE_NAME}'. Sign the directory that is pushed "
+            "there (hfshard sign DIR --private-key KEY), and push it again; or leave out the public key.",
+            path=place,
+        )
+    limit = most_signature_bytes(len(sizes), sum(sizes.values()) - sizes[SIGNATURE_NAME])
+    if sizes[SIGNATURE_NAME] > limit:
+        raise SignatureError(
+            f"'{path}' has {sizes[SIGNATURE_NAME]} bytes, but a signature of such files has at most {limit}. Ask who "
+            "published the checkpoint for the right file.",
+            path=path,
+        )
+    manifest = signed_manifest(place, path, by.choose, str(by), read(limit))
+    if not manifest.is_plain:
+        raise needs_disk(place, "was signed by other digests than sha256 of whole files")
+    return manifest
+
+
+def needs_disk(place: str, why: str) -> InvalidArgumentError:
+    """Return the error for what can't be compared in a store."""
+    return InvalidArgumentError(
+        f"'{place}' {why}: its signature is checked on a disk. Run: hfshard pull {place} DIR && hfshard verify DIR "
+        "--public-key KEY",
+        path=place,
+    )
