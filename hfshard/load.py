@@ -82,7 +82,7 @@ def load_state_dict(
             without one are refused. What is read from a store is compared, tensor by tensor, at every level but "none".
         public_key: The file of a public key, or a `hfshard.signing.SignedBy`: its holder must have signed every file
             that is read (`model.sig`, of `sign_checkpoint` or OpenSSF Model Signing). Every byte of the weights is
-            hashed, whatever `verify` says. Not for what is in a store, nor with `ranges`.
+            hashed, whatever `verify` says; in a store each shard is read once more for that. Not with `ranges`.
         disable_mmap: As in transformers: True is read="pread".
         read: "auto": on the CPU the tensors are mapped (a page is read when it is touched), and what is not in the page
             cache is read ahead; for a GPU, and from network file systems, several threads read them at once. "mmap" or

@@ -75,19 +75,16 @@ class Store:
         """Saves whose index is there, and not all of their objects."""
 
     @cached_property
-    def listing_problem(self) -> str | None:
-        """What is wrong with the list of checkpoints of a run: each folder's is its highest whole one.
+    def listed(self) -> Mapping[str, SaveId]:
+        """The checkpoints that a run lists: folder -> save."""
+        found: Any = run(RunLister(), self)[0].events[-1].value
+        return found
 
-        Where there is none, it may be one of a save that was overtaken, until the next save looks at its mark.
-        """
-        whole: dict[str, SaveId] = {}
-        for save_id, name in sorted(_entries(self.objects)):
-            if save_id not in self.broken:
-                whole[name.partition("/")[0]] = save_id
-        listed = run(RunLister(), self)[0].events[-1].value
-        marked = {folder: one for folder, one in listed.items() if f".saves/{folder}-{one}" in self.objects}
-        expected = {folder: one for folder, one in marked.items() if one in self.broken} | whole
-        return None if listed == expected else f"{listed} are listed, and {whole} are there"
+    @cached_property
+    def whole(self) -> Mapping[str, SaveId]:
+        """The highest save in each folder of a run all of whose objects are there."""
+        saves = ((save_id, name) for save_id, name in sorted(_entries(self.objects)) if save_id not in self.broken)
+        return {name.partition("/")[0]: save_id for save_id, name in saves}
 
     @classmethod
     def of(cls, objects: Mapping[str, bytes]) -> Store:
@@ -310,10 +307,19 @@ def check_state(state: State, *, has_begun: bool, values: Mapping[object, object
                 raise BrokenError(f"I4: a reader has loaded {event.value}")
 
 
-def check_listing(store: Store) -> None:
-    """Raise where a run lists a checkpoint that is not whole, or hides one that is."""
-    if store.listing_problem is not None:
-        raise BrokenError(f"I7: {store.listing_problem}")
+def check_listing(state: State) -> None:
+    """Raise where a run hides a whole checkpoint, or, at rest, lists one that is not whole.
+
+    A save that was overtaken removes what it has left of itself, which may fail, or never come.
+    """
+    listed, whole = state.store.listed, state.store.whole
+    hidden = {folder: save_id for folder, save_id in whole.items() if listed.get(folder) != save_id}
+    if hidden:
+        raise BrokenError(f"I7: {hidden} are whole, and {listed} are listed")
+    is_resting = not state.late and all(node.pending is None for node in state.nodes)
+    is_overtaken = any(event.kind == "overtaken" for event in events_of(state))
+    if is_resting and not is_overtaken and listed != whole:
+        raise BrokenError(f"I7: {listed} are listed, and {whole} are whole")
 
 
 def check_rest(state: State, faults: int) -> None:

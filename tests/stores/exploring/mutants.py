@@ -14,6 +14,7 @@ from hfshard.saving import store_commit, to_store
 from hfshard.saving.store_commit import StoreTransaction
 from hfshard.saving.store_plan import lower_objects
 from hfshard.storage.checkpoint.folder import RangedFolder
+from hfshard.storage.format import stored_save
 from hfshard.storage.format.names import WeightNames
 from hfshard.storage.format.stored_save import SaveId, finished_saves, saves_among, split_object_name
 from hfshard.storage.weights.safetensors_writer import digest_shard
@@ -172,7 +173,7 @@ def _count_manifests_alone() -> Iterator[None]:
     def mutated(files: Any) -> set[SaveId]:
         return {split[1] for name in files if (split := split_object_name(name)) and split[0] == "checkpoint.json"}
 
-    with patch.object(run_store, "finished_saves", mutated):
+    with patch.object(run_store, "finished_saves", mutated), patch.object(stored_save, "finished_saves", mutated):
         yield
 
 

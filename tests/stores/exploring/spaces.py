@@ -61,7 +61,7 @@ class Space:
         def check(state: State) -> None:
             check_state(state, has_begun=has_begun, values=values)
             if self.is_run:
-                check_listing(state.store)
+                check_listing(state)
             else:
                 check_rest(state, self.faults)
 

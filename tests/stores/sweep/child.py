@@ -18,7 +18,7 @@ from tests.crash.saves.readers import Reader, Verdict, read
 from tests.crash.saves.states import perform as perform_save
 from tests.crash.saves.targets import TARGETS
 from tests.crash.saves.transitions import Save, Transition
-from tests.stores.sweep.places import StorePlace, in_directory, lead_to, litter, write_to
+from tests.stores.sweep.places import StorePlace, in_directory, lead_to, litter, number_and_id, write_to
 from tests.stores.sweep.table import transitions
 
 Verdicts = Mapping[str, Verdict]
@@ -110,8 +110,16 @@ def examine(place: StorePlace, name: str, is_last: bool) -> None:
             result["failed"] = f"{type(error).__name__}: {error}"
     result["after"] = result["found"] if is_last else _verdicts(transition, place)
     result["litter"] = litter(place.objects(), _wanted(transition))
-    result["unfinished"] = [] if place.scheme == "az" else place.bucket.unfinished(place.prefix)
+    result["unfinished"] = [] if place.scheme == "az" else _unfinished(place)
     sys.stdout.write(json.dumps(result))
+
+
+def _unfinished(place: StorePlace) -> list[str]:
+    """Name unfinished uploads that are lower than the checkpoint; the next save deletes the others, if nobody sends."""
+    splits = filter(None, map(number_and_id, place.objects()))
+    highest = max(((number, one) for usual, number, one in splits if usual.endswith(".json")), default=(0, ""))
+    left = {key: number_and_id(key) for key in place.bucket.unfinished(place.prefix)}
+    return [key for key, split in left.items() if split is None or split[1:] < highest]
 
 
 def verdicts_of(found: Mapping[str, Mapping[str, Any]]) -> Verdicts:
