@@ -77,7 +77,8 @@ class Store:
     @cached_property
     def listed(self) -> Mapping[str, SaveId]:
         """The checkpoints that a run lists: folder -> save."""
-        found: Any = run(RunLister(), self)[0].events[-1].value
+        value: Any = run(RunLister(), self)[0].events[-1].value
+        found: dict[str, SaveId] = value
         return found
 
     @cached_property
