@@ -49,11 +49,7 @@ class SignedObjects:
             if self.manifest.digests.get(name) != {name: sha256_of(raw)}:
                 raise place.differs(name)
         for name in sorted(filter(is_needed, self.manifest.digests)):
-            below = name.rpartition("/")[0]
-            if below and not self.has_code:
-                continue
-            self.folder.look_into(below)
-            if not self.folder.has(name):
+            if self.folder.was_listed(name.rpartition("/")[0]) and not self.folder.has(name):
                 raise place.missing(name)
         for reference in references_elsewhere(self._compared.get(CONFIG_NAME, b"")) if self.has_code else ():
             raise code_elsewhere(self.folder.path_of(CONFIG_NAME), reference)

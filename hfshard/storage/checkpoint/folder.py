@@ -266,6 +266,10 @@ class RangedFolder:
             self._listed = {**self._listed, **self._files.list_objects(folder)}
             self._listed_below.add(folder)
 
+    def was_listed(self, folder: str) -> bool:
+        """Whether a folder below it was listed since the last look; "" is itself."""
+        return not folder or folder in self._listed_below
+
     def names(self) -> list[str]:
         """Name what the last look found directly in it."""
         return sorted(name for name in self._listed if "/" not in name)

@@ -263,6 +263,24 @@ def test_code_that_may_run_must_be_signed(
 
 
 @pytest.mark.parametrize("scheme", ["s3"])
+def test_code_that_is_signed_runs(store_address: str, tmp_path: Path) -> None:
+    private, public = write_pair(tmp_path, "mine")
+    model = bert(3)
+    model.config.auto_map = {"AutoModel": "signed_module.Own"}
+    model.save_pretrained(tmp_path / "out", max_shard_size=SHARDED)
+    code = "from transformers import BertModel\nclass Own(BertModel):\n    pass\n"
+    (tmp_path / "out" / "signed_module.py").write_text(code)
+    (tmp_path / "out" / "scripts").mkdir()
+    (tmp_path / "out" / "scripts" / "convert.py").write_text("raise SystemExit\n")  # no load takes it
+    hfshard.sign_checkpoint(tmp_path / "out", private_key=private)
+    hfshard.push_checkpoint(tmp_path / "out", store_address)
+
+    loaded = hfshard.load_model(transformers.AutoModel, store_address, public_key=public, trust_remote_code=True)
+
+    assert type(loaded).__name__ == "Own"
+
+
+@pytest.mark.parametrize("scheme", ["s3"])
 def test_a_load_that_can_only_be_compared_on_a_disk_says_so(store_address: str, tmp_path: Path) -> None:
     directory, public = signed_bert(tmp_path, "1GB")
     hfshard.push_checkpoint(directory, store_address)
