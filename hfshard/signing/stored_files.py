@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 
 from hfshard._util.progress import ProgressCallback, bytes_bar
 from hfshard._util.threads import cancellable, in_threads
-from hfshard.constants import CONFIG_NAME, FILES_AT_ONCE, SAFETENSORS_SUFFIX, SIGNATURE_NAME
+from hfshard.constants import CONFIG_NAME, FILES_AT_ONCE, SIGNATURE_NAME
 from hfshard.errors import CheckpointChangedError, InvalidArgumentError, SignatureError
 from hfshard.loading.options import FilesBeside
 from hfshard.signing.check import SignedPlace, code_elsewhere
@@ -36,6 +36,8 @@ class SignedObjects:
     """Whether code of the checkpoint may be run."""
     _compared: Mapping[str, bytes] = field(default_factory=dict)
     """The small files, as they were compared."""
+    _signature: Hashable = None
+    """What tells the object of the signature that was checked."""
 
     def check_beside(self) -> None:
         """Compare every file that a load reads beside the weights.
@@ -70,8 +72,10 @@ class SignedObjects:
         if checkpoint.pickles:
             raise needs_disk(self.folder.path, "has files of torch.save")
         signed = self.manifest.digests.keys()
-        single = next((name for name in signed if name.endswith(SAFETENSORS_SUFFIX) and "/" not in name), None)
-        if entry not in signed and single is not None and len(checkpoint.shards) == 1:
+        if self.folder.identity(SIGNATURE_NAME) != self._signature:
+            raise self._changed()
+        single = checkpoint.names.single
+        if single in signed and not self.folder.has(single) and entry not in signed:
             why = f"was signed as one file, '{single}', which has another header in a store"
             raise needs_disk(self.folder.path, why)
         for name in (entry, *checkpoint.shards):
@@ -94,12 +98,15 @@ class SignedObjects:
     def confirm(self) -> None:
         """Look whether the small files are still those that were compared (raises CheckpointChangedError)."""
         if self.beside.read_all() != self._compared:
-            path = self.folder.path
-            raise CheckpointChangedError(
-                f"The checkpoint in '{path}' was replaced while it was loaded. Load it again when the process that "
-                "saves there is done.",
-                path=path,
-            )
+            raise self._changed()
+
+    def _changed(self) -> CheckpointChangedError:
+        path = self.folder.path
+        return CheckpointChangedError(
+            f"The checkpoint in '{path}' was replaced while it was loaded. Load it again when the process that saves "
+            "there is done.",
+            path=path,
+        )
 
     @property
     def _place(self) -> SignedPlace:
@@ -129,7 +136,7 @@ def find_signed_objects(folder: StoreFolder, beside: FilesBeside, by: SignedBy, 
     """
     sizes = {name: folder.size(name) for name in folder.names()}
     manifest = stored_manifest(folder.path, sizes, lambda limit: folder.read_small(SIGNATURE_NAME, limit), by)
-    found = SignedObjects(folder, beside, manifest, has_code)
+    found = SignedObjects(folder, beside, manifest, has_code, _signature=folder.identity(SIGNATURE_NAME))
     found.check_beside()
     return found
 

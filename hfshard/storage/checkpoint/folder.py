@@ -573,7 +573,9 @@ class StoreFolder(RangedFolder):
         self._entered = (MANIFEST_NAME, save_id)
         try:
             save = self.save
-        except (CheckpointChangedError, DamagedCheckpointError, UnsafePathError):
+        except CheckpointChangedError:
+            return False  # it was deleted
+        except (DamagedCheckpointError, UnsafePathError):
             return True
         return save is None or all(save_id.object_name(name) in self._listed for name in save.objects)
 

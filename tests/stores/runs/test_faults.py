@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from hfshard.errors import CommitUnfinishedError, StoreError
 from hfshard.saving.stores import own_puts
 from hfshard.stores.patience import RETRY_VARIABLE
 from hfshard.training import CheckpointManager, TrainingState
+from hfshard.training.run.places.run_store import StorePlace
 from tests.stores.runs.bucket_run import BucketRun, Net, save_steps
 from tests.stores.services.buckets import Bucket
 from tests.stores.services.fault_proxy import FaultProxy
@@ -127,6 +130,68 @@ def test_a_manifest_that_comes_when_its_shards_are_deleted_is_no_checkpoint(
     save_steps(CheckpointManager(run.root), 4)
     assert values(run) == {earlier: float(earlier), 3: 3.0, 4: 4.0}
     assert run.litter() == []
+
+
+def put_incomplete(run: BucketRun, step: int, number: int) -> list[str]:
+    """Put a save of a step into its folder whose model is deleted already, as an overtaken one may have left."""
+    folder = f"checkpoint-{step:08d}"
+    before, own = run.saves()[folder]
+    tail, new = f"-{before:08d}-{own}", f"-{number:08d}-{'f' * 16}"
+    names = []
+    for name in run.names(f"{folder}/"):
+        if tail in name and "/model-0" not in name:
+            raw = run.read(name)
+            if "/checkpoint-0" in name:
+                save = json.loads(raw)
+                save["hfshard_save"] |= {"number": number, "id": "f" * 16}
+                raw = json.dumps(save).encode()
+            names.append(name.replace(tail, new))
+            run.put(names[-1], raw)
+    return names
+
+
+@pytest.mark.parametrize("number", [2, 7], ids=["overtaken", "the highest of the run"])
+def test_a_folder_with_a_save_that_is_not_whole_shows_the_one_that_is(run: BucketRun, number: int) -> None:
+    save_steps(CheckpointManager(run.root), 2, 3)
+    names = put_incomplete(run, 2, number)
+
+    assert values(run) == {2: 2.0, 3: 3.0}
+    assert hfshard.load_state_dict(f"{run.root}/checkpoint-00000002")["head.bias"].tolist() == [2.0, 2.0]
+    going = hfshard.remove_checkpoint(run.root, leftovers=True, unfinished=True, dry_run=True)
+    assert sorted(going.removed) == sorted(names)
+    save_steps(CheckpointManager(run.root), 4)
+    assert values(run) == {2: 2.0, 3: 3.0, 4: 4.0}
+
+
+def test_an_earlier_save_stays_where_a_later_one_is_withdrawn(run: BucketRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_steps(CheckpointManager(run.root), 2, 3)
+    names = put_incomplete(run, 2, 3)
+    run.put(f".saves/checkpoint-00000002-{3:08d}-{'f' * 16}", b"")
+    plain = StorePlace._look
+
+    def look_then_withdraw(self: StorePlace) -> Any:
+        seen = plain(self)
+        for name in names:
+            run.delete(name)
+        return seen
+
+    monkeypatch.setattr(StorePlace, "_look", look_then_withdraw)
+    save_steps(CheckpointManager(run.root), 4)
+
+    assert values(run) == {2: 2.0, 3: 3.0, 4: 4.0}
+
+
+def test_a_read_that_fails_after_the_commit_does_not_deny_it(run: BucketRun, proxy: FaultProxy) -> None:
+    save_steps(CheckpointManager(run.root), 1, 2)
+    run.put(f".saves/checkpoint-00000001-{1:08d}-{run.saves()['checkpoint-00000001'][1]}", b"")
+    own_puts.forget()
+    proxy.fail("status", r"^GET get .*checkpoint-00000001-", times=_ENDLESS, status=403)
+
+    with pytest.raises(CommitUnfinishedError, match="is saved"):
+        save_steps(CheckpointManager(run.root), 3)
+
+    proxy.clear()
+    assert values(run) == {1: 1.0, 2: 2.0, 3: 3.0}
 
 
 FAILURES = {

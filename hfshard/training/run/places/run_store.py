@@ -314,6 +314,8 @@ class StorePlace:
                 found = self._put_copies(transaction)
                 marks = self.listed_marks()
                 self._refuse_overtaken(transaction, marks, found)
+                seen.folders[folder] = found
+                self._delete_lower(seen, transaction, marks, order.payload.requests.keys())
             except StoreError as error:
                 raise CommitUnfinishedError(
                     f"The checkpoint '{place.address}' is saved, and hfshard restores it; but the plain copies that "
@@ -321,8 +323,6 @@ class StorePlace:
                     "deleted; the next save goes on.",
                     path=str(place.address),
                 ) from error
-            seen.folders[folder] = found
-            self._delete_lower(seen, transaction, marks, order.payload.requests.keys())
             seen.marks.add(save_id)
             seen.own = save_id
         self._seen = seen
@@ -374,16 +374,16 @@ class StorePlace:
         """Return the save that is the checkpoint of each folder.
 
         A manifest alone is that of a save whose other objects are deleted. It counts only if it is the highest of the
-        run: then that is damage.
+        run, and its folder has no other: then that is damage.
         """
         highest = {folder: highest_index(files, MANIFEST) for folder, files in folders.items()}
         latest = max((one for one in highest.values() if one is not None), default=None)
-        shown = {
-            folder: one if one == latest else self._shown_in(folder, folders[folder])
-            for folder, one in highest.items()
-            if one is not None
+        shown = {folder: self._shown_in(folder, folders[folder]) or one for folder, one in highest.items()}
+        return {
+            folder: one
+            for folder, one in shown.items()
+            if one is not None and (one == latest or one in finished_saves(folders[folder]))
         }
-        return {folder: one for folder, one in shown.items() if one is not None}
 
     def _shown_in(self, folder: str, files: Mapping[str, StoredObject]) -> SaveId | None:
         return checkpoint_save(files, lambda one: not self._is_unfinished(one, folder, files))
@@ -553,9 +553,7 @@ class StorePlace:
         for one, target in sorted(unfinished.items()):
             names += [f"{target}/{name}" for name in seen.folders[target] if save_in_name(name) == one]
         for target in sorted(set(marks.values()) - {folder}):
-            # An overtaken save has not deleted its step's earlier ones.
-            highest = self._shown_in(target, seen.folders[target])
-            names += [] if highest is None else [f"{target}/{name}" for name in _lower(seen.folders[target], highest)]
+            names += [f"{target}/{name}" for name in self._replaced_in(target, seen)]
         for path in names:
             target, _, name = path.partition("/")
             seen.folders[target].pop(name, None)
@@ -567,6 +565,21 @@ class StorePlace:
         # Marks last: they tell the next save where to look for what could not be deleted.
         if delete_or_warn(self._store, list(dict.fromkeys(names)), is_unfinished if unfinished else None):
             delete_or_warn(self._store, [f"{MARKS}/{target}-{mark}" for mark, target in sorted(marks.items())], None)
+
+    def _replaced_in(self, folder: str, seen: _Seen) -> list[str]:
+        """Name the objects of a folder that are lower than its checkpoint: an overtaken save has not deleted them."""
+        highest = highest_index(seen.folders[folder], MANIFEST)
+        if highest is None or not _lower(seen.folders[folder], highest):
+            return []
+        files = seen.folders[folder] = _in_folder(self._store.list_objects(folder))
+        shown = self._shown_in(folder, files)
+        if shown is None:
+            return []
+        try:
+            self._read_save(folder, files[shown.object_name(MANIFEST)], shown)
+        except (CheckpointChangedError, DamagedCheckpointError, UnsafePathError):
+            return []  # then those below it may be the good ones
+        return _lower(files, shown)
 
     def _is_unfinished(self, save_id: SaveId, folder: str, files: Mapping[str, StoredObject]) -> bool:
         """Whether a listing shows no manifest of a save, or not all that it names: it can't be a checkpoint any more.
@@ -580,7 +593,9 @@ class StorePlace:
             return False  # a model that was saved there by hand
         try:
             save = self._read_save(folder, found, save_id)
-        except (CheckpointChangedError, DamagedCheckpointError, UnsafePathError):
+        except CheckpointChangedError:
+            return True  # it was deleted
+        except (DamagedCheckpointError, UnsafePathError):
             return False
         return not files.keys() >= set(map(save_id.object_name, save.objects))
 
