@@ -54,6 +54,11 @@ class _Sessions:
                 self._sessions[wanted] = _new_session(wanted[1])
             return self._sessions[wanted]
 
+    def renew(self) -> None:
+        """Let what comes next have sessions of its own: one in which a call was cancelled may refuse all others."""
+        with self._lock.held():
+            self._sessions = {}
+
 
 def _new_session(memory_bytes: int) -> Any:
     """Make a session that keeps to so many bytes, and else to hf_xet's own settings (HF_XET_...)."""
@@ -112,6 +117,7 @@ def interruptible(call: Callable[[], _Answer], cancel: Callable[[], object]) -> 
         return future.result()
     except BaseException:
         if not future.done():
+            SESSIONS.renew()
             cancel()
         raise
 

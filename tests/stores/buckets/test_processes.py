@@ -15,6 +15,7 @@ import torch
 
 import hfshard
 from hfshard.stores.buckets.bucket_store import BucketStore
+from hfshard.stores.buckets.xet import SESSIONS
 from tests.hubserver.faults import Fault
 from tests.hubserver.hub_server import HubServer
 
@@ -44,6 +45,7 @@ def test_ctrl_c_ends_a_transfer_that_waits_for_the_network(store: BucketStore, h
     gate = threading.Event()
     fault = hub.fail(Fault(match=f" {kind} ", kind="slow", direction="down", gate=gate, times=100))
     interrupt_at(fault)
+    before = SESSIONS.get()
 
     with pytest.raises(KeyboardInterrupt):
         if put is None:
@@ -54,6 +56,7 @@ def test_ctrl_c_ends_a_transfer_that_waits_for_the_network(store: BucketStore, h
     gate.set()
     hub.clear_faults()
     assert store.find("new") is None
+    assert SESSIONS.get() is not before  # that one may refuse all that comes next
     assert store.read(store.put("after", b"works")) == b"works"
 
 
