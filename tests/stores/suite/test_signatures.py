@@ -246,6 +246,7 @@ def test_code_that_may_run_must_be_signed(
     tamper: Callable[[Bucket, str], None],
     words: str,
     tmp_path: Path,
+    modules_cache: Path,
 ) -> None:
     private, public = write_pair(tmp_path, "mine")
     bert(3).save_pretrained(tmp_path / "out", max_shard_size=SHARDED)
@@ -263,7 +264,7 @@ def test_code_that_may_run_must_be_signed(
 
 
 @pytest.mark.parametrize("scheme", ["s3"])
-def test_code_that_is_signed_runs(store_address: str, tmp_path: Path) -> None:
+def test_code_that_is_signed_runs(store_address: str, tmp_path: Path, modules_cache: Path) -> None:
     private, public = write_pair(tmp_path, "mine")
     model = bert(3)
     model.config.auto_map = {"AutoModel": "signed_module.Own"}
