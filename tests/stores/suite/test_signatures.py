@@ -291,6 +291,20 @@ def test_a_load_that_can_only_be_compared_on_a_disk_says_so(store_address: str, 
 
 
 @pytest.mark.parametrize("scheme", ["s3"])
+def test_a_load_refuses_weights_that_were_added_beside_an_upload(
+    bucket: Bucket, store_address: str, store_prefix: str, signed: tuple[Path, Path]
+) -> None:
+    directory, public = signed
+    for path in directory.rglob("*.*"):
+        bucket.put(f"{store_prefix}/{path.relative_to(directory)}", path.read_bytes())
+    shard = next(directory.glob("model-00001-of-*"))
+    bucket.put(f"{store_prefix}/model.safetensors", shard.read_bytes())
+
+    with pytest.raises(SignatureError, match=r"model.safetensors' is not covered by the signature"):
+        hfshard.load_state_dict(f"{store_address}/model.safetensors", public_key=public)
+
+
+@pytest.mark.parametrize("scheme", ["s3"])
 def test_a_config_that_is_replaced_after_it_was_compared_is_not_read(
     bucket: Bucket, store_address: str, store_prefix: str, signed: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
