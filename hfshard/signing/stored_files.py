@@ -45,14 +45,12 @@ class SignedObjects:
         Raises:
             SignatureError: One differs, is not signed, or is missing.
         """
-        place = self._place
         self._compared = self.beside.read_all()
         for name, raw in sorted(self._compared.items()):
-            if self.manifest.digests.get(name) != {name: sha256_of(raw)}:
-                raise place.differs(name)
+            self._compare(name, sha256_of(raw))
         for name in sorted(filter(is_needed, self.manifest.digests)):
             if self.folder.was_listed(name.rpartition("/")[0]) and not self.folder.has(name):
-                raise place.missing(name)
+                raise self._place.missing(name)
         for reference in references_elsewhere(self._compared.get(CONFIG_NAME, b"")) if self.has_code else ():
             raise code_elsewhere(self.folder.path_of(CONFIG_NAME), reference)
 
@@ -68,7 +66,7 @@ class SignedObjects:
             CheckpointChangedError: Another save came meanwhile.
             InvalidArgumentError: It can only be compared on a disk.
         """
-        place, entry = self._place, checkpoint.weights.name
+        entry = checkpoint.weights.name
         if checkpoint.pickles:
             raise needs_disk(self.folder.path, "has files of torch.save")
         signed = self.manifest.digests.keys()
@@ -80,10 +78,10 @@ class SignedObjects:
             raise needs_disk(self.folder.path, why)
         for name in (entry, *checkpoint.shards):
             if name not in signed:
-                raise place.not_signed(name)
+                raise self._place.not_signed(name)
         raw = checkpoint.raw_index
-        if raw is not None and self.manifest.digests[entry] != {entry: sha256_of(raw)}:
-            raise place.differs(entry)
+        if raw is not None:
+            self._compare(entry, sha256_of(raw))
         shards = checkpoint.shards
         with bytes_bar("Verifying", sum(one.size for one in shards.values()), progress) as progress_callback:
             in_threads(
@@ -116,8 +114,10 @@ class SignedObjects:
         return SignedPlace(self.folder.path, self.manifest, objects=objects)
 
     def _check_shard(self, name: str, shard: SafetensorsShard, progress_callback: ProgressCallback) -> None:
-        found = shard.checked_sha256(FileDigest(), progress_callback)
-        if self.manifest.digests[name] != {name: found}:
+        self._compare(name, shard.checked_sha256(FileDigest(), progress_callback))
+
+    def _compare(self, name: str, sha256: str) -> None:
+        if self.manifest.digests.get(name) != {name: sha256}:
             raise self._place.differs(name)
 
 

@@ -90,14 +90,19 @@ def test_what_was_pushed_is_compared_in_the_store(
     assert main(["verify", store_address, "--public-key", str(other)]) == 1
 
 
+def upload(directory: Path, bucket: Bucket, prefix: str) -> None:
+    """Put the files of a directory, as another tool does."""
+    for path in directory.rglob("*.*"):
+        bucket.put(f"{prefix}/{path.relative_to(directory)}", path.read_bytes())
+
+
 @pytest.mark.parametrize("scheme", ["s3"])
 @pytest.mark.parametrize("max_shard_size", [SHARDED, "1GB"])
 def test_what_other_tools_uploaded_is_compared_as_it_lies(
     bucket: Bucket, store_address: str, store_prefix: str, max_shard_size: int | str, tmp_path: Path
 ) -> None:
     directory, public = signed_bert(tmp_path, max_shard_size)
-    for path in directory.rglob("*.*"):
-        bucket.put(f"{store_prefix}/{path.relative_to(directory)}", path.read_bytes())
+    upload(directory, bucket, store_prefix)
 
     report = hfshard.verify_checkpoint(store_address, public_key=public)
 
@@ -295,8 +300,7 @@ def test_a_load_refuses_weights_that_were_added_beside_an_upload(
     bucket: Bucket, store_address: str, store_prefix: str, signed: tuple[Path, Path]
 ) -> None:
     directory, public = signed
-    for path in directory.rglob("*.*"):
-        bucket.put(f"{store_prefix}/{path.relative_to(directory)}", path.read_bytes())
+    upload(directory, bucket, store_prefix)
     shard = next(directory.glob("model-00001-of-*"))
     bucket.put(f"{store_prefix}/model.safetensors", shard.read_bytes())
 
