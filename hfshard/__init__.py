@@ -37,6 +37,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+try:
+    import fcntl as _fcntl  # noqa: F401  # what every lock of a directory is made of
+except ModuleNotFoundError as error:
+    raise ImportError(
+        "hfshard needs a POSIX system, such as Linux or macOS, and this one has no 'fcntl'. On Windows, run it in WSL: "
+        "https://learn.microsoft.com/windows/wsl"
+    ) from error
+
 from hfshard._util.importing.lazy import lazy_exports
 from hfshard.constants import VERSION
 

@@ -8,11 +8,13 @@ from functools import partial
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from hfshard._util.arguments import refuse_unknown
 from hfshard._util.file_errors import names_files
 from hfshard._util.paths import path_text
+from hfshard.distributed.liveness.call_group import among
 from hfshard.distributed.loading import (
     check_like,
     files_of_names,
@@ -59,6 +61,7 @@ def load_state_dict(
     disable_mmap: bool | None = None,
     read: ReadMode = "auto",
     ranges: bool = False,
+    process_group: dist.ProcessGroup | None = None,
     progress: bool | None = None,
 ) -> dict[str, torch.Tensor]:
     """Load a state dict from a checkpoint of hfshard, transformers, huggingface_hub or torch.save.
@@ -90,6 +93,7 @@ def load_state_dict(
         ranges: From the Hub, download only headers and the bytes of the tensors, not whole shards, and put nothing into
             the cache. Each tensor is compared with its own checksum, which hfshard writes; "full" refuses tensors
             without one.
+        process_group: For `like` with DTensors: whose ranks load together; None: those of the default process group.
         progress: Whether to show a bar on stderr while files are downloaded and checksums computed; None: only on a
             terminal.
 
@@ -137,8 +141,9 @@ def load_state_dict(
         verify=verify, read=read, disable_mmap=disable_mmap, progress=progress, key=key, signature=signature
     )
     source = CheckpointSource(path_text(path), query, takes_files=True)
-    if like is not None:
-        return load_like(source, like, device, options)
+    with among(process_group):
+        if like is not None:
+            return load_like(source, like, device, options)
     local = source.find_local() if ranges and not local_files_only else None
     if ranges and not local_files_only and local is None:
         with open_source_by_ranges(source, options) as checkpoint:
@@ -159,6 +164,7 @@ def load_model(
     progress: bool | None = None,
     output_loading_info: bool = False,
     parallelize: Callable[[Any], Any] | None = None,
+    process_group: dist.ProcessGroup | None = None,
     **kwargs: Any,
 ) -> Any:
     """Load a checkpoint into a module, or build a transformers model from it.
@@ -182,6 +188,7 @@ def load_model(
         parallelize: For a class: a function that spreads the model over ranks (`fully_shard` ...) and returns it. It is
             called before the model has data; then each rank reads its parts. What the checkpoint lacks is drawn on each
             rank: seed them alike. Every rank of the default process group must call, and all build the model or none.
+        process_group: Whose ranks must call, in place of those of the default process group.
         kwargs: For a module: variant, subfolder, use_safetensors, revision, token, cache_dir, local_files_only. For a
             class: everything that its `from_pretrained` takes.
 
@@ -212,6 +219,7 @@ def load_model(
             "read": read,
             "progress": progress,
             "parallelize": parallelize,
+            "process_group": process_group,
         }
         return model.from_pretrained(path, *model_args, **given, **kwargs)
     signature = required_signature(public_key)
@@ -230,7 +238,8 @@ def load_model(
         )
         if output_loading_info:  # some classes look whether the argument is there, not whether it is true
             kwargs["output_loading_info"] = True
-        return load_class(model, path, model_args, kwargs, options)
+        with among(process_group):
+            return load_class(model, path, model_args, kwargs, options)
     options = LoadOptions(strict=strict, verify=verify, read=read, progress=progress, key=key, signature=signature)
     if parallelize is not None:
         raise InvalidArgumentError(
@@ -242,7 +251,8 @@ def load_model(
     refuse_unknown(kwargs, _QUERY_ARGUMENTS, "load_model")
     query = CheckpointQuery(**kwargs, needs_signature=signature is not None)
     source = CheckpointSource(path_text(path), query, takes_files=True)
-    info = _load_module(model, source, options)
+    with among(process_group):
+        info = _load_module(model, source, options)
     return (model, info) if output_loading_info else model
 
 

@@ -30,6 +30,7 @@ def reshard_checkpoint(
     drop_signature: bool = False,
     key: str | None = None,
     checksum: Checksum | None = "sha256",
+    follow_links: bool = False,
     variant: str | None = None,
     use_safetensors: bool | None = None,
     subfolder: str = "",
@@ -70,6 +71,8 @@ def reshard_checkpoint(
         drop_signature: Remove the `model.sig` of `dst` when it no longer holds. In place, a signed checkpoint is
             refused without it, as nobody could check the signature any more. A copy is made without the signature.
         key: As in `load_state_dict`.
+        follow_links: Copy also what links of other files than weights lead to outside of `src`; without it they are
+            refused, as a push refuses them.
         variant: Of the source, and of what is written.
         use_safetensors: None: safetensors before pickles; True: only them; False: only pickles. Pickles of torch 1.5
             and older are read into memory as a whole.
@@ -110,4 +113,6 @@ def reshard_checkpoint(
         drop_signature=drop_signature,
         progress=progress,
     )
-    return reshard_source(source, directory, options, dtype=dtype, low_disk=low_disk, key=key).index
+    return reshard_source(
+        source, directory, options, dtype=dtype, low_disk=low_disk, key=key, follow_links=follow_links
+    ).index

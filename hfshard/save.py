@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from hfshard._util.file_errors import names_files
 from hfshard._util.paths import absolute_path
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
+from hfshard.distributed.liveness.call_group import among
 from hfshard.distributed.saving import save_anywhere, telling_other_ranks
 from hfshard.distributed.spread_tensor import has_spread
 from hfshard.errors import InvalidArgumentError
@@ -36,6 +38,7 @@ def save_state_dict(
     metadata: Mapping[str, Any] | None = None,
     checksum: Checksum | None = "sha256",
     collective: bool = False,
+    process_group: dist.ProcessGroup | None = None,
     progress: bool | None = None,
 ) -> CheckpointIndex:
     """Save a state dict as one or more safetensors files, durably and all or nothing.
@@ -64,6 +67,9 @@ def save_state_dict(
         checksum: "sha256" (which the Hub uses), "xxh3" (as fast as memory), or None.
         collective: True: every rank of the default process group calls, and each is waited for, as with DTensors.
             For ranks that have different plain tensors, such as the stages of a pipeline, whenever each of them comes.
+        process_group: Whose ranks make this call, in place of those of the default process group: an actor on ranks 0
+            and 1 and a critic on 2 and 3 may be saved at once, each into a directory of its own. A rank that is not in
+            the group is refused.
         progress: Whether to show a bar on stderr; None: only on a terminal.
 
     Returns:
@@ -95,9 +101,10 @@ def save_state_dict(
         is_collective=collective,
         progress=progress,
     )
-    with telling_other_ranks(directory, lambda: collective or has_spread(state_dict)):
-        request = request_from_state_dict(state_dict, options)
-    return save_anywhere(request, directory)
+    with among(process_group):
+        with telling_other_ranks(directory, lambda: collective or has_spread(state_dict)):
+            request = request_from_state_dict(state_dict, options)
+        return save_anywhere(request, directory)
 
 
 @names_files("save_directory")
@@ -114,6 +121,7 @@ def save_model(
     save_original_format: bool = True,
     checksum: Checksum | None = "sha256",
     collective: bool = False,
+    process_group: dist.ProcessGroup | None = None,
     progress: bool | None = None,
 ) -> CheckpointIndex | None:
     """Save any module; a transformers model with its config, generation config and custom code.
@@ -131,8 +139,8 @@ def save_model(
     Args:
         model: Any module. Not changed, except that the config of a transformers model gets `dtype` and
             `architectures`, as in transformers.
-        save_directory: As in `save_state_dict`, and so are max_shard_size, variant, packing, checksum, collective and
-            progress.
+        save_directory: As in `save_state_dict`, and so are max_shard_size, variant, packing, checksum, collective,
+            process_group and progress.
         is_main_process: False saves nothing, because another process does; unless the model is spread over ranks, or
             the call is `collective`.
         state_dict: What to save in place of the model's own; not mutated.
@@ -165,9 +173,10 @@ def save_model(
         raise InvalidArgumentError(f"model must be an nn.Module, got a {type(model).__name__}.")
     if state_dict is not None and not isinstance(state_dict, Mapping):
         raise InvalidArgumentError(f"state_dict must map names to tensors, got a {type(state_dict).__name__}.")
-    if is_pretrained(unwrap(model)):
-        from hfshard.pretrained.saver import save_pretrained_model
+    with among(process_group):
+        if is_pretrained(unwrap(model)):
+            from hfshard.pretrained.saver import save_pretrained_model
 
-        model = unwrap(model)
-        return save_pretrained_model(model, save_directory, is_main_process, state_dict, options)  # type: ignore[arg-type]
-    return save_module(model, directory, state_dict, options, is_main_process)
+            model = unwrap(model)
+            return save_pretrained_model(model, save_directory, is_main_process, state_dict, options)  # type: ignore[arg-type]
+        return save_module(model, directory, state_dict, options, is_main_process)

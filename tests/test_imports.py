@@ -69,11 +69,11 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "holders outcome",
         "schedule",
         "rounds",
-        "rank_writer",
+        "rank_writer replica_writer",
     ),
     "distributed.parts": ("part", "by_ranges", "part_reader"),
     "distributed.pushing": ("staging_folder", "together"),
-    "distributed.liveness": ("messages process_record store waiting", "heartbeat", "watch"),
+    "distributed.liveness": ("call_group messages process_record store", "heartbeat waiting", "watch"),
     "hub": (
         "hub_marker own_files refs repo_tree",
         "address export protocols",
@@ -164,7 +164,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     ),
     "storage.weights.ranged": ("read_ahead running_digest", "ranged_shard", "requests", "comparison", "whole_tensors"),
     "storage.weights.pickles": (
-        "choosing file_in_memory nested other_formats",
+        "choosing file_in_memory name_hashes nested other_formats",
         "zip_check",
         "mapped_file opcode_scan refusals",
         "reading",
@@ -198,7 +198,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     ),
     "training.data": (
         "loader_state seeding",
-        "sampling",
+        "sampling held_generators",
         "fetching",
         "dataloader",
         "external_loader plain_loader",
@@ -234,7 +234,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "restoration",
         "resume",
     ),
-    "training.spread": ("layouts states uniting", "part_reading stages", "merging"),
+    "training.spread": ("layouts states uniting", "part_reading replicas stages", "merging"),
     "training.run": (
         "manifest background host_copy lock root turns",
         "run_checkpoint writing",
@@ -299,6 +299,7 @@ FOREIGN = {
     "tqdm": {"_util"},
     "transformers": {"pretrained", "training"},
     "accelerate": {"training"},
+    "psutil": {"pretrained"},
     "jinja2": {"viewing"},
     "filelock": {"hub"},
     "huggingface_hub": {"hub", "modules", "pretrained", "stores"},

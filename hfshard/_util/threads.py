@@ -10,13 +10,17 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from types import FrameType
 from typing import Any, Final, Generic, TypeVar
 
 _LOOK_SECONDS: Final = 0.2
 """How often the main thread, while it waits, looks whether Ctrl-C came."""
+
+_LENDING_SECONDS: Final = 0.05
+"""How often a thread that waits for a `LendingLock` looks whether its holder waits for it."""
 
 _of_thread = threading.local()
 """`cancelled`: the event of the `in_threads` that this thread works for."""
@@ -258,3 +262,80 @@ class ProcessLock:
         """Hold it; who forks meanwhile releases, in either process, the lock that was taken."""
         with self._lock:
             yield
+
+
+class LendingLock:
+    """A re-entrant lock that a thread lends to one that it waits for: else they would wait for each other.
+
+    A thread waits for another where it joins it, or waits for the result of a future that the other works for, without
+    a timeout: it goes on once the other has ended, so what the other does under the lock is done within its own block.
+    Of other means (events, queues) Python does not tell who waits for whom.
+
+    A forked process has it anew, as a `ProcessLock`.
+    """
+
+    def __init__(self) -> None:
+        self._renew()
+        os.register_at_fork(after_in_child=self._renew)
+
+    def _renew(self) -> None:
+        self._changed = threading.Condition()
+        self._holders: list[int] = []
+        """Each thread once for each block that it is in; the last one holds the lock, the others wait for it."""
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold it; who forks meanwhile releases, in either process, the lock that was taken."""
+        changed, holders, own = self._changed, self._holders, threading.get_ident()
+        with changed:
+            while holders and holders[-1] != own and not _is_waiting_for(holders[-1], own):
+                changed.wait(_LENDING_SECONDS)
+            holders.append(own)
+        try:
+            yield
+        finally:
+            if holders is self._holders:  # else this is a forked process, where nobody else has taken it
+                with changed:
+                    del holders[len(holders) - 1 - holders[::-1].index(own)]
+                    changed.notify_all()
+
+
+def _is_waiting_for(thread: int, other: int) -> bool:
+    """Whether a thread goes on only when another has ended, or has a result; by way of others, too."""
+    frames = sys._current_frames()
+    seen: set[int | None] = set()
+    waiting: int | None = thread
+    while waiting is not None and waiting not in seen:
+        seen.add(waiting)
+        waiting = _awaited_thread(waiting, frames)
+        if waiting == other:
+            return True
+    return False
+
+
+def _awaited_thread(thread: int, frames: Mapping[int, FrameType]) -> int | None:
+    """The thread that another one joins, or whose result it waits for."""
+    for frame in _stack(frames.get(thread)):
+        if frame.f_code not in (threading.Thread.join.__code__, Future.result.__code__):
+            continue
+        if frame.f_locals.get("timeout") is not None:
+            return None
+        awaited = frame.f_locals.get("self")
+        if isinstance(awaited, threading.Thread):
+            return awaited.ident
+        return next((worker for worker, top in frames.items() if _works_for(top, awaited)), None)
+    return None
+
+
+def _works_for(top: FrameType, future: Any) -> bool:
+    """Whether a thread is in a call of an object that has the future, as the work items of an executor."""
+    for frame in _stack(top):
+        if frame.f_code.co_name == "run" and getattr(frame.f_locals.get("self"), "future", None) is future:
+            return True
+    return False
+
+
+def _stack(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

@@ -13,7 +13,7 @@ from typing import Final
 from hfshard._util.address_hints import check_slashes
 from hfshard._util.addresses import is_address
 from hfshard.cli.arguments.parser import make_parser
-from hfshard.cli.output import drop_output, print_message, printable, replace_closed_streams, use_any_encoding
+from hfshard.cli.output import drop_output, print_message, replace_closed_streams, use_any_encoding
 from hfshard.cli.run.words import COMMAND, split_words
 from hfshard.errors import HfshardError, InvalidArgumentError, InvalidPathError, InvalidSizeError, InvalidSizeTypeError
 
@@ -118,7 +118,7 @@ def _no_directory(path: str) -> str:
     try:
         check_slashes(path, "directory")
     except InvalidPathError as error:
-        return printable(error.message)
+        return error.message
     hint = "it does not exist"
     if _REPO_ID.fullmatch(path):
         hint = f"it does not exist. A repo of the Hub is pulled first: hfshard pull {path} NEW_DIR"
@@ -126,4 +126,4 @@ def _no_directory(path: str) -> str:
         hint = "what serves as a hub is a directory on a file system, and no store"
     if os.path.exists(path):
         hint = f"it is a file; did you mean '{os.path.dirname(path) or '.'}'?"
-    return printable(f"'{path}' is not a directory: {hint}")
+    return f"'{path}' is not a directory: {hint}"

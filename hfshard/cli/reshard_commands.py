@@ -65,6 +65,7 @@ def _rewrite(arguments: argparse.Namespace, *, use_safetensors: bool | None, low
         dtype=arguments.dtype,
         low_disk=low_disk,
         key=arguments.key,
+        follow_links=arguments.follow_links,
     )
 
 

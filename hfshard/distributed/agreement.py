@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from hfshard._util.progress import bytes_bar
 from hfshard.distributed.exchange.owners import assign_owners
-from hfshard.distributed.participants import gather_participants, has_other_ranks
+from hfshard.distributed.liveness.call_group import has_other_ranks
+from hfshard.distributed.participants import gather_participants
 from hfshard.distributed.sightings import (
     checkpoint_digest,
     contents_digest,
@@ -277,7 +278,7 @@ def load_together(call: str, *, is_collective: bool) -> Iterator[LoadAgreement]:
     """Let every rank do the block, or none: what one raises before it confirms, the others raise instead of going on.
 
     Args:
-        call: What all ranks of the default process group call, if it is collective.
+        call: What all ranks of the call's process group call, if it is collective.
         is_collective: False: this rank goes alone.
 
     Raises:

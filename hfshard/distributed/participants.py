@@ -17,6 +17,7 @@ from typing import Final, Self
 
 import torch.distributed as dist
 
+from hfshard.distributed.liveness.call_group import call_ranks, place_of_call
 from hfshard.distributed.liveness.heartbeat import LifeSigns, WaySigns, dead_key, process_key, way_key
 from hfshard.distributed.liveness.messages import missing_error, missing_word
 from hfshard.distributed.liveness.process_record import own_record
@@ -61,11 +62,6 @@ class Participation:
         return [] if self.status is None else self.status.ranks
 
 
-def has_other_ranks() -> bool:
-    """Whether there is a default process group of several ranks."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
 @contextmanager
 def gather_participants(
     place: str,
@@ -76,7 +72,7 @@ def gather_participants(
     patience_seconds: float | None = None,
     death_seconds: float = DEATH_SECONDS,
 ) -> Iterator[Participation]:
-    """Find out which ranks of the default process group make this call, too; the operation lasts as long as the block.
+    """Find out which ranks of the call's process group make it, too; the operation lasts as long as the block.
 
     Of replicated tensors every rank has all, so any of the ranks may call: the first to arrive waits a moment for the
     others, and closes the door. Who comes later awaits the outcome. Where one of those who came needs all ranks, all of
@@ -85,7 +81,7 @@ def gather_participants(
     Args:
         place: What the operation is about, such as the directory's absolute path: one at a time is under way, and who
             names another place is in another operation.
-        needs_all: Whether this rank has a part of a tensor only.
+        needs_all: Whether the call needs all ranks, as where this one has a part of a tensor only.
         is_writer: False: the rank does not take part, and nobody waits for it, unless it `needs_all`.
         wait_seconds: How long the first one waits for ranks that are not needed; None: `WAIT_SECONDS`.
         patience_seconds: How long it waits for ranks that are, which may still compute or load data; None: as long as
@@ -104,7 +100,8 @@ def gather_participants(
                 status.finish(save(...))
     """
     rank = dist.get_rank()
-    key = f"hfshard/{hashlib.sha256(place.encode(errors='surrogateescape')).hexdigest()[:32]}"
+    words = place_of_call(place).encode(errors="surrogateescape")
+    key = f"hfshard/{hashlib.sha256(words).hexdigest()[:32]}"
     with closing(open_group_store(death_seconds)) as store:
         if not is_writer and not needs_all:
             store.add(f"{key}/declined/{rank}", 1)
@@ -139,7 +136,7 @@ class _Operation:
         self._keeper: int | None = None
         self._is_gathered = False
         self._name = ""
-        self._world = range(dist.get_world_size())
+        self._world = call_ranks()
         self.status: SaveStatus
 
     @property

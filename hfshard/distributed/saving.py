@@ -18,8 +18,11 @@ from hfshard.distributed.exchange.holders import Holders
 from hfshard.distributed.exchange.listing import HeldTensor, Listing, Mesh, RankGroup, digest_of, list_tensors
 from hfshard.distributed.exchange.outcome import SaveOutcome
 from hfshard.distributed.exchange.rank_writer import RankWriter
+from hfshard.distributed.exchange.replica_writer import SHARED_FROM_BYTES, ReplicaWriter
+from hfshard.distributed.exchange.rounds import CpuGroup
+from hfshard.distributed.liveness.call_group import call_group, call_ranks, has_other_ranks
 from hfshard.distributed.liveness.heartbeat import on_the_way
-from hfshard.distributed.participants import Role, gather_participants, has_other_ranks
+from hfshard.distributed.participants import Role, gather_participants
 from hfshard.distributed.spread_tensor import SpreadTensor, has_spread, with_spread_tensors
 from hfshard.distributed.status import SaveStatus
 from hfshard.errors import HfshardError, InvalidArgumentError, RankFailedError, RankMissingError
@@ -39,7 +42,7 @@ def save_anywhere(
     save_directory: str | os.PathLike[str],
     check: Callable[[], None] = _NO_CHECK,
 ) -> CheckpointIndex:
-    """Save a request: alone, or together with the other ranks of the default process group.
+    """Save a request: alone, or together with the other ranks of the call's process group.
 
     Where a tensor is spread over ranks, or they have different names, every rank must call. Of replicated tensors every
     rank has all: whoever calls at about the same time makes one save of it, which the first of them writes; who comes
@@ -119,7 +122,7 @@ def save_on_ranks(
     status: SaveStatus,
     check: Callable[[], None] = _NO_CHECK,
     *,
-    group: dist.ProcessGroup | None = None,
+    group: CpuGroup | None = None,
 ) -> CheckpointIndex:
     """Save what the ranks of an operation hold together; each of them calls this.
 
@@ -148,7 +151,7 @@ def write_on_ranks(
     status: SaveStatus,
     check: Callable[[], None] = _NO_CHECK,
     *,
-    group: dist.ProcessGroup | None = None,
+    group: CpuGroup | None = None,
     writers: Sequence[int] = (),
 ) -> tuple[CheckpointIndex | None, Listing]:
     """Do what `save_on_ranks` does, but for the end of the operation: the caller tells the outcome.
@@ -165,18 +168,40 @@ def write_on_ranks(
     groups, listings = share_listings(status, listing, meshes)
     is_leader = status.rank == status.leader
     if len(listings) == 1 and not meshes and len(groups) == 1:
-        own = OwnShardWriter(confirm=status.begin_step)
-        return save_request(request, directory, check, own) if is_leader else None, listing
+        return _save_replicas(request, directory, status, check, listing, may_share=not writers), listing
     refuse_absent(status)
     request = _with_whole(request, listings)
     holders = Holders.unite(groups, listings, request.name_order)
-    writer = RankWriter(status, holders, held, group or cpu_group(), writers=writers)
+    writer = RankWriter(status, holders, held, group or cpu_group(status.tag), writers=writers)
     if not is_leader:
         writer.follow()
         return None, listing
     index = save_request(_united(request, holders), directory, check, writer)
     writer.end()
     return index, listing
+
+
+def _save_replicas(
+    request: SaveRequest,
+    directory: str,
+    status: SaveStatus,
+    check: Callable[[], None],
+    listing: Listing,
+    *,
+    may_share: bool,
+) -> CheckpointIndex | None:
+    """Save what each rank has all of: on the leader, or, where all ranks of the call have come, by each some files."""
+    is_leader = status.rank == status.leader
+    total_bytes = sum(entry.layout.nbytes for entry in listing.entries.values())
+    has_all = len(status.ranks) > 1 and status.ranks == list(call_ranks())
+    if may_share and has_all and total_bytes >= SHARED_FROM_BYTES and not is_address(directory):
+        writer = ReplicaWriter(status, request.tensors)
+        if not is_leader:
+            writer.follow()
+            return None
+        return save_request(request, directory, check, writer)
+    own = OwnShardWriter(confirm=status.begin_step)
+    return save_request(request, directory, check, own) if is_leader else None
 
 
 def request_of_one(request: SaveRequest) -> SaveRequest:
@@ -261,7 +286,7 @@ def refuse_absent(status: SaveStatus) -> None:
     Raises:
         RankMissingError: It names one.
     """
-    absent = sorted(set(range(dist.get_world_size())) - set(status.ranks))
+    absent = sorted(set(call_ranks()) - set(status.ranks))
     if absent:
         raise RankMissingError(
             f"The ranks have different tensors, and rank {absent[0]} has not called with the others. Make this call on "
@@ -311,22 +336,42 @@ def _late(request: SaveRequest, directory: str, status: SaveStatus) -> Checkpoin
     return outcome.index(status, os.path.join(directory, request.options.names.index))
 
 
-_CPU_GROUPS: dict[bool, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
-"""Whether it is for threads -> the default group that it was made for, and a gloo group of its ranks."""
+_CPU_GROUPS: dict[tuple[tuple[int, ...], bool], tuple[dist.ProcessGroup, CpuGroup]] = {}
+"""Ranks, and whether it is for threads -> the default group at the time, and a gloo group of these ranks."""
 
 
-def cpu_group(*, for_thread: bool = False) -> dist.ProcessGroup | None:
-    """A group of all ranks whose collectives take tensors of the CPU; None: the default group.
+def cpu_group(tag: str = "", *, for_thread: bool = False) -> CpuGroup | None:
+    """A group of all ranks of a call whose collectives take tensors of the CPU; None: the default group.
 
-    Every rank must call it, in its main thread: a new group is made where there is none.
+    Every rank of the call must call it, in its main thread: a new group is made where there is none.
 
     Args:
-        for_thread: For collectives in a thread, beside those of the training: never the default group.
+        tag: Of the operation, with which the ranks of a group find each other.
+        for_thread: For collectives in a thread, beside those of the training: never the default group, nor the call's.
     """
-    if not for_thread and "cpu:gloo" in dist.get_backend_config().split(","):
-        return None
+    given = call_group()
+    ranks = call_ranks()
+    is_in_order = given is None or tuple(dist.get_process_group_ranks(given)) == ranks
+    if not for_thread and is_in_order and "cpu:gloo" in dist.get_backend_config(given).split(","):
+        return given
     world: Any = dist.group.WORLD
-    known = _CPU_GROUPS.get(for_thread)
+    known = _CPU_GROUPS.get((ranks, for_thread))
     if known is None or known[0] is not world:
-        known = _CPU_GROUPS[for_thread] = world, dist.new_group(backend="gloo")
+        known = _CPU_GROUPS[ranks, for_thread] = world, _new_group(ranks, tag)
     return known[1]
+
+
+def _new_group(ranks: tuple[int, ...], tag: str) -> CpuGroup:
+    """Make a gloo group.
+
+    All ranks must call torch's `new_group`; its local form hangs where one has joined more groups than another. So a
+    group of some is made as torch makes it, under a name of ours.
+    """
+    if len(ranks) == dist.get_world_size():
+        group: CpuGroup = dist.new_group(backend="gloo")
+        return group
+    from torch.distributed.constants import default_pg_timeout
+
+    world: Any = dist.group.WORLD
+    store = dist.PrefixStore(f"{tag}/gloo", world.get_group_store())  # type: ignore[attr-defined]
+    return dist.ProcessGroupGloo(store, ranks.index(dist.get_rank()), len(ranks), default_pg_timeout)

@@ -91,6 +91,11 @@ class SaveStatus:
         return self.ranks[0]
 
     @property
+    def place(self) -> int:
+        """Where this rank is among the ranks, from 0."""
+        return self.ranks.index(self.rank)
+
+    @property
     def last_keys(self) -> list[str]:
         """The keys that say how it ended."""
         return [self._key(name) for name in LAST_NAMES]

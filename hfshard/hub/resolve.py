@@ -20,7 +20,7 @@ from hfshard.constants import (
     SIGNATURE_NAME,
     WEIGHTS_SUFFIXES,
 )
-from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError
+from hfshard.errors import CheckpointNotFoundError, HfshardError, InvalidArgumentError
 from hfshard.hub.protocols import CommitFiles
 from hfshard.storage.checkpoint.checkpoint import FilesOf
 from hfshard.storage.checkpoint.locate import (
@@ -80,6 +80,8 @@ class CheckpointQuery:
     """Whether the weights of an adapter are opened where there is no model."""
     needs_companions: bool = False
     """Whether the files beside the checkpoint are downloaded too: tokenizer, README."""
+    takes_oddities: bool = False
+    """Whether what transformers loads is fetched, though it is not as it should be: it is seen when it is opened."""
     needs_signature: bool = False
     """Whether the signature is downloaded too, and what it covers that a load may read beside the weights."""
     allow_patterns: list[str] | None = None
@@ -147,7 +149,9 @@ def resolve_checkpoint(files: CommitFiles, query: CheckpointQuery) -> ResolvedCh
         files.download([*present, path(guess.name)] if guess is not None and guess.is_index else present)
     config = read_config(directory)
     files.download(present)
-    found = _find_candidate(files, query, names, checked_weights_override(config, directory, names), known_missing)
+    pass_over = _leave_to_opening if query.takes_oddities else None
+    weights_override = checked_weights_override(config, directory, names, pass_over)
+    found = _find_candidate(files, query, names, weights_override, known_missing)
     if query.needs_code and _has_own_code(config):
         present += files.code()
     if query.needs_code and not files.has(_CUSTOM_GENERATE, is_needed=False):
@@ -162,10 +166,14 @@ def resolve_checkpoint(files: CommitFiles, query: CheckpointQuery) -> ResolvedCh
         files.download([path(found.name)])
         index_path = os.path.join(directory, found.name)
         raw, _ = read_small(index_path, directory, MAX_INDEX_BYTES)
-        index = CheckpointIndex.from_json(raw, index_path)
+        index = CheckpointIndex.from_json(raw, index_path, pass_over)
         paths += [path(name) for name in _shards(index, query)]
     files.download(paths)
     return ResolvedCheckpoint(directory, files.commit, tuple(paths), found.kind, tuple(known_missing))
+
+
+def _leave_to_opening(_error: HfshardError) -> None:
+    """Do nothing: whoever opens the checkpoint takes note of it."""
 
 
 def _small_files(files: CommitFiles, query: CheckpointQuery, known_missing: list[str]) -> list[str]:

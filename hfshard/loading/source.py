@@ -28,7 +28,7 @@ from hfshard.hub.resolve import CheckpointQuery
 from hfshard.loading.options import LoadOptions, SignedFiles
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, open_checkpoint
 from hfshard.storage.checkpoint.checks import check_small_file
-from hfshard.storage.checkpoint.folder import FAR_TRIES, StoreFolder
+from hfshard.storage.checkpoint.folder import FAR_TRIES, CheckpointFolder, LocalFolder, StockFolder, StoreFolder
 from hfshard.storage.checkpoint.locate import directory_not_found, is_weights_name, split_weights_path, weights_bytes
 from hfshard.storage.disk.hub_place import has_hub_marker
 
@@ -152,6 +152,12 @@ class CheckpointSource:
         return LocalCheckpoint(directory, directory, weights_name=name)
 
 
+def _folder_of(local: LocalCheckpoint, options: LoadOptions) -> CheckpointFolder:
+    if local.folder is not None:
+        return local.folder
+    return StockFolder(local.directory) if options.is_lenient else LocalFolder(local.directory)
+
+
 @contextmanager
 def open_source(
     source: CheckpointSource,
@@ -179,7 +185,7 @@ def open_source(
     with (
         bytes_bar("Verifying", total, options.progress if total else False) as progress_callback,
         open_checkpoint(
-            local.directory if local.folder is None else local.folder,
+            _folder_of(local, options),
             variant=query.variant,
             use_safetensors=query.use_safetensors,
             verify=options.verify if signed is None else "none",  # the signature says all that would be compared

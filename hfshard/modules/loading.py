@@ -117,16 +117,22 @@ def build_module(
         model_class: The class.
         source: What huggingface_hub says: of the load under way, the checkpoint is open.
         model_kwargs: For the constructor.
-        map_location: A device, as in huggingface_hub, which copies from there into the module wherever that is.
+        map_location: A device with data, as in huggingface_hub, which copies from there into the module wherever that
+            is.
         strict: Refuse missing and unexpected names.
 
     Returns:
         The module, in evaluation mode.
 
     Raises:
+        InvalidArgumentError: `map_location` is no device, or the meta device.
         Everything that `open_source` and `load_into_module` raise.
     """
-    checked_device(map_location)
+    if checked_device(map_location).type == "meta":
+        raise InvalidArgumentError(
+            f"map_location must be a device with data, got {str(map_location)!r}: weights are copied from there into "
+            f"the module. To build {model_class.__name__} without data, call it within torch.device('meta')."
+        )
     model_kwargs = _without_override(model_kwargs)
     call = _under_way.get()
     if call is None or call.model_class is not model_class:
@@ -173,7 +179,13 @@ def _split(
     rest = dict(kwargs)
     rest |= {name: own[name] for name in own.keys() - ours.keys() if own[name] != getattr(defaults, name, None)}
     signature = required_signature(ours.pop("public_key", None))
+    process_group = ours.pop("process_group", None)
     options = LoadOptions(**ours, signature=signature)
+    if process_group is not None:
+        raise InvalidArgumentError(
+            "process_group is for models that are spread over ranks, and each rank builds a plain module by itself: "
+            "leave it out. Into a module that is spread, load by hfshard.load_model(module, path, process_group=...)."
+        )
     if options.parallelize is not None:
         raise InvalidArgumentError(
             "parallelize is for models of transformers. Build the module, spread it, and load the weights into it: "

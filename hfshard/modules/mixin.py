@@ -9,9 +9,11 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from huggingface_hub import PyTorchModelHubMixin
 
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
+from hfshard.distributed.liveness.call_group import among
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.loading.options import LoadOptions
 from hfshard.loading.source import CheckpointSource
@@ -94,6 +96,7 @@ class ShardedModelMixin(PyTorchModelHubMixin):
         *,
         packing: Packing = "greedy",
         checksum: Checksum | None = "sha256",
+        process_group: dist.ProcessGroup | None = None,
         progress: bool | None = None,
         **kwargs: Any,
     ) -> Any:
@@ -112,6 +115,7 @@ class ShardedModelMixin(PyTorchModelHubMixin):
             save_peft_format, save_original_format, distributed_checkpoint: As in transformers; for its models only.
             packing: "greedy" (as transformers) or "balanced" (fewer where it can, of similar size).
             checksum: "sha256", "xxh3" or None.
+            process_group: Whose ranks have parts of the model, and call; None: the default one. See `save_state_dict`.
             progress: Whether to show a bar on stderr; None: only on a terminal.
             kwargs: `safe_serialization=True` and `save_function` of older code, and arguments of `push_to_hub`. For a
                 plain module also `config` (a dict or dataclass, in place of the constructor's arguments) and
@@ -149,11 +153,13 @@ class ShardedModelMixin(PyTorchModelHubMixin):
         if is_pretrained_class(type(self)):
             from hfshard.pretrained.saver import save_through
 
-            save_through(below_mixin(self), self, save_directory, {**kwargs, **given}, options)  # type: ignore[arg-type]
+            with among(process_group):
+                save_through(below_mixin(self), self, save_directory, {**kwargs, **given}, options)  # type: ignore[arg-type]
             return None
         refuse_other_model(type(self), ShardedModelMixin)
         is_own = is_overridden(self, "_save_pretrained", ShardedModelMixin)
-        return save_plain(self, save_directory, options, given, kwargs, is_overridden=is_own)
+        with among(process_group):
+            return save_plain(self, save_directory, options, given, kwargs, is_overridden=is_own)
 
     def _save_pretrained(self, save_directory: Path) -> None:
         """Save the weights of a plain module, and what `save_pretrained` adds to them; an override may call it."""
@@ -175,6 +181,7 @@ class ShardedModelMixin(PyTorchModelHubMixin):
         variant: str | None = None,
         path_in_repo: str = "",
         packing: Packing = "greedy",
+        process_group: dist.ProcessGroup | None = None,
         progress: bool | None = None,
         **kwargs: Any,
     ) -> Any:
@@ -184,7 +191,7 @@ class ShardedModelMixin(PyTorchModelHubMixin):
         this variant, everything else stays. No weights are written to disk, except of a model that only transformers
         can save (offloaded, with adapters), that is spread over ranks, or whose class has a `save_pretrained` or
         `_save_pretrained` of its own: these go by way of a temporary directory. Where each rank has a part of the
-        model, every rank must call, and rank 0 alone speaks to the hub.
+        model, every rank must call, and the first one alone speaks to the hub.
 
         Args:
             repo_id: "org/name", created if it is missing; or a path or `file://` URL of a directory hub.
@@ -193,7 +200,7 @@ class ShardedModelMixin(PyTorchModelHubMixin):
             token: None: the saved one.
             revision: A branch, created if it is missing, or "refs/pr/N". None: main.
             create_pr: Open a pull request on main in place of pushing; not together with another revision.
-            max_shard_size: As in `save_pretrained`, and so are variant, packing and progress.
+            max_shard_size: As in `save_pretrained`, and so are variant, packing, process_group and progress.
             tags: Of the model card, which is created if there is none.
             path_in_repo: Folder of the repo.
             kwargs: For a plain module, as in huggingface_hub: `config`, `model_card_kwargs`, and `branch`, which is
@@ -223,10 +230,12 @@ class ShardedModelMixin(PyTorchModelHubMixin):
         if is_pretrained_class(type(self)):
             from hfshard.pretrained.pusher import push_pretrained_model
 
-            return push_pretrained_model(self, repo_id, tags, saving, pushing, kwargs)  # type: ignore[arg-type]
+            with among(process_group):
+                return push_pretrained_model(self, repo_id, tags, saving, pushing, kwargs)  # type: ignore[arg-type]
         refuse_other_model(type(self), ShardedModelMixin)
         own = any(is_overridden(self, name, ShardedModelMixin) for name in ("save_pretrained", "_save_pretrained"))
-        return push_plain(self, repo_id, tags, saving, pushing, kwargs, is_overridden=own)
+        with among(process_group):
+            return push_plain(self, repo_id, tags, saving, pushing, kwargs, is_overridden=own)
 
     @classmethod
     @_untyped
@@ -240,6 +249,7 @@ class ShardedModelMixin(PyTorchModelHubMixin):
         read: ReadMode = "auto",
         progress: bool | None = None,
         parallelize: Callable[[Any], Any] | None = None,
+        process_group: dist.ProcessGroup | None = None,
         **kwargs: Any,
     ) -> Any:
         """Build the model from a checkpoint that is checked first; with the arguments of transformers, and a few more.
@@ -260,10 +270,12 @@ class ShardedModelMixin(PyTorchModelHubMixin):
                 checkpoint lacks is drawn on each rank: seed them alike. With it, or with a `distributed_config` of
                 several ranks, every rank of the default process group must call, and all build the model or none.
                 For transformers models only.
+            process_group: Whose ranks must call, in place of those of the default process group; with `parallelize`.
             kwargs: Everything that transformers' `from_pretrained` takes, and an override of the class. For a plain
                 module: revision, token, cache_dir, local_files_only, force_download, variant, subfolder, map_location,
                 and arguments of the constructor in place of those in config.json. Where the constructor has one of
-                the names verify, public_key, read, progress, parallelize, variant or subfolder, it gets the value.
+                the names verify, public_key, read, progress, parallelize, process_group, variant or subfolder, it gets
+                the value.
 
         Returns:
             The model, in evaluation mode; with `output_loading_info=True`, (model, info).
@@ -283,7 +295,7 @@ class ShardedModelMixin(PyTorchModelHubMixin):
         if not is_pretrained_class(cls):
             refuse_other_model(cls, ShardedModelMixin)
             is_own = is_overridden(cls, "_from_pretrained", ShardedModelMixin)
-            own |= {"strict": strict, "public_key": public_key}
+            own |= {"strict": strict, "public_key": public_key, "process_group": process_group}
             path = pretrained_model_name_or_path
             return load_plain(cls, super(), path, model_args, kwargs, own, is_overridden=is_own)
         from hfshard.pretrained.build import load_through
@@ -291,7 +303,8 @@ class ShardedModelMixin(PyTorchModelHubMixin):
         own["signature"] = required_signature(public_key)
         options = LoadOptions(strict=strict, disable_mmap=kwargs.get("disable_mmap"), **own)
         start = below_mixin(cls)
-        return load_through(start, cls, pretrained_model_name_or_path, model_args, kwargs, options)  # type: ignore[arg-type]
+        with among(process_group):
+            return load_through(start, cls, pretrained_model_name_or_path, model_args, kwargs, options)  # type: ignore[arg-type]
 
     @classmethod
     @_untyped

@@ -74,7 +74,9 @@ def source_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return {key: kwargs[key] for key in SOURCE_ARGUMENTS if key in kwargs}
 
 
-def source_of(name: str, kwargs: Mapping[str, Any], *, needs_signature: bool = False) -> CheckpointSource:
+def source_of(
+    name: str, kwargs: Mapping[str, Any], *, needs_signature: bool = False, takes_oddities: bool = False
+) -> CheckpointSource:
     """Make the source that these arguments describe; with all that a signature covers, where that is needed."""
     query = CheckpointQuery(
         subfolder=kwargs.get("subfolder") or "",
@@ -88,6 +90,7 @@ def source_of(name: str, kwargs: Mapping[str, Any], *, needs_signature: bool = F
         needs_code=bool(kwargs.get("trust_remote_code")),
         accepts_adapter=bool(is_peft_available()),
         needs_signature=needs_signature,
+        takes_oddities=takes_oddities,
     )
     return CheckpointSource(name, query, takes_files=True)
 

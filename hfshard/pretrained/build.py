@@ -234,7 +234,8 @@ def _build(
     agreement = current_agreement()
     try:
         name = path_text(path, "pretrained_model_name_or_path")
-        source = source_of(name, kwargs, needs_signature=options.signature is not None)
+        needs_signature = options.signature is not None
+        source = source_of(name, kwargs, needs_signature=needs_signature, takes_oddities=options.is_lenient)
         local = local or agreement.fetch(source, options.progress)
         signed = _check_signature(local, source, kwargs, options)
         refuse_file_without_config(local, kwargs)

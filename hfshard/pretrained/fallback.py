@@ -74,8 +74,12 @@ def is_adapter(directory: str) -> bool:
 
 
 def _is_tight(directory: str) -> bool:
-    """Whether the weights could be too large for the free memory."""
-    return weights_bytes(directory) > os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """Whether the weights could be too large for the free memory, which Accelerate measures so, on any system."""
+    try:
+        import psutil
+    except ImportError:  # it came with Accelerate, without which transformers takes no device_map: it says so
+        return True
+    return weights_bytes(directory) > int(psutil.virtual_memory().available)
 
 
 def _is_quantized(directory: str) -> bool:

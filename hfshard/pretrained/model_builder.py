@@ -13,7 +13,7 @@ from typing import Any, Final, cast
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hfshard._util.threads import ProcessLock
+from hfshard._util.threads import LendingLock
 from hfshard.distributed.agreement import current_agreement
 from hfshard.distributed.reading import stored_tensors
 from hfshard.errors import StateDictMismatchError
@@ -36,9 +36,9 @@ from hfshard.state_dicts.wrappers import has_wrapper_prefix, match_prefixes, str
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.storage.checkpoint.locate import check_generation_config, read_config
 
-building_lock: Final = ProcessLock()
-"""transformers builds models under settings of the whole process (default dtype and device, no initialisation): two
-threads that load at once would lose ties. Re-entrant, for models that load a part of themselves."""
+building_lock: Final = LendingLock()
+"""transformers builds models under settings of the whole process (default dtype, no ties): two threads that load at
+once would lose ties. A model may load a part of itself, also in a thread that its constructor waits for."""
 
 
 class ModelBuilder:
@@ -78,7 +78,7 @@ class ModelBuilder:
             StateDictMismatchError: No name fits, a shape differs, or strict and any name differs.
         """
         if self.model_class.can_generate() and kwargs.get("generation_config") is None:
-            check_generation_config(self.local.directory)
+            check_generation_config(self.local.directory, self.checkpoint.folder.pass_over)
         parallel = self._parallelized_load(kwargs)
         tensors = self._tensors(config, kwargs) if parallel is None else self._described(config, parallel)
         arguments = {key: value for key, value in kwargs.items() if key in MODEL_ARGUMENTS | CONFIG_ATTRIBUTES}

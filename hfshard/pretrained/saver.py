@@ -16,7 +16,7 @@ from hfshard._util.addresses import is_address, refuse_hub_arguments
 from hfshard._util.arguments import refuse_pickles, refuse_unknown
 from hfshard._util.paths import absolute_path
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
-from hfshard.distributed.participants import has_other_ranks
+from hfshard.distributed.liveness.call_group import has_other_ranks
 from hfshard.distributed.pushing.together import PushTogether, push_together
 from hfshard.distributed.saving import decline_save, needs_all_ranks, save_anywhere, telling_other_ranks
 from hfshard.errors import InvalidArgumentError

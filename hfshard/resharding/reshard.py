@@ -12,7 +12,7 @@ import torch
 
 from hfshard._util.addresses import is_address
 from hfshard._util.paths import absolute_path
-from hfshard.constants import CONFIG_NAME, README, SIGNATURE_NAME
+from hfshard.constants import README, SIGNATURE_NAME
 from hfshard.errors import InvalidArgumentError
 from hfshard.hub.own_files import OwnFiles
 from hfshard.loading.options import LoadOptions
@@ -39,6 +39,7 @@ from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, Verify
 from hfshard.storage.checkpoint.raw_tensors import is_compared
 from hfshard.storage.disk.byte_source import ByteSource, BytesSource
 from hfshard.storage.disk.companions import refuse_conflicts
+from hfshard.storage.disk.safe_open import refuse_links_to_outside
 from hfshard.storage.format.index import CheckpointIndex
 
 logger = logging.getLogger(__name__)
@@ -69,6 +70,12 @@ class ReshardResult:
     """Names of the files that were copied too."""
 
 
+_LINKS: Final = (
+    "the checkpoint's directory, and what they lead to would be published with the copy. Pass follow_links=True "
+    "(--follow-links) to copy what is there, or move the links away."
+)
+
+
 def reshard_source(
     source: CheckpointSource,
     dst: str,
@@ -77,6 +84,7 @@ def reshard_source(
     dtype: str | torch.dtype | None = None,
     low_disk: bool = False,
     key: str | None = None,
+    follow_links: bool = False,
     beside: BesideOf | None = None,
     overwrite: bool = True,
     verify: Verify = "structure",
@@ -87,7 +95,7 @@ def reshard_source(
         source: The checkpoint.
         dst: Directory, or address of a store, to save it in; the source's own: in place.
         options: How to save it; `variant` is the source's.
-        dtype, low_disk, key: As in `reshard_checkpoint`.
+        dtype, low_disk, key, follow_links: As in `reshard_checkpoint`.
         beside: For a copy, whose files hold what those of the source do: finds the other files that go along, and
             replace those of the same names. None: the files are planned by size, and companions are found, and replace
             nothing.
@@ -131,7 +139,7 @@ def reshard_source(
         if beside is not None:
             request = replace(request, companion_files=beside(checkpoint), replaces_readme=overwrite)
         elif not is_in_place and not is_file:
-            request = _with_companion_files(request, checkpoint.directory, dst)
+            request = _with_companion_files(request, checkpoint.directory, dst, follow_links=follow_links)
         was_compared = is_compared(checkpoint)
         if not was_compared:
             logger.info(
@@ -147,9 +155,11 @@ def reshard_source(
     )
 
 
-def _with_companion_files(request: SaveRequest, place: str, dst: str) -> SaveRequest:
+def _with_companion_files(request: SaveRequest, place: str, dst: str, *, follow_links: bool) -> SaveRequest:
     """Add the files beside the checkpoint, which `dst` must not have with other contents."""
-    companions = companions_at(place, {CONFIG_NAME, *request.model_files})
+    companions = companions_at(place, request.small_files.keys())
+    if not (follow_links or is_address(place)):
+        refuse_links_to_outside(place, [*request.small_files, *companions], _LINKS)
     if companions.pop(SIGNATURE_NAME, None) is not None:
         logger.warning(
             "The signature of '%s' is not copied, as it does not hold for other files. To sign them, run: hfshard sign "

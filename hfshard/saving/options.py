@@ -39,7 +39,7 @@ class SaveOptions:
     save_original_format: bool = True
     """For transformers models: under the names of the original checkpoint."""
     is_collective: bool = False
-    """Whether every rank of the default process group makes this save with the others, whatever its tensors are."""
+    """Whether every rank of the process group makes this save with the others, whatever its tensors are."""
     progress: bool | None = None
     """A bar on stderr; None: on a terminal."""
     drop_signature: bool = False

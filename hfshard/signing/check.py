@@ -22,7 +22,7 @@ from hfshard.signing.open_weights import OpenWeights
 from hfshard.signing.read_files import is_needed, is_read, may_be_left_out, references_elsewhere
 from hfshard.signing.upstream import SignedManifest, digests_by_library
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
-from hfshard.storage.disk.safe_open import open_regular, read_small
+from hfshard.storage.disk.safe_open import is_users_link, open_regular, read_small
 from hfshard.storage.format.index import FileDigest
 from hfshard.storage.format.integrity import sha256_of
 from hfshard.storage.weights.pickles.pickle_file import PickleFile
@@ -200,9 +200,20 @@ class SignedPlace:
         path = self._path(name)
         return SignatureError(f"'{path}' was signed, and is missing. Download the checkpoint again.", path=path)
 
-    def names_there(self) -> set[str]:
+    def became_link(self, name: str) -> SignatureError | None:
+        """The error for a file that was signed and is a link now, unless the Hub's cache made it."""
+        path = self._path(name)
+        if self.manifest.allows_links or not is_users_link(path, self.root):
+            return None
+        return SignatureError(
+            f"'{path}' was signed as a file, and is a link now, which the signature does not allow. Put the file in "
+            "its place, or download the checkpoint again.",
+            path=path,
+        )
+
+    def names_there(self, *, takes_debris: bool = False) -> set[str]:
         """The files that are there: those that hfshard would sign, and those that were signed."""
-        names = set(list_files(self.root).names)
+        names = set(list_files(self.root, takes_debris=takes_debris).names)
         others = self.manifest.digests.keys() - names
         return names | {name for name in others if os.path.lexists(os.path.join(self.root, name))}
 

@@ -50,18 +50,23 @@ def may_be_signed(name: str) -> bool:
     return parts[0] not in NEVER_SIGNED and DEBRIS.isdisjoint(parts)
 
 
-def list_files(directory: str) -> Listing:
+def list_files(directory: str, *, takes_debris: bool = False) -> Listing:
     """List the files below a directory that a signature covers.
+
+    Args:
+        directory: Where to look.
+        takes_debris: List what was made by looking at the directory, too.
 
     Raises:
         SignatureError: One is neither a file nor a link to one, or its name is not UTF-8; or a folder can't be listed.
     """
     names: list[str] = []
     left_out = set(NEVER_SIGNED)
+    debris = frozenset() if takes_debris else DEBRIS
     for above, folders, files in os.walk(directory, onerror=_refuse_unlisted):
         below = os.path.relpath(above, directory)
         place = "" if below == os.curdir else f"{below}/"
-        left_out |= {place + name for name in (*folders, *files) if name in DEBRIS}
+        left_out |= {place + name for name in (*folders, *files) if name in debris}
         names += [place + name for name in files if place + name not in left_out]
         names += [place + name for name in folders if os.path.islink(os.path.join(above, name))]
         folders[:] = [name for name in folders if place + name not in left_out]

@@ -12,6 +12,7 @@ from hfshard._util.text import list_some
 from hfshard.constants import MAX_INDEX_BYTES, WEIGHTS_SUFFIXES
 from hfshard.errors import HfshardError, InvalidArgumentError
 from hfshard.signing.check import SignedPlace
+from hfshard.signing.files import may_be_signed
 from hfshard.signing.required import RequiredSignature
 from hfshard.signing.signed_by import SignedBy
 from hfshard.storage.checkpoint.report import Problem, VerifyReport
@@ -41,8 +42,9 @@ def with_signature(
     """
     try:
         place = RequiredSignature(by).find_all(directory, subfolder)
-        there = place.names_there()
+        there = place.names_there(takes_debris=True)
         names, errors = place.compare_names(there)
+        errors += filter(None, map(place.became_link, sorted(names)))
         recorded = _recorded(place, names) if place.manifest.is_plain else {}
         damaged = {os.path.realpath(problem.file) for problem in report.problems}
         compared = {os.path.abspath(os.path.join(report.directory, name)) for name in report.files}
@@ -69,7 +71,7 @@ def with_signature(
         return with_problems(report, [error])
     unread = 0 if level == "full" else len(names) - len(left)
     warnings = [f"{unread} signed files of weights were not compared: level='full' reads them."] if unread else []
-    warnings += left_out_warnings(place, there)
+    warnings += left_out_warnings(place, {name for name in there if may_be_signed(name)})
     files = tuple(dict.fromkeys((*report.files, *sorted(names))))
     report = replace(report, files=files, warnings=(*report.warnings, *warnings))
     report = replace(with_problems(report, errors), checked_bytes=report.checked_bytes + total)

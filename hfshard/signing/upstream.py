@@ -58,6 +58,11 @@ class SignedManifest:
         return self.serialization.get("method") == FILES and self.serialization.get("hash_type") == SHA256
 
     @property
+    def allows_links(self) -> bool:
+        """Whether a link may stand in the place of a file that was signed."""
+        return bool(self.serialization.get("allow_symlinks", False))
+
+    @property
     def ignored(self) -> tuple[str, ...]:
         """The paths that were left out on purpose."""
         return tuple(os.path.normpath(path) for path in self.serialization.get("ignore_paths", ()))

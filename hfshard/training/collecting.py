@@ -107,14 +107,17 @@ def is_of_a_rank(name: str) -> bool:
     return _OF_A_RANK.match(name) is not None
 
 
-def collect_rank(state: TrainingState, rank: int, more: Collection[str] = (), stage: str = "") -> RankState:
+def collect_rank(
+    state: TrainingState, rank: int, more: Collection[str] = (), stage: str = "", buffers: Collection[str] = ()
+) -> RankState:
     """Collect what belongs to this rank alone; nothing is changed, drawn or copied.
 
     Args:
         state: The parts.
         rank: This one.
-        more: Parts that are others on each stage of a pipeline.
+        more: Parts that are others on each stage of a pipeline, or on each rank.
         stage: What tells this rank's stage from others; empty where there is no pipeline.
+        buffers: Those of modules that are others on each rank, as `OfEachRank` names them.
 
     Raises:
         UnstorableTensorError: A value can't be stored; the message says where it is.
@@ -122,11 +125,17 @@ def collect_rank(state: TrainingState, rank: int, more: Collection[str] = (), st
     tensors: dict[str, torch.Tensor] = {}
     prefix = rank_prefix(rank)
     components = {
-        name: {"kind": kind, "state": _encode_alone(name, kind, state, f"{prefix}{name}", tensors)}
+        name: {"kind": kind, "state": encode_alone(name, kind, state, f"{prefix}{name}", tensors)}
         for name, kind in state.kinds.items()
         if kind == "loader" or name in more
     }
-    nested = {"rng": encode(rng_state(), f"{prefix}rng", tensors), "components": components}
+    nested: dict[str, Any] = {"rng": encode(rng_state(), f"{prefix}rng", tensors), "components": components}
+    if buffers:
+        own: dict[str, dict[str, Any]] = {}
+        for component, module in state.of_kind("module").items():
+            held = collect_state_dict(module)
+            own[component] = {name: held[name] for name in held if f"{component}/{name}" in buffers}
+        nested["buffers"] = encode(own, f"{prefix}buffers", tensors)
     return RankState({**nested, "stage": stage} if stage else nested, tensors)
 
 
@@ -135,7 +144,7 @@ def encode_components(state: TrainingState, left_out: Collection[str] = ()) -> C
 
     Args:
         state: The parts.
-        left_out: Those that are others on each stage of a pipeline, see `collect_rank`.
+        left_out: Those that are others on each stage of a pipeline, or on each rank, see `collect_rank`.
 
     Raises:
         UnstorableTensorError: A value can't be stored; the message says where it is. (Tensors are checked later.)
@@ -207,11 +216,11 @@ def _encode_component(
         return encode_optimizer(part, names, name, found.tensors, f"{name}/")
     if kind == "module":
         return encode(collect_state_dict(part), name, found.tensors)
-    return _encode_alone(name, kind, state, name, found.tensors)
+    return encode_alone(name, kind, state, name, found.tensors)
 
 
-def _encode_alone(name: str, kind: PartKind, state: TrainingState, path: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """Encode a part that is no module and no optimizer."""
+def encode_alone(name: str, kind: PartKind, state: TrainingState, path: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """Encode a part that is no module and no optimizer; `tensors` receives what `path` begins the names of."""
     part = state.components[name]
     return encode_scheduler(part, path, tensors) if kind == "scheduler" else encode(part.state_dict(), path, tensors)
 

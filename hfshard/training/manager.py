@@ -9,10 +9,12 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch.distributed as dist
+
 from hfshard._util.file_errors import names_files
 from hfshard._util.paths import absolute_path
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
-from hfshard.distributed.participants import has_other_ranks
+from hfshard.distributed.liveness.call_group import among, check_process_group, has_other_ranks
 from hfshard.errors import CheckpointNotFoundError
 from hfshard.hub.address import absolute_address
 from hfshard.saving.options import SaveOptions
@@ -33,9 +35,10 @@ from hfshard.training.run.writing import check_names
 from hfshard.training.run_pushes import RunPushes
 from hfshard.training.run_writer import RunWriter
 from hfshard.training.saving import RankContribution, agreed_step, save_on_all_ranks
+from hfshard.training.spread.replicas import SAME, OfEachRank
 from hfshard.training.spread.states import is_spread_state
 from hfshard.training.spread_saving import SpreadSave, save_spread
-from hfshard.training.state import TrainingState
+from hfshard.training.state import TrainingState, check_state, refuse_meta
 from hfshard.training.step import RestoredStep
 
 logger = logging.getLogger(__name__)
@@ -69,6 +72,8 @@ class CheckpointManager(RunPushes):
         *,
         checksum: Checksum = "xxh3",
         push_to_hub: str | os.PathLike[str] | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        allow_different_replicas: bool = False,
         progress: bool | None = None,
     ) -> None:
         """Name the run; nothing is created or read yet.
@@ -84,13 +89,19 @@ class CheckpointManager(RunPushes):
             push_to_hub: "org/name", or a path or file:// URL of a directory hub, with "@branch" for one other than
                 main. Each checkpoint is pushed there after its save, in a thread where the save does not block. A push
                 that fails is logged as a warning, and `wait_until_finished` raises its error.
+            process_group: Whose ranks have this run, and make its calls; None: all, as of the default process group. So
+                several runs may be in one job, such as those of an actor and a critic, each with ranks and a directory
+                of its own.
+            allow_different_replicas: Save though ranks have copies of a parameter that differ: one rank's is stored, of
+                models without DTensors the first one's. (Buffers that differ are stored and restored by each rank.)
             progress: Whether to show a bar on stderr during a blocking save or a restore; None: only on a terminal.
 
         Raises:
-            InvalidArgumentError: A number or a name is not valid.
+            InvalidArgumentError: A number or a name is not valid; or this rank is not in `process_group`.
             InvalidSizeError: `max_shard_size` is not a size.
             HubNotFoundError: `push_to_hub` can't be the name of a repository.
         """
+        check_process_group(process_group)
         rotation = Rotation(max_to_keep, keep_best, metric_mode, keep_every)
         SaveOptions(max_shard_size=max_shard_size, checksum=checksum)  # which checks both
         # Absolute, so that a run that changes its working directory goes on saving to the same place.
@@ -102,6 +113,8 @@ class CheckpointManager(RunPushes):
         self.max_shard_size = max_shard_size
         self.checksum = checksum
         self.push_to_hub = None if push_to_hub is None else absolute_address(push_to_hub)
+        self.process_group = process_group
+        self.allow_different_replicas = allow_different_replicas
         self.progress = progress
         pusher = BackgroundPusher(push_to_hub, progress) if push_to_hub is not None else None
         self._place = run_place(self.root)
@@ -128,7 +141,8 @@ class CheckpointManager(RunPushes):
         Args:
             step: The step of the run, from 0. A checkpoint of the same step is replaced once the new one is complete.
             state: What to save.
-            metric: The value of the metric that `keep_best` names; or several metrics by name.
+            metric: The value of the metric that `keep_best` names; or several metrics by name. None: those of the
+                checkpoint of this step that is replaced, if any; {}: none.
             extra: More to store: numbers, text, lists, dicts, tensors.
             max_shard_size: Overrides the manager's.
             blocking: False returns as soon as the tensors are copied; a thread does the rest. Only one save runs at a
@@ -151,20 +165,22 @@ class CheckpointManager(RunPushes):
                 one may be, where the message says that nobody has told the outcome.
             OSError: The disk failed. All older checkpoints are still there, and the next save may succeed.
         """
+        check_state(state)
         limit = max_shard_size or self.max_shard_size
 
-        def write(contributions: Sequence[RankContribution]) -> str:
+        def write(contributions: Sequence[RankContribution], own: OfEachRank = SAME) -> str:
             self._writer.wait()
             agreed, ranks = agreed_step(contributions)
             metrics = self._metrics_of(agreed, metric)
             options = save_options(limit, self.checksum, self.progress)
-            payload = collect(encode_components(state), state.components.get("model"), ranks, extra, options)
+            components = encode_components(state, own.objects)
+            payload = collect(components, state.components.get("model"), ranks, extra, options)
             payload = payload.of_one_process()
             check_names(files or {}, payload)
             self._writer.save(agreed, payload, metrics, dict(files or {}), blocking=blocking)
             return checkpoint_path(self.root, agreed)
 
-        with self._writer.turn("save()"):
+        with among(self.process_group), self._writer.turn("save()"):
             if has_other_ranks():
                 order = SpreadSave(
                     state=state,
@@ -176,8 +192,13 @@ class CheckpointManager(RunPushes):
                     checksum=self.checksum,
                     progress=self.progress,
                     blocking=blocking,
+                    allow_different_replicas=self.allow_different_replicas,
                 )
-                return save_spread(order, self._writer, lambda ranks: save_on_all_ranks(step, state, write, ranks))
+                return save_spread(
+                    order,
+                    self._writer,
+                    lambda ranks, own: save_on_all_ranks(step, state, partial(write, own=own), ranks, own),
+                )
             is_spread_state(state)  # which lets gathered parameters go
             return save_on_all_ranks(step, state, write, ALONE)
 
@@ -192,6 +213,7 @@ class CheckpointManager(RunPushes):
         token: str | bool | None = None,
         keys: Mapping[str, str] | None = None,
         public_key: str | os.PathLike[str] | SignedBy | None = None,
+        without: Collection[str] = (),
     ) -> RestoredStep:
         """Restore the state as it was at a step, bit for bit; or raise, and change nothing.
 
@@ -202,10 +224,10 @@ class CheckpointManager(RunPushes):
 
         Args:
             state: Built as for the run that was saved. It is changed, and so are the random number generators.
-            step: Which checkpoint; None: the one that was saved last. Or one from elsewhere: the path of its directory,
-                or its address; "org/name" on the Hub, or a path or file:// URL of a directory hub, with "@revision" for
-                one other than main; or a file of torch.save, or a directory of Trainer's or Accelerate's (README, "Old
-                files").
+            step: Which checkpoint; None or "latest": the one that was saved last; "best": see `best_step`. Or one from
+                elsewhere: the path of its directory, or its address; "org/name" on the Hub, or a path or file:// URL of
+                a directory hub, with "@revision" for one other than main; or a file of torch.save, or a directory of
+                Trainer's or Accelerate's (README, "Old files").
             strict: Refuse any difference; False restores what fits and reports the rest.
             verify: "full" compares every byte with its checksum before anything is changed; "structure" compares sizes,
                 headers and fingerprints.
@@ -214,6 +236,7 @@ class CheckpointManager(RunPushes):
                 "ema.state_dict"}; or its file in a directory: {"ema": "custom_checkpoint_0"}. None: the usual ones.
             public_key: The file of a public key, or a `hfshard.signing.SignedBy`: its holder must have signed every
                 file of the checkpoint, which every rank compares. Not for stores, nor what other programs have saved.
+            without: Names of parts that stay as they were built, such as ["loader"] on another number of ranks.
 
         Returns:
             The step, with `.path`, `.extra`, `.metrics`, `.differences` and `.lacking`.
@@ -228,7 +251,13 @@ class CheckpointManager(RunPushes):
             RankFailedError: Another rank could not restore it, died, or did not come.
         """
         with self._writer.turn("restore()"), self._ranks("restore") as ranks:
+            check_state(state)
+            refuse_meta(state)
+            state = state.without(without)
+            if step in ("best", "latest"):
+                step = ranks.first(partial(self._step_called, str(step)))
             place = ranks.on_each(lambda: absolute_place(step))
+            ranks.refuse_other_places(place if isinstance(place, str) else self.root, "restores from")
             signature = required_signature(public_key)
             is_signed = signature is not None
             restored = resume_foreign(
@@ -236,7 +265,7 @@ class CheckpointManager(RunPushes):
             )
             if restored is None:
                 choose = partial(self._choose, place, verify, token)
-                restored = resume(state, choose, step, strict=strict, ranks=ranks, signature=signature)
+                restored = resume(state, choose, step, strict=strict, ranks=ranks, signature=signature, without=without)
         if restored is None:
             raise CheckpointNotFoundError(
                 f"There is no checkpoint in '{self.root}'. Check the path, or train from the beginning.", path=self.root
@@ -251,13 +280,15 @@ class CheckpointManager(RunPushes):
         strict: bool = True,
         verify: Level = "full",
         public_key: str | os.PathLike[str] | SignedBy | None = None,
+        without: Collection[str] = (),
     ) -> RestoredStep | None:
         """Restore the newest whole checkpoint; each damaged one that is passed over is named in a warning.
 
             step = manager.restore_latest(state) or 0
 
         Args:
-            state, strict, verify, public_key: As in `restore`. One that is not signed is not passed over, but refused.
+            state, strict, verify, public_key, without: As in `restore`. One that is not signed is refused, and is not
+                passed over.
 
         Returns:
             The step; None where the run has no checkpoint yet.
@@ -267,9 +298,13 @@ class CheckpointManager(RunPushes):
             StateDictMismatchError, SignatureError: As in `restore`.
         """
         with self._writer.turn("restore_latest()"), self._ranks("restore_latest") as ranks:
+            check_state(state)
+            refuse_meta(state)
+            state = state.without(without)
+            ranks.refuse_other_places(self.root, "restores from")
             signature = required_signature(public_key)
             choose = partial(self._choose, None, verify, None)
-            return resume(state, choose, strict=strict, ranks=ranks, signature=signature)
+            return resume(state, choose, strict=strict, ranks=ranks, signature=signature, without=without)
 
     @names_files("root")
     def wait_until_finished(self) -> None:
@@ -300,12 +335,14 @@ class CheckpointManager(RunPushes):
     def _ranks(self, what: str) -> Iterator[Ranks]:
         """Those that restore a state together, by the same method."""
         self._writer.join()  # on every rank: it may be a save of them all
-        with Ranks.meeting(what) as ranks:
+        with among(self.process_group), Ranks.meeting(what) as ranks:
             ranks.on_each(self._writer.wait)
             yield ranks
 
-    def _metrics_of(self, step: int, metric: float | Mapping[str, float] | None) -> dict[str, float]:
-        """The metrics of a save by name, with a warning where the one that decides is missing."""
+    def _metrics_of(self, step: int, metric: float | Mapping[str, float] | None) -> dict[str, float] | None:
+        """The metrics of a save by name, if given, with a warning where the one that decides is missing."""
+        if metric is None:
+            return None
         metrics = plain_metrics(metric, self.keep_best)
         if metrics and self.keep_best is not None and self.keep_best not in metrics:
             logger.warning("The metrics of step %d lack '%s', by which the best is kept.", step, self.keep_best)

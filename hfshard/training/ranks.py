@@ -3,18 +3,47 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
+from hfshard._util.addresses import is_address
 from hfshard._util.text import error_words
-from hfshard.distributed.participants import gather_participants, has_other_ranks
+from hfshard.distributed.liveness.call_group import has_other_ranks
+from hfshard.distributed.participants import gather_participants
 from hfshard.distributed.status import SaveStatus
-from hfshard.errors import RankFailedError
+from hfshard.errors import InvalidArgumentError, RankFailedError
 
 _Value = TypeVar("_Value")
+
+
+def names_of_place(path: str) -> list[str]:
+    """What a place is called on this rank: ranks that have one of these names in common mean the same."""
+    return [path] if is_address(path) else sorted({path, os.path.realpath(path)})
+
+
+def refuse_other_places(names: Mapping[int, Sequence[str]], does: str) -> None:
+    """Refuse ranks that do not mean the same place, though they make one call together.
+
+    Args:
+        names: Rank -> what `names_of_place` returned there.
+        does: What they do with it, in words.
+
+    Raises:
+        InvalidArgumentError: It names two ranks, and their places.
+    """
+    first, *others = names
+    for rank in others:
+        if not {*names[rank]} & {*names[first]}:
+            raise InvalidArgumentError(
+                f"Rank {rank} {does} '{names[rank][0]}', and rank {first} {does} '{names[first][0]}': all ranks of a "
+                "process group make one call together, for one place. Give them the same one, on a file system that "
+                "all of them see; or, for a run of each rank by itself, a process group of that rank alone: "
+                "CheckpointManager(..., process_group=...)."
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +51,7 @@ class Ranks:
     """This process among those of its run. Where it is alone, all calls are local."""
 
     rank: int = 0
+    """Among those of the run, from 0; see `number`."""
     world_size: int = 1
     status: SaveStatus | None = None
     """Of an operation of all ranks: values go by its store, and a rank that dies is an error. None: it is alone."""
@@ -29,7 +59,7 @@ class Ranks:
     @classmethod
     @contextmanager
     def meeting(cls, what: str) -> Iterator[Ranks]:
-        """The ranks of torch.distributed's default group while the block runs, all of which take part in one operation.
+        """The ranks of the call's process group while the block runs, all of which take part in one operation.
 
         Args:
             what: They do; where another rank does something else, this raises.
@@ -47,7 +77,11 @@ class Ranks:
     @classmethod
     def of(cls, status: SaveStatus) -> Ranks:
         """The ranks of an operation that is under way."""
-        return cls(status.rank, len(status.ranks), status)
+        return cls(status.place, len(status.ranks), status)
+
+    def number(self, rank: int) -> int:
+        """The number that a rank of the run has in torch.distributed, by which errors name it."""
+        return rank if self.status is None else self.status.ranks[rank]
 
     @property
     def is_first(self) -> bool:
@@ -70,13 +104,18 @@ class Ranks:
         if self.status is None:
             return value
         told = self.status.meet("share", json.dumps(value if self.is_first else None).encode())
-        return json.loads(told[0])  # type: ignore[no-any-return]
+        return json.loads(told[self.status.leader])  # type: ignore[no-any-return]
 
     def all_of(self, value: _Value) -> list[_Value]:
         """Return the values of all ranks in order, of those that JSON has, on every rank. Every rank must call."""
         if self.status is None:
             return [value]
         return [json.loads(raw) for raw in self.status.meet("gather", json.dumps(value).encode()).values()]
+
+    def refuse_other_places(self, path: str, does: str) -> None:
+        """Refuse ranks that do not mean the same place; see the function. Every rank must call."""
+        names = self.all_of(names_of_place(path))
+        refuse_other_places({self.number(rank): one for rank, one in enumerate(names)}, does)
 
     def first(self, work: Callable[[], _Value]) -> _Value:
         """Call a function on the first rank, and return its result on every rank. Every rank must call.
@@ -95,7 +134,7 @@ class Ranks:
         if error is not None:
             raise error
         if told is not None:
-            raise _failed(0, self.world_size, told)
+            raise self._failed(0, told)
         return value  # type: ignore[no-any-return]
 
     def last(self, work: Callable[[], str]) -> str:
@@ -137,9 +176,13 @@ class Ranks:
             told = _first_of(self.all_of(None if error is None else error_words(error)))
             if error is None and told is not None:
                 rank, text = told
-                raise _failed(rank, self.world_size, text)
+                raise self._failed(rank, text)
         if error is not None:
             raise error
+
+    def _failed(self, rank: int, text: str) -> RankFailedError:
+        number = self.number(rank)
+        return RankFailedError(f"Rank {number} failed, so all {self.world_size} ranks stop: {text}", rank=number)
 
 
 ALONE: Final = Ranks()
@@ -147,7 +190,7 @@ ALONE: Final = Ranks()
 
 @contextmanager
 def all_ranks() -> Iterator[SaveStatus]:
-    """Wait for all ranks of the default process group, which do the block together: one such block at a time.
+    """Wait for all ranks of the call's process group, which do the block together: one such block at a time.
 
     It is the same for all runs, as ranks that need not see one directory may name it differently.
 
@@ -162,7 +205,3 @@ def all_ranks() -> Iterator[SaveStatus]:
 
 def _first_of(errors: list[str | None]) -> tuple[int, str] | None:
     return next(((rank, text) for rank, text in enumerate(errors) if text is not None), None)
-
-
-def _failed(rank: int, world_size: int, text: str) -> RankFailedError:
-    return RankFailedError(f"Rank {rank} of {world_size} failed, so all ranks stop: {text}", rank=rank)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Literal, Unpack, overload
 
+import torch.distributed as dist
+
 from hfshard._util.file_errors import names_files
+from hfshard.distributed.liveness.call_group import among
 from hfshard.distributed.pushing.together import push_together
 from hfshard.hub.address import absolute_address
 from hfshard.hub.pushing.request import PushOptions
@@ -19,6 +22,8 @@ if TYPE_CHECKING:
 
 class RunPushes(RunReader):
     """What a `CheckpointManager` pushes when it is told to; other threads may save meanwhile."""
+
+    process_group: dist.ProcessGroup | None
 
     @overload
     def push(
@@ -85,7 +90,7 @@ class RunPushes(RunReader):
             with self._writer.kept(lambda: found_to_push(self._place, step, self.best_step)) as found:
                 return push_run(found, place, step, options)
 
-        with push_together(is_collective=True) as together:
+        with among(self.process_group), push_together(is_collective=True) as together:
             place = absolute_address(repo_id)
             together.agree_on(place)
             results = together.send(work)

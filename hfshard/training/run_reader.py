@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from hfshard._util.file_errors import names_files
-from hfshard.errors import HfshardError, InvalidArgumentError
+from hfshard.errors import CheckpointNotFoundError, HfshardError, InvalidArgumentError
 from hfshard.training.run.finding import Level, checkpoint_of_step, current_problems, manifests_in, newest_whole
 from hfshard.training.run.places.protocols import RunPlace
 from hfshard.training.run.rotation import MetricMode, best_of
@@ -71,13 +73,30 @@ class RunReader:
         with self._writer.settled():
             return sorted(one.step for one in self._place.checkpoints() if one.is_finished)
 
-    def path_of(self, step: int) -> str:
+    def path_of(self, step: int | Literal["best", "latest"]) -> str:
         """Return the directory or address of a step's checkpoint, whether it exists or not.
 
+        Args:
+            step: A step; or "best" or "latest", which must exist: see `best_step` and `latest_step`.
+
+        Raises:
+            CheckpointNotFoundError: There is no checkpoint, or none with the metric.
+            InvalidArgumentError: "best", and the manager was made without `keep_best`.
+
         Example:
-            weights = hfshard.load_state_dict(manager.path_of(1200))
+            hfshard.load_model(model, manager.path_of("best"))
         """
-        return checkpoint_path(self.root, step)
+        return checkpoint_path(self.root, self._step_called(step) if isinstance(step, str) else step)
+
+    def _step_called(self, word: str) -> int:
+        """The step of the best or the latest checkpoint."""
+        if word not in ("best", "latest"):
+            raise InvalidArgumentError(f"step must be a number, 'best' or 'latest', got {word!r}.")
+        step = self.best_step() if word == "best" else self.latest_step()
+        if step is None:
+            lacks = f"with the metric '{self.keep_best}' " if word == "best" else ""
+            raise CheckpointNotFoundError(f"There is no checkpoint {lacks}in '{self.root}'.", path=self.root)
+        return step
 
     @names_files("root")
     def verify(self, step: int | None = None, *, level: Level = "full") -> dict[int, list[HfshardError]]:

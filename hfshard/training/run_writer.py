@@ -63,11 +63,17 @@ class RunWriter:
             yield found
 
     def save(
-        self, step: int, payload: SavePayload, metrics: dict[str, float], files: dict[str, bytes], *, blocking: bool
+        self,
+        step: int,
+        payload: SavePayload,
+        metrics: dict[str, float] | None,
+        files: dict[str, bytes],
+        *,
+        blocking: bool,
     ) -> None:
         """Write a checkpoint; if it does not block, from a copy in a thread.
 
-        The caller has the turn, and no other save is under way.
+        The caller has the turn, and no other save is under way. The metrics are as in `write`.
 
         Raises:
             SaveDirectoryError, AccessDeniedError, RunRemovedError, StoreError: The place refuses it.
@@ -97,7 +103,7 @@ class RunWriter:
         self,
         step: int,
         payload: SavePayload,
-        metrics: dict[str, float],
+        metrics: dict[str, float] | None,
         files: dict[str, bytes],
         *,
         blocking: bool,
@@ -106,7 +112,8 @@ class RunWriter:
         """Write a checkpoint, after `begin`; it is to be pushed by `push_saved`.
 
         Args:
-            step, payload, metrics, files: Of the checkpoint.
+            step, payload, metrics, files: Of the checkpoint; metrics=None: those of the one of this step that it
+                replaces, if any.
             blocking: Whether the caller waits for it.
             writer: Writes the shards, where other ranks take part; None: this process does.
 
@@ -171,7 +178,7 @@ class RunWriter:
         self,
         step: int,
         payload: SavePayload,
-        metrics: dict[str, float],
+        metrics: dict[str, float] | None,
         files: dict[str, bytes],
         writer: ShardWriter | None,
         *,
@@ -186,7 +193,8 @@ class RunWriter:
         with bytes_bar("Saving", payload.nbytes, self._progress if blocking else False) as progress_callback:
             order = CheckpointOrder(
                 payload=payload,
-                manifest=CheckpointManifest(step, 0, metrics),
+                manifest=CheckpointManifest(step, 0, metrics or {}),
+                keeps_metrics=metrics is None,
                 files=files,
                 progress_callback=progress_callback,
                 writer=writer,

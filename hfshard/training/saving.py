@@ -9,6 +9,7 @@ from hfshard._util.text import error_words
 from hfshard.errors import HfshardError, InvalidArgumentError, RankFailedError
 from hfshard.training.collecting import RankState, collect_rank
 from hfshard.training.ranks import Ranks
+from hfshard.training.spread.replicas import SAME, OfEachRank
 from hfshard.training.state import TrainingState
 from hfshard.training.step import checked_step
 
@@ -22,10 +23,16 @@ class RankContribution:
     """None where the rank could not collect it."""
     problem: str = ""
     """Why it could not, in words."""
+    number: int = 0
+    """That of the rank in torch.distributed."""
 
 
 def save_on_all_ranks(
-    step: int, state: TrainingState, write: Callable[[Sequence[RankContribution]], str], ranks: Ranks
+    step: int,
+    state: TrainingState,
+    write: Callable[[Sequence[RankContribution]], str],
+    ranks: Ranks,
+    own: OfEachRank = SAME,
 ) -> str:
     """Collect every rank's own state, and have the first rank write the checkpoint. Every rank must call.
 
@@ -34,6 +41,7 @@ def save_on_all_ranks(
         state: What to save.
         write: Called on the first rank, with the contributions of all ranks in their order.
         ranks: Those that save together.
+        own: What is not the same on all of them.
 
     Returns:
         What `write` returned, on every rank.
@@ -41,13 +49,15 @@ def save_on_all_ranks(
     Raises:
         RankFailedError: A rank failed; each rank raises its own error if it has one.
     """
-    contribution = RankContribution()
+    number = ranks.number(ranks.rank)
+    contribution = RankContribution(number=number)
     error: Exception | None = None
     try:
-        contribution = RankContribution(checked_step(step), collect_rank(state, ranks.rank))
+        of_rank = collect_rank(state, ranks.rank, own.objects, buffers=own.buffers)
+        contribution = RankContribution(checked_step(step), of_rank, number=number)
     except Exception as caught:  # noqa: BLE001 - raised below, when the first rank knows
         error = caught
-        contribution = RankContribution(problem=error_words(error))
+        contribution = RankContribution(problem=error_words(error), number=number)
     gathered = ranks.gather(contribution)
     try:
         return ranks.last(lambda: write(gathered))
@@ -65,9 +75,10 @@ def agreed_step(contributions: Sequence[RankContribution]) -> tuple[int, list[Ra
         InvalidArgumentError: The ranks save different steps.
     """
     states: list[RankState] = []
-    for rank, contribution in enumerate(contributions):
+    for contribution in contributions:
         if contribution.state is None:
-            raise RankFailedError(f"Rank {rank} can't save: {contribution.problem}", rank=rank)
+            number = contribution.number
+            raise RankFailedError(f"Rank {number} can't save: {contribution.problem}", rank=number)
         states.append(contribution.state)
     steps = [contribution.step for contribution in contributions]
     if any(other != steps[0] for other in steps):

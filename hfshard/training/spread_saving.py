@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
-from hfshard._util.addresses import is_address
 from hfshard.distributed.exchange.holders import Holders
 from hfshard.distributed.exchange.listing import HeldTensor, RankGroup, list_tensors
 from hfshard.distributed.exchange.rank_writer import RankWriter
@@ -30,20 +28,19 @@ from hfshard.training.collecting import (
     encode_components,
     save_options,
 )
-from hfshard.training.ranks import Ranks, all_ranks
+from hfshard.training.ranks import Ranks, all_ranks, names_of_place, refuse_other_places
 from hfshard.training.run.host_copy import HostCopies
 from hfshard.training.run.run_checkpoint import checkpoint_path
 from hfshard.training.run.writing import check_names
 from hfshard.training.run_writer import RunWriter
 from hfshard.training.spread.merging import StageParts, merge_parts
+from hfshard.training.spread.replicas import OfEachRank, Replicas, differ, of_each_rank
 from hfshard.training.spread.stages import with_aliases, with_whole_gradients
 from hfshard.training.spread.states import (
     is_spread_state,
     refuse_other_parts,
     shared_kinds,
-    short_digest,
     stage_digest,
-    values_digest,
 )
 from hfshard.training.spread.uniting import (
     HeldParts,
@@ -68,15 +65,16 @@ class SpreadSave:
     step: int
     extra: Any
     """The first rank's is stored, and so are its metrics and files."""
-    metrics_of: Callable[[int], dict[str, float]]
+    metrics_of: Callable[[int], dict[str, float] | None]
     files: Mapping[str, bytes]
     max_shard_size: int | str
     checksum: Checksum | None
     progress: bool | None
     blocking: bool
+    allow_different_replicas: bool = False
 
 
-def save_spread(order: SpreadSave, writer: RunWriter, save_replicated: Callable[[Ranks], str]) -> str:
+def save_spread(order: SpreadSave, writer: RunWriter, save_replicated: Callable[[Ranks, OfEachRank], str]) -> str:
     """Save what all ranks hold together. Every rank must call.
 
     A save that does not block copies each rank's part in host memory; the parts are exchanged and written by a thread,
@@ -97,24 +95,24 @@ def save_spread(order: SpreadSave, writer: RunWriter, save_replicated: Callable[
     writer.join()
     with ExitStack() as stack:
         status = stack.enter_context(all_ranks())
-        stages = _find_stages(order, writer, status)
+        stages, own = _find_stages(order, writer, status)
         if stages is None:
-            return save_replicated(Ranks.of(status))
+            return save_replicated(Ranks.of(status), own)
         writer.wait()
         is_pipeline = len(set(stages)) > 1
         if is_pipeline:
             order = replace(order, state=_as_stage(order.state, status, stages))
-        components, of_a_rank = _share_components(order, status, stages) if is_pipeline else (None, ())
-        ranks = _share_states(order, status, of_a_rank, stages[status.rank] if is_pipeline else "")
+        components, of_a_rank = _share_components(order, status, stages) if is_pipeline else (None, own.objects)
+        ranks = _share_states(order, status, of_a_rank, stages[status.place] if is_pipeline else "", own.buffers)
         payload = collect(
-            components or encode_components(order.state),
+            components or encode_components(order.state, of_a_rank),
             order.state.components.get(MODEL_BASE),
             ranks,
             order.extra if status.rank == status.leader else None,
             save_options(order.max_shard_size, order.checksum, order.progress),
         )
         payload = with_whole_order(payload) if is_pipeline else payload
-        parts = held_parts(payload, status.rank, is_stage=is_pipeline)
+        parts = held_parts(payload, status.place, is_stage=is_pipeline)
         holders = _share_holders(status, parts)
         if status.rank == status.leader:
             payload = united_payload(payload, holders)
@@ -127,43 +125,36 @@ def save_spread(order: SpreadSave, writer: RunWriter, save_replicated: Callable[
         return path
 
 
-def _find_stages(order: SpreadSave, writer: RunWriter, status: SaveStatus) -> list[str] | None:
-    """What tells the modules of each rank; None where no rank has a part only.
+def _find_stages(order: SpreadSave, writer: RunWriter, status: SaveStatus) -> tuple[list[str] | None, OfEachRank]:
+    """What tells the modules of each rank, None where no rank has a part only; and what is not the same on all.
 
     Raises:
-        InvalidArgumentError: A module is wrapped by FSDP1; or the ranks have other parts, or save spread modules into
-            different directories.
+        InvalidArgumentError: A module is wrapped by FSDP1; or the ranks have other parts, or save into different
+            directories; or copies of a parameter differ.
     """
     is_spread = is_spread_state(order.state)
-    root = writer.root if is_address(writer.root) else os.path.realpath(writer.root)
-    own = [is_spread, stage_digest(order.state), short_digest(root), "" if is_spread else values_digest(order.state)]
-    meeting = status.meet("save", json.dumps([own, shared_kinds(order.state)]).encode())
-    told, kinds = zip(*map(json.loads, meeting.values()), strict=True)
-    refuse_other_parts(kinds)
-    _, _, first_root, first_values = told[0]
-    stages = [stage for _, stage, _, _ in told]
-    if len(set(stages)) == 1 and not any(is_spread for is_spread, _, _, _ in told):
-        other = next((rank for rank, (_, _, _, values) in enumerate(told) if values != first_values), None)
-        if other is not None and status.rank == status.leader:
-            logger.warning(
-                "The parameters of rank %d have other values than those of rank 0, and the same names: they are taken "
-                "for copies, of which rank 0's are saved. Give the stages of a pipeline the names of the whole model.",
-                other,
-            )
-        return None
-    elsewhere = next((rank for rank, (_, _, other_root, _) in enumerate(told) if other_root != first_root), None)
-    if elsewhere is not None:
-        raise InvalidArgumentError(
-            f"The ranks have parts of one model, and rank {elsewhere} saves into another directory than rank 0: this "
-            f"is rank {status.rank}, which saves into '{root}'. Give the managers of all ranks the same one, on a file "
-            "system that all of them see."
-        )
-    return stages
+    replicas = Replicas.of(order.state)
+    own = [is_spread, stage_digest(order.state), replicas.summary()]
+    said = json.dumps([own, shared_kinds(order.state), names_of_place(writer.root)]).encode()
+    meeting = status.meet("save", said)
+    told, kinds, roots = zip(*map(json.loads, meeting.values()), strict=True)
+    refuse_other_parts(dict(zip(meeting, kinds, strict=True)))
+    refuse_other_places(dict(zip(meeting, roots, strict=True)), "saves into")
+    stages = [stage for _, stage, _ in told]
+    if len(set(stages)) > 1:
+        return stages, OfEachRank()
+    summaries = {rank: summary for rank, (_, _, summary) in zip(meeting, told, strict=True)}
+    details: dict[int, Any] = {}
+    if differ(summaries.values()):
+        said = json.dumps(replicas.details()).encode()
+        details = {rank: json.loads(raw) for rank, raw in status.meet("copies that differ", said).items()}
+    each = of_each_rank(summaries, details, allow_different_replicas=order.allow_different_replicas)
+    return (stages if any(is_spread for is_spread, _, _ in told) else None), each
 
 
 def _as_stage(state: TrainingState, status: SaveStatus, stages: Sequence[str]) -> TrainingState:
     """The same parts, with the names that parameters have in the whole model, and its gradients where they are that."""
-    is_speaker = stages.index(stages[status.rank]) == status.rank
+    is_speaker = stages.index(stages[status.place]) == status.place
     told = status.meet("ties", json.dumps(state.tied_parameters() if is_speaker else []).encode())
     state = with_aliases(state, chain.from_iterable(map(json.loads, told.values())))
     return with_whole_gradients(state) if len(set(stages)) == len(stages) else state
@@ -179,13 +170,15 @@ def _share_components(order: SpreadSave, status: SaveStatus, stages: Sequence[st
         InvalidArgumentError: They can't be those of one model.
     """
     components = encode_components(order.state)
-    is_first = stages.index(stages[status.rank]) == status.rank
+    is_first = stages.index(stages[status.place]) == status.place
     own = StageParts.of(order.state, components, is_first=is_first)
     if status.rank != status.leader:
         status.tell("parts", own.to_json())
         of_a_rank = json.loads(status.wait_for("parts of a rank", status.leader))
         return encode_components(order.state, of_a_rank), of_a_rank
-    told = [own, *(StageParts.from_json(status.wait_for("parts", rank)) for rank in status.ranks[1:])]
+    told = {status.rank: own}
+    for rank in status.ranks[1:]:
+        told[rank] = StageParts.from_json(status.wait_for("parts", rank))
     merged = merge_parts(components, told)
     status.tell("parts of a rank", json.dumps(merged.of_a_rank).encode())
     return replace(encode_components(order.state, merged.of_a_rank), encoded=merged.encoded), merged.of_a_rank
@@ -206,7 +199,7 @@ def _planned(
         check_names(order.files, payload)
         writer.begin()
     status.meet("ready to write")
-    group = cpu_group(for_thread=not order.blocking)
+    group = cpu_group(status.tag, for_thread=not order.blocking)
     held = parts.held if order.blocking else _host_copies(parts.held, writer.host_copies)
     ranks = RankWriter(status, holders, held, group, name_of_key)
 
@@ -235,14 +228,16 @@ def _start(order: SpreadSave, writer: RunWriter, work: Callable[[], None], stack
     writer.start(order.step, run)
 
 
-def _share_states(order: SpreadSave, status: SaveStatus, of_a_rank: Sequence[str], stage: str) -> list[RankState]:
+def _share_states(
+    order: SpreadSave, status: SaveStatus, of_a_rank: Sequence[str], stage: str, buffers: Sequence[str]
+) -> list[RankState]:
     """Tell the first rank this rank's own state, but for its tensors, which are exchanged with all others.
 
     Args:
         order: What to save.
         status: Of the save.
         of_a_rank: Parts of which each rank saves its own.
-        stage: As in `collect_rank`.
+        stage, buffers: As in `collect_rank`.
 
     Returns:
         On the first rank the states of all, elsewhere this one's; only this one's has tensors.
@@ -250,7 +245,7 @@ def _share_states(order: SpreadSave, status: SaveStatus, of_a_rank: Sequence[str
     Raises:
         InvalidArgumentError: The ranks save different steps, or not in the same way.
     """
-    own = collect_rank(order.state, status.rank, of_a_rank, stage)
+    own = collect_rank(order.state, status.place, of_a_rank, stage, buffers)
     asked = [checked_step(order.step), order.blocking]
     status.tell("state", json.dumps([*asked, own.nested]).encode())
     if status.rank != status.leader:
@@ -281,7 +276,7 @@ def _share_holders(status: SaveStatus, parts: HeldParts) -> Holders:
     for group in own_groups:
         for rank in group.ranks:
             digest = f"{group.digest} of rank {rank}"
-            listings[digest] = with_rank(own_listings[group.digest], rank)
+            listings[digest] = with_rank(own_listings[group.digest], status.ranks.index(rank))
             groups.append(RankGroup((rank,), digest, ()))
     return Holders.unite(groups, listings, parts.common.name_order)
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import sys
+from collections.abc import Collection
 from typing import Any, Final, Literal
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -51,7 +54,7 @@ class TrainingState:
             loader: A `ResumableDataLoader`, or another loader with state_dict and load_state_dict.
             scaler: A GradScaler.
             stateful: More parts under names of your own: modules (an EMA), optimizers, schedulers, and other objects
-                with state_dict and load_state_dict.
+                with state_dict and load_state_dict; and a `torch.Generator`.
 
         Raises:
             InvalidArgumentError: A part has no state_dict. (An optimizer with parameters of a module that is not part
@@ -59,7 +62,7 @@ class TrainingState:
         """
         named = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader, "scaler": scaler}
         named |= stateful
-        parts = {name: unwrapped(part) for name, part in named.items() if part is not None}
+        parts = {name: _taken(part) for name, part in named.items() if part is not None}
         self.kinds: dict[str, PartKind] = {name: _part_kind(name, part) for name, part in parts.items()}
         self.components: dict[str, Any] = {
             name: track(part) if self.kinds[name] == "loader" else part for name, part in parts.items()
@@ -67,6 +70,29 @@ class TrainingState:
         """The parts by name; a loader of another library is tracked from now on (see `external_loader.py`)."""
         self.aliases: dict[str, str] = {}
         """Names of parameters -> those by which another stage of a pipeline, where they are tied, knows them."""
+
+    def without(self, names: Collection[str]) -> TrainingState:
+        """Return the same parts without some of them, and this state itself where there are none to leave out.
+
+        Raises:
+            InvalidArgumentError: It has no such part.
+
+        Example:
+            manager.restore(state, 1200, without=["loader"])  # which calls it
+        """
+        if isinstance(names, str):
+            raise InvalidArgumentError(f"without must be a list of names, such as [{names!r}].")
+        unknown = sorted({*names} - self.components.keys())
+        if unknown:
+            raise InvalidArgumentError(
+                f"The state has no part '{unknown[0]}' to leave out. It has: {', '.join(self.components)}."
+            )
+        if not names:
+            return self
+        left = copy.copy(self)
+        left.kinds = {name: kind for name, kind in self.kinds.items() if name not in names}
+        left.components = {name: part for name, part in self.components.items() if name not in names}
+        return left
 
     def of_kind(self, kind: PartKind) -> dict[str, Any]:
         """Return the parts of one kind, by name.
@@ -108,6 +134,56 @@ class TrainingState:
         return found
 
 
+def check_state(state: object) -> None:
+    """Refuse what is no `TrainingState`.
+
+    Raises:
+        InvalidArgumentError: It says what to write instead.
+    """
+    if not isinstance(state, TrainingState):
+        names = [name for name in state if isinstance(name, str)] if isinstance(state, dict) else []
+        parts = ", ".join(f"{name}=..." for name in names if name.isidentifier()) or "model=model, optimizer=optimizer"
+        raise InvalidArgumentError(
+            f"state must be a TrainingState, got a {type(state).__name__}. Write: TrainingState({parts})."
+        )
+
+
+def refuse_meta(state: TrainingState) -> None:
+    """Refuse an optimizer of parameters without numbers: a load makes new ones, which the optimizer would never see.
+
+    Raises:
+        InvalidArgumentError: It names the first one.
+    """
+    for name, optimizer in state.of_kind("optimizer").items():
+        parameters = [one for group in optimizer.param_groups for one in group["params"] if one.is_meta]
+        if parameters:
+            parameter = state.parameter_names().get(id(parameters[0]), "a parameter")
+            raise InvalidArgumentError(
+                f"'{name}' trains '{parameter}', which is on the device meta. A restore would put another parameter in "
+                "its place, and the optimizer would go on without it. Nothing was restored. Make the optimizer of real "
+                "parameters: model.to_empty(device=...) first."
+            )
+
+
+class GeneratorPart:
+    """A `torch.Generator` as a part of a state."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = generator
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return its state."""
+        return {"state": self.generator.get_state()}
+
+    def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
+        """Set it."""
+        self.generator.set_state(state_dict["state"])
+
+
+def _taken(part: Any) -> Any:
+    return GeneratorPart(part) if isinstance(part, torch.Generator) else unwrapped(part)
+
+
 def unwrapped(part: Any) -> Any:
     """Return what Accelerate has wrapped, or the object itself, without importing Accelerate."""
     for module, name, attribute in (
@@ -137,7 +213,8 @@ def _part_kind(name: str, part: Any) -> PartKind:
         if name == "loader" or isinstance(part, DataLoader | Gradients):
             return "loader"
         return "scheduler" if name == "scheduler" else "stateful"
-    hint = " Use hfshard.training.ResumableDataLoader, which takes the same arguments." if name == "loader" else ""
+    is_loader = name == "loader" or isinstance(part, DataLoader)
+    hint = " Use hfshard.training.ResumableDataLoader, which takes the same arguments." if is_loader else ""
     raise InvalidArgumentError(
         f"'{name}' is a {type(part).__name__}, which has no state_dict and load_state_dict to save and restore it by."
         + hint

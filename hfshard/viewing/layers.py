@@ -135,8 +135,9 @@ def _wild(parts: list[str]) -> str:
 def _kind(parts: list[str], layer: int, places: dict[str, _Place]) -> str:
     """What a tensor is in its layer: numbers of modules that are alike become "*"."""
     kind = []
+    numbers = _numbers(parts)
     for position in range(layer + 1, len(parts)):
-        folds = is_number(parts[position]) and places[_place(parts, position)].is_alike
+        folds = position in numbers and places[_place(parts, position)].is_alike
         kind.append("*" if folds else parts[position])
     return ".".join(kind)
 

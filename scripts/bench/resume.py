@@ -21,6 +21,7 @@ if __name__ == "__main__":  # `bench` is a package of scripts/, hfshard is besid
     os.environ["PYTHONPATH"] = os.pathsep.join([*sys.path[:2], os.environ.get("PYTHONPATH", "")])
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
+from bench.arguments import directory_for_data, file_to_write
 from bench.machine.description import describe
 from bench.resumes.cases import CASES, WAYS
 from bench.resumes.report import readme_table, render
@@ -56,8 +57,12 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"any of {', '.join(CASES)} (default: all)")
     parser.add_argument("--ways", nargs="*", default=WAYS, choices=WAYS, metavar="WAY", help=f"any of {WAYS}")
-    parser.add_argument("--out", type=Path, default=HERE / "RESUME.md", help="what to write (default: RESUME.md here)")
-    parser.add_argument("--directory", type=Path, help="where the runs lie; what is made there is removed")
+    parser.add_argument(
+        "--out", type=file_to_write, default=HERE / "RESUME.md", help="what to write (default: RESUME.md here)"
+    )
+    parser.add_argument(
+        "--directory", type=directory_for_data, help="where the runs lie; what is made there is removed"
+    )
     parser.add_argument("--readme", action="store_true", help="only print the table for hfshard/training/README.md")
     parser.add_argument("--render", action="store_true", help="only print RESUME.md of the last resume.json")
     return parser

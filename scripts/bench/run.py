@@ -15,6 +15,7 @@ from typing import Any
 if __name__ == "__main__":  # `bench` is a package of scripts/
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from bench.arguments import directory_for_data, file_to_write
 from bench.harness.models import SIZES
 from bench.harness.question import Context, question_of
 from bench.harness.results import raw_path, read_results, readme_table, render, unmet, write_results
@@ -56,9 +57,11 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=7, help="rounds of all peers (default: 7)")
     parser.add_argument("--main-peers", action="store_true", help="without the peers that run in every third round")
     parser.add_argument(
-        "--out", type=Path, default=HERE / "RESULTS.md", help="what to write (default: RESULTS.md here)"
+        "--out", type=file_to_write, default=HERE / "RESULTS.md", help="what to write (default: RESULTS.md here)"
     )
-    parser.add_argument("--directory", type=Path, help="where the data lie, on a disk; what is made there is removed")
+    parser.add_argument(
+        "--directory", type=directory_for_data, help="where the data lie, on a disk; what is made there is removed"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: the question gpu, too")
     parser.add_argument("--readme", action="store_true", help="only print the README's table of the last results")
     parser.add_argument("--render", action="store_true", help="only print RESULTS.md of the last results.json")

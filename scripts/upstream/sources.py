@@ -7,9 +7,12 @@ import re
 import subprocess
 import sys
 import tarfile
+from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final
+
+from upstream.suites import Suite
 
 REQUIREMENTS: Final = Path(__file__).with_name("requirements.txt")
 
@@ -32,23 +35,37 @@ def pins() -> dict[str, tuple[str, str]]:
     return {name: (pinned, digest) for name, pinned, digest in found}
 
 
-def check_installed(packages: list[str]) -> None:
-    """Refuse to run the tests of one version against another.
+def requirements_of(suites: Iterable[Suite]) -> list[str]:
+    """What must be installed to run suites, as pip takes it: the packages whose tests they are, and what these import.
+
+    Tests of one version are not run against another.
+    """
+    tested = sorted({suite.package or "transformers" for suite in suites})
+    imported = sorted({name for suite in suites for name in suite.needs})
+    return [*(f"{name}=={pins()[name][0]}" for name in tested), *imported]
+
+
+def check_installed(suites: Sequence[Suite]) -> None:
+    """Refuse to run suites without all that they need.
 
     Raises:
-        SourceError: A package is not installed, or in another version.
+        SourceError: Something is not installed, or in another version; it names all of it.
     """
-    for package in packages:
-        pinned = pins()[package][0]
-        try:
-            installed = version(package)
-        except PackageNotFoundError:
-            installed = "none"
-        if installed != pinned:
-            raise SourceError(
-                f"The tests of {package} {pinned} are run, and {installed} is installed. "
-                f"Install it: pip install {package}=={pinned}"
-            )
+    lacking = [requirement for requirement in requirements_of(suites) if not _is_installed(requirement)]
+    if lacking:
+        names = ", ".join(suite.name for suite in suites)
+        raise SourceError(
+            f"The tests of {names} need what is not installed here, or in another version. "
+            f"Install it: pip install {' '.join(lacking)}"
+        )
+
+
+def _is_installed(requirement: str) -> bool:
+    name, _, pinned = requirement.partition("==")
+    try:
+        return version(name) == pinned or not pinned
+    except PackageNotFoundError:
+        return False
 
 
 def fetch(package: str, cache: Path) -> Path:

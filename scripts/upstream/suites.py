@@ -58,7 +58,7 @@ class Suite:
     drop: str = ""
     """Regular expression of the ids that are not."""
     needs: tuple[str, ...] = ()
-    """Modules that the tests import, beside hfshard's own requirements."""
+    """Packages that the tests import, beside hfshard's own requirements, as pip calls them."""
     our_mixin: bool = False
     """Whether hfshard's mixin stands in the place of huggingface_hub's, too."""
     has_hub: bool = False
@@ -131,7 +131,7 @@ SUITES: Final = {
             files=tuple(f"tests/test_{name}.py" for name in _PEFT_FILES),
             keep=_PEFT_TESTS,
             drop="tiny-Llama4ForCausalLM-",  # a model that the Hub of these tests does not have
-            needs=("parameterized", "diffusers", "datasets", "scipy", "attr"),
+            needs=("parameterized", "diffusers", "datasets", "scipy", "attrs"),
             has_hub=True,
         ),
         Suite(
@@ -154,7 +154,7 @@ SUITES: Final = {
             title="huggingface_hub's tests of `PyTorchModelHubMixin`, with `ShardedModelMixin` in its place",
             package="huggingface_hub",
             files=("tests/test_hub_mixin_pytorch.py",),
-            needs=("pytest_mock",),
+            needs=("pytest-mock",),
             our_mixin=True,
             has_hub=True,
         ),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import stat
 from pathlib import Path
@@ -91,17 +90,16 @@ def test_convert_in_place_leaves_what_is_behind_the_links(tmp_path: Path) -> Non
     assert _files_in(store) == before
 
 
-def test_reshard_copies_what_links_beside_the_weights_lead_to_and_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_reshard_copies_what_links_beside_the_weights_lead_to_where_it_is_asked_to(tmp_path: Path) -> None:
     _links(tmp_path / "linked", bases.ours_sharded() | {"tokenizer.json": b"{}"})
 
-    with caplog.at_level(logging.WARNING, "hfshard"):
+    with pytest.raises(InvalidArgumentError, match=r"config.json' is a link to '.*tokenizer.json' is a link to '"):
         hfshard.reshard_checkpoint(tmp_path / "linked", tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+    hfshard.reshard_checkpoint(tmp_path / "linked", tmp_path / "new", follow_links=True)
 
     assert (tmp_path / "new/tokenizer.json").read_bytes() == b"{}"
     assert not (tmp_path / "new/tokenizer.json").is_symlink()
-    assert "tokenizer.json' is a link to '" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json", "config.json"])

@@ -34,6 +34,10 @@ from tests.helpers import forkserver
         (["inspect", ".", "--format", "yaml"], "invalid choice: 'yaml'"),
         (["revisions", "s3://bucket/hub"], "'s3://bucket/hub' is not a directory: what serves as a hub is a directory"),
         (["inspect", "no\x1b[2J"], "'no\\x1b[2J' is not a directory"),
+        (["inspect", ".", "\x1b[2J"], "unrecognized arguments: \\x1b[2J"),
+        (["inspect", ".", "https://user:TOKEN@host/x"], "unrecognized arguments: https://host/x"),
+        (["https://user:TOKEN@host/x"], "invalid choice: 'https://host/x'"),
+        (["revisions", "https://user:TOKEN@host/x"], "'https://host/x' is not a directory"),
     ],
 )
 def test_bad_usage_is_two_and_only_on_stderr(arguments: list[str], hint: str, run: Run) -> None:
@@ -41,6 +45,8 @@ def test_bad_usage_is_two_and_only_on_stderr(arguments: list[str], hint: str, ru
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("usage: hfshard")
     assert hint in done.stderr
+    assert "TOKEN" not in done.stderr
+    assert "\x1b" not in done.stderr
 
 
 def test_file_in_place_of_the_directory_is_two_and_names_the_directory(tmp_path: Path, run: Run) -> None:

@@ -178,6 +178,8 @@ def test_an_override_that_calls_super_gets_the_checked_weights(tmp_path: Path) -
         (lambda path: Net.from_pretrained(path, 4), "is built from a path"),
         (lambda path: Net.from_pretrained(path, parallelize=print), "hfshard.load_model"),
         (lambda path: Net.from_pretrained(path, map_location="nowhere"), "device must be one"),
+        (lambda path: Net.from_pretrained(path, map_location="meta"), "a device with data, got 'meta'"),
+        (lambda path: Net.from_pretrained(path, map_location=torch.device("meta")), "Net without data, call it within"),
         (lambda path: Net.from_pretrained(path, verify="ful"), "verify must be"),
     ],
 )

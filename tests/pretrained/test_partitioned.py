@@ -15,10 +15,9 @@ from transformers import BertModel, LlamaConfig, LlamaForCausalLM
 import hfshard
 from hfshard.errors import InvalidArgumentError, UnstorableTensorError
 from hfshard.training import CheckpointManager, TrainingState
+from tests.helpers.peft_versions import peft_of_transformers
 from tests.helpers.tiny_bert import Bert, bert
 from tests.state_dicts.zero3 import gathered, partition
-
-peft = pytest.importorskip("peft")
 
 PARAMETERS = 848
 """Of the tiny BERT, each counted once."""
@@ -45,7 +44,7 @@ def model(request: pytest.FixtureRequest) -> Iterator[Any]:
 def with_adapter(cls: type[LlamaForCausalLM] = LlamaForCausalLM) -> Any:
     config = LlamaConfig(vocab_size=6, hidden_size=4, num_hidden_layers=1, num_attention_heads=1, intermediate_size=4)
     built: Any = cls(config)
-    built.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    built.add_adapter(peft_of_transformers().LoraConfig(r=2, target_modules=["q_proj"]))
     partition(built)
     return built
 
@@ -71,6 +70,7 @@ def test_a_model_is_not_saved(model: Any, name: str, tmp_path: Path) -> None:
     assert files_in(tmp_path) == []
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize("name", ["save_model", "save_pretrained", "push_to_hub"])
 def test_an_adapter_which_transformers_saves_is_refused(name: str, tmp_path: Path) -> None:
     model = with_adapter()
@@ -136,6 +136,7 @@ def test_a_gathered_model_is_saved(model: Any, tmp_path: Path) -> None:
     assert hfshard.load_state_dict(tmp_path)["embeddings.word_embeddings.weight"].shape == (10, 8)
 
 
+@pytest.mark.compat
 def test_an_adapter_that_was_gathered_is_saved(tmp_path: Path) -> None:
     model = with_adapter()
     with gathered(model):
@@ -159,6 +160,7 @@ def test_ranks_and_trainers_that_save_no_weights_are_not_refused(
     assert files_in(tmp_path) == kept
 
 
+@pytest.mark.compat
 def test_a_rank_that_saves_no_adapter_is_not_refused(tmp_path: Path) -> None:
     model = with_adapter()
 

@@ -11,10 +11,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hfshard
 from hfshard.errors import InvalidArgumentError
+from tests.helpers.peft_versions import peft_of_transformers
 
 pytestmark = pytest.mark.compat
 
-peft = pytest.importorskip("peft")
+peft = peft_of_transformers()
 
 
 class Llama(hfshard.ShardedModelMixin, LlamaForCausalLM):

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 import hfshard
 from hfshard.errors import (
     IntegrityError,
+    InvalidArgumentError,
     MissingShardError,
 )
 from hfshard.loading.source import CheckpointSource
@@ -59,6 +60,29 @@ def test_broken_link_in_the_source_is_refused_before_anything_is_written(tmp_pat
     with pytest.raises(MissingShardError, match=r"tokenizer\.json"):
         hfshard.reshard_checkpoint(tmp_path / "old", tmp_path / "new")
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "tokenizer.json", "config.json"])
+def test_links_that_leave_the_source_are_refused_as_a_push_refuses_them(tmp_path: Path, name: str) -> None:
+    hfshard.save_state_dict(floats(), tmp_path / "old")
+    (tmp_path / "token").write_text('{"token": "hf_secret"}')
+    (tmp_path / "old" / name).symlink_to(tmp_path / "token")
+    for change in (
+        lambda: hfshard.reshard_checkpoint(tmp_path / "old", tmp_path / "new"),
+        lambda: hfshard.push_checkpoint(tmp_path / "old", tmp_path / "new"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=rf"old/{name}' is a link to '{tmp_path}/token', outside the "):
+            change()
+        assert not (tmp_path / "new").exists()
+
+
+def test_a_link_within_the_source_is_followed(tmp_path: Path) -> None:
+    hfshard.save_state_dict(floats(), tmp_path / "old")
+    (tmp_path / "old" / "tokenizer.json").write_text("t")
+    (tmp_path / "old" / "notes.txt").symlink_to("tokenizer.json")
+    hfshard.reshard_checkpoint(tmp_path / "old", tmp_path / "new")
+    assert (tmp_path / "new" / "notes.txt").read_text() == "t"
+    assert not (tmp_path / "new" / "notes.txt").is_symlink()
 
 
 def test_a_pipe_is_left_where_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -146,3 +146,25 @@ def test_the_table_of_the_readme_is_that_of_the_results(child_environment: dict[
     if not printed:
         pytest.skip("nothing was measured yet")
     assert printed + os.linesep in (REPOSITORY / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("script", ["run.py", "resume.py"])
+@pytest.mark.parametrize(
+    ("option", "path", "words"),
+    [
+        ("--directory", "nowhere", "there is no directory '{}'. Make it, or name another one."),
+        ("--out", "nowhere/RESULTS.md", "there is no directory '{}'. Make it, or name another one."),
+        ("--out", "", "'{}' is a directory. Name a file in it."),
+    ],
+)
+def test_a_place_that_does_not_exist_is_a_sentence(
+    script: str, option: str, path: str, words: str, tmp_path: Path, child_environment: dict[str, str]
+) -> None:
+    given = tmp_path / path
+
+    done = forkserver.run([BENCH / script, option, given], env=child_environment)
+
+    named = given.parent if given.suffix else given
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.endswith(f"{script}: error: argument {option}: {words.format(named)}\n")
+    assert list(tmp_path.iterdir()) == []

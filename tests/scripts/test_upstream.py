@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,11 @@ from tests import REPOSITORY
 
 sys.path.append(str(REPOSITORY / "scripts"))  # `upstream` is a package of scripts/
 
+from upstream import sources
 from upstream.comparison import Outcome, compare, of_suite, read_outcomes
+from upstream.main import main
 from upstream.report import read_results, readme_block
-from upstream.sources import REQUIREMENTS, SourceError, fetch, pins
+from upstream.sources import REQUIREMENTS, SourceError, fetch, pins, requirements_of
 from upstream.suites import SUITES
 
 INTENDED: dict[str, str] = json.loads((REQUIREMENTS.parent / "intended.json").read_text())
@@ -92,3 +95,36 @@ def test_the_readme_has_the_counts_of_the_results() -> None:
     readme = (REPOSITORY / "hfshard" / "pretrained" / "README.md").read_text()
 
     assert readme_block(read_results(), INTENDED) in readme
+
+
+def test_what_all_suites_need_is_said_before_the_first_one_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    installed = {
+        "accelerate": "1.15.0",
+        "huggingface_hub": "1.33.0",
+        "transformers": "5.23.0",
+        "attrs": "1",
+        "scipy": "1",
+    }
+
+    def version(name: str) -> str:
+        if name not in installed:
+            raise PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(sources, "version", version)
+
+    code = main(["modeling", "peft", "hub_mixin", "--results", str(tmp_path / "results.json")])
+
+    assert code == 2
+    assert capsys.readouterr().err == (
+        "The tests of modeling, peft, hub_mixin need what is not installed here, or in another version. Install it: "
+        "pip install huggingface_hub==2.4.0 peft==0.21.2 datasets diffusers parameterized pytest-mock\n"
+    )
+
+
+def test_the_readme_says_what_to_install() -> None:
+    readme = (REPOSITORY / "hfshard" / "pretrained" / "README.md").read_text()
+
+    assert f"pip install {' '.join(requirements_of(SUITES.values()))}\n" in readme

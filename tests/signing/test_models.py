@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModel, BertModel
 
 import hfshard
 from hfshard.errors import DamagedCheckpointError, InvalidArgumentError, SignatureError
+from tests.helpers.peft_versions import peft_of_transformers
 from tests.helpers.tiny_bert import SHARDED, Bert, bert, value_of
 from tests.signing.conftest import Keys
 from tests.signing.helpers import model_signing
@@ -258,7 +259,7 @@ def test_auto_config_is_not_affected(signed_bert: Path) -> None:
 @pytest.fixture
 def adapter(signed_bert: Path, tmp_path: Path, keys: Keys) -> Path:
     """A signed adapter of `signed_bert`, which is not signed when it has been made."""
-    peft = pytest.importorskip("peft")
+    peft = peft_of_transformers()
     model = BertModel.from_pretrained(signed_bert)
     torch.manual_seed(3)
     model.add_adapter(peft.LoraConfig(r=2, target_modules=["query"], init_lora_weights=False))

@@ -151,6 +151,37 @@ def test_what_the_library_signs_beyond_that_is_compared_too(checkpoint: Path, ke
     assert {Path(problem.file).name for problem in problems} == {"a.pyc", ".gitattributes"}
 
 
+def test_a_signed_file_that_became_a_link_is_named_as_by_the_library(signed: Path, keys: Keys, tmp_path: Path) -> None:
+    (signed / "config.json").rename(tmp_path / "config.json")
+    (signed / "config.json").symlink_to(tmp_path / "config.json")
+
+    model_signing("verify", "key", signed, "--public_key", keys.public, exit_code=1)
+    report = hfshard.verify_checkpoint(signed, public_key=keys.public)
+
+    assert [(Path(problem.file).name, "is a link now" in problem.message) for problem in report.problems] == [
+        ("config.json", True)
+    ]
+
+
+def test_debris_that_was_added_is_named_as_by_the_library(checkpoint: Path, keys: Keys) -> None:
+    (checkpoint / "code" / "__pycache__").mkdir(parents=True)
+    (checkpoint / "code" / "a.py").write_text("x = 1\n")
+    hfshard.sign_checkpoint(checkpoint, private_key=keys.private)
+    (checkpoint / "code" / "__pycache__" / "a.pyc").write_text("left out when it was signed")
+    model_signing("verify", "key", checkpoint, "--public_key", keys.public)
+    assert hfshard.verify_checkpoint(checkpoint, public_key=keys.public).ok
+
+    (checkpoint / "__pycache__").mkdir()
+    (checkpoint / "__pycache__" / "b.pyc").write_text("x")
+    model_signing("verify", "key", checkpoint, "--public_key", keys.public, exit_code=1)
+    report = hfshard.verify_checkpoint(checkpoint, public_key=keys.public)
+
+    assert [(Path(problem.file).name, "was added" in problem.message) for problem in report.problems] == [
+        ("b.pyc", True)
+    ]
+    assert sorted(hfshard.load_state_dict(checkpoint, public_key=keys.public)) == ["a", "b", "c"]
+
+
 def test_a_folder_that_can_not_be_listed_is_refused(
     checkpoint: Path, keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:

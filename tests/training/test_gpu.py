@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hfshard.training import CheckpointManager, TrainingState, enable_gradient_checkpointing
+from hfshard.training.parts.rng import rng_state, set_rng_state
 
 pytestmark = [
     pytest.mark.gpu,
@@ -53,7 +54,7 @@ def step(run: dict[str, Any]) -> float:
     run["scaler"].update()
     run["optimizer"].zero_grad()
     run["scheduler"].step()
-    return float(loss)
+    return float(loss.detach())
 
 
 def same(mine: Any, theirs: Any) -> bool:
@@ -113,7 +114,10 @@ def test_gradient_checkpointing_takes_less_memory_and_changes_no_gradient() -> N
     for is_on in (False, True):
         torch.manual_seed(0)
         model = nn.Sequential(
-            *(nn.Sequential(nn.Linear(512, 512), nn.Dropout(0.1), nn.GELU()) for _ in range(16))
+            *(
+                nn.Sequential(nn.Linear(512, 512), nn.Dropout(0.1), nn.GELU(), nn.Linear(512, 512), nn.GELU())
+                for _ in range(16)
+            )
         ).cuda()
         if is_on:
             enable_gradient_checkpointing(model)
@@ -124,3 +128,13 @@ def test_gradient_checkpointing_takes_less_memory_and_changes_no_gradient() -> N
         gradients.append([one.grad for one in model.parameters()])
     assert same(gradients[0], gradients[1])
     assert peaks[1] < 0.5 * peaks[0]
+
+
+def test_a_rank_that_had_another_device_goes_on_with_the_numbers_of_its_own() -> None:
+    """As where two machines became one: what was the second device of one is the only one here."""
+    torch.rand(3, device="cuda")
+    state = rng_state()
+    expected = torch.rand(3, device="cuda")
+    [own] = state["cuda"]
+    set_rng_state({**state, "cuda": [torch.cuda.get_rng_state(), own], "current_devices": {"cuda": 1}})
+    assert torch.equal(torch.rand(3, device="cuda"), expected)

@@ -15,10 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler, TensorDataset
 
+from hfshard.errors import RankMissingError
 from hfshard.training import CheckpointManager, ResumableDataLoader, TrainingState
 from tests.training import processes
 
@@ -174,4 +176,30 @@ def test_an_error_of_the_first_rank_is_raised_on_all(tmp_path: Path) -> None:
     assert second.startswith(
         "RankFailedError: Rank 0 failed, so the other ranks gave up, too: UnstorableTensorError: 'extra/strange'"
     )
+    assert not run.exists()
+
+
+def save_on_the_first_alone(place: Path, run: Path, rank: int) -> None:
+    join(place, rank, WORLD_SIZE)
+    if rank == 0:
+        group: Any = dist.group.WORLD
+        group.set_timeout(timedelta(seconds=1))
+        with pytest.raises(
+            RankMissingError, match=r"needs every rank. Make it on every rank, outside of `if rank == 0:`"
+        ):
+            CheckpointManager(run).save(1, TrainingState(model=nn.Linear(2, 2)))
+        group.set_timeout(timedelta(seconds=processes.PATIENCE_SECONDS))
+    dist.barrier()
+
+
+def test_a_save_to_which_only_the_first_rank_comes_is_told_that_it_needs_all(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with ThreadPoolExecutor(WORLD_SIZE) as pool:
+        ends = list(
+            pool.map(
+                lambda rank: processes.run(tmp_path / f"{rank}.txt", save_on_the_first_alone, tmp_path, run, rank),
+                range(2),
+            )
+        )
+    assert [end.status for end in ends] == [0, 0], ends
     assert not run.exists()

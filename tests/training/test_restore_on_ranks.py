@@ -88,17 +88,29 @@ def refuse_weights(module: nn.Module, *_: object) -> None:
     raise ValueError("these weights are not for me")
 
 
-def own_run(run: Path, rank: int) -> str:
-    """The path of a run that the other rank does not see, where the steps are others."""
-    number = os.open(run if rank == 0 else run.parent / "other-run", os.O_RDONLY)
-    return f"/proc/self/fd/{os.dup2(number, 100 + rank)}"
+def own_run(of_rank: Path) -> str:
+    """One path on both ranks, as of a disk of each machine, that leads each to a run of its own."""
+    return f"/proc/self/fd/{os.dup2(os.open(of_rank, os.O_RDONLY), 100)}"
 
 
 def restore(case: str, build: Build, run: Path, rank: int) -> int | None:
     """What one rank calls."""
-    manager = CheckpointManager(own_run(run, rank) if case == "another run" else run)
+    other = run.parent / "other-run"
+    seen_by = {
+        "another run": (run, other),
+        "no checkpoint on the first": (run.parent / "empty", run),
+        "no checkpoint but a damaged one": (run.parent / "empty", run.parent / "damaged"),
+    }
+    manager = CheckpointManager(own_run(seen_by[case][rank]) if case in seen_by else run)
+    if case == "a run of its own":
+        manager = CheckpointManager(other if rank else run)
+    if case == "a checkpoint of its own":
+        return manager.restore(build.state(), (other if rank else run) / "checkpoint-00000001")
+    if case == "old files, each its own":
+        os.chdir(run.parent / f"machine{rank}")
+        return manager.restore(build.state(), "/proc/self/cwd/old.pt")
     if case.startswith("old"):
-        return manager.restore(build.state(), run.parent / f"old{rank if case == 'old files, each its own' else 0}.pt")
+        return manager.restore(build.state(), run.parent / "machine0" / "old.pt")
     if case == "no place":
         return manager.restore(build.state(), 1 if rank == 0 else "")
     if case == "another method" and rank == 1:
@@ -127,6 +139,10 @@ CASES = {
     "not strict": "StateDictMismatchError: 'counter' (RefusingCounter) refused its state",
     "refused weights": "StateDictMismatchError: 'model' refused its state",
     "another run": "CheckpointChangedError: The first rank restores",
+    "no checkpoint on the first": "CheckpointNotFoundError: Rank 1 finds the checkpoint '/proc/self/fd/100/checkpoint-",
+    "no checkpoint but a damaged one": "CheckpointNotFoundError: Rank 1 finds the checkpoint '/proc/self/fd/100",
+    "a run of its own": "InvalidArgumentError: Rank 1 restores from '",
+    "a checkpoint of its own": "InvalidArgumentError: Rank 1 restores from '",
     "no place": "InvalidPathError: ",
     "another method": "RankFailedError: Rank 1 is at 'restore' where rank 0 is at 'restore_latest'",
     "another step": "InvalidArgumentError: All ranks must restore the same step, got [1, 2].",
@@ -188,7 +204,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         manager.save(2, saved.state())
     for number in range(2):
         parts = saved.state().components.items()
-        torch.save({name: part.state_dict() for name, part in parts} | {"step": number}, place / f"old{number}.pt")
+        (place / f"machine{number}").mkdir()
+        old = {name: part.state_dict() for name, part in parts} | {"step": number}
+        torch.save(old, place / f"machine{number}" / "old.pt")
+    (place / "empty").mkdir()
+    shutil.copytree(place / "other-run", place / "damaged")
+    (place / "damaged" / "checkpoint-00000001" / "checkpoint.json").write_text("{}")
     with CheckpointManager(place / "replacement") as manager:
         manager.save(1, Build(2).state())
     with CheckpointManager(place / "newer") as manager:

@@ -13,7 +13,7 @@ from types import FrameType
 import pytest
 import torch
 
-from hfshard._util.threads import in_threads, pause, start_thread
+from hfshard._util.threads import LendingLock, in_threads, pause, start_thread
 from hfshard.errors import HubConnectionError
 
 
@@ -171,3 +171,22 @@ def test_no_thread_while_ctrl_c_is_handled_is_no_second_ctrl_c(monkeypatch: pyte
         raise KeyboardInterrupt
     except KeyboardInterrupt:
         assert start_thread(list, "name") is None
+
+
+def test_a_lock_is_lent_to_a_thread_that_its_holder_joins_and_to_no_other() -> None:
+    lock = LendingLock()
+    order: list[str] = []
+
+    def work(name: str) -> None:
+        with lock.held():
+            order.append(name)
+
+    joined, other = (threading.Thread(target=work, args=(name,)) for name in ("joined", "other"))
+    with lock.held(), lock.held():
+        other.start()
+        joined.start()
+        joined.join()
+        order.append("holder")
+    other.join(60)
+
+    assert order == ["joined", "holder", "other"]

@@ -32,6 +32,13 @@ def test_experts_are_one_kind() -> None:
     assert stack.cells[1, "mlp.experts.*.w1"] == tuple(f"layers.1.mlp.experts.{expert}.w1" for expert in range(11))
 
 
+def test_numbers_that_end_a_name_are_those_of_tensors() -> None:
+    grid = layer_grid([f"layers.{layer}.scales.{number}" for layer in (0, 1) for number in (0, 1)])
+    assert [(stack.name, stack.layers, stack.kinds) for stack in grid.stacks] == [
+        ("layers", (0, 1), ("scales.0", "scales.1"))
+    ]
+
+
 def test_parts_of_a_layer_that_differ_keep_their_numbers() -> None:
     kinds = ["layer.0.SelfAttention.q", "layer.0.norm", "layer.1.DenseReluDense.wi", "layer.1.norm"]
     names = [f"{stack}.block.{layer}.{kind}" for stack in ("encoder", "decoder") for layer in (0, 1) for kind in kinds]

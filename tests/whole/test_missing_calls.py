@@ -7,6 +7,9 @@ import fcntl
 import logging
 import mmap
 import os
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -15,11 +18,16 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import BertModel
 
 import hfshard
 from hfshard.storage.disk import block_reader
 from hfshard.storage.weights import populate
+from hfshard.storage.weights.pickles.file_in_memory import FileInMemory
+from tests.helpers.tiny_bert import bert, value_of
 
+FULL_FLUSH = 51
+"""F_FULLFSYNC of macOS."""
 UNKNOWN = 9999
 """Advice that no kernel knows."""
 
@@ -139,3 +147,75 @@ def test_whatever_is_missing_the_bytes_are_the_same(
         assert all(torch.equal(found[key], tensor) for key, tensor in tensors().items())
     assert contents(tmp_path) == expected
     assert not recwarn.list and not caplog.records
+
+
+def test_a_device_map_is_made_where_the_system_does_not_tell_free_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bert(3, cls=BertModel).save_pretrained(tmp_path)
+    ask = os.sysconf
+
+    def as_on_macos(name: str) -> int:
+        if name == "SC_AVPHYS_PAGES":
+            raise ValueError("unrecognized configuration name")
+        return ask(name)
+
+    monkeypatch.setattr(os, "sysconf", as_on_macos)
+
+    with hfshard.install(quiet=True):
+        assert value_of(BertModel.from_pretrained(tmp_path, device_map="auto")) == 3
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_the_disk_is_flushed_where_fsync_does_not_do_it(
+    is_known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    control, flush = fcntl.fcntl, os.fsync
+    flushed: dict[str, int] = {"disk": 0, "file": 0}
+
+    def controlled(fd: int, command: int, argument: Any = 0) -> Any:
+        if command != FULL_FLUSH:
+            return control(fd, command, argument)
+        flushed["disk"] += 1
+        if not is_known:
+            raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+        return 0
+
+    def synced(fd: int) -> None:
+        flushed["file"] += 1
+        flush(fd)
+
+    monkeypatch.setattr(fcntl, "F_FULLFSYNC", FULL_FLUSH, raising=False)
+    monkeypatch.setattr(fcntl, "fcntl", controlled)
+    monkeypatch.setattr(os, "fsync", synced)
+
+    hfshard.save_state_dict({"a": torch.ones(3)}, tmp_path / "out")
+
+    assert flushed["disk"] > 1
+    assert flushed["file"] == (0 if is_known else flushed["disk"])
+
+
+def test_files_in_memory_are_temporary_ones_where_there_are_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    file = FileInMemory(3, lambda begin, target: target.__setitem__(slice(None), b"abc"[begin:]))
+    with os.fdopen(file.open(), "rb") as reading:
+        assert (len(list(tmp_path.iterdir())), reading.read()) == (1, b"abc")
+    del file
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_system_without_posix_is_told_so_by_the_import(child_environment: dict[str, str]) -> None:
+    code = "import sys; sys.modules['fcntl'] = None\nimport hfshard"
+
+    done = subprocess.run(  # not of the tests' own server, which has imported it
+        [sys.executable, "-c", code], env=child_environment, capture_output=True, text=True, timeout=110
+    )
+
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("ImportError: hfshard needs a POSIX system, such as Linux or macOS")

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import argparse
+from typing import NoReturn
 
+from hfshard._util.text import without_url_secrets
 from hfshard.cli.arguments.checking import add_sign, add_verify
 from hfshard.cli.arguments.groups import Commands
 from hfshard.cli.arguments.looking import add_checkpoints, add_diff, add_inspect, add_show
 from hfshard.cli.arguments.moving import add_pull, add_push, add_revisions
 from hfshard.cli.arguments.rewriting import add_convert, add_remove, add_reshard
 from hfshard.cli.arguments.running import add_run
+from hfshard.cli.output import printable
 from hfshard.constants import VERSION
+
+
+class _Parser(argparse.ArgumentParser):
+    """Shows an argument that it refuses without the passwords and the control characters in it; so do its commands'."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(printable(without_url_secrets(message)))
 
 
 def make_parser() -> argparse.ArgumentParser:
     """Build the parser; each command stands in one group of its help."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="hfshard",
         usage="hfshard [-h] [--version] COMMAND ...",
         epilog="`hfshard COMMAND --help` shows the arguments of a command.",

@@ -115,6 +115,11 @@ def _add_source_and_target(parser: argparse.ArgumentParser) -> None:
         "--local-files-only", action="store_true", help="read SRC on the Hub from the cache alone, not from the network"
     )
     parser.add_argument(
+        "--follow-links",
+        action="store_true",
+        help="copy also what links beside the weights lead to outside of the checkpoint, else refused",
+    )
+    parser.add_argument(
         "--drop-signature",
         action="store_true",
         help="remove model.sig of DST, which no longer holds; without it, a signed checkpoint is refused in place",

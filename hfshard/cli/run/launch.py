@@ -10,6 +10,8 @@ import shutil
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from typing import Final, NoReturn
 
 from hfshard._util.importing.announcement import ANNOUNCED, announce
@@ -24,6 +26,8 @@ _IGNORING: Final = "IES"
 """Letters of Python's options with which it looks at no PYTHONPATH, or runs no sitecustomize."""
 _FIRST_LINE_BYTES: Final = 256
 """Of a script, as much as Linux reads of the line that names its interpreter."""
+_FILE_ENDINGS: Final = (".py", ".pyc", ".pyw", ".pyz", ".zip")
+"""Of files that Python runs: a word with one of them is a file, whatever commands there are."""
 
 
 def run(arguments: argparse.Namespace) -> NoReturn:
@@ -41,6 +45,7 @@ def run(arguments: argparse.Namespace) -> NoReturn:
     if not target:
         raise InvalidArgumentError("Nothing to run: give a script, -m MODULE, -c CODE, or a command such as torchrun.")
     path = None if given_options else _find_command(target[0])
+    is_found = path is not None or _does_python_find(target)
     if path is None:
         own_options, _, own_letters = split_python_options(sys.orig_argv[1:])
         path = sys.executable
@@ -51,7 +56,7 @@ def run(arguments: argparse.Namespace) -> NoReturn:
         letters += _letters_of_command(path, target)
     _refuse_ignoring(letters)
     _refuse_folder()
-    if not arguments.quiet:
+    if is_found and not arguments.quiet:  # else the only line is the error
         name = " ".join(target[:2]) if target[0] == "-m" else target[0]
         announce(f" in {printable(name)} and the Python processes that it starts")
     environment = _environment(os.environ, arguments)
@@ -61,17 +66,34 @@ def run(arguments: argparse.Namespace) -> NoReturn:
 
 
 def _find_command(name: str) -> str | None:
-    """The program that a name means where it is none for Python: a file of its own, or one of the environment's."""
+    """The program that a name means where it is none for Python: one of the environment's, or a file of its own.
+
+    As in a shell, a bare word is a command first: a file `torchrun` in a directory that somebody else filled is
+    not run in its place. `./torchrun` is that file.
+    """
     if name.startswith("-"):
         return None
-    if os.path.isfile(name):
-        first_line = _first_line(name)
-        is_other = first_line.startswith("\x7fELF") or (first_line.startswith("#!") and not _words_for_python(name))
-        return os.path.abspath(name) if is_other and os.access(name, os.X_OK) else None
-    if os.path.dirname(name) or os.path.isfile(os.path.join(name, "__main__.py")):
+    if not os.path.dirname(name) and not name.endswith(_FILE_ENDINGS):
+        places = [os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)]
+        command = shutil.which(name, path=os.pathsep.join(places))
+        if command is not None:
+            return command
+    if not os.path.isfile(name) or not os.access(name, os.X_OK):
         return None
-    places = [os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)]
-    return shutil.which(name, path=os.pathsep.join(places))
+    first_line = _first_line(name)
+    is_other = first_line.startswith("\x7fELF") or (first_line.startswith("#!") and not _words_for_python(name))
+    return os.path.abspath(name) if is_other else None
+
+
+def _does_python_find(target: Sequence[str]) -> bool:
+    """Whether there is such a file, directory or module, where the program is one for Python."""
+    if target[0].startswith("-m"):
+        words = (target[0][2:], *target[1:])
+        name = next(filter(None, words), "").partition(".")[0]  # a look for a submodule would import the package
+        if not name or name in sys.modules:
+            return bool(name)
+        return (PathFinder.find_spec(name, [os.getcwd()]) or find_spec(name)) is not None
+    return target[0].startswith("-") or os.path.exists(target[0])  # -c, or - for stdin
 
 
 def _letters_of_command(path: str, command: Sequence[str]) -> str:

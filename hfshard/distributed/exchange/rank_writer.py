@@ -10,8 +10,6 @@ from functools import partial
 from threading import Event
 from typing import Any, Final
 
-import torch.distributed as dist
-
 from hfshard._util.addresses import is_address
 from hfshard._util.progress import ProgressCallback
 from hfshard._util.threads import start_thread
@@ -20,7 +18,7 @@ from hfshard.distributed.exchange.incoming import Incoming
 from hfshard.distributed.exchange.listing import HeldTensor
 from hfshard.distributed.exchange.orders import Kind, Order, OrderedFile
 from hfshard.distributed.exchange.owners import assign_owners
-from hfshard.distributed.exchange.rounds import Exchange
+from hfshard.distributed.exchange.rounds import CpuGroup, Exchange
 from hfshard.distributed.status import SaveStatus
 from hfshard.errors import HfshardError
 from hfshard.saving.linking import KnownFile, link_if_same
@@ -53,7 +51,7 @@ class RankWriter:
        knows that nothing was committed, even where the leader was stopped for a while and then goes on.
 
     Args:
-        status: Of the save; all ranks of the default process group take part.
+        status: Of the save; all ranks of the call take part.
         holders: Which rank has what.
         held: This rank's tensors.
         group: Its collectives take tensors of the CPU.
@@ -66,7 +64,7 @@ class RankWriter:
         status: SaveStatus,
         holders: Holders,
         held: Mapping[str, HeldTensor],
-        group: dist.ProcessGroup | None,
+        group: CpuGroup | None,
         stored_name: Callable[[str], str] = str,
         writers: Sequence[int] = (),
     ) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -25,6 +25,9 @@ from hfshard.distributed.status import SaveStatus
 from hfshard.errors import RankFailedError
 
 logger = logging.getLogger(__name__)
+
+CpuGroup: TypeAlias = "dist.ProcessGroup | dist.ProcessGroupGloo"
+"""A process group of torch.distributed; or one that it does not list, which has methods in place of its functions."""
 
 
 class _Sent(NamedTuple):
@@ -53,7 +56,7 @@ class Exchange:
         holders: Which rank has what.
         held: This rank's tensors.
         status: Of the save; its ranks are all of the process group.
-        group: Its collectives take tensors of the CPU.
+        group: Its collectives take tensors of the CPU; see `cpu_group`.
 
     Attributes:
         rounds: How many there were.
@@ -61,11 +64,12 @@ class Exchange:
     """
 
     def __init__(
-        self, holders: Holders, held: Mapping[str, HeldTensor], status: SaveStatus, group: dist.ProcessGroup | None
+        self, holders: Holders, held: Mapping[str, HeldTensor], status: SaveStatus, group: CpuGroup | None
     ) -> None:
         self._holders, self._held, self._status, self._group = holders, held, status, group
-        self._rank, self._world_size = status.rank, len(status.ranks)
-        self._others: Positions = np.delete(np.arange(self._world_size), self._rank)
+        self._rank, self._ranks = status.rank, list(status.ranks)
+        self._place = {rank: place for place, rank in enumerate(self._ranks)}
+        self._others: Positions = np.delete(np.arange(len(self._ranks)), self._place[self._rank])
         self.rounds = 0
         self.sent_bytes = 0
         self._outbox = np.empty(0, np.uint8)
@@ -129,10 +133,10 @@ class Exchange:
 
     def _sizes(self, by_rank: Mapping[int, int]) -> Positions:
         """Bytes from or to each rank: a status byte comes after those of the tensors, and nothing goes to itself."""
-        sizes: Positions = np.ones(self._world_size, np.int64)
+        sizes: Positions = np.ones(len(self._ranks), np.int64)
         for rank, nbytes in by_rank.items():
-            sizes[rank] += nbytes
-        sizes[self._rank] = 0
+            sizes[self._place[rank]] += nbytes
+        sizes[self._place[self._rank]] = 0
         return sizes
 
     def _sent_to(self, owner: int, stretches: Sequence[Stretch]) -> list[_Sent]:
@@ -170,7 +174,7 @@ class Exchange:
 
     def _fill(self, sent: Mapping[int, Sequence[_Sent]], begins: Positions) -> None:
         for rank, pieces in sent.items():
-            at = int(begins[rank])
+            at = int(begins[self._place[rank]])
             for name, start, stop in pieces:
                 self._outbox[at : at + stop - start] = self._bytes_of(name, start, stop)
                 at += stop - start
@@ -191,26 +195,25 @@ class Exchange:
         for rank, pieces in received.items():
             if rank == self._rank:
                 continue
-            at = int(begins[rank])
+            at = int(begins[self._place[rank]])
             for one in pieces:
                 scatter_into(window, one.starts, one.lengths, self._inbox[at : at + one.nbytes])
                 at += one.nbytes
 
     def _swap(self, out_sizes: list[int], in_sizes: list[int]) -> None:
-        work = dist.all_to_all_single(
-            torch.from_numpy(self._inbox[: sum(in_sizes)]),
-            torch.from_numpy(self._outbox[: sum(out_sizes)]),
-            in_sizes,
-            out_sizes,
-            group=self._group,
-            async_op=True,
-        )
+        inbox = torch.from_numpy(self._inbox[: sum(in_sizes)])
+        outbox = torch.from_numpy(self._outbox[: sum(out_sizes)])
+        group: Any = self._group
+        if group is None or isinstance(group, dist.ProcessGroup):
+            work = dist.all_to_all_single(inbox, outbox, in_sizes, out_sizes, group=group, async_op=True)
+        else:
+            work = group.alltoall_base(inbox, outbox, in_sizes, out_sizes)
         self._status.await_work(work)
 
     def _refuse_failed(self, ends: Positions) -> None:
         failed = self._others[self._inbox[ends[self._others] - 1] != 0]
         if len(failed):
-            rank = int(failed[0])
+            rank = self._ranks[int(failed[0])]
             self._status.wait_for("what went wrong", rank)  # raises when that rank has told
             raise RankFailedError(f"Rank {rank} failed to save its part. Look at its output.", rank=rank)
 

@@ -99,8 +99,8 @@ def missing_error(door: Mapping[str, list[int]], place: str, patience_seconds: f
         why = "was called with is_main_process=False and without a part of a tensor"
     others = f", nor did rank {', '.join(map(str, absent[1:]))}" if absent[1:] else ""
     return RankMissingError(
-        f"Rank {absent[0]} {why}{others}, though tensors for {place!r} are spread over all ranks. Make this call on "
-        "every rank, not on some.",
+        f"Rank {absent[0]} {why}{others}, and this call about {place!r} needs every rank. Make it on every rank, "
+        "outside of `if rank == 0:`; or, of a model that only some ranks have, with process_group= of those.",
         rank=absent[0],
         path=place,
     )

@@ -8,6 +8,8 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
+from hfshard.distributed.liveness.call_group import call_group
+
 _UNKNOWN_SECONDS: Final = 600.0
 """Where the backend does not say: what torch gives NCCL."""
 _FIRST_WORD_SECONDS: Final = 10.0
@@ -60,11 +62,11 @@ class Wait:
 
 
 def group_timeout_seconds() -> float:
-    """For how long the default process group waits for a rank, as `init_process_group(timeout=)` says.
+    """For how long the process group of a call waits for a rank, as `init_process_group(timeout=)` or `new_group` says.
 
     torch has no public name for it: where several backends serve the group, the shortest counts.
     """
-    group: Any = dist.group.WORLD
+    group: Any = call_group() or dist.group.WORLD
     backends = [group._get_backend(device) for device in group._device_types]
     timeouts = [getattr(getattr(backend, "options", None), "_timeout", None) for backend in backends]
     return min((one.total_seconds() for one in timeouts if isinstance(one, timedelta)), default=_UNKNOWN_SECONDS)

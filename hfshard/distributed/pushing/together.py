@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Final
 
-from hfshard.distributed.participants import gather_participants, has_other_ranks
+from hfshard.distributed.liveness.call_group import has_other_ranks
+from hfshard.distributed.participants import gather_participants
 from hfshard.distributed.pushing.staging_folder import StagingFolder, elsewhere
 from hfshard.distributed.saving import write_on_ranks
 from hfshard.distributed.status import SaveStatus
@@ -145,7 +146,7 @@ class PushTogether:
 
 @contextmanager
 def push_together(*, is_collective: bool) -> Iterator[PushTogether]:
-    """Let all ranks of the default process group make one push, or all raise.
+    """Let all ranks of the call's process group make one push, or all raise.
 
     Args:
         is_collective: Whether every rank makes the call, because it has a part of what is pushed; False: this rank

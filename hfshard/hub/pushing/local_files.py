@@ -11,7 +11,6 @@ from typing import Final, Protocol
 
 from huggingface_hub.utils import filter_repo_objects
 
-from hfshard._util.text import list_some
 from hfshard.constants import BIN_SUFFIX, SAFETENSORS_SUFFIX
 from hfshard.errors import InvalidArgumentError
 from hfshard.hub.pushing.plan import is_weights, variants_of
@@ -19,7 +18,7 @@ from hfshard.hub.repo_tree import is_plain_path
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, open_checkpoint
 from hfshard.storage.checkpoint.locate import directory_not_found
 from hfshard.storage.disk.byte_source import ByteSource, file_source
-from hfshard.storage.disk.safe_open import link_to_outside
+from hfshard.storage.disk.safe_open import refuse_links_to_outside
 from hfshard.storage.format.index import CheckpointIndex, FileDigest
 from hfshard.storage.format.names import WeightNames
 
@@ -28,7 +27,10 @@ logger = logging.getLogger(__name__)
 _LEFT_OUT: Final = frozenset({".git", ".cache", "__pycache__"})
 """Folders that are never pushed: git's, those that huggingface_hub and hfshard keep, and Python's."""
 
-_SHOWN_LINKS: Final = 5
+_LINKS: Final = (
+    "the directory that is pushed. Pass follow_links=True (hfshard push --follow-links) to push what is there, or "
+    "leave them out by ignore_patterns."
+)
 """Links in a message."""
 
 _JUNK: Final = frozenset({".DS_Store", ".git"})
@@ -180,7 +182,7 @@ class DirectoryFiles:
         """Refuse names that no pull takes, and links that leave the directory, unless they are to be followed."""
         _refuse_names(self.place, paths)
         if not self._follow_links:
-            _refuse_links(self.place, paths)
+            refuse_links_to_outside(self.place, paths, _LINKS)
 
     def content(self, path: str, sha256: str | None) -> ByteSource:
         """A file on the disk."""
@@ -194,18 +196,6 @@ def _refuse_names(directory: str, names: Collection[str]) -> None:
         raise InvalidArgumentError(
             f"{name!r} in '{directory}' has a backslash or a character that can't be printed in its name, and no pull "
             "takes it. Rename it, or leave it out by ignore_patterns (hfshard push --exclude).",
-            path=directory,
-        )
-
-
-def _refuse_links(directory: str, names: Collection[str]) -> None:
-    """Refuse links that leave a directory: somebody else may have made them, to a file that is not to be shown."""
-    found = {name: link_to_outside(os.path.join(directory, name), directory) for name in sorted(names)}
-    outside = [f"'{os.path.join(directory, name)}' is a link to '{to}'" for name, to in found.items() if to is not None]
-    if outside:
-        raise InvalidArgumentError(
-            f"{list_some(outside, _SHOWN_LINKS)}, outside the directory that is pushed. Pass follow_links=True "
-            "(hfshard push --follow-links) to push what is there, or leave them out by ignore_patterns.",
             path=directory,
         )
 

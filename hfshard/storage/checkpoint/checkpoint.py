@@ -14,13 +14,14 @@ from typing import Final
 from hfshard._util.progress import ProgressCallback
 from hfshard._util.threads import cancellable, result_of, start_thread, wait_for
 from hfshard.constants import MAX_INDEX_BYTES, METADATA_KEY, SAFETENSORS_SUFFIX
-from hfshard.errors import CheckpointChangedError, HfshardError, InvalidArgumentError
+from hfshard.errors import CheckpointChangedError, DamagedCheckpointError, HfshardError, InvalidArgumentError
 from hfshard.storage.checkpoint.checks import (
     check_checksums,
     check_fingerprints,
     check_keys,
     check_pickles,
     check_small_files,
+    find_places,
     refuse_unverifiable,
 )
 from hfshard.storage.checkpoint.folder import CheckpointFolder, folder_of
@@ -206,7 +207,7 @@ def _token(folder: CheckpointFolder, names: WeightNames, weights_override: str |
 
 def _name_in(folder: CheckpointFolder, names: WeightNames, given: str | None, *, opens_adapter: bool) -> str | None:
     """The file to open, whatever else lies there; None: the one that transformers finds."""
-    found = given or checked_weights_override(config_in(folder), folder.path, names)
+    found = given or checked_weights_override(config_in(folder), folder.path, names, folder.pass_over)
     return adapter_alone(folder, names) if found is None and opens_adapter else found
 
 
@@ -237,7 +238,7 @@ def _open_once(
         checkpoint = _open_single(folder, names, weights)
     else:
         raw = folder.read_small(weights.name, MAX_INDEX_BYTES)
-        checkpoint = OpenCheckpoint(folder, names, weights, CheckpointIndex.from_json(raw, path))
+        checkpoint = OpenCheckpoint(folder, names, weights, CheckpointIndex.from_json(raw, path, folder.pass_over))
         checkpoint.raw_index = raw if keeps_index else None
     try:
         if weights.kind != "single":
@@ -269,7 +270,14 @@ def _open_files(checkpoint: OpenCheckpoint, files_of: FilesOf | None) -> None:
         checkpoint.pickles = {file: checkpoint.folder.open_pickle(file, None) for file in sorted(wanted)}
     contents = {file: list(shard.header.tensors) for file, shard in checkpoint.shards.items()}
     contents |= {file: list(pickled.tensors) for file, pickled in checkpoint.pickles.items()}
-    check_keys(checkpoint.weights_path, weight_map, contents)
+    try:
+        check_keys(checkpoint.weights_path, weight_map, contents)
+    except DamagedCheckpointError as error:
+        found = None if index.files or files_of is not None else find_places(weight_map, contents)
+        if found is None:
+            raise
+        checkpoint.folder.pass_over(error)
+        checkpoint.index = replace(index, weight_map=found)
 
 
 def _open_single(folder: CheckpointFolder, names: WeightNames, weights: WeightsEntry) -> OpenCheckpoint:

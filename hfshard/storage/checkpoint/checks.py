@@ -53,6 +53,20 @@ def check_keys(weights_path: str, weight_map: Mapping[str, str], contents: Mappi
             raise _key_error(path, name, f"is missing in it, and the index '{weights_path}' says that it is in it")
 
 
+def find_places(weight_map: Mapping[str, str], contents: Mapping[str, Collection[str]]) -> dict[str, str] | None:
+    """Find the file of each key, where an index that `check_keys` has refused misplaces some, and nothing is lost.
+
+    Args:
+        weight_map, contents: As for `check_keys`.
+
+    Returns:
+        Name -> file, of all that the files hold; None: a key is in none of them, or in two, which may be of two saves.
+    """
+    found = {name: file for file, names in contents.items() for name in names}
+    is_whole = len(found) == sum(map(len, contents.values())) and weight_map.keys() <= found.keys()
+    return found if is_whole else None
+
+
 def check_fingerprints(weights_path: str, index: CheckpointIndex, shards: Mapping[str, SafetensorsShard]) -> None:
     """Check the size and the fingerprint of every file, and the total size.
 

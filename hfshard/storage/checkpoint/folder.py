@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Collection, Hashable, Mapping
 from typing import Any, Final, Protocol
@@ -21,6 +22,7 @@ from hfshard.constants import (
 from hfshard.errors import (
     CheckpointChangedError,
     DamagedCheckpointError,
+    HfshardError,
     InvalidArgumentError,
     MissingShardError,
     StoreError,
@@ -50,6 +52,8 @@ from hfshard.storage.weights.ranged.ranged_shard import FilesInStore, RangedEntr
 from hfshard.storage.weights.ranged.requests import DEFAULT_MEMORY
 from hfshard.storage.weights.safetensors_file import SafetensorsFile
 from hfshard.storage.weights.safetensors_shard import SafetensorsShard
+
+logger = logging.getLogger(__name__)
 
 _HEADERS_AT_ONCE: Final = 16
 """Files whose headers are asked for at once."""
@@ -106,6 +110,9 @@ class CheckpointFolder(Protocol):
 
     def size(self, name: str) -> int:
         """Bytes of a file; 0 where there is none."""
+
+    def pass_over(self, error: HfshardError) -> None:
+        """Take note of what a checkpoint should not have, though nothing of it is lost by that; or raise it."""
 
     def read_small(self, name: str, limit: int) -> bytes:
         """Read a whole text file of at most `limit` bytes.
@@ -171,18 +178,25 @@ class LocalFolder:
         """Read a text file; see `safe_open.read_small`."""
         return read_small(os.path.join(self.path, name), self.path, limit)[0]
 
+    def pass_over(self, error: HfshardError) -> None:
+        """Raise it."""
+        raise error
+
     def open_shards(self, names: Collection[str]) -> dict[str, SafetensorsShard]:
         """Open files; see `SafetensorsFile`."""
         real = os.path.realpath(self.path)
         shards: dict[str, SafetensorsShard] = {}
         try:
             for name in names:
-                shards[name] = SafetensorsFile(os.path.join(self.path, name), self.path, real)
+                shards[name] = self._open_shard(name, real)
         except BaseException:
             for shard in shards.values():
                 shard.close()
             raise
         return shards
+
+    def _open_shard(self, name: str, real_root: str) -> SafetensorsShard:
+        return SafetensorsFile(os.path.join(self.path, name), self.path, real_root)
 
     def open_pickle(self, name: str, key: str | None) -> PickleFile:
         """Read a file of torch.save; see `PickleFile`."""
@@ -191,6 +205,38 @@ class LocalFolder:
     def still_holds(self, shards: Mapping[str, SafetensorsShard]) -> bool:
         """What is open stays what it is."""
         return True
+
+
+class StockFolder(LocalFolder):
+    """A directory whose checkpoint is loaded as transformers loads it: one warning names what is passed over."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self._passed_over: set[tuple[type, Any]] = set()
+
+    def pass_over(self, error: HfshardError) -> None:
+        """Log it; of several files in one place outside, the first one."""
+        found = type(error), error.path if error.actual is None else error.actual
+        if found not in self._passed_over:
+            self._passed_over.add(found)
+            logger.warning("The checkpoint is loaded as stock transformers loads it, though: %s", error)
+
+    def _open_shard(self, name: str, real_root: str) -> SafetensorsShard:
+        try:
+            return super()._open_shard(name, real_root)
+        except UnsafePathError as error:
+            self.pass_over(error)
+            path = os.path.join(self.path, name)
+            return SafetensorsFile(path, os.path.dirname(path))
+
+    def open_pickle(self, name: str, key: str | None) -> PickleFile:
+        """Read a file of torch.save, also one in a folder that is a link to outside."""
+        try:
+            return super().open_pickle(name, key)
+        except UnsafePathError as error:
+            self.pass_over(error)
+            path = os.path.join(self.path, name)
+            return PickleFile(path, os.path.dirname(path), key)
 
 
 def folder_of(place: str | CheckpointFolder) -> CheckpointFolder:
@@ -316,6 +362,10 @@ class RangedFolder:
             return len(inlined)
         entry = self._find(name)
         return 0 if entry is None else int(entry.size)
+
+    def pass_over(self, error: HfshardError) -> None:
+        """Raise it."""
+        raise error
 
     def read_small(self, name: str, limit: int) -> bytes:
         """Read a text file as it was listed; once, as long as it is the same."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -23,7 +23,7 @@ from hfshard.storage.checkpoint.folder import CheckpointFolder, LocalFolder, Ran
 from hfshard.storage.disk.safe_open import read_small
 from hfshard.storage.format.names import INDEX_FILE, MODEL_BASE, WeightNames, check_file_name
 from hfshard.storage.format.parts_of_ranks import describe_parts, describe_parts_in
-from hfshard.storage.format.strict_json import parse_json_object
+from hfshard.storage.format.strict_json import PassOver, parse_json_object
 
 _SHOWN: Final = 5
 """Names of files in a message."""
@@ -159,6 +159,7 @@ def _not_found(folder: CheckpointFolder, names: WeightNames, looked_for: list[st
         return directory_not_found(directory)
     there = folder.names()
     below = folder.folders_with({*looked_for, *ADAPTER_WEIGHTS}) if isinstance(folder, RangedFolder) else []
+    runs = [] if is_far else _folders_with(directory, looked_for)
     if is_far and not there and not below:
         beside = nearest_first(directory.rpartition("/")[2], _neighbors(folder))
         hint = f"Next to it {'is' if len(beside) == 1 else 'are'} {list_some(beside, _SHOWN)}: c" if beside else "C"
@@ -170,6 +171,9 @@ def _not_found(folder: CheckpointFolder, names: WeightNames, looked_for: list[st
     if below:
         hint = f"Weights are in its {'folder' if len(below) == 1 else 'folders'} {list_some(below, _SHOWN)}: give "
         hint += f"{'it' if len(below) == 1 else 'one of them'} as subfolder"
+    if runs and not found:
+        hint = f"Its {'folder has' if len(runs) == 1 else 'folders have'} weights, {list_some(runs, _SHOWN)}: give "
+        hint += f"{'it' if len(runs) == 1 else 'one of them'}, as '{os.path.join(directory, runs[0])}'"
     if ADAPTER_CONFIG_NAME in there:
         hint = "It holds a PEFT adapter: load it with from_pretrained of a model class, with peft installed"
     variant = f" of variant '{names.variant}'" if names.variant is not None else ""
@@ -178,6 +182,13 @@ def _not_found(folder: CheckpointFolder, names: WeightNames, looked_for: list[st
         f"{'' if is_far else f' To see what is there, run: ls -l {directory}'}",
         path=directory,
     )
+
+
+def _folders_with(directory: str, names: Collection[str]) -> list[str]:
+    """The folders in a directory that have one of these files, as a run has; the last one by name first."""
+    folders = [one.name for one in os.scandir(directory) if one.is_dir() and not one.name.startswith(".")]
+    paths = {one: [os.path.join(directory, one, name) for name in names] for one in sorted(folders, reverse=True)}
+    return [one for one, files in paths.items() if any(map(os.path.isfile, files))]
 
 
 def _neighbors(folder: CheckpointFolder) -> list[str]:
@@ -206,8 +217,12 @@ def config_in(folder: CheckpointFolder) -> bytes | None:
     return folder.read_small(CONFIG_NAME, MAX_CONFIG_BYTES) if folder.has(CONFIG_NAME) else None
 
 
-def check_generation_config(directory: str) -> None:
+def check_generation_config(directory: str, pass_over: PassOver | None = None) -> None:
     """Refuse a generation_config.json that transformers would hang on, follow outside, or silently ignore.
+
+    Args:
+        directory: Where it may be.
+        pass_over: As for `parse_json_object`.
 
     Raises:
         DamagedCheckpointError, UnsafePathError: It is not a JSON object, or not a file of the checkpoint.
@@ -216,16 +231,20 @@ def check_generation_config(directory: str) -> None:
     if os.path.lexists(path):
         raw, _ = read_small(path, directory, MAX_CONFIG_BYTES)
         remedy = "Download it again, or remove it to generate by the defaults."
-        parse_json_object(raw, path=path, what="Generation config", remedy=remedy)
+        parse_json_object(raw, path=path, what="Generation config", remedy=remedy, pass_over=pass_over)
 
 
-def checked_weights_override(config: bytes | None, directory: str, names: WeightNames) -> str | None:
-    """The weights file that config.json tells every reader to load, if there is one."""
+def checked_weights_override(
+    config: bytes | None, directory: str, names: WeightNames, pass_over: PassOver | None = None
+) -> str | None:
+    """The weights file that config.json tells every reader to load, if there is one; `parse_json_object` parses it."""
     if config is None or names.base != MODEL_BASE:
         return None
     path = os.path.join(directory, CONFIG_NAME)
     remedy = "Save the model again, or download the file again."
-    found = parse_json_object(config, path=path, what="Config", remedy=remedy, takes_constants=True)
+    found = parse_json_object(
+        config, path=path, what="Config", remedy=remedy, takes_constants=True, pass_over=pass_over
+    )
     value = found.get(WEIGHTS_OVERRIDE_KEY)
     if value is None:
         return None

@@ -11,7 +11,7 @@ from types import FrameType
 
 @contextmanager
 def deferred_interrupt() -> Iterator[Callable[[], bool]]:
-    """Hold Ctrl-C back while the steps of a commit run, which takes milliseconds; yield whether it was pressed."""
+    """Hold Ctrl-C back while a block runs that must not end half done, and soon ends; yield whether it was pressed."""
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False
         return

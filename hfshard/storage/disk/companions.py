@@ -13,7 +13,7 @@ from hfshard.constants import ADAPTER_CONFIG_NAME, COPY_BYTES, MAX_COMPANION_BYT
 from hfshard.errors import SaveDirectoryError
 from hfshard.storage.disk.byte_source import ByteSource, has_same_bytes
 from hfshard.storage.disk.fsops import copy_mode, sync
-from hfshard.storage.disk.safe_open import link_to_outside, open_regular
+from hfshard.storage.disk.safe_open import open_regular
 from hfshard.storage.format.names import INDEX_FILE
 from hfshard.storage.format.stored_save import objects_of_saves
 
@@ -61,7 +61,7 @@ def find_companion_files(directory: str, but: Collection[str]) -> dict[str, Comp
 
     Left out are weights and indexes of any library, what a save into a store has named, files over 256 MiB (data sets),
     names that begin with a dot (git's files, secrets), folders, and the config of an adapter, whose weights do not go
-    along. A link is followed, with a warning where it leaves the directory.
+    along. A link is followed.
 
     Args:
         directory: The checkpoint's directory.
@@ -84,8 +84,6 @@ def find_companion_files(directory: str, but: Collection[str]) -> dict[str, Comp
                 logger.warning("'%s' is a pipe, a socket or a device: it is not copied.", path)
             continue
         os.close(open_regular(path, directory))
-        if (outside := link_to_outside(path, directory)) is not None:
-            logger.warning("'%s' is a link to '%s': what that holds is copied.", path, outside)
         size = os.stat(path).st_size
         if fits_beside(path, size):
             found[name] = CompanionFile(path, directory, size)

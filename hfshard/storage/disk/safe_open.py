@@ -5,16 +5,20 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Iterable
 from typing import Final
 
+from hfshard._util.text import list_some
 from hfshard.constants import COPY_BYTES
-from hfshard.errors import DamagedCheckpointError, MissingShardError, UnsafePathError, remedy
+from hfshard.errors import DamagedCheckpointError, InvalidArgumentError, MissingShardError, UnsafePathError, remedy
 
 Identity = tuple[int, int, int, int]
 """Device, inode, size and mtime (ns) of a file: if they change, it was replaced."""
 
 _SHARED_BLOBS_MARK: Final = ".huggingface-shared-blobs"
 """The file by which huggingface_hub 2.4 marks a folder of blobs that all repos of a cache share (for Xet)."""
+
+_SHOWN_LINKS: Final = 5
 
 _KERNEL_FILES: Final = ("/proc/", "/sys/")
 """Where files have no bytes of their own, though they call themselves regular."""
@@ -67,6 +71,29 @@ def link_to_outside(path: str, root: str) -> str | None:
     """
     real = os.path.realpath(path)
     return None if _lies_in(real, os.path.realpath(root)) or _is_blob(real, os.path.realpath(root)) else real
+
+
+def is_users_link(path: str, root: str) -> bool:
+    """Whether a file is a link that somebody has put there: those of the Hub's cache for a snapshot are not."""
+    real_root = os.path.realpath(root)
+    return os.path.islink(path) and not _is_blob(os.path.realpath(path), real_root)
+
+
+def refuse_links_to_outside(directory: str, names: Iterable[str], where: str) -> None:
+    """Refuse links that leave a directory: somebody else may have made them, to a file that is not to be shown.
+
+    Args:
+        directory: Where they are.
+        names: Of files in it.
+        where: What the directory is, and what to do, for the message.
+
+    Raises:
+        InvalidArgumentError: It names the first ones, and where they lead.
+    """
+    found = {name: link_to_outside(os.path.join(directory, name), directory) for name in sorted(names)}
+    outside = [f"'{os.path.join(directory, name)}' is a link to '{to}'" for name, to in found.items() if to is not None]
+    if outside:
+        raise InvalidArgumentError(f"{list_some(outside, _SHOWN_LINKS)}, outside {where}", path=directory)
 
 
 def _resolved(path: str, root: str, real_root: str | None) -> tuple[str, os.stat_result]:

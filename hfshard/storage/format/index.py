@@ -13,7 +13,7 @@ from hfshard.constants import FORMAT_VERSION, MAX_INDEX_BYTES, METADATA_KEY, SAF
 from hfshard.errors import DamagedCheckpointError, UnstorableTensorError
 from hfshard.storage.format.integrity import TENSOR_DIGEST_HEX
 from hfshard.storage.format.names import check_file_name, suffix_of_shards
-from hfshard.storage.format.strict_json import dump_json, parse_json_object
+from hfshard.storage.format.strict_json import PassOver, dump_json, parse_json_object
 
 _DIGEST_HEX: Final = {
     "sha256": "[0-9a-f]{64}",
@@ -109,18 +109,19 @@ class CheckpointIndex:
         return raw
 
     @classmethod
-    def from_json(cls, raw: bytes, path: str) -> CheckpointIndex:
+    def from_json(cls, raw: bytes, path: str, pass_over: PassOver | None = None) -> CheckpointIndex:
         """Parse the bytes of an index file, and check them.
 
         Args:
             raw: The file's bytes.
             path: The file, for messages; its name also tells whether its shards are safetensors files or pickles.
+            pass_over: As for `parse_json_object`.
 
         Raises:
             DamagedCheckpointError: It is not an index, or hfshard's part of it is not what hfshard writes.
             UnsafePathError: It names a file outside the checkpoint's directory.
         """
-        value = parse_json_object(raw, path=path, what="Index", remedy=_REMEDY)
+        value = parse_json_object(raw, path=path, what="Index", remedy=_REMEDY, pass_over=pass_over)
         weight_map = value.get("weight_map")
         if not isinstance(weight_map, dict):
             raise _damaged(path, "it must have a 'weight_map' object that maps names to files")

@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any, Final
 
 from hfshard.constants import LFS_POINTER_MARK, MAX_JSON_DEPTH
-from hfshard.errors import DamagedCheckpointError
+from hfshard.errors import DamagedCheckpointError, HfshardError
+
+PassOver = Callable[[HfshardError], object]
+"""Is given what a checkpoint should not have, though nothing of it is lost by that: it raises it, or takes note."""
+
+
+class _DoubledKey(ValueError):
+    """A key occurs twice in an object."""
 
 
 def parse_json_object(
-    raw: bytes, *, path: str, what: str, remedy: str, takes_constants: bool = False
+    raw: bytes,
+    *,
+    path: str,
+    what: str,
+    remedy: str,
+    takes_constants: bool = False,
+    pass_over: PassOver | None = None,
 ) -> dict[str, Any]:
     """Parse bytes as one JSON object: UTF-8, no duplicate keys, no NaN, no lone surrogates, bounded nesting.
 
@@ -20,6 +34,8 @@ def parse_json_object(
         what: What they are, for the message: "Index", "The header of shard".
         remedy: What the reader of the message can do; its last sentence.
         takes_constants: Whether NaN and Infinity are taken, which Python's own encoder writes.
+        pass_over: Is given the error for a key that occurs twice; where it does not raise it, the last one counts, as
+            for Python's own decoder. None: it is raised.
 
     Raises:
         DamagedCheckpointError: They are anything else; the message names the file.
@@ -31,12 +47,16 @@ def parse_json_object(
     try:
         text = without_padding(str(raw, "utf-8"))  # each check would look at every blank of a header's page
         _check_depth(text)
-        value = (_LENIENT_DECODER if takes_constants else _DECODER).decode(text)
+        value, doubled = _decoded(text, takes_constants=takes_constants)
         _check_surrogates(text, value)
     except (ValueError, RecursionError) as error:
-        raise DamagedCheckpointError(
-            f"{what} '{path}' is not valid JSON: {_reason(error)}. {remedy}", path=path
-        ) from error
+        raise _invalid(what, path, remedy, error) from error
+    if doubled is not None:
+        damaged = _invalid(what, path, remedy, doubled)
+        damaged.__cause__ = doubled
+        if pass_over is None:
+            raise damaged
+        pass_over(damaged)
     if not isinstance(value, dict):
         raise DamagedCheckpointError(
             f"{what} '{path}' must hold a JSON object, got a {type(value).__name__}. {remedy}",
@@ -45,6 +65,18 @@ def parse_json_object(
             actual=type(value).__name__,
         )
     return value
+
+
+def _decoded(text: str, *, takes_constants: bool) -> tuple[Any, _DoubledKey | None]:
+    """The value, and the error for a key that occurs twice, of which the last one counts."""
+    try:
+        return (_LENIENT_DECODER if takes_constants else _DECODER).decode(text), None
+    except _DoubledKey as error:
+        return json.loads(text, parse_constant=None if takes_constants else _no_constant), error
+
+
+def _invalid(what: str, path: str, remedy: str, error: Exception) -> DamagedCheckpointError:
+    return DamagedCheckpointError(f"{what} '{path}' is not valid JSON: {_reason(error)}. {remedy}", path=path)
 
 
 def without_padding(text: str) -> str:
@@ -104,7 +136,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(result) != len(pairs):
         seen: set[str] = set()
         twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-        raise ValueError(f"the key {twice[:100]!r} occurs twice")
+        raise _DoubledKey(f"the key {twice[:100]!r} occurs twice")
     return result
 
 

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from hfshard.errors import HfshardError, InvalidArgumentError, StaleIteratorError, StateDictMismatchError
 from hfshard.training.data.fetching import PendingBatches, SeededDataset, TaskSampler, keep_batch
 from hfshard.training.data.loader_state import STATE_FORMAT, check_state, checked_int, checked_seed, settings_of
-from hfshard.training.data.sampling import BatchOrder, EpochSampler, own_order, sampler_order
+from hfshard.training.data.sampling import BatchOrder, EpochSampler, own_order, rank_of, sampler_order
 from hfshard.training.data.seeding import seeds_for
 
 _T_co = TypeVar("_T_co", covariant=True)
@@ -37,10 +37,10 @@ class ResumableDataLoader(DataLoader[_T_co]):
     (`self.rng = numpy.random.default_rng()`) is not seen: draw from the global ones instead.
 
     The `set_epoch` method of a `sampler` or `batch_sampler` is called for each epoch, if there is one. While it runs,
-    the global RNGs, and a `torch.Generator` that it holds, are seeded from seed and epoch, and restored afterwards. An
-    order that depends on anything else is noticed at a resume, which compares the indexes. It is asked for up to 64
-    batches ahead. With several ranks use a `DistributedSampler`; for different augmentation on each rank, give each
-    another seed.
+    the global RNGs, and a generator of torch, numpy or Python that it holds, are seeded from seed and epoch, and
+    restored afterwards. An order that depends on anything else is noticed at a resume within an epoch, which compares
+    the indexes. It is asked for up to 64 batches ahead. With several ranks use a `DistributedSampler`: its rank goes
+    into the seeds of each batch, so that each rank augments in its own way.
 
     A loop that is left early keeps its position for `state_dict`; the next `iter()` begins the next epoch, except
     after `load_state_dict`, which continues, and after `set_epoch`, which begins that epoch. There is only one
@@ -239,7 +239,7 @@ class ResumableDataLoader(DataLoader[_T_co]):
     def _make_inner(self) -> DataLoader[Any]:
         """A plain loader of tasks; with a generator of its own, it does not draw from the global RNGs."""
         return DataLoader(
-            SeededDataset(self.dataset, self.collate_fn, self.batch_sampler is not None, self.seed),  # type: ignore[arg-type]
+            seeded_dataset(self),  # type: ignore[arg-type]
             batch_size=None,
             sampler=self._tasks,
             num_workers=self.num_workers,
@@ -253,6 +253,12 @@ class ResumableDataLoader(DataLoader[_T_co]):
             persistent_workers=self.persistent_workers,
             pin_memory_device=self.pin_memory_device,
         )
+
+
+def seeded_dataset(loader: ResumableDataLoader[Any]) -> SeededDataset:
+    """The dataset of a loader, which takes tasks and loads each under its own seeds."""
+    rank = rank_of(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
+    return SeededDataset(loader.dataset, loader.collate_fn, loader.batch_sampler is not None, loader.seed, rank)
 
 
 class _EpochIterator:

@@ -14,12 +14,13 @@ import inspect
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from torch.utils.data import DataLoader
 
 from hfshard.errors import InvalidArgumentError, StateDictMismatchError
 from hfshard.training.data.dataloader import ResumableDataLoader
+from hfshard.training.data.held_generators import HeldGenerators
 from hfshard.training.parts.rng import check_rng_state, rng_state, set_rng_state
 
 _TORCHDATA: Final = "torchdata.stateful_dataloader"
@@ -59,7 +60,18 @@ def reset_after_iter(
     """
     tracker = track(loader)
     if isinstance(tracker, LoaderTracker):
-        tracker.pending = (restore_rng, rng_at_iter)
+        tracker.pending = _Pending(restore_rng, rng_at_iter)
+
+
+class _Pending(NamedTuple):
+    """What is to be done at the next `iter()`."""
+
+    restore: Callable[[], None]
+    """Lets all generators go on from where they were at the save; called after it."""
+    rng_at_iter: Mapping[str, Any] | None
+    """The states to begin it with, from `rng_state`; None: the current ones."""
+    held_at_iter: Mapping[str, Any] | None = None
+    """As well, of the generators that the loader holds."""
 
 
 class LoaderTracker:
@@ -67,12 +79,16 @@ class LoaderTracker:
 
     The loader's class is replaced by a subclass that reports `iter()` and the end of iterators; nothing else changes.
 
-    torchdata's StatefulDataLoader and loaders of the user's own then resume exactly, with these exceptions. All but the
-    last cause a warning when a checkpoint is saved:
+    The generators that the loader, its samplers and its dataset hold are stored with it. torchdata's StatefulDataLoader
+    and loaders of the user's own then resume exactly, with these exceptions. All but the last cause a warning when a
+    checkpoint is saved:
 
     - A loader with worker processes, in the middle of an epoch: what its workers draw is not restored.
     - A loader whose `__iter__` is a generator function that draws in the main process while it fetches a batch, in the
       middle of an epoch: what the first batch after the resume draws is not restored.
+    - torchdata's loader with a sampler that draws from a generator of its own in `__iter__` itself, and not at the
+      first index, in the middle of an epoch: the order after the resume is another one.
+    - A generator without a state (random.SystemRandom).
     - A loader whose class can't be replaced (that of an extension, or one with slots).
     - An iterator that was made before the TrainingState: its end is not noticed.
 
@@ -83,12 +99,15 @@ class LoaderTracker:
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
-        self.pending: tuple[Callable[[], None], Mapping[str, Any] | None] | None = None
+        self.pending: _Pending | None = None
         self._rng_at_iter: dict[str, Any] | None = None
+        self._held_at_iter: dict[str, Any] | None = None
         self._turn = 0
         """Counts the iterators."""
         self._is_running = False
         self._draws_late = False
+        self._draws_early: list[str] = []
+        """Generators from which a sampler draws in its `__iter__`."""
         self._loaded: Mapping[str, Any] | None = None
         self._warned: set[str] = set()
         self._can_follow = _replace_class(loader, self)
@@ -97,15 +116,25 @@ class LoaderTracker:
         """Return the loader's state, whether it is within an epoch, and the RNG states with which that epoch began."""
         if _is_torchdata(self.loader) and getattr(self.loader, "_iterator", None) is None:
             # Its state_dict() would make an iterator, which draws random numbers, and which the next iter() would use.
-            return {"loader": None, "is_within": False} if self._loaded is None else dict(self._loaded)
-        before = rng_state()
+            if self._loaded is not None:
+                return dict(self._loaded)
+            return {"loader": None, "is_within": False, "generators": HeldGenerators(self.loader).states()}
+        held = HeldGenerators(self.loader)
+        before, held_before = rng_state(), held.states()
         state = self.loader.state_dict()
         set_rng_state(before)
+        held.set(held_before)
         is_within = self._is_running
         if _is_torchdata(self.loader) and isinstance(state, Mapping) and _FINISHED in state:
             is_within = not state[_FINISHED]
-        self._warn(is_within)
-        return {"loader": state, "is_within": is_within, "rng_at_iter": self._rng_at_iter if is_within else None}
+        self._warn(is_within, held.stateless())
+        return {
+            "loader": state,
+            "is_within": is_within,
+            "rng_at_iter": self._rng_at_iter if is_within else None,
+            "generators": held_before,
+            "generators_at_iter": self._held_at_iter if is_within else None,
+        }
 
     def with_state(self, state: Any) -> dict[str, Any]:
         """Return what `state_dict` would, for a state that the loader itself returned in another program."""
@@ -122,11 +151,14 @@ class LoaderTracker:
         if not isinstance(state_dict, Mapping) or not {"loader", "is_within"} <= state_dict.keys():
             raise StateDictMismatchError(
                 f"The data loader is a {type(self.loader).__name__}, and the checkpoint has the state of another kind"
-                " of loader. Resume with the loader that it was saved with, or leave it out of the restore.",
+                " of loader. Resume with the loader that it was saved with, or leave it out: restore(state,"
+                " ..., without=['loader']).",
                 actual=type(self.loader).__name__,
             )
         if state_dict.get("rng_at_iter") is not None:
             check_rng_state(state_dict["rng_at_iter"], "the data loader's state")
+        for key in ("generators", "generators_at_iter"):
+            HeldGenerators(self.loader).check(state_dict.get(key) or {})
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the loader's state. The caller then restores the RNG states and calls `reset`."""
@@ -136,6 +168,11 @@ class LoaderTracker:
         # As at the time of the save until the next iter(), so that a save before that is the same.
         self._is_running = state_dict["is_within"]
         self._rng_at_iter = state_dict.get("rng_at_iter")
+        self._held_at_iter = state_dict.get("generators_at_iter")
+        self._load(state_dict)
+        HeldGenerators(self.loader).set(state_dict.get("generators") or {})
+
+    def _load(self, state_dict: Mapping[str, Any]) -> None:
         state = state_dict["loader"]
         if state is None:
             return
@@ -147,30 +184,42 @@ class LoaderTracker:
                     f"The {type(self.loader).__name__} was at the end of an epoch when the checkpoint was saved, and"
                     " now gives more. Build it and its dataset as they were then."
                 )
-            self._rng_at_iter = None
+            self._rng_at_iter = self._held_at_iter = None
         else:
             self.loader.load_state_dict(state)
 
     def reset(self, restore_rng: Callable[[], None]) -> None:
         """After a restore: let the next `iter()` restore the RNG states once more, if the loader needs that."""
-        if self._loaded is not None and self._loaded["is_within"]:
-            self.pending = (restore_rng, self._loaded.get("rng_at_iter"))
+        loaded = self._loaded
+        if loaded is None or not loaded["is_within"]:
+            return
+
+        def restore() -> None:
+            restore_rng()
+            HeldGenerators(self.loader).set(loaded.get("generators") or {})
+
+        self.pending = _Pending(restore, loaded.get("rng_at_iter"), loaded.get("generators_at_iter"))
 
     def begin(self, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Make an iterator, for `iter(loader)`."""
         pending = self.pending
         self.pending = None
-        if pending is not None and pending[1] is not None:
-            set_rng_state(dict(pending[1]))
+        if pending is not None and pending.rng_at_iter is not None:
+            set_rng_state(dict(pending.rng_at_iter))
+        held = HeldGenerators(self.loader)
+        if pending is not None:
+            held.set(pending.held_at_iter or {})
         self._turn += 1
-        self._rng_at_iter = rng_state()
+        self._rng_at_iter, self._held_at_iter = rng_state(), held.states()
         self._is_running = True
         iterator = make()
+        if _is_torchdata(self.loader):
+            self._draws_early = held.drawn_since(self._held_at_iter)
         is_late = inspect.isgenerator(iterator)
         if pending is not None and not is_late:
-            pending[0]()
+            pending.restore()
         return _TrackedIterator(
-            iterator, self, self._turn, pending[0] if pending is not None and is_late else None, is_late
+            iterator, self, self._turn, pending.restore if pending is not None and is_late else None, is_late
         )
 
     def end(self, turn: int) -> None:
@@ -182,15 +231,24 @@ class LoaderTracker:
         """Note that a generator function draws random numbers here while it fetches a batch."""
         self._draws_late = True
 
-    def _warn(self, is_within: bool) -> None:
+    def _warn(self, is_within: bool, stateless: list[str]) -> None:
         name = type(self.loader).__name__
         reasons: dict[str, str] = {}
+        if stateless:
+            reasons["stateless"] = (
+                f"holds '{stateless[0]}', which has no state to store, so that the random numbers after"
+            )
         if not self._can_follow:
             reasons["follow"] = (
                 "can't be followed (its class has a layout of its own), so that the random numbers after"
             )
         elif is_within and isinstance(self.loader, DataLoader) and self.loader.num_workers:
             reasons["workers"] = "has worker processes, so that the random numbers that they draw after"
+        elif is_within and self._draws_early:
+            reasons["early"] = (
+                f"calls iter() of its sampler several times when it resumes, which draws from '{self._draws_early[0]}' "
+                "there and not at its first index, so that the order and the random numbers after"
+            )
         elif is_within and self._draws_late:
             reasons["late"] = "draws random numbers while it fetches batches in a generator, so that those after"
         for key, reason in reasons.items():

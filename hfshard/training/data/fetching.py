@@ -18,7 +18,7 @@ Task = tuple[int, int, Any]
 PendingBatches = deque[tuple[int, int | None]]
 """Numbers of the batches that are being loaded, each with the checksum of the indexes up to it."""
 
-_OWN = frozenset({"_dataset", "_collate", "_is_batched", "_seed", "_numpy_bits"})
+_OWN = frozenset({"_dataset", "_collate", "_is_batched", "_seed", "_of_rank", "_numpy_bits"})
 
 
 def keep_batch(batch: Any) -> Any:
@@ -58,18 +58,20 @@ class SeededDataset:
         collate: The user's `collate_fn`.
         is_batched: Whether the indexes are several; False: a single index.
         seed: Determines the seeds of a batch, together with epoch and batch.
+        rank: Whose samples these are: each rank draws other numbers; the first one draws those of a single process.
     """
 
-    def __init__(self, dataset: Any, collate: Callable[[Any], Any], is_batched: bool, seed: int) -> None:
+    def __init__(self, dataset: Any, collate: Callable[[Any], Any], is_batched: bool, seed: int, rank: int = 0) -> None:
         self._dataset = dataset
         self._collate = collate
         self._is_batched = is_batched
         self._seed = seed
+        self._of_rank = (f"rank {rank}",) if rank else ()
         self._numpy_bits = np.random.MT19937(0)  # one for each, so that a dataset may itself use a loader
 
     def __getitem__(self, task: Task) -> tuple[int, Any]:
         epoch, batch, indexes = task
-        seeds = seeds_for("batch", self._seed, epoch, batch)
+        seeds = seeds_for("batch", self._seed, epoch, batch, *self._of_rank)
         if get_worker_info() is not None:
             seed_generators(seeds, self._numpy_bits)
             return batch, self._load(indexes)

@@ -74,8 +74,8 @@ def check_state(state_dict: Mapping[str, Any], settings: Mapping[str, Any]) -> N
         if was != now:
             raise StateDictMismatchError(
                 f"The data loader can't resume: the checkpoint was saved with {title} {was!r}, and this loader has"
-                f" {now!r}. Build the loader as it was then; or leave it out of the restore and begin an epoch"
-                f" with loader.set_epoch({state_dict['epoch']}).",
+                f" {now!r}. Build the loader as it was then; or leave it out, restore(state, ...,"
+                f" without=['loader']), and begin an epoch with loader.set_epoch({state_dict['epoch']}).",
                 expected=was,
                 actual=now,
             )

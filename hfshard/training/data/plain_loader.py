@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from hfshard.training.data.dataloader import ResumableDataLoader
-from hfshard.training.data.fetching import SeededDataset, Task
+from hfshard.training.data.dataloader import ResumableDataLoader, seeded_dataset
+from hfshard.training.data.fetching import Task
 
 
 class TaskBatches:
@@ -62,7 +62,7 @@ def plain_loader(loader: ResumableDataLoader[Any]) -> DataLoader[Any]:
         batches = list(plain_loader(loader))
     """
     return DataLoader(
-        SeededDataset(loader.dataset, loader.collate_fn, loader.batch_sampler is not None, loader.seed),  # type: ignore[arg-type]
+        seeded_dataset(loader),  # type: ignore[arg-type]
         batch_sampler=TaskBatches(loader),
         num_workers=loader.num_workers,
         collate_fn=only_batch,

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import Sampler
 
 from hfshard.errors import StateDictMismatchError
-from hfshard.training.data.seeding import PrivateRng, seeds_for
+from hfshard.training.data.seeding import PrivateRng, is_generator, seeds_for
 
 _BURST: Final = 64
 """Batches that are drawn from a sampler at a time, so that swapping the RNG states costs 2 us a batch, not 150."""
@@ -113,8 +113,8 @@ def own_order(
 def sampler_order(sampler: Iterable[Any], seed: int, epoch: int, start: int) -> BatchOrder:
     """Return the batches of a sampler of the user's; it draws from RNG states that seed and epoch determine.
 
-    `set_epoch` is called on it and on the samplers within it, where they have it. A `torch.Generator` that one of them
-    holds is seeded for the epoch as well. The first batches are drawn again and discarded.
+    `set_epoch` is called on it and on the samplers within it, where they have it. A generator of torch, numpy or Python
+    that one of them holds is seeded for the epoch as well. The first batches are drawn again and discarded.
 
     Raises:
         StateDictMismatchError: It ends before the batch to start at.
@@ -123,7 +123,7 @@ def sampler_order(sampler: Iterable[Any], seed: int, epoch: int, start: int) -> 
     for part in parts:
         if hasattr(part, "set_epoch"):
             part.set_epoch(epoch)
-    generators = {id(value): value for part in parts for value in _attribute_values(part) if _is_generator(value)}
+    generators = {id(value): value for part in parts for value in _attribute_values(part) if is_generator(value)}
     order = BatchOrder(_in_bursts(sampler, PrivateRng("sampler", seed, epoch, generators=list(generators.values()))))
     skipped = sum(1 for _ in islice(order, start))
     if skipped < start:
@@ -134,6 +134,12 @@ def sampler_order(sampler: Iterable[Any], seed: int, epoch: int, start: int) -> 
             actual=skipped,
         )
     return order
+
+
+def rank_of(sampler: Any) -> int:
+    """The rank whose samples a sampler, or one within it, gives; 0 where it gives all."""
+    ranks = [getattr(part, "rank", None) for part in _samplers_within(sampler)]
+    return next((rank for rank in ranks if isinstance(rank, int)), 0)
 
 
 def _in_bursts(sampler: Iterable[Any], rng: PrivateRng) -> Iterator[Any]:
@@ -161,7 +167,3 @@ def _samplers_within(sampler: Any) -> Iterator[Any]:
 
 def _attribute_values(part: Any) -> Iterable[Any]:
     return vars(part).values() if hasattr(part, "__dict__") else ()
-
-
-def _is_generator(value: Any) -> bool:
-    return isinstance(value, torch.Generator) and value is not torch.default_generator

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 # Documented since numpy 1.24, and missing in its stubs.
-_numpy_bits = np.random.get_bit_generator  # type: ignore[attr-defined]
-_set_numpy_bits = np.random.set_bit_generator  # type: ignore[attr-defined]
+_numpy_bits = np.random.get_bit_generator  # type: ignore[attr-defined,unused-ignore]
+_set_numpy_bits = np.random.set_bit_generator  # type: ignore[attr-defined,unused-ignore]
 _numpy_singleton: Any = np.random.get_state.__self__  # type: ignore[attr-defined]
 
 
@@ -111,10 +111,11 @@ class PrivateRng:
 
     Args:
         place: Determines the seeds, as in `seeds_for`.
-        generators: More generators, which are seeded from the place and their own seed, and restored as well.
+        generators: More generators, of torch, numpy or Python, which are seeded from the place, their number here, and,
+            those of torch, their own seed; and restored as well.
     """
 
-    def __init__(self, *place: int | str, generators: Sequence[torch.Generator] = ()) -> None:
+    def __init__(self, *place: int | str, generators: Sequence[Any] = ()) -> None:
         seeds = seeds_for(*place)
         self._states = RngStates(
             random.Random(seeds.python).getstate(),
@@ -123,10 +124,7 @@ class PrivateRng:
             torch.Generator().manual_seed(seeds.torch).get_state(),
         )
         self._generators = list(generators)
-        self._generator_states = [
-            torch.Generator(one.device).manual_seed(seeds_for(*place, one.initial_seed()).torch).get_state()
-            for one in self._generators
-        ]
+        self._generator_states = [_seeded_state(one, place, number) for number, one in enumerate(self._generators)]
 
     def __enter__(self) -> None:
         self._exchange()
@@ -139,6 +137,49 @@ class PrivateRng:
         restore_states(self._states)
         self._states = current
         for number, generator in enumerate(self._generators):
-            current_state = generator.get_state()
-            generator.set_state(self._generator_states[number])
+            current_state = generator_state(generator)
+            set_generator_state(generator, self._generator_states[number])
             self._generator_states[number] = current_state
+
+
+def is_generator(value: Any) -> bool:
+    """Whether it is a generator of torch, numpy or Python that is not a global one."""
+    kinds = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+    return isinstance(value, kinds) and value is not torch.default_generator and value is not _numpy_singleton
+
+
+def _seeded_state(generator: Any, place: Sequence[int | str], number: int) -> Any:
+    """The state of another generator of the same kind, which is seeded."""
+    if isinstance(generator, torch.Generator):
+        seed = seeds_for(*place, generator.initial_seed()).torch
+        return torch.Generator(generator.device).manual_seed(seed).get_state()
+    seeds = seeds_for(*place, "held", number)
+    if isinstance(generator, random.Random):
+        return random.Random(seeds.python).getstate()
+    if isinstance(generator, np.random.Generator):
+        return type(generator.bit_generator)(seeds.numpy).state
+    kind: Any = getattr(np.random, generator.get_state(legacy=False)["bit_generator"])
+    return np.random.RandomState(kind(seeds.numpy)).get_state(legacy=False)
+
+
+def generator_state(generator: Any) -> Any:
+    """Return the state of a generator for which `is_generator` is true, as plain data and tensors."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return (
+        generator.bit_generator.state
+        if isinstance(generator, np.random.Generator)
+        else generator.get_state(legacy=False)
+    )
+
+
+def set_generator_state(generator: Any, state: Any) -> None:
+    """Let a generator go on from a state that `generator_state` returned."""
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import base64
 import math
 import sys
@@ -219,9 +220,14 @@ def _typed(kind: str, **fields: Any) -> dict[str, Any]:
 
 def _refused(value: Any, path: str, why: str) -> UnstorableTensorError:
     kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+    todo = "Let the state_dict of its owner hold tensors, numbers, text, lists and dicts instead, and let its "
+    todo += "load_state_dict build the object from them."
+    if isinstance(value, argparse.Namespace):
+        todo = "Give its dict: vars(args)."
+    elif path.partition("/")[0] == "extra":
+        todo = "Give tensors, numbers, text, lists and dicts, and build the object from them after a restore."
     return UnstorableTensorError(
-        f"'{path}' is a {kind}: it {why}. Let the state_dict of its owner hold tensors, numbers, text, lists and "
-        "dicts instead, and let its load_state_dict build the object from them.",
+        f"'{path}' is a {kind}: it {why}. {todo}",
         fqn=path,
         actual=kind,
     )

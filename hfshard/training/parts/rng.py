@@ -25,6 +25,9 @@ takes any, and then reads beyond the buffer."""
 _DEVICES: Final = ("cuda", "xpu")
 """Kinds of devices with a generator for each device; MPS has a single one."""
 
+_CURRENT: Final = "current_devices"
+"""The key of the process' own device of each kind."""
+
 
 def rng_state() -> dict[str, Any]:
     """Return the state of all generators as tensors and plain values (see `nested.py`); nothing is drawn.
@@ -49,6 +52,7 @@ def rng_state() -> dict[str, Any]:
         device = getattr(torch, kind)
         if device.is_available() and device.is_initialized():  # otherwise nothing was drawn there
             state[kind] = device.get_rng_state_all()
+            state[_CURRENT] = {**state.get(_CURRENT, {}), kind: device.current_device()}
     if torch.backends.mps.is_available():
         state["mps"] = torch.mps.get_rng_state()
     return state
@@ -77,6 +81,9 @@ def check_rng_state(state: Any, file: str) -> None:
         is_known = all(isinstance(one, torch.Tensor) and one.dtype == torch.uint8 for one in of_devices)
         if not is_known or not all(isinstance(states, list) for states in lists):
             raise TypeError("the state of a device's generator is not a tensor of bytes")
+        for kind, number in state.get(_CURRENT, {}).items():
+            if type(number) is not int or not 0 <= number < len(state[kind]):
+                raise ValueError(f"its current device {number!r:.50} has no state")
     except StateDictMismatchError:
         raise
     except (LookupError, ValueError, TypeError, RuntimeError, AttributeError, OverflowError) as error:
@@ -125,7 +132,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
         if state["numpy"]["bit_generator"] == _MERSENNE_TWISTER:
             numpy.random.set_state(state["numpy"])
         else:
-            numpy.random.get_bit_generator().state = state["numpy"]  # type: ignore[attr-defined]
+            numpy.random.get_bit_generator().state = state["numpy"]  # type: ignore[attr-defined,unused-ignore]
     torch.set_rng_state(state["torch"])
     for kind in _DEVICES:
         saved = state.get(kind, [])
@@ -135,10 +142,38 @@ def set_rng_state(state: dict[str, Any]) -> None:
             logger.warning(
                 "The checkpoint has the random state of %d %s devices; here are %d.", len(saved), kind, count
             )
-        for number, one in enumerate(saved[:count]):
-            device.set_rng_state(one, number)
+        if saved and count:
+            now = device.current_device()
+            places = device_places(len(saved), state.get(_CURRENT, {}).get(kind), now, count)
+            if now not in places.values():
+                logger.warning(
+                    "The checkpoint has no random state for this process' %s device %d: it keeps its own.", kind, now
+                )
+            for number, target in places.items():
+                device.set_rng_state(saved[number], target)
     if "mps" in state and torch.backends.mps.is_available():
         torch.mps.set_rng_state(state["mps"])
+
+
+def device_places(saved: int, current: int | None, now: int, count: int) -> dict[int, int]:
+    """Which of the saved states of a kind of device goes to which device here.
+
+    That of the device on which the process drew goes to the one on which it draws now: a rank may have another one than
+    before, as where two machines of 4 became one of 8. The others keep their numbers, as far as there are such devices.
+
+    Args:
+        saved: How many states there are.
+        current: The process' own device when they were saved; None: a checkpoint does not say.
+        now: Its own device here.
+        count: How many devices there are here.
+
+    Example:
+        >>> device_places(saved=4, current=1, now=5, count=8)
+        {1: 5, 0: 0, 2: 2, 3: 3}
+    """
+    places = {} if current is None else {current: now}
+    taken = set(places.values())
+    return places | {number: number for number in range(min(saved, count)) if number not in {*places, *taken}}
 
 
 def seed_from_state(state: dict[str, Any], rank: int, world_size: int) -> None:

@@ -162,7 +162,7 @@ def _is_its_attributes(value: Any) -> bool:
 
 
 class _Merging:
-    """Puts the built scheduler's own objects where the saved state marks one as not stored."""
+    """Puts the built scheduler's own objects where the saved state marks one as not stored; tensors on its devices."""
 
     def __init__(self, name: str, path: str, held: list[tuple[Any, dict[str, Any]]]) -> None:
         self.name = name
@@ -174,6 +174,8 @@ class _Merging:
             if fresh is _MISSING:
                 raise self._differs(at, "an object that is not stored (a function, an optimizer)", "nothing")
             return fresh
+        if isinstance(saved, torch.Tensor) and isinstance(fresh, torch.Tensor):
+            return saved.to(fresh.device)
         if isinstance(saved, ObjectState):
             return self._object(saved, fresh, at)
         if isinstance(saved, dict):

@@ -2,7 +2,7 @@
 
 That is: the buffers, attributes and `training` flags of the block's modules, and the generators of Python and numpy,
 those of the process and those that the modules hold. (torch itself restores its own generators.) Where the second run
-would start from something that can't be put back, an error names the tensor.
+would start from something that can't be put back, an error names the tensor or the array.
 """
 
 from __future__ import annotations
@@ -93,6 +93,8 @@ class StateBefore:
     """Tensors that no run may change: a description, the tensor, its version."""
     parameters: int
     """How many of `fixed` are parameters; these come first."""
+    arrays: list[tuple[str, Any, Any]]
+    """Attributes whose numbers no run may change though nothing counts it: a description, the value, a copy of it."""
     generators: list[_Generator]
 
     @classmethod
@@ -121,6 +123,12 @@ class StateBefore:
             training=[module.training for module in modules],
             fixed=[(words, tensor, version_of(tensor)) for words, tensor in (*parameters, *others)],
             parameters=len(parameters),
+            arrays=[
+                (f"attribute '{name}' of a {type(module).__name__}", value, _copied(value))
+                for module, own in zip(modules, attributes)
+                for name, value in own.items()
+                if _is_small_array(value)
+            ],
             generators=list(_generators(attributes)),
         )
 
@@ -130,15 +138,16 @@ class StateBefore:
         Raises:
             InvalidArgumentError: It changed an input or a parameter.
         """
-        for words, tensor, version in self.fixed:
-            if version_of(tensor) != version:
-                raise InvalidArgumentError(
-                    f"A block with gradient checkpointing, '{type(self.modules[0]).__name__}', changes its {words} "
-                    f"(shape {tuple(tensor.shape)}) in place when it is called, so the recomputation in the backward "
-                    "pass would start from other values and give other gradients. Write that operation out of place "
-                    "(inplace=False, x = x + y for x += y), or leave this block out of the checkpointed ones.",
-                    actual=words,
-                )
+        changed = [(words, tensor) for words, tensor, version in self.fixed if version_of(tensor) != version]
+        changed += [(words, value) for words, value, copy in self.arrays if not _is_same_state(copy, _copied(value))]
+        for words, value in changed:
+            raise InvalidArgumentError(
+                f"A block with gradient checkpointing, '{type(self.modules[0]).__name__}', changes its {words} "
+                f"(shape {tuple(value.shape)}) in place when it is called, so the recomputation in the backward "
+                "pass would start from other values and give other gradients. Write that operation out of place "
+                "(inplace=False, x = x + y for x += y), or leave this block out of the checkpointed ones.",
+                actual=words,
+            )
         second_run.fixed = self.fixed[: self.parameters]
         copies = {key: one.copy for key, one in self.buffers.items() if not one.is_same()}
         for table, held in self.tables:
@@ -210,6 +219,19 @@ def _named_parameters(modules: list[nn.Module]) -> Iterator[tuple[str, Tensor]]:
 def _own_attributes(module: nn.Module) -> dict[str, Any]:
     """The attributes of a module, without those that every module has."""
     return {name: value for name, value in vars(module).items() if name not in _TORCHS_OWN}
+
+
+def _is_small_array(value: Any) -> bool:
+    """Whether it is a small array of numpy, or tensor: writes to it, or through its `.data`, count no version."""
+    if type(value) is Tensor:
+        return value.nbytes <= _SMALL_BYTES and not value.is_meta
+    numpy = sys.modules.get("numpy")
+    is_array = numpy is not None and type(value) is numpy.ndarray and not value.dtype.hasobject
+    return is_array and bool(value.nbytes <= _SMALL_BYTES)
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value.copy()
 
 
 def _without_graph(value: Any) -> Any:

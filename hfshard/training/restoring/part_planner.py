@@ -9,6 +9,7 @@ from typing import Any, Final
 from torch import nn
 
 from hfshard.errors import StateDictMismatchError
+from hfshard.storage.commit.interrupts import deferred_interrupt
 from hfshard.training.data.external_loader import LoaderTracker
 from hfshard.training.parts.optimizers.inner import refuse_parted, with_inner
 from hfshard.training.parts.optimizers.optimizer import plan_optimizer
@@ -49,14 +50,16 @@ class Restoration:
         Raises:
             StateDictMismatchError: An object refused its state, and nothing was changed.
             RankFailedError: So did one on another rank.
+            KeyboardInterrupt: Ctrl-C was pressed meanwhile, and everything is restored: all of it was in memory.
         """
-        load_all(self.objects, self.pending_loads, self.directory, ranks)
-        with all_or_nothing(ranks):
-            for parameter in self.without_gradients:
-                parameter.grad = None  # gradients of another step than the one that is resumed
-            self.set_rng()
-            for tracker in self.trackers:
-                tracker.reset(self.set_rng)
+        with deferred_interrupt():
+            load_all(self.objects, self.pending_loads, self.directory, ranks)
+            with all_or_nothing(ranks):
+                for parameter in self.without_gradients:
+                    parameter.grad = None  # gradients of another step than the one that is resumed
+                self.set_rng()
+                for tracker in self.trackers:
+                    tracker.reset(self.set_rng)
 
 
 class PartPlanner:

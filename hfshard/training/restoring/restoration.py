@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from hfshard.storage.format.names import MODEL_BASE
 from hfshard.storage.format.strict_json import parse_json_object
 from hfshard.training.collecting import STATE_BASE, TRAINING_STATE_FORMAT
 from hfshard.training.data.external_loader import LoaderTracker
-from hfshard.training.parts.gradients import Gradients
+from hfshard.training.parts.gradients import Gradients, refuse_unreduced
 from hfshard.training.parts.nested import decode
 from hfshard.training.parts.nested_decoding import tensor_names
 from hfshard.training.parts.rng import check_rng_state, seed_from_state, set_rng_state
@@ -49,6 +49,7 @@ def plan_restoration(
     strict: bool,
     ranks: Ranks = ALONE,
     stage: StageNames | None = None,
+    without: Collection[str] = (),
 ) -> Restoration:
     """Read a checkpoint whose files were checked, and compare it with a training state, which is not changed.
 
@@ -59,17 +60,22 @@ def plan_restoration(
         strict: Refuse any difference; else what differs stays as it was built, and is reported.
         ranks: Which rank this process is.
         stage: What of the modules it has, where other ranks have the rest; None: all.
+        without: Parts of the checkpoint to leave out; the state has them no longer.
 
     Raises:
         StateDictMismatchError: strict, and something differs.
         DamagedCheckpointError: The files are not what hfshard writes.
+        InvalidArgumentError: A module has gradients that are not reduced over the ranks yet.
     """
+    for module in state.of_kind("module").values():
+        refuse_unreduced(module, "restore")
     directory = files.path
     path = os.path.join(directory, TRAINING_STATE)
     saved_state = _parse_training_state(files.read_small(TRAINING_STATE), path)
     saved_ranks = saved_state["ranks"]
     own = saved_ranks[ranks.rank if ranks.rank < len(saved_ranks) else 0]
-    saved = {**saved_state["components"], **own["components"]}
+    components = {**saved_state["components"], **own["components"]}
+    saved = {name: entry for name, entry in components.items() if name not in without}
     take_gradients(state, saved, 1 if "stage" in own else len(saved_ranks), 1 if stage else ranks.world_size)
     restoration = Restoration(directory=directory, lacking=tuple(saved_state.get("lacking", ())))
     if restoration.lacking:
@@ -84,7 +90,19 @@ def plan_restoration(
         wanted = _names_in([saved, own["rng"], saved_state["extra"]], path).__contains__
     tensors = read(STATE_BASE, wanted)
     parts = PartPlanner(state, saved, directory, restoration, strict=strict)
-    planner = _Planner(parts, read, path, tensors, stage)
+    planner = _Planner(parts, read, path, tensors, stage, own.get("buffers"))
+    if (
+        stage is None
+        and len(saved_ranks) != ranks.world_size
+        and (own["components"].keys() - state.of_kind("loader") or "buffers" in own)
+    ):
+        logger.warning(
+            "The checkpoint '%s' has some buffers and objects of each of %d ranks, and here are %d: ranks beyond those "
+            "get the first one's.",
+            directory,
+            len(saved_ranks),
+            ranks.world_size,
+        )
     common = [
         name
         for name in state.components
@@ -113,8 +131,11 @@ class _Planner:
         path: str,
         tensors: Mapping[str, torch.Tensor],
         stage: StageNames | None,
+        buffers: Any,
     ) -> None:
         self.parts = parts
+        self.buffers = buffers
+        """Those that this rank has saved for itself, encoded, by the names of their modules; or None."""
         self.read = read
         self.path = path
         self.tensors = tensors
@@ -140,6 +161,8 @@ class _Planner:
             if name == "model":
                 is_here = None if self.stage is None else partial(self.stage.is_here, name)
                 value |= self.read(MODEL_BASE, is_here, is_copied=True)
+            if self.buffers is not None and self.parts.state.kinds[name] == "module":
+                value |= decode(self.buffers, tensors, self.path).get(name, {})
             self.parts.plan(name, value)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             if isinstance(error, HfshardError):

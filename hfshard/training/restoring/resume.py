@@ -13,7 +13,13 @@ import torch
 
 from hfshard._util.addresses import is_address
 from hfshard._util.paths import absolute_path
-from hfshard.errors import CheckpointChangedError, DamagedCheckpointError, InvalidArgumentError
+from hfshard.errors import (
+    CheckpointChangedError,
+    CheckpointNotFoundError,
+    DamagedCheckpointError,
+    HfshardError,
+    InvalidArgumentError,
+)
 from hfshard.hub.address import absolute_address
 from hfshard.loading.options import SignatureDemand
 from hfshard.training.pushing.hubs import checked_at
@@ -77,6 +83,7 @@ def resume(
     strict: bool,
     ranks: Ranks,
     signature: SignatureDemand | None = None,
+    without: Collection[str] = (),
 ) -> RestoredStep | None:
     """Restore a checkpoint. Every rank must call, and must see the checkpoint's directory or be able to fetch it.
 
@@ -87,6 +94,7 @@ def resume(
         strict: Refuse any difference.
         ranks: This process among those that restore.
         signature: By whom every file must be signed, which each rank checks; None: nobody need sign.
+        without: Parts of the checkpoint that are not restored.
 
     Returns:
         The step; None if there is no checkpoint.
@@ -100,7 +108,8 @@ def resume(
     if any(wish != wishes[0] for wish in wishes):
         raise InvalidArgumentError(f"All ranks must restore the same step, got [{', '.join(wishes)}].")
     with torch.inference_mode(False):  # what is restored will be trained
-        return _resume_on_ranks(state, choose, ranks, signature, strict=strict, is_newest=wanted is None)
+        is_newest = wanted is None
+        return _resume_on_ranks(state, choose, ranks, signature, without, strict=strict, is_newest=is_newest)
 
 
 def _resume_on_ranks(
@@ -108,6 +117,7 @@ def _resume_on_ranks(
     choose: Choose,
     ranks: Ranks,
     signature: SignatureDemand | None,
+    without: Collection[str],
     *,
     strict: bool,
     is_newest: bool,
@@ -131,7 +141,9 @@ def _resume_on_ranks(
             if files.is_compared_when_read:
                 files.check(manifest, is_full=False)
             with _all_signed(checkpoint, manifest, signature):
-                restoration = plan_restoration(own, files, manifest, strict=strict, ranks=ranks, stage=names)
+                restoration = plan_restoration(
+                    own, files, manifest, strict=strict, ranks=ranks, stage=names, without=without
+                )
         except Exception as caught:  # noqa: BLE001 - raised by `agree`, when all ranks know
             error = caught
         # The first rank looks when the others have read: where one of them failed, this may be why.
@@ -204,11 +216,39 @@ def _choose_together(choose: Callable[[], ChosenCheckpoint | None], ranks: Ranks
         return [checkpoint.path, checkpoint.step, manifest.to_json().decode()]
 
     shared = ranks.first(told)
+    if shared is None:
+        _refuse_others(choose, ranks)
     if shared is None or chosen:
         return chosen[0] if chosen else None
     path, _, raw = shared
     manifest = CheckpointManifest.from_json(raw.encode(), path)
     return RunCheckpoint.of(path, manifest), manifest
+
+
+def _refuse_others(choose: Callable[[], ChosenCheckpoint | None], ranks: Ranks) -> None:
+    """Refuse a checkpoint that another rank sees where the first one sees none: the run would begin anew.
+
+    Raises:
+        CheckpointNotFoundError: It names the rank, and the checkpoint.
+    """
+    own = None if ranks.is_first else _own_choice(choose)
+    for rank, path in enumerate(ranks.all_of(own)):
+        if path is not None:
+            raise CheckpointNotFoundError(
+                f"Rank {ranks.number(rank)} finds the checkpoint '{path}', and rank {ranks.number(0)} finds none "
+                "there. Let all ranks see one directory of the run, or copy it to the machine of each; to train from "
+                "the beginning, give the managers another one.",
+                path=path,
+            )
+
+
+def _own_choice(choose: Callable[[], ChosenCheckpoint | None]) -> str | None:
+    """The path of the checkpoint that this rank would choose, whole or damaged."""
+    try:
+        found = choose()
+    except HfshardError as error:
+        return error.path or str(error)
+    return None if found is None else found[0].path
 
 
 def _local_checkpoint(

@@ -199,14 +199,12 @@ def shard_record(record: FileDigest) -> FileDigest:
     return FileDigest(record.size, record.sha256, record.xxh3, record.fingerprint)
 
 
-def plain_metrics(metric: float | Mapping[str, float] | None, name: str | None) -> dict[str, float]:
+def plain_metrics(metric: float | Mapping[str, float], name: str | None) -> dict[str, float]:
     """Return the metrics of a save by name; a single number is the metric that the best checkpoint is chosen by.
 
     Raises:
         InvalidArgumentError: A value is not a number.
     """
-    if metric is None:
-        return {}
     values = metric if isinstance(metric, Mapping) else {name or "metric": metric}
     metrics = {}
     for key, value in values.items():

@@ -89,7 +89,7 @@ class MergedParts:
     """Parts that are others on another rank: each rank saves its own."""
 
 
-def merge_parts(own: Components, told: Sequence[StageParts]) -> MergedParts:
+def merge_parts(own: Components, told: Mapping[int, StageParts]) -> MergedParts:
     """Make the parts of all stages those of one whole model.
 
     Of modules and optimizers, the entries of all ranks are brought together by name; of a name that several ranks have,
@@ -98,19 +98,19 @@ def merge_parts(own: Components, told: Sequence[StageParts]) -> MergedParts:
 
     Args:
         own: Of the first rank; not changed.
-        told: By all ranks, in their order.
+        told: Rank -> what it says, in the order of the ranks.
 
     Raises:
         InvalidArgumentError: Two ranks have optimizers that can't be those of one model, or a part that is another one
             on each, and has DTensors.
     """
-    refuse_other_parts([parts.kinds for parts in told])
+    refuse_other_parts({rank: parts.kinds for rank, parts in told.items()})
     merged = MergedParts({}, [])
     keeps_groups = True
     for name, entry in own.encoded.items():
-        states = [(rank, parts.by_name[name]["state"]) for rank, parts in enumerate(told) if name in parts.by_name]
+        states = [(rank, parts.by_name[name]["state"]) for rank, parts in told.items() if name in parts.by_name]
         if entry["kind"] == "optimizer":
-            _check_values(name, [parts.values[name] for parts in told])
+            _check_values(name, {rank: parts.values[name] for rank, parts in told.items()})
             union = _OptimizerUnion(name, entry["state"])
             for rank, state in states:
                 union.add(rank, state)
@@ -205,24 +205,25 @@ def _digest(tensor: torch.Tensor) -> str:
     return sha256_of(kind.encode() + b"".join(map(bytes, iter_blocks(tensor.detach(), _BLOCK_BYTES))))
 
 
-def _is_same(name: str, told: Sequence[StageParts]) -> bool:
+def _is_same(name: str, told: Mapping[int, StageParts]) -> bool:
     """Whether a part is the same on all ranks.
 
     Raises:
         InvalidArgumentError: It is not, or may not be, as it has DTensors, which ranks can't store alone.
     """
-    if any(_SPREAD in parts.values.get(name, {}).values() for parts in told):
+    if any(_SPREAD in parts.values.get(name, {}).values() for parts in told.values()):
         raise _refusal(name, "has DTensors of its own")
-    first = told[0]
+    first = told[min(told)]
     return all(
-        parts.others.get(name) == first.others[name] and parts.values.get(name) == first.values[name] for parts in told
+        parts.others.get(name) == first.others[name] and parts.values.get(name) == first.values[name]
+        for parts in told.values()
     )
 
 
-def _check_values(name: str, values: Sequence[Mapping[str, str]]) -> None:
+def _check_values(name: str, values: Mapping[int, Mapping[str, str]]) -> None:
     """Refuse tensors of groups that are others on another rank: their names tell the groups' numbers only."""
     known: dict[str, str] = {}
-    for rank, digests in enumerate(values):
+    for rank, digests in values.items():
         for tensor, digest in digests.items():
             if known.setdefault(tensor, digest) != digest:
                 raise _refusal(name, f"has another tensor '{tensor}' on rank {rank}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import chain
 from typing import Final
 
@@ -16,12 +16,9 @@ from hfshard.state_dicts.dtensors import is_dtensor
 from hfshard.state_dicts.partitioned import RUN_REMEDY, is_partitioned, refuse_partitioned
 from hfshard.state_dicts.state_dict import collect_state_dict
 from hfshard.storage.format.integrity import sha256_of
-from hfshard.storage.tensors.tensor_bytes import is_plain_type
 from hfshard.training.state import TrainingState
 
 _DIGEST_CHARACTERS: Final = 16
-_SAMPLED_PARAMETERS: Final = 32
-_SAMPLED_VALUES: Final = 8
 
 
 def is_spread_state(state: TrainingState) -> bool:
@@ -47,20 +44,21 @@ def shared_kinds(state: TrainingState) -> dict[str, str]:
     return {name: kind for name, kind in state.kinds.items() if kind != "loader"}
 
 
-def refuse_other_parts(kinds: Sequence[Mapping[str, str]]) -> None:
+def refuse_other_parts(kinds: Mapping[int, Mapping[str, str]]) -> None:
     """Refuse to save ranks together whose states have other parts: only those of the first rank would be stored.
 
     Args:
-        kinds: What `shared_kinds` gave on each rank, in their order.
+        kinds: Rank -> what `shared_kinds` gave there.
 
     Raises:
         InvalidArgumentError: They differ.
     """
-    for rank, other in enumerate(kinds):
-        if other != kinds[0]:
+    first = min(kinds)
+    for rank, other in kinds.items():
+        if other != kinds[first]:
             raise InvalidArgumentError(
-                f"The state of rank {rank} has the parts {dict(other)}, and that of rank 0 has {dict(kinds[0])}. Give "
-                "the states of all ranks the same parts."
+                f"The state of rank {rank} has the parts {dict(other)}, and that of rank {first} has "
+                f"{dict(kinds[first])}. Give the states of all ranks the same parts."
             )
 
 
@@ -73,16 +71,6 @@ def stage_digest(state: TrainingState) -> str:
         if isinstance(tensor, torch.Tensor)
     ]
     return short_digest("\n".join(lines))
-
-
-def values_digest(state: TrainingState) -> str:
-    """What tells the parameters of a replica from those of another: the first values of some that are trained."""
-    modules = state.of_kind("module").values()
-    parameters = chain.from_iterable(module.parameters() for module in modules)
-    trained = [one for one in parameters if one.requires_grad and is_plain_type(one) and not one.is_meta]
-    step = -(-len(trained) // _SAMPLED_PARAMETERS) or 1
-    values = [one.detach().flatten()[:_SAMPLED_VALUES].float().tolist() for one in trained[::step]]
-    return short_digest(repr(values))
 
 
 def short_digest(text: str) -> str:

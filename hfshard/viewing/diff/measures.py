@@ -9,7 +9,7 @@ from typing import Final
 import torch
 
 from hfshard.viewing.diff.chunk_sums import ChunkAdder, can_add
-from hfshard.viewing.diff.numbers import differing, differing_integers, has_fraction, numbers_in
+from hfshard.viewing.diff.numbers import differing, differing_integers, has_fraction, integer_difference, numbers_in
 from hfshard.viewing.diff.report import ValueDiff
 
 _CHUNK: Final = 30_848
@@ -94,7 +94,10 @@ class ValueMeasure:
         self._squares[1].add(_square(real_b), 2 * exponent_b)
         self._product.add(float((real_a * real_b).sum()), exponent_a + exponent_b)
         exponent = max(exponent_a, exponent_b)
-        difference = _times(real_b, exponent_b - exponent) - _times(real_a, exponent_a - exponent)
+        if are_integers:
+            difference, exponent = integer_difference(a, b), 0
+        else:
+            difference = _times(real_b, exponent_b - exponent) - _times(real_a, exponent_a - exponent)
         difference, more = _shrunk(difference)
         self._squares[2].add(_square(difference), 2 * (exponent + more))
         lengths = difference.view(-1, 2).norm(dim=1) if self._wide.is_complex else difference.abs()

@@ -85,6 +85,13 @@ def differing_integers(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return differs
 
 
+def integer_difference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """b - a of integers of any two dtypes, as float64: right to 53 bits, and zero only where they are equal."""
+    wide = b.to(torch.float64) - a.to(torch.float64)
+    exact = (_int64_bits(b) - _int64_bits(a)).to(torch.float64)  # wraps around where it is too large for an int64
+    return torch.where(wide.abs() < 2.0**62, exact, wide)
+
+
 def has_fraction(dtype: torch.dtype) -> bool:
     """Whether it is floating or complex."""
     return dtype.is_floating_point or dtype.is_complex

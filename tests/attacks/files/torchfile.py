@@ -50,6 +50,23 @@ def pickled(body: bytes) -> bytes:
     return b"\x80\x02" + body + b"."
 
 
+def of_one_hash(count: int) -> list[tuple[int, int]]:
+    """Pairs of numbers whose hashes are all the same: CPython mixes the second into a state that the first has left."""
+    prime_1, prime_2, prime_5 = 11400714785074694791, 14029467366897019727, 2870177450012600261
+    all_bits = (1 << 64) - 1
+    target = 12345
+    pairs: list[tuple[int, int]] = []
+    first = 0
+    while len(pairs) < count:
+        first += 1
+        state = (prime_5 + first * prime_2) & all_bits
+        state = ((state << 31 | state >> 33) & all_bits) * prime_1 & all_bits
+        second = (target - state) * pow(prime_2, -1, 1 << 64) & all_bits
+        if second < (1 << 61) - 1:  # the hash of a number is the rest of a division by this
+            pairs.append((first, second))
+    return pairs
+
+
 def tensor(
     key: str,
     shape: tuple[int, ...],

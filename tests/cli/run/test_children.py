@@ -133,11 +133,11 @@ def test_command_of_the_environment_is_run(tmp_path: Path, environment: dict[str
     seen = [["out-of-launch"], "__main__", "structure", None, False]
     assert json.loads((tmp_path / "out-of-launch-.json").read_text()) == seen
 
-    # A file, or a directory that Python can run, is the program; a directory that it can't is not.
+    # A directory that Python can run is the program where it is written as a path, or no command is called so.
     (tmp_path / "launch").mkdir()
-    assert by_hfshard(["launch", "again"], tmp_path, environment).returncode == 0
     (tmp_path / "launch" / "__main__.py").write_text("import sys\nsys.exit(len(sys.argv) + 3)\n")
-    assert by_hfshard(["launch", "again"], tmp_path, environment).returncode == 5
+    assert by_hfshard(["launch", "again"], tmp_path, environment).returncode == 0
+    assert by_hfshard(["./launch", "again"], tmp_path, environment).returncode == 5
 
     # So is a file that can be run and is none for Python.
     job = tmp_path / "job.sh"
@@ -148,13 +148,29 @@ def test_command_of_the_environment_is_run(tmp_path: Path, environment: dict[str
     script = tmp_path / "script"
     script.write_text("#!/usr/bin/env python3\nimport sys\nsys.exit(6)\n")
     script.chmod(0o755)
-    assert by_hfshard(["script"], tmp_path, environment).returncode == 6
+    assert by_hfshard(["./script"], tmp_path, environment).returncode == 6
 
     # One that ignores the environment is refused, as Python itself is.
     (tmp_path / "launch" / "__main__.py").unlink()
     for first_line in (f"#!{sys.executable} -sE", "#!/usr/bin/env -S python3 -sE"):
         command.write_text(f"{first_line}\n")
         assert "started with -E" in by_hfshard(["launch", "again"], tmp_path, environment).stderr
+
+
+def test_bare_word_is_a_command_of_the_environment_whatever_lies_in_the_directory(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    (tmp_path / "bin").mkdir()
+    environment = environment | {"PATH": f"{tmp_path}/bin:{environment['PATH']}"}
+    for place, code in (("bin/launch", 3), ("launch", 4), ("alone", 4), ("bin/train.py", 3)):
+        (tmp_path / place).write_text(f"#!/bin/sh\nexit {code}\n")
+        (tmp_path / place).chmod(0o755)
+    (tmp_path / "train.py").write_text("import sys\nsys.exit(5)\n")
+    words = ["launch", "./launch", "alone", "train.py"]
+
+    found = {word: by_hfshard([word], tmp_path, environment).returncode for word in words}
+
+    assert found == {"launch": 3, "./launch": 4, "alone": 4, "train.py": 5}
 
 
 def test_pipes_of_a_shell_script_end_as_without_it(tmp_path: Path, environment: dict[str, str]) -> None:

@@ -70,12 +70,24 @@ def test_program_ends_as_by_python(tmp_path: Path, environment: dict[str, str]) 
         assert (found.returncode, found.stdout, found.stderr) == (code, "", expected.stderr), line
 
 
-def test_script_that_does_not_exist_is_pythons_own_error(tmp_path: Path, environment: dict[str, str]) -> None:
-    found = by_hfshard(["--quiet", "no.py"], tmp_path, environment)
-    assert found.returncode == 2
-    assert (
-        found.stderr == f"{sys.executable}: can't open file '{tmp_path}/no.py': [Errno 2] No such file or directory\n"
-    )
+MISSING = {
+    "no.py": (2, "can't open file '{}/no.py': [Errno 2] No such file or directory"),
+    "-m nowhere": (1, "No module named nowhere"),
+    "-mno.where": (
+        1,
+        "Error while finding module specification for 'no.where' (ModuleNotFoundError: No module named 'no')",
+    ),
+}
+
+
+@pytest.mark.parametrize("words", MISSING)
+def test_program_that_does_not_exist_is_pythons_own_error_alone(
+    words: str, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    found = by_hfshard(words.split(), tmp_path, environment)
+
+    code, message = MISSING[words]
+    assert (found.returncode, found.stderr) == (code, f"{sys.executable}: {message.format(tmp_path)}\n")
 
 
 def test_interrupt_and_process_are_the_programs_own(tmp_path: Path, environment: dict[str, str]) -> None:

@@ -102,7 +102,7 @@ def _judge_values(played: Played, place: Path) -> None:
     for rank, ends in played.ends.items():
         if ends and ends[0].status in ("saved", "raised"):
             found = json.loads((place / f"{rank}.values").read_text())
-            if found != [FIRST if ends[0].status == "saved" else BEFORE]:
+            if found != [FIRST if ends[0].status == "saved" or _waits(played.case) else BEFORE]:
                 played.problems.append(f"rank {rank} holds values of {found}: {ends[0]}")
 
 
@@ -126,7 +126,7 @@ def _judge_ends(played: Played) -> None:
         end = ends[0] if ends else End("hung")
         if end.status in ("hung", "died") or (end.seconds > LONGEST_SECONDS and rank != case.victim):
             played.problems.append(f"rank {rank}: {end}")
-        elif end.status == "saved" and not case.is_late and not _may_go_on(case, rank):
+        elif end.status == "saved" and not (case.is_late or _may_go_on(case, rank) or _waits(case)):
             played.problems.append(f"rank {rank} saved")
         elif rank != case.victim and end.status == "raised" and not (end.is_ours and _names_victim(end, case)):
             played.problems.append(f"rank {rank}: {end}")
@@ -152,6 +152,11 @@ def _judge_again(played: Played, rank: int) -> None:
 def _may_go_on(case: Case, rank: int) -> bool:
     """Whether it is a rank that was stopped while it loaded, when all others had done so: it has what it wants."""
     return rank == case.victim and case.phase == "assigning" and case.fault == "stop"
+
+
+def _waits(case: Case) -> bool:
+    """Whether Ctrl-C is raised when all is restored on all ranks: it was pressed while a restore assigned."""
+    return case.phase == "assigning" and case.fault == "int" and case.call in ("restore", "ddp_restore")
 
 
 def _names_victim(end: End, case: Case) -> bool:

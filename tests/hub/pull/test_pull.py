@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import BertModel, LlamaConfig, LlamaForCausalLM
 
 import hfshard
+from tests.helpers.tiny_bert import bert
 from tests.hub.models import digest_of, files_of, make_model, saved
 from tests.hub.pull.pull_hub import PullHub, cached
 from tests.hub.server_fixture import new_repo_id
@@ -289,3 +290,19 @@ def test_two_processes_fetch_every_file_once(hub: PullHub, repo: str, sharded: s
     assert [outcome.error for outcome in outcomes] == [None, None, None], outcomes
     assert len({outcome.result["digest"] for outcome in outcomes}) == 1
     assert hub.weights_down(repo) == weights
+
+
+def test_keys_that_occur_twice_are_fetched_where_hfshard_is_installed(hub: PullHub, repo: str, tmp_path: Path) -> None:
+    bert(4, cls=BertModel).save_pretrained(tmp_path, max_shard_size=1000)
+    for name in ("config.json", "model.safetensors.index.json"):
+        path = tmp_path / name
+        path.write_text(path.read_text().rstrip()[:-1].rstrip() + ', "zz": 1, "zz": 2}')
+    hub.publish(repo, tmp_path)
+
+    hub.interpret(f"""
+import hfshard
+from transformers import BertModel
+from tests.helpers.tiny_bert import value_of
+with hfshard.install(quiet=True):
+    assert value_of(BertModel.from_pretrained({repo!r})) == 4
+""")

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 import hfshard
-from hfshard.errors import DamagedCheckpointError, UnsafePickleError
+from hfshard.errors import DamagedCheckpointError, HfshardError, UnsafePickleError
 from tests.helpers.tiny_bert import bert, value_of
 from tests.zoo.compare import differences, facts_of_load, load
 from tests.zoo.models import scramble
@@ -217,3 +217,99 @@ def test_a_config_that_was_read_amid_a_commit_keeps_nothing_of_it(tmp_path: Path
 
     assert value_of(loaded) == 1
     assert "transformers_weights" not in loaded.config.to_dict()
+
+
+def misplace(directory: Path) -> None:
+    """Let the index name another shard for the first tensor."""
+    path = directory / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    shards = index["weight_map"]
+    first = min(shards)
+    shards[first] = next(shard for shard in shards.values() if shard != shards[first])
+    path.write_text(json.dumps(index))
+
+
+def double(name: str) -> Callable[[Path], None]:
+    """Give a JSON file a key twice."""
+
+    def change(directory: Path) -> None:
+        path = directory / name
+        path.write_text(path.read_text().rstrip()[:-1].rstrip() + ', "zz": 1, "zz": 2}')
+
+    return change
+
+
+def move_shards(directory: Path) -> None:
+    """Put the shards into another folder, and a link to it into the directory."""
+    away = directory.parent / "away"
+    away.mkdir()
+    for shard in directory.glob("*.safetensors"):
+        shard.rename(away / shard.name)
+    (directory / "parts").symlink_to(away)
+    path = directory / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"] = {name: f"parts/{shard}" for name, shard in index["weight_map"].items()}
+    path.write_text(json.dumps(index))
+
+
+ODD: list[tuple[Callable[[Path], None], str]] = [
+    (misplace, "Tensor 'embeddings.LayerNorm.bias' of shard '{}/model-00001-of-00004.safetensors' is said to lie in"),
+    (double("config.json"), "Config '{}/config.json' is not valid JSON: the key 'zz' occurs twice"),
+    (double("model.safetensors.index.json"), "Index '{}/model.safetensors.index.json' is not valid JSON: the key 'zz'"),
+    (move_shards, "'{}/parts/model-00001-of-00004.safetensors' lies in"),
+]
+
+
+@pytest.mark.parametrize("model_class", [BertModel, AutoModel])
+@pytest.mark.parametrize(("make_odd", "words"), ODD, ids=["misplaced", "config", "index", "linked"])
+def test_what_is_odd_and_whole_is_loaded_as_stock_loads_it_with_one_warning(
+    model_class: Any, make_odd: Callable[[Path], None], words: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = tmp_path / "out"
+    model = bert(0, cls=BertModel)
+    scramble(model)
+    model.save_pretrained(directory, max_shard_size=1000)
+    make_odd(directory)
+
+    theirs = outcome(model_class, (directory,), {})
+    caplog.clear()
+    with hfshard.install(quiet=True):
+        ours = outcome(model_class, (directory,), {})
+
+    assert not isinstance(ours[0], Exception), ours
+    assert differences(ours[0], theirs[0]) == []
+    warned = [record.getMessage() for record in caplog.records if record.name.startswith("hfshard")]
+    start = "The checkpoint is loaded as stock transformers loads it, though: "
+    assert len(warned) == 1
+    assert warned[0].startswith(start + words.format(directory))
+    with pytest.raises(HfshardError):
+        hfshard.load_model(model_class, directory)
+
+
+def test_a_doubled_key_of_a_generation_config_is_passed_over_too(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, installed: None
+) -> None:
+    GPT2LMHeadModel(GPT2Config(vocab_size=8, n_embd=8, n_layer=1, n_head=1)).save_pretrained(tmp_path)
+    double("generation_config.json")(tmp_path)
+
+    GPT2LMHeadModel.from_pretrained(tmp_path)
+
+    assert "Generation config" in caplog.text
+
+
+def test_shards_of_two_saves_are_refused_still(tmp_path: Path, installed: None) -> None:
+    hfshard.uninstall()
+    bert(1, cls=BertModel).save_pretrained(tmp_path / "a", max_shard_size=1000)
+    bert(2, cls=BertModel).save_pretrained(tmp_path / "b", max_shard_size=1400)
+    (tmp_path / "b" / "model-00001-of-00003.safetensors").rename(tmp_path / "a" / "model-00001-of-00004.safetensors")
+
+    with hfshard.install(quiet=True), pytest.raises(DamagedCheckpointError, match="belong to different saves"):
+        BertModel.from_pretrained(tmp_path / "a")
+
+
+def test_what_hfshard_has_saved_is_as_it_was_saved(tmp_path: Path, installed: None) -> None:
+    bert(1, cls=BertModel).save_pretrained(tmp_path, max_shard_size=1000)
+    misplace(tmp_path)
+
+    with pytest.raises(DamagedCheckpointError, match="is said to lie in"):
+        BertModel.from_pretrained(tmp_path)

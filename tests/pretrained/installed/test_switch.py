@@ -139,3 +139,55 @@ def test_a_call_under_way_ends_as_it_began(installed: None, tmp_path: Path) -> N
             loading.result()
     with pytest.raises(SafetensorError):
         BertModel.from_pretrained(tmp_path / "part")
+
+
+def by_join(load: Any) -> Any:
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(load()))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+def by_result(load: Any) -> Any:
+    with ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(load), pool.submit(load)]
+        return [future.result() for future in futures].pop()
+
+
+def by_way_of_another(load: Any) -> Any:
+    return by_join(functools.partial(by_result, load))
+
+
+def by_itself(load: Any) -> Any:
+    with torch.device("cpu"):
+        return load()
+
+
+class InThreads(BertModel):
+    """A model whose constructor loads parts of it in threads, as the meta device of its own thread is not theirs."""
+
+    def __init__(self, config: Any, part: Path | None = None, how: Any = None) -> None:
+        super().__init__(config)
+        if part is not None:
+            self.part = how(functools.partial(InThreads.from_pretrained, part, dtype="bfloat16"))
+
+
+@pytest.mark.parametrize("how", [by_join, by_result, by_way_of_another, by_itself])
+def test_a_constructor_may_wait_for_threads_that_load_parts(how: Any, installed: None, tmp_path: Path) -> None:
+    bert(1, cls=BertModel).save_pretrained(tmp_path / "whole")
+    part = bert(2, cls=BertModel)
+    part.save_pretrained(tmp_path / "part")
+    loaded: list[Any] = []
+
+    def load() -> None:
+        loaded.append(InThreads.from_pretrained(tmp_path / "whole", part=tmp_path / "part", how=how))
+
+    thread = threading.Thread(target=load, daemon=True)
+    thread.start()
+    thread.join(100)
+
+    assert not thread.is_alive()
+    assert torch.get_default_dtype() is torch.float32
+    assert loaded[0].dtype is torch.float32
+    assert torch.equal(loaded[0].part.pooler.dense.weight, part.pooler.dense.weight.bfloat16())

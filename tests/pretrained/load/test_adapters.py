@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import hfshard
+from tests.helpers.peft_versions import peft_of_transformers
 from tests.pretrained.conftest import Saves
 from tests.zoo.compare import differences, facts_of_load, load
 from tests.zoo.hub_cache import REPO, put_in_cache
@@ -18,7 +19,7 @@ from tests.zoo.models import ZOO
 
 pytestmark = pytest.mark.compat
 
-peft = pytest.importorskip("peft")
+peft = peft_of_transformers()
 
 TARGETS = {"llama_untied": "q_proj", "mixtral": "v_proj", "bert": "query"}
 COMMIT = "e" * 40

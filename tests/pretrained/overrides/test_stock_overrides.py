@@ -15,6 +15,7 @@ from transformers import AutoModelForTextToWaveform, PreTrainedModel
 from transformers.modeling_layers import MtpModel
 
 import hfshard
+from tests.helpers.peft_versions import peft_of_transformers
 from tests.zoo.compare import (
     Facts,
     differences,
@@ -207,7 +208,7 @@ def test_a_class_that_is_not_built_fails_as_in_transformers(name: str) -> None:
 @pytest.mark.filterwarnings("ignore:Could not find a config file")  # PEFT's, of a directory that is not there yet
 @pytest.mark.parametrize("name", GRANITE)
 def test_adapters_are_saved_beside_the_model_as_the_class_does(name: str, tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
+    peft = peft_of_transformers()
     saved = {}
     for who, model_class in (("theirs", None), ("ours", with_mixin(getattr(transformers, name)))):
         model = build(name, model_class)

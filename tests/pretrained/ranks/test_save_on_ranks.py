@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed
-from peft import LoraConfig
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.distributed.configuration_utils import DistributedConfig
@@ -18,6 +17,7 @@ from hfshard.errors import HfshardError, InvalidArgumentError
 from hfshard.pretrained.class_alias import architecture_of, view_as_alias
 from hfshard.training import TrainingState
 from tests.distributed.gloo import check_ranks
+from tests.helpers.peft_versions import peft_of_transformers
 from tests.pretrained.ranks.layouts import take_stage
 
 pytestmark = pytest.mark.compat
@@ -68,8 +68,10 @@ def save_what_needs_the_whole(rank: int, place: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="would save this stage as the whole"):
         stage.save_pretrained(place / "out", distributed_checkpoint=True)
 
+
+def save_an_adapter(rank: int, place: Path) -> None:
     adapted: Any = Mine(config())
-    adapted.add_adapter(LoraConfig(target_modules=["q_proj"]))
+    adapted.add_adapter(peft_of_transformers().LoraConfig(target_modules=["q_proj"]))
     fully_shard(adapted)
     for save in (adapted.save_pretrained, adapted.push_to_hub):
         with pytest.raises(InvalidArgumentError, match="gathers only what it has spread itself"):
@@ -133,3 +135,8 @@ def test_what_can_not_be_done_with_a_part_is_refused(tmp_path: Path) -> None:
         for path in place.rglob("*")
         if path.is_file() and path.parent.name not in ("whole", "demanding", "offloaded")
     ]
+
+
+def test_an_adapter_of_which_each_rank_has_a_part_is_refused(tmp_path: Path) -> None:
+    peft_of_transformers()
+    check_ranks(tmp_path / "ranks", 2, save_an_adapter, tmp_path)

@@ -74,6 +74,17 @@ def test_a_synced_copy_of_a_run_is_one_on_the_disk(run: BucketRun, tmp_path: Pat
     assert bits(other) == bits(state)
 
 
+def test_a_replaced_step_keeps_its_metrics(run: BucketRun) -> None:
+    state, _ = trained(1)
+    with CheckpointManager(run.root, max_to_keep=1, keep_best="loss") as manager:
+        manager.save(1, state, metric=1.0)
+        manager.save(2, state, metric=3.0)
+    with CheckpointManager(run.root, max_to_keep=1, keep_best="loss") as manager:
+        manager.save(1, state)
+        manager.save(3, state, metric=2.0)
+        assert (manager.best_step(), manager.all_steps()) == (1, [1, 3])
+
+
 @S3_AND_HUB
 def test_old_checkpoints_go_and_the_best_one_stays(run: BucketRun) -> None:
     with CheckpointManager(run.root, max_to_keep=2, keep_best="loss", metric_mode="max") as manager:

@@ -125,6 +125,8 @@ def _start_hub() -> str:
 
     root = ENDS.enter_context(tempfile.TemporaryDirectory(prefix="hfshard-buckets-"))
     hub = ENDS.enter_context(HubServer(Path(root), has_xet=True, has_one_origin=True))
+    # What a killed server of this port has left would tell clients of chunks that this one has not.
+    shutil.rmtree(_xet_cache(hub.endpoint), ignore_errors=True)
     ENDS.callback(shutil.rmtree, _xet_cache(hub.endpoint), ignore_errors=True)
     return hub.endpoint
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -184,7 +185,8 @@ class Sweep:
             def act() -> None:
                 is_known.wait(SECONDS)
                 if kind.signal is not None:
-                    os.kill(started[0].pid, kind.signal)
+                    with suppress(ProcessLookupError):  # it has given up waiting meanwhile, and ended
+                        os.kill(started[0].pid, kind.signal)
                 if kind.is_alone:
                     target = proxy.requests()[at]
                     path = re.escape(target.path.partition("?")[0])

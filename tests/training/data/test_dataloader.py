@@ -105,7 +105,7 @@ def test_iterating_changes_no_rng_of_the_process(arguments: dict[str, Any], samp
 
 
 def test_the_normal_number_that_numpy_keeps_is_seen() -> None:
-    assert hasattr(np.random.get_state.__self__, "_bit_generator")  # type: ignore[attr-defined]
+    assert hasattr(np.random.get_state.__self__, "_bit_generator")  # type: ignore[attr-defined,unused-ignore]
     np.random.seed(1)
     for kept in (True, False, True):
         np.random.randn()
@@ -130,17 +130,17 @@ def test_rng_is_put_back_after_an_error_of_the_dataset() -> None:
 
 
 def test_another_generator_of_numpy_stays() -> None:
-    before = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    before = np.random.get_bit_generator()  # type: ignore[attr-defined,unused-ignore]
     try:
-        np.random.set_bit_generator(np.random.PCG64(5))  # type: ignore[attr-defined]
+        np.random.set_bit_generator(np.random.PCG64(5))  # type: ignore[attr-defined,unused-ignore]
         loader = make()
         first = next(iter(loader))
-        np.random.set_bit_generator(np.random.PCG64(6))  # type: ignore[attr-defined]
+        np.random.set_bit_generator(np.random.PCG64(6))  # type: ignore[attr-defined,unused-ignore]
         loader.set_epoch(0)
         assert torch.equal(next(iter(loader)), first)
-        assert type(np.random.get_bit_generator()) is np.random.PCG64  # type: ignore[attr-defined]
+        assert type(np.random.get_bit_generator()) is np.random.PCG64  # type: ignore[attr-defined,unused-ignore]
     finally:
-        np.random.set_bit_generator(before)  # type: ignore[attr-defined]
+        np.random.set_bit_generator(before)  # type: ignore[attr-defined,unused-ignore]
 
 
 def test_position_counts_what_was_handed_out_and_not_what_was_fetched() -> None:

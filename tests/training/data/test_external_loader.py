@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
 
-from hfshard.errors import InvalidArgumentError, StateDictMismatchError
+from hfshard.errors import DamagedCheckpointError, InvalidArgumentError, StateDictMismatchError
 from hfshard.training import CheckpointManager, ResumableDataLoader, TrainingState
 from hfshard.training.data.external_loader import LoaderTracker, reset_after_iter, track
 from hfshard.training.parts.nested import decode, encode
@@ -117,12 +117,52 @@ def torchdata(dataset: Any, *arguments: Any, **more: Any) -> Any:
     return module.StatefulDataLoader(dataset, *arguments, **more)
 
 
+class Shuffled(Sampler[int]):
+    """Draws its order from a generator of its own, which it holds in a list, at its first index."""
+
+    def __init__(self, generator: Any) -> None:
+        self.generators = [generator]
+
+    def __len__(self) -> int:
+        return len(Indexes())
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self.order()
+
+    def order(self) -> list[int]:
+        order = list(range(len(self)))
+        self.generators[0].shuffle(order)
+        return order
+
+
+class Early(Shuffled):
+    """Draws it in `__iter__` itself."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.order())
+
+
+class Noisy(Indexes):
+    """Draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noise = np.random.RandomState(5)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return super().__getitem__(index) + self.noise.rand()
+
+
 KINDS: dict[str, Callable[[], Any]] = {
     "a user's": lambda: Skipping(Indexes(True), 2, True),
     "a user's, with a generator": lambda: Generating(Indexes(), 2, True),
     "torchdata": lambda: torchdata(Indexes(True), 2, True),
     "torchdata, in order": lambda: torchdata(Indexes(True), 2),
     "torchdata, a sampler of torch": lambda: torchdata(Indexes(), 2, sampler=RandomSampler(Indexes())),
+    "torchdata, a generator": lambda: torchdata(Indexes(True), 2, True, generator=torch.Generator().manual_seed(5)),
+    "torchdata, a generator of numpy": lambda: torchdata(Indexes(), 2, sampler=Shuffled(np.random.default_rng(5))),
+    "a user's, a generator of Python": lambda: Skipping(Indexes(), 2, sampler=Shuffled(random.Random(5))),
+    "a user's, a generator in its dataset": lambda: Skipping(Noisy(), 2, True),
     "torchdata, 2 workers": lambda: torchdata(Indexes(), 2, True, num_workers=2),
     "torchdata, a stream": lambda: torchdata(Stream(), 2),
 }
@@ -266,6 +306,35 @@ def test_drawing_in_a_generator_is_a_warning_within_an_epoch() -> None:
     next(iterator)
     with pytest.warns(UserWarning, match="The Generating draws random numbers while it fetches batches"):
         tracker.state_dict()
+
+
+def test_drawing_when_a_sampler_is_asked_for_an_iterator_is_a_warning_within_an_epoch() -> None:
+    tracker = track(torchdata(Indexes(), 2, sampler=Early(random.Random(5))))
+    tracker.state_dict()
+    iterator = iter(tracker.loader)
+    next(iterator)
+    with pytest.warns(UserWarning, match=r"draws from 'sampler.generators\[0\]' there"):
+        tracker.state_dict()
+
+
+def test_a_generator_without_a_state_is_a_warning() -> None:
+    tracker = track(Skipping(Indexes(), 2, sampler=Shuffled(random.SystemRandom())))
+    with pytest.warns(UserWarning, match=r"holds 'sampler.generators\[0\]', which has no state to store"):
+        tracker.state_dict()
+
+
+def test_generators_that_the_loader_does_not_hold_are_refused() -> None:
+    saved = track(Skipping(Indexes(), 2, True, generator=torch.Generator())).state_dict()
+    tracker = track(Skipping(Indexes(), 2, True))
+    with pytest.raises(StateDictMismatchError, match="held a random number generator 'generator' when"):
+        tracker.check_state_dict(saved)
+
+    other = track(Skipping(Indexes(), 2, sampler=Shuffled(np.random.default_rng(1))))
+    state = {**saved, "generators": {"sampler.generators[0]": torch.zeros(3)}}
+    before = repr(other.loader.sampler.generators[0].bit_generator.state)
+    with pytest.raises(DamagedCheckpointError, match=r"of the random number generator 'sampler.*is not valid"):
+        other.check_state_dict(state)
+    assert repr(other.loader.sampler.generators[0].bit_generator.state) == before
 
 
 class Slotted:

@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from torch.utils.data import (
 )
 
 from hfshard.errors import StateDictMismatchError
-from hfshard.training import ResumableDataLoader
+from hfshard.training import ResumableDataLoader, plain_loader
 from tests.training.data.loader_child import SAMPLES, Augmented
 from tests.training.data.samples import Numbers, are_equal
 
@@ -108,6 +109,73 @@ def test_every_sampler_resumes_and_has_another_order_in_each_epoch(kind: str) ->
             assert are_equal(again, rest[handed:])
 
 
+class Holding(Sampler[int]):
+    """Draws its order from a generator of its own."""
+
+    def __init__(self, generator: Any) -> None:
+        self.generator = generator
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(SAMPLES))
+        self.generator.shuffle(order)
+        return iter(order)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: random.Random(3),
+        lambda: np.random.default_rng(3),
+        lambda: np.random.Generator(np.random.MT19937(3)),
+        lambda: np.random.RandomState(3),
+        lambda: np.random.RandomState(np.random.PCG64(3)),
+    ],
+    ids=["random.Random", "default_rng", "Generator of MT19937", "RandomState", "RandomState of PCG64"],
+)
+def test_a_sampler_with_a_generator_of_its_own_goes_on_after_an_epoch(make: Callable[[], Any]) -> None:
+    loader = ResumableDataLoader(Numbers(SAMPLES), 4, sampler=Holding(make()))
+    first = list(loader)
+    state = loader.state_dict()
+    second = list(loader)
+    assert not are_equal(first, second)
+
+    generator = make()
+    before = repr(generator_state(generator))
+    resumed = ResumableDataLoader(Numbers(SAMPLES), 4, sampler=Holding(generator))
+    resumed.load_state_dict(state)
+
+    assert are_equal(list(resumed), second)
+    assert repr(generator_state(generator)) == before
+
+
+def generator_state(generator: Any) -> Any:
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.get_state(legacy=False)
+
+
+def test_each_rank_of_a_distributed_sampler_augments_in_its_own_way() -> None:
+    def noise(**arguments: Any) -> Tensor:
+        batch: Tensor = next(iter(ResumableDataLoader(Augmented(), 4, seed=3, **arguments)))
+        return batch[..., 1:]
+
+    def sampler(rank: int) -> Sampler[Any]:
+        return DistributedSampler(Augmented(), num_replicas=2, rank=rank)
+
+    of_ranks = [noise(sampler=sampler(rank)) for rank in (0, 1)]
+    assert not torch.equal(*of_ranks)
+    assert torch.equal(of_ranks[0], noise(shuffle=True))
+    batches = ResumableDataLoader(Augmented(), seed=3, batch_sampler=BatchSampler(sampler(1), 4, True))
+    assert torch.equal(of_ranks[1], next(iter(batches))[..., 1:])
+    plain = plain_loader(ResumableDataLoader(Augmented(), 4, seed=3, sampler=sampler(1)))
+    assert torch.equal(of_ranks[1], next(iter(plain))[..., 1:])
+
+
 def test_a_generator_that_a_sampler_holds_is_put_back() -> None:
     generator = torch.Generator().manual_seed(7)
     loader = ResumableDataLoader(Numbers(), sampler=RandomSampler(Numbers(), generator=generator))
@@ -131,13 +199,13 @@ class Own(Sampler[int]):
     """Its order depends on what nobody else can know."""
 
     def __init__(self, seed: int) -> None:
-        self.generator = random.Random(seed)
+        self.generators = [random.Random(seed)]
 
     def __len__(self) -> int:
         return 10
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self.generator.sample(range(10), 10))
+        return iter(self.generators[0].sample(range(10), 10))
 
 
 def test_an_order_that_is_not_the_same_again_is_found_out() -> None:

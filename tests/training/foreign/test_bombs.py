@@ -11,6 +11,7 @@ import torch
 
 from hfshard.errors import HfshardError
 from hfshard.training.foreign.pickles.plain_files import read_plain_file
+from tests.attacks.files.torchfile import integer, of_one_hash
 
 UNKNOWN = b"\x80\x02cnot\nknown\n0}"
 """torch refuses what follows, which then is described; an empty dict is on the stack."""
@@ -43,10 +44,29 @@ BOMBS = {
         b"N]((" + b"K\x01" * (1 << 16) + b"lq\x000" + b"cbuiltins\nlist\nh\x00\x85R" * 3000 + b"es.",
         "more in all its objects than the file",
     ),
-    "names of one hash": (
-        b"}(" + b"".join(b"\x8a\x0a" + (number * (2**61 - 1)).to_bytes(10, "little") + b"N" for number in range(9, 999))
+    "tuples of one hash": (
+        b"N}(" + b"".join(integer(one) + integer(other) + b"\x86N" for one, other in of_one_hash(300)) + b"us.",
+        "names that all have one hash",
+    ),
+    "a set of tuples of one hash": (
+        b"Ncbuiltins\nset\n]("
+        + b"".join(integer(one) + integer(other) + b"\x86" for one, other in of_one_hash(300))
+        + b"e\x85Rs.",
+        "is not what builtins.set is saved as",
+    ),
+    "complex numbers of one hash": (
+        b"N}("
+        + b"".join(
+            b"cbuiltins\ncomplex\n" + integer(at * 1000003) + integer(-at) + b"\x86RN" for at in range(2, 302)
+        )
         + b"us.",
-        "does what no state",
+        "names that take forever to be hashed",
+    ),
+    "names of one hash": (
+        b"N}("
+        + b"".join(b"\x8a\x0a" + (number * (2**61 - 1)).to_bytes(10, "little") + b"N" for number in range(9, 999))
+        + b"us.",
+        "a number as a name that is larger than any",
     ),
 }  # fmt: skip
 

@@ -127,7 +127,7 @@ def save_as_many_ranks_do(run: DeviceRun, layout: str, device: str, place: Path)
             state=run.state, step=step, extra=None, metrics_of=lambda _: {}, files={}, max_shard_size="300B",
             checksum="xxh3", progress=None, blocking=blocking,
         )  # fmt: skip
-        save_spread(order, writer, lambda ranks: pytest.fail("taken for a model that each rank has"))
+        save_spread(order, writer, lambda *_: pytest.fail("taken for a model that each rank has"))
     writer.close()
     again = DeviceRun(layout, device)
     assert CheckpointManager(place / "by-parts").restore_latest(again.state) == 2
@@ -144,7 +144,7 @@ def use_device(rank: int, world_size: int, device: str, backend: str, place: Pat
     )
     group, of_thread = cpu_group(), cpu_group(for_thread=True)
     assert (group is None) == ("gloo" in backend)
-    assert all("gloo" in dist.get_backend(one) for one in (group, of_thread) if one is not None)
+    assert all("gloo" in dist.get_backend(one) for one in (group, of_thread) if one is not None)  # type: ignore[arg-type]
     for layout in LAYOUTS[world_size]:
         run = DeviceRun(layout, device)
         torch.manual_seed(100 * rank)

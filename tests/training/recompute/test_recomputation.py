@@ -191,6 +191,43 @@ def smooth() -> Residual:
     return Residual(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 8))
 
 
+class Counting(nn.Module):
+    """Its result depends on numbers that nothing of torch's counts changes of."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.kind = kind
+        self.array = np.ones(8, dtype=np.float32)
+        self.tensor = torch.ones(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = torch.tanh(self.linear(x) * (torch.from_numpy(self.array.copy()) + self.tensor))
+        if self.kind == "an array of numpy":
+            self.array += 1
+        elif self.kind == "a tensor through .data":
+            self.tensor.data += 1
+        else:
+            self.array = self.array + 1
+        return y
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("an array of numpy", "attribute 'array' of a Counting"), ("a tensor through .data", "attribute 'tensor' of a")],
+)
+def test_attributes_that_are_written_to_beside_torch_are_refused(kind: str, words: str) -> None:
+    model = nn.Sequential(Counting(kind), nn.Linear(8, 1))
+    enable_gradient_checkpointing(model, "0")
+
+    with pytest.raises(InvalidArgumentError, match=rf"'Counting', changes its {words}.*\(shape \(8,\)\) in place"):
+        model(torch.ones(2, 8))
+
+
+def test_an_array_that_is_replaced_is_the_old_one_again_in_the_second_run() -> None:
+    assert_trains_alike(lambda: nn.Sequential(Counting("replaced"), nn.Linear(8, 1)), "0")
+
+
 class Failing(nn.Module):
     """A block that fails at its second call."""
 

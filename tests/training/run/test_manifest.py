@@ -147,7 +147,6 @@ def test_every_damaged_file_is_told_of(tmp_path: Path) -> None:
 
 
 def test_metrics_are_numbers_by_name() -> None:
-    assert plain_metrics(None, "loss") == {}
     assert plain_metrics(0.5, "loss") == {"loss": 0.5}
     assert plain_metrics(0.5, None) == {"metric": 0.5}
     assert plain_metrics({"a": 1, "b": math.inf}, "loss") == {"a": 1.0, "b": math.inf}

@@ -165,6 +165,23 @@ def test_a_step_that_is_no_number_is_refused_before_anything_is_written(tmp_path
     assert not (tmp_path / "run").exists()
 
 
+def test_a_replaced_step_keeps_its_metrics_unless_others_are_given(tmp_path: Path) -> None:
+    """As where the best step is saved once more at the end of an epoch, and nothing was measured meanwhile."""
+    state = TrainingState(model=torch.nn.Linear(2, 2))
+    with CheckpointManager(tmp_path, max_to_keep=1, keep_best="loss") as manager:
+        manager.save(1, state, metric={"loss": 1.0, "accuracy": 0.5})
+        manager.save(2, state, metric=3.0)
+        manager.save(1, state)
+        manager.save(3, state, metric=2.0)
+        assert (manager.best_step(), manager.all_steps()) == (1, [1, 3])
+        assert manager.restore(state, 1).metrics == {"loss": 1.0, "accuracy": 0.5}
+        manager.save(1, state, metric={})
+        assert (manager.best_step(), manager.restore(state, 1).metrics) == (3, {})
+        assert manager.all_steps() == [1, 3]
+        manager.save(4, state)
+        assert (manager.best_step(), manager.restore(state, 4).metrics) == (3, {})
+
+
 def test_what_is_saved_after_a_restore_of_an_earlier_step_is_the_latest(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path, max_to_keep=3) as manager:
         for step in (100, 200):

@@ -105,7 +105,7 @@ def refuse_by_hook(one: Restoring) -> None:
 def draw_from_another_generator(one: Restoring) -> None:
     import numpy
 
-    numpy.random.set_bit_generator(numpy.random.PCG64(1))  # type: ignore[attr-defined]
+    numpy.random.set_bit_generator(numpy.random.PCG64(1))  # type: ignore[attr-defined,unused-ignore]
 
 
 CASES: dict[Callable[[Restoring], None], type[HfshardError]] = {
@@ -125,11 +125,11 @@ CASES: dict[Callable[[Restoring], None], type[HfshardError]] = {
 def own_generator() -> Iterator[None]:
     import numpy
 
-    kept = numpy.random.get_bit_generator()  # type: ignore[attr-defined]
+    kept = numpy.random.get_bit_generator()  # type: ignore[attr-defined,unused-ignore]
     try:
         yield
     finally:
-        numpy.random.set_bit_generator(kept)  # type: ignore[attr-defined]
+        numpy.random.set_bit_generator(kept)  # type: ignore[attr-defined,unused-ignore]
 
 
 def refuse_in_turn(rank: int, place: Path, layout: str, every: bool) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from hfshard import load_state_dict
 from hfshard.errors import HfshardError, InvalidArgumentError, RankFailedError, StateDictMismatchError
@@ -80,6 +80,35 @@ def save_gradients(rank: int, place: Path, layout: str) -> None:
         assert_same(found, torch.load(place / "gradients.pt"))
 
 
+def refuse_unreduced_gradients(rank: int, place: Path, layout: str, **fsdp: Any) -> None:
+    run = Run(layout, **fsdp)
+    net: Any = run.net
+    manager = CheckpointManager(place)
+    state = TrainingState(model=net, gradients=Gradients(net))
+    plain = TrainingState(model=net)
+    switches = [net.set_requires_gradient_sync] + ([net.set_requires_all_reduce] if layout == "hsdp" else [])
+    for switch in switches:
+        run.optimizer.zero_grad()
+        manager.save(1, state)  # nothing has accumulated yet
+        switch(False)
+        run.loss().backward()
+        message = r"the gradient of '(blocks\.0\.up|head)\.weight' is not reduced over the ranks yet"
+        with pytest.raises(HfshardError, match=f"Cannot save between these micro-batches: {message}"):
+            manager.save(2, state)
+        for one in (state, plain):
+            with pytest.raises(HfshardError, match=f"Cannot restore between these micro-batches: {message}"):
+                manager.restore_latest(one)
+
+        switch(True)
+        run.loss().backward()
+        gradients = {name: one.grad.to_local().clone() for name, one in net.named_parameters() if one.grad is not None}
+        assert len(gradients) == 7
+        manager.save(1, state)
+        run.optimizer.zero_grad()
+        assert manager.restore_latest(state) == 1
+        assert_same({name: net.get_parameter(name).grad.to_local() for name in gradients}, gradients)
+
+
 class Refusing:
     """A part whose state can't be stored, or that refuses the one that it gets."""
 
@@ -141,8 +170,10 @@ def refuse_what_is_not_supported(rank: int, place: Path) -> None:
     spread_stage = built("fsdp").blocks if rank else built("fsdp")
     with pytest.raises(HfshardError, match=r"The ranks do not have all of 'model/.*up\.weight'"):
         manager.save(1, TrainingState(model=spread_stage))
-    with pytest.raises(HfshardError, match="saves into another directory than rank 0"):
-        CheckpointManager(place / f"run-{rank}").save(1, TrainingState(model=built("fsdp")))
+    for model in (built("fsdp"), torch.nn.Linear(2, 3)):
+        with pytest.raises(HfshardError, match=r"Rank 1 saves into '.*', and rank 0 saves into"):
+            CheckpointManager(place / f"run-{rank}").save(1, TrainingState(model=model))
+    assert not [*place.glob("run-*")]
     assert not (place / "run").exists()
 
 
@@ -185,6 +216,9 @@ def work_of_two_ranks(rank: int, place: Path) -> None:
     save_gradients(rank, place / "gradients", "fsdp")
     dist.barrier()
     save_gradients(rank, place / "gradients", "tp")
+    refuse_unreduced_gradients(rank, place / "unreduced", "fsdp")
+    lower = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    refuse_unreduced_gradients(rank, place / "unreduced in bfloat16", "fsdp", mp_policy=lower)
     fail_on_one(rank, place / "failures")
     refuse_what_is_not_supported(rank, place / "refusals")
 
@@ -194,8 +228,13 @@ def test_two_ranks_save_at_any_moment_and_refuse_together(tmp_path: Path) -> Non
     save_gradients(0, tmp_path / "gradients", "whole")
 
 
+def work_of_four_ranks(rank: int, place: Path) -> None:
+    save_beside_training(rank, place)
+    refuse_unreduced_gradients(rank, place / "unreduced", "hsdp")
+
+
 def test_four_ranks_save_beside_the_collectives_of_the_training(tmp_path: Path) -> None:
-    check_ranks(tmp_path / "ranks", 4, save_beside_training, tmp_path)
+    check_ranks(tmp_path / "ranks", 4, work_of_four_ranks, tmp_path)
 
 
 def save_alone(rank: int, place: Path) -> None:

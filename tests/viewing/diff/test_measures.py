@@ -63,6 +63,24 @@ def test_large_integers_are_told_apart() -> None:
     assert measured(a, torch.tensor([2**60, 2**60, 2**64 - 1], dtype=torch.uint64)).changed == 1
 
 
+@pytest.mark.parametrize(
+    ("dtypes", "a", "b", "max_abs"),
+    [
+        ((torch.int64, torch.int64), 2**53, 2**53 + 1, 1.0),
+        ((torch.int64, torch.int64), 2**63 - 1, -(2**63) + 2, 2.0**64),
+        ((torch.uint64, torch.uint64), 2**64 - 1, 2**64 - 4, 3.0),
+        ((torch.uint64, torch.int64), 2**63 + 1, 2**63 - 2, 3.0),
+        ((torch.uint64, torch.int64), 2**64 - 1, -(2**63), 1.5 * 2.0**64),
+    ],
+)
+def test_differences_of_large_integers_are_exact(
+    dtypes: tuple[torch.dtype, torch.dtype], a: int, b: int, max_abs: float
+) -> None:
+    found = measured(torch.tensor([a, 7], dtype=dtypes[0]), torch.tensor([b, 7], dtype=dtypes[1]))
+    assert (found.changed, found.max_abs) == (1, max_abs)
+    assert found.relative_norm == pytest.approx(max_abs / a, rel=1e-14)
+
+
 def test_complex_numbers_have_moduli() -> None:
     found = measured(torch.tensor([3 + 4j, 1 + 0j]), torch.tensor([0 + 0j, 1 + 0j]))
     assert_close(found, ValueDiff(2, 1, 5.0, 5 / math.sqrt(26), 1 / math.sqrt(26), 0, 0, 0, 0))

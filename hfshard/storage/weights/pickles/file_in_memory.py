@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import tempfile
 import weakref
 from collections.abc import Callable
 from typing import Final
@@ -16,7 +17,10 @@ _PIECES_AT_ONCE: Final = 8
 
 
 class FileInMemory:
-    """An unnamed file in memory, which goes when nobody holds this any more; nothing of it is on the disk."""
+    """An unnamed file in memory, which goes when nobody holds this any more; nothing of it is on the disk.
+
+    Where the system has no such files (macOS), it is a temporary one.
+    """
 
     def __init__(self, size: int, read_into: Callable[[int, memoryview], None]) -> None:
         """Fill it.
@@ -28,12 +32,17 @@ class FileInMemory:
         Raises:
             Everything that `read_into` raises.
         """
-        self._fd = os.memfd_create("hfshard")
-        weakref.finalize(self, os.close, self._fd)
-        os.truncate(self._fd, size)
+        if hasattr(os, "memfd_create"):
+            fd = os.memfd_create("hfshard")
+            self._path = f"/proc/self/fd/{fd}"
+        else:
+            fd, self._path = tempfile.mkstemp(prefix="hfshard-")
+            weakref.finalize(self, os.unlink, self._path)
+        weakref.finalize(self, os.close, fd)
+        os.truncate(fd, size)
         if size == 0:
             return
-        with mmap.mmap(self._fd, size) as mapping, memoryview(mapping) as whole:
+        with mmap.mmap(fd, size) as mapping, memoryview(mapping) as whole:
 
             def fill(begin: int, _cancelled: object) -> None:
                 with whole[begin : begin + _PIECE_BYTES] as piece:
@@ -43,4 +52,4 @@ class FileInMemory:
 
     def open(self) -> int:
         """Open it for reading, at its first byte."""
-        return os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC)
+        return os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)

@@ -1,58 +1,116 @@
 """Walks through the opcodes of a pickle before torch does: what would end the process, or fill its memory, is refused.
 
-`torch.load(weights_only=True)` runs no code of a stranger, but builds what the opcodes say. Three things that it builds
-can't be caught as errors: tuples in tuples, a hundred thousand deep, overflow the stack of the processor when one is
-hashed as a name; two that are one, in two that are one, 60 deep, are hashed forever; and a bytearray of any length is
-filled with zeros. Nothing is built here: of each value on the stack, only its depth in
-tuples is known.
+`torch.load(weights_only=True)` runs no code of a stranger, but builds what the opcodes say, and some of that can't be
+caught as an error, or ends after hours:
+
+- Tuples in tuples, a hundred thousand deep, overflow the stack of the processor when one is hashed as a name; two that
+  are one, in two that are one, 60 deep, are hashed forever; so is a dict whose names all have one hash.
+- A bytearray of any length is filled with zeros; text is encoded by any codec, and "punycode" takes the square of its
+  length; a list of two lists, which are one, 30 deep, is made a tensor.
+- What is in the file once is copied by each call that is given it.
+
+So a call is let pass where its arguments are those that pickle itself writes, and all calls of a file together may take
+as much as the file has. Nothing is built here but numbers, short texts, and the names that are hashed.
 """
 
 from __future__ import annotations
 
 import io
+import math
 import os
-from collections.abc import Callable
-from typing import IO, Final
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from struct import Struct, error
+from typing import IO, Any, Final
 
+from hfshard._util.garbage import no_collection
 from hfshard.errors import DamagedCheckpointError
+from hfshard.storage.weights.pickles.name_hashes import NameHashes
 from hfshard.storage.weights.pickles.zip_check import damaged_pickle, pickle_record
 
 _DEEPEST: Final = 1000
 """Tuples in tuples: torch.save's own are three deep. A processor's stack of 8 MB takes some 50,000."""
-_DEEPEST_NAME: Final = 3
-"""Tuples in tuples that are a name: 60 of two that are one are 2**60, and each is hashed."""
-_DEEPEST_ITEM: Final = 10
-"""The same for all tuples in a file that makes sets, or other containers that hash, of lists."""
+_LARGEST_NAME: Final = 1000
+"""Items of a tuple that is a name, with those of the tuples in it, which are hashed as often as they occur."""
+_DEEPEST_NAME: Final = 100
+"""Tuples in tuples that are a name."""
 _LONG_NAME: Final = 8
 """Bytes of a number that is a name: longer ones all can have the same hash."""
 _SHORT: Final = 4096
 """Bytes that are read faster than they are passed over."""
 _OLD_PICKLES: Final = 5
 """In torch's older format: a magic number, the version, the machine, the object, the list of storages."""
+_AT_ONCE: Final = 1 << 20
+"""Items, bytes and characters that the calls of any small file may take."""
+_TAKEN_PER_BYTE: Final = 4
+"""The same for each byte of the pickle: what is saved as text is encoded, and made a bytearray or an array of that."""
 
-_TEXT: Final = -1
-_TEXTS: Final = -2
-"""A tuple that is empty or begins with text: what a bytearray is made from, unless it is made from a number."""
-_BYTEARRAY: Final = -3
-"""The class."""
-_ENCODE: Final = -4
-"""The function that makes bytes of text."""
-_HASHING: Final = -5
-"""A class that hashes what it is made from."""
-_LARGE: Final = -6
-"""A number of many bytes. These six are beside the depths on the stack."""
-_GLOBALS: Final = {b"bytearray": _BYTEARRAY, b"encode": _ENCODE} | dict.fromkeys(
-    (b"set", b"frozenset", b"OrderedDict", b"Counter"), _HASHING
+_LATIN: Final = (b"latin1", b"latin-1")
+"""The codec by which pickle writes bytes as text: `pickle._Pickler.save_bytes`, `bytearray.__reduce__`."""
+_OLD_MODULES: Final = {b"__builtin__": "builtins"} | dict.fromkeys(
+    (b"UserDict", b"UserList", b"UserString"), "collections"
 )
+"""Names of Python 2, which torch reads, too."""
+_HASHING: Final = ("builtins.set", "builtins.frozenset", "collections.OrderedDict", "collections.Counter")
+"""Classes that hash what they are made from."""
+_NESTED_CALL: Final = "torch._tensor._rebuild_from_type_v2"
+"""A function that calls its first argument with the third."""
+_OF_EXTENSIONS: Final = (
+    "torch._utils._rebuild_device_tensor_from_numpy",
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor",
+)
+"""Functions that copy a tensor to a device, of any shape, and of one that torch has by an extension only."""
 
-_SKIPPED: Final = {  # opcodes that push a plain value -> bytes of their argument
-    b"N": 0, b"\x88": 0, b"\x89": 0, b"]": 0, b"}": 0, b"\x8f": 0, b"J": 4, b"K": 1, b"M": 2, b"G": 8,
-}  # fmt: skip
+_NUMBER_BYTES: Final = 8
+"""Most numbers in tensors have fewer."""
+
+_CONSTANTS: Final = {b"N": None, b"\x88": True, b"\x89": False}
+_NUMBERS: Final = {b"J": Struct("<i"), b"K": Struct("<B"), b"M": Struct("<H"), b"G": Struct(">d")}
+"""BININT, BININT1, BININT2, BINFLOAT."""
 _MEMO: Final = {b"q": 1, b"r": 4, b"h": 1, b"j": 4}
 """BINPUT, LONG_BINPUT, BINGET, LONG_BINGET -> bytes of their number."""
 _TUPLES: Final = {b"\x85": 1, b"\x86": 2, b"\x87": 3}
-_POPS: Final = {b"b": 1, b"a": 1}
-"""BUILD, APPEND: what they take from the stack; what they change stays."""
+
+
+@dataclass(slots=True, eq=False)
+class _Tuple:
+    """A tuple, never compared or hashed as one."""
+
+    items: list[Any]
+    depth: int
+    """Tuples in tuples."""
+    count: int
+    """Items, with those of the tuples in it."""
+
+
+@dataclass(slots=True, eq=False)
+class _Made:
+    """A list, dict, set or object."""
+
+    size: int = 0
+    """Entries or bytes."""
+    items: list[Any] | None = None
+    """Of a list, what is in it."""
+    name: Hashable = None
+    """What is hashed in its place, where a file can choose the hash."""
+
+
+@dataclass(slots=True, eq=False)
+class _Text:
+    """Text that is too long to be read, or bytes made of text."""
+
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Global:
+    """A class or function."""
+
+    name: str
+
+
+_LARGE: Final = _Made()
+"""A number of many bytes."""
 
 
 def scan_zip(fd: int, path: str) -> None:
@@ -62,33 +120,41 @@ def scan_zip(fd: int, path: str) -> None:
         DamagedCheckpointError: It has what no file of torch.save has, and what would end the process.
     """
     raw = pickle_record(fd, path)
-    _Scan(io.BytesIO(raw), path).run()
+    with no_collection():
+        _Scan(io.BytesIO(raw), path, len(raw)).run()
 
 
 def scan_old_format(fd: int, path: str) -> None:
     """Walk through the pickles of a file of the older format; see `scan_zip`."""
-    with os.fdopen(os.dup(fd), "rb") as file:
+    with os.fdopen(os.dup(fd), "rb") as file, no_collection():
         file.seek(0)
+        size = os.fstat(fd).st_size
         for _ in range(_OLD_PICKLES):
-            if not _Scan(file, path).run():
+            if not _Scan(file, path, size).run():
                 return
 
 
 class _Scan:
     """One pickle. Where torch will find fault with it, the scan ends without a word."""
 
-    def __init__(self, file: IO[bytes], path: str) -> None:
+    def __init__(self, file: IO[bytes], path: str, size: int) -> None:
         self.file = file
         self.path = path
-        self.stack: list[int] = []
-        self.marked: list[list[int]] = []
-        self.memo: dict[int, int] = {}
-        self.deepest = 0
+        self.stack: list[Any] = []
+        self.marked: list[list[Any]] = []
+        self.memo: dict[int, Any] = {}
+        self.names = NameHashes()
+        self.left = _AT_ONCE + _TAKEN_PER_BYTE * size
+        """What calls may still take."""
         self.others: dict[bytes, Callable[[], object]] = {
-            b"(": self._mark, b"t": self._tuple, b"u": self._set_items, b"s": self._set_item,
-            b"e": self._close, b")": self._empty_tuple,
-            b"c": self._global, b"R": self._call, b"\x81": self._call, b"X": self._text, b"U": self._short_text,
-            b"Q": self._persistent, b"\x8a": self._long, b"\x80": self._protocol,
+            b"(": self._mark, b"t": lambda: self._push_tuple(self._close()), b")": lambda: self._push_tuple([]),
+            b"]": lambda: self.stack.append(_Made(items=[])), b"a": lambda: self._extend([self.stack.pop()]),
+            b"e": lambda: self._extend(self._close()),
+            b"}": lambda: self.stack.append(_Made()), b"\x8f": lambda: self.stack.append(_Made()),
+            b"s": self._set_item, b"u": lambda: self._set_items(self._close()),
+            b"c": self._global, b"R": self._call, b"\x81": self._call, b"b": self._build,
+            b"X": self._text, b"U": self._short_text, b"\x8a": self._long,
+            b"Q": self._persistent, b"\x80": lambda: self._skip(1),
         }  # fmt: skip
 
     def run(self) -> bool:
@@ -96,21 +162,19 @@ class _Scan:
         read = self.file.read
         try:
             while (opcode := read(1)) != b".":
-                if (count := _SKIPPED.get(opcode)) is not None:
-                    if count:
-                        self._skip(count)
-                    self.stack.append(0)
-                elif (count := _MEMO.get(opcode)) is not None:
+                if (count := _MEMO.get(opcode)) is not None:
                     self._remember(opcode, int.from_bytes(read(count), "little"))
+                elif (form := _NUMBERS.get(opcode)) is not None:
+                    self.stack.append(form.unpack(read(form.size))[0])
+                elif opcode in _CONSTANTS:
+                    self.stack.append(_CONSTANTS[opcode])
                 elif (count := _TUPLES.get(opcode)) is not None:
                     items = self.stack[-count:]
                     del self.stack[-count:]
                     self._push_tuple(items)
-                elif (count := _POPS.get(opcode)) is not None:
-                    del self.stack[-count:]
                 else:
                     self.others[opcode]()
-        except (IndexError, KeyError):
+        except (IndexError, KeyError, error):
             return False
         return True
 
@@ -120,80 +184,168 @@ class _Scan:
         else:
             self.stack.append(self.memo[number])
 
-    def _push_tuple(self, items: list[int]) -> None:
-        depth = 1 + max(map(_depth, items), default=0)
-        if depth > _DEEPEST:
-            raise damaged_pickle(self.path, f"it has tuples in tuples, more than {_DEEPEST} deep")
-        self.deepest = max(self.deepest, depth)
-        self.stack.append(_TEXTS if depth == 1 and items and items[0] == _TEXT else depth)
-
-    def _call(self) -> None:
-        arguments = self.stack.pop()
-        function = self.stack.pop()
-        if function == _BYTEARRAY and arguments != _TEXTS:
-            raise damaged_pickle(self.path, "it makes a bytearray from a number, which may fill the memory")
-        if function == _HASHING and arguments != _TEXTS and self.deepest > _DEEPEST_ITEM:
-            raise self._endless()
-        self.stack.append(_TEXT if function == _ENCODE else _depth(arguments))
-
-    def _set_item(self) -> None:
-        key, _value = self.stack[-2:]
-        del self.stack[-2:]
-        self._check_name(key)
-
-    def _set_items(self) -> None:
-        for key in self._close()[::2]:
-            self._check_name(key)
-
-    def _check_name(self, key: int) -> None:
-        if key > _DEEPEST_NAME or key == _LARGE:
-            raise self._endless()
-
-    def _endless(self) -> DamagedCheckpointError:
-        return damaged_pickle(self.path, "it has names that take forever to be hashed")
-
     def _mark(self) -> None:
         self.marked.append(self.stack)
         self.stack = []
 
-    def _close(self) -> list[int]:
+    def _close(self) -> list[Any]:
         items = self.stack
         self.stack = self.marked.pop()
         return items
 
-    def _tuple(self) -> None:
-        self._push_tuple(self._close())
+    def _push_tuple(self, items: list[Any]) -> None:
+        depth = 0
+        count = len(items)
+        for one in items:
+            if type(one) is _Tuple:
+                depth = max(depth, one.depth)
+                count += one.count
+            elif type(one) is _Made and one.name is not None:
+                count += one.size
+        if depth >= _DEEPEST:
+            raise damaged_pickle(self.path, f"it has tuples in tuples, more than {_DEEPEST} deep")
+        self.stack.append(_Tuple(items, 1 + depth, count))
 
-    def _empty_tuple(self) -> None:
-        self.stack.append(_TEXTS)
+    def _extend(self, items: list[Any]) -> None:
+        owner = self.stack[-1]
+        if isinstance(owner, _Made):
+            owner.size += len(items)
+            if owner.items is not None:
+                owner.items += items
+
+    def _set_item(self) -> None:
+        pair = self.stack[-2:]
+        del self.stack[-2:]
+        self._set_items(pair)
+
+    def _set_items(self, items: list[Any]) -> None:
+        for key in items[::2]:
+            self._check_name(key)
+        if isinstance(self.stack[-1], _Made):
+            self.stack[-1].size += len(items) // 2
 
     def _global(self) -> None:
-        self.file.readline()
-        self.stack.append(_GLOBALS.get(self.file.readline().strip(), 0))
+        module = self.file.readline()[:-1]
+        name = self.file.readline()[:-1].decode("utf-8", "replace")
+        self.stack.append(_Global(f"{_OLD_MODULES.get(module) or module.decode('utf-8', 'replace')}.{name}"))
 
     def _text(self) -> None:
-        self._skip(int.from_bytes(self.file.read(4), "little"))
-        self.stack.append(_TEXT)
+        size = int.from_bytes(self.file.read(4), "little")
+        if size > _SHORT:
+            self._skip(size)
+        self.stack.append(_Text(size) if size > _SHORT else self.file.read(size))
 
     def _short_text(self) -> None:
-        self._skip(self.file.read(1)[0])
-        self.stack.append(_TEXT)
+        self.stack.append(self.file.read(self.file.read(1)[0]))
 
     def _long(self) -> None:
-        count = self.file.read(1)[0]
-        self._skip(count)
-        self.stack.append(_LARGE if count > _LONG_NAME else 0)
+        raw = self.file.read(self.file.read(1)[0])
+        self.stack.append(_LARGE if len(raw) > _LONG_NAME else int.from_bytes(raw, "little", signed=True))
 
     def _persistent(self) -> None:
-        self.stack[-1] = 0
-
-    def _protocol(self) -> None:
-        self._skip(1)
+        self.stack[-1] = _Made()
 
     def _skip(self, count: int) -> None:
         """Go on; where the file says that it has more than it has, nothing comes after it, and no room is made."""
         self.file.seek(count, os.SEEK_CUR) if count > _SHORT else self.file.read(count)
 
+    def _build(self) -> None:
+        """BUILD: what the state holds is copied into the object."""
+        state = self.stack.pop()
+        size = self._take(state)
+        if isinstance(self.stack[-1], _Made):
+            self.stack[-1].size += size
 
-def _depth(value: int) -> int:
-    return 1 if value == _TEXTS else max(value, 0)
+    def _call(self) -> None:
+        """REDUCE and NEWOBJ."""
+        arguments = self.stack.pop()
+        function = self.stack.pop()
+        self._check_call(function, arguments)
+        size = self._take(arguments)
+        name = function.name if isinstance(function, _Global) else ""
+        hashed: Any = self._name(arguments) if name in ("builtins.complex", "torch.Size") else None
+        if name == "builtins.complex" and hashed is not _LARGE:
+            hashed = complex(*hashed)
+        self.stack.append(_Text(size) if name == "_codecs.encode" else _Made(size, name=hashed))
+
+    def _check_call(self, function: Any, arguments: Any) -> None:
+        """Refuse a call of a function that torch allows, as no file of torch.save has it."""
+        name = function.name if isinstance(function, _Global) else ""
+        items: list[Any] = arguments.items if isinstance(arguments, _Tuple) else [None]
+        is_written = True
+        if name == _NESTED_CALL:
+            is_written = len(items) > 2 and isinstance(items[0], _Global) and items[0].name != _NESTED_CALL
+            if is_written:
+                self._check_call(items[0], items[2])
+        elif name == "_codecs.encode":
+            is_written = len(items) == 2 and _is_text(items[0]) and items[1] in _LATIN
+        elif name == "builtins.bytearray":  # of bytes, in files of old versions of text
+            is_written = not items or (_is_text(items[0]) and (not items[1:] or items[1] in _LATIN))
+        elif name == "builtins.complex":
+            is_written = len(items) == 2 and all(isinstance(one, int | float) for one in items)
+        elif name == "torch.Size":
+            is_written = len(items) == 1 and isinstance(items[0], _Tuple)
+        elif name in _HASHING:
+            is_written = isinstance(arguments, _Tuple)
+            self._check_hashed(name, items[0] if items else None)
+        elif name in _OF_EXTENSIONS:
+            raise damaged_pickle(
+                self.path, "it has a tensor of a device that torch has by an extension. Save it from the CPU"
+            )
+        elif name.startswith("torch.") and name.endswith(("Tensor", "Storage")):
+            is_written = all(type(one) is int for one in items)
+            self._charge(_NUMBER_BYTES * math.prod(max(0, one) for one in items) if is_written and items else 0)
+        if not is_written:
+            raise damaged_pickle(
+                self.path, f"it calls {name} as pickle never does, which may take forever or fill the memory"
+            )
+
+    def _check_hashed(self, name: str, argument: Any) -> None:
+        is_list = isinstance(argument, _Made) and argument.items is not None
+        for one in argument.items if is_list or isinstance(argument, _Tuple) else ():
+            if name == "collections.OrderedDict":  # of pairs
+                pair = one.items if isinstance(one, _Tuple | _Made) else None
+                one = pair[0] if pair else None
+            self._check_name(one)
+
+    def _check_name(self, key: Any) -> None:
+        """Refuse a name that is hashed forever, or that has the hash of many others."""
+        name = self._name(key)
+        is_choosable = isinstance(key, _Tuple) or name is not key
+        if name is _LARGE or (is_choosable and self.names.is_one_of_many(name)):
+            raise self._endless()
+
+    def _name(self, value: Any) -> Any:
+        """What is hashed and compared as the value will be; `_LARGE` for what is never a name."""
+        if isinstance(value, _Tuple):
+            if value.count > _LARGEST_NAME or value.depth > _DEEPEST_NAME:
+                return _LARGE
+            names = tuple(map(self._name, value.items))
+            return _LARGE if any(one is _LARGE for one in names) else names
+        return value if not isinstance(value, _Made) or value.name is None else value.name
+
+    def _endless(self) -> DamagedCheckpointError:
+        return damaged_pickle(self.path, "it has names that take forever to be hashed")
+
+    def _take(self, value: Any) -> int:
+        """Count what is in a value that a call copies, and what is in its tuples and lists."""
+        before = self.left
+        waiting = [value]
+        while waiting:
+            one = waiting.pop()
+            items = one.items if isinstance(one, _Tuple | _Made) else None
+            if items is not None:
+                self._charge(len(items))
+                waiting += items
+            elif isinstance(one, bytes | _Made | _Text):
+                self._charge(len(one) if isinstance(one, bytes) else one.size)
+        return before - self.left
+
+    def _charge(self, size: int) -> None:
+        self.left -= size
+        if self.left < 0:
+            raise damaged_pickle(self.path, "its calls make more than the file has, which may fill the memory")
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, bytes | _Text)

@@ -13,7 +13,7 @@ from hfshard.loading.reading import read_tensors
 from hfshard.storage.checkpoint.checkpoint import open_checkpoint
 from hfshard.storage.checkpoint.checks import check_checksums, compare_pickles
 from hfshard.storage.disk.companions import find_companion_files
-from hfshard.storage.disk.safe_open import Identity, open_regular, read_small
+from hfshard.storage.disk.safe_open import Identity, open_regular, read_small, refuse_links_to_outside
 from hfshard.storage.format.strict_json import parse_json_object
 from hfshard.storage.weights.pickles.pickle_file import PickleFile
 from hfshard.storage.weights.safetensors_shard import SafetensorsShard
@@ -36,6 +36,12 @@ def names_in(place: object) -> frozenset[str]:
     """The entries of a directory in which another program may have saved; none where it is none, or has ours."""
     names = frozenset(os.listdir(place)) if isinstance(place, str) and os.path.isdir(place) else frozenset()
     return frozenset() if names & _OURS else names
+
+
+_LINKS: Final = (
+    "the directory that is converted, and what they lead to would be published with the checkpoint. Put what belongs "
+    "to it in their place, or move the links away."
+)
 
 
 class ForeignDirectory:
@@ -132,7 +138,9 @@ class ForeignDirectory:
         if self.request.kinds:
             return {}
         read = {}
-        for name, file in find_companion_files(self.path, but).items():
+        companions = find_companion_files(self.path, but)
+        refuse_links_to_outside(self.path, companions, _LINKS)
+        for name, file in companions.items():
             with os.fdopen(open_regular(file.path, file.root), "rb") as opened:
                 read[name] = opened.read()
         return read

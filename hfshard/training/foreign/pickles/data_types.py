@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import torch
 
+from hfshard.storage.weights.pickles.name_hashes import NameHashes
 from hfshard.training.foreign.pickles.inert_pickle import Described, Named, checked_key
 
 OTHER: Final = object()
@@ -55,7 +56,8 @@ def meaning(value: Named | Described) -> Any:
     if name in ("collections.OrderedDict", "collections.Counter"):
         first = value.arguments[0] if value.arguments else {}
         pairs = [*(first.items() if isinstance(first, dict) else first), *value.pairs]
-        pairs = [(checked_key(key), one) for key, one in pairs]
+        keys = NameHashes()
+        pairs = [(checked_key(key, keys), one) for key, one in pairs]
         return OrderedDict(pairs) if name.endswith("OrderedDict") else Counter(dict(pairs))
     if name in _DICTS:
         return dict(value.pairs)
@@ -91,7 +93,8 @@ def _number(value: Described) -> Any:
     if name == "builtins.complex":
         return complex(*arguments)
     if name in ("builtins.set", "builtins.frozenset"):
-        items = map(checked_key, arguments[0])
+        keys = NameHashes()
+        items = [checked_key(item, keys) for item in arguments[0]]
         return set(items) if name == "builtins.set" else frozenset(items)
     return OTHER
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import IO, Any, Final
 
 from hfshard.errors import UnsafePickleError
+from hfshard.storage.weights.pickles.name_hashes import NameHashes
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +111,10 @@ class _Machine:
         self.memo: dict[int, Any] = {}
         self.names: set[str] = set()
         self.storages: list[Described] = []
+        self.keys = NameHashes()
+
+    def checked(self, keys: list[Any]) -> list[Any]:
+        return [checked_key(key, self.keys) for key in keys]
 
     def do(self, opcode: str, argument: Any) -> None:
         if opcode in _LITERALS:
@@ -145,12 +150,12 @@ class _Machine:
 
     def dict_of(self, _argument: Any) -> None:
         items = self.since_mark()
-        self.stack.append(dict(zip(map(checked_key, items[::2]), items[1::2], strict=True)))
+        self.stack.append(dict(zip(self.checked(items[::2]), items[1::2], strict=True)))
 
     def extend(self, items: list[Any]) -> None:
         owner = self.stack[-1]
         if isinstance(owner, set):
-            owner.update(map(checked_key, items))
+            owner.update(self.checked(items))
         else:
             _list_of(owner).extend(items)
 
@@ -159,7 +164,7 @@ class _Machine:
 
     def set_items(self, items: list[Any]) -> None:
         owner = self.stack[-1]
-        pairs = list(zip(map(checked_key, items[::2]), items[1::2], strict=True))
+        pairs = list(zip(self.checked(items[::2]), items[1::2], strict=True))
         if isinstance(owner, dict):
             owner.update(pairs)
         elif isinstance(owner, Described):
@@ -218,15 +223,22 @@ class _Machine:
         self.stack.append(described)
 
 
-def checked_key(key: Any, *, is_inner: bool = False) -> Any:
-    """A name in a dict, or an item of a set, that is hashed in no time."""
+def checked_key(key: Any, others: NameHashes) -> Any:
+    """A name in a dict, or an item of a set, that is hashed in no time.
+
+    Args:
+        key: The name.
+        others: Those before it, in the same container at least.
+    """
     if isinstance(key, tuple):
-        if is_inner or len(key) > _LONGEST_KEY:
+        if len(key) > _LONGEST_KEY or any(isinstance(one, tuple) for one in key):
             raise _Unreadable("a tuple in a tuple, or a long one, as a name")
         for one in key:
-            checked_key(one, is_inner=True)
+            checked_key(one, others)
     elif isinstance(key, int) and key.bit_length() > _KEY_BITS:
         raise _Unreadable("a number as a name that is larger than any")
+    if isinstance(key, tuple | frozenset) and others.is_one_of_many(key):
+        raise _Unreadable("names that all have one hash")
     return key
 
 
@@ -250,7 +262,7 @@ _OPCODES: Final[dict[str, Callable[[_Machine, Any], None]]] = {
     "TUPLE2": lambda machine, _: machine.tuple_of(2),
     "TUPLE3": lambda machine, _: machine.tuple_of(3),
     "LIST": lambda machine, _: _push(machine, machine.since_mark()),
-    "FROZENSET": lambda machine, _: _push(machine, frozenset(map(checked_key, machine.since_mark()))),
+    "FROZENSET": lambda machine, _: _push(machine, frozenset(machine.checked(machine.since_mark()))),
     "DICT": _Machine.dict_of,
     "APPEND": _Machine.append,
     "APPENDS": lambda machine, _: machine.extend(machine.since_mark()),

@@ -9,6 +9,7 @@ from typing import Any, Final
 import torch
 
 from hfshard.errors import DamagedCheckpointError
+from hfshard.storage.weights.pickles.name_hashes import NameHashes
 from hfshard.training.foreign.pickles.data_types import OTHER, meaning, size_of
 from hfshard.training.foreign.pickles.described_tensors import DescribedFile
 from hfshard.training.foreign.pickles.inert_pickle import Described, Named
@@ -27,6 +28,8 @@ _KINDS: Final = (dict, OrderedDict, Counter, list, tuple, set, frozenset, torch.
 """Containers that are copied as what they are."""
 _SCALARS: Final = frozenset({int, float, bool, str, bytes, type(None)})
 """What is its own copy, and may come in millions."""
+_CHOSEN_HASH: Final = (tuple, frozenset, complex)
+"""Names whose hash a file can choose: see `NameHashes`."""
 
 
 class PlainValues:
@@ -97,12 +100,22 @@ class PlainValues:
                 (self._copied(key, f"{prefix}{_shown(key)}")[0], *self._copied(one, f"{prefix}{_shown(key)}"))
                 for key, one in value.items()
             ]
+            self._check_names([key for key, *_ in pairs], at)
             return (kind or dict)({key: one for key, one, _ in pairs}), 1 + sum(count for *_, count in pairs)
         items = [
             (one, 1) if type(one) in _SCALARS else self._copied(one, f"{prefix}{number}")
             for number, one in enumerate(value)
         ]
+        if isinstance(value, set | frozenset):
+            self._check_names([one for one, _ in items], at)
         return (kind or list)([one for one, _ in items]), 1 + sum(count for _, count in items)
+
+    def _check_names(self, names: list[Any], at: str) -> None:
+        """Refuse names of one hash, which some have only now that they are what was described."""
+        hashes = NameHashes()
+        for name in names:
+            if isinstance(name, _CHOSEN_HASH) and hashes.is_one_of_many(name):
+                raise self._damaged(at, "has names that take forever to be hashed")
 
     def _tensor(self, value: torch.Tensor, at: str) -> tuple[Any, int]:
         is_plain = value.layout is torch.strided and value.device.type != "meta"

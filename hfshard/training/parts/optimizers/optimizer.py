@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.optim import LBFGS, Optimizer
 from hfshard._util.text import list_some
 from hfshard.errors import InvalidArgumentError, StateDictMismatchError
 from hfshard.training.parts.nested import encode
-from hfshard.training.parts.optimizers.tensors import exact, lying_like, moved_like
+from hfshard.training.parts.optimizers.tensors import exact, fill_options, lying_like, moved_like
 from hfshard.training.parts.pending_loads import PendingLoad
 from hfshard.training.parts.positions.holders import Names
 from hfshard.training.parts.positions.ordered_state import find_in, find_ordered_state, one_per_parameter
@@ -112,17 +112,26 @@ def plan_optimizer(optimizer: Optimizer, saved: dict[str, Any], names: Names, co
 
     before = dict(vars(optimizer))
 
+    filled: list[Callable[[], None]] = []
+
     def load() -> None:
+        held, options = optimizer.state, [*_groups(optimizer)]
         optimizer.load_state_dict(loaded)
+        filled.append(fill_options([*_groups(optimizer)], options))
         for parameter in _all_parameters(optimizer):
             kept = saved["state"].get(names[id(parameter)])
             if kept is not None and parameter in optimizer.state:
-                slots = exact(optimizer.state[parameter], kept)
+                slots = exact(optimizer.state[parameter], kept, held.get(parameter))
                 if isinstance(slots, dict):
                     slots = {key: lying_like(parameter, value) for key, value in slots.items()}
                 optimizer.state[parameter] = slots
 
-    return PendingLoad(component, load, lambda: vars(optimizer).update(before))
+    def undo() -> None:
+        vars(optimizer).update(before)
+        for put_back in filled:
+            put_back()
+
+    return PendingLoad(component, load, undo)
 
 
 def _twin(optimizer: Optimizer) -> Optimizer:

@@ -157,6 +157,7 @@ class DirectoryPlace:
         """Write it into a hidden folder and flush that to the disk; one rename makes it the checkpoint."""
         step = order.manifest.step
         found = self.checkpoints()
+        order = order.over(next((one for one in found if one.step == step and one.is_own), None))
         save_number = max([self._save_number, *(one.save_number for one in found)]) + 1
         newest = next((one for one in found if one.manifest is not None), None)
         reusable = ReusableShards.of(newest.path, newest.manifest) if newest and newest.manifest else ReusableShards()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Protocol
 
@@ -99,6 +99,14 @@ class CheckpointOrder:
     """Writes the shards, where other ranks take part; None: this process does."""
     before_commit: Callable[[], None]
     """Called when all is written and nothing is visible yet: the last moment to raise."""
+    keeps_metrics: bool = False
+    """Whether it has the metrics of the checkpoint of its step that it replaces."""
+
+    def over(self, replaced: RunCheckpoint | None) -> CheckpointOrder:
+        """Return what is asked for where it replaces this checkpoint, which is read only where it has to be."""
+        if not self.keeps_metrics or replaced is None or replaced.manifest is None:
+            return self
+        return replace(self, manifest=replace(self.manifest, metrics=replaced.manifest.metrics))
 
 
 class RunPlace(Protocol):

@@ -300,6 +300,9 @@ class StorePlace:
         """
         seen = self._look()
         self._seen = None  # until the save is done
+        if order.keeps_metrics:
+            step = order.manifest.step
+            order = order.over(next((one for one in self._checkpoints_in(seen.folders) if one.step == step), None))
         save_id = SaveId.after(seen.ids(), seen.highest_uploaded)
         folder = checkpoint_path("", order.manifest.step)
         self._store.put(f"{MARKS}/{folder}-{save_id}", str(save_id).encode())

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hfshard.errors import StateDictMismatchError
+from hfshard.errors import InvalidArgumentError, StateDictMismatchError
 from hfshard.training import CheckpointManager, TrainingState
 from tests.training import fingerprint
 
@@ -174,3 +174,67 @@ def test_the_names_of_parameters_stand_in_the_order_of_the_parameters(tmp_path: 
     plain = torch.optim.SGD([model.bias, model.weight], lr=0.1)
     CheckpointManager(tmp_path).restore(TrainingState(model=model, optimizer=plain))
     assert plain.param_groups[0]["param_names"] == ["bias", "weight"]
+
+
+class Refusing(torch.optim.lr_scheduler.ConstantLR):
+    """A scheduler that takes no state."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        raise ValueError("not this one")
+
+
+def test_a_learning_rate_in_a_tensor_stays_the_one_that_the_program_holds(tmp_path: Path) -> None:
+    rate, parameter = torch.tensor(0.5), nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.Adam([parameter], lr=rate)
+    scheduler = Refusing(optimizer, factor=1.0)
+    state = TrainingState(model=nn.ParameterList([parameter]), optimizer=optimizer)
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, state)
+        manager.save(2, TrainingState(**state.components, scheduler=scheduler))
+        rate.fill_(0.25)
+
+        with pytest.raises(StateDictMismatchError, match="not this one"):
+            manager.restore(TrainingState(**state.components, scheduler=scheduler), 2)
+        assert (float(rate), optimizer.param_groups[0]["lr"] is rate) == (0.25, True)
+
+        manager.restore(state, 1)
+        assert (float(rate), optimizer.param_groups[0]["lr"] is rate) == (0.5, True)
+
+
+def test_parameters_on_the_device_meta_are_refused_before_anything_is_changed(tmp_path: Path) -> None:
+    def built(device: str) -> tuple[nn.Module, TrainingState]:
+        model = nn.Linear(2, 2, device=device)
+        return model, TrainingState(model=model, optimizer=torch.optim.AdamW(model.parameters()))
+
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, built("cpu")[1])
+        model, state = built("meta")
+        before = [*model.parameters()]
+        for arguments in ({}, {"strict": False}, {"without": ["optimizer"]}):
+            with pytest.raises(InvalidArgumentError, match=r"trains 'weight', which is on the device meta.*to_empty"):
+                manager.restore(state, 1, **arguments)
+        assert [id(one) for one in model.parameters()] == [id(one) for one in before]
+        assert all(one.is_meta for one in model.parameters())
+
+        manager.restore(TrainingState(model=model), 1, strict=False)  # a model without an optimizer is filled
+        assert not any(one.is_meta for one in model.parameters())
+
+
+def test_groups_that_share_a_learning_rate_get_their_own_where_these_were_others(tmp_path: Path) -> None:
+    def built(*rates: torch.Tensor) -> tuple[torch.optim.SGD, TrainingState]:
+        first, second = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+        groups: Any = [{"params": [one], "lr": rate} for one, rate in zip((first, second), rates, strict=True)]
+        optimizer = torch.optim.SGD(groups)
+        return optimizer, TrainingState(model=nn.ParameterList([first, second]), optimizer=optimizer)
+
+    shared = torch.tensor(0.5)
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, built(torch.tensor(0.25), torch.tensor(0.75))[1])
+    manager.save(2, built(torch.tensor(0.125), torch.tensor(0.125))[1])
+
+    optimizer, state = built(shared, shared)
+    manager.restore(state, 2)
+    assert float(shared) == 0.125
+    assert all(group["lr"] is shared for group in optimizer.param_groups)
+    manager.restore(state, 1)
+    assert [float(group["lr"]) for group in optimizer.param_groups] == [0.25, 0.75]

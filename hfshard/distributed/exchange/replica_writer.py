@@ -1,0 +1,173 @@
+"""Writes the files of a save of which every rank has all: each rank some of them, with the first rank's bytes."""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from hfshard._util.progress import ProgressCallback
+from hfshard._util.threads import in_threads
+from hfshard.distributed.exchange.orders import Order
+from hfshard.distributed.exchange.owners import assign_owners
+from hfshard.distributed.status import SaveStatus
+from hfshard.saving.writing import OwnShardWriter
+from hfshard.storage.format.index import FileDigest
+from hfshard.storage.tensors.tensor_bytes import tensor_nbytes
+from hfshard.storage.tensors.tensor_layout import TensorLike
+from hfshard.storage.weights.safetensors_writer import (
+    WriteJob,
+    await_devices,
+    digest_shard,
+    write_shards,
+    writer_threads,
+)
+from hfshard.stores.protocols import Store
+
+SHARED_FROM_BYTES: Final = 32 << 20
+"""A disk writes less in the time in which the ranks agree about it."""
+_CONTENT: Final = "xxh3"
+"""By what copies are compared: as fast as memory."""
+
+
+class ReplicaWriter(OwnShardWriter):
+    """The `ShardWriter` of the leader, and what the other ranks do meanwhile. No bytes are sent.
+
+    1. The leader puts a file into the staging directory: the ranks that find it there may write.
+    2. It gives each of them files. Both compute what these would hold: copies may differ, as buffers do under
+       DistributedDataParallel, and the leader's count.
+    3. Each writes those of its files that would hold the very bytes, and tells their digests; the leader the rest.
+
+    What looks for links, and compares fingerprints, the leader does alone: it has all tensors.
+
+    Args:
+        status: Of the save; all of its ranks have the same names, shapes and dtypes.
+        tensors: This rank's.
+    """
+
+    def __init__(self, status: SaveStatus, tensors: Mapping[str, TensorLike]) -> None:
+        super().__init__(self._end)
+        self._status = status
+        self._tensors = tensors
+        self._names = list(tensors)
+        self._orders = 0
+
+    def write(
+        self,
+        jobs: Sequence[WriteJob],
+        checksum: str | None,
+        progress_callback: ProgressCallback | None,
+        store: Store | None = None,
+    ) -> list[FileDigest]:
+        """As in `ShardWriter`; on the leader."""
+        if len(jobs) < 2 or store is not None:
+            return super().write(jobs, checksum, progress_callback, store)
+        try:
+            return self._write_together(jobs, checksum, progress_callback)
+        except BaseException as error:
+            self._status.fail(error)  # before the session removes the files that others are writing
+            raise
+
+    def follow(self) -> None:
+        """Do what the leader asks, until it commits; on the other ranks."""
+        jobs: dict[str, WriteJob] = {}
+        checksum: str | None = None
+        while True:
+            self._status.begin_step()  # the leader asks nobody before it commits,
+            kind, said = json.loads(self._status.wait_for(self._next_order(), self._status.leader))
+            self._status.end_step()  # and can't while it waits for this rank's answer
+            if kind == "end":
+                self._status.begin_step()
+                return
+            if kind == "look":
+                self._answer(_has_token(*said))
+            elif kind == "compare":
+                jobs, checksum = self._own_jobs(*said)
+                if jobs:
+                    self._answer(dict(zip(jobs, _contents(list(jobs.values())), strict=True)))
+            elif mine := {number: jobs[number] for number in said if number in jobs}:
+                self._answer(self._written(mine, checksum))
+
+    def _write_together(
+        self, jobs: Sequence[WriteJob], checksum: str | None, progress_callback: ProgressCallback | None
+    ) -> list[FileDigest]:
+        file_bytes = [sum(map(tensor_nbytes, job.tensors.values())) for job in jobs]
+        owners = assign_owners(file_bytes, self._those_who_see(os.path.dirname(jobs[0].path)))
+        order = Order.of("write", jobs, checksum).to_json(self._names).decode()
+        theirs = [number for number, owner in enumerate(owners) if owner != self._status.rank]
+        self._ask("compare", [order, owners])
+        contents = dict(zip(theirs, _contents([jobs[number] for number in theirs]), strict=True))
+        told = self._answers({owners[number] for number in theirs})
+        same = {number for number in theirs if told[owners[number]][str(number)] == contents[number]}
+        self._ask("write", [str(number) for number in sorted(same)])
+        mine = [number for number in range(len(jobs)) if number not in same]
+        own = super().write([jobs[number] for number in mine], checksum, progress_callback)
+        digests = dict(zip(mine, own, strict=True))
+        for written in self._answers({owners[number] for number in same}).values():
+            digests |= {int(number): FileDigest(**digest) for number, digest in written.items()}
+        if progress_callback is not None:
+            progress_callback(sum(file_bytes[number] for number in same))
+        return [digests[number] for number in range(len(jobs))]
+
+    def _those_who_see(self, directory: str) -> list[int]:
+        """The ranks to which the staging directory is the leader's: on another machine the path may lead elsewhere."""
+        token = uuid.uuid4().hex
+        path = os.path.join(directory, f"seen-{token}")
+        with open(path, "x", encoding="ascii") as file:
+            file.write(token)
+        self._ask("look", [path, token])
+        seen = self._answers(set(self._status.ranks[1:]))
+        os.unlink(path)
+        return [self._status.rank, *(rank for rank, sees in seen.items() if sees)]
+
+    def _own_jobs(self, order_json: str, owners: Sequence[int]) -> tuple[dict[str, WriteJob], str | None]:
+        """This rank's files: number -> job."""
+        order = Order.from_json(order_json.encode(), self._names)
+        jobs = {}
+        for number, (file, owner) in enumerate(zip(order.files, owners, strict=True)):
+            if owner == self._status.rank:
+                tensors = {name: self._tensors[name] for name in file.names}
+                jobs[str(number)] = WriteJob(file.path, tensors, file.metadata, file.hfshard_metadata, file.replaced)
+        return jobs, order.checksum
+
+    def _written(self, jobs: Mapping[str, WriteJob], checksum: str | None) -> dict[str, Any]:
+        try:
+            digests = write_shards(list(jobs.values()), checksum=checksum)
+        except Exception:
+            self._status.check()  # what another rank told, before the directory went away, says more
+            raise
+        return {number: digest.as_json() for number, digest in zip(jobs, digests, strict=True)}
+
+    def _end(self) -> None:
+        self._ask("end", None)
+        self._status.begin_step()
+
+    def _ask(self, kind: str, said: Any) -> None:
+        self._status.tell(self._next_order(), json.dumps([kind, said]).encode())
+
+    def _next_order(self) -> str:
+        self._orders += 1
+        return f"share/{self._orders}"
+
+    def _answer(self, value: Any) -> None:
+        self._status.tell(f"shared/{self._orders}", json.dumps(value).encode())
+
+    def _answers(self, ranks: set[int]) -> dict[int, Any]:
+        """What these ranks say to the last order, in their order."""
+        return {rank: json.loads(self._status.wait_for(f"shared/{self._orders}", rank)) for rank in sorted(ranks)}
+
+
+def _contents(jobs: Sequence[WriteJob]) -> list[str | None]:
+    """What tells the bytes of the files that would be written from others."""
+    await_devices(jobs)
+    return in_threads(lambda job, stop: digest_shard(job, _CONTENT, None, stop)[0].xxh3, jobs, writer_threads())
+
+
+def _has_token(path: str, token: str) -> bool:
+    try:
+        with open(path, encoding="ascii") as file:
+            return file.read() == token
+    except OSError:
+        return False

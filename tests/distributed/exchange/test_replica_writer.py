@@ -1,0 +1,135 @@
+"""A replicated save to which all ranks come: each writes its share, and the files are those of a single process."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hfshard
+from hfshard.distributed.exchange.replica_writer import ReplicaWriter
+from hfshard.distributed.saving import save_anywhere
+from hfshard.distributed.status import SaveStatus
+from hfshard.errors import RankFailedError
+from hfshard.saving.options import SaveOptions
+from hfshard.saving.request import SaveRequest
+from hfshard.storage.tensors.tensor_layout import RawTensor, TensorLike, tensor_layout
+from hfshard.storage.weights.safetensors_writer import WriteJob
+from tests.distributed.gloo import check_ranks, waiting
+
+FILE_BYTES, FILES = 10 << 20, 4
+LIMIT = FILE_BYTES + (1 << 16)
+
+
+def whole(number: float = 0.0) -> dict[str, torch.Tensor]:
+    """Four tensors of 10 MiB, one for each file, and a small one."""
+    rows = torch.arange(FILE_BYTES / 4)
+    return {f"w{file}": rows + file for file in range(FILES)} | {"buffer": torch.full((2,), number)}
+
+
+def bytes_written() -> int:
+    found = re.search(r"^wchar:\s+(\d+)", Path("/proc/self/io").read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found[1])
+
+
+def digests_in(directory: Path) -> dict[str, str]:
+    files = (path for path in directory.iterdir() if path.is_file())
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def share_out(rank: int, place: Path) -> None:
+    expected = digests_in(place / "alone")
+    assert len([name for name in expected if name.endswith(".safetensors")]) == FILES
+
+    # By all ranks: one file by each.
+    before = bytes_written()
+    hfshard.save_state_dict(whole(), place / "together", max_shard_size=LIMIT)
+    wrote = bytes_written() - before
+    assert 0.9 < wrote / FILE_BYTES < 1.1
+    assert digests_in(place / "together") == expected
+
+    # Copies that differ: the first rank's count, in the one file that has them.
+    dist.barrier()
+    before = bytes_written()
+    hfshard.save_state_dict(whole(float(rank)), place / "differing", max_shard_size=LIMIT)
+    wrote = bytes_written() - before
+    assert digests_in(place / "differing") == expected
+    assert wrote < 2.1 * FILE_BYTES
+
+    # A second save of the same, and one of other values.
+    dist.barrier()
+    hfshard.save_state_dict(whole(), place / "together", max_shard_size=LIMIT)
+    assert digests_in(place / "together") == expected
+    dist.barrier()
+    hfshard.save_state_dict(whole(5.0), place / "together", max_shard_size=LIMIT)
+    assert hfshard.load_state_dict(place / "together", verify="full")["buffer"].tolist() == [5.0, 5.0]
+    dist.barrier()
+
+    # By the first one alone, as before: nobody else need come.
+    if rank == 0:
+        before = bytes_written()
+        with waiting(0.1):
+            hfshard.save_state_dict(whole(), place / "by one", max_shard_size=LIMIT)
+        assert bytes_written() - before > 3.9 * FILE_BYTES
+        assert digests_in(place / "by one") == expected
+    dist.barrier()
+
+
+def test_each_rank_writes_its_share(tmp_path: Path) -> None:
+    hfshard.save_state_dict(whole(), tmp_path / "alone", max_shard_size=LIMIT)
+    check_ranks(tmp_path / "ranks", 4, share_out, tmp_path)
+
+
+def fail_on_one(rank: int, place: Path) -> None:
+    def blocks(_: int) -> Iterator[memoryview]:
+        raise ZeroDivisionError("a tensor that can't be read")
+
+    tensors: dict[str, TensorLike] = dict(whole(7.0))
+    if rank == 1:
+        tensors = {name: RawTensor(tensor_layout(tensor), blocks) for name, tensor in tensors.items()}
+    request = SaveRequest(tensors=tensors, options=SaveOptions(max_shard_size=LIMIT))
+    before = digests_in(place / "out")
+    expected: type[BaseException] = ZeroDivisionError if rank == 1 else RankFailedError
+    with pytest.raises(expected, match="a tensor that can't be read") as caught:
+        save_anywhere(request, place / "out")
+    assert "Nobody has told the outcome" not in str(caught.value)
+    dist.barrier()
+    assert digests_in(place / "out") == before
+    hfshard.save_state_dict(whole(7.0), place / "out", max_shard_size=LIMIT)
+    assert hfshard.load_state_dict(place / "out", verify="full")["buffer"].tolist() == [7.0, 7.0]
+
+
+def test_a_rank_that_fails_leaves_the_old_checkpoint(tmp_path: Path) -> None:
+    hfshard.save_state_dict(whole(), tmp_path / "out", max_shard_size=LIMIT)
+    check_ranks(tmp_path / "ranks", 2, fail_on_one, tmp_path)
+
+
+def write_on_two_nodes(rank: int, place: Path) -> None:
+    """The same path, which leads each rank somewhere else, as on machines without a common file system."""
+    (place / f"node {rank}" / "staging").mkdir(parents=True)
+    os.chdir(place / f"node {rank}")
+    tensors = {"a": torch.zeros(4), "b": torch.ones(4)}
+    with SaveStatus("save", range(2), rank) as status:
+        writer = ReplicaWriter(status, tensors)
+        if rank == 1:
+            writer.follow()
+            status.finish()
+            assert os.listdir("staging") == []
+            return
+        jobs = [WriteJob(f"staging/{name}", {name: tensor}, {}) for name, tensor in tensors.items()]
+        digests = writer.write(jobs, "xxh3", None)
+        writer.confirm()
+        status.finish()
+    assert sorted(os.listdir("staging")) == ["a", "b"]
+    assert [digest.size for digest in digests] == [os.path.getsize(f"staging/{name}") for name in "ab"]
+
+
+def test_a_rank_that_sees_another_directory_writes_nothing(tmp_path: Path) -> None:
+    check_ranks(tmp_path / "ranks", 2, write_on_two_nodes, tmp_path)

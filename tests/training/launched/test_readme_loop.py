@@ -1,0 +1,33 @@
+"""The loop under torchrun that the README shows."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests import REPOSITORY
+from tests.helpers.readme_examples import blocks_of
+
+README = REPOSITORY / "hfshard" / "training" / "README.md"
+
+
+def test_the_loop_of_the_readme_goes_on_to_the_bit(tmp_path: Path, child_environment: dict[str, str]) -> None:
+    [loop] = blocks_of(README, "py")
+    (tmp_path / "train.py").write_text(loop)
+    command = [sys.executable, "-m", *["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]]
+
+    said = []
+    for _ in range(2):  # the second time from step 15, the last one that was saved
+        done = subprocess.run(
+            command, cwd=tmp_path, env=child_environment, capture_output=True, text=True, timeout=300, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        said.append(sorted(line for line in done.stdout.splitlines() if line.startswith("rank")))
+
+    assert said[0] == said[1]
+    assert [line.partition(" steps, ")[0] for line in said[0]] == ["rank 0: 16", "rank 1: 16"]
+    assert sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*")) == [
+        "checkpoint-00000010",
+        "checkpoint-00000015",
+    ]

@@ -1,0 +1,48 @@
+"""Tensors of an optimizer's state come back with the dtypes that were saved, on the devices that they had."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ConstantLR
+
+from hfshard.training.parts.optimizers.tensors import exact
+from hfshard.training.parts.scheduler import encode_scheduler, plan_scheduler
+
+
+def _one(dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
+    return torch.ones(1, dtype=dtype, device=device)
+
+
+def test_what_the_optimizer_kept_elsewhere_than_its_parameter_stays_there() -> None:
+    loaded = {"product": _one(torch.bfloat16), "average": _one(), "list": [_one(torch.bfloat16)]}
+    saved = {"product": _one(), "average": _one(), "list": [_one()]}
+
+    found = exact(loaded, saved, {"product": _one(device="meta"), "average": _one()})
+
+    assert {key: (found[key].dtype, found[key].device.type) for key in ("product", "average")} == {
+        "product": (torch.float32, "meta"),
+        "average": (torch.float32, "cpu"),
+    }
+    assert found["list"][0].dtype == torch.float32
+
+
+def test_a_state_that_is_new_to_the_optimizer_lies_where_torch_put_it() -> None:
+    found = exact({"product": _one(torch.bfloat16, "meta")}, {"product": _one()}, None)
+
+    assert (found["product"].dtype, found["product"].device.type) == (torch.float32, "meta")
+
+
+def test_a_schedulers_tensors_come_to_the_devices_of_the_one_that_was_built() -> None:
+    def built(device: str) -> ConstantLR:
+        optimizer = torch.optim.SGD([nn.Parameter(_one())], lr=torch.tensor(0.5))
+        scheduler = ConstantLR(optimizer)
+        scheduler.base_lrs = [torch.tensor(0.25, device=device)]
+        return scheduler
+
+    saved = encode_scheduler(built("cpu"), "scheduler", {})
+    del saved["state"]
+    scheduler = built("meta")
+    plan_scheduler(scheduler, {**saved, "state": built("cpu").state_dict()}, "scheduler", "run/checkpoint-1").load()
+
+    assert [torch.as_tensor(rate).device.type for rate in scheduler.base_lrs] == ["meta"]

@@ -1,0 +1,126 @@
+"""What is not the same on all ranks comes back on each as it was; copies of parameters that differ are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from hfshard.errors import HfshardError
+from hfshard.training import CheckpointManager, TrainingState
+from tests.distributed.gloo import check_ranks
+
+
+class Normaliser:
+    """An object of the user's: what this rank has seen."""
+
+    def __init__(self, seen: int = 0) -> None:
+        self.seen = torch.tensor([seen])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"]
+
+
+def net() -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+def wrapped(kind: str, model: Any) -> Any:
+    if kind == "ddp":
+        return DistributedDataParallel(model)
+    is_hsdp = kind == "hsdp"
+    mesh = init_device_mesh("cpu", (2, 1) if is_hsdp else (2,), mesh_dim_names=("copies", "parts") if is_hsdp else None)
+    fully_shard(model[1] if kind == "part" else model, mesh=mesh)
+    return model
+
+
+def norm_of(model: Any) -> Any:
+    return getattr(model, "module", model)[1]
+
+
+def save_and_restore(rank: int, place: Path, kind: str) -> None:
+    model = wrapped(kind, net())
+    model(torch.full((4, 2), float(rank + 1)) + torch.arange(8.0).reshape(4, 2)).sum().backward()
+    means = norm_of(model).running_mean.clone()
+    others = [torch.zeros_like(means), torch.zeros_like(means)]
+    torch.distributed.all_gather(others, means)
+    assert not torch.equal(*others)
+    manager = CheckpointManager(place / kind)
+    manager.save(1, TrainingState(model=model, normaliser=Normaliser(rank + 5)))
+
+    fresh, normaliser = wrapped(kind, net()), Normaliser()
+    manager.restore(TrainingState(model=fresh, normaliser=normaliser), 1)
+
+    assert torch.equal(norm_of(fresh).running_mean, means)
+    assert int(norm_of(fresh).num_batches_tracked) == 1
+    assert int(normaliser.seen) == rank + 5
+    norm_of(model).running_mean.fill_(3.0)
+    norm_of(model).running_var.fill_(2.0)
+    manager.save(2, TrainingState(model=model, normaliser=Normaliser(9)))
+    manager.restore(TrainingState(model=fresh, normaliser=normaliser), 2)
+    assert norm_of(fresh).running_mean.tolist() == [3.0] * 4
+    assert int(normaliser.seen) == 9
+    manager.close()
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "hsdp", "part"])
+def test_buffers_and_objects_that_differ_come_back_on_each_rank(tmp_path: Path, kind: str) -> None:
+    check_ranks(tmp_path / "ranks", 2, save_and_restore, tmp_path, kind)
+    names = {path.name for path in (tmp_path / kind / "checkpoint-00000002").iterdir()}
+    assert "model.safetensors" in names
+
+
+def refuse(rank: int, place: Path) -> None:
+    manager = CheckpointManager(place / "run")
+    different = net()
+    with torch.no_grad():
+        different[0].weight[1, 1] += rank
+    mesh = init_device_mesh("cpu", (2,))
+    replicated: Any = nn.Module()
+    replicated.norm = nn.Parameter(DTensor.from_local(torch.tensor([1.0, float(rank)]), mesh, [Replicate()]))
+    sharded: Any = nn.Module()
+    sharded.norm = nn.Parameter(distribute_tensor(torch.arange(4.0), mesh))
+    sharded.plain = nn.Parameter(torch.tensor([float(rank)]))
+    for model, name in ((different, "0.weight"), (replicated, "norm"), (sharded, "plain")):
+        with pytest.raises(HfshardError, match=rf"'model/{name}' \('model/{name}' on ranks 0 and 1\).*Seed all ranks"):
+            manager.save(1, TrainingState(model=model))
+    assert not (place / "run").exists()
+    allowing = CheckpointManager(place / "run", allow_different_replicas=True)
+    allowing.save(1, TrainingState(model=different))
+    restored = net()
+    allowing.restore(TrainingState(model=restored), 1)
+    assert torch.equal(restored[0].weight, net()[0].weight)
+    allowing.close()
+
+
+def test_copies_of_a_parameter_that_differ_are_refused_by_name(tmp_path: Path) -> None:
+    check_ranks(tmp_path / "ranks", 2, refuse, tmp_path)
+
+
+def save_on_two(rank: int, place: Path) -> None:
+    model = DistributedDataParallel(net())
+    norm_of(model).running_mean.fill_(float(rank))
+    CheckpointManager(place / "run").save(1, TrainingState(model=model, normaliser=Normaliser(rank + 5)))
+
+
+def test_one_process_gets_what_the_first_rank_had(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    check_ranks(tmp_path / "ranks", 2, save_on_two, tmp_path)
+    model, normaliser = net(), Normaliser()
+    model[1].running_mean.fill_(7.0)
+
+    CheckpointManager(tmp_path / "run").restore(TrainingState(model=model, normaliser=normaliser), 1)
+
+    assert model[1].running_mean.tolist() == [0.0] * 4
+    assert int(normaliser.seen) == 5
+    assert "has some buffers and objects of each of 2 ranks, and here are 1" in caplog.text
