@@ -15,18 +15,20 @@ README = REPOSITORY / "hfshard" / "training" / "README.md"
 def test_the_loop_of_the_readme_goes_on_to_the_bit(tmp_path: Path, child_environment: dict[str, str]) -> None:
     [loop] = blocks_of(README, "py")
     (tmp_path / "train.py").write_text(loop)
-    command = [sys.executable, "-m", *["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]]
+    torchrun = "torch.distributed.run --standalone --nproc-per-node 2 --redirects 1 --log-dir"
 
     said = []
-    for _ in range(2):  # the second time from step 15, the last one that was saved
+    for start in ("begun", "resumed"):  # resumed from step 15, the last one that was saved
+        command = [sys.executable, "-m", *torchrun.split(), start, "train.py"]
         done = subprocess.run(
             command, cwd=tmp_path, env=child_environment, capture_output=True, text=True, timeout=300, check=False
         )
         assert done.returncode == 0, done.stderr
-        said.append(sorted(line for line in done.stdout.splitlines() if line.startswith("rank")))
+        # a file for each rank: on one output, what two ranks print may run together in one line
+        said.append([next((tmp_path / start).rglob(f"{rank}/stdout.log")).read_text() for rank in range(2)])
 
     assert said[0] == said[1]
-    assert [line.partition(" steps, ")[0] for line in said[0]] == ["rank 0: 16", "rank 1: 16"]
+    assert [text.partition(" steps, ")[0] for text in said[0]] == ["rank 0: 16", "rank 1: 16"]
     assert sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*")) == [
         "checkpoint-00000010",
         "checkpoint-00000015",
