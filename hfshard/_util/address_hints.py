@@ -80,10 +80,12 @@ def suggest_address(text: str) -> str | None:
     """
     scheme, _, rest = text.partition("://")
     scheme, rest = scheme.lower(), rest.partition("?")[0].partition("#")[0]
-    if scheme in _SAME:
-        return _written(_SAME[scheme], rest.rpartition("@")[2])
     if scheme in _AZURE:
         return _azure(rest)
+    place, slash, path = rest.partition("/")
+    rest = f"{place.rpartition('@')[2]}{slash}{path}"
+    if scheme in _SAME:
+        return _written(_SAME[scheme], rest)
     if scheme == "hf":
         return _repo([part for part in rest.split("/") if part], is_page=False)
     if scheme in ("http", "https"):
@@ -113,6 +115,8 @@ def _azure(rest: str) -> str | None:
     """`container@account.dfs.core.windows.net/path`, or `container/path` as fsspec has it."""
     place, _, path = rest.partition("/")
     container, at, host = place.partition("@")
+    if ":" in container:
+        return None
     match = _AZURE_ACCOUNT.fullmatch(host)
     return _written("az", f"{container}/{path}", match[1] if match else "") if not at or match else None
 

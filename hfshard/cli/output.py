@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, Final, TextIO
 
+from hfshard._util.text import without_url_secrets
 from hfshard.errors import escaped
 
 _BAR_COLUMNS: Final = 20
@@ -54,9 +55,9 @@ def print_json(value: Any) -> None:
 
 
 def print_message(text: str) -> None:
-    """Write a message for the user to stderr."""
+    """Write a message for the user to stderr, without the password of an address that was typed."""
     with contextlib.suppress(OSError):  # the terminal or pipe is gone: nobody is there to be told
-        print(f"hfshard: {printable(text)}", file=sys.stderr)
+        print(f"hfshard: {printable(without_url_secrets(text))}", file=sys.stderr)
 
 
 def is_confirmed(question: str) -> bool:

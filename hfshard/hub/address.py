@@ -79,7 +79,8 @@ def split_address(place: str | os.PathLike[str]) -> tuple[str, str | None]:
     directory = directory_of(place)
     if directory is None:
         at = -1 if os.path.isdir(text) else text.find("@")
-        return (text, None) if at < 0 else _split_at(text, at)
+        is_password = ":" in text[: max(at, 0)]  # of user:password@host, which is no repo_id
+        return (text, None) if at < 0 or is_password else _split_at(text, at)
     directory = absolute_path(directory, "repo_id")
     ends = [at for at, character in enumerate(directory) if character == "@"]
     hubs = [at for at in ends if has_hub_marker(directory[:at])]

@@ -256,6 +256,7 @@ class SignedPlace:
             found = {name: self.open_weights.sha256(file, progress_callback)}
             if found != self.manifest.digests[name]:
                 raise self.differs(name, file.damaged_tensors(checkpoint.index.files.get(own_name, FileDigest())))
+            file.signed_sha256 = found[name]
             return
         digests, seen = self.hashed([name], progress_callback)[name]
         if digests != self.manifest.digests[name] or seen[:-1] != file.identity:

@@ -27,8 +27,9 @@ class OpenWeights:
     def confirm(self) -> None:
         """Compare the files with what they were when they were hashed.
 
-        Whatever touches a file changes its ctime, which nobody can set back: bytes that were written over, and put back
-        with their old mtime; and also another name of the file, as a save beside the load gives to shards that stay.
+        A write changes a file's ctime, which nobody can set back: bytes that were written over, and put back with their
+        old mtime, are noticed; and also another name of the file, as a save beside the load gives to shards that stay.
+        Not every write through a shared mapping does: `SafetensorsFile.check_copied` notices those, in what is copied.
 
         Raises:
             CheckpointChangedError: One was touched, so that other bytes may have been read.

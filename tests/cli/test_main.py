@@ -49,6 +49,25 @@ def test_bad_usage_is_two_and_only_on_stderr(arguments: list[str], hint: str, ru
     assert "\x1b" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["pull", "hf://user:TOKEN@org/x", "out"], "loaded from and pushed to, write 'org/x'."),
+        (["pull", "user:TOKEN@host/x", "out"], "'host/x' is neither a directory nor a repo_id"),
+        (["show", "user:TOKEN@host/x"], "'host/x' is neither a directory nor a repo_id"),
+        (["diff", "user:TOKEN@host/x", "out"], "'host/x' is neither a directory nor a repo_id"),
+        (["pull", "abfss://user:TOKEN@c@mine.dfs.core.windows.net/x", "out"], "is not a repo_id"),
+        (["pull", "org/x", "out", "--revision", "https://user:TOKEN@host/x"], "revision 'https://host/x'"),
+        (["run", "https://user:TOKEN@host/x"], "'https://host/x' is an address, not a program. Give a path"),
+    ],
+)
+def test_no_message_repeats_the_password_of_an_address(arguments: list[str], said: str, run: Run) -> None:
+    done = run(*arguments)
+    assert done.returncode in (1, 2)
+    assert said in done.stderr
+    assert "TOKEN" not in done.stdout + done.stderr
+
+
 def test_file_in_place_of_the_directory_is_two_and_names_the_directory(tmp_path: Path, run: Run) -> None:
     (tmp_path / "model.safetensors").touch()
     done = run("push", tmp_path / "model.safetensors", "org/name")

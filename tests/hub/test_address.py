@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from traceback import format_exception
 from typing import Any
 
 import pytest
 
 import hfshard
-from hfshard.errors import InvalidArgumentError
+from hfshard.errors import HfshardError, InvalidArgumentError
 from hfshard.hub.address import directory_of, split_address
 from hfshard.hub.directory.hub import DirectoryHub
 from tests.helpers.tiny_bert import Bert, bert, value_of
@@ -75,3 +77,12 @@ def test_address_is_a_place_and_a_revision(
     given = address.format(here=tmp_path) if isinstance(address, str) else address
 
     assert split_address(given) == (place.format(here=tmp_path), revision)
+
+
+@pytest.mark.parametrize("place", ["user:TOKEN@host/x", "hf://user:TOKEN@org/x"])
+@pytest.mark.parametrize("call", [hfshard.pull_checkpoint, hfshard.load_state_dict, Bert.from_pretrained])
+def test_no_error_repeats_the_password_of_an_address(place: str, call: Callable[[str], Any]) -> None:
+    with pytest.raises(HfshardError) as caught:
+        call(place)
+    assert "TOKEN" not in "".join(format_exception(caught.value))
+    assert "TOKEN" not in str(caught.value.path)

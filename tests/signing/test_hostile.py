@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import shutil
+import tempfile
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -167,9 +171,13 @@ def test_names_that_look_alike_are_others(signed: Path, keys: Keys, name: str) -
         hfshard.load_state_dict(signed, public_key=keys.public)
 
 
-@pytest.mark.parametrize("read", ["auto", "mmap", "pread"])
+TOUCHED = "was touched after its signature had been checked"
+NOT_SIGNED = "was changed after its signature had been checked: what was read from it is not what was signed"
+
+
+@pytest.mark.parametrize(("read", "words"), [("auto", TOUCHED), ("mmap", TOUCHED), ("pread", NOT_SIGNED)])
 def test_weights_that_are_written_over_after_their_check_are_noticed(
-    signed: Path, keys: Keys, read: Any, monkeypatch: pytest.MonkeyPatch
+    signed: Path, keys: Keys, read: Any, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the very file that is open, with the times that it had."""
     plain = SignedPlace.check_opened
@@ -183,7 +191,7 @@ def test_weights_that_are_written_over_after_their_check_are_noticed(
         os.utime(signed / SHARD, ns=(status.st_atime_ns, status.st_mtime_ns))
 
     monkeypatch.setattr(SignedPlace, "check_opened", write_after)
-    with pytest.raises(CheckpointChangedError, match=f"{SHARD}' was touched after its signature had been checked"):
+    with pytest.raises(CheckpointChangedError, match=f"{SHARD}' {words}"):
         hfshard.load_state_dict(signed, public_key=keys.public, read=read)
 
 
@@ -210,9 +218,9 @@ def test_a_pickle_that_is_written_over_before_its_check_is_noticed(
         hfshard.load_state_dict(path.parent, public_key=keys.public)
 
 
-@pytest.mark.parametrize("read", ["auto", "mmap", "pread"])
+@pytest.mark.parametrize(("read", "words"), [("auto", TOUCHED), ("mmap", TOUCHED), ("pread", NOT_SIGNED)])
 def test_weights_that_are_put_back_before_the_end_of_the_load_are_noticed(
-    signed: Path, keys: Keys, read: Any, monkeypatch: pytest.MonkeyPatch
+    signed: Path, keys: Keys, read: Any, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other bytes stand there while tensors are read, and the signed ones, with their times, before and after."""
     checked, confirmed = SignedPlace.check_opened, SignedPlace.confirm
@@ -233,8 +241,40 @@ def test_weights_that_are_put_back_before_the_end_of_the_load_are_noticed(
         confirmed(self)
 
     monkeypatch.setattr(SignedPlace, "check_opened", write_after)
-    with pytest.raises(CheckpointChangedError, match=f"{SHARD}' was touched after its signature had been checked"):
+    with pytest.raises(CheckpointChangedError, match=f"{SHARD}' {words}"):
         hfshard.load_state_dict(signed, public_key=keys.public, read=read)
+
+
+@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no file system in memory")
+@pytest.mark.parametrize("keys_wanted", [None, ["c"], ["a", "b"]])
+def test_what_a_mapping_changes_and_puts_back_without_a_trace_is_not_loaded(
+    signed: Path, keys: Keys, keys_wanted: list[str] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a file system in memory, a write through a shared mapping changes no time of the file."""
+    checked, confirmed = SignedPlace.check_opened, SignedPlace.confirm
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        there = shutil.copytree(signed, Path(folder) / "out")
+        path = there / "model-00003-of-00003.safetensors"
+        with path.open("r+b") as file:
+            mapping = mmap.mmap(file.fileno(), 0)
+        mapping[-1:] = signed_byte = mapping[-1:]  # the first fault is one that the file system notices
+        changed_ns = path.stat().st_ctime_ns
+
+        def write_after(self: SignedPlace, *arguments: Any) -> None:
+            checked(self, *arguments)
+            mapping[-1:] = b"\x7f"
+
+        def put_back(self: SignedPlace) -> None:
+            mapping[-1:] = signed_byte
+            confirmed(self)
+
+        monkeypatch.setattr(SignedPlace, "check_opened", write_after)
+        monkeypatch.setattr(SignedPlace, "confirm", put_back)
+        load = partial(hfshard.load_state_dict, there, keys=keys_wanted, public_key=keys.public, read="pread")
+        with pytest.raises(CheckpointChangedError, match=NOT_SIGNED) if keys_wanted != ["a", "b"] else nullcontext():
+            assert sorted(load()) == ["a", "b"]
+        assert path.stat().st_ctime_ns == changed_ns
+        mapping.close()
 
 
 def test_weights_that_get_another_name_after_their_check_are_refused(

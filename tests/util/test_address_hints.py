@@ -52,6 +52,8 @@ from hfshard.errors import InvalidPathError
         ),
         ("hf://org/name", "write 'org/name'."),
         ("hf://models/org/name", "write 'org/name'."),
+        ("hf://user:secret@org/name@v1", "write 'org/name', with revision='v1'."),
+        ("abfss://user:secret@models@mine.dfs.core.windows.net/bert", None),
         ("hf://org/name@v1/sub/folder", "write 'org/name', with revision='v1' and subfolder='sub/folder'."),
         ("hf://org/name@refs/pr/1/sub", "write 'org/name', with revision='refs/pr/1' and subfolder='sub'."),
         ("hf://datasets/org/name", "Datasets of the Hub hold no checkpoints that hfshard reads."),

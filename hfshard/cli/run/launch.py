@@ -14,7 +14,9 @@ from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from typing import Final, NoReturn
 
+from hfshard._util.addresses import is_address
 from hfshard._util.importing.announcement import ANNOUNCED, announce
+from hfshard._util.text import without_url_secrets
 from hfshard.cli.output import printable
 from hfshard.cli.run.words import split_python_options
 from hfshard.errors import InvalidArgumentError, InvalidPathError, readable
@@ -38,12 +40,15 @@ def run(arguments: argparse.Namespace) -> NoReturn:
 
     Raises:
         InvalidArgumentError: There is no program, or Python is told to ignore its environment.
-        InvalidPathError: hfshard lies in a folder that can't be on PYTHONPATH.
+        InvalidPathError: hfshard lies in a folder that can't be on PYTHONPATH; or the program is an address.
         OSError: The program can't be started.
     """
     given_options, target, letters = split_python_options(arguments.program)
     if not target:
         raise InvalidArgumentError("Nothing to run: give a script, -m MODULE, -c CODE, or a command such as torchrun.")
+    if is_address(target[0]) and not os.path.exists(target[0]):
+        shown = without_url_secrets(target[0])
+        raise InvalidPathError(f"'{shown}' is an address, not a program. Give a path, or -m MODULE.", path=shown)
     path = None if given_options else _find_command(target[0])
     is_found = path is not None or _does_python_find(target)
     if path is None:

@@ -9,6 +9,7 @@ from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
+from hfshard._util.text import without_url_secrets
 from hfshard.errors import CheckpointNotFoundError, HubConnectionError, HubNotFoundError
 from hfshard.hub.remote.cache import RepoCache, is_commit
 from hfshard.hub.remote.client import translate_hub_errors, tree_of
@@ -87,11 +88,13 @@ def check_repo_id(repo_id: str) -> None:
     try:
         validate_repo_id(repo_id)
     except HFValidationError as error:
-        name, at, revision = repo_id.partition("@")
+        shown = without_url_secrets(repo_id)
+        name, at, revision = shown.partition("@")
         hint = f" A revision goes by itself: '{name}' with revision='{revision}' (--revision {revision})." if at else ""
         raise HubNotFoundError(
-            f"'{repo_id}' is neither a directory nor a repo_id: write org/name.{hint} {error}", path=repo_id
-        ) from error
+            f"'{shown}' is neither a directory nor a repo_id: write org/name.{hint} {without_url_secrets(str(error))}",
+            path=shown,
+        ) from (error if shown == repo_id else None)
 
 
 class Fetcher:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Final, cast
@@ -14,10 +14,13 @@ from hfshard._util.garbage import no_collection
 from hfshard.constants import MAX_HEADER_BYTES
 from hfshard.errors import CheckpointChangedError, MissingShardError
 from hfshard.storage.disk.block_reader import read_blocks, read_places
+from hfshard.storage.disk.direct_io import BLOCK_BYTES
 from hfshard.storage.disk.file_system import is_remote
 from hfshard.storage.disk.safe_open import Identity, identity_of, open_regular, read_text
 from hfshard.storage.format.header import LENGTH_BYTES, TensorInfo, read_header_length
+from hfshard.storage.format.integrity import HASHERS
 from hfshard.storage.tensors.dtypes import DTYPE_NAMES, PLAIN_DTYPES
+from hfshard.storage.tensors.tensor_bytes import iter_blocks
 from hfshard.storage.weights.open_files import HeldFile, open_with_room
 from hfshard.storage.weights.populate import populated_blocks
 from hfshard.storage.weights.safetensors_shard import SafetensorsShard
@@ -28,7 +31,13 @@ _PLAIN_DTYPES: Final = {DTYPE_NAMES[dtype]: dtype for dtype in PLAIN_DTYPES}
 
 
 class SafetensorsFile(SafetensorsShard):
-    """One safetensors file of this machine; open while it is read, and as long as there is room (see `open_files`)."""
+    """One safetensors file of this machine; open while it is read, and as long as there is room (see `open_files`).
+
+    Attributes:
+        signed_sha256: The sha256 of the whole file that was found to be signed: what is copied is compared with it.
+    """
+
+    signed_sha256: str | None = None
 
     def __init__(self, path: str, root: str, real_root: str | None = None) -> None:
         """Open and check a file (arguments as for `open_regular`).
@@ -95,6 +104,33 @@ class SafetensorsFile(SafetensorsShard):
                 storage = mapping[data_start + begin : data_start + end]
                 mapped[name] = torch.empty(0, dtype=dtype, device=_CPU).set_(storage, 0, shape)  # type: ignore[call-overload]
         return mapped
+
+    def check_copied(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Hash what was copied, and compare it with what was signed.
+
+        A file can be written over, and put back, so that it looks untouched: through a shared mapping of it, no write
+        need change its ctime. So it is not asked for again; tensors that were not copied are hashed from the file.
+
+        Args:
+            tensors: Read from this file into memory of their own, on the CPU.
+
+        Raises:
+            CheckpointChangedError: Other bytes were there when they were read.
+        """
+        if self.signed_sha256 is None:
+            return
+        hasher = HASHERS["sha256"]()
+        hasher.update(self._raw_header)
+        for name, info in self.header.tensors.items():
+            copied = tensors.get(name)
+            for block in self.blocks(info) if copied is None else iter_blocks(copied, BLOCK_BYTES):
+                hasher.update(block)
+        if hasher.hexdigest() != self.signed_sha256:
+            raise CheckpointChangedError(
+                f"'{self.path}' was changed after its signature had been checked: what was read from it is not what "
+                "was signed. Load it again when nothing changes it.",
+                path=self.path,
+            )
 
     def _stretch(self, start: int, count_bytes: int, block_bytes: int) -> Iterator[memoryview]:
         with self.opened() as fd:

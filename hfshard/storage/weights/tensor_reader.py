@@ -14,7 +14,7 @@ from typing import Final, Literal
 import torch
 
 from hfshard._util.threads import in_threads
-from hfshard.constants import DATA_ALIGNMENT
+from hfshard.constants import DATA_ALIGNMENT, FILES_AT_ONCE
 from hfshard.errors import InvalidArgumentError
 from hfshard.storage.disk.block_reader import is_cached, open_direct, read_direct, reopen_direct
 from hfshard.storage.disk.direct_io import aligned_block, check_setting, is_direct_wanted
@@ -88,13 +88,17 @@ def read_from(
     """Read tensors into memory or onto a device.
 
     On the CPU, from this machine's own disks, they are mapped: a page is read when it is touched, and threads read
-    ahead (see `read_ahead`). On a GPU, and from file systems of the network, they are read at once.
+    ahead (see `read_ahead`). On a GPU, and from file systems of the network, they are read at once. Of a file whose
+    signature was checked, they are read into memory of the CPU, and what was copied is compared with what was signed.
 
     Args:
         wanted: The files and names.
         read: "mmap" or "pread" overrides that choice. For a GPU, "mmap" copies from mapped memory.
         device: Where the tensors go.
         ahead: False: somebody else reads the files ahead.
+
+    Raises:
+        CheckpointChangedError: A file is not what was signed any more, and its tensors were copied.
     """
     if str(device) == "cuda":  # the current device depends on the thread
         device = torch.device("cuda", torch.cuda.current_device())
@@ -103,7 +107,20 @@ def read_from(
             read_ahead(wanted)
         mapped = {name: tensor for shard, names in wanted for name, tensor in shard.tensors(names).items()}
         return mapped if device.type == "cpu" else {name: tensor.to(device) for name, tensor in mapped.items()}
-    return _read_at_once(wanted, device)
+    signed = [(shard, names) for shard, names in wanted if shard.signed_sha256 is not None]
+    others = [(shard, names) for shard, names in wanted if shard.signed_sha256 is None]
+    tensors = _read_at_once(others, device)
+    threads = FILES_AT_ONCE if device.type == "cpu" else 1  # what is copied further needs room twice
+    for one in in_threads(lambda read, _: _read_signed(read, device), signed, threads):
+        tensors |= one
+    return {name: tensors[name] for _, names in wanted for name in names}
+
+
+def _read_signed(wanted: tuple[SafetensorsFile, Sequence[str]], device: torch.device) -> dict[str, torch.Tensor]:
+    """Copy tensors of a file, compare what was copied with what was signed, and bring it to its device."""
+    tensors = _read_at_once([wanted], torch.device("cpu"))
+    wanted[0].check_copied(tensors)
+    return {name: tensor.to(device) for name, tensor in tensors.items()}
 
 
 @dataclass(frozen=True, slots=True)
