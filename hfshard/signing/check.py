@@ -201,12 +201,12 @@ class SignedPlace:
         return SignatureError(f"'{path}' was signed, and is missing. Download the checkpoint again.", path=path)
 
     def became_link(self, name: str) -> SignatureError | None:
-        """The error for a file that was signed and is a link now, unless the Hub's cache made it."""
+        """The error for a file that was signed, or the signature, that is a link now, unless the Hub's cache made it."""
         path = self._path(name)
         if self.manifest.allows_links or not is_users_link(path, self.root):
             return None
         return SignatureError(
-            f"'{path}' was signed as a file, and is a link now, which the signature does not allow. Put the file in "
+            f"'{path}' was written as a file, and is a link now, which the signature does not allow. Put the file in "
             "its place, or download the checkpoint again.",
             path=path,
         )

@@ -9,7 +9,7 @@ from typing import Final
 
 from hfshard._util.progress import bytes_bar
 from hfshard._util.text import list_some
-from hfshard.constants import MAX_INDEX_BYTES, WEIGHTS_SUFFIXES
+from hfshard.constants import MAX_INDEX_BYTES, SIGNATURE_NAME, WEIGHTS_SUFFIXES
 from hfshard.errors import HfshardError, InvalidArgumentError
 from hfshard.signing.check import SignedPlace
 from hfshard.signing.files import may_be_signed
@@ -44,7 +44,7 @@ def with_signature(
         place = RequiredSignature(by).find_all(directory, subfolder)
         there = place.names_there(takes_debris=True)
         names, errors = place.compare_names(there)
-        errors += filter(None, map(place.became_link, sorted(names)))
+        errors += filter(None, map(place.became_link, [SIGNATURE_NAME, *sorted(names)]))
         recorded = _recorded(place, names) if place.manifest.is_plain else {}
         damaged = {os.path.realpath(problem.file) for problem in report.problems}
         compared = {os.path.abspath(os.path.join(report.directory, name)) for name in report.files}

@@ -163,6 +163,19 @@ def test_a_signed_file_that_became_a_link_is_named_as_by_the_library(signed: Pat
     ]
 
 
+def test_a_signature_that_became_a_link_is_named_as_by_the_library(signed: Path, keys: Keys) -> None:
+    (signed / ".cache").mkdir()
+    (signed / "model.sig").rename(signed / ".cache" / "model.sig")
+    (signed / "model.sig").symlink_to(signed / ".cache" / "model.sig")
+
+    model_signing("verify", "key", signed, "--public_key", keys.public, exit_code=1)
+    report = hfshard.verify_checkpoint(signed, public_key=keys.public)
+
+    assert [(Path(problem.file).name, "is a link now" in problem.message) for problem in report.problems] == [
+        ("model.sig", True)
+    ]
+
+
 def test_debris_that_was_added_is_named_as_by_the_library(checkpoint: Path, keys: Keys) -> None:
     (checkpoint / "code" / "__pycache__").mkdir(parents=True)
     (checkpoint / "code" / "a.py").write_text("x = 1\n")
