@@ -185,6 +185,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "parts",
         "data",
         "state",
+        "adapter",
         "collecting",
         "spread",
         "run saving",

@@ -154,7 +154,7 @@ def test_each_command_makes_an_environment_installs_and_runs(command: str) -> No
 def test_ci_runs_the_test_command_of_the_readme() -> None:
     ci = (REPOSITORY / ".ci" / "run").read_text(encoding="utf-8")
     assert (
-        '    PATH="$environments/$environment/bin:$PATH" timeout --foreground --kill-after=20 1200 scripts/test "$@"'
+        '    PATH="$environments/$environment/bin:$PATH" timeout --foreground --kill-after=20 2400 scripts/test "$@"'
         in ci
     )
     for stage in ("newest", "newest ranks", "newest stores", "oldest compat"):

@@ -201,7 +201,7 @@ class SignedPlace:
         return SignatureError(f"'{path}' was signed, and is missing. Download the checkpoint again.", path=path)
 
     def became_link(self, name: str) -> SignatureError | None:
-        """The error for a file that was signed, or the signature, that is a link now, unless the Hub's cache made it."""
+        """The error for a signed file, or the signature, that is a link now, unless the Hub's cache made it."""
         path = self._path(name)
         if self.manifest.allows_links or not is_users_link(path, self.root):
             return None

@@ -20,6 +20,7 @@ from hfshard.storage.format.integrity import Checksum
 from hfshard.storage.format.names import MODEL_BASE
 from hfshard.storage.tensors.tensor_bytes import tensor_nbytes
 from hfshard.storage.tensors.tensor_spec import tensor_specs
+from hfshard.training.adapter import ADAPTER_BASE, adapter_request
 from hfshard.training.parts.nested import encode
 from hfshard.training.parts.optimizers.inner import refuse_unsaved
 from hfshard.training.parts.optimizers.optimizer import encode_optimizer
@@ -55,6 +56,10 @@ class SavePayload:
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(tensor_nbytes(tensor) for request in self.requests.values() for tensor in request.tensors.values())
+
+    def without_adapter(self) -> SavePayload:
+        """The same, without the files that PEFT reads: in a store, whose names it can't read."""
+        return replace(self, requests={base: one for base, one in self.requests.items() if base != ADAPTER_BASE})
 
     def of_one_process(self) -> SavePayload:
         """The same, for a process that stores all tensors itself, which are checked before anything is copied.
@@ -191,6 +196,8 @@ def collect(
     requests = {}
     if model is not None:
         requests[MODEL_BASE] = _model_request(model, options)
+        if (adapter := adapter_request(model, options)) is not None:
+            requests[ADAPTER_BASE] = adapter
     for base, part_tensors in (("optimizer", components.optimizer_tensors), (STATE_BASE, tensors)):
         if part_tensors:
             requests[base] = request_from_state_dict(part_tensors, replace(options, base=base, progress=None))

@@ -298,6 +298,7 @@ class StorePlace:
                 and the plain copies for other tools are not.
             StoreError: The store refused or failed. What was sent stays, for the next save to delete.
         """
+        order = replace(order, payload=order.payload.without_adapter())
         seen = self._look()
         self._seen = None  # until the save is done
         if order.keeps_metrics:

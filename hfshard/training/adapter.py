@@ -1,0 +1,108 @@
+"""The adapter of a model, saved beside it as PEFT saves one, so that `PeftModel.from_pretrained` opens a checkpoint."""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+import tempfile
+from dataclasses import replace
+from typing import Any, Final
+
+from torch import nn
+
+from hfshard.constants import ADAPTER_CONFIG_NAME
+from hfshard.saving.options import SaveOptions
+from hfshard.saving.request import SaveRequest
+from hfshard.state_dicts.state_dict import collect_state_dict
+from hfshard.state_dicts.wrappers import unwrap
+
+ADAPTER_BASE: Final = "adapter_model"
+"""How PEFT calls the file of its weights."""
+
+_PREFIX: Final = "base_model.model."
+"""Begins the names in that file; the adapters that transformers adds to a model have none in the model."""
+
+_LARGEST: Final = sys.maxsize
+"""PEFT reads one file, however large."""
+
+_NOT_ALONE: Final = frozenset({"XLORA"})
+"""Kinds of adapters that PEFT makes of several, with files of their own."""
+
+
+def adapter_request(model: Any, options: SaveOptions) -> SaveRequest | None:
+    """Request the files that PEFT would write for the active adapter. A restore does not need them.
+
+    They hold what the files of the model hold, too, under PEFT's names. There are none for learned prompts, of which
+    PEFT saves what their encoder makes of them; where several adapters are active at once; and for X-LoRA.
+
+    Args:
+        model: Wrappers around it are looked through.
+        options: Of the model's files.
+
+    Returns:
+        None: there are no such files.
+    """
+    peft = sys.modules.get("peft")
+    model = unwrap(model)
+    found = None if peft is None else _active_adapter(model, peft.PeftModel)
+    if peft is None or found is None or found[1].is_prompt_learning or found[1].peft_type in _NOT_ALONE:
+        return None
+    name, config = found
+    is_wrapped = isinstance(model, peft.PeftModel)
+    base: Any = model.get_base_model() if is_wrapped else model
+    tensors = peft.get_peft_model_state_dict(
+        model,
+        state_dict=collect_state_dict(model),
+        adapter_name=name,
+        save_embedding_layers=_holds_embeddings(peft, base, config),
+    )
+    return SaveRequest(
+        tensors={key if is_wrapped else f"{_PREFIX}{key}": tensor for key, tensor in tensors.items()},
+        options=replace(options, base=ADAPTER_BASE, max_shard_size=_LARGEST, progress=None),
+        model_files={ADAPTER_CONFIG_NAME: _config_file(base, config)},
+    )
+
+
+def _active_adapter(model: Any, wrapper_class: Any) -> tuple[str, Any] | None:
+    """The name and the config of the one adapter that is active."""
+    if isinstance(model, wrapper_class):
+        names = model.active_adapters
+    elif getattr(model, "_hf_peft_config_loaded", False):  # as transformers marks a model that it put adapters on
+        names = model.active_adapters()
+    else:
+        return None
+    return (names[0], model.peft_config[names[0]]) if len(names) == 1 else None
+
+
+def _holds_embeddings(peft: Any, base: Any, config: Any) -> bool:
+    """Whether the file has the embeddings, too: they were adapted, or their number has changed.
+
+    As PEFT decides it, but from what is on this machine: PEFT would ask the Hub for the config of the base model at
+    each save.
+    """
+    adapted = {name.rpartition(".")[2] for name, module in base.named_modules() if hasattr(module, "base_layer")}
+    has_new_tokens = config.peft_type == "TRAINABLE_TOKENS" or getattr(config, "trainable_token_indices", None)
+    if not adapted.isdisjoint(peft.utils.constants.EMBEDDING_LAYER_NAMES) and not has_new_tokens:
+        return True
+    own: Any = getattr(base, "config", None)
+    place = config.base_model_name_or_path
+    if not place or not hasattr(own, "vocab_size") or not hasattr(base, "get_input_embeddings"):
+        return False
+    try:
+        before = type(own).from_pretrained(place, local_files_only=True)
+    except OSError:  # the model was not loaded from there, and PEFT would find nothing to compare with, either
+        return False
+    return bool(before.vocab_size != own.vocab_size)
+
+
+def _config_file(base: nn.Module, config: Any) -> bytes:
+    """What PEFT writes of a config, which stays as it is."""
+    config = copy.copy(config)
+    config.inference_mode = True
+    config.base_model_name_or_path = config.base_model_name_or_path or vars(base).get("name_or_path") or None
+    names = {"base_model_class": type(base).__name__, "parent_library": type(base).__module__}
+    with tempfile.TemporaryDirectory(prefix="hfshard-") as folder:
+        config.save_pretrained(folder, auto_mapping_dict=names if config.task_type is None else None)
+        with open(os.path.join(folder, ADAPTER_CONFIG_NAME), "rb") as file:
+            return file.read()
