@@ -7,6 +7,7 @@ import re
 from typing import Final
 from urllib.parse import unquote, urlsplit
 
+from hfshard._util.text import without_url_secrets
 from hfshard.errors import InvalidPathError
 
 _LOST_SLASH: Final = re.compile(r"(?i)(s3|s3a|s3n|gs|gcs|az|azure|abfss?|wasbs?|hf|https?|file):/(?!/)")
@@ -56,6 +57,8 @@ def check_slashes(text: str, argument: str) -> None:
     if match is None:
         return
     scheme, rest = match[1].lower(), text[match.end() :]
+    shown = without_url_secrets(text)
+    rest = without_url_secrets(f"{match[1]}://{rest}").partition("://")[2]
     if scheme == "file":
         advice = f"Write the path alone: {'/' + rest!r}."
     else:
@@ -63,8 +66,8 @@ def check_slashes(text: str, argument: str) -> None:
         advice = suggest_address(whole) or f"Give the address as text: {whole!r}."
     folder = f" The folder '{match[1]}:' of the working directory is './{match[1]}:'." if os.path.exists(text) else ""
     raise InvalidPathError(
-        f"{argument}={text!r} is an address that has lost a slash, as they do in a pathlib.Path. {advice}{folder}",
-        path=text,
+        f"{argument}={shown!r} is an address that has lost a slash, as they do in a pathlib.Path. {advice}{folder}",
+        path=shown,
     )
 
 
@@ -82,8 +85,7 @@ def suggest_address(text: str) -> str | None:
     scheme, rest = scheme.lower(), rest.partition("?")[0].partition("#")[0]
     if scheme in _AZURE:
         return _azure(rest)
-    place, slash, path = rest.partition("/")
-    rest = f"{place.rpartition('@')[2]}{slash}{path}"
+    rest = without_url_secrets(f"{scheme}://{rest}").partition("://")[2]
     if scheme in _SAME:
         return _written(_SAME[scheme], rest)
     if scheme == "hf":

@@ -8,9 +8,13 @@ from difflib import get_close_matches
 from itertools import islice
 from typing import Final
 
-_USER: Final = re.compile(r"(?<=://)[^\s/?#\"'<>]*@|\b[^\s/:@\"'<>]+:[^\s/@\"'<>]+@")
-"""Of a URL, and of an endpoint that lacks its scheme."""
-_QUERY: Final = re.compile(r"(https?://[^\s?\"'<>]*)\?[^\s\"'<>)]*")
+_USER: Final = re.compile(
+    r"(?:(?<=://)|(?<=\w\w:/))(?:[^\s/?#\"'<>]*@|[^\s/?#\"'<>@:]+:(?!\d+[/?#])[^\s?#\"'<>]*@)"
+    r"|(?<![\w/.~-])[^\s/:@\"'<>]+:[^\s/\"'<>]+@"
+)
+"""Of a URL, whose password may have slashes, or that has lost one in a pathlib.Path; and of an endpoint that lacks its
+scheme, which does not come after a folder."""
+_QUERY: Final = re.compile(r"(https?:/{1,2}[^\s?\"'<>]*)\?[^\s\"'<>)]*")
 
 
 def list_some(items: Collection[str], most: int, *, quote: bool = False) -> str:

@@ -303,14 +303,17 @@ class LendingLock:
 def _is_waiting_for(thread: int, other: int) -> bool:
     """Whether a thread goes on only when another has ended, or has a result; by way of others, too."""
     frames = sys._current_frames()
-    seen: set[int | None] = set()
-    waiting: int | None = thread
-    while waiting is not None and waiting not in seen:
-        seen.add(waiting)
-        waiting = _awaited_thread(waiting, frames)
-        if waiting == other:
-            return True
-    return False
+    try:
+        seen: set[int | None] = set()
+        waiting: int | None = thread
+        while waiting is not None and waiting not in seen:
+            seen.add(waiting)
+            waiting = _awaited_thread(waiting, frames)
+            if waiting == other:
+                return True
+        return False
+    finally:
+        frames.clear()  # it has this frame, too: what all threads hold would stay until a collection of garbage
 
 
 def _awaited_thread(thread: int, frames: Mapping[int, FrameType]) -> int | None:

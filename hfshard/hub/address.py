@@ -32,10 +32,11 @@ def directory_of(repo_id: str | os.PathLike[str]) -> str | None:
     if repo_id.startswith(_FILE_SCHEME):
         parts = urlsplit(repo_id)
         if parts.netloc not in ("", "localhost") or not parts.path or parts.query or parts.fragment:
+            shown = without_url_secrets(repo_id)
             raise InvalidArgumentError(
-                f"'{repo_id}' is not a file URL of a directory on this machine: write file:///path/to/hub, with three "
+                f"'{shown}' is not a file URL of a directory on this machine: write file:///path/to/hub, with three "
                 "slashes, and %3F and %23 for ? and #.",
-                path=repo_id,
+                path=shown,
             )
         return unquote(parts.path)
     if names_store(repo_id):

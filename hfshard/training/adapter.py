@@ -51,16 +51,21 @@ def adapter_request(model: Any, options: SaveOptions) -> SaveRequest | None:
     name, config = found
     is_wrapped = isinstance(model, peft.PeftModel)
     base: Any = model.get_base_model() if is_wrapped else model
-    tensors = peft.get_peft_model_state_dict(
-        model,
-        state_dict=collect_state_dict(model),
-        adapter_name=name,
-        save_embedding_layers=_holds_embeddings(peft, base, config),
-    )
+    as_it_is = dict(vars(config))
+    try:
+        tensors = peft.get_peft_model_state_dict(
+            model,
+            state_dict=collect_state_dict(model),
+            adapter_name=name,
+            save_embedding_layers=_holds_embeddings(peft, base, config),
+        )
+        config_file = _config_file(base, config)
+    finally:
+        vars(config).update(as_it_is)  # PEFT gives the ranks of AdaLoRA other names
     return SaveRequest(
         tensors={key if is_wrapped else f"{_PREFIX}{key}": tensor for key, tensor in tensors.items()},
         options=replace(options, base=ADAPTER_BASE, max_shard_size=_LARGEST, progress=None),
-        model_files={ADAPTER_CONFIG_NAME: _config_file(base, config)},
+        model_files={ADAPTER_CONFIG_NAME: config_file},
     )
 
 
@@ -87,10 +92,11 @@ def _holds_embeddings(peft: Any, base: Any, config: Any) -> bool:
         return True
     own: Any = getattr(base, "config", None)
     place = config.base_model_name_or_path
-    if not place or not hasattr(own, "vocab_size") or not hasattr(base, "get_input_embeddings"):
+    find_config = getattr(type(own), "from_pretrained", None)  # a config of transformers
+    if not place or find_config is None or not hasattr(own, "vocab_size") or not hasattr(base, "get_input_embeddings"):
         return False
     try:
-        before = type(own).from_pretrained(place, local_files_only=True)
+        before = find_config(place, local_files_only=True)
     except OSError:  # the model was not loaded from there, and PEFT would find nothing to compare with, either
         return False
     return bool(before.vocab_size != own.vocab_size)

@@ -68,6 +68,8 @@ class TrainingState:
             name: track(part) if self.kinds[name] == "loader" else part for name, part in parts.items()
         }
         """The parts by name; a loader of another library is tracked from now on (see `external_loader.py`)."""
+        self.left_out: dict[str, Any] = {}
+        """Parts that stay as they are: their modules still name the parameters of an optimizer."""
         self.aliases: dict[str, str] = {}
         """Names of parameters -> those by which another stage of a pipeline, where they are tied, knows them."""
 
@@ -92,6 +94,7 @@ class TrainingState:
         left = copy.copy(self)
         left.kinds = {name: kind for name, kind in self.kinds.items() if name not in names}
         left.components = {name: part for name, part in self.components.items() if name not in names}
+        left.left_out = self.left_out | {name: self.components[name] for name in names}
         return left
 
     def of_kind(self, kind: PartKind) -> dict[str, Any]:
@@ -112,18 +115,22 @@ class TrainingState:
         """
         if self.kinds[name] not in ("scheduler", "stateful"):
             return None
-        modules = self.of_kind("module") if self.kinds[name] == "stateful" else None
+        modules = self._naming_modules() if self.kinds[name] == "stateful" else None
         return order_digest(self.components[name], self.parameter_names(), modules)
 
     def parameter_names(self) -> dict[int, str]:
         """Return the id of every parameter -> its name, which is "component:name" outside of the model."""
         names: dict[int, str] = {}
-        modules = self.of_kind("module")
+        modules = self._naming_modules()
         for component in sorted(modules, key=lambda name: (name != "model", name)):  # not as they were passed
             prefix = "" if component == "model" else f"{component}:"
             for key, name in parameter_names(modules[component]).items():
                 names.setdefault(key, self.aliases.get(prefix + name, prefix + name))
         return names
+
+    def _naming_modules(self) -> dict[str, nn.Module]:
+        left_out = {name: part for name, part in self.left_out.items() if isinstance(part, nn.Module)}
+        return self.of_kind("module") | left_out
 
     def tied_parameters(self) -> list[list[str]]:
         """Return the names of each parameter that has several in one module."""

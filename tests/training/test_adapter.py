@@ -168,6 +168,38 @@ def test_an_adapter_that_transformers_added_is_opened_too(base: Path, tmp_path: 
     assert not torch.equal(output(opened), output(BertModel.from_pretrained(base).eval()))
 
 
+def test_a_config_of_a_users_own_is_no_hindrance(tmp_path: Path) -> None:
+    class Config(dict[str, int]):
+        vocab_size = 4
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config, self.name_or_path = Config(), "org/mine"
+            self.tokens, self.query = torch.nn.Embedding(4, 2), torch.nn.Linear(2, 2)
+
+        def get_input_embeddings(self) -> torch.nn.Module:
+            return self.tokens
+
+    config = peft.LoraConfig(target_modules=["query"], r=1, base_model_name_or_path="org/mine")
+    checkpoint = save(peft.get_peft_model(Net(), config), tmp_path / "run")
+    assert len(load_file(checkpoint / WEIGHTS)) == 2
+
+
+def test_a_save_changes_nothing_of_a_config(base: Path, tmp_path: Path) -> None:
+    model: Any = BertModel.from_pretrained(base)
+    config = peft.AdaLoraConfig(target_modules=["query"], init_r=2, target_r=1, total_step=10, tinit=1, tfinal=1)
+    model = peft.get_peft_model(model, config)
+    names = [name.removeprefix("base_model.model.") for name, one in model.named_modules() if hasattr(one, "lora_E")]
+    ranks = {f"{name}.lora_E.default": [True, False] for name in names}
+    model.peft_config["default"].rank_pattern = dict(ranks)
+    checkpoint = save(model, tmp_path / "run")
+
+    assert model.peft_config["default"].rank_pattern == ranks
+    saved = json.loads((checkpoint / CONFIG).read_text())["rank_pattern"]
+    assert saved == {name.removesuffix(".default"): one for name, one in ranks.items()}
+
+
 @pytest.mark.parametrize("kind", ["none", "prompts", "two"])
 def test_what_peft_would_save_otherwise_has_no_adapter_files(base: Path, tmp_path: Path, kind: str) -> None:
     model: Any = BertModel.from_pretrained(base)

@@ -18,7 +18,7 @@ from hfshard.errors import (
     StateDictMismatchError,
     UnstorableTensorError,
 )
-from hfshard.training import CheckpointManager, ResumableDataLoader, TrainingState
+from hfshard.training import CheckpointManager, Gradients, ResumableDataLoader, TrainingState
 
 
 def model_of(value: float) -> nn.Linear:
@@ -93,6 +93,28 @@ def test_parts_that_are_left_out_stay_as_they_were_built(tmp_path: Path) -> None
         manager.restore(state, 1, without="loader")
     with pytest.raises(StateDictMismatchError, match="strict=False to leave it out"):
         manager.restore(TrainingState(model=model), 1)
+
+
+def test_a_model_that_is_left_out_still_names_parameters(tmp_path: Path) -> None:
+    def parts() -> TrainingState:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(2)).sum().backward()
+        optimizer.step()
+        return TrainingState(model=model, optimizer=optimizer, gradients=Gradients(model))
+
+    manager = CheckpointManager(tmp_path / "run")
+    state, fresh = parts(), parts()
+    state.components["optimizer"].step()
+    manager.save(1, state)
+    before = fresh.components["model"].weight.detach().clone()
+    assert manager.restore(fresh, 1, without=["model", "gradients"]) == 1
+
+    model = fresh.components["model"]
+    assert torch.equal(model.weight, before)
+    assert model.weight.grad is not None
+    assert fresh.components["optimizer"].state[model.weight]["step"] == 2
 
 
 def test_a_generator_is_a_part(tmp_path: Path) -> None:

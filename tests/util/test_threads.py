@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from types import FrameType
 
 import pytest
@@ -190,3 +191,30 @@ def test_a_lock_is_lent_to_a_thread_that_its_holder_joins_and_to_no_other() -> N
     other.join(60)
 
     assert order == ["joined", "holder", "other"]
+
+
+def test_who_waits_for_a_lock_keeps_nothing_of_other_threads() -> None:
+    """What their functions hold goes when these return, and not when garbage is collected."""
+    lock = LendingLock()
+    held: list[weakref.ref[set[int]]] = []
+    has_lock = threading.Event()
+
+    def hold() -> None:
+        local = {1}
+        held.append(weakref.ref(local))
+        with lock.held():
+            has_lock.set()
+            time.sleep(0.3)
+
+    gc.collect()
+    gc.disable()
+    try:
+        holder = threading.Thread(target=hold)
+        holder.start()
+        has_lock.wait(60)
+        with lock.held():
+            pass
+        holder.join(60)
+        assert held[0]() is None
+    finally:
+        gc.enable()

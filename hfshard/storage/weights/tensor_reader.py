@@ -107,7 +107,7 @@ def read_from(
             read_ahead(wanted)
         mapped = {name: tensor for shard, names in wanted for name, tensor in shard.tensors(names).items()}
         return mapped if device.type == "cpu" else {name: tensor.to(device) for name, tensor in mapped.items()}
-    signed = [(shard, names) for shard, names in wanted if shard.signed_sha256 is not None]
+    signed = [(shard, names) for shard, names in wanted if names and shard.signed_sha256 is not None]
     others = [(shard, names) for shard, names in wanted if shard.signed_sha256 is None]
     tensors = _read_at_once(others, device)
     threads = FILES_AT_ONCE if device.type == "cpu" else 1  # what is copied further needs room twice

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hfshard.errors import DamagedCheckpointError, StateDictMismatchError
+from hfshard.errors import DamagedCheckpointError
 from hfshard.training.data.seeding import generator_state, is_generator, set_generator_state
 
 
@@ -45,23 +46,23 @@ class HeldGenerators:
         return sorted(self._found.keys() - self.states().keys())
 
     def check(self, states: Mapping[str, Any]) -> None:
-        """Refuse states that do not fit; nothing is changed.
+        """Refuse states that do not fit, and warn of generators that are not there; nothing is changed.
 
         Raises:
-            StateDictMismatchError: One was saved that the loader does not hold.
             DamagedCheckpointError: One is no state of its generator.
         """
         missing = sorted(states.keys() - self._found.keys())
         if missing:
-            raise StateDictMismatchError(
+            warnings.warn(
                 f"The data loader held a random number generator '{missing[0]}' when the checkpoint was saved, and "
-                "does not now. Build it as in the run that was saved.",
-                missing_keys=tuple(missing),
+                "does not now. If it is not made in `__iter__`, build the loader as in the run that was saved.",
+                stacklevel=2,
             )
         before = self.states()
         try:
             for name, state in states.items():
-                set_generator_state(self._found[name], state)
+                if name in self._found:
+                    set_generator_state(self._found[name], state)
         except (LookupError, ValueError, TypeError, RuntimeError, AttributeError, OverflowError) as error:
             raise DamagedCheckpointError(
                 f"The state of the random number generator '{name}' of the data loader is not valid ({error!r:.200}), "
@@ -72,9 +73,10 @@ class HeldGenerators:
             self.set(before)
 
     def set(self, states: Mapping[str, Any]) -> None:
-        """Let the generators go on from these states."""
+        """Let the generators go on from these states; one that is not there yet is made, and seeded, in `__iter__`."""
         for name, state in states.items():
-            set_generator_state(self._found[name], state)
+            if name in self._found:
+                set_generator_state(self._found[name], state)
 
 
 def _attributes(loader: Any) -> Iterator[tuple[str, Any]]:

@@ -94,7 +94,7 @@ def plan_restoration(
     if (
         stage is None
         and len(saved_ranks) != ranks.world_size
-        and (own["components"].keys() - state.of_kind("loader") or "buffers" in own)
+        and ("buffers" in own or any(saved[name].get("kind") != "loader" for name in own["components"].keys() & saved))
     ):
         logger.warning(
             "The checkpoint '%s' has some buffers and objects of each of %d ranks, and here are %d: ranks beyond those "
@@ -112,7 +112,7 @@ def plan_restoration(
         planner.plan(name)
     rng, restoration.extra = decode([own["rng"], saved_state["extra"]], tensors, path)
     restoration.trackers = [one for name in common if isinstance(one := state.components[name], LoaderTracker)]
-    if not any(isinstance(part, Gradients) for part in state.components.values()):
+    if not any(isinstance(part, Gradients) for part in [*state.components.values(), *state.left_out.values()]):
         modules = [state.components[name] for name in common if state.kinds[name] == "module"]
         restoration.without_gradients = [parameter for module in modules for parameter in module.parameters()]
     if rng is not None or not restoration.lacking:

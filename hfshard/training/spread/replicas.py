@@ -13,14 +13,18 @@ from hfshard._util.text import list_some
 from hfshard.errors import InvalidArgumentError
 from hfshard.state_dicts.dtensors import is_dtensor, local_tensor
 from hfshard.state_dicts.state_dict import collect_state_dict, parameter_names, tied_parameter_names
-from hfshard.storage.tensors.tensor_bytes import is_plain_type
+from hfshard.storage.tensors.tensor_bytes import check_storable, is_plain_type
 from hfshard.training.collecting import encode_alone
 from hfshard.training.parts.gradients import Gradients
 from hfshard.training.spread.states import short_digest
 from hfshard.training.state import TrainingState
 
 _SAMPLES: Final = 64
-"""Elements of a tensor that are compared one by one; of all, the sum of their bits is."""
+"""Elements of a tensor that are compared one by one; of all, a sum of products is."""
+_PIECE: Final = 1 << 20
+"""64-bit words of a tensor that are multiplied at once."""
+_MIXING: Final = (-7046029254386353131, -4658895280553007687, -7723592293110705685)
+"""Odd constants that mix the bits of a number: those of SplitMix64."""
 _SHOWN: Final = 5
 _WIDE: Final = 8
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, _WIDE: torch.int64}
@@ -42,7 +46,11 @@ class Replicas:
 
     @classmethod
     def of(cls, state: TrainingState) -> Replicas:
-        """Take the digests of a state: each of its tensors is read once, on its device."""
+        """Take the digests of a state: each of its tensors is read once, on its device.
+
+        Raises:
+            UnstorableTensorError: A tensor can't be stored, so that nobody need compare it.
+        """
         parameters: dict[str, dict[str, torch.Tensor]] = {}
         buffers: dict[str, torch.Tensor] = {}
         for component, module in state.of_kind("module").items():
@@ -51,6 +59,8 @@ class Replicas:
                 group = _copies_of(tensor)
                 if group is None:
                     continue
+                if not group:
+                    check_storable(f"{component}/{name}", tensor)
                 if name in trained:
                     parameters.setdefault(group, {})[f"{component}/{name}"] = tensor
                 elif not group:
@@ -61,6 +71,8 @@ class Replicas:
                 tensors: dict[str, Any] = {}
                 nested = encode_alone(name, state.kinds[name], state, name, tensors)
                 if not any(map(is_dtensor, tensors.values())):
+                    for key, tensor in tensors.items():
+                        check_storable(key, tensor)
                     objects[name] = short_digest(json.dumps([nested, _digests(tensors)], sort_keys=True, default=str))
         return cls({group: _digests(one) for group, one in parameters.items()}, _digests(buffers), objects)
 
@@ -164,14 +176,31 @@ def _digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of all bits of a tensor, as 64-bit numbers where that is possible, and some of its elements."""
+    """A 64-bit number of all bits of a tensor and their places, and some of its elements.
+
+    Each 64 bits are multiplied by a number of their place, and all is added: on the tensor's device, a piece at a time.
+    """
     local = local_tensor(tensor) if is_dtensor(tensor) else tensor.detach()
+    local = local.resolve_conj().resolve_neg()
     if local.is_complex():
         local = torch.view_as_real(local)
     flat = local.contiguous().reshape(-1)
     flat = flat.view(_INTEGERS[flat.element_size()])
     size = flat.element_size()
     is_wide = not (flat.numel() * size % _WIDE or flat.storage_offset() * size % _WIDE)
-    total = (flat.view(torch.int64) if is_wide else flat).sum(dtype=torch.int64)
+    words = flat.view(torch.int64) if is_wide else flat
+    places = _numbers_of_places(min(_PIECE, words.numel()), flat.device)
+    pieces = words.split(_PIECE) if words.numel() else ()
+    sums = [(piece.to(torch.int64) * places[: piece.numel()]).sum() for piece in pieces]
+    total = [(torch.stack(sums) * _numbers_of_places(len(sums), flat.device)).sum().reshape(1)] if sums else []
     step = max(1, flat.numel() // _SAMPLES)
-    return torch.cat([total.reshape(1), flat[::step][:_SAMPLES].to(torch.int64)])
+    return torch.cat([*total, flat[::step][:_SAMPLES].to(torch.int64)])
+
+
+def _numbers_of_places(count: int, device: torch.device) -> torch.Tensor:
+    """An odd number for each place, whose bits look random: what moves to another place changes a sum of products."""
+    numbers = torch.arange(1, count + 1, dtype=torch.int64, device=device)
+    for factor in _MIXING:
+        numbers = numbers * factor
+        numbers = numbers ^ (numbers >> 31)
+    return numbers | 1

@@ -12,9 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
 
-from hfshard.errors import HfshardError
-from hfshard.training import CheckpointManager, TrainingState
+from hfshard.errors import HfshardError, UnstorableTensorError
+from hfshard.training import CheckpointManager, ResumableDataLoader, TrainingState
 from tests.distributed.gloo import check_ranks
 
 
@@ -106,6 +107,63 @@ def refuse(rank: int, place: Path) -> None:
 
 def test_copies_of_a_parameter_that_differ_are_refused_by_name(tmp_path: Path) -> None:
     check_ranks(tmp_path / "ranks", 2, refuse, tmp_path)
+
+
+class Seen:
+    """Objects of a user that differ in one place of many."""
+
+    def __init__(self, rank: int) -> None:
+        self.mask = torch.zeros(4096, dtype=torch.bool)
+        self.mask[5 + 8 * rank] = True
+        self.counts = torch.zeros(10_000, dtype=torch.int64)
+        self.counts[[1, 6] if rank else [3, 4]] = 1
+        self.turned = torch.tensor([1 + 2j]).conj()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"mask": self.mask, "counts": self.counts, "turned": self.turned}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+
+def save_sparse(rank: int, place: Path) -> None:
+    model, seen = net(), Seen(rank)
+    model.register_buffer("visits", seen.counts.clone())
+    model.register_buffer("odd", torch.full((3,), 7, dtype=torch.uint8))
+    manager = CheckpointManager(place / "run")
+    manager.save(1, TrainingState(model=model, seen=seen))
+
+    fresh, again = net(), Seen(1 - rank)
+    fresh.register_buffer("visits", torch.zeros(10_000, dtype=torch.int64))
+    fresh.register_buffer("odd", torch.zeros(3, dtype=torch.uint8))
+    manager.restore(TrainingState(model=fresh, seen=again), 1)
+    assert torch.equal(fresh.visits, seen.counts)
+    assert torch.equal(again.mask, seen.mask)
+    assert torch.equal(again.counts, seen.counts)
+    model.register_buffer("sparse", torch.eye(2).to_sparse())
+    with pytest.raises(UnstorableTensorError, match="Can't store 'model/sparse'"):
+        manager.save(2, TrainingState(model=model))
+    manager.close()
+
+
+def test_what_differs_in_one_place_of_many_is_each_ranks_own(tmp_path: Path) -> None:
+    check_ranks(tmp_path / "ranks", 2, save_sparse, tmp_path)
+
+
+NUMBERS = TensorDataset(torch.arange(8))
+
+
+def save_loader(rank: int, place: Path) -> None:
+    loader = ResumableDataLoader(NUMBERS, 2)
+    CheckpointManager(place / "run").save(1, TrainingState(model=net(), loader=loader))
+
+
+def test_a_loader_that_is_left_out_is_no_buffer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    check_ranks(tmp_path / "ranks", 2, save_loader, tmp_path)
+    state = TrainingState(model=net(), loader=ResumableDataLoader(NUMBERS, 2))
+
+    CheckpointManager(tmp_path / "run").restore(state, 1, without=["loader"])
+    assert "buffers and objects" not in caplog.text
 
 
 def save_on_two(rank: int, place: Path) -> None:

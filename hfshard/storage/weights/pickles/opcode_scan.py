@@ -7,7 +7,8 @@ caught as an error, or ends after hours:
   are one, in two that are one, 60 deep, are hashed forever; so is a dict whose names all have one hash.
 - A bytearray of any length is filled with zeros; text is encoded by any codec, and "punycode" takes the square of its
   length; a list of two lists, which are one, 30 deep, is made a tensor.
-- What is in the file once is copied by each call that is given it.
+- What is in the file once is copied by each call that is given it, and written out, with all that is in it, by the
+  error of one that does not take it.
 
 So a call is let pass where its arguments are those that pickle itself writes, and all calls of a file together may take
 as much as the file has. Nothing is built here but numbers, short texts, and the names that are hashed.
@@ -30,14 +31,18 @@ from hfshard.storage.weights.pickles.zip_check import damaged_pickle, pickle_rec
 
 _DEEPEST: Final = 1000
 """Tuples in tuples: torch.save's own are three deep. A processor's stack of 8 MB takes some 50,000."""
+_SHORT_KEY: Final = 16
+"""Items of the key of a storage: torch.save's have six, of which one may be a tuple of three."""
 _LARGEST_NAME: Final = 1000
 """Items of a tuple that is a name, with those of the tuples in it, which are hashed as often as they occur."""
 _DEEPEST_NAME: Final = 100
 """Tuples in tuples that are a name."""
-_LONG_NAME: Final = 8
-"""Bytes of a number that is a name: longer ones all can have the same hash."""
+_HASHED_AS_THEY_ARE: Final = 2**61 - 1
+"""Numbers below it, and above its negative, have hashes of their own."""
 _SHORT: Final = 4096
 """Bytes that are read faster than they are passed over."""
+_NUMBERS_FIRST: Final = 2
+"""Of the pickles of the older format, those that are a number."""
 _OLD_PICKLES: Final = 5
 """In torch's older format: a magic number, the version, the machine, the object, the list of storages."""
 _AT_ONCE: Final = 1 << 20
@@ -53,6 +58,15 @@ _OLD_MODULES: Final = {b"__builtin__": "builtins"} | dict.fromkeys(
 """Names of Python 2, which torch reads, too."""
 _HASHING: Final = ("builtins.set", "builtins.frozenset", "collections.OrderedDict", "collections.Counter")
 """Classes that hash what they are made from."""
+_REBUILDING: Final = "torch._utils._rebuild"
+"""Begins the names of the functions that make tensors."""
+_WITH_DICTS: Final = {
+    "torch._utils._rebuild_parameter_with_state": 3,
+    "torch._utils._rebuild_tensor_v2": 6,
+    "torch._utils._rebuild_tensor_v3": 7,
+}
+"""Those of them that get a dict, or a pair of them, and how many arguments come before: attributes of a user's, or
+what a tensor is beside its numbers, such as conjugated."""
 _NESTED_CALL: Final = "torch._tensor._rebuild_from_type_v2"
 """A function that calls its first argument with the third."""
 _OF_EXTENSIONS: Final = (
@@ -91,6 +105,7 @@ class _Made:
     """Entries or bytes."""
     items: list[Any] | None = None
     """Of a list, what is in it."""
+    is_dict: bool = False
     name: Hashable = None
     """What is hashed in its place, where a file can choose the hash."""
 
@@ -110,7 +125,7 @@ class _Global:
 
 
 _LARGE: Final = _Made()
-"""A number of many bytes."""
+"""In place of a tuple that is too large to be a name."""
 
 
 def scan_zip(fd: int, path: str) -> None:
@@ -129,9 +144,11 @@ def scan_old_format(fd: int, path: str) -> None:
     with os.fdopen(os.dup(fd), "rb") as file, no_collection():
         file.seek(0)
         size = os.fstat(fd).st_size
-        for _ in range(_OLD_PICKLES):
-            if not _Scan(file, path, size).run():
+        for number in range(_OLD_PICKLES):
+            scan = _Scan(file, path, size)
+            if not scan.run():
                 return
+            scan.check_old(number)
 
 
 class _Scan:
@@ -150,7 +167,7 @@ class _Scan:
             b"(": self._mark, b"t": lambda: self._push_tuple(self._close()), b")": lambda: self._push_tuple([]),
             b"]": lambda: self.stack.append(_Made(items=[])), b"a": lambda: self._extend([self.stack.pop()]),
             b"e": lambda: self._extend(self._close()),
-            b"}": lambda: self.stack.append(_Made()), b"\x8f": lambda: self.stack.append(_Made()),
+            b"}": lambda: self.stack.append(_Made(is_dict=True)), b"\x8f": lambda: self.stack.append(_Made()),
             b"s": self._set_item, b"u": lambda: self._set_items(self._close()),
             b"c": self._global, b"R": self._call, b"\x81": self._call, b"b": self._build,
             b"X": self._text, b"U": self._short_text, b"\x8a": self._long,
@@ -177,6 +194,14 @@ class _Scan:
         except (IndexError, KeyError, error):
             return False
         return True
+
+    def check_old(self, number: int) -> None:
+        """Check what came of one of the pickles of the older format: two numbers, ..., the names of the storages."""
+        result = self.stack[-1] if self.stack else None
+        is_number = number >= _NUMBERS_FIRST or isinstance(result, int)
+        names = result.items if isinstance(result, _Made | _Tuple) and number == _OLD_PICKLES - 1 else None
+        if not is_number or not all(map(_is_text, names or ())):
+            raise damaged_pickle(self.path, "it does not begin, or end, as torch.save writes it")
 
     def _remember(self, opcode: bytes, number: int) -> None:
         if opcode in (b"q", b"r"):
@@ -240,9 +265,15 @@ class _Scan:
 
     def _long(self) -> None:
         raw = self.file.read(self.file.read(1)[0])
-        self.stack.append(_LARGE if len(raw) > _LONG_NAME else int.from_bytes(raw, "little", signed=True))
+        self.stack.append(int.from_bytes(raw, "little", signed=True))
 
     def _persistent(self) -> None:
+        """BINPERSID: a storage, whose key is a name."""
+        key = self.stack[-1]
+        if not isinstance(key, _Tuple) or not all(map(_is_plain, key.items)):
+            raise self._strange("a storage")
+        if key.items[0] != b"storage":
+            raise KeyError  # torch says that it takes nothing else
         self.stack[-1] = _Made()
 
     def _skip(self, count: int) -> None:
@@ -252,6 +283,8 @@ class _Scan:
     def _build(self) -> None:
         """BUILD: what the state holds is copied into the object."""
         state = self.stack.pop()
+        for one in (state, *(state.items if isinstance(state, _Tuple) else ())):
+            self._check_hashed("collections.OrderedDict", one)  # where it is a list, of pairs
         size = self._take(state)
         if isinstance(self.stack[-1], _Made):
             self.stack[-1].size += size
@@ -260,21 +293,25 @@ class _Scan:
         """REDUCE and NEWOBJ."""
         arguments = self.stack.pop()
         function = self.stack.pop()
+        if not isinstance(function, _Global):
+            raise self._strange("what is no function")
         self._check_call(function, arguments)
         size = self._take(arguments)
-        name = function.name if isinstance(function, _Global) else ""
+        name = function.name
         hashed: Any = self._name(arguments) if name in ("builtins.complex", "torch.Size") else None
         if name == "builtins.complex" and hashed is not _LARGE:
             hashed = complex(*hashed)
         self.stack.append(_Text(size) if name == "_codecs.encode" else _Made(size, name=hashed))
 
-    def _check_call(self, function: Any, arguments: Any) -> None:
+    def _check_call(self, function: _Global, arguments: Any) -> None:
         """Refuse a call of a function that torch allows, as no file of torch.save has it."""
-        name = function.name if isinstance(function, _Global) else ""
+        name = function.name
         items: list[Any] = arguments.items if isinstance(arguments, _Tuple) else [None]
         is_written = True
         if name == _NESTED_CALL:
             is_written = len(items) > 2 and isinstance(items[0], _Global) and items[0].name != _NESTED_CALL
+            if is_written and isinstance(items[1], _Global) and items[1].name.startswith("torch."):
+                is_written = _is_state(items[3:])
             if is_written:
                 self._check_call(items[0], items[2])
         elif name == "_codecs.encode":
@@ -288,6 +325,11 @@ class _Scan:
         elif name in _HASHING:
             is_written = isinstance(arguments, _Tuple)
             self._check_hashed(name, items[0] if items else None)
+        elif name.startswith(_REBUILDING) and name not in _OF_EXTENSIONS:
+            count = _WITH_DICTS.get(name, len(items))
+            is_written = isinstance(arguments, _Tuple) and not _holds_entries(
+                items[:count] if _is_state(items[count:]) else items
+            )
         elif name in _OF_EXTENSIONS:
             raise damaged_pickle(
                 self.path, "it has a tensor of a device that torch has by an extension. Save it from the CPU"
@@ -296,9 +338,12 @@ class _Scan:
             is_written = all(type(one) is int for one in items)
             self._charge(_NUMBER_BYTES * math.prod(max(0, one) for one in items) if is_written and items else 0)
         if not is_written:
-            raise damaged_pickle(
-                self.path, f"it calls {name} as pickle never does, which may take forever or fill the memory"
-            )
+            raise self._strange(name)
+
+    def _strange(self, what: str) -> DamagedCheckpointError:
+        return damaged_pickle(
+            self.path, f"it calls {what} as pickle never does, which may take forever or fill the memory"
+        )
 
     def _check_hashed(self, name: str, argument: Any) -> None:
         is_list = isinstance(argument, _Made) and argument.items is not None
@@ -311,7 +356,7 @@ class _Scan:
     def _check_name(self, key: Any) -> None:
         """Refuse a name that is hashed forever, or that has the hash of many others."""
         name = self._name(key)
-        is_choosable = isinstance(key, _Tuple) or name is not key
+        is_choosable = isinstance(key, _Tuple) or name is not key or _is_large(key)
         if name is _LARGE or (is_choosable and self.names.is_one_of_many(name)):
             raise self._endless()
 
@@ -345,6 +390,39 @@ class _Scan:
         self.left -= size
         if self.left < 0:
             raise damaged_pickle(self.path, "its calls make more than the file has, which may fill the memory")
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is a part of the key of a storage; the last one may be a tuple of them."""
+    if isinstance(value, _Tuple):
+        return value.count < _SHORT_KEY and all(map(_is_plain, value.items))
+    return value is None or isinstance(value, int | bytes | _Text | _Global)
+
+
+def _is_large(key: Any) -> bool:
+    """Whether it is a number whose hash a file can choose."""
+    return isinstance(key, int) and abs(key) >= _HASHED_AS_THEY_ARE
+
+
+def _is_state(rest: list[Any]) -> bool:
+    """Whether there is one argument, of attributes, as torch takes them."""
+    [state] = rest if len(rest) == 1 else [None]
+    parts = state.items if isinstance(state, _Tuple) else [state, None]
+    return len(parts) == 2 and all(one is None or (isinstance(one, _Made) and one.is_dict) for one in parts)
+
+
+def _holds_entries(values: list[Any]) -> bool:
+    """Whether a list or a dict with something in it is among values, or in a tuple there."""
+    waiting = list(values)
+    seen: set[int] = set()
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, _Tuple):
+            waiting += one.items if id(one) not in seen else ()
+            seen.add(id(one))
+        elif isinstance(one, _Made) and (one.items or (one.is_dict and one.size)):
+            return True
+    return False
 
 
 def _is_text(value: Any) -> bool:

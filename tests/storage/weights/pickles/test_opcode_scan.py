@@ -12,7 +12,19 @@ import torch
 from hfshard.errors import DamagedCheckpointError, UnsafePickleError
 from hfshard.storage.weights.pickles.opcode_scan import scan_zip
 from hfshard.storage.weights.pickles.reading import read_pickle
-from tests.attacks.files.torchfile import call, integer, legacy, mapping, named, of_one_hash, several, text, zipped
+from tests.attacks.files.torchfile import (
+    MAGIC,
+    call,
+    integer,
+    legacy,
+    mapping,
+    named,
+    of_one_hash,
+    pickled,
+    several,
+    text,
+    zipped,
+)
 
 Wrap = Callable[[bytes, Mapping[str, bytes]], bytes]
 
@@ -61,7 +73,8 @@ def test_what_torch_saves_passes(tmp_path: Path, is_zip: bool) -> None:
     value: dict[str, Any] = {
         "bytes": [bytearray(b"abc"), bytearray(), b"abc"],
         "numbers": [1, 300, 70_000, 1 << 70, -1, 0.5, 1j, True, False, None],
-        "sets": {1, (2, ("a", ()))},
+        "sets": {1, (2, ("a", ())), (1 << 63) + 5},
+        "hashes": {(1 << 63) + number: number for number in range(300)},
         "tensors": {f"layer.{number}.weight": torch.ones(1) for number in range(1200)},
     }
     torch.save(value, tmp_path / "run.pt", _use_new_zipfile_serialization=is_zip)
@@ -158,15 +171,24 @@ LAUGHING = b"](" * 25 + b"K\x01" + b"".join(b"q%ch%ce" % (number, number) for nu
         b"](" + ENTRIES + call("collections", "OrderedDict", b"h\x01") * MANY + b"e",
         b"](" + ENTRIES + (call("collections", "OrderedDict") + b"h\x01b") * MANY + b"e",
         b"](" + FLAT + call("torch", "Size", b"h\x01") * MANY + b"e",
-        call("torch._utils", "_rebuild_qtensor", LAUGHING),
         call("torch", "FloatTensor", integer(1 << 40)),
     ],
-    ids=["one text", "one dict", "one state", "one size", "a laugh as numbers", "a tensor of a number"],
+    ids=["one text", "one dict", "one state", "one size", "a tensor of a number"],
 )
 def test_calls_make_no_more_than_the_file_has(tmp_path: Path, body: bytes, wrap: Wrap) -> None:
     (tmp_path / "large.pt").write_bytes(wrap(body, {}))
     with pytest.raises(DamagedCheckpointError, match="its calls make more than the file has"):
         read_pickle(str(tmp_path / "large.pt"), str(tmp_path))
+
+
+@pytest.mark.parametrize("number", [1, 4], ids=["version", "storages"])
+def test_what_the_older_format_begins_and_ends_with_is_plain(tmp_path: Path, number: int) -> None:
+    """torch writes the version into its errors, and hashes the names of the storages."""
+    pickles = [integer(MAGIC), integer(1001), mapping({}), b"N", b"]"]
+    pickles[number] = b"](" + DOUBLED + b"e" if number == 4 else LAUGHING
+    (tmp_path / "odd.pt").write_bytes(b"".join(map(pickled, pickles)))
+    with pytest.raises(DamagedCheckpointError, match="does not begin, or end, as torch"):
+        read_pickle(str(tmp_path / "odd.pt"), str(tmp_path))
 
 
 def nested_calls(depth: int) -> bytes:
@@ -178,6 +200,21 @@ def nested_calls(depth: int) -> bytes:
 def test_calls_that_torch_save_does_not_write_are_refused(tmp_path: Path) -> None:
     bodies = {
         "it calls torch.FloatTensor as pickle never does": call("torch", "FloatTensor", LAUGHING),
+        "it calls torch._utils._rebuild_qtensor as": call("torch._utils", "_rebuild_qtensor", LAUGHING),
+        "it calls torch._utils._rebuild_qtensor as pickle": call(
+            "torch._utils", "_rebuild_qtensor", b"}K\x01" + LAUGHING + b"s"
+        ),
+        "it calls torch._utils._rebuild_parameter_with_state as pickle never does": call(
+            "torch._utils",
+            "_rebuild_parameter_with_state",
+            b"N",
+            b"\x89",
+            b"N",
+            several(b"}K\x01" + LAUGHING + b"s", b"NN"),
+        ),
+        "it calls what is no function as pickle never does": LAUGHING + b")R",
+        "it calls what is no function as": LAUGHING + b")\x81",
+        "it calls a storage as pickle never does": several(text("storage"), DOUBLED) + b"Q",
         "it calls builtins.complex as pickle never does": call("builtins", "complex", text("1000003-1j")),
         "it calls torch.Size as pickle never does": call("torch", "Size", b"](K\x01K\x02e"),
         "it calls torch._tensor._rebuild_from_type_v2 as": nested_calls(900) + b"R",
@@ -199,10 +236,11 @@ def test_calls_that_torch_save_does_not_write_are_refused(tmp_path: Path) -> Non
         b"}" + DOUBLED + b"Ns",
         b"}(" + DOUBLED + b"Nu",
         call("builtins", "set", b"]" + DOUBLED + b"a"),
-        b"}(" + b"".join(b"\x8a\x0a" + (at * (2**61 - 1)).to_bytes(10, "little") + b"N" for at in range(9, 99)) + b"u",
+        b"}(" + b"".join(b"\x8a\x0a" + (at * (2**61 - 1)).to_bytes(10, "little") + b"N" for at in range(9, 999)) + b"u",
+        call("collections", "OrderedDict") + b"](" + b"".join(pair + b"N\x86" for pair in COLLIDING) + b"eb",
         *HASHED.values(),
     ],
-    ids=["a name", "one of several", "in a set", "numbers of one hash", *HASHED],
+    ids=["a name", "one of several", "in a set", "numbers of one hash", "pairs of a state", *HASHED],
 )
 def test_names_that_are_hashed_forever_are_refused(tmp_path: Path, body: bytes, wrap: Wrap) -> None:
     (tmp_path / "endless.pt").write_bytes(wrap(body, {}))
