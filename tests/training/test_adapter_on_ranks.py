@@ -13,9 +13,10 @@ from transformers import BertModel
 
 from hfshard.training import CheckpointManager, TrainingState
 from tests.distributed.gloo import check_ranks
-from tests.training.test_adapter import adapted, base, output
+from tests.training.test_adapter import RENAMED, adapted, base, output
 
 peft = pytest.importorskip("peft")
+pytestmark = RENAMED
 __all__ = ["base"]
 
 
