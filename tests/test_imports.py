@@ -38,7 +38,8 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "__main__",
     ),
     "_util": (
-        "address_hints arguments file_errors garbage importing own_descriptor progress size text threads",
+        "arguments file_errors garbage importing own_descriptor progress size text threads",
+        "address_hints",
         "addresses",
         "paths",
     ),

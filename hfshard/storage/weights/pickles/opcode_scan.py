@@ -106,6 +106,8 @@ class _Made:
     items: list[Any] | None = None
     """Of a list, what is in it."""
     is_dict: bool = False
+    is_foreign: bool = False
+    """Whether a function made it that torch does not call, but may be what `hfshard.training` describes."""
     name: Hashable = None
     """What is hashed in its place, where a file can choose the hash."""
 
@@ -293,6 +295,8 @@ class _Scan:
         """REDUCE and NEWOBJ."""
         arguments = self.stack.pop()
         function = self.stack.pop()
+        if isinstance(function, _Made) and function.is_foreign:
+            function = _Global("")
         if not isinstance(function, _Global):
             raise self._strange("what is no function")
         self._check_call(function, arguments)
@@ -301,7 +305,9 @@ class _Scan:
         hashed: Any = self._name(arguments) if name in ("builtins.complex", "torch.Size") else None
         if name == "builtins.complex" and hashed is not _LARGE:
             hashed = complex(*hashed)
-        self.stack.append(_Text(size) if name == "_codecs.encode" else _Made(size, name=hashed))
+        is_foreign = not name.startswith("torch.") and name not in _HASHING
+        made = _Made(size, name=hashed, is_foreign=is_foreign)
+        self.stack.append(_Text(size) if name == "_codecs.encode" else made)
 
     def _check_call(self, function: _Global, arguments: Any) -> None:
         """Refuse a call of a function that torch allows, as no file of torch.save has it."""
