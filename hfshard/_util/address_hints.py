@@ -56,9 +56,8 @@ def check_slashes(text: str, argument: str) -> None:
     match = _LOST_SLASH.match(text)
     if match is None:
         return
-    scheme, rest = match[1].lower(), text[match.end() :]
     shown = without_url_secrets(text)
-    rest = without_url_secrets(f"{match[1]}://{rest}").partition("://")[2]
+    scheme, rest = match[1].lower(), shown[match.end() :]
     if scheme == "file":
         advice = f"Write the path alone: {'/' + rest!r}."
     else:
