@@ -45,7 +45,7 @@ except ModuleNotFoundError as error:
         "https://learn.microsoft.com/windows/wsl"
     ) from error
 
-from hfshard._util.importing.lazy import lazy_exports
+from hfshard._util.lazy_imports import lazy_exports
 from hfshard.constants import VERSION
 
 __version__ = VERSION
@@ -74,7 +74,7 @@ _HOMES = {
     "install": "pretrained.installed.switch",
     "load_model": "load",
     "load_state_dict": "load",
-    "parse_size": "_util.size",
+    "parse_size": "_util.text",
     "plan_shards": "planning.plan",
     "pull_checkpoint": "transfer.pull",
     "push_checkpoint": "transfer.push",
@@ -98,7 +98,7 @@ if TYPE_CHECKING:
     from hfshard import hub as hub
     from hfshard import signing as signing
     from hfshard import training as training
-    from hfshard._util.size import parse_size as parse_size
+    from hfshard._util.text import parse_size as parse_size
     from hfshard.errors import HfshardError as HfshardError
     from hfshard.hub.repo_tree import PushResult as PushResult
     from hfshard.load import load_model as load_model

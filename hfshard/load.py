@@ -11,9 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hfshard._util.arguments import refuse_unknown
-from hfshard._util.file_errors import names_files
-from hfshard._util.paths import path_text
+from hfshard._util.arguments import names_files, path_text, refuse_unknown
 from hfshard.distributed.liveness.call_group import among
 from hfshard.distributed.loading import (
     check_like,

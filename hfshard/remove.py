@@ -8,8 +8,7 @@ from dataclasses import replace
 from typing import Final
 
 from hfshard._util.addresses import is_address
-from hfshard._util.file_errors import names_files
-from hfshard._util.paths import absolute_path
+from hfshard._util.arguments import absolute_path, names_files
 from hfshard._util.text import list_some
 from hfshard.constants import MARKS
 from hfshard.errors import (

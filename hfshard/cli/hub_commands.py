@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 
-from hfshard._util.size import format_size
+from hfshard._util.text import format_size
 from hfshard.cli.output import print_json, print_message, print_text, printable, short_hash, table
 from hfshard.hub.directory.hub import DirectoryHub
 from hfshard.hub.pushing.request import PushOptions

@@ -10,8 +10,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Final
 
-from hfshard._util.address_hints import check_slashes
-from hfshard._util.addresses import is_address
+from hfshard._util.addresses import check_slashes, is_address
 from hfshard.cli.arguments.parser import make_parser
 from hfshard.cli.output import drop_output, print_message, replace_closed_streams, use_any_encoding
 from hfshard.cli.run.words import COMMAND, split_words

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from typing import Final
 
 from hfshard._util.addresses import is_address
-from hfshard._util.size import format_size
+from hfshard._util.text import format_size
 from hfshard.cli.output import count_of, is_confirmed, print_json, print_message, print_text, printable, table
 from hfshard.errors import InvalidArgumentError
 from hfshard.removal.removal_plan import RemovalReport

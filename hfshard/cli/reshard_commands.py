@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
-from hfshard._util.size import format_size
+from hfshard._util.text import format_size
 from hfshard.cli.output import checksum_text, count_of, print_json, print_message, print_text, printable, table
 from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError
 from hfshard.hub.resolve import CheckpointQuery

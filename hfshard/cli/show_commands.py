@@ -6,7 +6,7 @@ import argparse
 import os
 from typing import Final
 
-from hfshard._util.size import format_size
+from hfshard._util.text import format_size
 from hfshard.cli.output import print_json, print_text, printable
 from hfshard.viewing.show import show_checkpoint
 from hfshard.viewing.stills import Still, parse_still_size

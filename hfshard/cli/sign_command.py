@@ -9,7 +9,7 @@ import sys
 from dataclasses import asdict
 from typing import Any, Final
 
-from hfshard._util.size import format_size
+from hfshard._util.text import format_size
 from hfshard.cli.output import count_of, print_json, print_text, printable
 from hfshard.errors import InvalidArgumentError
 from hfshard.signing.sign import sign_checkpoint

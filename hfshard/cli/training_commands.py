@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from hfshard._util.size import format_size
+from hfshard._util.text import format_size
 from hfshard.cli import reshard_commands
 from hfshard.cli.commands import print_problems
 from hfshard.cli.output import print_json, print_message, print_text, printable, table

@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch.distributed as dist
 
 from hfshard._util.addresses import is_address
-from hfshard._util.paths import absolute_path
+from hfshard._util.arguments import absolute_path
 from hfshard.distributed.exchange.holders import Holders
 from hfshard.distributed.exchange.listing import HeldTensor, Listing, Mesh, RankGroup, digest_of, list_tensors
 from hfshard.distributed.exchange.outcome import SaveOutcome

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hfshard._util.importing.lazy import lazy_exports
+from hfshard._util.lazy_imports import lazy_exports
 
 # Public name -> the module that defines it, imported when it is first used: huggingface_hub takes time to import.
 _HOMES = {

@@ -6,9 +6,8 @@ import os
 from typing import Final
 from urllib.parse import unquote, urlsplit
 
-from hfshard._util.address_hints import check_slashes, suggest_address
-from hfshard._util.addresses import names_store, parse_address
-from hfshard._util.paths import absolute_path, path_text
+from hfshard._util.addresses import check_slashes, names_store, parse_address, suggest_address
+from hfshard._util.arguments import absolute_path, path_text
 from hfshard._util.text import without_url_secrets
 from hfshard.errors import InvalidArgumentError
 from hfshard.storage.disk.hub_place import has_hub_marker

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from functools import partial
 
-from hfshard._util.paths import absolute_path
+from hfshard._util.arguments import absolute_path
 from hfshard.constants import CONFIG_NAME
 from hfshard.errors import IntegrityError
 from hfshard.hub.address import directory_of

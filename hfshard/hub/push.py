@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from hfshard._util.paths import absolute_path
+from hfshard._util.arguments import absolute_path
 from hfshard.hub.address import absolute_address
 from hfshard.hub.pushing.local_files import directory_contents
 from hfshard.hub.pushing.push_files import push_files

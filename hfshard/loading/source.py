@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from hfshard._util.addresses import is_address, refuse_hub_arguments
-from hfshard._util.paths import absolute_path, path_text
+from hfshard._util.arguments import absolute_path, path_text
 from hfshard._util.progress import bytes_bar
 from hfshard.constants import CONFIG_NAME, SAFETENSORS_SUFFIX
 from hfshard.errors import (

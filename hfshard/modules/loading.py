@@ -15,7 +15,7 @@ from typing import Any, Final
 from torch import nn
 
 from hfshard._util.addresses import is_address
-from hfshard._util.paths import path_text
+from hfshard._util.arguments import path_text
 from hfshard._util.text import list_some
 from hfshard.constants import CHANGED_RETRIES, CONFIG_NAME, WEIGHTS_OVERRIDE_KEY
 from hfshard.distributed.loading import load_opened

@@ -15,8 +15,7 @@ from huggingface_hub import PyTorchModelHubMixin
 from torch import nn
 
 from hfshard._util.addresses import is_address, refuse_hub_arguments
-from hfshard._util.arguments import refuse_pickles, refuse_unknown
-from hfshard._util.paths import absolute_path
+from hfshard._util.arguments import absolute_path, refuse_pickles, refuse_unknown
 from hfshard.constants import CONFIG_NAME, DEFAULT_MAX_SHARD_SIZE, README
 from hfshard.errors import InvalidArgumentError
 from hfshard.modules.upstream import as_dict, config_json, noted_config

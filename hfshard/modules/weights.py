@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from hfshard._util.file_errors import names_files
+from hfshard._util.arguments import names_files
 from hfshard.distributed.saving import decline_save, save_anywhere, telling_other_ranks
 from hfshard.distributed.spread_tensor import has_spread
 from hfshard.saving.options import SaveOptions

@@ -12,9 +12,8 @@ from typing import Any, cast
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hfshard._util.address_hints import has_lost_slash
-from hfshard._util.addresses import is_address
-from hfshard._util.paths import path_text
+from hfshard._util.addresses import has_lost_slash, is_address
+from hfshard._util.arguments import path_text
 from hfshard.constants import CHANGED_RETRIES
 from hfshard.distributed.agreement import current_agreement
 from hfshard.errors import (

@@ -13,8 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hfshard._util.addresses import is_address, refuse_hub_arguments
-from hfshard._util.arguments import refuse_pickles, refuse_unknown
-from hfshard._util.paths import absolute_path
+from hfshard._util.arguments import absolute_path, refuse_pickles, refuse_unknown
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
 from hfshard.distributed.liveness.call_group import has_other_ranks
 from hfshard.distributed.pushing.together import PushTogether, push_together

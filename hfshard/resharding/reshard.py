@@ -11,7 +11,7 @@ from typing import Final
 import torch
 
 from hfshard._util.addresses import is_address
-from hfshard._util.paths import absolute_path
+from hfshard._util.arguments import absolute_path
 from hfshard.constants import README, SIGNATURE_NAME
 from hfshard.errors import InvalidArgumentError
 from hfshard.hub.own_files import OwnFiles

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hfshard._util.size import parse_size
+from hfshard._util.text import parse_size
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
 from hfshard.errors import InvalidArgumentError
 from hfshard.planning.plan import Packing, check_packing

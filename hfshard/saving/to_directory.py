@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 
 from hfshard._util.addresses import is_address
-from hfshard._util.paths import absolute_path
+from hfshard._util.arguments import absolute_path
 from hfshard._util.progress import bytes_bar
 from hfshard.planning.plan import with_one_more_shard
 from hfshard.saving.prepare import avoid_taken_names, needs_new_names, plan_request, with_free_names, write_staged

@@ -12,7 +12,7 @@ from typing import Final
 
 from hfshard._util.progress import bytes_bar
 from hfshard._util.text import list_some
-from hfshard._util.threads import in_threads
+from hfshard._util.threads import deferred_interrupt, in_threads
 from hfshard.constants import (
     CONFIG_NAME,
     COPY_BYTES,
@@ -45,7 +45,6 @@ from hfshard.saving.store_commit import (
 )
 from hfshard.saving.store_plan import StoreState, lower_objects, next_id, read_state
 from hfshard.saving.writing import OwnShardWriter, ShardWriter
-from hfshard.storage.commit.interrupts import deferred_interrupt
 from hfshard.storage.disk.byte_source import ByteSource, has_same_bytes
 from hfshard.storage.format.index import CheckpointIndex
 from hfshard.storage.format.stored_save import SaveId, is_save_index, save_of, split_object_name

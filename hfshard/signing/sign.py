@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from hfshard._util.addresses import is_address
-from hfshard._util.file_errors import names_files
-from hfshard._util.paths import absolute_path
+from hfshard._util.arguments import absolute_path, names_files
 from hfshard._util.progress import bytes_bar
 from hfshard._util.text import list_some
 from hfshard.constants import MAX_INDEX_BYTES, SAFETENSORS_SUFFIX, SIGNATURE_NAME

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hfshard._util.paths import absolute_path
+from hfshard._util.arguments import absolute_path
 from hfshard.errors import InvalidArgumentError
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Final
 
-from hfshard._util.size import parse_size
+from hfshard._util.text import parse_size
 from hfshard.errors import InvalidArgumentError, InvalidSizeError
 
 MEMORY_VARIABLE: Final = "HFSHARD_STORE_MEMORY"

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hfshard._util.file_errors import names_files
-from hfshard._util.paths import absolute_path
+from hfshard._util.arguments import absolute_path, names_files
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
 from hfshard.distributed.liveness.call_group import among, check_process_group, has_other_ranks
 from hfshard.errors import CheckpointNotFoundError

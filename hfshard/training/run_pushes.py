@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal, Unpack, overload
 
 import torch.distributed as dist
 
-from hfshard._util.file_errors import names_files
+from hfshard._util.arguments import names_files
 from hfshard.distributed.liveness.call_group import among
 from hfshard.distributed.pushing.together import push_together
 from hfshard.hub.address import absolute_address

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from hfshard._util.file_errors import names_files
+from hfshard._util.arguments import names_files
 from hfshard.errors import CheckpointNotFoundError, HfshardError, InvalidArgumentError
 from hfshard.training.run.finding import Level, checkpoint_of_step, current_problems, manifests_in, newest_whole
 from hfshard.training.run.places.protocols import RunPlace

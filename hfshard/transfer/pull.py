@@ -6,8 +6,7 @@ import os
 from collections.abc import Sequence
 
 from hfshard._util.addresses import is_address, names_store
-from hfshard._util.file_errors import names_files
-from hfshard._util.paths import absolute_path, path_text
+from hfshard._util.arguments import absolute_path, names_files, path_text
 from hfshard.errors import InvalidArgumentError
 from hfshard.hub.pull import pull_from_hub
 from hfshard.hub.resolve import CheckpointQuery

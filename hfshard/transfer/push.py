@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 
 from hfshard._util.addresses import is_address, names_store, parse_address
-from hfshard._util.file_errors import names_files
-from hfshard._util.paths import absolute_path, path_text
+from hfshard._util.arguments import absolute_path, names_files, path_text
 from hfshard.errors import InvalidArgumentError
 from hfshard.hub.address import absolute_address
 from hfshard.hub.push import push_directory

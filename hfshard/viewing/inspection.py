@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
 
-from hfshard._util.paths import absolute_path
+from hfshard._util.arguments import absolute_path
 from hfshard.constants import SIGNATURE_NAME
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.loading.options import LoadOptions

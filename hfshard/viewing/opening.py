@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 from hfshard._util.addresses import is_address, parse_address
-from hfshard._util.paths import absolute_path, path_text
+from hfshard._util.arguments import absolute_path, path_text
 from hfshard.errors import AmbiguousWeightsError, CheckpointNotFoundError, InvalidArgumentError
 from hfshard.hub.address import split_address
 from hfshard.hub.resolve import CheckpointQuery

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from hfshard._util.addresses import is_address
-from hfshard._util.paths import absolute_path, path_text
+from hfshard._util.arguments import absolute_path, path_text
 from hfshard.errors import HfshardError
 from hfshard.storage.checkpoint.report import Problem
 from hfshard.training.run.finding import current_problems

@@ -6,8 +6,8 @@ import os
 from typing import Any
 
 from hfshard._util.addresses import is_address, refuse_hub_arguments
-from hfshard._util.file_errors import names_files
-from hfshard._util.size import parse_size
+from hfshard._util.arguments import names_files
+from hfshard._util.text import parse_size
 from hfshard.errors import InvalidArgumentError, InvalidPathError
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.loading.options import LoadOptions

@@ -10,7 +10,7 @@ from torch import nn
 
 import hfshard
 from hfshard._util.addresses import StoreAddress, is_address, parse_address, refuse_hub_arguments
-from hfshard._util.paths import absolute_path
+from hfshard._util.arguments import absolute_path
 from hfshard.errors import InvalidArgumentError, InvalidPathError
 
 

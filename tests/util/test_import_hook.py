@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from hfshard._util.importing.import_hook import when_imported
+from hfshard._util.import_hook import when_imported
 
 NAME = "hooked_package.late"
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hfshard._util.paths import absolute_path, path_text
+from hfshard._util.arguments import absolute_path, path_text
 from hfshard.errors import InvalidPathError
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy
 import pytest
 
-from hfshard._util.size import format_size, parse_size
+from hfshard._util.text import format_size, parse_size
 from hfshard.errors import HfshardError, InvalidSizeError, InvalidSizeTypeError
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from hfshard._util.size import parse_size
+from hfshard._util.text import parse_size
 
 REPO = "org/name on the Hub, or a path or file:// URL of a directory that serves as a hub"
 STORE = "s3://bucket/prefix, gs://..., az://... or hf://buckets/org/name/prefix"

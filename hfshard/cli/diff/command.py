@@ -7,8 +7,8 @@ import shutil
 import sys
 from typing import Any
 
-from hfshard._util.paths import absolute_path
-from hfshard._util.size import format_size
+from hfshard._util.arguments import absolute_path
+from hfshard._util.text import format_size
 from hfshard.cli.diff.as_json import diff_as_json
 from hfshard.cli.diff.heat_map import HeatMapStyle, heat_maps
 from hfshard.cli.diff.tables import (

@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from hfshard._util.size import format_size
-from hfshard._util.text import list_some
+from hfshard._util.text import format_size, list_some
 from hfshard.cli.output import count_of, printable, shortened, table
 from hfshard.viewing.diff.renames import rename_rules
 from hfshard.viewing.diff.report import CheckpointDiff, TensorDiff

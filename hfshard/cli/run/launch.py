@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from typing import Final, NoReturn
 
 from hfshard._util.addresses import is_address
-from hfshard._util.importing.announcement import ANNOUNCED, announce
+from hfshard._util.import_hook import ANNOUNCED, announce
 from hfshard._util.text import without_url_secrets
 from hfshard.cli.output import printable
 from hfshard.cli.run.words import split_python_options

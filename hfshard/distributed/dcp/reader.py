@@ -24,8 +24,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from hfshard._util.addresses import is_address
-from hfshard._util.file_errors import names_files
-from hfshard._util.paths import path_text
+from hfshard._util.arguments import names_files, path_text
 from hfshard.distributed.dcp.chunks import check_held, chunk_box, state_dict_of
 from hfshard.distributed.layout import box_shape, clip_box
 from hfshard.distributed.reading import BoxTarget, read_parts, stored_tensors

@@ -15,8 +15,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.futures import Future
 
 from hfshard._util.addresses import is_address
-from hfshard._util.file_errors import names_files
-from hfshard._util.paths import absolute_path
+from hfshard._util.arguments import absolute_path, names_files
 from hfshard._util.text import error_words
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
 from hfshard.distributed.dcp.chunks import check_held, chunk_box, state_dict_of

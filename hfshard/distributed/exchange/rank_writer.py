@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from hfshard._util.addresses import is_address
 from hfshard._util.progress import ProgressCallback
-from hfshard._util.threads import start_thread
+from hfshard._util.threads import deferred_interrupt, start_thread
 from hfshard.distributed.exchange.holders import Holders
 from hfshard.distributed.exchange.incoming import Incoming
 from hfshard.distributed.exchange.listing import HeldTensor
@@ -23,7 +23,6 @@ from hfshard.distributed.status import SaveStatus
 from hfshard.errors import HfshardError
 from hfshard.saving.linking import KnownFile, link_if_same
 from hfshard.saving.stores.upload import upload_files
-from hfshard.storage.commit.interrupts import deferred_interrupt
 from hfshard.storage.format.index import FileDigest
 from hfshard.storage.tensors.tensor_layout import RawTensor
 from hfshard.storage.weights.safetensors_writer import WriteJob, fingerprint_of_job, write_shards

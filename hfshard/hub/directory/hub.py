@@ -24,8 +24,7 @@ import os
 from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
-from hfshard._util.file_errors import names_files
-from hfshard._util.paths import absolute_path, path_text
+from hfshard._util.arguments import absolute_path, names_files, path_text
 from hfshard.constants import MAX_INDEX_BYTES
 from hfshard.errors import HubError, HubNotFoundError
 from hfshard.hub.address import directory_of

@@ -16,7 +16,7 @@ from filelock import Timeout
 from huggingface_hub import constants
 from huggingface_hub.utils import WeakFileLock
 
-from hfshard._util.paths import absolute_directory
+from hfshard._util.arguments import absolute_directory
 from hfshard.errors import HubError, UnsafePathError
 from hfshard.hub.repo_tree import RemoteFile, is_plain_path
 from hfshard.storage.disk.fsops import sync_directory

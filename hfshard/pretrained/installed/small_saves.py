@@ -16,8 +16,8 @@ from types import ModuleType
 from typing import Any, Final
 
 from hfshard._util.addresses import SCHEMES, StoreAddress, is_address, parse_address
-from hfshard._util.importing.import_hook import when_imported
-from hfshard._util.paths import absolute_path
+from hfshard._util.arguments import absolute_path
+from hfshard._util.import_hook import when_imported
 from hfshard.pretrained.installed.settings import current_settings
 
 logger = logging.getLogger(__name__)

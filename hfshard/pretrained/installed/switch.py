@@ -5,8 +5,7 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any, Final
 
-from hfshard._util.importing.announcement import announce
-from hfshard._util.importing.import_hook import when_imported
+from hfshard._util.import_hook import announce, when_imported
 from hfshard.pretrained.installed.settings import (
     Installation,
     Settings,

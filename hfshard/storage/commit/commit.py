@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
+from hfshard._util.threads import deferred_interrupt
 from hfshard.constants import CONFIG_NAME, STAGING_DIRECTORY
 from hfshard.errors import CommitUndoneError, CommitUnfinishedError, HfshardError, SaveDirectoryError
 from hfshard.storage.commit.directory_state import DirectoryState, read_state
-from hfshard.storage.commit.interrupts import deferred_interrupt
 from hfshard.storage.commit.pending_deletes import note_pending_deletes
 from hfshard.storage.commit.rollback import Rollback
 from hfshard.storage.commit.steps import CommitPlan, CommitStep

@@ -10,7 +10,7 @@ from math import prod
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
-from hfshard._util.garbage import no_collection
+from hfshard._util.threads import no_collection
 from hfshard.constants import DATA_ALIGNMENT, LFS_POINTER_MARK, MAX_DIMENSIONS, MAX_HEADER_BYTES
 from hfshard.errors import DamagedCheckpointError, UnstorableTensorError, remedy
 from hfshard.storage.format.strict_json import parse_json_object, without_padding

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from hfshard._util.garbage import no_collection
+from hfshard._util.threads import no_collection
 from hfshard.storage.tensors.dtypes import DTYPE_NAMES
 from hfshard.storage.tensors.tensor_bytes import check_storable, is_plain
 from hfshard.storage.tensors.tensor_layout import TensorLike, tensor_layout

@@ -10,7 +10,7 @@ from typing import Final, cast
 
 import torch
 
-from hfshard._util.garbage import no_collection
+from hfshard._util.threads import no_collection
 from hfshard.constants import MAX_HEADER_BYTES
 from hfshard.errors import CheckpointChangedError, MissingShardError
 from hfshard.storage.disk.block_reader import read_blocks, read_places

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, Literal, TypedDict
 
 from hfshard._util.addresses import is_address, refuse_hub_arguments
-from hfshard._util.paths import absolute_path
+from hfshard._util.arguments import absolute_path
 from hfshard.constants import README, SAFETENSORS_SUFFIX
 from hfshard.errors import (
     CheckpointNotFoundError,

@@ -8,8 +8,8 @@ from typing import Any, Final
 
 from torch import nn
 
+from hfshard._util.threads import deferred_interrupt
 from hfshard.errors import StateDictMismatchError
-from hfshard.storage.commit.interrupts import deferred_interrupt
 from hfshard.training.data.external_loader import LoaderTracker
 from hfshard.training.parts.optimizers.inner import refuse_parted, with_inner
 from hfshard.training.parts.optimizers.optimizer import plan_optimizer

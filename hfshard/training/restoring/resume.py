@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 
 from hfshard._util.addresses import is_address
-from hfshard._util.paths import absolute_path
+from hfshard._util.arguments import absolute_path
 from hfshard.errors import (
     CheckpointChangedError,
     CheckpointNotFoundError,

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Final, TypeVar
 
 from hfshard._util.addresses import is_address
-from hfshard._util.file_errors import names_files
+from hfshard._util.arguments import names_files
 from hfshard.errors import CheckpointChangedError, InvalidArgumentError
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.loading.options import LoadOptions

@@ -8,7 +8,7 @@ from itertools import islice
 from math import prod
 from typing import Any, Final
 
-from hfshard._util.size import format_size
+from hfshard._util.text import format_size
 from hfshard.viewing.inspection import FileEntry, Inspection
 from hfshard.viewing.page.name_tree import NameTree, coded_labels, make_name_tree
 from hfshard.viewing.page.page import NO_NAME, Fact, Page, shown, shown_value

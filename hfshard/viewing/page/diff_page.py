@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, Final
 
-from hfshard._util.size import format_size
+from hfshard._util.text import format_size
 from hfshard.viewing.diff.headline import headline
 from hfshard.viewing.diff.report import CheckpointDiff, DiffKind, TensorDiff, ValueDiff
 from hfshard.viewing.layers import LayerStack, layer_grid

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import jinja2
 
-from hfshard._util.size import format_size
+from hfshard._util.text import format_size
 from hfshard.constants import VERSION
 from hfshard.viewing.page.page import Page, PageKind
 

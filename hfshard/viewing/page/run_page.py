@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from hfshard._util.size import format_size
+from hfshard._util.text import format_size
 from hfshard.viewing.page.charts import HEIGHT, Bar, Line, bars_of, labels_of_bars, line_of
 from hfshard.viewing.page.page import Fact, Page, shown, shown_value
 from hfshard.viewing.runs.listing import ListedCheckpoint

@@ -7,8 +7,7 @@ import secrets
 import stat
 from typing import Final
 
-from hfshard._util.file_errors import names_files
-from hfshard._util.paths import absolute_directory
+from hfshard._util.arguments import absolute_directory, names_files
 from hfshard.errors import InvalidPathError
 from hfshard.storage.disk.fsops import rename, unlink_if_there, write_file
 

@@ -102,7 +102,7 @@ def copy(context: Context) -> Job:
 
 
 def _new_files(context: Context) -> list[tuple[Path, int]]:
-    from hfshard._util.size import parse_size
+    from hfshard._util.text import parse_size
 
     return files_of(context.target, total_bytes(context.specs), parse_size(context.size.reshard_size))
 

@@ -148,7 +148,7 @@ def with_dcp(context: Context) -> Job:
 
 def at_the_limit(context: Context) -> Job:
     """Write as many bytes from aligned memory into files of the shards' size."""
-    from hfshard._util.size import parse_size
+    from hfshard._util.text import parse_size
 
     files = files_of(context.target, total_bytes(context.specs), parse_size(context.size.shard_size))
     memory = random_memory(files)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from hfshard._util.size import format_size
+from hfshard._util.text import format_size
 from hfshard.errors import InvalidArgumentError
 from hfshard.storage.checkpoint.report import Problem
 from hfshard.training import CheckpointManager, TrainingState

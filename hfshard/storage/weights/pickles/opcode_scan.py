@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from struct import Struct, error
 from typing import IO, Any, Final
 
-from hfshard._util.garbage import no_collection
+from hfshard._util.threads import no_collection
 from hfshard.errors import DamagedCheckpointError
 from hfshard.storage.weights.pickles.name_hashes import NameHashes
 from hfshard.storage.weights.pickles.zip_check import damaged_pickle, pickle_record

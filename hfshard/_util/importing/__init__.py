@@ -1,1 +1,0 @@
-"""Imports that wait until a name is used, and what happens when a module is imported."""
