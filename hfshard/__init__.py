@@ -65,7 +65,7 @@ _HOMES = {
     "ShardPlan": "planning.plan",
     "ShardedModelMixin": "modules.mixin",
     "TensorDiff": "viewing.diff.report",
-    "TensorSpec": "storage.tensors.tensor_spec",
+    "TensorSpec": "tensors.stored_tensor",
     "VerifyReport": "storage.checkpoint.report",
     "diff_checkpoints": "viewing.diff.checkpoints",
     "distributed": "distributed",
@@ -119,7 +119,7 @@ if TYPE_CHECKING:
     from hfshard.storage.checkpoint.report import VerifyReport as VerifyReport
     from hfshard.storage.format.index import CheckpointIndex as CheckpointIndex
     from hfshard.storage.format.index import FileDigest as FileDigest
-    from hfshard.storage.tensors.tensor_spec import TensorSpec as TensorSpec
+    from hfshard.tensors.stored_tensor import TensorSpec as TensorSpec
     from hfshard.training.manager import CheckpointManager as CheckpointManager
     from hfshard.transfer.pull import pull_checkpoint as pull_checkpoint
     from hfshard.transfer.push import push_checkpoint as push_checkpoint

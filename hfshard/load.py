@@ -29,9 +29,9 @@ from hfshard.loading.source import CheckpointSource, open_source_by_ranges, with
 from hfshard.pretrained.request import is_plain_class
 from hfshard.signing.required import required_signature
 from hfshard.signing.signed_by import SignedBy
-from hfshard.state_dicts.keys import KeySelection
 from hfshard.storage.checkpoint.checkpoint import FilesOf, Verify
 from hfshard.storage.weights.tensor_reader import ReadMode
+from hfshard.tensors.parameter_names import KeySelection
 
 _QUERY_ARGUMENTS: Final = frozenset(
     ("variant", "subfolder", "use_safetensors", "revision", "token", "cache_dir", "local_files_only")

@@ -21,9 +21,9 @@ from hfshard.planning.plan import Packing
 from hfshard.pretrained.request import is_pretrained
 from hfshard.saving.options import SaveOptions
 from hfshard.saving.request import request_from_state_dict
-from hfshard.state_dicts.wrappers import unwrap
 from hfshard.storage.format.index import CheckpointIndex
 from hfshard.storage.format.integrity import Checksum
+from hfshard.tensors.parameter_names import unwrap
 
 
 @names_files("save_directory")

@@ -48,6 +48,15 @@ MOVING = {
 # What is not ours, beyond the standard library -> the entries of the package that import it when they run.
 FOREIGN = {
     "torch": {
+        "checkpoint",
+        "commit",
+        "disk",
+        "format",
+        "models",
+        "pickles",
+        "places",
+        "shards",
+        "tensors",
         "distributed",
         "load",
         "loading",
@@ -63,8 +72,8 @@ FOREIGN = {
         "training",
         "viewing",
     },
-    "numpy": {"distributed", "training", "viewing"},
-    "xxhash": {"storage"},
+    "numpy": {"disk", "pickles", "tensors", "distributed", "training", "viewing"},
+    "xxhash": {"format", "shards", "storage"},
     "tqdm": {"_util"},
     "transformers": {"pretrained", "training"},
     "accelerate": {"training"},

@@ -17,16 +17,21 @@ from hfshard.errors import HfshardError, InvalidArgumentError, StateDictMismatch
 from hfshard.loading.into_module import load_into_module
 from hfshard.loading.options import LoadOptions
 from hfshard.loading.source import CheckpointSource
-from hfshard.state_dicts.dtensors import is_dtensor, is_sharded_tensor, local_tensor
-from hfshard.state_dicts.keys import compare
-from hfshard.state_dicts.partitioned import refuse_partitioned
-from hfshard.state_dicts.state_dict import assign, collect_state_dict, refuse_freed
-from hfshard.state_dicts.tied import find_shared_tensors
-from hfshard.state_dicts.wrappers import without_wrappers, wrapped_prefixes
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.storage.format.index import CheckpointIndex
-from hfshard.storage.tensors.tensor_bytes import is_plain_type
 from hfshard.storage.weights.safetensors_file import SafetensorsFile
+from hfshard.tensors.parameter_names import compare, without_wrappers, wrapped_prefixes
+from hfshard.tensors.state_dict import (
+    assign,
+    collect_state_dict,
+    is_dtensor,
+    is_sharded_tensor,
+    local_tensor,
+    refuse_freed,
+    refuse_partitioned,
+)
+from hfshard.tensors.stored_tensor import is_plain_type
+from hfshard.tensors.tied import find_shared_tensors
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

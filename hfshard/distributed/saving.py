@@ -30,7 +30,7 @@ from hfshard.saving.request import SaveRequest
 from hfshard.saving.to_directory import save_request
 from hfshard.saving.writing import OwnShardWriter
 from hfshard.storage.format.index import CheckpointIndex
-from hfshard.storage.tensors.tensor_layout import RawTensor, TensorLayout, TensorLike
+from hfshard.tensors.stored_tensor import RawTensor, TensorLayout, TensorLike
 
 _TELL_SECONDS: Final = 5.0
 """How long a rank that failed waits for others whom it might tell so."""

@@ -9,8 +9,8 @@ from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 
+from hfshard.disk.fsops import is_remote
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
-from hfshard.storage.disk.file_system import is_remote
 from hfshard.storage.format.integrity import sha256_of
 from hfshard.storage.weights.pickles.pickle_file import PickleFile
 from hfshard.storage.weights.ranged.ranged_shard import RangedShard

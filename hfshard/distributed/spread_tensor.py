@@ -22,8 +22,8 @@ from hfshard.distributed.layout import (
 )
 from hfshard.distributed.runs import Runs
 from hfshard.errors import UnstorableTensorError
-from hfshard.state_dicts.dtensors import is_dtensor, local_tensor, refuse_sharded_tensors
-from hfshard.storage.tensors.tensor_bytes import check_storable
+from hfshard.tensors.state_dict import is_dtensor, local_tensor, refuse_sharded_tensors
+from hfshard.tensors.stored_tensor import check_storable
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -10,17 +10,16 @@ from collections.abc import Collection, Mapping
 from typing import Final
 
 from hfshard.constants import CONFIG_NAME, MAX_INDEX_BYTES, METADATA_KEY, README, SAFETENSORS_SUFFIX
+from hfshard.disk.byte_source import ByteSource, copy_file, file_source
+from hfshard.disk.fsops import NO_LINKS
+from hfshard.disk.safe_open import read_small
 from hfshard.errors import SaveDirectoryError
 from hfshard.hub.own_files import OwnFiles
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.storage.commit.commit import SaveSession, save_session
 from hfshard.storage.commit.commit_plan import plan_commit
 from hfshard.storage.commit.new_checkpoint import NewCheckpoint, content_digest
-from hfshard.storage.disk.byte_source import ByteSource, file_source
-from hfshard.storage.disk.clone import copy_file
-from hfshard.storage.disk.fsops import NO_LINKS
 from hfshard.storage.disk.hub_place import refuse_hub
-from hfshard.storage.disk.safe_open import read_small
 from hfshard.storage.format.strict_json import dump_json
 
 _LEFT_OUT: Final = frozenset({".gitattributes"})

@@ -7,8 +7,7 @@ import shutil
 from typing import Final
 
 from hfshard.constants import FORMAT_VERSION, HUB_MARKER, MAX_CONFIG_BYTES
-from hfshard.errors import HubError, HubNotFoundError
-from hfshard.storage.disk.fsops import (
+from hfshard.disk.fsops import (
     locked_directory,
     make_directories,
     remove_empty_directories,
@@ -16,8 +15,9 @@ from hfshard.storage.disk.fsops import (
     sync_directory,
     write_file,
 )
+from hfshard.disk.safe_open import read_small
+from hfshard.errors import HubError, HubNotFoundError
 from hfshard.storage.disk.hub_place import has_hub_marker
-from hfshard.storage.disk.safe_open import read_small
 from hfshard.storage.format.strict_json import dump_json, parse_json_object
 
 STAGING: Final = ".staging"

@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from hfshard.disk.byte_source import ByteSource
 from hfshard.hub.repo_tree import PushResult, RepoTree
-from hfshard.storage.disk.byte_source import ByteSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from hfshard.storage.disk.byte_source import ByteSource, sha256_of_source
+from hfshard.disk.byte_source import ByteSource, sha256_of_source
 
 
 @dataclass(frozen=True, slots=True)

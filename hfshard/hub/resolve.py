@@ -20,6 +20,7 @@ from hfshard.constants import (
     SIGNATURE_NAME,
     WEIGHTS_SUFFIXES,
 )
+from hfshard.disk.safe_open import read_small
 from hfshard.errors import CheckpointNotFoundError, HfshardError, InvalidArgumentError
 from hfshard.hub.protocols import CommitFiles
 from hfshard.storage.checkpoint.checkpoint import FilesOf
@@ -32,7 +33,6 @@ from hfshard.storage.checkpoint.locate import (
     entry_of,
     read_config,
 )
-from hfshard.storage.disk.safe_open import read_small
 from hfshard.storage.format.index import CheckpointIndex
 from hfshard.storage.format.names import INDEX_FILE, WeightNames
 from hfshard.storage.format.stored_save import is_save_index

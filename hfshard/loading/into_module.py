@@ -11,14 +11,10 @@ from torch import nn
 from hfshard.errors import StateDictMismatchError
 from hfshard.loading.options import LoadOptions
 from hfshard.loading.reading import read_tensors
-from hfshard.state_dicts.keys import KeyMismatch, compare
-from hfshard.state_dicts.offloaded import refuse_offloaded
-from hfshard.state_dicts.overlap import find_expanded_names, find_merged_names, names_to_compare
-from hfshard.state_dicts.partitioned import refuse_partitioned
-from hfshard.state_dicts.state_dict import assign, collect_state_dict
-from hfshard.state_dicts.tied import find_shared_tensors
-from hfshard.state_dicts.wrappers import has_wrapper_prefix, match_prefixes, unwrap
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
+from hfshard.tensors.parameter_names import KeyMismatch, compare, has_wrapper_prefix, match_prefixes, unwrap
+from hfshard.tensors.state_dict import assign, collect_state_dict, refuse_offloaded, refuse_partitioned
+from hfshard.tensors.tied import find_expanded_names, find_merged_names, find_shared_tensors, names_to_compare
 
 ValuesOf = Callable[[Mapping[str, torch.Tensor]], dict[str, torch.Tensor]]
 """Reads tensors that are described on the meta device, by any names."""

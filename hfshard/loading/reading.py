@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from hfshard.state_dicts.keys import KeySelection, select_keys
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.storage.format.index import CheckpointIndex
 from hfshard.storage.weights.tensor_reader import ReadMode
+from hfshard.tensors.parameter_names import KeySelection, select_keys
 
 
 def files_holding(index: CheckpointIndex, keys: KeySelection) -> set[str]:

@@ -13,8 +13,8 @@ from hfshard.distributed.saving import decline_save, save_anywhere, telling_othe
 from hfshard.distributed.spread_tensor import has_spread
 from hfshard.saving.options import SaveOptions
 from hfshard.saving.request import request_from_module
-from hfshard.state_dicts.dtensors import refuse_sharded_tensors
 from hfshard.storage.format.index import CheckpointIndex
+from hfshard.tensors.state_dict import refuse_sharded_tensors
 
 
 @names_files("directory")

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Final, Literal
 from hfshard._util.text import parse_size
 from hfshard.constants import DATA_ALIGNMENT, DEFAULT_MAX_SHARD_SIZE, MAX_HEADER_BYTES
 from hfshard.errors import InvalidArgumentError
-from hfshard.state_dicts.tied import find_shared_tensors
 from hfshard.storage.format.header import LENGTH_BYTES, entry_bytes, name_bytes
 from hfshard.storage.format.names import WeightNames
-from hfshard.storage.tensors.tensor_spec import TensorSpec, tensor_specs
+from hfshard.tensors.stored_tensor import TensorSpec, tensor_specs
+from hfshard.tensors.tied import find_shared_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -24,7 +24,7 @@ from hfshard.hub.resolve import CheckpointQuery
 from hfshard.loading.source import CheckpointSource, LocalCheckpoint
 from hfshard.pretrained.overrides.override_chain import has_override
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
-from hfshard.storage.tensors.dtypes import TORCH_DTYPES
+from hfshard.tensors.stored_tensor import TORCH_DTYPES
 
 _SPARE_DEVICE_BYTES: Final = 2 * 1024**3
 """Of a GPU's memory: left free beside the model and what transformers reserves for it (it leaves 1.2 GiB itself)."""

@@ -24,13 +24,10 @@ from hfshard.pretrained.ranks.stages import is_stage, whole_model
 from hfshard.pretrained.ranks.stored_parts import stored_parts
 from hfshard.saving.options import SaveOptions
 from hfshard.saving.request import SaveRequest, WholeModel
-from hfshard.state_dicts.dtensors import refuse_sharded_tensors
-from hfshard.state_dicts.partitioned import has_partitioned, refuse_partitioned
-from hfshard.state_dicts.state_dict import collect_state_dict
-from hfshard.state_dicts.tied import find_shared_tensors
 from hfshard.storage.format.strict_json import dump_json
-from hfshard.storage.tensors.tensor_bytes import is_plain_type
-from hfshard.storage.tensors.tensor_spec import tensor_specs
+from hfshard.tensors.state_dict import collect_state_dict, has_partitioned, refuse_partitioned, refuse_sharded_tensors
+from hfshard.tensors.stored_tensor import is_plain_type, tensor_specs
+from hfshard.tensors.tied import find_shared_tensors
 
 logger = logging.getLogger(__name__)
 

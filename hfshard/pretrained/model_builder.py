@@ -29,12 +29,18 @@ from hfshard.pretrained.arguments import (
 from hfshard.pretrained.class_alias import class_of_alias
 from hfshard.pretrained.overrides.bottom import upstream
 from hfshard.pretrained.ranks.parallelized import ParallelizedLoad
-from hfshard.state_dicts.keys import KeyMismatch, compare
-from hfshard.state_dicts.partitioned import refuse_partitioned
-from hfshard.state_dicts.tied import Place, share_tensor
-from hfshard.state_dicts.wrappers import has_wrapper_prefix, match_prefixes, strip_compiled, strip_wrappers
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.storage.checkpoint.locate import check_generation_config, read_config
+from hfshard.tensors.parameter_names import (
+    KeyMismatch,
+    compare,
+    has_wrapper_prefix,
+    match_prefixes,
+    strip_compiled,
+    strip_wrappers,
+)
+from hfshard.tensors.state_dict import refuse_partitioned
+from hfshard.tensors.tied import Place, share_tensor
 
 building_lock: Final = LendingLock()
 """transformers builds models under settings of the whole process (default dtype, no ties): two threads that load at

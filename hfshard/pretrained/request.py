@@ -11,7 +11,7 @@ from torch import nn
 from hfshard.constants import MIXIN_MARK
 from hfshard.saving.options import SaveOptions
 from hfshard.saving.request import SaveRequest, request_from_module
-from hfshard.state_dicts.wrappers import unwrap
+from hfshard.tensors.parameter_names import unwrap
 
 
 def is_pretrained(model: object) -> bool:

@@ -32,9 +32,9 @@ from hfshard.pretrained.ranks.stages import is_part, is_part_of_push, refuse_ung
 from hfshard.pretrained.request import request_from_model
 from hfshard.saving.options import SaveOptions
 from hfshard.saving.request import SaveRequest
-from hfshard.state_dicts.partitioned import refuse_partitioned
 from hfshard.storage.disk.hub_place import refuse_hub
 from hfshard.storage.format.index import CheckpointIndex
+from hfshard.tensors.state_dict import refuse_partitioned
 
 _DEFAULTS: Final[dict[str, Any]] = {
     "is_main_process": True,

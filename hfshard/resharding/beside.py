@@ -6,7 +6,7 @@ import os
 from collections.abc import Collection
 
 from hfshard._util.addresses import is_address
-from hfshard.storage.disk.byte_source import ByteSource, FileSource, file_source
+from hfshard.disk.byte_source import ByteSource, FileSource, file_source
 from hfshard.storage.disk.companions import find_companion_files, fits_beside, is_companion
 from hfshard.storage.format.stored_save import objects_of_saves
 from hfshard.stores.opening import open_store

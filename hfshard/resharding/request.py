@@ -14,7 +14,6 @@ from hfshard.constants import CONFIG_NAME, GENERATION_CONFIG_NAME, MAX_CONFIG_BY
 from hfshard.errors import InvalidArgumentError
 from hfshard.saving.prepare import plan_request
 from hfshard.saving.request import SaveRequest
-from hfshard.state_dicts.tied import find_shared_tensors
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.storage.checkpoint.folder import CheckpointFolder
 from hfshard.storage.checkpoint.locate import config_in
@@ -23,6 +22,7 @@ from hfshard.storage.commit.directory_state import weights_override_of
 from hfshard.storage.format.strict_json import parse_json_object
 from hfshard.storage.format.weights_override import without_mark, without_weights_override
 from hfshard.storage.weights.safetensors_writer import COMPLEX_AS_REAL_KEY
+from hfshard.tensors.tied import find_shared_tensors
 
 _DTYPE_KEYS: Final = ("dtype", "torch_dtype")
 """Where a config says in which dtype a model is loaded: transformers' key, and its older one."""

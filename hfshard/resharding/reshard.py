@@ -13,6 +13,8 @@ import torch
 from hfshard._util.addresses import is_address
 from hfshard._util.arguments import absolute_path
 from hfshard.constants import README, SIGNATURE_NAME
+from hfshard.disk.byte_source import ByteSource, BytesSource
+from hfshard.disk.safe_open import refuse_links_to_outside
 from hfshard.errors import InvalidArgumentError
 from hfshard.hub.own_files import OwnFiles
 from hfshard.loading.options import LoadOptions
@@ -37,9 +39,7 @@ from hfshard.saving.request import SaveRequest
 from hfshard.saving.to_directory import save_request
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, Verify
 from hfshard.storage.checkpoint.raw_tensors import is_compared
-from hfshard.storage.disk.byte_source import ByteSource, BytesSource
 from hfshard.storage.disk.companions import refuse_conflicts
-from hfshard.storage.disk.safe_open import refuse_links_to_outside
 from hfshard.storage.format.index import CheckpointIndex
 
 logger = logging.getLogger(__name__)

@@ -9,16 +9,14 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from hfshard.constants import CONFIG_NAME
+from hfshard.disk.byte_source import ByteSource
 from hfshard.errors import InvalidArgumentError
 from hfshard.saving.options import SaveOptions
-from hfshard.state_dicts.dtensors import refuse_sharded_tensors
-from hfshard.state_dicts.partitioned import refuse_partitioned
-from hfshard.state_dicts.state_dict import collect_state_dict
-from hfshard.state_dicts.tied import find_shared_tensors
-from hfshard.storage.disk.byte_source import ByteSource
 from hfshard.storage.format.index import FileDigest
 from hfshard.storage.format.integrity import sha256_of
-from hfshard.storage.tensors.tensor_layout import TensorLike
+from hfshard.tensors.state_dict import collect_state_dict, refuse_partitioned, refuse_sharded_tensors
+from hfshard.tensors.stored_tensor import TensorLike
+from hfshard.tensors.tied import find_shared_tensors
 
 
 class WholeModel(NamedTuple):

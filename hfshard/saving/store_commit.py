@@ -37,9 +37,9 @@ from hfshard.storage.format.stored_save import (
     plain_copy,
     plain_index,
 )
-from hfshard.storage.tensors.tensor_layout import RawTensor
 from hfshard.storage.weights.safetensors_writer import WriteJob, await_devices
 from hfshard.stores.protocols import Store, StoredObject
+from hfshard.tensors.stored_tensor import RawTensor
 
 logger = logging.getLogger(__name__)
 

@@ -23,6 +23,7 @@ from hfshard.constants import (
     SIGNATURE_NAME,
     WEIGHTS_SUFFIXES,
 )
+from hfshard.disk.byte_source import ByteSource, has_same_bytes
 from hfshard.errors import (
     CheckpointChangedError,
     CommitUnfinishedError,
@@ -45,7 +46,6 @@ from hfshard.saving.store_commit import (
 )
 from hfshard.saving.store_plan import StoreState, lower_objects, next_id, read_state
 from hfshard.saving.writing import OwnShardWriter, ShardWriter
-from hfshard.storage.disk.byte_source import ByteSource, has_same_bytes
 from hfshard.storage.format.index import CheckpointIndex
 from hfshard.storage.format.stored_save import SaveId, is_save_index, save_of, split_object_name
 from hfshard.storage.weights.safetensors_writer import WriteJob, writer_threads

@@ -16,13 +16,13 @@ from hfshard.constants import (
     FILES_AT_ONCE,
     MAX_CONFIG_BYTES,
 )
+from hfshard.disk.safe_open import is_users_link, open_regular, read_small
 from hfshard.errors import CheckpointChangedError, SignatureError
 from hfshard.signing.files import SeenFile, hash_files, list_files, seen_file
 from hfshard.signing.open_weights import OpenWeights
 from hfshard.signing.read_files import is_needed, is_read, may_be_left_out, references_elsewhere
 from hfshard.signing.upstream import SignedManifest, digests_by_library
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
-from hfshard.storage.disk.safe_open import is_users_link, open_regular, read_small
 from hfshard.storage.format.index import FileDigest
 from hfshard.storage.format.integrity import sha256_of
 from hfshard.storage.weights.pickles.pickle_file import PickleFile

@@ -11,8 +11,8 @@ from typing import Final
 from hfshard._util.progress import ProgressCallback
 from hfshard._util.threads import cancellable, in_threads
 from hfshard.constants import COPY_BYTES, FILES_AT_ONCE, SIGNATURE_NAME
+from hfshard.disk.safe_open import open_regular
 from hfshard.errors import SignatureError
-from hfshard.storage.disk.safe_open import open_regular
 
 NEVER_SIGNED: Final = (SIGNATURE_NAME, ".cache", ".git", ".gitattributes", ".github", ".gitignore")
 """At the top of the directory: the signature, git's files, which model-signing leaves out too, and what huggingface_hub

@@ -6,6 +6,7 @@ import os
 from typing import Final
 
 from hfshard.constants import SIGNATURE_NAME
+from hfshard.disk.safe_open import read_small
 from hfshard.errors import SignatureError
 from hfshard.loading.options import FilesBeside
 from hfshard.signing.check import SignedPlace
@@ -14,7 +15,6 @@ from hfshard.signing.signed_by import SignedBy
 from hfshard.signing.stored_files import SignedObjects, find_signed_objects
 from hfshard.signing.upstream import signed_manifest
 from hfshard.storage.checkpoint.folder import StoreFolder
-from hfshard.storage.disk.safe_open import read_small
 
 _BLOCK_BYTES: Final = 512
 """Of st_blocks."""

@@ -13,6 +13,8 @@ from hfshard._util.arguments import absolute_path, names_files
 from hfshard._util.progress import bytes_bar
 from hfshard._util.text import list_some
 from hfshard.constants import MAX_INDEX_BYTES, SAFETENSORS_SUFFIX, SIGNATURE_NAME
+from hfshard.disk.fsops import locked_directory, rename, sync_directory, unlink_if_there, write_file
+from hfshard.disk.safe_open import read_small
 from hfshard.errors import InvalidArgumentError, SignatureError
 from hfshard.hub.pushing.plan import variants_of
 from hfshard.signing.files import hash_files, list_files
@@ -20,9 +22,7 @@ from hfshard.signing.signed_by import existing_file
 from hfshard.signing.upstream import sign_digests
 from hfshard.storage.checkpoint.checkpoint import Verify, open_checkpoint
 from hfshard.storage.checkpoint.locate import adapter_weights, directory_not_found
-from hfshard.storage.disk.fsops import locked_directory, rename, sync_directory, unlink_if_there, write_file
 from hfshard.storage.disk.hub_place import enclosing_hub
-from hfshard.storage.disk.safe_open import read_small
 from hfshard.storage.format.index import CheckpointIndex
 from hfshard.storage.format.names import INDEX_FILE
 from hfshard.storage.weights.safetensors_file import SafetensorsFile

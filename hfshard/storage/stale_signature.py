@@ -11,9 +11,9 @@ from contextlib import suppress
 from typing import Any, Final
 
 from hfshard.constants import SIGNATURE_NAME
+from hfshard.disk.fsops import sync_directory, unlink_if_there
+from hfshard.disk.safe_open import Identity, identity_of, read_small
 from hfshard.errors import HfshardError
-from hfshard.storage.disk.fsops import sync_directory, unlink_if_there
-from hfshard.storage.disk.safe_open import Identity, identity_of, read_small
 from hfshard.storage.format.index import FileDigest
 from hfshard.storage.format.integrity import sha256_of
 

@@ -6,7 +6,7 @@ import io
 from dataclasses import dataclass
 from typing import Final
 
-from hfshard.storage.disk.byte_source import SeekableReader
+from hfshard.disk.byte_source import SeekableReader
 from hfshard.stores.protocols import Store, StoredObject
 
 _READ_BYTES: Final = 8 << 20

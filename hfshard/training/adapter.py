@@ -14,8 +14,8 @@ from torch import nn
 from hfshard.constants import ADAPTER_CONFIG_NAME
 from hfshard.saving.options import SaveOptions
 from hfshard.saving.request import SaveRequest
-from hfshard.state_dicts.state_dict import collect_state_dict
-from hfshard.state_dicts.wrappers import unwrap
+from hfshard.tensors.parameter_names import unwrap
+from hfshard.tensors.state_dict import collect_state_dict
 
 ADAPTER_BASE: Final = "adapter_model"
 """How PEFT calls the file of its weights."""

@@ -14,12 +14,11 @@ from hfshard.errors import InvalidArgumentError
 from hfshard.pretrained.request import is_pretrained, request_from_model
 from hfshard.saving.options import SaveOptions
 from hfshard.saving.request import SaveRequest, request_from_state_dict
-from hfshard.state_dicts.state_dict import collect_state_dict, parameter_names
-from hfshard.state_dicts.wrappers import unwrap
 from hfshard.storage.format.integrity import Checksum
 from hfshard.storage.format.names import MODEL_BASE
-from hfshard.storage.tensors.tensor_bytes import tensor_nbytes
-from hfshard.storage.tensors.tensor_spec import tensor_specs
+from hfshard.tensors.parameter_names import unwrap
+from hfshard.tensors.state_dict import collect_state_dict, parameter_names
+from hfshard.tensors.stored_tensor import tensor_nbytes, tensor_specs
 from hfshard.training.adapter import ADAPTER_BASE, adapter_request
 from hfshard.training.parts.nested import encode
 from hfshard.training.parts.optimizers.inner import refuse_unsaved

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from hfshard.errors import InvalidArgumentError
-from hfshard.state_dicts.state_dict import parameter_names, tied_parameter_names
+from hfshard.tensors.state_dict import parameter_names, tied_parameter_names
 from hfshard.training.data.external_loader import track
 from hfshard.training.parts.gradients import Gradients
 from hfshard.training.parts.positions.holders import order_digest

@@ -10,6 +10,7 @@ from typing import Any, Final
 from hfshard._util.addresses import is_address
 from hfshard._util.threads import in_threads
 from hfshard.constants import CONFIG_NAME, FILES_AT_ONCE, GENERATION_CONFIG_NAME
+from hfshard.disk.byte_source import ByteSource
 from hfshard.errors import CheckpointChangedError, DamagedCheckpointError, InvalidArgumentError, UnsafePathError
 from hfshard.hub.pushing.local_files import DirectoryFiles, FilesOfPlace
 from hfshard.hub.pushing.plan import variants_of
@@ -20,7 +21,6 @@ from hfshard.resharding.reshard import reshard_source
 from hfshard.saving.options import SaveOptions
 from hfshard.saving.stores import own_puts
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, Verify
-from hfshard.storage.disk.byte_source import ByteSource
 from hfshard.storage.format.index import CheckpointIndex
 from hfshard.storage.format.names import INDEX_FILE
 from hfshard.storage.format.stored_save import StoredSave, objects_of_saves, split_object_name

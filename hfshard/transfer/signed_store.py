@@ -10,6 +10,7 @@ from typing import Final
 from hfshard._util.progress import ProgressCallback, bytes_bar
 from hfshard._util.threads import cancellable, in_threads
 from hfshard.constants import COPY_BYTES, FILES_AT_ONCE, MAX_INDEX_BYTES, SIGNATURE_NAME, WEIGHTS_SUFFIXES
+from hfshard.disk.byte_source import ByteSource
 from hfshard.errors import CheckpointChangedError, HfshardError, InvalidArgumentError, StoreError
 from hfshard.hub.pushing.local_files import PushedContents
 from hfshard.hub.pushing.plan import variants_of
@@ -21,7 +22,6 @@ from hfshard.signing.signed_by import SignedBy
 from hfshard.signing.stored_files import needs_disk, stored_manifest
 from hfshard.signing.upstream import SignedManifest
 from hfshard.storage.checkpoint.report import VerifyReport
-from hfshard.storage.disk.byte_source import ByteSource
 from hfshard.storage.format.index import CheckpointIndex
 from hfshard.storage.format.names import INDEX_FILE, WeightNames
 from hfshard.stores.stored_source import StoredSource

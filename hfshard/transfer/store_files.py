@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from hfshard.constants import CONFIG_NAME, MANIFEST_NAME
+from hfshard.disk.byte_source import ByteSource, BytesSource
 from hfshard.errors import CheckpointChangedError, CheckpointNotFoundError, InvalidArgumentError, UnsafePathError
 from hfshard.hub.directory.manifest import check_paths
 from hfshard.hub.pushing.local_files import PushedContents
@@ -16,7 +17,6 @@ from hfshard.loading.options import LoadOptions
 from hfshard.loading.source import CheckpointSource, open_source
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.storage.checkpoint.folder import StoreFolder
-from hfshard.storage.disk.byte_source import ByteSource, BytesSource
 from hfshard.storage.format.names import INDEX_FILE, WeightNames
 from hfshard.storage.format.stored_save import SaveId, objects_of_saves, split_object_name
 from hfshard.storage.format.weights_override import as_saved

@@ -14,7 +14,7 @@ from hfshard.hub.resolve import CheckpointQuery
 from hfshard.loading.options import LoadOptions
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.storage.format.index import FileDigest
-from hfshard.storage.tensors.dtypes import stored_dtype_name
+from hfshard.tensors.stored_tensor import stored_dtype_name
 from hfshard.viewing.opening import ViewedCheckpoint, open_to_view
 from hfshard.viewing.tensor_entry import TensorEntry
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import hfshard
-from hfshard.storage.disk.block_reader import is_cached
+from hfshard.disk.direct_io import is_cached
 from tests.distributed.gloo import check_ranks
 from tests.distributed.saving.test_costs import number_in
 

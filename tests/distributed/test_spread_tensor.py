@@ -14,7 +14,7 @@ from hfshard.distributed import layout
 from hfshard.distributed.layout import MeshLayout, Placement
 from hfshard.distributed.spread_tensor import SpreadTensor, has_spread, with_spread_tensors
 from hfshard.errors import UnstorableTensorError
-from hfshard.storage.tensors.tensor_bytes import check_storable
+from hfshard.tensors.stored_tensor import check_storable
 from tests.distributed.gloo import check_ranks
 
 

@@ -9,7 +9,7 @@ import hfshard
 from hfshard.errors import InvalidArgumentError, UnstorableTensorError
 from hfshard.planning.plan import plan_specs, with_one_more_shard
 from hfshard.storage.format.names import WeightNames
-from hfshard.storage.tensors.tensor_spec import TensorSpec
+from hfshard.tensors.stored_tensor import TensorSpec
 
 NAMES = WeightNames()
 HEADER = 4096

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 import hfshard
+from hfshard.disk.fsops import locked_directory
 from hfshard.errors import (
     CheckpointChangedError,
     CheckpointNotFoundError,
@@ -20,7 +21,6 @@ from hfshard.errors import (
     SaveDirectoryError,
 )
 from hfshard.remove import plan_removal
-from hfshard.storage.disk.fsops import locked_directory
 from tests.storage.commit.test_commit import ONE_FILE, SHARDS, listing, save
 from tests.storage.commit.test_readme import NEW, OLD, by_hub, by_transformers, state_dict
 

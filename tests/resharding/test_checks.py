@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import hfshard
+from hfshard.disk.fsops import locked_directory
 from hfshard.errors import (
     CheckpointChangedError,
     CheckpointNotFoundError,
@@ -22,7 +23,6 @@ from hfshard.errors import (
     InvalidSizeError,
     NotEnoughSpaceError,
 )
-from hfshard.storage.disk.fsops import locked_directory
 from tests.resharding.helpers import files_in, flip, floats, weights_in
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")

@@ -18,6 +18,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 
 import hfshard
+from hfshard.disk.safe_open import read_small
 from hfshard.errors import (
     CheckpointChangedError,
     DamagedCheckpointError,
@@ -26,7 +27,6 @@ from hfshard.errors import (
     SignatureError,
 )
 from hfshard.signing.check import SignedPlace
-from hfshard.storage.disk.safe_open import read_small
 from tests.signing.conftest import Keys
 from tests.signing.helpers import model_signing, sign_payload
 

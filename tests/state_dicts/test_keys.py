@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hfshard.errors import StateDictMismatchError
-from hfshard.state_dicts.keys import select_keys
+from hfshard.tensors.parameter_names import select_keys
 
 
 class CountedName(str):

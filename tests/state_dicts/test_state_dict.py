@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hfshard.errors import InvalidArgumentError
-from hfshard.state_dicts.state_dict import assign
+from hfshard.tensors.state_dict import assign
 
 
 class Telling(nn.Module):

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from hfshard.state_dicts.overlap import find_merged_names
-from hfshard.state_dicts.state_dict import collect_state_dict
-from hfshard.state_dicts.tied import find_shared_tensors
+from hfshard.tensors.state_dict import collect_state_dict
+from hfshard.tensors.tied import find_merged_names, find_shared_tensors
 from tests.distributed.gloo import check_ranks
 
 BASE = torch.arange(24.0).reshape(4, 6)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from hfshard.state_dicts.state_dict import collect_state_dict, parameter_names
-from hfshard.state_dicts.wrappers import has_wrapper_prefix, match_prefixes
+from hfshard.tensors.parameter_names import has_wrapper_prefix, match_prefixes
+from hfshard.tensors.state_dict import collect_state_dict, parameter_names
 
 NAMES: list[tuple[str, list[str], list[str], list[str]]] = [
     ("nothing to take off", ["a.w", "b"], ["a.w", "b"], ["a.w", "b"]),

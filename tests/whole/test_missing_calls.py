@@ -21,7 +21,7 @@ import torch
 from transformers import BertModel
 
 import hfshard
-from hfshard.storage.disk import block_reader
+from hfshard.disk import direct_io
 from hfshard.storage.weights import populate
 from hfshard.storage.weights.pickles.file_in_memory import FileInMemory
 from tests.helpers.tiny_bert import bert, value_of
@@ -90,7 +90,7 @@ def no_advice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def no_mincore(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_reader, "LIBRARY", SimpleNamespace(mincore=lambda *_arguments: -1))
+    monkeypatch.setattr(direct_io, "LIBRARY", SimpleNamespace(mincore=lambda *_arguments: -1))
 
 
 def nothing(monkeypatch: pytest.MonkeyPatch) -> None:

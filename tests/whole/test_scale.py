@@ -15,13 +15,12 @@ from torch import Tensor, nn
 
 import hfshard
 from hfshard.planning.plan import with_one_more_shard
-from hfshard.state_dicts.keys import compare, select_keys
-from hfshard.state_dicts.tied import find_shared_tensors
-from hfshard.state_dicts.wrappers import match_prefixes
 from hfshard.storage.checkpoint.checks import check_keys
 from hfshard.storage.format.header import build_header, parse_header
 from hfshard.storage.format.index import CheckpointIndex
 from hfshard.storage.format.names import WeightNames
+from hfshard.tensors.parameter_names import compare, match_prefixes, select_keys
+from hfshard.tensors.tied import find_shared_tensors
 
 FEW, FEW_ON_DISK, FEW_IN_LISTS = 250, 200, 100
 GROWTH = 10

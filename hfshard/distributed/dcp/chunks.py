@@ -11,7 +11,7 @@ import numpy as np
 from hfshard.distributed.layout import Box, box_elements
 from hfshard.distributed.spread_tensor import SpreadTensor
 from hfshard.errors import UnstorableTensorError
-from hfshard.state_dicts.dtensors import is_dtensor
+from hfshard.tensors.state_dict import is_dtensor
 
 Chunk = tuple[tuple[int, ...], tuple[int, ...]]
 """Where a rectangle begins, and its shape."""

@@ -32,8 +32,8 @@ from hfshard.errors import CheckpointChangedError, InvalidArgumentError, StateDi
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.loading.options import LoadOptions
 from hfshard.loading.source import CheckpointSource, open_source
-from hfshard.state_dicts.dtensors import is_dtensor, local_tensor
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, Verify
+from hfshard.tensors.state_dict import is_dtensor, local_tensor
 
 _AT_ONCE_BYTES: Final = 256 * 1024 * 1024
 """Of tensors that a planner hands out before it gets them back: it may make some of them for that."""

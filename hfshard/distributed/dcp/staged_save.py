@@ -11,6 +11,8 @@ from typing import Final, NamedTuple
 
 from hfshard._util.progress import ProgressCallback, bytes_bar
 from hfshard._util.threads import in_threads
+from hfshard.disk.direct_io import read_blocks
+from hfshard.disk.fsops import copy_mode, sync, write_all
 from hfshard.errors import SaveDirectoryError
 from hfshard.planning.plan import ShardPlan, with_one_more_shard
 from hfshard.saving.options import SaveOptions
@@ -20,11 +22,7 @@ from hfshard.saving.writing import OwnShardWriter
 from hfshard.storage.commit.commit import save_session
 from hfshard.storage.commit.commit_plan import needs_links, plan_commit
 from hfshard.storage.commit.new_checkpoint import NewCheckpoint
-from hfshard.storage.disk.block_reader import read_blocks
-from hfshard.storage.disk.fsops import copy_mode, sync, write_all
 from hfshard.storage.format.index import CheckpointIndex, FileDigest
-from hfshard.storage.tensors.tensor_bytes import tensor_nbytes
-from hfshard.storage.tensors.tensor_layout import RawTensor, TensorLayout
 from hfshard.storage.weights.safetensors_writer import (
     WriteJob,
     blank_header,
@@ -32,6 +30,7 @@ from hfshard.storage.weights.safetensors_writer import (
     writer_threads,
 )
 from hfshard.stores.protocols import Store
+from hfshard.tensors.stored_tensor import RawTensor, TensorLayout, tensor_nbytes
 
 logger = logging.getLogger(__name__)
 

@@ -11,13 +11,12 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 
 from hfshard._util.text import list_some
+from hfshard.disk.direct_io import BLOCK_BYTES
 from hfshard.distributed.dcp.chunks import Chunk, chunk_box, cover_problem
 from hfshard.distributed.runs import Runs
 from hfshard.errors import UnstorableTensorError
-from hfshard.state_dicts.partitioned import refuse_partitioned
-from hfshard.storage.disk.direct_io import BLOCK_BYTES
-from hfshard.storage.tensors.tensor_bytes import check_storable, iter_blocks, layout_problem
-from hfshard.storage.tensors.tensor_layout import TensorLayout, tensor_layout
+from hfshard.tensors.state_dict import refuse_partitioned
+from hfshard.tensors.stored_tensor import TensorLayout, check_storable, iter_blocks, layout_problem, tensor_layout
 
 _SHOWN: Final = 5
 """Names in a message."""

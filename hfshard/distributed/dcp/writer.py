@@ -18,6 +18,7 @@ from hfshard._util.addresses import is_address
 from hfshard._util.arguments import absolute_path, names_files
 from hfshard._util.text import error_words
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
+from hfshard.disk.fsops import sync
 from hfshard.distributed.dcp.chunks import check_held, chunk_box, state_dict_of
 from hfshard.distributed.dcp.staged_save import Place, StagedSave, open_staged
 from hfshard.distributed.dcp.write_items import (
@@ -33,7 +34,6 @@ from hfshard.distributed.dcp.write_items import (
 from hfshard.errors import InvalidArgumentError, InvalidPathError, RankFailedError
 from hfshard.planning.plan import Packing
 from hfshard.saving.options import SaveOptions
-from hfshard.storage.disk.fsops import sync
 from hfshard.storage.format.integrity import Checksum
 
 _SHOWN: Final = 5

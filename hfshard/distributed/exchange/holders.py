@@ -21,7 +21,7 @@ from hfshard.distributed.layout import (
 from hfshard.distributed.runs import BoxRuns, Runs
 from hfshard.distributed.spread_tensor import window_sizes
 from hfshard.errors import InvalidArgumentError
-from hfshard.storage.tensors.tensor_layout import TensorLayout
+from hfshard.tensors.stored_tensor import TensorLayout
 
 _Way = tuple[str, int]
 """How some ranks spread a tensor: the digest of their listing, and the number of a mesh in it."""

@@ -13,8 +13,7 @@ from hfshard.distributed.layout import Interval, MeshLayout, Placement
 from hfshard.distributed.spread_tensor import SpreadTensor
 from hfshard.saving.request import SaveRequest
 from hfshard.storage.format.integrity import sha256_of
-from hfshard.storage.tensors.tensor_bytes import check_storable
-from hfshard.storage.tensors.tensor_layout import TensorLayout, TensorLike, tensor_layout
+from hfshard.tensors.stored_tensor import TensorLayout, TensorLike, check_storable, tensor_layout
 
 HeldTensor = TensorLike | SpreadTensor
 """What a rank has for one name: all of a tensor, or a part."""

@@ -9,8 +9,7 @@ import torch
 
 from hfshard.constants import COPY_BYTES
 from hfshard.distributed.runs import ByteArray
-from hfshard.storage.tensors.tensor_bytes import INTEGER_OF_SIZE, iter_blocks, memory_of, tensor_nbytes
-from hfshard.storage.tensors.tensor_layout import RawTensor, TensorLike
+from hfshard.tensors.stored_tensor import INTEGER_OF_SIZE, RawTensor, TensorLike, iter_blocks, memory_of, tensor_nbytes
 
 
 def byte_stretch(tensor: TensorLike, start: int, stop: int) -> ByteArray:

@@ -14,8 +14,8 @@ from hfshard.constants import FINGERPRINT_BYTES
 from hfshard.saving.linking import KnownFile
 from hfshard.storage.format.index import FileDigest
 from hfshard.storage.format.integrity import fingerprint_positions
-from hfshard.storage.tensors.tensor_layout import TensorLayout
 from hfshard.storage.weights.safetensors_writer import WriteJob
+from hfshard.tensors.stored_tensor import TensorLayout
 
 Kind = Literal["write", "link", "fingerprint"]
 

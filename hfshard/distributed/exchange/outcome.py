@@ -9,9 +9,9 @@ from os.path import dirname
 from typing import Self
 
 from hfshard.constants import MAX_INDEX_BYTES
+from hfshard.disk.safe_open import read_small
 from hfshard.distributed.status import SaveStatus
 from hfshard.errors import HfshardError, RankFailedError
-from hfshard.storage.disk.safe_open import read_small
 from hfshard.storage.format.index import CheckpointIndex, FileDigest
 from hfshard.storage.format.integrity import sha256_of
 

@@ -24,10 +24,10 @@ from hfshard.errors import HfshardError
 from hfshard.saving.linking import KnownFile, link_if_same
 from hfshard.saving.stores.upload import upload_files
 from hfshard.storage.format.index import FileDigest
-from hfshard.storage.tensors.tensor_layout import RawTensor
 from hfshard.storage.weights.safetensors_writer import WriteJob, fingerprint_of_job, write_shards
 from hfshard.stores.opening import open_store
 from hfshard.stores.protocols import Store
+from hfshard.tensors.stored_tensor import RawTensor
 
 _END: Final = b"null"
 """The order after the last one."""

@@ -15,8 +15,6 @@ from hfshard.distributed.exchange.owners import assign_owners
 from hfshard.distributed.status import SaveStatus
 from hfshard.saving.writing import OwnShardWriter
 from hfshard.storage.format.index import FileDigest
-from hfshard.storage.tensors.tensor_bytes import tensor_nbytes
-from hfshard.storage.tensors.tensor_layout import TensorLike
 from hfshard.storage.weights.safetensors_writer import (
     WriteJob,
     await_devices,
@@ -25,6 +23,7 @@ from hfshard.storage.weights.safetensors_writer import (
     writer_threads,
 )
 from hfshard.stores.protocols import Store
+from hfshard.tensors.stored_tensor import TensorLike, tensor_nbytes
 
 SHARED_FROM_BYTES: Final = 32 << 20
 """A disk writes less in the time in which the ranks agree about it."""

@@ -12,9 +12,9 @@ import torch
 
 from hfshard.distributed.layout import Box, box_shape, section
 from hfshard.distributed.runs import ByteArray, Runs
-from hfshard.storage.tensors.tensor_bytes import INTEGER_OF_SIZE, memory_of
 from hfshard.storage.weights.ranged.ranged_shard import RangedShard
 from hfshard.storage.weights.safetensors_file import SafetensorsFile
+from hfshard.tensors.stored_tensor import INTEGER_OF_SIZE, memory_of
 
 BLOCK_BYTES: Final = 4 * 1024 * 1024
 """Bytes of a local tensor that one thread reads at once. With 1 MiB, the kernel read two thirds more of a cold disk

@@ -29,10 +29,10 @@ from hfshard.distributed.parts.part import (
 )
 from hfshard.distributed.runs import Runs, gather_into
 from hfshard.storage.format.integrity import Verify
-from hfshard.storage.tensors.tensor_bytes import memory_of, own_memory
 from hfshard.storage.weights.ranged.ranged_shard import RangedShard
 from hfshard.storage.weights.ranged.requests import DEFAULT_MEMORY
 from hfshard.storage.weights.safetensors_file import SafetensorsFile
+from hfshard.tensors.stored_tensor import memory_of, own_memory
 
 _READERS: Final = 4
 """Threads, as for tensors that are read whole."""

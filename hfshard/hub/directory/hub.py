@@ -26,6 +26,8 @@ from typing import Final
 
 from hfshard._util.arguments import absolute_path, names_files, path_text
 from hfshard.constants import MAX_INDEX_BYTES
+from hfshard.disk.byte_source import ByteSource
+from hfshard.disk.safe_open import read_small
 from hfshard.errors import HubError, HubNotFoundError
 from hfshard.hub.address import directory_of
 from hfshard.hub.directory.checks import check_hash, check_hashes, check_no_strays, check_snapshot
@@ -39,9 +41,7 @@ from hfshard.hub.hub_marker import check_hub_marker, write_hub_marker
 from hfshard.hub.protocols import CommitRequest
 from hfshard.hub.refs import MAIN, full_name, is_commit_id, kind_of, short_name
 from hfshard.hub.repo_tree import PushResult, RepoTree
-from hfshard.storage.disk.byte_source import ByteSource
 from hfshard.storage.disk.hub_place import has_hub_marker
-from hfshard.storage.disk.safe_open import read_small
 
 LOCK_WAIT_SECONDS: Final = 600.0
 """How long a push waits for another one into the same hub: as long as a push of 1 TB to a slow disk takes."""

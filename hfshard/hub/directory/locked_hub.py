@@ -16,6 +16,16 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
+from hfshard.disk.fsops import (
+    UNSUPPORTED,
+    locked_directory,
+    make_directories,
+    refuse_odd_directories,
+    rename,
+    sync_directory,
+    unlink_if_there,
+    write_file,
+)
 from hfshard.errors import CommitUnfinishedError, DamagedCheckpointError
 from hfshard.hub.directory.checks import check_snapshot
 from hfshard.hub.directory.deleted import (
@@ -42,16 +52,6 @@ from hfshard.hub.directory.manifest import (
 from hfshard.hub.directory.refs import all_refs, read_ref, ref_path
 from hfshard.hub.directory.trees import bytes_only_in, merge_tree, move_tree
 from hfshard.hub.hub_marker import STAGING
-from hfshard.storage.disk.fsops import (
-    UNSUPPORTED,
-    locked_directory,
-    make_directories,
-    refuse_odd_directories,
-    rename,
-    sync_directory,
-    unlink_if_there,
-    write_file,
-)
 
 logger = logging.getLogger(__name__)
 

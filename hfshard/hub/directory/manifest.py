@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from hfshard.constants import FORMAT_VERSION, MAX_CONFIG_BYTES
+from hfshard.disk.safe_open import read_small
 from hfshard.errors import DamagedCheckpointError, IntegrityError, InvalidArgumentError, MissingShardError
 from hfshard.hub.refs import is_commit_id
 from hfshard.hub.repo_tree import RemoteFile
-from hfshard.storage.disk.safe_open import read_small
 from hfshard.storage.format.strict_json import dump_json, parse_json_object
 
 COMMITS: Final = "commits"

@@ -7,11 +7,11 @@ import re
 from typing import Final
 
 from hfshard._util.text import list_some
+from hfshard.disk.safe_open import read_small
 from hfshard.errors import DamagedCheckpointError, HubError, HubNotFoundError, InvalidArgumentError, MissingShardError
 from hfshard.hub.directory.deleted import lost_commits
 from hfshard.hub.directory.manifest import commit_ids
 from hfshard.hub.refs import MAIN, REF_FOLDERS, RefKind, full_name, is_commit_id, kind_of, short_name
-from hfshard.storage.disk.safe_open import read_small
 
 _PREFIX: Final = re.compile(r"[0-9a-f]{7,39}")
 """The first digits of an id: at least seven, as git writes them."""

@@ -13,13 +13,12 @@ from typing import Final
 
 from hfshard._util.progress import ProgressCallback
 from hfshard.constants import COPY_BYTES
+from hfshard.disk.byte_source import ByteSource, FileSource, clone_blocks
+from hfshard.disk.fsops import NO_LINKS, UNSUPPORTED, rename, require_space, sync, sync_directory, write_all
 from hfshard.errors import DamagedCheckpointError, IntegrityError
 from hfshard.hub.directory.checks import check_snapshot, hash_file
 from hfshard.hub.directory.manifest import commit_ids, read_commit_manifest, snapshot_path
 from hfshard.hub.repo_tree import RemoteFile
-from hfshard.storage.disk.byte_source import ByteSource, FileSource
-from hfshard.storage.disk.clone import clone_blocks
-from hfshard.storage.disk.fsops import NO_LINKS, UNSUPPORTED, rename, require_space, sync, sync_directory, write_all
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ import stat
 from collections.abc import Iterable
 from typing import Final
 
-from hfshard.storage.disk.fsops import UNSUPPORTED, rename, sync_directory
+from hfshard.disk.fsops import UNSUPPORTED, rename, sync_directory
 
 logger = logging.getLogger(__name__)
 

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 
 from hfshard.constants import README
+from hfshard.disk.byte_source import ByteSource, BytesSource
 from hfshard.errors import HfshardError, RemoteChangedError
 from hfshard.hub.protocols import Hub
 from hfshard.hub.pushing.plan import (
@@ -20,7 +21,6 @@ from hfshard.hub.pushing.plan import (
 )
 from hfshard.hub.pushing.request import PushRequest
 from hfshard.hub.repo_tree import RepoTree
-from hfshard.storage.disk.byte_source import ByteSource, BytesSource
 from hfshard.storage.format.index import CheckpointIndex
 from hfshard.storage.format.names import WeightNames
 

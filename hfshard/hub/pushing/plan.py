@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from hfshard.constants import BIN_SUFFIX, SAFETENSORS_SUFFIX
+from hfshard.disk.byte_source import ByteSource, FileSource, sha256_of_source
 from hfshard.hub.repo_tree import RemoteFile, RepoTree
-from hfshard.storage.disk.byte_source import ByteSource, FileSource, sha256_of_source
 from hfshard.storage.format.names import INDEX_FILE, WeightNames
 from hfshard.storage.format.stored_save import split_object_name
 

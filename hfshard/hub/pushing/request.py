@@ -6,9 +6,9 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from hfshard._util.arguments import check_texts
+from hfshard.disk.byte_source import ByteSource
 from hfshard.errors import InvalidArgumentError
 from hfshard.hub.repo_tree import RemoteFile
-from hfshard.storage.disk.byte_source import ByteSource
 
 MakeCard = Callable[[Callable[[], bytes] | None], bytes | None]
 """Makes a README.md. It is given a reader of the one that is there, if there is one; None leaves that as it is."""

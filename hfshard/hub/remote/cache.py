@@ -17,9 +17,9 @@ from huggingface_hub import constants
 from huggingface_hub.utils import WeakFileLock
 
 from hfshard._util.arguments import absolute_directory
+from hfshard.disk.fsops import sync_directory
 from hfshard.errors import HubError, UnsafePathError
 from hfshard.hub.repo_tree import RemoteFile, is_plain_path
-from hfshard.storage.disk.fsops import sync_directory
 
 logger = logging.getLogger(__name__)
 

@@ -15,11 +15,11 @@ from huggingface_hub import hf_hub_url
 from hfshard._util.text import without_url_secrets
 from hfshard._util.threads import in_threads
 from hfshard.constants import COPY_BYTES
+from hfshard.disk.fsops import require_space, sync
 from hfshard.errors import IntegrityError, NotEnoughSpaceError
 from hfshard.hub.remote.cache import RepoCache
 from hfshard.hub.remote.transport import HubReader, TransferCancelledError
 from hfshard.hub.repo_tree import RemoteFile
-from hfshard.storage.disk.fsops import require_space, sync
 
 logger = logging.getLogger(__name__)
 

@@ -10,6 +10,7 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import RevisionNotFoundError
 
 from hfshard.constants import MAX_INDEX_BYTES, README, SAFETENSORS_SUFFIX
+from hfshard.disk.byte_source import ByteSource, BytesSource
 from hfshard.errors import HubError, HubNotFoundError, IntegrityError
 from hfshard.hub.protocols import CommitRequest
 from hfshard.hub.refs import full_name, pr_revision
@@ -18,7 +19,6 @@ from hfshard.hub.remote.commit import RemoteCommit, commit_url
 from hfshard.hub.remote.transport import HubReader
 from hfshard.hub.remote.uploads import xet_tokens
 from hfshard.hub.repo_tree import PushResult, RepoTree
-from hfshard.storage.disk.byte_source import ByteSource, BytesSource
 from hfshard.stores.buckets.tokens import XetTokens
 
 MAX_COMMIT_FILES: Final = 256

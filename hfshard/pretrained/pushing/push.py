@@ -11,6 +11,7 @@ from typing import Any, Final
 from huggingface_hub import CommitInfo
 
 from hfshard.constants import CONFIG_NAME, README
+from hfshard.disk.byte_source import ByteSource, file_source
 from hfshard.distributed.pushing.together import PushTogether
 from hfshard.distributed.saving import request_of_one, telling_other_ranks
 from hfshard.hub.address import directory_of
@@ -20,7 +21,6 @@ from hfshard.hub.pushing.request import MakeCard, PushOptions, PushRequest
 from hfshard.hub.repo_tree import PushResult
 from hfshard.saving.in_memory import stream_request
 from hfshard.saving.request import SaveRequest
-from hfshard.storage.disk.byte_source import ByteSource, file_source
 from hfshard.storage.format.index import CheckpointIndex
 from hfshard.storage.format.names import WeightNames
 

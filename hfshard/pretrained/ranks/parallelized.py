@@ -17,8 +17,8 @@ from hfshard.distributed.reading import Target, prepare_reads
 from hfshard.distributed.spread_tensor import SpreadTensor
 from hfshard.errors import InvalidArgumentError
 from hfshard.pretrained.ranks.conversion_views import ConvertedTensor, trace_reverted
-from hfshard.state_dicts.dtensors import is_dtensor
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
+from hfshard.tensors.state_dict import is_dtensor
 
 Parallelize = Callable[[Any], Any]
 """Spreads a model, which has no data yet, over ranks: by `fully_shard`, `parallelize_module` ...; returns the model."""

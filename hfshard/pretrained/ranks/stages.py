@@ -15,7 +15,7 @@ from hfshard.distributed.spread_tensor import has_spread
 from hfshard.errors import InvalidArgumentError
 from hfshard.pretrained.class_alias import alias_class
 from hfshard.pretrained.fallback import has_adapters
-from hfshard.state_dicts.wrappers import strip_compiled
+from hfshard.tensors.parameter_names import strip_compiled
 
 
 def is_part(model: Any, state_dict: Mapping[str, Any] | None) -> bool:

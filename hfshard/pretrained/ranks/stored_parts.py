@@ -15,7 +15,7 @@ from hfshard.distributed.spread_tensor import SpreadTensor, with_spread_tensors
 from hfshard.errors import UnstorableTensorError
 from hfshard.pretrained.class_alias import view_as_alias
 from hfshard.pretrained.ranks.conversion_views import ConvertedTensor, trace_reverted
-from hfshard.state_dicts.dtensors import is_dtensor
+from hfshard.tensors.state_dict import is_dtensor
 
 _GATHERED_BYTES: Final = 256 * 1024**2
 """At most so much is whole on each rank at a time, or else one conversion's sources."""

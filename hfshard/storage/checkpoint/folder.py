@@ -19,6 +19,7 @@ from hfshard.constants import (
     MAX_INDEX_BYTES,
     SAFETENSORS_SUFFIX,
 )
+from hfshard.disk.safe_open import identity_of, read_small
 from hfshard.errors import (
     CheckpointChangedError,
     DamagedCheckpointError,
@@ -29,7 +30,6 @@ from hfshard.errors import (
     UnsafePathError,
     remedy,
 )
-from hfshard.storage.disk.safe_open import identity_of, read_small
 from hfshard.storage.format.index import CheckpointIndex
 from hfshard.storage.format.integrity import md5_of, sha256_of
 from hfshard.storage.format.names import WeightNames

@@ -14,10 +14,20 @@ from hfshard.storage.checkpoint.checks import compare_pickles
 from hfshard.storage.format.header import TensorInfo
 from hfshard.storage.format.index import FileDigest
 from hfshard.storage.format.integrity import tensor_hasher
-from hfshard.storage.tensors.dtypes import DTYPE_BITS, TORCH_DTYPES, stored_dtype_name
-from hfshard.storage.tensors.tensor_bytes import iter_blocks, memory_of, own_memory, tensor_nbytes
-from hfshard.storage.tensors.tensor_layout import RawTensor, TensorLayout, TensorLike, tensor_layout
 from hfshard.storage.weights.safetensors_shard import SafetensorsShard
+from hfshard.tensors.stored_tensor import (
+    DTYPE_BITS,
+    TORCH_DTYPES,
+    RawTensor,
+    TensorLayout,
+    TensorLike,
+    iter_blocks,
+    memory_of,
+    own_memory,
+    stored_dtype_name,
+    tensor_layout,
+    tensor_nbytes,
+)
 
 _CAST_DTYPES = frozenset({"F16", "BF16", "F32", "F64"})
 """What a cast changes: 8-bit floats and smaller are packed weights, which mean nothing without their scales."""

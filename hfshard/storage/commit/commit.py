@@ -14,13 +14,7 @@ from typing import Final
 
 from hfshard._util.threads import deferred_interrupt
 from hfshard.constants import CONFIG_NAME, STAGING_DIRECTORY
-from hfshard.errors import CommitUndoneError, CommitUnfinishedError, HfshardError, SaveDirectoryError
-from hfshard.storage.commit.directory_state import DirectoryState, read_state
-from hfshard.storage.commit.pending_deletes import note_pending_deletes
-from hfshard.storage.commit.rollback import Rollback
-from hfshard.storage.commit.steps import CommitPlan, CommitStep
-from hfshard.storage.disk.folders import open_folder
-from hfshard.storage.disk.fsops import (
+from hfshard.disk.fsops import (
     Unflushed,
     can_link,
     locked_directory,
@@ -33,6 +27,12 @@ from hfshard.storage.disk.fsops import (
     sync_directory,
     unlink_if_there,
 )
+from hfshard.disk.safe_open import open_folder
+from hfshard.errors import CommitUndoneError, CommitUnfinishedError, HfshardError, SaveDirectoryError
+from hfshard.storage.commit.directory_state import DirectoryState, read_state
+from hfshard.storage.commit.pending_deletes import note_pending_deletes
+from hfshard.storage.commit.rollback import Rollback
+from hfshard.storage.commit.steps import CommitPlan, CommitStep
 from hfshard.storage.disk.hub_place import refuse_hub
 from hfshard.storage.format.index import FileDigest
 from hfshard.storage.format.names import WeightNames

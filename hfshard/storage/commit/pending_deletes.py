@@ -12,9 +12,9 @@ from collections.abc import Collection, Iterable
 from typing import Any, Final
 
 from hfshard.constants import MAX_CONFIG_BYTES, STAGING_DIRECTORY
+from hfshard.disk.fsops import sync_directory, write_file
+from hfshard.disk.safe_open import read_small
 from hfshard.storage.commit.damage import unless_damaged
-from hfshard.storage.disk.fsops import sync_directory, write_file
-from hfshard.storage.disk.safe_open import read_small
 from hfshard.storage.format.names import WeightNames
 from hfshard.storage.format.strict_json import dump_json, parse_json_object
 from hfshard.storage.weights.safetensors_file import SafetensorsFile

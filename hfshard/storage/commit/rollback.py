@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from hfshard.constants import MAX_CONFIG_BYTES
+from hfshard.disk.fsops import NO_LINKS, Unflushed, rename, sync_directory, unlink_if_there
 from hfshard.storage.commit.steps import CommitStep
-from hfshard.storage.disk.fsops import NO_LINKS, Unflushed, rename, sync_directory, unlink_if_there
 
 logger = logging.getLogger(__name__)
 

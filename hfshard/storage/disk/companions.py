@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from hfshard._util.progress import ProgressCallback
 from hfshard.constants import ADAPTER_CONFIG_NAME, COPY_BYTES, MAX_COMPANION_BYTES, README, WEIGHTS_SUFFIXES
+from hfshard.disk.byte_source import ByteSource, has_same_bytes
+from hfshard.disk.fsops import copy_mode, sync
+from hfshard.disk.safe_open import open_regular
 from hfshard.errors import SaveDirectoryError
-from hfshard.storage.disk.byte_source import ByteSource, has_same_bytes
-from hfshard.storage.disk.fsops import copy_mode, sync
-from hfshard.storage.disk.safe_open import open_regular
 from hfshard.storage.format.names import INDEX_FILE
 from hfshard.storage.format.stored_save import objects_of_saves
 

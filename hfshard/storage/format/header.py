@@ -14,7 +14,7 @@ from hfshard._util.threads import no_collection
 from hfshard.constants import DATA_ALIGNMENT, LFS_POINTER_MARK, MAX_DIMENSIONS, MAX_HEADER_BYTES
 from hfshard.errors import DamagedCheckpointError, UnstorableTensorError, remedy
 from hfshard.storage.format.strict_json import parse_json_object, without_padding
-from hfshard.storage.tensors.dtypes import DTYPE_BITS
+from hfshard.tensors.stored_tensor import DTYPE_BITS
 
 LENGTH_BYTES = 8
 """A safetensors file begins with the header's length, a little-endian u64."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
-from hfshard.storage.disk.direct_io import BLOCK_BYTES
+from hfshard.disk.direct_io import BLOCK_BYTES
 from hfshard.storage.format.integrity import Hasher, new_fingerprint, small_tensor_digest, tensor_digest
-from hfshard.storage.tensors.tensor_bytes import iter_blocks, small_bytes
-from hfshard.storage.tensors.tensor_layout import TensorLike
+from hfshard.tensors.stored_tensor import TensorLike, iter_blocks, small_bytes
 
 _SMALL_BYTES: Final = 16 * 1024
 """Tensors of at most this size are gathered: by themselves, 100,000 of them took 1.1 s to hash and write, not 0.2."""

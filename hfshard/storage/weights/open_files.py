@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from itertools import islice
 from typing import Final
 
-from hfshard.storage.disk.safe_open import NO_FILES_LEFT
+from hfshard.disk.safe_open import NO_FILES_LEFT
 
 _SHARE: Final = 2
 """One of so many descriptors that the process may have is for these files; the others are left to the program."""

@@ -14,8 +14,7 @@ from typing import Final
 import torch
 
 from hfshard._util.threads import start_thread
-from hfshard.storage.disk.block_reader import is_resident, read_blocks
-from hfshard.storage.disk.direct_io import BLOCK_BYTES, HUGE_PAGE_BYTES, LIBRARY
+from hfshard.disk.direct_io import BLOCK_BYTES, HUGE_PAGE_BYTES, LIBRARY, is_resident, read_blocks
 
 _POPULATE_READ: Final = 22
 """`madvise`: read the pages and map them, without a page fault for each (Linux 5.14)."""

@@ -12,18 +12,16 @@ import torch
 
 from hfshard._util.threads import no_collection
 from hfshard.constants import MAX_HEADER_BYTES
+from hfshard.disk.direct_io import BLOCK_BYTES, read_blocks, read_places
+from hfshard.disk.fsops import is_remote
+from hfshard.disk.safe_open import Identity, identity_of, open_regular, read_text
 from hfshard.errors import CheckpointChangedError, MissingShardError
-from hfshard.storage.disk.block_reader import read_blocks, read_places
-from hfshard.storage.disk.direct_io import BLOCK_BYTES
-from hfshard.storage.disk.file_system import is_remote
-from hfshard.storage.disk.safe_open import Identity, identity_of, open_regular, read_text
 from hfshard.storage.format.header import LENGTH_BYTES, TensorInfo, read_header_length
 from hfshard.storage.format.integrity import HASHERS
-from hfshard.storage.tensors.dtypes import DTYPE_NAMES, PLAIN_DTYPES
-from hfshard.storage.tensors.tensor_bytes import iter_blocks
 from hfshard.storage.weights.open_files import HeldFile, open_with_room
 from hfshard.storage.weights.populate import populated_blocks
 from hfshard.storage.weights.safetensors_shard import SafetensorsShard
+from hfshard.tensors.stored_tensor import DTYPE_NAMES, PLAIN_DTYPES, iter_blocks
 
 _CPU: Final = torch.device("cpu")
 

@@ -12,13 +12,13 @@ import torch
 from hfshard._util.progress import ProgressCallback
 from hfshard._util.text import list_some
 from hfshard.constants import FINGERPRINT_BYTES, METADATA_KEY
+from hfshard.disk.direct_io import BLOCK_BYTES
 from hfshard.errors import DamagedCheckpointError, IntegrityError, remedy
-from hfshard.storage.disk.direct_io import BLOCK_BYTES
 from hfshard.storage.format.header import LENGTH_BYTES, Header, TensorInfo, damaged_header, parse_header
 from hfshard.storage.format.index import FileDigest, HfshardMetadata, metadata_of_file
 from hfshard.storage.format.integrity import HASHERS, fingerprint_positions, new_fingerprint, tensor_digest, zeroed
-from hfshard.storage.tensors.dtypes import TORCH_DTYPES, torch_shape
 from hfshard.storage.weights.safetensors_writer import COMPLEX_AS_REAL_KEY
+from hfshard.tensors.stored_tensor import TORCH_DTYPES, torch_shape
 
 _SHOWN: Final = 10
 """Names of tensors in a message."""

@@ -6,9 +6,8 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 
 from hfshard.constants import COPY_BYTES
-from hfshard.storage.disk.byte_source import SeekableReader
-from hfshard.storage.tensors.tensor_bytes import iter_blocks, tensor_nbytes
-from hfshard.storage.tensors.tensor_layout import TensorLike
+from hfshard.disk.byte_source import SeekableReader
+from hfshard.tensors.stored_tensor import TensorLike, iter_blocks, tensor_nbytes
 
 
 class SafetensorsStream(SeekableReader):

@@ -15,10 +15,9 @@ import torch
 from hfshard._util.progress import ProgressCallback
 from hfshard._util.threads import cancellable, in_threads
 from hfshard.constants import FILES_AT_ONCE, FINGERPRINT_BYTES, FORMAT_VERSION, METADATA_KEY
+from hfshard.disk.direct_io import BlockWriter, check_setting
+from hfshard.disk.fsops import copy_mode, sync, write_all
 from hfshard.errors import InvalidArgumentError
-from hfshard.storage.disk.block_writer import BlockWriter
-from hfshard.storage.disk.direct_io import check_setting
-from hfshard.storage.disk.fsops import copy_mode, sync, write_all
 from hfshard.storage.format.header import header_entries, header_of_entries
 from hfshard.storage.format.index import FileDigest, single_file_metadata
 from hfshard.storage.format.integrity import (
@@ -27,15 +26,15 @@ from hfshard.storage.format.integrity import (
     fingerprint_positions,
     new_fingerprint,
 )
-from hfshard.storage.tensors.tensor_bytes import first_bytes
-from hfshard.storage.tensors.tensor_layout import (
+from hfshard.storage.weights.hashed_output import HashedOutput
+from hfshard.tensors.stored_tensor import (
     TensorLayout,
     TensorLike,
     element_bytes,
+    first_bytes,
     is_complex_as_real,
     tensor_layouts,
 )
-from hfshard.storage.weights.hashed_output import HashedOutput
 
 COMPLEX_AS_REAL_KEY: Final = "hfshard.complex"
 """Key of a file's `__metadata__`: JSON list of tensors that are complex, and stored as pairs of real numbers."""

@@ -15,15 +15,22 @@ import torch
 
 from hfshard._util.threads import in_threads
 from hfshard.constants import DATA_ALIGNMENT, FILES_AT_ONCE
+from hfshard.disk.direct_io import (
+    aligned_block,
+    check_setting,
+    is_cached,
+    is_direct_wanted,
+    open_direct,
+    read_direct,
+    reopen_direct,
+)
+from hfshard.disk.fsops import is_remote
 from hfshard.errors import InvalidArgumentError
-from hfshard.storage.disk.block_reader import is_cached, open_direct, read_direct, reopen_direct
-from hfshard.storage.disk.direct_io import aligned_block, check_setting, is_direct_wanted
-from hfshard.storage.disk.file_system import is_remote
-from hfshard.storage.tensors.tensor_bytes import memory_of
 from hfshard.storage.weights.fellow_readers import has_fellow_ranks, has_fellow_readers, mark_reading
 from hfshard.storage.weights.open_files import HeldFile
 from hfshard.storage.weights.read_ahead import read_ahead
 from hfshard.storage.weights.safetensors_file import SafetensorsFile
+from hfshard.tensors.stored_tensor import memory_of
 
 ReadMode = Literal["auto", "mmap", "pread"]
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from hfshard.disk.safe_open import Identity, identity_of
 from hfshard.errors import CheckpointChangedError
-from hfshard.storage.disk.safe_open import Identity, identity_of
 from hfshard.training.run.finding import Level
 from hfshard.training.state import PartKind
 

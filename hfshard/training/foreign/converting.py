@@ -14,10 +14,10 @@ from hfshard._util.arguments import absolute_path, names_files
 from hfshard.constants import CONFIG_NAME, DEFAULT_MAX_SHARD_SIZE, GENERATION_CONFIG_NAME
 from hfshard.errors import CheckpointNotFoundError, HfshardError, InvalidArgumentError
 from hfshard.saving.request import request_from_state_dict
-from hfshard.state_dicts.tied import find_shared_tensors
-from hfshard.state_dicts.wrappers import strip_compiled, without_common_wrappers
 from hfshard.storage.format.integrity import Checksum
 from hfshard.storage.format.names import MODEL_BASE
+from hfshard.tensors.parameter_names import strip_compiled, without_common_wrappers
+from hfshard.tensors.tied import find_shared_tensors
 from hfshard.training.collecting import Components, RankState, SavePayload, collect, rank_prefix, save_options
 from hfshard.training.foreign.checkpoint import ForeignCheckpoint, ForeignRequest
 from hfshard.training.foreign.optimizers import are_sorted_by_name, check_positions, stated_names

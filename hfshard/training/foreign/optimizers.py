@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from hfshard._util.text import list_some
 from hfshard.errors import DamagedCheckpointError, StateDictMismatchError
-from hfshard.state_dicts.wrappers import match_prefixes
+from hfshard.tensors.parameter_names import match_prefixes
 from hfshard.training.parts.optimizers.optimizer import group_names
 from hfshard.training.parts.positions.holders import Names
 from hfshard.training.parts.same_class import check_options

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from hfshard.errors import DamagedCheckpointError, HfshardError, StateDictMismatchError
-from hfshard.state_dicts.state_dict import collect_state_dict
-from hfshard.state_dicts.wrappers import match_prefixes
+from hfshard.tensors.parameter_names import match_prefixes
+from hfshard.tensors.state_dict import collect_state_dict
 from hfshard.training.data.external_loader import LoaderTracker
 from hfshard.training.foreign.checkpoint import ForeignCheckpoint
 from hfshard.training.foreign.optimizers import named_optimizer_state

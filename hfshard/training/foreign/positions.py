@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hfshard.errors import InvalidArgumentError
-from hfshard.state_dicts.tied import find_shared_tensors
+from hfshard.tensors.tied import find_shared_tensors
 from hfshard.training.foreign.optimizers import LIKE_THEIR_PARAMETER
 
 _STATISTICS = ("running_mean", "running_var")

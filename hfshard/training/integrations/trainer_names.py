@@ -14,7 +14,7 @@ import transformers
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, Trainer
 
 from hfshard.constants import CONFIG_NAME
-from hfshard.state_dicts.state_dict import parameter_names
+from hfshard.tensors.state_dict import parameter_names
 from hfshard.training.foreign.checkpoint import ForeignCheckpoint
 from hfshard.training.foreign.optimizers import LIKE_THEIR_PARAMETER, check_positions
 from hfshard.training.foreign.torch_keys import is_optimizer_state

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from hfshard.errors import InvalidArgumentError, StateDictMismatchError
-from hfshard.state_dicts.dtensors import is_dtensor
-from hfshard.state_dicts.state_dict import parameter_names
+from hfshard.tensors.state_dict import is_dtensor, parameter_names
 
 
 class Gradients:

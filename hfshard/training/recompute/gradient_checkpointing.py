@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from hfshard.errors import InvalidArgumentError
-from hfshard.state_dicts.wrappers import unwrap
+from hfshard.tensors.parameter_names import unwrap
 from hfshard.training.recompute.recomputation import call_recomputed
 
 _BASE: Final = "_hfshard_checkpointed_class"

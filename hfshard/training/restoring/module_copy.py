@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from hfshard.state_dicts.dtensors import is_dtensor, local_tensor
+from hfshard.tensors.state_dict import is_dtensor, local_tensor
 
 logger = logging.getLogger(__name__)
 

@@ -11,9 +11,8 @@ from torch import nn
 
 from hfshard.errors import StateDictMismatchError
 from hfshard.loading.into_module import match_to_model, refuse_expanded
-from hfshard.state_dicts.offloaded import refuse_offloaded
-from hfshard.state_dicts.state_dict import assign, collect_state_dict, refuse_freed
-from hfshard.state_dicts.wrappers import unwrap
+from hfshard.tensors.parameter_names import unwrap
+from hfshard.tensors.state_dict import assign, collect_state_dict, refuse_freed, refuse_offloaded
 from hfshard.training.parts.pending_loads import PendingLoad
 from hfshard.training.restoring.module_copy import keep_module, may_refuse
 

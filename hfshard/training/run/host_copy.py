@@ -11,8 +11,7 @@ from typing import Final
 import torch
 
 from hfshard._util.threads import in_threads
-from hfshard.storage.tensors.tensor_bytes import is_plain_type
-from hfshard.storage.tensors.tensor_layout import TensorLike
+from hfshard.tensors.stored_tensor import TensorLike, is_plain_type
 from hfshard.training.collecting import SavePayload
 
 _THREADS: Final = 4

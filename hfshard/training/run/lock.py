@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 from typing import Final
 
-from hfshard._util.own_descriptor import OwnDescriptor, holder_of
+from hfshard.disk.fsops import OwnDescriptor, holder_of, lock, unlock
 from hfshard.errors import DirectoryLockedError
-from hfshard.storage.disk.fsops import lock, unlock
 
 _WAIT_SECONDS: Final = 5.0
 """How long a manager waits for another one: a killed process may take as long to disappear."""

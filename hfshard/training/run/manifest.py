@@ -11,9 +11,9 @@ from typing import Final, TypeGuard
 
 from hfshard._util.threads import cancellable, in_threads
 from hfshard.constants import FILES_AT_ONCE, MANIFEST_NAME, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
+from hfshard.disk.byte_source import sha256_of_reader
+from hfshard.disk.safe_open import open_regular, read_small
 from hfshard.errors import DamagedCheckpointError, IntegrityError, InvalidArgumentError, UnsafePathError, remedy
-from hfshard.storage.disk.byte_source import sha256_of_reader
-from hfshard.storage.disk.safe_open import open_regular, read_small
 from hfshard.storage.format.index import FileDigest, parse_file_digest
 from hfshard.storage.format.integrity import sha256_of
 from hfshard.storage.format.names import check_file_name

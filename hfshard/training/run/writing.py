@@ -14,15 +14,15 @@ from hfshard.constants import (
     MAX_INDEX_BYTES,
     SAFETENSORS_SUFFIX,
 )
+from hfshard.disk.fsops import Unflushed, require_space
 from hfshard.errors import InvalidArgumentError
 from hfshard.saving.linking import KnownFile
 from hfshard.saving.prepare import index_of, plan_request, shard_jobs
 from hfshard.saving.writing import OwnShardWriter, ShardWriter
-from hfshard.storage.disk.fsops import Unflushed, require_space
 from hfshard.storage.format.index import FileDigest
 from hfshard.storage.format.integrity import Checksum
-from hfshard.storage.tensors.tensor_bytes import tensor_nbytes
 from hfshard.storage.weights.safetensors_writer import WriteJob, await_devices, writer_threads
+from hfshard.tensors.stored_tensor import tensor_nbytes
 from hfshard.training.collecting import SavePayload
 from hfshard.training.run.manifest import MANIFEST, CheckpointManifest, shard_record, small_record
 

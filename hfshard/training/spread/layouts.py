@@ -10,9 +10,8 @@ from typing import Any, Final
 import torch
 
 from hfshard.errors import UnstorableTensorError
-from hfshard.state_dicts.dtensors import is_dtensor
-from hfshard.state_dicts.state_dict import collect_state_dict
 from hfshard.storage.format.names import MODEL_BASE
+from hfshard.tensors.state_dict import collect_state_dict, is_dtensor
 from hfshard.training.collecting import STATE_BASE, is_of_a_rank
 from hfshard.training.parts.gradients import Gradients
 from hfshard.training.parts.nested import encode

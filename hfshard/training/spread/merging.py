@@ -11,9 +11,9 @@ import torch
 from torch.optim import LBFGS
 
 from hfshard.errors import InvalidArgumentError
-from hfshard.state_dicts.dtensors import is_dtensor
 from hfshard.storage.format.integrity import sha256_of
-from hfshard.storage.tensors.tensor_bytes import iter_blocks
+from hfshard.tensors.state_dict import is_dtensor
+from hfshard.tensors.stored_tensor import iter_blocks
 from hfshard.training.collecting import Components
 from hfshard.training.parts.gradients import Gradients
 from hfshard.training.parts.nested_decoding import encoded_entries, tensor_names

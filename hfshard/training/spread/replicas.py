@@ -11,9 +11,14 @@ import torch
 
 from hfshard._util.text import list_some
 from hfshard.errors import InvalidArgumentError
-from hfshard.state_dicts.dtensors import is_dtensor, local_tensor
-from hfshard.state_dicts.state_dict import collect_state_dict, parameter_names, tied_parameter_names
-from hfshard.storage.tensors.tensor_bytes import check_storable, is_plain_type
+from hfshard.tensors.state_dict import (
+    collect_state_dict,
+    is_dtensor,
+    local_tensor,
+    parameter_names,
+    tied_parameter_names,
+)
+from hfshard.tensors.stored_tensor import check_storable, is_plain_type
 from hfshard.training.collecting import encode_alone
 from hfshard.training.parts.gradients import Gradients
 from hfshard.training.spread.states import short_digest

@@ -9,7 +9,7 @@ from itertools import chain
 from typing import Any, Final
 
 from hfshard.errors import DamagedCheckpointError
-from hfshard.state_dicts.state_dict import collect_state_dict
+from hfshard.tensors.state_dict import collect_state_dict
 from hfshard.training.parts.gradients import Gradients
 from hfshard.training.parts.nested_decoding import encoded_entries
 from hfshard.training.ranks import Ranks

@@ -12,10 +12,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hfshard.errors import InvalidArgumentError
-from hfshard.state_dicts.dtensors import is_dtensor
-from hfshard.state_dicts.partitioned import RUN_REMEDY, is_partitioned, refuse_partitioned
-from hfshard.state_dicts.state_dict import collect_state_dict
 from hfshard.storage.format.integrity import sha256_of
+from hfshard.tensors.state_dict import RUN_REMEDY, collect_state_dict, is_dtensor, is_partitioned, refuse_partitioned
 from hfshard.training.state import TrainingState
 
 _DIGEST_CHARACTERS: Final = 16

@@ -15,9 +15,9 @@ from hfshard.saving.linking import KnownFile
 from hfshard.saving.request import SaveRequest
 from hfshard.storage.format.index import FileDigest
 from hfshard.storage.format.names import MODEL_BASE
-from hfshard.storage.tensors.tensor_layout import RawTensor, TensorLayout
 from hfshard.storage.weights.safetensors_writer import WriteJob
 from hfshard.stores.protocols import Store
+from hfshard.tensors.stored_tensor import RawTensor, TensorLayout
 from hfshard.training.collecting import STATE_BASE, SavePayload, is_of_a_rank, rank_prefix
 
 _NUMBERLESS: Final = "rank*/"

@@ -6,7 +6,7 @@ from typing import Final
 
 import torch
 
-from hfshard.storage.tensors.dtypes import PLAIN_DTYPES
+from hfshard.tensors.stored_tensor import PLAIN_DTYPES
 
 _NUMBERS: Final = PLAIN_DTYPES | {torch.complex128, torch.complex32}
 """All but F4, which torch has no arithmetic for."""

@@ -9,16 +9,21 @@ from dataclasses import dataclass
 import torch
 
 from hfshard.constants import CONFIG_NAME
-from hfshard.state_dicts.tied import find_shared_tensors
+from hfshard.disk.direct_io import BLOCK_BYTES
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.storage.checkpoint.raw_tensors import raw_tensors
-from hfshard.storage.disk.direct_io import BLOCK_BYTES
 from hfshard.storage.format.index import FileDigest
-from hfshard.storage.tensors.dtypes import TORCH_DTYPES
-from hfshard.storage.tensors.tensor_bytes import check_storable, iter_blocks
-from hfshard.storage.tensors.tensor_layout import RawTensor, TensorLike, tensor_layout
 from hfshard.storage.weights.ranged.ranged_shard import RangedShard
 from hfshard.storage.weights.safetensors_shard import SafetensorsShard
+from hfshard.tensors.stored_tensor import (
+    TORCH_DTYPES,
+    RawTensor,
+    TensorLike,
+    check_storable,
+    iter_blocks,
+    tensor_layout,
+)
+from hfshard.tensors.tied import find_shared_tensors
 from hfshard.viewing.opening import ViewedCheckpoint
 from hfshard.viewing.tensor_entry import TensorEntry
 

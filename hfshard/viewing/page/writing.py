@@ -8,8 +8,8 @@ import stat
 from typing import Final
 
 from hfshard._util.arguments import absolute_directory, names_files
+from hfshard.disk.fsops import rename, unlink_if_there, write_file
 from hfshard.errors import InvalidPathError
-from hfshard.storage.disk.fsops import rename, unlink_if_there, write_file
 
 PAGE_BEGINNING: Final = "<!doctype html>\n<!-- A page of hfshard"
 """How each of our pages begins; every template inherits it."""

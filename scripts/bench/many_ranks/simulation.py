@@ -19,8 +19,8 @@ from hfshard.saving.options import SaveOptions
 from hfshard.saving.prepare import plan_request
 from hfshard.saving.request import SaveRequest
 from hfshard.storage.format.index import CheckpointIndex, FileDigest
-from hfshard.storage.tensors.tensor_layout import RawTensor
 from hfshard.storage.weights.safetensors_writer import WriteJob, file_order
+from hfshard.tensors.stored_tensor import RawTensor
 
 
 class SimulatedRank:

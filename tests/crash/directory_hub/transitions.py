@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
+from hfshard.disk.byte_source import ByteSource, BytesSource
 from hfshard.hub.directory.hub import DirectoryHub
-from hfshard.storage.disk.byte_source import ByteSource, BytesSource
 
 Files = dict[str, bytes]
 Refs = dict[str, Files]

@@ -206,7 +206,7 @@ class _WatchedMapping(dict[str, Any]):
 
 def _tensor_that(does: Does) -> Any:
     """A tensor that does something when its bytes are read."""
-    from hfshard.storage.tensors.tensor_layout import RawTensor, TensorLayout
+    from hfshard.tensors.stored_tensor import RawTensor, TensorLayout
 
     def blocks(_: int) -> Iterator[memoryview]:
         does()

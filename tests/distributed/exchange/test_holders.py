@@ -10,7 +10,7 @@ from hfshard.distributed.exchange.holders import Holders
 from hfshard.distributed.exchange.listing import Listing, Mesh, RankGroup, TensorEntry
 from hfshard.distributed.layout import Interval, Placement
 from hfshard.errors import InvalidArgumentError
-from hfshard.storage.tensors.tensor_layout import TensorLayout
+from hfshard.tensors.stored_tensor import TensorLayout
 
 
 def whole(*shape: int) -> TensorEntry:

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from hfshard.distributed.exchange.local_bytes import byte_stretch
-from hfshard.storage.tensors.tensor_bytes import iter_blocks
-from hfshard.storage.tensors.tensor_layout import RawTensor, TensorLayout
+from hfshard.tensors.stored_tensor import RawTensor, TensorLayout, iter_blocks
 
 BASE = torch.arange(5 * 6 * 4, dtype=torch.int16).view(5, 6, 4)
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from hfshard.distributed.exchange.orders import Order
 from hfshard.saving.linking import KnownFile
 from hfshard.storage.format.index import FileDigest
-from hfshard.storage.tensors.tensor_layout import RawTensor, TensorLayout
 from hfshard.storage.weights.safetensors_writer import WriteJob
+from hfshard.tensors.stored_tensor import RawTensor, TensorLayout
 
 NAMES = [f"w{number}" for number in range(1500)]
 LAYOUTS = {name: TensorLayout("F32", (2000,), 8000) for name in NAMES[:-1]} | {"w1499": TensorLayout("U8", (3,), 3)}

@@ -19,8 +19,8 @@ from hfshard.distributed.status import SaveStatus
 from hfshard.errors import RankFailedError
 from hfshard.saving.options import SaveOptions
 from hfshard.saving.request import SaveRequest
-from hfshard.storage.tensors.tensor_layout import RawTensor, TensorLike, tensor_layout
 from hfshard.storage.weights.safetensors_writer import WriteJob
+from hfshard.tensors.stored_tensor import RawTensor, TensorLike, tensor_layout
 from tests.distributed.gloo import check_ranks, waiting
 
 FILE_BYTES, FILES = 10 << 20, 4

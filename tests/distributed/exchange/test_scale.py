@@ -12,7 +12,7 @@ from hfshard.distributed.exchange.listing import Listing, Mesh, RankGroup, Tenso
 from hfshard.distributed.exchange.owners import assign_owners
 from hfshard.distributed.exchange.schedule import SOURCE_BYTES, WINDOW_BYTES, Window, schedule
 from hfshard.distributed.layout import Placement
-from hfshard.storage.tensors.tensor_layout import TensorLayout
+from hfshard.tensors.stored_tensor import TensorLayout
 
 RANKS = 1024
 LAYERS = 155

@@ -26,7 +26,7 @@ from hfshard.errors import (
 )
 from hfshard.saving.options import SaveOptions
 from hfshard.saving.request import SaveRequest
-from hfshard.storage.tensors.tensor_layout import RawTensor, TensorLayout
+from hfshard.tensors.stored_tensor import RawTensor, TensorLayout
 from tests.distributed.gloo import check_ranks, run_ranks
 from tests.distributed.saving.test_state_dicts import contents
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import signal
 import sys
 
+from hfshard.disk.byte_source import BytesSource
 from hfshard.hub.directory.hub import DirectoryHub
 from hfshard.hub.repo_tree import StaleParentError
-from hfshard.storage.disk.byte_source import BytesSource
 
 CHILD_SECONDS = 110
 """One that takes longer hangs, and is killed."""

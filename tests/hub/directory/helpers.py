@@ -6,8 +6,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from hfshard.disk.byte_source import BytesSource
 from hfshard.hub.directory.hub import DirectoryHub
-from hfshard.storage.disk.byte_source import BytesSource
 
 
 def push(hub: DirectoryHub, files: Mapping[str, bytes | None], message: str = "push", revision: str = "main") -> str:

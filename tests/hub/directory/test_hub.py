@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from hfshard.disk.byte_source import ByteSource, BytesSource, StreamSource, file_source
 from hfshard.errors import (
     HubError,
     HubNotFoundError,
@@ -20,7 +21,6 @@ from hfshard.errors import (
 )
 from hfshard.hub.directory.hub import DirectoryHub
 from hfshard.hub.repo_tree import PushResult, RemoteFile, StaleParentError
-from hfshard.storage.disk.byte_source import ByteSource, BytesSource, StreamSource, file_source
 from tests.hub.directory.helpers import disk_bytes, everything, files_at, litter, push
 
 SHA256_OF_ONE = "6b86b273ff34fce19d6b804eff5a3f5747ada4eaa22f1d49c01e52ddb7875b4b"

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from hfshard.disk.byte_source import BytesSource
 from hfshard.errors import HubError, HubNotFoundError, InvalidArgumentError
 from hfshard.hub.directory.hub import DirectoryHub
-from hfshard.storage.disk.byte_source import BytesSource
 from tests.hub.directory.helpers import files_at, litter, push
 
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hfshard.disk.byte_source import BytesSource
 from hfshard.hub.pushing.plan import foreign_indexes, plan_push, stale_names, unknown_weights, variants_of
 from hfshard.hub.repo_tree import RemoteFile, RepoTree, git_blob_id
-from hfshard.storage.disk.byte_source import BytesSource
 
 pytestmark = pytest.mark.compat
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from hfshard.disk.byte_source import FileSource
 from hfshard.errors import IntegrityError
 from hfshard.hub.remote.uploads import CheckedReader
-from hfshard.storage.disk.byte_source import FileSource
 from tests.helpers import forkserver
 from tests.hubserver.hub_server import HubServer
 

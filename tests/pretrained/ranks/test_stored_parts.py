@@ -21,7 +21,7 @@ from transformers.core_model_loading import (
 
 from hfshard.distributed.spread_tensor import SpreadTensor, with_spread_tensors
 from hfshard.pretrained.ranks.stored_parts import stored_parts
-from hfshard.state_dicts.state_dict import collect_state_dict
+from hfshard.tensors.state_dict import collect_state_dict
 from tests.distributed.gloo import check_ranks
 from tests.pretrained.ranks.layouts import spread
 from tests.zoo.models import ZOO

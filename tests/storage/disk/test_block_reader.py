@@ -12,9 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from hfshard.storage.disk import block_reader
-from hfshard.storage.disk.block_reader import is_cached, open_direct, read_blocks, read_places
-from hfshard.storage.disk.direct_io import BLOCK_BYTES, aligned_block
+from hfshard.disk import direct_io
+from hfshard.disk.direct_io import BLOCK_BYTES, aligned_block, is_cached, open_direct, read_blocks, read_places
 from tests.storage.threads import no_thread_is_left
 
 SIZE = 9 * 1024 * 1024 + 4096 + 77
@@ -123,7 +122,7 @@ def test_an_error_of_the_disk_is_raised(path: Path, monkeypatch: pytest.MonkeyPa
         def fails(*_arguments: object) -> int:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-        monkeypatch.setattr(block_reader, "is_cached", lambda *_arguments: False)
+        monkeypatch.setattr(direct_io, "is_cached", lambda *_arguments: False)
         monkeypatch.setattr(os, "preadv", fails)
         with pytest.raises(OSError, match="Input/output error"):
             list(read_blocks(fd, 0, SIZE))
@@ -138,7 +137,7 @@ def test_small_places_are_read_in_their_order(
     is_cold: bool, direct: str, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if direct == "refused":
-        monkeypatch.setattr(block_reader, "open_direct", lambda _fd: -1)
+        monkeypatch.setattr(direct_io, "open_direct", lambda _fd: -1)
     else:
         monkeypatch.setenv("HFSHARD_DIRECT", direct)
     with opened(path) as fd:
@@ -183,9 +182,9 @@ def test_where_the_system_does_not_say_a_file_counts_as_cached(
     with opened(path) as fd:
         make_cold(fd)
         if call == "mincore":
-            monkeypatch.setattr(block_reader, "LIBRARY", SimpleNamespace(mincore=lambda *_: -1))
+            monkeypatch.setattr(direct_io, "LIBRARY", SimpleNamespace(mincore=lambda *_: -1))
         else:
-            monkeypatch.setattr(block_reader, call, lambda *_: block_reader._MAP_FAILED)
+            monkeypatch.setattr(direct_io, call, lambda *_: direct_io._MAP_FAILED)
         assert is_cached(fd, 0, SIZE)
         assert b"".join(bytes(block) for block in read_blocks(fd, 0, SIZE)) == RAW
 

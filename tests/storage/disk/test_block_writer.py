@@ -14,9 +14,8 @@ import pytest
 import torch
 
 import hfshard
+from hfshard.disk.direct_io import BLOCK_BYTES, BlockWriter
 from hfshard.errors import InvalidArgumentError
-from hfshard.storage.disk.block_writer import BlockWriter
-from hfshard.storage.disk.direct_io import BLOCK_BYTES
 from tests.storage.threads import no_thread_is_left
 
 SIZE = 5 * 1024 * 1024 + 4096 * 3 + 77

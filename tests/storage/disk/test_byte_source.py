@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hfshard.storage.disk.byte_source import (
+from hfshard.disk.byte_source import (
     ByteSource,
     BytesSource,
     FileSource,

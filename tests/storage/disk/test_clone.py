@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hfshard.storage.disk.clone import clone_blocks, copy_file
+from hfshard.disk.byte_source import clone_blocks, copy_file
 
 
 def test_a_copy_has_the_bytes_and_the_mode_that_was_asked_for(tmp_path: Path) -> None:

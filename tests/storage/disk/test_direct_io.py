@@ -9,7 +9,7 @@ import os
 
 import pytest
 
-from hfshard.storage.disk.direct_io import HUGE_PAGE_BYTES, aligned_block, aligned_blocks
+from hfshard.disk.direct_io import HUGE_PAGE_BYTES, aligned_block, aligned_blocks
 
 
 def address(block: memoryview) -> int:

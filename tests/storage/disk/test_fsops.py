@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from hfshard.disk import fsops
+from hfshard.disk.fsops import locked_directory
 from hfshard.errors import DirectoryLockedError
-from hfshard.storage.disk import fsops
-from hfshard.storage.disk.fsops import locked_directory
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 

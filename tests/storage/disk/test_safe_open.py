@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from hfshard.disk.safe_open import open_regular
 from hfshard.errors import HfshardError
-from hfshard.storage.disk.safe_open import open_regular
 
 
 def test_too_many_open_files_is_no_damage(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hfshard.errors import UnstorableTensorError
-from hfshard.storage.tensors.tensor_bytes import check_storable, device_blocks, iter_blocks, memory_of, small_bytes
+from hfshard.tensors.stored_tensor import check_storable, device_blocks, iter_blocks, memory_of, small_bytes
 
 BASE = torch.arange(5000, dtype=torch.int32)
 

@@ -12,20 +12,21 @@ import torch
 import hfshard
 from hfshard.errors import DamagedCheckpointError
 from hfshard.storage.format.header import build_header
-from hfshard.storage.tensors.tensor_bytes import first_bytes, iter_blocks
-from hfshard.storage.tensors.tensor_layout import (
+from hfshard.storage.weights.safetensors_file import SafetensorsFile
+from hfshard.storage.weights.safetensors_writer import WriteJob, file_order, shard_header, shard_metadata, write_shards
+from hfshard.tensors.stored_tensor import (
     RawTensor,
     TensorLayout,
     TensorLike,
     element_bytes,
+    first_bytes,
     is_complex_as_real,
+    iter_blocks,
     parameter_count,
     tensor_layout,
     tensor_layouts,
+    tensor_specs,
 )
-from hfshard.storage.tensors.tensor_spec import tensor_specs
-from hfshard.storage.weights.safetensors_file import SafetensorsFile
-from hfshard.storage.weights.safetensors_writer import WriteJob, file_order, shard_header, shard_metadata, write_shards
 from tests.helpers.random_state_dicts import DTYPES, random_tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")

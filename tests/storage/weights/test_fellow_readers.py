@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import hfshard
-from hfshard.storage.disk.block_reader import is_cached
+from hfshard.disk.direct_io import is_cached
 from hfshard.storage.weights import fellow_readers
 from hfshard.storage.weights.fellow_readers import has_fellow_readers, mark_reading
 from tests.storage.weights.test_tensor_reader import make_cold

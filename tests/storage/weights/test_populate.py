@@ -11,9 +11,8 @@ import pytest
 import torch
 
 import hfshard
+from hfshard.disk.direct_io import BLOCK_BYTES, is_cached
 from hfshard.errors import DamagedCheckpointError
-from hfshard.storage.disk.block_reader import is_cached
-from hfshard.storage.disk.direct_io import BLOCK_BYTES
 from hfshard.storage.weights import populate
 from hfshard.storage.weights.populate import pieces_of, populated_blocks
 from hfshard.storage.weights.safetensors_file import SafetensorsFile

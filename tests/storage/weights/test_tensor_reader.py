@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import save_file
 
 import hfshard
+from hfshard.disk.direct_io import is_cached
+from hfshard.disk.fsops import is_remote
 from hfshard.errors import DamagedCheckpointError, InvalidArgumentError
-from hfshard.storage.disk.block_reader import is_cached
-from hfshard.storage.disk.file_system import is_remote
 from hfshard.storage.weights import tensor_reader
 from hfshard.storage.weights.read_ahead import read_ahead
 from hfshard.storage.weights.safetensors_file import SafetensorsFile

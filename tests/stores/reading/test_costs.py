@@ -19,7 +19,7 @@ from hfshard.loading import far
 from hfshard.storage.checkpoint.checkpoint import open_checkpoint
 from hfshard.storage.checkpoint.folder import RangedFolder
 from hfshard.storage.checkpoint.raw_tensors import raw_tensors
-from hfshard.storage.tensors.tensor_bytes import iter_blocks
+from hfshard.tensors.stored_tensor import iter_blocks
 from tests.stores.saving.memory_store import MemoryStore
 
 ADDRESS = "s3://models/bert"

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from hfshard.storage.tensors.tensor_bytes import memory_of
+from hfshard.tensors.stored_tensor import memory_of
 from hfshard.viewing.diff.measures import ValueMeasure
 from hfshard.viewing.diff.report import ValueDiff
 

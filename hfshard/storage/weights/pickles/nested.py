@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hfshard.storage.tensors.tensor_bytes import is_plain_type
+from hfshard.tensors.stored_tensor import is_plain_type
 
 
 def iter_leaves(value: Any) -> Iterator[Any]:

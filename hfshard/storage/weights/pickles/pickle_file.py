@@ -9,13 +9,12 @@ from functools import partial
 
 import torch
 
+from hfshard.disk.direct_io import read_blocks
 from hfshard.errors import DamagedCheckpointError, remedy
-from hfshard.storage.disk.block_reader import read_blocks
-from hfshard.storage.tensors.tensor_bytes import is_plain
-from hfshard.storage.tensors.tensor_layout import RawTensor, TensorLike, tensor_layout
 from hfshard.storage.weights.open_files import HeldFile, open_with_room
 from hfshard.storage.weights.pickles.choosing import choose_weights
 from hfshard.storage.weights.pickles.reading import read_pickle
+from hfshard.tensors.stored_tensor import RawTensor, TensorLike, is_plain, tensor_layout
 
 
 class PickleFile:

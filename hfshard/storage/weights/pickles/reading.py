@@ -14,8 +14,8 @@ from typing import Any, Final
 
 import torch
 
+from hfshard.disk.safe_open import Identity, identity_of, open_regular
 from hfshard.errors import CheckpointChangedError, HfshardError
-from hfshard.storage.disk.safe_open import Identity, identity_of, open_regular
 from hfshard.storage.weights.pickles.mapped_file import find_mapped_file
 from hfshard.storage.weights.pickles.nested import iter_storages
 from hfshard.storage.weights.pickles.opcode_scan import scan_old_format, scan_zip

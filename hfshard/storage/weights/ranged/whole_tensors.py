@@ -12,11 +12,11 @@ import torch
 from hfshard._util.progress import ProgressCallback
 from hfshard.storage.format.header import TensorInfo
 from hfshard.storage.format.integrity import Verify
-from hfshard.storage.tensors.tensor_bytes import memory_of, own_memory
 from hfshard.storage.weights.ranged.comparison import Comparison
 from hfshard.storage.weights.ranged.ranged_shard import RangedShard
 from hfshard.storage.weights.ranged.requests import DEFAULT_MEMORY, REQUEST_BYTES, Piece, read_pieces
 from hfshard.storage.weights.ranged.running_digest import RunningDigest
+from hfshard.tensors.stored_tensor import memory_of, own_memory
 
 
 def read_whole(

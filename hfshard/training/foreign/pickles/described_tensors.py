@@ -13,8 +13,8 @@ from typing import IO, Any, Final, cast
 
 import torch
 
+from hfshard.disk.safe_open import Identity, identity_of, open_regular
 from hfshard.errors import UnsafePickleError
-from hfshard.storage.disk.safe_open import Identity, identity_of, open_regular
 from hfshard.storage.weights.pickles.zip_check import check_archive, damaged_pickle
 from hfshard.training.foreign.pickles.inert_pickle import Described, Named, PickleDescription, describe_pickle
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from hfshard._util.text import list_some
+from hfshard.disk.safe_open import Identity
 from hfshard.errors import UnsafePickleError
-from hfshard.storage.disk.safe_open import Identity
 from hfshard.storage.weights.pickles.reading import read_pickle
 from hfshard.training.foreign.pickles.described_tensors import described_file, refuse_code
 from hfshard.training.foreign.pickles.plain_values import PlainValues

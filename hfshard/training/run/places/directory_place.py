@@ -12,12 +12,12 @@ from datetime import UTC, datetime
 from functools import partial
 
 from hfshard.constants import MAX_INDEX_BYTES
+from hfshard.disk.byte_source import ByteSource, FileSource
+from hfshard.disk.fsops import make_directories
+from hfshard.disk.safe_open import read_small
 from hfshard.errors import DamagedCheckpointError
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, open_checkpoint
-from hfshard.storage.disk.byte_source import ByteSource, FileSource
-from hfshard.storage.disk.fsops import make_directories
 from hfshard.storage.disk.hub_place import refuse_hub
-from hfshard.storage.disk.safe_open import read_small
 from hfshard.storage.weights.safetensors_file import SafetensorsFile
 from hfshard.storage.weights.safetensors_shard import SafetensorsShard
 from hfshard.training.run.directory import (

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Protocol
 
+from hfshard.disk.byte_source import ByteSource
 from hfshard.errors import DamagedCheckpointError
 from hfshard.saving.writing import ShardWriter
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
-from hfshard.storage.disk.byte_source import ByteSource
 from hfshard.storage.weights.safetensors_shard import SafetensorsShard
 from hfshard.training.collecting import SavePayload
 from hfshard.training.run.manifest import CheckpointManifest

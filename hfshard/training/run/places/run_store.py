@@ -22,6 +22,7 @@ from typing import Any, Final
 from hfshard._util.addresses import parse_address
 from hfshard._util.threads import cancellable, deferred_interrupt, in_threads
 from hfshard.constants import FILES_AT_ONCE, INDEX_SUFFIX, MARKS, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
+from hfshard.disk.byte_source import ByteSource, BytesSource
 from hfshard.errors import (
     CheckpointChangedError,
     CommitUnfinishedError,
@@ -45,7 +46,6 @@ from hfshard.saving.stores import own_puts
 from hfshard.saving.writing import OwnShardWriter
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, open_checkpoint
 from hfshard.storage.checkpoint.folder import StoreFolder
-from hfshard.storage.disk.byte_source import ByteSource, BytesSource
 from hfshard.storage.format.index import CheckpointIndex, FileDigest
 from hfshard.storage.format.integrity import sha256_of
 from hfshard.storage.format.names import WeightNames

@@ -10,8 +10,8 @@ import torch
 
 import hfshard
 from hfshard.errors import CheckpointChangedError, DamagedCheckpointError, IntegrityError
-from hfshard.storage.tensors.tensor_layout import RawTensor
 from hfshard.storage.weights.pickles.pickle_file import PickleFile
+from hfshard.tensors.stored_tensor import RawTensor
 from tests.attacks.files.torchfile import mapping, tensor, zipped
 from tests.helpers.tensor_bytes import bytes_of
 from tests.resharding.helpers import floats, write_bins

@@ -1,20 +1,85 @@
-"""The bytes of a tensor as the format stores them, in bounded blocks and without needless copies."""
+"""How the format stores a tensor: dtype, shape, layout, and its bytes in bounded blocks."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
-from typing import Any, Final, TypeGuard
+from typing import Any, Final, NamedTuple, TypeGuard
 
 import torch
 from torch.nn import UninitializedBuffer, UninitializedParameter
 
+from hfshard._util.threads import no_collection
 from hfshard.constants import MAX_DIMENSIONS
 from hfshard.errors import UnstorableTensorError
-from hfshard.storage.tensors.dtypes import COMPLEX_AS_REAL_DTYPES, PLAIN_DTYPES, stored_dtype_name
-from hfshard.storage.tensors.tensor_layout import RawTensor, TensorLike
+
+DTYPE_NAMES: Final[dict[torch.dtype, str]] = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.uint16: "U16",
+    torch.int16: "I16",
+    torch.uint32: "U32",
+    torch.int32: "I32",
+    torch.uint64: "U64",
+    torch.int64: "I64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.float8_e8m0fnu: "F8_E8M0",
+    torch.float4_e2m1fn_x2: "F4",
+}
+
+PLAIN_DTYPES: Final = frozenset(DTYPE_NAMES) - {torch.float4_e2m1fn_x2}
+"""Dtypes that the format stores in torch's own shape."""
+
+COMPLEX_AS_REAL_DTYPES: Final[dict[torch.dtype, torch.dtype]] = {
+    torch.complex128: torch.float64,
+    torch.complex32: torch.float16,
+}
+"""Complex dtypes that the format lacks: stored as real pairs, shape [..., 2], and noted in the file's metadata."""
+
+TORCH_DTYPES: Final[dict[str, torch.dtype]] = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+DTYPE_BITS: Final[dict[str, int]] = {
+    name: 4 if name == "F4" else dtype.itemsize * 8 for name, dtype in TORCH_DTYPES.items()
+} | {"F6_E2M3": 6, "F6_E3M2": 6}
+"""Bits of one element as the header counts them (F4's shape counts nibbles, torch's counts pairs of them)."""
+
+
+def stored_shape(tensor: torch.Tensor) -> list[int]:
+    """The shape of a tensor in the header: F4 counts nibbles, real pairs have a last dimension of 2."""
+    shape = list(tensor.shape)
+    if tensor.dtype == torch.float4_e2m1fn_x2 and shape:
+        shape[-1] *= 2
+    if tensor.dtype in COMPLEX_AS_REAL_DTYPES:
+        shape.append(2)
+    return shape
+
+
+def stored_dtype_name(dtype: torch.dtype) -> str | None:
+    """The header's name for a dtype, or None where the format can't store it."""
+    return DTYPE_NAMES.get(COMPLEX_AS_REAL_DTYPES.get(dtype, dtype))
+
+
+def torch_shape(dtype_name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape in torch of a tensor with this dtype and shape in the header."""
+    if dtype_name == "F4" and shape:
+        return (*shape[:-1], shape[-1] // 2)
+    return shape
+
+
+# The bytes of a tensor as the format stores them, in bounded blocks and without needless copies.
+
 
 INTEGER_OF_SIZE: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Blocks are copied as integers, so that no copy touches a bit (NaN payloads, fp4 that torch can't copy)."""
@@ -296,3 +361,120 @@ def _problem(name: Any, value: Any) -> str | None:
     if value.dtype == torch.float4_e2m1fn_x2 and value.dim() == 0:
         return "a 0-d float4 pair has no shape in the format. Reshape it to (1,)."
     return None
+
+
+# A tensor to save: one of torch's, or bytes in a file that are copied without being decoded.
+
+
+_BITS_OF_A_BYTE = 8
+
+
+class TensorLayout(NamedTuple):
+    """How the format stores one tensor: all that a plan and a header need.
+
+    A named tuple takes half the time of a data class to create; a model of experts has a million tensors.
+    """
+
+    dtype: str
+    """The format's name: "F32"."""
+    shape: tuple[int, ...]
+    """As the format counts it."""
+    nbytes: int
+    complex_as_real: bool = False
+    """Whether it is complex, and stored as real pairs because the format lacks its dtype."""
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one element as torch counts them; a file has the largest elements first."""
+        return -(-DTYPE_BITS[self.dtype] // _BITS_OF_A_BYTE) * (2 if self.complex_as_real else 1)
+
+    @property
+    def parameters(self) -> int:
+        """Elements as torch counts them: a complex pair is one, and two nibbles of F4 are one."""
+        return prod(self.shape) // (2 if self.complex_as_real or self.dtype == "F4" else 1)
+
+
+@dataclass(frozen=True, slots=True)
+class RawTensor:
+    """A tensor as the bytes of the format, maybe of a dtype that this torch does not know."""
+
+    layout: TensorLayout
+    blocks: Callable[[int], Iterator[memoryview]]
+    """Yields its bytes in blocks of at most the given size; each is valid until the next one is asked for."""
+    digest: str | None = None
+    """The xxh3 of its bytes, where it was recorded; then `blocks` compares them with it, and raises at their end."""
+
+
+TensorLike = torch.Tensor | RawTensor
+"""What a save takes for one name."""
+
+
+def tensor_layouts(values: Iterable[TensorLike]) -> list[TensorLayout]:
+    """How the format stores each of these tensors; many of a model have one dtype and shape, and share the answer."""
+    known: dict[tuple[torch.dtype, torch.Size], TensorLayout] = {}
+    layouts = []
+    for value in values:
+        if isinstance(value, RawTensor):
+            layouts.append(value.layout)
+            continue
+        form = value.dtype, value.shape
+        layout = known.get(form)
+        if layout is None:
+            layout = known[form] = tensor_layout(value)
+        layouts.append(layout)
+    return layouts
+
+
+def element_bytes(value: TensorLike) -> int:
+    """`TensorLayout.element_bytes` of a tensor, without its layout."""
+    return value.layout.element_bytes if isinstance(value, RawTensor) else value.element_size()
+
+
+def parameter_count(value: TensorLike) -> int:
+    """`TensorLayout.parameters` of a tensor, without its layout."""
+    return value.layout.parameters if isinstance(value, RawTensor) else value.numel()
+
+
+def is_complex_as_real(value: TensorLike) -> bool:
+    """`TensorLayout.complex_as_real` of a tensor, without its layout."""
+    return value.layout.complex_as_real if isinstance(value, RawTensor) else value.dtype in COMPLEX_AS_REAL_DTYPES
+
+
+def tensor_layout(value: TensorLike) -> TensorLayout:
+    """How the format stores a tensor that `check_storable` accepts."""
+    if isinstance(value, RawTensor):
+        return value.layout
+    dtype, nbytes = stored_dtype_name(value.dtype) or "", value.numel() * value.element_size()
+    return TensorLayout(dtype, tuple(stored_shape(value)), nbytes, value.dtype in COMPLEX_AS_REAL_DTYPES)
+
+
+# What a plan needs to know about a tensor: its name, and how the format stores it.
+
+
+class TensorSpec(NamedTuple):
+    """What a plan knows about one tensor (a named tuple for the same reason as `TensorLayout`)."""
+
+    name: str
+    dtype: str
+    """The format's name: "F32"."""
+    shape: tuple[int, ...]
+    """As the format counts it."""
+    nbytes: int
+
+
+def tensor_specs(state_dict: Mapping[str, TensorLike]) -> list[TensorSpec]:
+    """Describe each tensor for a plan, in state dict order.
+
+    Raises:
+        UnstorableTensorError: There is a value that the format can't store.
+    """
+    specs = []
+    with no_collection():
+        for name, tensor in state_dict.items():
+            if is_plain(tensor, name):
+                specs.append(TensorSpec(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), tensor.nbytes))
+                continue
+            check_storable(name, tensor)
+            dtype, shape, nbytes, _ = tensor_layout(tensor)
+            specs.append(TensorSpec(name, dtype, shape, nbytes))
+    return specs

@@ -1,0 +1,1 @@
+"""System calls, and bytes on disk."""

@@ -1,0 +1,524 @@
+"""Read and write files block by block past the page cache."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import queue
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from functools import partial
+from queue import SimpleQueue
+from typing import Final, TypeAlias
+
+from hfshard._util.progress import ProgressCallback
+from hfshard._util.threads import in_threads, start_thread
+from hfshard.constants import DATA_ALIGNMENT
+from hfshard.disk.fsops import UNSUPPORTED
+from hfshard.errors import InvalidArgumentError
+
+LIBRARY: Final = ctypes.CDLL(None, use_errno=True)
+"""The C library, for what Python lacks."""
+
+BLOCK_BYTES: Final = 1024 * 1024
+"""Bytes of one read or write: enough for any disk, and still in the core's cache when hashed and then copied."""
+
+DIRECT_VARIABLE: Final = "HFSHARD_DIRECT"
+"""The environment variable that turns O_DIRECT off (0), or on for small files too (1)."""
+
+HUGE_PAGE_BYTES: Final = 2 * 1024 * 1024
+"""Of x86 and most others; where it is another one, blocks are a little slower or take a little more memory."""
+
+_MIN_HUGE_BYTES: Final = 512 * 1024
+"""Smaller memory is not worth a huge page."""
+
+_MIN_DIRECT_BYTES: Final = 1024 * 1024
+"""Smaller files go through the page cache: a flush of one costs as much as its bytes."""
+
+
+def is_direct_wanted(size: int) -> bool:
+    """Whether a file of this size should bypass the page cache, if its file system can."""
+    wanted = check_setting()
+    return hasattr(os, "O_DIRECT") and wanted != "0" and (wanted == "1" or size >= _MIN_DIRECT_BYTES)
+
+
+def check_setting() -> str:
+    """The value of the environment variable: "", "0" or "1".
+
+    Raises:
+        InvalidArgumentError: It is anything else.
+    """
+    wanted = os.environ.get(DIRECT_VARIABLE, "")
+    if wanted not in ("", "0", "1"):
+        raise InvalidArgumentError(f"The variable {DIRECT_VARIABLE} must be 0 or 1, got {wanted!r}.")
+    return wanted
+
+
+def set_direct(fd: int, *, wanted: bool) -> bool:
+    """Turn O_DIRECT of an open file on or off; False where the file system does not support it."""
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if wanted else flags & ~os.O_DIRECT)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return False
+    return True
+
+
+def aligned_block(count_bytes: int) -> memoryview:
+    """Allocate memory that begins at a page, and returns to the system with the last view of it."""
+    return aligned_blocks(1, count_bytes)[0]
+
+
+def aligned_blocks(count: int, count_bytes: int) -> list[memoryview]:
+    """Allocate several such blocks side by side, in huge pages where the system has them.
+
+    Past the page cache, the disk gets a list of stretches of physical memory, one for each page: a list of small pages
+    is longer than one request may be, and reading 2.5 GB took 2.0 s into small pages and 0.64 s into huge ones.
+    """
+    step = -(-count_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    room = step * count
+    is_huge = room >= _MIN_HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE")
+    if is_huge:
+        room = -(-room // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    pages = mmap.mmap(-1, room + HUGE_PAGE_BYTES if is_huge else room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    begin = 0
+    if is_huge:
+        begin = -ctypes.addressof(ctypes.c_char.from_buffer(pages)) % HUGE_PAGE_BYTES
+        with contextlib.suppress(OSError):  # a kernel without them
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    memory = memoryview(pages)
+    return [memory[at : at + count_bytes] for at in range(begin, begin + count * step, step)]
+
+
+def allocate(fd: int, size: int) -> None:
+    """Reserve the space of a new file; does nothing where the file system can't.
+
+    Not by `os.posix_fallocate`: where the file system can't, the C library would write a byte into each block.
+
+    Raises:
+        OSError: There is no space.
+    """
+    while LIBRARY.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(size)) != 0:
+        number = ctypes.get_errno()
+        if number in UNSUPPORTED | {errno.EINVAL}:
+            return
+        if number != errno.EINTR:
+            raise OSError(number, os.strerror(number))
+
+
+# Read a stretch of a file block by block and ahead of its use, past the page cache where the file is cold.
+
+
+_AHEAD: Final = 2
+"""Reads of a huge page that are made while one is in use."""
+
+_LEAST_PER_PLACE: Final = 100
+"""Places that are more than one in so many bytes of their stretch are read into the page cache, for all that read it:
+each of four processes that load a file of a thousand small tensors would read a sixteenth of it more.
+"""
+
+_PLACES_AT_ONCE: Final = 8
+"""Small reads that are under way at once: each waits for the disk."""
+
+_MIN_AHEAD_BYTES: Final = 4 * BLOCK_BYTES
+"""Shorter stretches are not worth a thread."""
+
+_PROBES: Final = 8
+"""Places at which the page cache is probed."""
+
+_MMAP: Final = LIBRARY.mmap
+_MMAP.restype = ctypes.c_void_p
+_MMAP.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
+_MAP_FAILED: Final = ctypes.c_void_p(-1).value
+_MUNMAP: Final = LIBRARY.munmap
+_MUNMAP.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+LIBRARY.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+
+
+def read_blocks(
+    fd: int, start: int, count_bytes: int, block_bytes: int = BLOCK_BYTES, *, keep_cached: bool = False
+) -> Iterator[memoryview]:
+    """Yield the bytes of a file from `start` on, in blocks of `block_bytes`; only the last one is shorter.
+
+    A block is valid until the next one is asked for. If the file ends early, so do the blocks.
+
+    Args:
+        fd: Open for reading; the caller closes it.
+        start, count_bytes: The stretch.
+        block_bytes: The size of a block.
+        keep_cached: Whether to leave what is read in the page cache.
+    """
+    # In the page cache, a stretch would be read with as much behind it as the kernel reads ahead.
+    past_cache = block_bytes >= BLOCK_BYTES and not keep_cached and is_direct_wanted(count_bytes)
+    direct = open_direct(fd) if past_cache and not is_cached(fd, start, count_bytes) else -1
+    reads = _Reads(fd, direct, start, count_bytes, block_bytes)
+    try:
+        is_long = count_bytes >= _MIN_AHEAD_BYTES
+        yield from reads.ahead() if direct >= 0 and is_long else reads.one_by_one()  # the page cache does it by itself
+    finally:
+        if direct >= 0:
+            os.close(direct)
+
+
+def read_places(fd: int, start: int, count_bytes: int, places: Sequence[tuple[int, int]]) -> Iterable[bytes]:
+    """Read a few small places of a stretch of a file.
+
+    Of a cold file past the page cache, if they are few for its size: small pages here and there in it would keep the
+    stretch from coming into it in huge ones. And several at once.
+
+    Args:
+        fd: Open for reading.
+        start, count_bytes: The stretch.
+        places: The offset of each in the file, and its length.
+
+    Returns:
+        The bytes of each, shorter where the file ends.
+    """
+    places_bytes = sum(count + DATA_ALIGNMENT for _, count in places)
+    is_few = len(places) > 1 and places_bytes * _LEAST_PER_PLACE <= count_bytes
+    past_cache = is_few and is_direct_wanted(count_bytes) and not is_cached(fd, start, count_bytes)
+    direct = open_direct(fd) if past_cache else -1
+    if direct < 0:
+        return (os.pread(fd, count, at) for at, count in places)
+
+    def read(place: tuple[int, int], _cancelled: object) -> bytes:
+        at, count = place
+        return bytes(read_direct(fd, direct, aligned_block(count + 2 * DATA_ALIGNMENT), at, count))
+
+    try:
+        return in_threads(read, places, _PLACES_AT_ONCE)
+    finally:
+        os.close(direct)
+
+
+def is_cached(fd: int, start: int, count_bytes: int) -> bool:
+    """Whether the page cache holds a stretch of a file, judged by a few pages; True where the system does not say.
+
+    `preadv2` with RWF_NOWAIT would answer too, but starts to read what it does not find.
+    """
+    lead = start % mmap.PAGESIZE
+    room = lead + max(count_bytes, 1)
+    address = _MMAP(None, room, mmap.PROT_READ, mmap.MAP_SHARED, fd, start - lead)  # Python's hides its address
+    if address == _MAP_FAILED:
+        return True
+    try:
+        return is_resident(address + lead, count_bytes)
+    finally:
+        _MUNMAP(address, room)
+
+
+def is_resident(address: int, count_bytes: int) -> bool:
+    """Do what `is_cached` does for a stretch of a file that is mapped already."""
+    resident = ctypes.c_ubyte()
+    place = ctypes.byref(resident)
+    found = [0, 0]
+    for number in range(_PROBES):
+        # Not at the beginning of a tensor, which was read for the file's fingerprint.
+        at = address + (2 * number + 1) * count_bytes // (2 * _PROBES)
+        if LIBRARY.mincore(at - at % mmap.PAGESIZE, 1, place) != 0:
+            return True
+        found[resident.value & 1] += 1
+        if 2 * max(found) > _PROBES:
+            break
+    return found[1] >= found[0]
+
+
+def open_direct(fd: int) -> int:
+    """Open the same file as `fd` for reading past the page cache; -1 where that is impossible."""
+    try:
+        return reopen_direct(fd)
+    except OSError:
+        return -1
+
+
+def reopen_direct(fd: int) -> int:
+    """Do what `open_direct` does, but raise the OSError."""
+    return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+
+
+def read_direct(fd: int, direct: int, buffer: memoryview, start: int, count_bytes: int) -> memoryview:
+    """Read a stretch of a file into an aligned buffer.
+
+    Args:
+        fd: The file.
+        direct: The same, opened by `open_direct`; or -1.
+        buffer: Begins at a page and has room for a page more than the stretch, on either side of it.
+        start, count_bytes: The stretch.
+
+    Returns:
+        The part of `buffer` that holds the stretch, shorter than asked for where the file ends.
+    """
+    lead = start % DATA_ALIGNMENT
+    at = start - lead
+    wanted = lead + count_bytes
+    filled = 0
+    if direct >= 0:
+        whole = _aligned(wanted)
+        try:
+            while filled < wanted and filled % DATA_ALIGNMENT == 0:
+                count = os.preadv(direct, [buffer[filled:whole]], at + filled)
+                filled += count
+                if count == 0:
+                    break
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+    while filled < wanted and (count := os.preadv(fd, [buffer[filled:wanted]], at + filled)):
+        filled += count
+    return buffer[lead : min(filled, wanted)]
+
+
+def _aligned(count_bytes: int) -> int:
+    return -(-count_bytes // DATA_ALIGNMENT) * DATA_ALIGNMENT
+
+
+class _Reads:
+    """The reads of one stretch."""
+
+    def __init__(self, fd: int, direct: int, start: int, count_bytes: int, block_bytes: int) -> None:
+        self.fd = fd
+        self.direct = direct
+        self.end = start + count_bytes
+        self.block_bytes = block_bytes
+        self.is_closed = False
+        # Past the page cache a huge page at once, without room around it where every read begins at a page.
+        self.read_bytes = block_bytes if direct < 0 else max(1, HUGE_PAGE_BYTES // block_bytes) * block_bytes
+        is_aligned = start % DATA_ALIGNMENT == 0 and self.read_bytes % DATA_ALIGNMENT == 0
+        self.room = min(self.read_bytes, _aligned(count_bytes)) + (0 if is_aligned else 2 * DATA_ALIGNMENT)
+        self.starts = iter(range(start, self.end, self.read_bytes))
+
+    def one_by_one(self) -> Iterator[memoryview]:
+        """Yield the blocks, each read when it is asked for."""
+        buffer = aligned_block(self.room) if self.direct >= 0 else memoryview(bytearray(self.room))
+        for at in self.starts:
+            found = self._read(buffer, at)
+            yield from self._blocks_of(found)
+            if len(found) < self.read_bytes:
+                return
+
+    def ahead(self) -> Iterator[memoryview]:
+        """Yield the blocks, read by another thread while one is in use; by this one where none can be started."""
+        free: SimpleQueue[memoryview] = SimpleQueue()
+        full: SimpleQueue[tuple[memoryview, memoryview] | None] = SimpleQueue()
+        # A daemon: a traceback may hold this generator when Python exits, and then nothing ends the thread.
+        reading = start_thread(partial(self._read_all, free, full), "hfshard-read", daemon=True)
+        if reading is None:
+            yield from self.one_by_one()
+            return
+        for buffer in aligned_blocks(_AHEAD + 1, self.room):
+            free.put(buffer)
+        try:
+            while (filled := full.get()) is not None:
+                found, buffer = filled
+                yield from self._blocks_of(found)
+                free.put(buffer)
+            reading.result()
+        finally:
+            self.is_closed = True
+            free.put(memoryview(b""))  # it may wait for one
+            wait([reading])
+
+    def _read_all(self, free: SimpleQueue[memoryview], full: SimpleQueue[tuple[memoryview, memoryview] | None]) -> None:
+        """Read all blocks, each into a buffer that is free."""
+        try:
+            for at in self.starts:
+                buffer = free.get()
+                if self.is_closed:
+                    return
+                found = self._read(buffer, at)
+                full.put((found, buffer))
+                if len(found) < self.read_bytes:
+                    return
+        finally:
+            full.put(None)
+
+    def _blocks_of(self, found: memoryview) -> Iterator[memoryview]:
+        for at in range(0, len(found), self.block_bytes):
+            yield found[at : at + self.block_bytes]
+
+    def _read(self, buffer: memoryview, at: int) -> memoryview:
+        return read_direct(self.fd, self.direct, buffer, at, min(self.read_bytes, self.end - at))
+
+
+# Write a file from its beginning to its end in aligned blocks, past the page cache where possible.
+
+
+_BLOCKS: Final = 4
+"""Blocks of a file that are filled or under way at once."""
+
+_Blocks: TypeAlias = "queue.SimpleQueue[memoryview | None]"
+
+_COPY_BY_LIBRARY_BYTES: Final = 64 * 1024
+"""From here on a copy is made without Python's lock: other files are hashed and copied meanwhile."""
+
+
+class BlockWriter:
+    """Writes one new file from its beginning to its end; used by one thread, while another one writes."""
+
+    def __init__(
+        self,
+        fd: int,
+        size: int,
+        cancelled: threading.Event,
+        progress_callback: ProgressCallback | None,
+        *,
+        background: bool,
+    ) -> None:
+        """Take an open, empty file, and reserve its space.
+
+        Args:
+            fd: Open for writing; stays the caller's.
+            size: Bytes that it will have.
+            cancelled: When it is set, the next block raises.
+            progress_callback: Called with the number of bytes of each block written, maybe from another thread.
+            background: Whether to write in another thread, if one can be started, while the next block is filled.
+
+        Raises:
+            OSError: There is no space.
+        """
+        self._fd = fd
+        self._cancelled = cancelled
+        self._progress_callback = progress_callback
+        self._is_direct = is_direct_wanted(size) and set_direct(fd, wanted=True)
+        if self._is_direct:
+            allocate(fd, size)
+        block_bytes = min(BLOCK_BYTES, max(1, -(-size // DATA_ALIGNMENT)) * DATA_ALIGNMENT)
+        self._is_several = background and size > block_bytes
+        self._block, *self._others = aligned_blocks(_BLOCKS if self._is_several else 1, block_bytes)
+        self._filled = self._at = 0
+        self._full: _Blocks = queue.SimpleQueue()
+        self._free: _Blocks = queue.SimpleQueue()
+        self._is_closed = False
+        self._writing: Future[None] | None = None
+
+    def write(self, view: memoryview) -> None:
+        """Take the next bytes; they are copied before this returns.
+
+        Raises:
+            OSError: This block, or one before it, could not be written.
+            InterruptedError: `cancelled` was set.
+        """
+        while view:
+            count = min(len(view), len(self._block) - self._filled)
+            _copy_bytes(self._block[self._filled : self._filled + count], view[:count])
+            self._filled += count
+            view = view[count:]
+            if self._filled == len(self._block):
+                self._hand_on()
+
+    def finish(self) -> None:
+        """Write the rest, and wait until everything is written; the caller flushes the file to the disk."""
+        self._take(self._block[: self._filled])
+        self._end_writing()
+        self._to_buffered(self._fd)
+
+    def close(self) -> None:
+        """End the other thread; blocks that it has not begun to write are dropped."""
+        self._is_closed = True
+        if self._writing is not None:
+            self._full.put(None)
+            wait([self._writing])
+
+    def _hand_on(self) -> None:
+        if self._cancelled.is_set():
+            raise InterruptedError("another file of this save failed")
+        if self._is_several and self._writing is None:
+            self._writing = self._start_writing()
+            self._is_several = self._writing is not None
+        self._take(self._block)
+        if self._writing is not None:
+            block = self._free.get()
+            if block is None:
+                self._end_writing()  # raises the error that ended it
+                raise InterruptedError("the file was finished")
+            self._block = block
+        self._filled = 0
+
+    def _take(self, block: memoryview) -> None:
+        """Write the next bytes, or have it done."""
+        if self._writing is not None:
+            self._full.put(block)
+        else:
+            self._write(self._fd, [block])
+
+    def _start_writing(self) -> Future[None] | None:
+        fd = os.dup(self._fd)  # of its own: repeated Ctrl-C may make the caller close the other one meanwhile
+        writing = start_thread(partial(self._write_in_background, fd), "hfshard-disk")
+        if writing is None:
+            os.close(fd)
+            return None
+        for block in self._others:
+            self._free.put(block)
+        return writing
+
+    def _end_writing(self) -> None:
+        """Wait until the other thread has written all; raise the error that has ended it."""
+        if self._writing is not None:
+            self._full.put(None)
+            self._writing.result()
+
+    def _write_in_background(self, fd: int) -> None:
+        try:
+            while (blocks := self._next_full()) and not self._is_closed:
+                self._write(fd, blocks)
+                for block in blocks:
+                    self._free.put(block)
+        finally:
+            os.close(fd)
+            self._free.put(None)  # nobody may wait for a block for ever
+
+    def _next_full(self) -> list[memoryview]:
+        """Wait for a full block; past the page cache take all that are, as a disk is faster with large requests."""
+        blocks: list[memoryview] = []
+        while not blocks or (self._is_direct and not self._full.empty()):
+            block = self._full.get()
+            if block is None:
+                self._full.put(None)
+                break
+            blocks.append(block)
+        return blocks
+
+    def _write(self, fd: int, blocks: Sequence[memoryview]) -> None:
+        *before, last = blocks
+        whole = len(last) - len(last) % DATA_ALIGNMENT if self._is_direct else len(last)
+        self._write_all(fd, [block for block in (*before, last[:whole]) if block])
+        if whole < len(last):  # the end of the file
+            self._to_buffered(fd)
+            self._write_all(fd, [last[whole:]])
+        if self._progress_callback is not None:
+            self._progress_callback(sum(map(len, blocks)))
+
+    def _write_all(self, fd: int, left: list[memoryview]) -> None:
+        while left:
+            try:
+                count = os.pwritev(fd, left, self._at) if len(left) > 1 else os.pwrite(fd, left[0], self._at)
+            except OSError as error:
+                if error.errno != errno.EINVAL or not self._is_direct:
+                    raise
+                self._to_buffered(fd)  # the file system accepts O_DIRECT, but wants another alignment
+                continue
+            self._at += count
+            while left and count >= len(left[0]):
+                count -= len(left.pop(0))
+            if left:
+                left[0] = left[0][count:]
+
+    def _to_buffered(self, fd: int) -> None:
+        if self._is_direct:
+            set_direct(fd, wanted=False)
+            self._is_direct = False
+
+
+def _copy_bytes(target: memoryview, source: memoryview) -> None:
+    if len(source) < _COPY_BY_LIBRARY_BYTES or source.readonly:
+        target[:] = source
+        return
+    byte = ctypes.c_char
+    ctypes.memmove(ctypes.addressof(byte.from_buffer(target)), ctypes.addressof(byte.from_buffer(source)), len(source))

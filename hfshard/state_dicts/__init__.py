@@ -1,1 +1,0 @@
-"""Modules and named tensors: wrappers, shared tensors, and which names fit which."""

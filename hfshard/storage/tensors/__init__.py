@@ -1,1 +1,0 @@
-"""Tensors as bytes: dtypes, layouts, and what can be stored."""

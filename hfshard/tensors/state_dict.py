@@ -1,0 +1,434 @@
+"""The named tensors of a model, collected and assigned; those that lie elsewhere, or in part on each rank."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeGuard
+
+import torch
+from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
+
+from hfshard.errors import HfshardError, InvalidArgumentError, UnstorableTensorError
+from hfshard.tensors.parameter_names import strip_wrappers, unwrap, without_wrappers, wrapped_prefixes
+from hfshard.tensors.stored_tensor import check_initialized, is_plain_type, lies_in_storage
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def collect_state_dict(model: nn.Module) -> dict[str, Any]:
+    """Collect the model's state dict without the prefixes of wrappers.
+
+    The wrappers themselves are looked for, not their names: a child that is really called `module` keeps its name. The
+    tensors are the model's own, not copies; those that accelerate has offloaded are read from where they are.
+
+    Raises:
+        UnstorableTensorError: DeepSpeed has partitioned a parameter, or a module is lazy.
+    """
+    model = unwrap(model)
+    refuse_partitioned(model)
+    state_dict = model.state_dict()
+    check_initialized(state_dict)
+    fill_offloaded(model, state_dict)
+    wrapped = wrapped_prefixes(model)
+    return {without_wrappers(name, wrapped): value for name, value in state_dict.items()}
+
+
+def parameter_names(model: nn.Module) -> dict[int, str]:
+    """Map the id of each parameter to its name without the prefixes of wrappers; of tied names, to the first sorted."""
+    return {key: min(names) for key, names in _all_names(model).items()}
+
+
+def tied_parameter_names(model: nn.Module) -> list[list[str]]:
+    """The names of each parameter that has several, without the prefixes of wrappers."""
+    return [names for names in _all_names(model).values() if len(names) > 1]
+
+
+def _all_names(model: nn.Module) -> dict[int, list[str]]:
+    model = unwrap(model)
+    wrapped = wrapped_prefixes(model)
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(without_wrappers(name, wrapped))
+    return names
+
+
+def refuse_freed(model_state: Mapping[str, Any]) -> None:
+    """Refuse to load into tensors whose memory was freed, in whole or in part: to write there would end the process.
+
+    Raises:
+        InvalidArgumentError: There is one.
+    """
+    for name, tensor in model_state.items():
+        if is_plain_type(tensor) and tensor.layout is torch.strided and not lies_in_storage(tensor):
+            raise InvalidArgumentError(
+                f"Can't load into '{name}' of the model: its memory was freed, its storage has only "
+                f"{tensor.untyped_storage().nbytes()} bytes. Give it memory first, or build the model anew.",
+                fqn=name,
+            )
+
+
+def assign(model: nn.Module, state_dict: Mapping[str, torch.Tensor], *, runs_hooks: bool = False) -> None:
+    """Load tensors into the model by its own `load_state_dict`; they replace meta tensors. Other names are ignored.
+
+    Tied parameters stay tied, values are cast to the parameter's dtype and moved to its device, and the modules' hooks,
+    `_load_from_state_dict` and `set_extra_state` run.
+
+    Args:
+        model: Unwrapped; changed.
+        state_dict: By the names that `collect_state_dict` gives.
+        runs_hooks: Whether the hooks run even if there is nothing to assign, because it was done.
+
+    Raises:
+        InvalidArgumentError: A tensor of the model has no memory, and nothing was assigned; or one that was to be
+            replaced is a meta tensor still.
+    """
+    model_state = model.state_dict()
+    refuse_freed(model_state)
+    wrapped = wrapped_prefixes(model)
+    short_names = {name: without_wrappers(name, wrapped) for name in model_state}
+    tensors = {name: state_dict[short] for name, short in short_names.items() if short in state_dict}
+    meta = {name: tensor for name, tensor in tensors.items() if getattr(model_state[name], "is_meta", False)}
+    filled = {name: tensor for name, tensor in tensors.items() if name not in meta}
+    metadata = getattr(model_state, "_metadata", None) or {}
+    if filled or (runs_hooks and not meta):
+        _load_tensors(model, filled, metadata, assign=False)
+    if meta:
+        _load_tensors(model, _as_parameters(model, meta), metadata, assign=True)
+        _refuse_meta(model, meta)
+
+
+def _refuse_meta(model: nn.Module, names: Iterable[str]) -> None:
+    """Refuse to say that a model is loaded, whose own `_load_from_state_dict` copied values to where no memory is."""
+    state = model.state_dict()
+    name = next((name for name in names if getattr(state.get(name), "is_meta", False)), None)
+    if name is not None:
+        raise InvalidArgumentError(
+            f"'{name}' of the model is on the meta device after it was loaded: its module loads it by a method of its "
+            "own, which does not replace tensors. Give the model memory first: model.to_empty(device='cpu').",
+            fqn=name,
+        )
+
+
+def _load_tensors(
+    model: nn.Module, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, dict[str, Any]], *, assign: bool
+) -> None:
+    """Do what `model.load_state_dict(tensors, strict=False, assign=assign)` does, in time linear in the names.
+
+    torch looks at all names below a module once for each of its children: a list of 10,000 experts takes 6 s.
+
+    Args:
+        model: Changed.
+        tensors: By the names of its own state dict.
+        metadata: Of that state dict: the versions of its modules.
+        assign: As in `load_state_dict`.
+    """
+    if type(model).load_state_dict is not nn.Module.load_state_dict:
+        versioned = OrderedDict(tensors)
+        versioned._metadata = metadata  # type: ignore[attr-defined]
+        model.load_state_dict(versioned, strict=False, assign=assign)
+        return
+    differing = _IncompatibleKeys([], [])
+    errors: list[str] = []
+
+    def load(module: nn.Module, below: dict[str, torch.Tensor], prefix: str) -> None:
+        local_metadata = dict(metadata.get(prefix[:-1], {})) | ({"assign_to_params_buffers": True} if assign else {})
+        module._load_from_state_dict(below, prefix, local_metadata, True, *differing, errors)
+        parts = _by_child(below, prefix, module._modules)
+        for name, child in module._modules.items():
+            if child is not None:
+                load(child, parts[name], f"{prefix}{name}.")
+        for hook in module._load_state_dict_post_hooks.values():
+            hook(module, differing)
+
+    load(model, dict(tensors), "")
+    if errors:
+        raise RuntimeError("\n\t".join([f"Error(s) in loading state_dict for {type(model).__name__}:", *errors]))
+
+
+def _by_child(
+    tensors: Mapping[str, torch.Tensor], prefix: str, children: Iterable[str]
+) -> dict[str, dict[str, torch.Tensor]]:
+    """The tensors below each child of the module that has this prefix."""
+    parts: dict[str, dict[str, torch.Tensor]] = {child: {} for child in children}
+    dotted = [child for child in parts if "." in child]  # `setattr` takes such a name
+    for name, tensor in tensors.items():
+        child, dot, _ = name.removeprefix(prefix).partition(".")
+        if dot and child in parts and name.startswith(prefix):
+            parts[child][name] = tensor
+        for child in dotted:
+            if name.startswith(f"{prefix}{child}."):
+                parts[child][name] = tensor
+    return parts
+
+
+def _as_parameters(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Make what replaces meta parameters and buffers: of the parameters' dtypes, and one for all names that are tied.
+
+    Names that share a tensor in the checkpoint, and none in the model, get one each.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    registered = {**dict(model.named_buffers(remove_duplicate=False)), **parameters}
+    made: dict[int, torch.Tensor] = {}
+    taken: set[int] = set()
+    result = dict(tensors)
+    for name in [name for name in tensors if name in registered]:
+        old = registered[name]
+        if id(old) not in made:
+            made[id(old)] = _with_memory_of_its_own(tensors[name], taken)
+            if name in parameters:
+                value = made[id(old)].to(old.dtype)
+                made[id(old)] = nn.Parameter(value, requires_grad=old.requires_grad)
+        result[name] = made[id(old)]
+    return result
+
+
+def _with_memory_of_its_own(tensor: torch.Tensor, taken: set[int]) -> torch.Tensor:
+    """Copy a tensor whose memory another name of the model has got already: the model does not tie the two."""
+    part = local_tensor(tensor) if is_dtensor(tensor) else tensor
+    if part.numel() == 0 or part.data_ptr() not in taken:
+        taken.add(part.data_ptr())
+        return tensor
+    return tensor.clone()
+
+
+# Weights that accelerate keeps elsewhere while they are not computed with: in memory of the CPU, or on the disk.
+
+
+def fill_offloaded(model: nn.Module, state_dict: dict[str, Any]) -> None:
+    """Put the offloaded weights of a model into its state dict, in the place of the meta tensors that stand for them.
+
+    Those on the disk are read into memory, all of them.
+
+    Args:
+        model: Not changed.
+        state_dict: What `model.state_dict()` returned; changed.
+    """
+    if not any(_is_meta(value) for value in state_dict.values()):
+        return
+    for name, weights_map, key in _offloaded(model):
+        if _is_meta(state_dict.get(name)) and key in weights_map:
+            state_dict[name] = weights_map[key]
+
+
+def refuse_offloaded(model: nn.Module) -> None:
+    """Refuse to load into a model whose weights are offloaded: accelerate would go on computing with the old ones.
+
+    Raises:
+        InvalidArgumentError: It has such weights.
+    """
+    name = next((name for name, _, _ in _offloaded(model)), None)
+    if name is not None:
+        raise InvalidArgumentError(
+            f"Can't load into '{name}' of the model: accelerate has offloaded it, and would go on with the old weights."
+            " Load before cpu_offload, disk_offload or dispatch_model is called, or take the hooks away: "
+            "accelerate.hooks.remove_hook_from_submodules(model).",
+            fqn=name,
+        )
+
+
+def _offloaded(model: nn.Module) -> Iterator[tuple[str, Mapping[str, torch.Tensor], str]]:
+    """The name of each offloaded tensor, and where it is: a mapping of accelerate's, and the key there.
+
+    Source: accelerate `AlignDevicesHook`, whose `weights_map` holds what it puts into the module before a forward.
+    """
+    for path, module in model.named_modules(remove_duplicate=False):
+        for hook in _hooks(module):
+            if not getattr(hook, "offload", False) or hook.weights_map is None:
+                continue
+            recurse = bool(hook.place_submodules)
+            named = [
+                *module.named_parameters(recurse=recurse, remove_duplicate=False),
+                *module.named_buffers(recurse=recurse, remove_duplicate=False),
+            ]
+            for key, tensor in named:
+                if _is_meta(tensor):
+                    yield (f"{path}.{key}" if path else key), hook.weights_map, key
+
+
+def _hooks(module: nn.Module) -> list[Any]:
+    hook = getattr(module, "_hf_hook", None)
+    return list(getattr(hook, "hooks", None) or ([] if hook is None else [hook]))
+
+
+def _is_meta(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_meta
+
+
+# torch's DTensors, of which each rank has a part, and the ShardedTensors before them: which values are some.
+
+
+def is_dtensor(value: object) -> TypeGuard[DTensor]:
+    """Whether it is a DTensor. Where torch's module of them was never imported, which takes a while, nothing is."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def local_tensor(tensor: DTensor) -> torch.Tensor:
+    """This rank's part: not a copy, and empty where it has none. What a collective still fills is waited for."""
+    with torch.no_grad():
+        local = tensor.to_local()
+    wait = getattr(local, "wait", None)
+    return (local if wait is None else wait()).detach()
+
+
+def is_sharded_tensor(value: object) -> bool:
+    """Whether it is a ShardedTensor of FSDP1, which `fully_shard` has replaced. The class is not public."""
+    return type(value).__name__ == "ShardedTensor"
+
+
+def refuse_sharded_tensors(tensors: Mapping[str, Any]) -> None:
+    """Refuse to store ShardedTensors.
+
+    Raises:
+        UnstorableTensorError: There is one.
+    """
+    name = next((name for name, value in tensors.items() if is_sharded_tensor(value)), None)
+    if name is not None:
+        raise UnstorableTensorError(
+            f"Can't store {name!r}: it is a ShardedTensor of FSDP1. Shard the model by fully_shard instead, or gather "
+            "it first, on every rank: torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
+            "options=StateDictOptions(full_state_dict=True)).",
+            fqn=name,
+        )
+
+
+# Refuse parameters that DeepSpeed ZeRO-3 has partitioned: this process has an empty tensor in place of each.
+
+
+Purpose = Literal["save", "load", "run"]
+"""What the parameters are needed for: a save, a load into them, or a save or restore of a training run."""
+
+RUN_REMEDY: Final = (
+    "Save and restore this run with engine.save_checkpoint(directory) and engine.load_checkpoint(directory), which "
+    "keep every rank's part; or shard the model with torch.distributed.fsdp.fully_shard, whose runs hfshard saves."
+)
+
+_WORDS: Final[dict[Purpose, tuple[type[HfshardError], str, str]]] = {
+    "save": (
+        UnstorableTensorError,
+        "save",
+        "Nothing was written. Gather the parameters on every rank during the save: with "
+        "deepspeed.zero.GatheredParameters(list(model.parameters())): hfshard.save_model(model, directory). Or pass "
+        "state_dict=accelerator.get_state_dict(model), which gathers them if the DeepSpeed config sets "
+        "stage3_gather_16bit_weights_on_model_save to true; Trainer does the same. Without hfshard, "
+        "engine.save_16bit_model(directory) saves them. ZeRO stages 1 and 2 do not partition parameters.",
+    ),
+    "load": (
+        InvalidArgumentError,
+        "load into",
+        "Nothing was loaded. Load before deepspeed.initialize() and outside of deepspeed.zero.Init(). Or gather the "
+        "parameters on every rank during the load: with deepspeed.zero.GatheredParameters(list(model.parameters()), "
+        "modifier_rank=0): hfshard.load_model(model, path); then, if there is an engine, call "
+        "engine.optimizer.refresh_fp32_params(), or its next step brings the old weights back.",
+    ),
+    "run": (InvalidArgumentError, "save or restore a run with", f"Nothing was changed. {RUN_REMEDY}"),
+}
+"""The error, the verb, and what to do."""
+
+
+def is_partitioned(value: object) -> bool:
+    """Return whether a tensor belongs to ZeRO-3 and cannot be read now. A parameter that is gathered can be.
+
+    Source: DeepSpeed `runtime/zero/partition_parameters.py`, `ZeroParamStatus`. The flat tensors by which a partitioned
+    optimizer knows its parameters have a `ds_id` and no `ds_status`.
+    """
+    if not isinstance(value, torch.Tensor) or not hasattr(value, "ds_id"):
+        return False
+    status = getattr(getattr(value, "ds_status", None), "name", None)
+    return status != "AVAILABLE" and getattr(value, "ds_numel", None) != 0
+
+
+def has_partitioned(model: nn.Module) -> bool:
+    """Return whether a parameter of a model cannot be read now."""
+    return any(map(is_partitioned, model.parameters()))
+
+
+def refuse_partitioned(held: nn.Module | Mapping[str, Any], purpose: Purpose = "save") -> None:
+    """Refuse a module or a state dict with parameters that ZeRO-3 has partitioned.
+
+    `state_dict()` of such a module returns empty tensors without DeepSpeed's attributes. They are recognized by the
+    memory or the name that they share with a partitioned parameter of any module in this process.
+
+    Args:
+        held: Not changed.
+        purpose: What the parameters are needed for.
+
+    Raises:
+        UnstorableTensorError: To save, one cannot be read.
+        InvalidArgumentError: For any other purpose, one cannot be read.
+    """
+    names = _names_in_module(held) if isinstance(held, nn.Module) else _names_in_state_dict(held)
+    if not names:
+        return
+    kind, verb, remedy = _WORDS[purpose]
+    more = len(names) - 1
+    others = f" and {more} more parameter{'' if more == 1 else 's'}" if more else ""
+    raise kind(
+        f"Cannot {verb} {names[0]!r}{others}: DeepSpeed ZeRO-3 has partitioned {'them' if more else 'it'} across the "
+        f"ranks, and this process has an empty tensor in place of {'each' if more else 'it'}. {remedy}",
+        fqn=names[0],
+    )
+
+
+def _empty_copies(tensors: Mapping[str, Any]) -> list[str]:
+    """Find the empty tensors that a state dict has in place of partitioned parameters.
+
+    One that `state_dict()` returned shares the parameter's storage. A copy of it (`.cpu()`, `.clone()`, a description
+    on the meta device) has the parameter's name, maybe with another prefix.
+    """
+    if "deepspeed" not in sys.modules:
+        return []
+    empty = {name: value for name, value in tensors.items() if _is_empty(value)}
+    if not empty:
+        return []
+    storages: set[int] = set()
+    full_names: set[str] = set()
+    for name, parameter in _partitioned_in_process():
+        full_names |= {name, strip_wrappers(name)}
+        storages.add(_storage(parameter))
+    endings = {ending for name in full_names for ending in _endings(name)}
+    return [
+        name
+        for name, tensor in empty.items()
+        if _storage(tensor) in storages or name in endings or not full_names.isdisjoint(_endings(name))
+    ]
+
+
+def _names_in_module(model: nn.Module) -> list[str]:
+    found = [name for name, parameter in model.named_parameters() if is_partitioned(parameter)]
+    wrapped = wrapped_prefixes(model) if found else set[str]()
+    return [without_wrappers(name, wrapped) for name in found]
+
+
+def _names_in_state_dict(tensors: Mapping[str, Any]) -> list[str]:
+    return [name for name, value in tensors.items() if is_partitioned(value)] or _empty_copies(tensors)
+
+
+def _is_empty(value: Any) -> bool:
+    """Return whether a value is what DeepSpeed leaves of a partitioned parameter: a plain tensor of shape (0,)."""
+    return is_plain_type(value) and not value.is_nested and value.layout is torch.strided and tuple(value.shape) == (0,)
+
+
+def _partitioned_in_process() -> Iterator[tuple[str, torch.Tensor]]:
+    """Each partitioned parameter of the process, by its name in the outermost module."""
+    modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
+    children = {id(child) for module in modules for child in (vars(module).get("_modules") or {}).values()}
+    for module in modules:
+        if id(module) not in children and "_modules" in vars(module):
+            yield from (named for named in module.named_parameters() if is_partitioned(named[1]))
+
+
+def _endings(name: str) -> Iterator[str]:
+    """A dotted name, and what is left of it without its first parts."""
+    while name:
+        yield name
+        name = name.partition(".")[2]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)  # without elements it has no address
