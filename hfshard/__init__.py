@@ -54,9 +54,9 @@ __version__ = VERSION
 # of them imports transformers, but in a call with a model or a class of it.
 _HOMES = {
     "CheckpointDiff": "viewing.diff.report",
-    "CheckpointIndex": "storage.format.index",
+    "CheckpointIndex": "format.index",
     "CheckpointManager": "training.manager",
-    "FileDigest": "storage.format.index",
+    "FileDigest": "format.index",
     "HfshardError": "errors",
     "PlannedShard": "planning.plan",
     "Problem": "storage.checkpoint.report",
@@ -100,6 +100,8 @@ if TYPE_CHECKING:
     from hfshard import training as training
     from hfshard._util.text import parse_size as parse_size
     from hfshard.errors import HfshardError as HfshardError
+    from hfshard.format.index import CheckpointIndex as CheckpointIndex
+    from hfshard.format.index import FileDigest as FileDigest
     from hfshard.hub.repo_tree import PushResult as PushResult
     from hfshard.load import load_model as load_model
     from hfshard.load import load_state_dict as load_state_dict
@@ -117,8 +119,6 @@ if TYPE_CHECKING:
     from hfshard.signing.sign import sign_checkpoint as sign_checkpoint
     from hfshard.storage.checkpoint.report import Problem as Problem
     from hfshard.storage.checkpoint.report import VerifyReport as VerifyReport
-    from hfshard.storage.format.index import CheckpointIndex as CheckpointIndex
-    from hfshard.storage.format.index import FileDigest as FileDigest
     from hfshard.tensors.stored_tensor import TensorSpec as TensorSpec
     from hfshard.training.manager import CheckpointManager as CheckpointManager
     from hfshard.transfer.pull import pull_checkpoint as pull_checkpoint

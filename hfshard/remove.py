@@ -18,6 +18,7 @@ from hfshard.errors import (
     RemoteChangedError,
     SaveDirectoryError,
 )
+from hfshard.format.file_names import WeightNames
 from hfshard.removal.from_directory import remove_from_directory, remove_leftovers_from_directory
 from hfshard.removal.from_run import remove_from_run, remove_leftovers_from_run
 from hfshard.removal.from_store import remove_from_store, remove_leftovers_from_store
@@ -25,9 +26,8 @@ from hfshard.removal.from_stored_run import remove_from_stored_run, remove_lefto
 from hfshard.removal.removal_plan import Removal, RemovalReport, joined
 from hfshard.storage.checkpoint.locate import directory_not_found
 from hfshard.storage.disk.hub_place import enclosing_hub
-from hfshard.storage.format.names import WeightNames
-from hfshard.stores.opening import open_store
-from hfshard.stores.protocols import Store
+from hfshard.stores.open_store import open_store
+from hfshard.stores.store import Store
 from hfshard.training.run.finding import checkpoint_of_step
 from hfshard.training.run.places.opening import run_place
 from hfshard.training.run.reports import is_checkpoint, is_run

@@ -8,13 +8,13 @@ import torch
 
 from hfshard._util.arguments import absolute_path, names_files, path_text
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
+from hfshard.format.digests import Checksum
+from hfshard.format.index import CheckpointIndex
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.loading.source import CheckpointSource
 from hfshard.planning.plan import Packing
 from hfshard.resharding.reshard import reshard_source
 from hfshard.saving.options import SaveOptions
-from hfshard.storage.format.index import CheckpointIndex
-from hfshard.storage.format.integrity import Checksum
 
 
 @names_files("dst")

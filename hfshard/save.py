@@ -16,13 +16,13 @@ from hfshard.distributed.liveness.call_group import among
 from hfshard.distributed.saving import save_anywhere, telling_other_ranks
 from hfshard.distributed.spread_tensor import has_spread
 from hfshard.errors import InvalidArgumentError
+from hfshard.format.digests import Checksum
+from hfshard.format.index import CheckpointIndex
 from hfshard.modules.weights import save_module
 from hfshard.planning.plan import Packing
 from hfshard.pretrained.request import is_pretrained
 from hfshard.saving.options import SaveOptions
 from hfshard.saving.request import request_from_state_dict
-from hfshard.storage.format.index import CheckpointIndex
-from hfshard.storage.format.integrity import Checksum
 from hfshard.tensors.parameter_names import unwrap
 
 

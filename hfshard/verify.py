@@ -10,6 +10,7 @@ from functools import partial
 from hfshard._util.addresses import is_address
 from hfshard._util.arguments import absolute_path, check_texts, names_files
 from hfshard.errors import CheckpointNotFoundError, DamagedCheckpointError, InvalidArgumentError
+from hfshard.format.file_names import WeightNames
 from hfshard.hub.address import directory_of
 from hfshard.hub.directory.hub import DirectoryHub
 from hfshard.hub.directory.report import verify_hub
@@ -21,7 +22,6 @@ from hfshard.storage.checkpoint.locate import adapter_weights, split_weights_pat
 from hfshard.storage.checkpoint.report import VerifyReport
 from hfshard.storage.checkpoint.verifier import verify_directory
 from hfshard.storage.disk.hub_place import has_hub_marker
-from hfshard.storage.format.names import WeightNames
 from hfshard.training.run.finding import Level
 from hfshard.training.run.reports import is_checkpoint, is_run, report_of, reports_of_run
 

@@ -11,13 +11,13 @@ from typing import Any
 from hfshard._util.text import format_size
 from hfshard.cli.output import checksum_text, count_of, print_json, print_message, print_text, printable, table
 from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError
+from hfshard.format.file_names import WeightNames
+from hfshard.format.index import FileDigest
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.loading.source import CheckpointSource
 from hfshard.resharding.reshard import ReshardResult, reshard_source
 from hfshard.saving.options import SaveOptions
 from hfshard.storage.checkpoint.locate import locate_checkpoint
-from hfshard.storage.format.index import FileDigest
-from hfshard.storage.format.names import WeightNames
 
 
 def reshard(arguments: argparse.Namespace) -> int:

@@ -14,11 +14,11 @@ from hfshard.distributed.agreement import LoadAgreement, load_together
 from hfshard.distributed.reading import Target, prepare_reads, stored_tensors
 from hfshard.distributed.spread_tensor import has_spread
 from hfshard.errors import HfshardError, InvalidArgumentError, StateDictMismatchError
+from hfshard.format.index import CheckpointIndex
 from hfshard.loading.into_module import load_into_module
 from hfshard.loading.options import LoadOptions
 from hfshard.loading.source import CheckpointSource
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
-from hfshard.storage.format.index import CheckpointIndex
 from hfshard.storage.weights.safetensors_file import SafetensorsFile
 from hfshard.tensors.parameter_names import compare, without_wrappers, wrapped_prefixes
 from hfshard.tensors.state_dict import (

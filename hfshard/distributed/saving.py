@@ -26,10 +26,10 @@ from hfshard.distributed.participants import Role, gather_participants
 from hfshard.distributed.spread_tensor import SpreadTensor, has_spread, with_spread_tensors
 from hfshard.distributed.status import SaveStatus
 from hfshard.errors import HfshardError, InvalidArgumentError, RankFailedError, RankMissingError
+from hfshard.format.index import CheckpointIndex
 from hfshard.saving.request import SaveRequest
 from hfshard.saving.to_directory import save_request
 from hfshard.saving.writing import OwnShardWriter
-from hfshard.storage.format.index import CheckpointIndex
 from hfshard.tensors.stored_tensor import RawTensor, TensorLayout, TensorLike
 
 _TELL_SECONDS: Final = 5.0

@@ -10,8 +10,8 @@ from functools import cache
 from pathlib import Path
 
 from hfshard.disk.fsops import is_remote
+from hfshard.format.digests import sha256_of
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
-from hfshard.storage.format.integrity import sha256_of
 from hfshard.storage.weights.pickles.pickle_file import PickleFile
 from hfshard.storage.weights.ranged.ranged_shard import RangedShard
 from hfshard.storage.weights.safetensors_shard import SafetensorsShard

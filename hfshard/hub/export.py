@@ -14,13 +14,13 @@ from hfshard.disk.byte_source import ByteSource, copy_file, file_source
 from hfshard.disk.fsops import NO_LINKS
 from hfshard.disk.safe_open import read_small
 from hfshard.errors import SaveDirectoryError
+from hfshard.format.strict_json import dump_json
 from hfshard.hub.own_files import OwnFiles
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.storage.commit.commit import SaveSession, save_session
 from hfshard.storage.commit.commit_plan import plan_commit
 from hfshard.storage.commit.new_checkpoint import NewCheckpoint, content_digest
 from hfshard.storage.disk.hub_place import refuse_hub
-from hfshard.storage.format.strict_json import dump_json
 
 _LEFT_OUT: Final = frozenset({".gitattributes"})
 """Files that only the Hub needs."""

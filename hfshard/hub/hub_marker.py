@@ -17,8 +17,8 @@ from hfshard.disk.fsops import (
 )
 from hfshard.disk.safe_open import read_small
 from hfshard.errors import HubError, HubNotFoundError
+from hfshard.format.strict_json import dump_json, parse_json_object
 from hfshard.storage.disk.hub_place import has_hub_marker
-from hfshard.storage.format.strict_json import dump_json, parse_json_object
 
 STAGING: Final = ".staging"
 """Where a hub keeps what is not yet whole."""

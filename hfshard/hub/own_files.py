@@ -15,13 +15,13 @@ from hfshard.disk.byte_source import ByteSource, FileSource, file_source, has_sa
 from hfshard.disk.fsops import locked_directory
 from hfshard.disk.safe_open import identity_of
 from hfshard.errors import CheckpointNotFoundError, DamagedCheckpointError, SaveDirectoryError, UnsafePathError
+from hfshard.format.file_names import WeightNames
 from hfshard.storage.checkpoint.folder import RangedFolder
 from hfshard.storage.checkpoint.locate import locate_checkpoint
 from hfshard.storage.commit.commit import LOCK_WAIT_SECONDS
 from hfshard.storage.commit.directory_state import read_state
-from hfshard.storage.format.names import WeightNames
-from hfshard.stores.opening import open_store
-from hfshard.stores.stored_source import StoredSource
+from hfshard.stores.open_store import open_store
+from hfshard.stores.store import StoredSource
 
 logger = logging.getLogger(__name__)
 

@@ -22,6 +22,9 @@ from hfshard.constants import (
 )
 from hfshard.disk.safe_open import read_small
 from hfshard.errors import CheckpointNotFoundError, HfshardError, InvalidArgumentError
+from hfshard.format.file_names import INDEX_FILE, WeightNames
+from hfshard.format.index import CheckpointIndex
+from hfshard.format.stored_save import is_save_index
 from hfshard.hub.protocols import CommitFiles
 from hfshard.storage.checkpoint.checkpoint import FilesOf
 from hfshard.storage.checkpoint.locate import (
@@ -33,9 +36,6 @@ from hfshard.storage.checkpoint.locate import (
     entry_of,
     read_config,
 )
-from hfshard.storage.format.index import CheckpointIndex
-from hfshard.storage.format.names import INDEX_FILE, WeightNames
-from hfshard.storage.format.stored_save import is_save_index
 
 _OWN_STEMS: Final = ("model.", "model-", "pytorch_model.", "pytorch_model-")
 """How the names of a checkpoint's weights begin, those of its variants too: only the chosen ones are pulled."""

@@ -16,12 +16,12 @@ from typing import Final
 from hfshard._util.addresses import StoreAddress, parse_address
 from hfshard.constants import ADAPTER_CONFIG_NAME, CONFIG_NAME, GENERATION_CONFIG_NAME, MAX_CONFIG_BYTES
 from hfshard.errors import CheckpointChangedError, InvalidArgumentError
+from hfshard.format.file_names import WeightNames, check_file_name, stays_inside
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.storage.checkpoint.folder import FAR_TRIES, StoreFolder
 from hfshard.storage.checkpoint.locate import is_weights_name
-from hfshard.storage.format.names import WeightNames, check_file_name, stays_inside
-from hfshard.stores.memory import store_memory_bytes
-from hfshard.stores.opening import open_store
+from hfshard.stores.byte_budget import store_memory_bytes
+from hfshard.stores.open_store import open_store
 
 _SMALL_NAMES: Final = (CONFIG_NAME, GENERATION_CONFIG_NAME, ADAPTER_CONFIG_NAME)
 """What a model is built from besides its weights."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from hfshard.format.index import CheckpointIndex
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
-from hfshard.storage.format.index import CheckpointIndex
 from hfshard.storage.weights.tensor_reader import ReadMode
 from hfshard.tensors.parameter_names import KeySelection, select_keys
 

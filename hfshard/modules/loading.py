@@ -20,6 +20,7 @@ from hfshard._util.text import list_some
 from hfshard.constants import CHANGED_RETRIES, CONFIG_NAME, WEIGHTS_OVERRIDE_KEY
 from hfshard.distributed.loading import load_opened
 from hfshard.errors import CheckpointChangedError, InvalidArgumentError
+from hfshard.format.index import without_weights_override
 from hfshard.hub.address import directory_of
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.loading.options import LoadOptions, checked_device
@@ -29,7 +30,6 @@ from hfshard.signing.required import required_signature
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.storage.checkpoint.locate import read_config
 from hfshard.storage.disk.hub_place import has_hub_marker
-from hfshard.storage.format.weights_override import without_weights_override
 
 logger = logging.getLogger(__name__)
 

@@ -14,6 +14,7 @@ from huggingface_hub import PyTorchModelHubMixin
 
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
 from hfshard.distributed.liveness.call_group import among
+from hfshard.format.digests import Checksum
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.loading.options import LoadOptions
 from hfshard.loading.source import CheckpointSource
@@ -27,7 +28,6 @@ from hfshard.saving.options import SaveOptions
 from hfshard.signing.required import required_signature
 from hfshard.signing.signed_by import SignedBy
 from hfshard.storage.checkpoint.checkpoint import Verify
-from hfshard.storage.format.integrity import Checksum
 from hfshard.storage.weights.tensor_reader import ReadMode
 
 

@@ -11,9 +11,9 @@ from torch import nn
 from hfshard._util.arguments import names_files
 from hfshard.distributed.saving import decline_save, save_anywhere, telling_other_ranks
 from hfshard.distributed.spread_tensor import has_spread
+from hfshard.format.index import CheckpointIndex
 from hfshard.saving.options import SaveOptions
 from hfshard.saving.request import request_from_module
-from hfshard.storage.format.index import CheckpointIndex
 from hfshard.tensors.state_dict import refuse_sharded_tensors
 
 

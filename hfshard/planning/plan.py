@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Final, Literal
 from hfshard._util.text import parse_size
 from hfshard.constants import DATA_ALIGNMENT, DEFAULT_MAX_SHARD_SIZE, MAX_HEADER_BYTES
 from hfshard.errors import InvalidArgumentError
-from hfshard.storage.format.header import LENGTH_BYTES, entry_bytes, name_bytes
-from hfshard.storage.format.names import WeightNames
+from hfshard.format.file_names import WeightNames
+from hfshard.format.header import LENGTH_BYTES, entry_bytes, name_bytes
 from hfshard.tensors.stored_tensor import TensorSpec, tensor_specs
 from hfshard.tensors.tied import find_shared_tensors
 

@@ -19,6 +19,7 @@ from hfshard.distributed.liveness.call_group import has_other_ranks
 from hfshard.distributed.pushing.together import PushTogether, push_together
 from hfshard.distributed.saving import decline_save, needs_all_ranks, save_anywhere, telling_other_ranks
 from hfshard.errors import InvalidArgumentError
+from hfshard.format.index import CheckpointIndex
 from hfshard.hub.address import absolute_address
 from hfshard.hub.pushing.request import PushOptions
 from hfshard.pretrained.arguments import SAVE_ARGUMENTS
@@ -33,7 +34,6 @@ from hfshard.pretrained.request import request_from_model
 from hfshard.saving.options import SaveOptions
 from hfshard.saving.request import SaveRequest
 from hfshard.storage.disk.hub_place import refuse_hub
-from hfshard.storage.format.index import CheckpointIndex
 from hfshard.tensors.state_dict import refuse_partitioned
 
 _DEFAULTS: Final[dict[str, Any]] = {

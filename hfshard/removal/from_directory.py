@@ -10,6 +10,7 @@ from typing import Final
 from hfshard.constants import STAGING_DIRECTORY
 from hfshard.disk.fsops import locked_directory, refuse_odd_directories, sync_directory, unlink_if_there
 from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError
+from hfshard.format.file_names import WeightNames
 from hfshard.removal.removal_plan import (
     NOT_ITS_OWN,
     SHARED,
@@ -24,7 +25,6 @@ from hfshard.removal.removal_plan import (
 from hfshard.storage.checkpoint.locate import locate_checkpoint
 from hfshard.storage.commit.commit import clear_staging
 from hfshard.storage.commit.directory_state import DirectoryState, read_state
-from hfshard.storage.format.names import WeightNames
 
 LOCK_WAIT_SECONDS: Final = 5.0
 """How long a removal waits for a save there: what that one saves is not what the user has chosen."""

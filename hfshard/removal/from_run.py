@@ -10,9 +10,9 @@ from functools import partial
 
 from hfshard.constants import SAFETENSORS_SUFFIX, SIGNATURE_NAME
 from hfshard.errors import FileError, HfshardError
+from hfshard.format.file_names import INDEX_FILE
 from hfshard.removal.from_directory import find_files, shown_names, unlink_in_order
 from hfshard.removal.removal_plan import NOT_ITS_OWN, SMALL_FILES, FoundFile, Removal, RemovalPlan, in_phases
-from hfshard.storage.format.names import INDEX_FILE
 from hfshard.training.run.directory import clean_up_run, leftovers_in, remove_checkpoint
 from hfshard.training.run.lock import RunLock
 from hfshard.training.run.manifest import MANIFEST, read_checkpoint_manifest

@@ -12,6 +12,8 @@ from functools import partial
 from typing import Final
 
 from hfshard.errors import CheckpointNotFoundError
+from hfshard.format.file_names import WeightNames
+from hfshard.format.stored_save import SaveId, own_saves, save_in_name, save_of, save_of_copy, split_object_name
 from hfshard.removal.removal_plan import (
     MAY_BE_UNDER_WAY,
     NOT_ITS_OWN,
@@ -27,9 +29,7 @@ from hfshard.removal.removal_plan import (
 )
 from hfshard.saving.store_plan import StoreState, highest_index, read_state
 from hfshard.storage.checkpoint.locate import locate_checkpoint
-from hfshard.storage.format.names import WeightNames
-from hfshard.storage.format.stored_save import SaveId, own_saves, save_in_name, save_of, save_of_copy, split_object_name
-from hfshard.stores.protocols import Store, StoredObject
+from hfshard.stores.store import Store, StoredObject
 
 _LOWER_INDEXES: Final = OTHER_FILES + 1
 _PLAIN_INDEX: Final = OTHER_FILES + 2

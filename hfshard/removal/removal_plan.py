@@ -16,7 +16,7 @@ from hfshard.constants import (
     WEIGHTS_SUFFIXES,
 )
 from hfshard.errors import CheckpointChangedError
-from hfshard.storage.format.names import INDEX_FILE, WeightNames
+from hfshard.format.file_names import INDEX_FILE, WeightNames
 
 SMALL_FILES: Final = (CONFIG_NAME, GENERATION_CONFIG_NAME, SIGNATURE_NAME)
 """What goes along with the weights, unless other weights stay next to them."""

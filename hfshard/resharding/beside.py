@@ -7,10 +7,10 @@ from collections.abc import Collection
 
 from hfshard._util.addresses import is_address
 from hfshard.disk.byte_source import ByteSource, FileSource, file_source
+from hfshard.format.stored_save import objects_of_saves
 from hfshard.storage.disk.companions import find_companion_files, fits_beside, is_companion
-from hfshard.storage.format.stored_save import objects_of_saves
-from hfshard.stores.opening import open_store
-from hfshard.stores.stored_source import StoredSource
+from hfshard.stores.open_store import open_store
+from hfshard.stores.store import StoredSource
 
 
 def companions_at(place: str, but: Collection[str]) -> dict[str, ByteSource]:

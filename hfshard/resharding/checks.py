@@ -9,12 +9,12 @@ from hfshard._util.addresses import is_address
 from hfshard.constants import SIGNATURE_NAME
 from hfshard.disk.safe_open import Identity, identity_of
 from hfshard.errors import CheckpointChangedError, InvalidArgumentError, SignatureError
+from hfshard.format.digests import Checksum
 from hfshard.hub.address import directory_of
 from hfshard.loading.source import CheckpointSource, LocalCheckpoint
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.storage.checkpoint.folder import RangedFolder
 from hfshard.storage.disk.hub_place import refuse_hub
-from hfshard.storage.format.integrity import Checksum
 from hfshard.storage.weights.safetensors_file import SafetensorsFile
 
 

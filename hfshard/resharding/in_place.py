@@ -8,6 +8,9 @@ from dataclasses import dataclass, replace
 
 from hfshard._util.progress import bytes_bar
 from hfshard.disk.fsops import can_link
+from hfshard.format.digests import tensor_digest
+from hfshard.format.file_names import WeightNames
+from hfshard.format.index import CheckpointIndex, FileDigest
 from hfshard.planning.plan import PlannedShard, ShardPlan, plan_specs
 from hfshard.saving.prepare import index_of, plan_request, shard_room
 from hfshard.saving.request import SaveRequest
@@ -17,9 +20,6 @@ from hfshard.storage.commit.commit import SaveSession, save_session
 from hfshard.storage.commit.commit_plan import plan_commit
 from hfshard.storage.commit.directory_state import read_state
 from hfshard.storage.commit.new_checkpoint import NewCheckpoint, content_digest
-from hfshard.storage.format.index import CheckpointIndex, FileDigest
-from hfshard.storage.format.integrity import tensor_digest
-from hfshard.storage.format.names import WeightNames
 from hfshard.storage.weights.safetensors_writer import WriteJob, file_order, shard_metadata, write_shards
 from hfshard.tensors.stored_tensor import TensorSpec, tensor_specs
 

@@ -12,6 +12,8 @@ import torch
 
 from hfshard.constants import CONFIG_NAME, GENERATION_CONFIG_NAME, MAX_CONFIG_BYTES, METADATA_KEY
 from hfshard.errors import InvalidArgumentError
+from hfshard.format.index import without_mark, without_weights_override
+from hfshard.format.strict_json import parse_json_object
 from hfshard.saving.prepare import plan_request
 from hfshard.saving.request import SaveRequest
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
@@ -19,8 +21,6 @@ from hfshard.storage.checkpoint.folder import CheckpointFolder
 from hfshard.storage.checkpoint.locate import config_in
 from hfshard.storage.checkpoint.raw_tensors import cast, is_packed, raw_tensors
 from hfshard.storage.commit.directory_state import weights_override_of
-from hfshard.storage.format.strict_json import parse_json_object
-from hfshard.storage.format.weights_override import without_mark, without_weights_override
 from hfshard.storage.weights.safetensors_writer import COMPLEX_AS_REAL_KEY
 from hfshard.tensors.tied import find_shared_tensors
 

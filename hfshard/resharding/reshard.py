@@ -16,6 +16,7 @@ from hfshard.constants import README, SIGNATURE_NAME
 from hfshard.disk.byte_source import ByteSource, BytesSource
 from hfshard.disk.safe_open import refuse_links_to_outside
 from hfshard.errors import InvalidArgumentError
+from hfshard.format.index import CheckpointIndex
 from hfshard.hub.own_files import OwnFiles
 from hfshard.loading.options import LoadOptions
 from hfshard.loading.source import CheckpointSource, open_source
@@ -40,7 +41,6 @@ from hfshard.saving.to_directory import save_request
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, Verify
 from hfshard.storage.checkpoint.raw_tensors import is_compared
 from hfshard.storage.disk.companions import refuse_conflicts
-from hfshard.storage.format.index import CheckpointIndex
 
 logger = logging.getLogger(__name__)
 

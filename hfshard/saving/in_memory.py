@@ -9,9 +9,9 @@ from functools import partial
 from hfshard._util.progress import bytes_bar
 from hfshard._util.threads import in_threads
 from hfshard.disk.byte_source import ByteSource, BytesSource, StreamSource, sha256_of_reader
+from hfshard.format.index import CheckpointIndex, FileDigest
 from hfshard.saving.prepare import index_of, plan_request, shard_jobs
 from hfshard.saving.request import SaveRequest
-from hfshard.storage.format.index import CheckpointIndex, FileDigest
 from hfshard.storage.weights.safetensors_stream import SafetensorsStream
 from hfshard.storage.weights.safetensors_writer import WriteJob, digest_shard, writer_threads
 

@@ -12,7 +12,7 @@ from threading import Event
 from hfshard._util.threads import in_threads
 from hfshard.constants import FILES_AT_ONCE
 from hfshard.errors import HfshardError
-from hfshard.storage.format.index import FileDigest
+from hfshard.format.index import FileDigest
 from hfshard.storage.weights.safetensors_file import SafetensorsFile
 from hfshard.storage.weights.safetensors_writer import WriteJob, digest_shard, fingerprint_of_job
 

@@ -10,9 +10,9 @@ from typing import Any
 from hfshard._util.text import parse_size
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
 from hfshard.errors import InvalidArgumentError
+from hfshard.format.digests import Checksum, check_checksum
+from hfshard.format.file_names import MODEL_BASE, WeightNames
 from hfshard.planning.plan import Packing, check_packing
-from hfshard.storage.format.integrity import Checksum, check_checksum
-from hfshard.storage.format.names import MODEL_BASE, WeightNames
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,9 @@ from typing import Any, Final
 from hfshard._util.progress import ProgressCallback
 from hfshard.constants import README
 from hfshard.disk.fsops import can_link
+from hfshard.format.digests import TENSOR_DIGEST_HEX
+from hfshard.format.file_names import WeightNames
+from hfshard.format.index import CheckpointIndex, FileDigest, build_hfshard_metadata
 from hfshard.planning.plan import PlannedShard, ShardPlan, plan_specs, with_one_more_shard
 from hfshard.saving.request import SaveRequest
 from hfshard.saving.writing import ShardWriter
@@ -17,9 +20,6 @@ from hfshard.storage.commit.commit import SaveSession
 from hfshard.storage.commit.commit_plan import needs_links
 from hfshard.storage.commit.new_checkpoint import NewCheckpoint, content_digest
 from hfshard.storage.disk.companions import copy_companion
-from hfshard.storage.format.index import CheckpointIndex, FileDigest, build_hfshard_metadata
-from hfshard.storage.format.integrity import TENSOR_DIGEST_HEX
-from hfshard.storage.format.names import WeightNames
 from hfshard.storage.weights.safetensors_writer import WriteJob, file_order, shard_metadata
 from hfshard.tensors.stored_tensor import TensorSpec, parameter_count, tensor_specs
 

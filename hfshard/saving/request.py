@@ -11,9 +11,9 @@ from torch import nn
 from hfshard.constants import CONFIG_NAME
 from hfshard.disk.byte_source import ByteSource
 from hfshard.errors import InvalidArgumentError
+from hfshard.format.digests import sha256_of
+from hfshard.format.index import FileDigest
 from hfshard.saving.options import SaveOptions
-from hfshard.storage.format.index import FileDigest
-from hfshard.storage.format.integrity import sha256_of
 from hfshard.tensors.state_dict import collect_state_dict, refuse_partitioned, refuse_sharded_tensors
 from hfshard.tensors.stored_tensor import TensorLike
 from hfshard.tensors.tied import find_shared_tensors

@@ -22,14 +22,10 @@ from hfshard.errors import (
     StoreAccessError,
     StoreError,
 )
-from hfshard.saving.linking import KnownFile
-from hfshard.saving.store_plan import KnownShard, highest_index
-from hfshard.saving.stores import own_puts
-from hfshard.saving.writing import ShardWriter
-from hfshard.storage.format.index import CheckpointIndex, FileDigest
-from hfshard.storage.format.integrity import md5_of
-from hfshard.storage.format.names import INDEX_FILE
-from hfshard.storage.format.stored_save import (
+from hfshard.format.digests import md5_of
+from hfshard.format.file_names import INDEX_FILE
+from hfshard.format.index import CheckpointIndex, FileDigest
+from hfshard.format.stored_save import (
     INLINED_BYTES,
     SaveId,
     StoredObjectRecord,
@@ -37,8 +33,12 @@ from hfshard.storage.format.stored_save import (
     plain_copy,
     plain_index,
 )
+from hfshard.saving.linking import KnownFile
+from hfshard.saving.store_plan import KnownShard, highest_index
+from hfshard.saving.stores import own_puts
+from hfshard.saving.writing import ShardWriter
 from hfshard.storage.weights.safetensors_writer import WriteJob, await_devices
-from hfshard.stores.protocols import Store, StoredObject
+from hfshard.stores.store import Store, StoredObject
 from hfshard.tensors.stored_tensor import RawTensor
 
 logger = logging.getLogger(__name__)

@@ -11,13 +11,10 @@ from dataclasses import dataclass
 
 from hfshard.constants import BIN_SUFFIX, CONFIG_NAME, MANIFEST_NAME, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
 from hfshard.errors import CheckpointChangedError, DamagedCheckpointError, SaveDirectoryError, UnsafePathError
-from hfshard.saving.stores import own_puts
-from hfshard.storage.checkpoint.folder import StoreFolder
-from hfshard.storage.commit.directory_state import find_ownership, weights_override_of
-from hfshard.storage.format.index import CheckpointIndex, FileDigest
-from hfshard.storage.format.integrity import sha256_of
-from hfshard.storage.format.names import INDEX_FILE, WeightNames
-from hfshard.storage.format.stored_save import (
+from hfshard.format.digests import sha256_of
+from hfshard.format.file_names import INDEX_FILE, WeightNames
+from hfshard.format.index import CheckpointIndex, FileDigest
+from hfshard.format.stored_save import (
     SaveId,
     StoredSave,
     is_editable,
@@ -27,8 +24,11 @@ from hfshard.storage.format.stored_save import (
     saves_among,
     split_object_name,
 )
-from hfshard.stores.memory import store_memory_bytes
-from hfshard.stores.protocols import Store, StoredObject
+from hfshard.saving.stores import own_puts
+from hfshard.storage.checkpoint.folder import StoreFolder
+from hfshard.storage.commit.directory_state import find_ownership, weights_override_of
+from hfshard.stores.byte_budget import store_memory_bytes
+from hfshard.stores.store import Store, StoredObject
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,8 @@ from hfshard.errors import (
     SaveDirectoryError,
     StoreError,
 )
+from hfshard.format.index import CheckpointIndex
+from hfshard.format.stored_save import SaveId, is_save_index, save_of, split_object_name
 from hfshard.planning.plan import ShardPlan
 from hfshard.saving.prepare import index_of, plan_request, shard_jobs
 from hfshard.saving.request import SaveRequest
@@ -46,12 +48,9 @@ from hfshard.saving.store_commit import (
 )
 from hfshard.saving.store_plan import StoreState, lower_objects, next_id, read_state
 from hfshard.saving.writing import OwnShardWriter, ShardWriter
-from hfshard.storage.format.index import CheckpointIndex
-from hfshard.storage.format.stored_save import SaveId, is_save_index, save_of, split_object_name
 from hfshard.storage.weights.safetensors_writer import WriteJob, writer_threads
-from hfshard.stores.opening import open_store
-from hfshard.stores.protocols import Store, StoredObject
-from hfshard.stores.stored_source import StoredSource
+from hfshard.stores.open_store import open_store
+from hfshard.stores.store import Store, StoredObject, StoredSource
 
 logger = logging.getLogger(__name__)
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from hfshard._util.progress import ProgressCallback
+from hfshard.format.index import FileDigest
 from hfshard.saving.linking import KnownFile, link_unchanged
 from hfshard.saving.stores.upload import upload_files
-from hfshard.storage.format.index import FileDigest
 from hfshard.storage.weights.safetensors_writer import WriteJob, fingerprint_of_job, write_shards
-from hfshard.stores.protocols import Store
+from hfshard.stores.store import Store
 
 
 class ShardWriter(Protocol):

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from hfshard.constants import BIN_SUFFIX, SAFETENSORS_SUFFIX, SIGNATURE_NAME, WEIGHTS_SUFFIXES
+from hfshard.format.file_names import INDEX_FILE
 from hfshard.signing.files import DEBRIS
-from hfshard.storage.format.names import INDEX_FILE
 
 _OWN_STEMS: Final = ("model.", "model-", "pytorch_model.", "pytorch_model-", "optimizer.", "optimizer-")
 """How weights begin that nothing reads but a load that opens them, and looks at them then."""

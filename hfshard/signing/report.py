@@ -12,14 +12,14 @@ from hfshard._util.text import list_some
 from hfshard.constants import MAX_INDEX_BYTES, SIGNATURE_NAME, WEIGHTS_SUFFIXES
 from hfshard.disk.safe_open import read_small
 from hfshard.errors import HfshardError, InvalidArgumentError
+from hfshard.format.digests import sha256_of
+from hfshard.format.file_names import INDEX_FILE
+from hfshard.format.index import CheckpointIndex
 from hfshard.signing.check import SignedPlace
 from hfshard.signing.files import may_be_signed
 from hfshard.signing.required import RequiredSignature
 from hfshard.signing.signed_by import SignedBy
 from hfshard.storage.checkpoint.report import Problem, VerifyReport
-from hfshard.storage.format.index import CheckpointIndex
-from hfshard.storage.format.integrity import sha256_of
-from hfshard.storage.format.names import INDEX_FILE
 
 _SHOWN: Final = 5
 """Names in a message."""

@@ -16,6 +16,8 @@ from hfshard.constants import MAX_INDEX_BYTES, SAFETENSORS_SUFFIX, SIGNATURE_NAM
 from hfshard.disk.fsops import locked_directory, rename, sync_directory, unlink_if_there, write_file
 from hfshard.disk.safe_open import read_small
 from hfshard.errors import InvalidArgumentError, SignatureError
+from hfshard.format.file_names import INDEX_FILE
+from hfshard.format.index import CheckpointIndex
 from hfshard.hub.pushing.plan import variants_of
 from hfshard.signing.files import hash_files, list_files
 from hfshard.signing.signed_by import existing_file
@@ -23,8 +25,6 @@ from hfshard.signing.upstream import sign_digests
 from hfshard.storage.checkpoint.checkpoint import Verify, open_checkpoint
 from hfshard.storage.checkpoint.locate import adapter_weights, directory_not_found
 from hfshard.storage.disk.hub_place import enclosing_hub
-from hfshard.storage.format.index import CheckpointIndex
-from hfshard.storage.format.names import INDEX_FILE
 from hfshard.storage.weights.safetensors_file import SafetensorsFile
 
 _LOCK_SECONDS: Final = 60.0

@@ -9,6 +9,8 @@ from hfshard._util.progress import ProgressCallback, bytes_bar
 from hfshard._util.threads import cancellable, in_threads
 from hfshard.constants import CONFIG_NAME, FILES_AT_ONCE, SIGNATURE_NAME
 from hfshard.errors import CheckpointChangedError, InvalidArgumentError, SignatureError
+from hfshard.format.digests import sha256_of
+from hfshard.format.index import FileDigest
 from hfshard.loading.options import FilesBeside
 from hfshard.signing.check import SignedPlace, code_elsewhere
 from hfshard.signing.files import most_signature_bytes
@@ -17,8 +19,6 @@ from hfshard.signing.signed_by import SignedBy
 from hfshard.signing.upstream import SignedManifest, signed_manifest
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.storage.checkpoint.folder import StoreFolder
-from hfshard.storage.format.index import FileDigest
-from hfshard.storage.format.integrity import sha256_of
 from hfshard.storage.weights.safetensors_shard import SafetensorsShard
 
 

@@ -14,8 +14,8 @@ from hfshard.constants import SIGNATURE_NAME
 from hfshard.disk.fsops import sync_directory, unlink_if_there
 from hfshard.disk.safe_open import Identity, identity_of, read_small
 from hfshard.errors import HfshardError
-from hfshard.storage.format.index import FileDigest
-from hfshard.storage.format.integrity import sha256_of
+from hfshard.format.digests import sha256_of
+from hfshard.format.index import FileDigest
 
 logger = logging.getLogger(__name__)
 

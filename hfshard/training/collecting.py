@@ -11,11 +11,12 @@ import torch
 
 from hfshard.distributed.saving import whole_tensors
 from hfshard.errors import InvalidArgumentError
+from hfshard.format.digests import Checksum
+from hfshard.format.file_names import MODEL_BASE
+from hfshard.format.strict_json import padded_json
 from hfshard.pretrained.request import is_pretrained, request_from_model
 from hfshard.saving.options import SaveOptions
 from hfshard.saving.request import SaveRequest, request_from_state_dict
-from hfshard.storage.format.integrity import Checksum
-from hfshard.storage.format.names import MODEL_BASE
 from hfshard.tensors.parameter_names import unwrap
 from hfshard.tensors.state_dict import collect_state_dict, parameter_names
 from hfshard.tensors.stored_tensor import tensor_nbytes, tensor_specs
@@ -23,7 +24,6 @@ from hfshard.training.adapter import ADAPTER_BASE, adapter_request
 from hfshard.training.parts.nested import encode
 from hfshard.training.parts.optimizers.inner import refuse_unsaved
 from hfshard.training.parts.optimizers.optimizer import encode_optimizer
-from hfshard.training.parts.padded_json import padded_json
 from hfshard.training.parts.rng import rng_state
 from hfshard.training.parts.scheduler import encode_scheduler
 from hfshard.training.state import PartKind, TrainingState

@@ -17,8 +17,8 @@ from hfshard.distributed.saving import cpu_group, refuse_absent, share_listings
 from hfshard.distributed.spread_tensor import SpreadTensor
 from hfshard.distributed.status import SaveStatus
 from hfshard.errors import InvalidArgumentError
-from hfshard.storage.format.integrity import Checksum
-from hfshard.storage.format.names import MODEL_BASE
+from hfshard.format.digests import Checksum
+from hfshard.format.file_names import MODEL_BASE
 from hfshard.training.collecting import (
     Components,
     RankState,

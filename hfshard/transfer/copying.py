@@ -12,6 +12,9 @@ from hfshard._util.threads import in_threads
 from hfshard.constants import CONFIG_NAME, FILES_AT_ONCE, GENERATION_CONFIG_NAME
 from hfshard.disk.byte_source import ByteSource
 from hfshard.errors import CheckpointChangedError, DamagedCheckpointError, InvalidArgumentError, UnsafePathError
+from hfshard.format.file_names import INDEX_FILE
+from hfshard.format.index import CheckpointIndex
+from hfshard.format.stored_save import StoredSave, objects_of_saves, split_object_name
 from hfshard.hub.pushing.local_files import DirectoryFiles, FilesOfPlace
 from hfshard.hub.pushing.plan import variants_of
 from hfshard.hub.repo_tree import PushResult
@@ -21,11 +24,8 @@ from hfshard.resharding.reshard import reshard_source
 from hfshard.saving.options import SaveOptions
 from hfshard.saving.stores import own_puts
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, Verify
-from hfshard.storage.format.index import CheckpointIndex
-from hfshard.storage.format.names import INDEX_FILE
-from hfshard.storage.format.stored_save import StoredSave, objects_of_saves, split_object_name
-from hfshard.stores.opening import open_store
-from hfshard.stores.protocols import Store, StoredObject
+from hfshard.stores.open_store import open_store
+from hfshard.stores.store import Store, StoredObject
 from hfshard.transfer.store_files import StoreFiles
 
 _OF_WEIGHTS: Final = frozenset({CONFIG_NAME, GENERATION_CONFIG_NAME})

@@ -12,6 +12,8 @@ from hfshard._util.threads import cancellable, in_threads
 from hfshard.constants import COPY_BYTES, FILES_AT_ONCE, MAX_INDEX_BYTES, SIGNATURE_NAME, WEIGHTS_SUFFIXES
 from hfshard.disk.byte_source import ByteSource
 from hfshard.errors import CheckpointChangedError, HfshardError, InvalidArgumentError, StoreError
+from hfshard.format.file_names import INDEX_FILE, WeightNames
+from hfshard.format.index import CheckpointIndex
 from hfshard.hub.pushing.local_files import PushedContents
 from hfshard.hub.pushing.plan import variants_of
 from hfshard.loading.source import CheckpointSource
@@ -22,9 +24,7 @@ from hfshard.signing.signed_by import SignedBy
 from hfshard.signing.stored_files import needs_disk, stored_manifest
 from hfshard.signing.upstream import SignedManifest
 from hfshard.storage.checkpoint.report import VerifyReport
-from hfshard.storage.format.index import CheckpointIndex
-from hfshard.storage.format.names import INDEX_FILE, WeightNames
-from hfshard.stores.stored_source import StoredSource
+from hfshard.stores.store import StoredSource
 from hfshard.transfer.store_files import StoreFiles, without_marks
 
 _CHANGED: Final = "was saved while it was checked. Check it again when the process that saves there is done."

@@ -9,6 +9,9 @@ from typing import Final
 from hfshard.constants import CONFIG_NAME, MANIFEST_NAME
 from hfshard.disk.byte_source import ByteSource, BytesSource
 from hfshard.errors import CheckpointChangedError, CheckpointNotFoundError, InvalidArgumentError, UnsafePathError
+from hfshard.format.file_names import INDEX_FILE, WeightNames
+from hfshard.format.index import as_saved
+from hfshard.format.stored_save import SaveId, objects_of_saves, split_object_name
 from hfshard.hub.directory.manifest import check_paths
 from hfshard.hub.pushing.local_files import PushedContents
 from hfshard.hub.pushing.plan import variants_of
@@ -17,12 +20,8 @@ from hfshard.loading.options import LoadOptions
 from hfshard.loading.source import CheckpointSource, open_source
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.storage.checkpoint.folder import StoreFolder
-from hfshard.storage.format.names import INDEX_FILE, WeightNames
-from hfshard.storage.format.stored_save import SaveId, objects_of_saves, split_object_name
-from hfshard.storage.format.weights_override import as_saved
-from hfshard.stores.opening import open_store
-from hfshard.stores.protocols import StoredObject
-from hfshard.stores.stored_source import StoredSource
+from hfshard.stores.open_store import open_store
+from hfshard.stores.store import StoredObject, StoredSource
 
 _LEFT_OUT: Final = frozenset({".git", ".cache", "__pycache__"})
 """Folders that are never pushed, as from a directory."""

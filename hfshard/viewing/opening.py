@@ -17,7 +17,7 @@ from hfshard.hub.resolve import CheckpointQuery
 from hfshard.loading.options import LoadOptions
 from hfshard.loading.source import CheckpointSource, open_source, open_source_by_ranges
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
-from hfshard.stores.opening import open_store
+from hfshard.stores.open_store import open_store
 from hfshard.training.run.finding import checkpoint_of_step
 from hfshard.training.run.places.opening import run_place
 from hfshard.training.run.run_checkpoint import CHECKPOINT

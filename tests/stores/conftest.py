@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from hfshard.stores import patience
+from hfshard.stores import retry
 from tests.stores.services import running
 from tests.stores.services.buckets import BUCKET, BUCKETS, HUB_BUCKET, Bucket
 from tests.stores.services.fault_proxy import FaultProxy
@@ -29,11 +29,11 @@ def use_service(scheme: str, monkeypatch: pytest.MonkeyPatch) -> Bucket:
         pytest.skip(lacks)
     url = running.url_of(scheme)
     lead_to(url, scheme, monkeypatch)
-    monkeypatch.setattr(patience, "_FIRST_WAIT", _FIRST_WAIT_SECONDS)
+    monkeypatch.setattr(retry, "_FIRST_WAIT", _FIRST_WAIT_SECONDS)
     if scheme != "hf":
-        from hfshard.stores.objects import upload  # needs obstore, which tests of directories do without
+        from hfshard.stores import object_store  # needs obstore, which tests of directories do without
 
-        monkeypatch.setattr(upload, "_ABORT_SECONDS", _ABORT_SECONDS)
+        monkeypatch.setattr(object_store, "_ABORT_SECONDS", _ABORT_SECONDS)
     return BUCKETS[scheme](url)
 
 

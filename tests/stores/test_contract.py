@@ -1,4 +1,4 @@
-"""What `hfshard.stores.protocols.Store` promises, held by every service."""
+"""What `hfshard.stores.store.Store` promises, held by every service."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from hfshard.errors import CheckpointChangedError, StoreError, StoreNotFoundError
-from hfshard.stores.opening import open_store
-from hfshard.stores.protocols import Store, StoredObject
+from hfshard.stores.open_store import open_store
+from hfshard.stores.store import Store, StoredObject
 from tests.stores.services.buckets import Bucket
 
 MIB = 1 << 20

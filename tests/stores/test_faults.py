@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from hfshard.errors import StoreAccessError, StoreConnectionError, StoreError
-from hfshard.stores.opening import open_store
-from hfshard.stores.protocols import Store
+from hfshard.stores.open_store import open_store
+from hfshard.stores.store import Store
 from tests.stores.services.buckets import Bucket
 from tests.stores.services.fault_proxy import FaultProxy
 from tests.stores.test_contract import MIB, write

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hfshard.errors import InvalidArgumentError
-from hfshard.stores.memory import MEMORY_VARIABLE, file_push_memory_bytes, store_memory_bytes
+from hfshard.stores.byte_budget import MEMORY_VARIABLE, file_push_memory_bytes, store_memory_bytes
 
 
 def test_memory_is_a_quarter_of_a_gib_unless_said(monkeypatch: pytest.MonkeyPatch) -> None:

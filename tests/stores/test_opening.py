@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from hfshard.errors import InvalidArgumentError, StoreError
-from hfshard.stores.opening import open_store
+from hfshard.stores.open_store import open_store
 from tests.stores.services.buckets import BUCKET, Bucket
 
 

@@ -14,8 +14,8 @@ import torch
 
 import hfshard
 from hfshard.errors import DirectoryLockedError
+from hfshard.format.file_names import WeightNames
 from hfshard.storage.commit.commit import save_session
-from hfshard.storage.format.names import WeightNames
 
 LIMITS = (10**6, 4096 + 90, 4096 + 700)
 """One file, a file for each tensor, a few."""

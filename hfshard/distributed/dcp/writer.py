@@ -32,9 +32,9 @@ from hfshard.distributed.dcp.write_items import (
     write_chunk,
 )
 from hfshard.errors import InvalidArgumentError, InvalidPathError, RankFailedError
+from hfshard.format.digests import Checksum
 from hfshard.planning.plan import Packing
 from hfshard.saving.options import SaveOptions
-from hfshard.storage.format.integrity import Checksum
 
 _SHOWN: Final = 5
 """Names in a message."""

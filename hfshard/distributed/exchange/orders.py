@@ -11,9 +11,9 @@ from itertools import repeat
 from typing import Any, Literal, Self
 
 from hfshard.constants import FINGERPRINT_BYTES
+from hfshard.format.digests import fingerprint_positions
+from hfshard.format.index import FileDigest
 from hfshard.saving.linking import KnownFile
-from hfshard.storage.format.index import FileDigest
-from hfshard.storage.format.integrity import fingerprint_positions
 from hfshard.storage.weights.safetensors_writer import WriteJob
 from hfshard.tensors.stored_tensor import TensorLayout
 

@@ -12,8 +12,8 @@ from hfshard.constants import MAX_INDEX_BYTES
 from hfshard.disk.safe_open import read_small
 from hfshard.distributed.status import SaveStatus
 from hfshard.errors import HfshardError, RankFailedError
-from hfshard.storage.format.index import CheckpointIndex, FileDigest
-from hfshard.storage.format.integrity import sha256_of
+from hfshard.format.digests import sha256_of
+from hfshard.format.index import CheckpointIndex, FileDigest
 
 
 @dataclass(frozen=True, slots=True)

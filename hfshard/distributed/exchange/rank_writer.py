@@ -21,12 +21,12 @@ from hfshard.distributed.exchange.owners import assign_owners
 from hfshard.distributed.exchange.rounds import CpuGroup, Exchange
 from hfshard.distributed.status import SaveStatus
 from hfshard.errors import HfshardError
+from hfshard.format.index import FileDigest
 from hfshard.saving.linking import KnownFile, link_if_same
 from hfshard.saving.stores.upload import upload_files
-from hfshard.storage.format.index import FileDigest
 from hfshard.storage.weights.safetensors_writer import WriteJob, fingerprint_of_job, write_shards
-from hfshard.stores.opening import open_store
-from hfshard.stores.protocols import Store
+from hfshard.stores.open_store import open_store
+from hfshard.stores.store import Store
 from hfshard.tensors.stored_tensor import RawTensor
 
 _END: Final = b"null"

@@ -13,8 +13,8 @@ from hfshard._util.threads import in_threads
 from hfshard.distributed.exchange.orders import Order
 from hfshard.distributed.exchange.owners import assign_owners
 from hfshard.distributed.status import SaveStatus
+from hfshard.format.index import FileDigest
 from hfshard.saving.writing import OwnShardWriter
-from hfshard.storage.format.index import FileDigest
 from hfshard.storage.weights.safetensors_writer import (
     WriteJob,
     await_devices,
@@ -22,7 +22,7 @@ from hfshard.storage.weights.safetensors_writer import (
     write_shards,
     writer_threads,
 )
-from hfshard.stores.protocols import Store
+from hfshard.stores.store import Store
 from hfshard.tensors.stored_tensor import TensorLike, tensor_nbytes
 
 SHARED_FROM_BYTES: Final = 32 << 20

@@ -28,7 +28,7 @@ from hfshard.distributed.parts.part import (
     windows_of,
 )
 from hfshard.distributed.runs import Runs, gather_into
-from hfshard.storage.format.integrity import Verify
+from hfshard.format.digests import Verify
 from hfshard.storage.weights.ranged.ranged_shard import RangedShard
 from hfshard.storage.weights.ranged.requests import DEFAULT_MEMORY
 from hfshard.storage.weights.safetensors_file import SafetensorsFile

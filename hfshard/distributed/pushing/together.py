@@ -19,9 +19,9 @@ from hfshard.distributed.pushing.staging_folder import StagingFolder, elsewhere
 from hfshard.distributed.saving import write_on_ranks
 from hfshard.distributed.status import SaveStatus
 from hfshard.errors import InvalidArgumentError, NotEnoughSpaceError
+from hfshard.format.index import CheckpointIndex
 from hfshard.hub.repo_tree import PushResult
 from hfshard.saving.request import SaveRequest
-from hfshard.storage.format.index import CheckpointIndex
 
 _CALL: Final = "push_to_hub"
 """What the ranks call together."""

@@ -12,9 +12,9 @@ from typing import Any, Final
 from hfshard.constants import FORMAT_VERSION, MAX_CONFIG_BYTES
 from hfshard.disk.safe_open import read_small
 from hfshard.errors import DamagedCheckpointError, IntegrityError, InvalidArgumentError, MissingShardError
+from hfshard.format.strict_json import dump_json, parse_json_object
 from hfshard.hub.refs import is_commit_id
 from hfshard.hub.repo_tree import RemoteFile
-from hfshard.storage.format.strict_json import dump_json, parse_json_object
 
 COMMITS: Final = "commits"
 SNAPSHOTS: Final = "snapshots"

@@ -9,6 +9,7 @@ from typing import Final, Literal
 
 from hfshard.constants import BIN_SUFFIX, CONFIG_NAME, HUB_MARKER, WEIGHTS_SUFFIXES
 from hfshard.errors import DamagedCheckpointError, HfshardError, IntegrityError
+from hfshard.format.file_names import INDEX_FILE, WeightNames
 from hfshard.hub.directory.checks import check_no_strays, check_size, check_snapshot, hash_errors
 from hfshard.hub.directory.deleted import DELETED, lost_commits
 from hfshard.hub.directory.hub import DirectoryHub
@@ -22,7 +23,6 @@ from hfshard.hub.directory.manifest import (
 )
 from hfshard.storage.checkpoint.report import Problem, VerifyReport
 from hfshard.storage.checkpoint.verifier import verify_directory
-from hfshard.storage.format.names import INDEX_FILE, WeightNames
 
 _OWN: Final = frozenset({HUB_MARKER, COMMITS, SNAPSHOTS, DELETED, "refs"})
 """What lies in a hub's directory; names that begin with a dot are looked over."""

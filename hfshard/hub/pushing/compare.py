@@ -9,6 +9,8 @@ from functools import partial
 from hfshard.constants import README
 from hfshard.disk.byte_source import ByteSource, BytesSource
 from hfshard.errors import HfshardError, RemoteChangedError
+from hfshard.format.file_names import WeightNames
+from hfshard.format.index import CheckpointIndex
 from hfshard.hub.protocols import Hub
 from hfshard.hub.pushing.plan import (
     SHARD,
@@ -21,8 +23,6 @@ from hfshard.hub.pushing.plan import (
 )
 from hfshard.hub.pushing.request import PushRequest
 from hfshard.hub.repo_tree import RepoTree
-from hfshard.storage.format.index import CheckpointIndex
-from hfshard.storage.format.names import WeightNames
 
 logger = logging.getLogger(__name__)
 

@@ -15,12 +15,12 @@ from hfshard.constants import BIN_SUFFIX, SAFETENSORS_SUFFIX
 from hfshard.disk.byte_source import ByteSource, file_source
 from hfshard.disk.safe_open import refuse_links_to_outside
 from hfshard.errors import InvalidArgumentError
+from hfshard.format.file_names import WeightNames
+from hfshard.format.index import CheckpointIndex, FileDigest
 from hfshard.hub.pushing.plan import is_weights, variants_of
 from hfshard.hub.repo_tree import is_plain_path
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, open_checkpoint
 from hfshard.storage.checkpoint.locate import directory_not_found
-from hfshard.storage.format.index import CheckpointIndex, FileDigest
-from hfshard.storage.format.names import WeightNames
 
 logger = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from typing import Final
 
 from hfshard.constants import BIN_SUFFIX, SAFETENSORS_SUFFIX
 from hfshard.disk.byte_source import ByteSource, FileSource, sha256_of_source
+from hfshard.format.file_names import INDEX_FILE, WeightNames
+from hfshard.format.stored_save import split_object_name
 from hfshard.hub.repo_tree import RemoteFile, RepoTree
-from hfshard.storage.format.names import INDEX_FILE, WeightNames
-from hfshard.storage.format.stored_save import split_object_name
 
 _SHARD_NUMBER: Final = re.compile(r"-\d{5,}-of-\d{5,}$")
 SHARD: Final = re.compile(r"-\d{5,}-of-\d{5,}(?:-\d{8,15}-[0-9a-f]{16})?\.(?:safetensors|bin)$")

@@ -27,7 +27,7 @@ from hfshard.errors import (
     InvalidArgumentError,
 )
 from hfshard.hub.repo_tree import RemoteFile, RepoTree
-from hfshard.stores.buckets.hub_calls import (
+from hfshard.stores.hub_calls import (
     ATTEMPTS,
     check_settings,
     describe_token,

@@ -13,12 +13,12 @@ from hfshard._util.text import without_url_secrets
 from hfshard._util.threads import pools_take_work
 from hfshard.constants import BIN_SUFFIX, CONFIG_NAME, SAFETENSORS_SUFFIX
 from hfshard.errors import HfshardError, HubConnectionError, HubError
+from hfshard.format.file_names import INDEX_FILE
 from hfshard.hub.protocols import CommitRequest
 from hfshard.hub.remote.client import translate_hub_errors
 from hfshard.hub.remote.uploads import close_readers, operations_for, rewind_readers
 from hfshard.hub.repo_tree import PushResult, RepoTree, StaleParentError
-from hfshard.storage.format.names import INDEX_FILE
-from hfshard.stores.buckets.hub_calls import (
+from hfshard.stores.hub_calls import (
     ATTEMPTS,
     is_passing,
     shown_endpoint,
@@ -26,7 +26,7 @@ from hfshard.stores.buckets.hub_calls import (
     transport_errors,
     wait_before,
 )
-from hfshard.stores.buckets.tokens import XetTokens
+from hfshard.stores.xet_tokens import XetTokens
 
 logger = logging.getLogger(__name__)
 

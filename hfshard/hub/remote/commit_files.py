@@ -9,10 +9,10 @@ from hfshard._util.progress import bytes_bar
 from hfshard._util.text import list_some
 from hfshard.constants import COPY_BYTES, WEIGHTS_SUFFIXES
 from hfshard.errors import CheckpointNotFoundError
+from hfshard.format.parts_of_ranks import describe_parts
 from hfshard.hub.remote.cache import RepoCache
 from hfshard.hub.remote.download import bytes_to_download, download
 from hfshard.hub.remote.transport import HubReader
-from hfshard.storage.format.parts_of_ranks import describe_parts
 
 _SHOWN: Final = 5
 """Names that an error lists."""

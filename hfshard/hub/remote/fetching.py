@@ -17,7 +17,7 @@ from hfshard.hub.remote.commit_files import CachedFiles, NotCachedError, RemoteF
 from hfshard.hub.remote.transport import RETRY_SECONDS, HubReader, RetryPolicy
 from hfshard.hub.repo_tree import RepoTree
 from hfshard.hub.resolve import CheckpointQuery, ResolvedCheckpoint, Resolver, companion_files, files_to_compare
-from hfshard.stores.buckets.hub_calls import offline_variable, retry_after
+from hfshard.stores.hub_calls import offline_variable, retry_after
 
 logger = logging.getLogger(__name__)
 

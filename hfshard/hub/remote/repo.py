@@ -19,7 +19,7 @@ from hfshard.hub.remote.commit import RemoteCommit, commit_url
 from hfshard.hub.remote.transport import HubReader
 from hfshard.hub.remote.uploads import xet_tokens
 from hfshard.hub.repo_tree import PushResult, RepoTree
-from hfshard.stores.buckets.tokens import XetTokens
+from hfshard.stores.xet_tokens import XetTokens
 
 MAX_COMMIT_FILES: Final = 256
 """The most files in one commit; of more, shards are committed first. huggingface_hub asks the Hub about so many at

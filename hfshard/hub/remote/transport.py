@@ -16,7 +16,7 @@ from hfshard._util.text import without_url_secrets
 from hfshard.errors import HubConnectionError, HubError
 from hfshard.hub.remote.client import translate_hub_errors
 from hfshard.hub.repo_tree import RepoTree
-from hfshard.stores.buckets.hub_calls import answer_errors, hide_secrets, retry_after
+from hfshard.stores.hub_calls import answer_errors, hide_secrets, retry_after
 
 logger = logging.getLogger(__name__)
 

@@ -18,12 +18,17 @@ from hfshard.constants import COPY_BYTES
 from hfshard.errors import HubAccessError, HubConnectionError, HubError
 from hfshard.hub.protocols import CommitRequest
 from hfshard.hub.remote.uploads import XET_VARIABLE, CheckedReader
-from hfshard.stores.buckets.hub_calls import describe_token, without_secrets
-from hfshard.stores.buckets.tokens import XetTokens, repo_token_url
-from hfshard.stores.buckets.turns import BLOCK_BYTES, SMALL_BYTES, commit_streams, upload_commits
-from hfshard.stores.buckets.upload import XetCommit
-from hfshard.stores.buckets.xet import XetFailedError, interruptible
-from hfshard.stores.memory import file_push_memory_bytes, store_memory_bytes
+from hfshard.stores.byte_budget import (
+    BLOCK_BYTES,
+    SMALL_BYTES,
+    commit_streams,
+    file_push_memory_bytes,
+    store_memory_bytes,
+    upload_commits,
+)
+from hfshard.stores.hub_calls import describe_token, without_secrets
+from hfshard.stores.xet import XetCommit, XetFailedError, interruptible
+from hfshard.stores.xet_tokens import XetTokens, repo_token_url
 
 logger = logging.getLogger(__name__)
 

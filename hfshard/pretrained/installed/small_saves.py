@@ -94,7 +94,7 @@ def _save_into_store(save: Callable[[str], Any], address: StoreAddress) -> Any:
     Returns:
         What the method returned, with the addresses of the files in place of their paths.
     """
-    from hfshard.stores.opening import open_store  # for programs that have stores
+    from hfshard.stores.open_store import open_store  # for programs that have stores
 
     store = open_store(address)
     name = (address.prefix or address.bucket).rpartition("/")[2]  # transformers names a repo after the directory

@@ -6,6 +6,7 @@ from types import ModuleType
 from typing import Any, Final
 
 from hfshard._util.import_hook import announce, when_imported
+from hfshard.format.digests import Checksum, Verify
 from hfshard.pretrained.installed.settings import (
     Installation,
     Settings,
@@ -17,7 +18,6 @@ from hfshard.pretrained.installed.settings import (
 )
 from hfshard.pretrained.installed.small_saves import send_small_saves
 from hfshard.pretrained.overrides.bottom import METHODS, Method, StandIn, put_in_place, stand_in_for_all
-from hfshard.storage.format.integrity import Checksum, Verify
 
 _MODELS: Final = "transformers.modeling_utils"
 

@@ -14,6 +14,8 @@ from hfshard.constants import CONFIG_NAME, README
 from hfshard.disk.byte_source import ByteSource, file_source
 from hfshard.distributed.pushing.together import PushTogether
 from hfshard.distributed.saving import request_of_one, telling_other_ranks
+from hfshard.format.file_names import WeightNames
+from hfshard.format.index import CheckpointIndex
 from hfshard.hub.address import directory_of
 from hfshard.hub.pushing.local_files import directory_contents
 from hfshard.hub.pushing.push_files import push_files
@@ -21,8 +23,6 @@ from hfshard.hub.pushing.request import MakeCard, PushOptions, PushRequest
 from hfshard.hub.repo_tree import PushResult
 from hfshard.saving.in_memory import stream_request
 from hfshard.saving.request import SaveRequest
-from hfshard.storage.format.index import CheckpointIndex
-from hfshard.storage.format.names import WeightNames
 
 DEFAULT_MESSAGE: Final = "Upload model"
 """Of a model whose class has "Model" in its name, as in transformers."""

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from typing import Final
 
 from hfshard._util.threads import ProcessLock
-from hfshard.stores.protocols import Store, StoredObject
+from hfshard.stores.store import Store, StoredObject
 
 _MOST_OBJECTS: Final = 64
 _MOST_BYTES: Final = 1 << 20

@@ -9,9 +9,9 @@ from functools import partial
 
 from hfshard._util.progress import ProgressCallback
 from hfshard._util.threads import cancellable, in_threads
-from hfshard.storage.format.index import FileDigest
+from hfshard.format.index import FileDigest
 from hfshard.storage.weights.safetensors_writer import WriteJob, await_devices, stream_shard, writer_threads
-from hfshard.stores.protocols import ObjectWriter, Store
+from hfshard.stores.store import ObjectWriter, Store
 
 
 def upload_files(

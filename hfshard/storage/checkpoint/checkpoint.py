@@ -15,6 +15,10 @@ from hfshard._util.progress import ProgressCallback
 from hfshard._util.threads import cancellable, result_of, start_thread, wait_for
 from hfshard.constants import MAX_INDEX_BYTES, METADATA_KEY, SAFETENSORS_SUFFIX
 from hfshard.errors import CheckpointChangedError, DamagedCheckpointError, HfshardError, InvalidArgumentError
+from hfshard.format.digests import Verify as Verify
+from hfshard.format.digests import check_verify_level as check_verify_level
+from hfshard.format.file_names import MODEL_BASE, WeightNames
+from hfshard.format.index import CheckpointIndex, FileDigest, check_tied_names
 from hfshard.storage.checkpoint.checks import (
     check_checksums,
     check_fingerprints,
@@ -34,10 +38,6 @@ from hfshard.storage.checkpoint.locate import (
     state_token,
 )
 from hfshard.storage.checkpoint.open_files import OpenCheckpoint as OpenCheckpoint
-from hfshard.storage.format.index import CheckpointIndex, FileDigest, check_tied_names
-from hfshard.storage.format.integrity import Verify as Verify
-from hfshard.storage.format.integrity import check_verify_level as check_verify_level
-from hfshard.storage.format.names import MODEL_BASE, WeightNames
 from hfshard.storage.weights.ranged.ranged_shard import RangedShard
 
 FilesOf = Callable[[CheckpointIndex], Collection[str]]

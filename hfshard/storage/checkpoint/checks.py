@@ -11,11 +11,10 @@ from hfshard._util.progress import ProgressCallback
 from hfshard._util.threads import cancellable, in_threads
 from hfshard.constants import CONFIG_NAME, FILES_AT_ONCE, MAX_CONFIG_BYTES, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
 from hfshard.errors import DamagedCheckpointError, HfshardError, IntegrityError
+from hfshard.format.digests import sha256_of
+from hfshard.format.file_names import INDEX_FILE
+from hfshard.format.index import CheckpointIndex, FileDigest, as_saved, without_mark
 from hfshard.storage.checkpoint.folder import CheckpointFolder
-from hfshard.storage.format.index import CheckpointIndex, FileDigest
-from hfshard.storage.format.integrity import sha256_of
-from hfshard.storage.format.names import INDEX_FILE
-from hfshard.storage.format.weights_override import as_saved, without_mark
 from hfshard.storage.weights.pickles.pickle_file import PickleFile
 from hfshard.storage.weights.safetensors_file import SafetensorsFile
 from hfshard.storage.weights.safetensors_shard import SafetensorsShard

@@ -30,10 +30,10 @@ from hfshard.errors import (
     UnsafePathError,
     remedy,
 )
-from hfshard.storage.format.index import CheckpointIndex
-from hfshard.storage.format.integrity import md5_of, sha256_of
-from hfshard.storage.format.names import WeightNames
-from hfshard.storage.format.stored_save import (
+from hfshard.format.digests import md5_of, sha256_of
+from hfshard.format.file_names import WeightNames
+from hfshard.format.index import CheckpointIndex, mark_of, without_mark
+from hfshard.format.stored_save import (
     MAX_SAVE_BYTES,
     SaveId,
     StoredSave,
@@ -45,7 +45,6 @@ from hfshard.storage.format.stored_save import (
     save_of_copy,
     split_object_name,
 )
-from hfshard.storage.format.weights_override import mark_of, without_mark
 from hfshard.storage.weights.pickles.file_in_memory import FileInMemory
 from hfshard.storage.weights.pickles.pickle_file import PickleFile
 from hfshard.storage.weights.ranged.ranged_shard import FilesInStore, RangedEntry, RangedFiles, RangedShard

@@ -20,10 +20,10 @@ from hfshard.constants import (
 )
 from hfshard.disk.safe_open import read_small
 from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError, UnsafePathError
+from hfshard.format.file_names import INDEX_FILE, MODEL_BASE, WeightNames, check_file_name
+from hfshard.format.parts_of_ranks import describe_parts, describe_parts_in
+from hfshard.format.strict_json import PassOver, parse_json_object
 from hfshard.storage.checkpoint.folder import CheckpointFolder, LocalFolder, RangedFolder, StoreFolder, folder_of
-from hfshard.storage.format.names import INDEX_FILE, MODEL_BASE, WeightNames, check_file_name
-from hfshard.storage.format.parts_of_ranks import describe_parts, describe_parts_in
-from hfshard.storage.format.strict_json import PassOver, parse_json_object
 
 _SHOWN: Final = 5
 """Names of files in a message."""

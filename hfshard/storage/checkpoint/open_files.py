@@ -11,11 +11,11 @@ import torch
 
 from hfshard._util.progress import bytes_bar
 from hfshard._util.threads import result_of
+from hfshard.format.digests import Verify
+from hfshard.format.file_names import WeightNames
+from hfshard.format.index import CheckpointIndex
 from hfshard.storage.checkpoint.folder import CheckpointFolder
 from hfshard.storage.checkpoint.locate import WeightsEntry, state_token
-from hfshard.storage.format.index import CheckpointIndex
-from hfshard.storage.format.integrity import Verify
-from hfshard.storage.format.names import WeightNames
 from hfshard.storage.weights.pickles.pickle_file import PickleFile
 from hfshard.storage.weights.ranged.ranged_shard import RangedShard
 from hfshard.storage.weights.ranged.whole_tensors import read_whole

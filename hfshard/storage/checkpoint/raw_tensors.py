@@ -9,11 +9,11 @@ from typing import Final
 import torch
 
 from hfshard.errors import IntegrityError, remedy
+from hfshard.format.digests import tensor_hasher
+from hfshard.format.header import TensorInfo
+from hfshard.format.index import FileDigest
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.storage.checkpoint.checks import compare_pickles
-from hfshard.storage.format.header import TensorInfo
-from hfshard.storage.format.index import FileDigest
-from hfshard.storage.format.integrity import tensor_hasher
 from hfshard.storage.weights.safetensors_shard import SafetensorsShard
 from hfshard.tensors.stored_tensor import (
     DTYPE_BITS,

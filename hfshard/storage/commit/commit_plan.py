@@ -20,6 +20,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hfshard.constants import CONFIG_NAME
+from hfshard.format.index import with_weights_override
 from hfshard.storage.commit.directory_state import DirectoryState
 from hfshard.storage.commit.new_checkpoint import (
     NewCheckpoint,
@@ -30,7 +31,6 @@ from hfshard.storage.commit.new_checkpoint import (
     put_config,
 )
 from hfshard.storage.commit.steps import HUB, TRANSFORMERS, CommitPlan
-from hfshard.storage.format.weights_override import with_weights_override
 
 
 def plan_commit(old: DirectoryState, new: NewCheckpoint) -> CommitPlan:

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from hfshard.constants import CONFIG_NAME, MAX_CONFIG_BYTES, MAX_INDEX_BYTES, WEIGHTS_OVERRIDE_KEY
 from hfshard.disk.safe_open import read_small
 from hfshard.errors import MissingShardError
+from hfshard.format.file_names import INDEX_FILE, WeightNames
+from hfshard.format.index import CheckpointIndex
+from hfshard.format.stored_save import own_saves, save_in_name
 from hfshard.storage.commit.damage import unless_damaged
 from hfshard.storage.commit.pending_deletes import noted_pending_deletes
-from hfshard.storage.format.index import CheckpointIndex
-from hfshard.storage.format.names import INDEX_FILE, WeightNames
-from hfshard.storage.format.stored_save import own_saves, save_in_name
 from hfshard.storage.weights.safetensors_file import SafetensorsFile
 
 

@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from hfshard.constants import CONFIG_NAME
+from hfshard.format.digests import sha256_of
+from hfshard.format.index import CheckpointIndex, with_weights_override, without_weights_override
 from hfshard.storage.commit.directory_state import DirectoryState, weights_override_of
 from hfshard.storage.commit.steps import CommitPlan
-from hfshard.storage.format.index import CheckpointIndex
-from hfshard.storage.format.integrity import sha256_of
-from hfshard.storage.format.weights_override import with_weights_override, without_weights_override
 
 NO_CONFIG: Final = b"{}"
 """What stands in for a config that goes, while it has to lead to the new weights."""

@@ -14,9 +14,9 @@ from typing import Any, Final
 from hfshard.constants import MAX_CONFIG_BYTES, STAGING_DIRECTORY
 from hfshard.disk.fsops import sync_directory, write_file
 from hfshard.disk.safe_open import read_small
+from hfshard.format.file_names import WeightNames
+from hfshard.format.strict_json import dump_json, parse_json_object
 from hfshard.storage.commit.damage import unless_damaged
-from hfshard.storage.format.names import WeightNames
-from hfshard.storage.format.strict_json import dump_json, parse_json_object
 from hfshard.storage.weights.safetensors_file import SafetensorsFile
 
 _NAME: Final = "pending-deletes.json"

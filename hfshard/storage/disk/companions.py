@@ -14,8 +14,8 @@ from hfshard.disk.byte_source import ByteSource, has_same_bytes
 from hfshard.disk.fsops import copy_mode, sync
 from hfshard.disk.safe_open import open_regular
 from hfshard.errors import SaveDirectoryError
-from hfshard.storage.format.names import INDEX_FILE
-from hfshard.storage.format.stored_save import objects_of_saves
+from hfshard.format.file_names import INDEX_FILE
+from hfshard.format.stored_save import objects_of_saves
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 from hfshard.disk.direct_io import BLOCK_BYTES
-from hfshard.storage.format.integrity import Hasher, new_fingerprint, small_tensor_digest, tensor_digest
+from hfshard.format.digests import Hasher, new_fingerprint, small_tensor_digest, tensor_digest
 from hfshard.tensors.stored_tensor import TensorLike, iter_blocks, small_bytes
 
 _SMALL_BYTES: Final = 16 * 1024

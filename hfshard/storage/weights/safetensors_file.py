@@ -16,8 +16,8 @@ from hfshard.disk.direct_io import BLOCK_BYTES, read_blocks, read_places
 from hfshard.disk.fsops import is_remote
 from hfshard.disk.safe_open import Identity, identity_of, open_regular, read_text
 from hfshard.errors import CheckpointChangedError, MissingShardError
-from hfshard.storage.format.header import LENGTH_BYTES, TensorInfo, read_header_length
-from hfshard.storage.format.integrity import HASHERS
+from hfshard.format.digests import HASHERS
+from hfshard.format.header import LENGTH_BYTES, TensorInfo, read_header_length
 from hfshard.storage.weights.open_files import HeldFile, open_with_room
 from hfshard.storage.weights.populate import populated_blocks
 from hfshard.storage.weights.safetensors_shard import SafetensorsShard

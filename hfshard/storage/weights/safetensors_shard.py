@@ -14,9 +14,9 @@ from hfshard._util.text import list_some
 from hfshard.constants import FINGERPRINT_BYTES, METADATA_KEY
 from hfshard.disk.direct_io import BLOCK_BYTES
 from hfshard.errors import DamagedCheckpointError, IntegrityError, remedy
-from hfshard.storage.format.header import LENGTH_BYTES, Header, TensorInfo, damaged_header, parse_header
-from hfshard.storage.format.index import FileDigest, HfshardMetadata, metadata_of_file
-from hfshard.storage.format.integrity import HASHERS, fingerprint_positions, new_fingerprint, tensor_digest, zeroed
+from hfshard.format.digests import HASHERS, fingerprint_positions, new_fingerprint, tensor_digest, zeroed
+from hfshard.format.header import LENGTH_BYTES, Header, TensorInfo, damaged_header, parse_header
+from hfshard.format.index import FileDigest, HfshardMetadata, metadata_of_file
 from hfshard.storage.weights.safetensors_writer import COMPLEX_AS_REAL_KEY
 from hfshard.tensors.stored_tensor import TORCH_DTYPES, torch_shape
 

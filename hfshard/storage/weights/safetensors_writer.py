@@ -18,14 +18,14 @@ from hfshard.constants import FILES_AT_ONCE, FINGERPRINT_BYTES, FORMAT_VERSION, 
 from hfshard.disk.direct_io import BlockWriter, check_setting
 from hfshard.disk.fsops import copy_mode, sync, write_all
 from hfshard.errors import InvalidArgumentError
-from hfshard.storage.format.header import header_entries, header_of_entries
-from hfshard.storage.format.index import FileDigest, single_file_metadata
-from hfshard.storage.format.integrity import (
+from hfshard.format.digests import (
     HASHERS,
     TENSOR_DIGEST_HEX,
     fingerprint_positions,
     new_fingerprint,
 )
+from hfshard.format.header import header_entries, header_of_entries
+from hfshard.format.index import FileDigest, single_file_metadata
 from hfshard.storage.weights.hashed_output import HashedOutput
 from hfshard.tensors.stored_tensor import (
     TensorLayout,

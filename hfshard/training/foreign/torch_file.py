@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 
 from hfshard.errors import DamagedCheckpointError
-from hfshard.storage.format.parts_of_ranks import refuse_partitioned_file
+from hfshard.format.parts_of_ranks import refuse_partitioned_file
 from hfshard.training.foreign.checkpoint import NO_RNG, NO_STEP, ForeignCheckpoint, ForeignRequest
 from hfshard.training.foreign.pickles.plain_files import read_plain_file
 from hfshard.training.foreign.torch_keys import is_generators, sort_entries, step_of

@@ -12,7 +12,7 @@ from hfshard._util.progress import bytes_bar
 from hfshard._util.threads import in_threads
 from hfshard.constants import FILES_AT_ONCE, SAFETENSORS_SUFFIX
 from hfshard.disk.byte_source import ByteSource, BytesSource
-from hfshard.storage.format.index import FileDigest
+from hfshard.format.index import FileDigest
 from hfshard.training.run.manifest import MANIFEST, CheckpointManifest
 from hfshard.training.run.places.opening import files_at
 from hfshard.training.run.places.protocols import CheckpointFiles

@@ -19,14 +19,14 @@ from hfshard.errors import (
     InvalidArgumentError,
     UnsafePathError,
 )
+from hfshard.format.digests import sha256_of
+from hfshard.format.file_names import MODEL_BASE, WeightNames
+from hfshard.format.index import FileDigest
+from hfshard.format.parts_of_ranks import describe_parts_in
 from hfshard.hub.address import split_address
 from hfshard.hub.pushing.request import PushOptions, PushRequest
 from hfshard.hub.resolve import CheckpointQuery, ResolvedCheckpoint
 from hfshard.loading.source import CheckpointSource, no_directory_either
-from hfshard.storage.format.index import FileDigest
-from hfshard.storage.format.integrity import sha256_of
-from hfshard.storage.format.names import MODEL_BASE, WeightNames
-from hfshard.storage.format.parts_of_ranks import describe_parts_in
 from hfshard.training.collecting import PARTS
 from hfshard.training.pushing.contents import Hashes, VerifiedContents, read_manifest_of, read_whole
 from hfshard.training.run.finding import Level, check_run_checkpoint, checkpoint_of_step

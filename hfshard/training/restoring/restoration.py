@@ -12,8 +12,8 @@ import torch
 from torch.optim import Optimizer
 
 from hfshard.errors import DamagedCheckpointError, HfshardError
-from hfshard.storage.format.names import MODEL_BASE
-from hfshard.storage.format.strict_json import parse_json_object
+from hfshard.format.file_names import MODEL_BASE
+from hfshard.format.strict_json import parse_json_object
 from hfshard.training.collecting import STATE_BASE, TRAINING_STATE_FORMAT
 from hfshard.training.data.external_loader import LoaderTracker
 from hfshard.training.parts.gradients import Gradients, refuse_unreduced

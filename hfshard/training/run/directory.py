@@ -14,7 +14,7 @@ from typing import Final
 
 from hfshard.constants import MARKS
 from hfshard.disk.fsops import sync_directory
-from hfshard.storage.format.stored_save import split_object_name
+from hfshard.format.stored_save import split_object_name
 from hfshard.training.run.manifest import MANIFEST, read_checkpoint_manifest
 from hfshard.training.run.root import names_in
 from hfshard.training.run.run_checkpoint import (

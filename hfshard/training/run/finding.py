@@ -16,7 +16,7 @@ from hfshard.errors import (
     InvalidArgumentError,
     StoreError,
 )
-from hfshard.storage.format.names import WeightNames
+from hfshard.format.file_names import WeightNames
 from hfshard.training.collecting import PARTS
 from hfshard.training.run.manifest import CheckpointManifest
 from hfshard.training.run.places.opening import checkpoint_at, files_at, has_changed

@@ -14,13 +14,12 @@ from hfshard.constants import FILES_AT_ONCE, MANIFEST_NAME, MAX_INDEX_BYTES, SAF
 from hfshard.disk.byte_source import sha256_of_reader
 from hfshard.disk.safe_open import open_regular, read_small
 from hfshard.errors import DamagedCheckpointError, IntegrityError, InvalidArgumentError, UnsafePathError, remedy
-from hfshard.storage.format.index import FileDigest, parse_file_digest
-from hfshard.storage.format.integrity import sha256_of
-from hfshard.storage.format.names import check_file_name
-from hfshard.storage.format.strict_json import dump_json, parse_json_object
+from hfshard.format.digests import sha256_of
+from hfshard.format.file_names import check_file_name
+from hfshard.format.index import FileDigest, parse_file_digest
+from hfshard.format.strict_json import dump_json, padded_json, parse_json_object
 from hfshard.storage.weights.safetensors_file import SafetensorsFile
 from hfshard.training.parts.nested import decode, encode
-from hfshard.training.parts.padded_json import padded_json
 
 MANIFEST: Final = MANIFEST_NAME
 

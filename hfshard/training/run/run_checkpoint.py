@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Final
 
 from hfshard.errors import DamagedCheckpointError, HfshardError, MissingShardError
-from hfshard.storage.format.stored_save import SaveId
+from hfshard.format.stored_save import SaveId
 from hfshard.training.run.manifest import CheckpointManifest
 
 CHECKPOINT: Final = re.compile(r"checkpoint-(\d{1,18})")

@@ -16,11 +16,11 @@ from hfshard.constants import (
 )
 from hfshard.disk.fsops import Unflushed, require_space
 from hfshard.errors import InvalidArgumentError
+from hfshard.format.digests import Checksum
+from hfshard.format.index import FileDigest
 from hfshard.saving.linking import KnownFile
 from hfshard.saving.prepare import index_of, plan_request, shard_jobs
 from hfshard.saving.writing import OwnShardWriter, ShardWriter
-from hfshard.storage.format.index import FileDigest
-from hfshard.storage.format.integrity import Checksum
 from hfshard.storage.weights.safetensors_writer import WriteJob, await_devices, writer_threads
 from hfshard.tensors.stored_tensor import tensor_nbytes
 from hfshard.training.collecting import SavePayload

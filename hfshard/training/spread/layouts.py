@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 
 from hfshard.errors import UnstorableTensorError
-from hfshard.storage.format.names import MODEL_BASE
+from hfshard.format.file_names import MODEL_BASE
 from hfshard.tensors.state_dict import collect_state_dict, is_dtensor
 from hfshard.training.collecting import STATE_BASE, is_of_a_rank
 from hfshard.training.parts.gradients import Gradients

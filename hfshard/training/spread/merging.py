@@ -11,7 +11,7 @@ import torch
 from torch.optim import LBFGS
 
 from hfshard.errors import InvalidArgumentError
-from hfshard.storage.format.integrity import sha256_of
+from hfshard.format.digests import sha256_of
 from hfshard.tensors.state_dict import is_dtensor
 from hfshard.tensors.stored_tensor import iter_blocks
 from hfshard.training.collecting import Components

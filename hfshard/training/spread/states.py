@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hfshard.errors import InvalidArgumentError
-from hfshard.storage.format.integrity import sha256_of
+from hfshard.format.digests import sha256_of
 from hfshard.tensors.state_dict import RUN_REMEDY, collect_state_dict, is_dtensor, is_partitioned, refuse_partitioned
 from hfshard.training.state import TrainingState
 

@@ -11,12 +11,12 @@ from hfshard.distributed.exchange.holders import Holders
 from hfshard.distributed.exchange.listing import HeldTensor, Listing
 from hfshard.distributed.exchange.rank_writer import RankWriter
 from hfshard.distributed.spread_tensor import SpreadTensor, with_spread_tensors
+from hfshard.format.file_names import MODEL_BASE
+from hfshard.format.index import FileDigest
 from hfshard.saving.linking import KnownFile
 from hfshard.saving.request import SaveRequest
-from hfshard.storage.format.index import FileDigest
-from hfshard.storage.format.names import MODEL_BASE
 from hfshard.storage.weights.safetensors_writer import WriteJob
-from hfshard.stores.protocols import Store
+from hfshard.stores.store import Store
 from hfshard.tensors.stored_tensor import RawTensor, TensorLayout
 from hfshard.training.collecting import STATE_BASE, SavePayload, is_of_a_rank, rank_prefix
 

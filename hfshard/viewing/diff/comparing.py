@@ -9,7 +9,7 @@ from math import prod
 import torch
 
 from hfshard._util.progress import ProgressCallback
-from hfshard.storage.format.integrity import tensor_digest
+from hfshard.format.digests import tensor_digest
 from hfshard.viewing.diff.measures import ValueMeasure
 from hfshard.viewing.diff.numbers import RoundingCheck, is_number
 from hfshard.viewing.diff.pairing import TensorPair

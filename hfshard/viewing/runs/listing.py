@@ -13,7 +13,7 @@ from hfshard._util.text import list_some
 from hfshard._util.threads import in_threads
 from hfshard.errors import CheckpointNotFoundError, HfshardError
 from hfshard.storage.checkpoint.report import Problem
-from hfshard.stores.opening import open_store
+from hfshard.stores.open_store import open_store
 from hfshard.training.run.manifest import MANIFEST, CheckpointManifest
 from hfshard.training.run.places.opening import files_at, run_place
 from hfshard.training.run.reports import as_problems, is_checkpoint

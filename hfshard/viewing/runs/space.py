@@ -10,8 +10,8 @@ from typing import Final, Literal
 
 from hfshard._util.addresses import is_address
 from hfshard.constants import SAFETENSORS_SUFFIX
-from hfshard.storage.format.index import FileDigest
-from hfshard.storage.format.names import MODEL_BASE, WeightNames
+from hfshard.format.file_names import MODEL_BASE, WeightNames
+from hfshard.format.index import FileDigest
 from hfshard.training.collecting import STATE_BASE
 from hfshard.training.run.manifest import MANIFEST, CheckpointManifest
 from hfshard.training.run.places.opening import files_at

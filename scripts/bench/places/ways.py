@@ -34,7 +34,7 @@ _RAW_CONNECTIONS = 4
 def hfshard_way(service: str) -> tuple[Save, Load]:
     """hfshard: streamed, hashed, and committed by one put."""
     import hfshard
-    from hfshard.stores.opening import open_store
+    from hfshard.stores.open_store import open_store
 
     hfshard.save_state_dict, hfshard.load_state_dict  # noqa: B018  imported before the clock starts
     open_store(f"{service}://{BUCKET}").folders()  # as the other peers have their clients made

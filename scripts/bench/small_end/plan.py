@@ -66,7 +66,7 @@ def make_tensors(count: int) -> dict[str, Tensor]:
 def _ours(count: int) -> Callable[[Context], Job]:
     def prepare(context: Context) -> Job:
         import hfshard
-        from hfshard.storage.format.index import CheckpointIndex, FileDigest
+        from hfshard.format.index import CheckpointIndex, FileDigest
 
         tensors = make_tensors(count)
         plans: list[Any] = []

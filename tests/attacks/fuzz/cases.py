@@ -13,8 +13,8 @@ from random import Random
 from typing import Any
 
 from hfshard.errors import HfshardError
+from hfshard.format.strict_json import dump_json
 from hfshard.hub.directory.manifest import commit_id
-from hfshard.storage.format.strict_json import dump_json
 from tests.attacks.fuzz.bases import Base
 from tests.attacks.fuzz.mutators import mutated
 from tests.attacks.fuzz.readers import read

@@ -35,8 +35,8 @@ from hfshard.errors import (
     SaveDirectoryError,
     UnstorableTensorError,
 )
+from hfshard.format.file_names import WeightNames
 from hfshard.storage.commit.commit import save_session
-from hfshard.storage.format.names import WeightNames
 from tests.distributed.gloo import check_ranks, run_ranks
 from tests.distributed.saving.test_state_dicts import SIZES, contents, spread, whole_state
 

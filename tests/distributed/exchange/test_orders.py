@@ -7,8 +7,8 @@ import stat
 from pathlib import Path
 
 from hfshard.distributed.exchange.orders import Order
+from hfshard.format.index import FileDigest
 from hfshard.saving.linking import KnownFile
-from hfshard.storage.format.index import FileDigest
 from hfshard.storage.weights.safetensors_writer import WriteJob
 from hfshard.tensors.stored_tensor import RawTensor, TensorLayout
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from hfshard.distributed.exchange.outcome import SaveOutcome
 from hfshard.distributed.liveness.store import AnsweringStore
 from hfshard.distributed.status import SaveStatus
-from hfshard.storage.format.index import CheckpointIndex, FileDigest
-from hfshard.storage.format.integrity import sha256_of
+from hfshard.format.digests import sha256_of
+from hfshard.format.index import CheckpointIndex, FileDigest
 from tests.distributed.gloo import check_ranks, free_port
 
 TENSORS = 20_000

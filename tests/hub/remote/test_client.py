@@ -13,7 +13,7 @@ from huggingface_hub import constants
 import hfshard
 from hfshard.errors import CheckpointNotFoundError, HubAccessError
 from hfshard.hub.remote.client import translate_hub_errors
-from hfshard.stores.buckets.hub_calls import describe_token, shown_endpoint, without_secrets
+from hfshard.stores.hub_calls import describe_token, shown_endpoint, without_secrets
 from tests.helpers import forkserver
 from tests.hubserver.hub_server import HubServer
 
@@ -65,7 +65,7 @@ MIRROR = """
 import sys, time, traceback
 import torch, hfshard
 from hfshard.hub.remote import transport
-from hfshard.stores.opening import open_store
+from hfshard.stores.open_store import open_store
 
 time.sleep = lambda seconds: None
 transport.RETRY_SECONDS = (0,) * 5

@@ -58,7 +58,7 @@ import hfshard
 time.sleep = lambda seconds: None
 try:
     pushed = hfshard.push_checkpoint("out", "org/m")
-    from hfshard.stores.buckets.xet import SESSIONS
+    from hfshard.stores.xet import SESSIONS
     print(json.dumps([pushed.commit, pushed.sent_bytes, [memory for _, memory in SESSIONS._sessions]]))
 except hfshard.HfshardError as error:
     print(json.dumps([type(error).__name__, str(error)]))

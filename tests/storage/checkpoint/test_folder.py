@@ -7,9 +7,9 @@ import json
 import pytest
 
 from hfshard.errors import CheckpointChangedError, DamagedCheckpointError, MissingShardError
+from hfshard.format.file_names import WeightNames
+from hfshard.format.stored_save import SaveId, StoredObjectRecord, StoredSave
 from hfshard.storage.checkpoint.folder import StoreFolder
-from hfshard.storage.format.names import WeightNames
-from hfshard.storage.format.stored_save import SaveId, StoredObjectRecord, StoredSave
 from tests.stores.saving.memory_store import MemoryStore
 
 INDEX = "model.safetensors.index.json"

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from hfshard.errors import CheckpointNotFoundError
+from hfshard.format.file_names import WeightNames
 from hfshard.storage.checkpoint.locate import WeightsEntry, candidate_weights, locate_checkpoint
-from hfshard.storage.format.names import WeightNames
 
 SAFETENSORS = ["model.safetensors", "model.safetensors.index.json"]
 PICKLES = ["pytorch_model.bin", "pytorch_model.bin.index.json"]

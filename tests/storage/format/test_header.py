@@ -9,7 +9,7 @@ import torch
 
 import hfshard
 from hfshard.errors import DamagedCheckpointError, UnstorableTensorError
-from hfshard.storage.format.header import (
+from hfshard.format.header import (
     Header,
     TensorInfo,
     _compact_contents,
@@ -19,7 +19,7 @@ from hfshard.storage.format.header import (
     parse_header,
     read_header_length,
 )
-from hfshard.storage.format.strict_json import without_padding
+from hfshard.format.strict_json import without_padding
 
 TWO = b'{"__metadata__":{"format":"pt"},"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},' + (
     '"é":{"dtype":"BOOL","shape":[],"data_offsets":[8,9]}}'.encode()

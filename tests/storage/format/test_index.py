@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hfshard.errors import DamagedCheckpointError, UnsafePathError
-from hfshard.storage.format.index import CheckpointIndex, FileDigest, build_hfshard_metadata, parse_single_file_metadata
+from hfshard.format.index import CheckpointIndex, FileDigest, build_hfshard_metadata, parse_single_file_metadata
 
 FILES = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 INDEX = CheckpointIndex(

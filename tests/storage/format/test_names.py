@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hfshard.errors import InvalidArgumentError, UnsafePathError
-from hfshard.storage.format.names import INDEX_FILE, WeightNames, check_file_name, suffix_of_shards
+from hfshard.format.file_names import INDEX_FILE, WeightNames, check_file_name, suffix_of_shards
 
 
 def test_plain_names() -> None:

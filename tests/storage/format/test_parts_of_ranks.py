@@ -18,7 +18,7 @@ from torch import nn
 import hfshard
 from hfshard.cli.main import main
 from hfshard.errors import CheckpointNotFoundError
-from hfshard.storage.format.parts_of_ranks import describe_parts, refuse_partitioned_file
+from hfshard.format.parts_of_ranks import describe_parts, refuse_partitioned_file
 from hfshard.training import CheckpointManager, TrainingState
 from hfshard.viewing.inspection import inspect_checkpoint
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from hfshard.errors import DamagedCheckpointError, UnsafePathError, UnstorableTensorError
-from hfshard.storage.format import stored_save
-from hfshard.storage.format.index import CheckpointIndex, FileDigest
-from hfshard.storage.format.names import WeightNames
-from hfshard.storage.format.stored_save import (
+from hfshard.format import stored_save
+from hfshard.format.file_names import WeightNames
+from hfshard.format.index import CheckpointIndex, FileDigest
+from hfshard.format.stored_save import (
     SaveId,
     StoredObjectRecord,
     StoredSave,

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from hfshard.storage.format.weights_override import as_saved, with_mark, with_weights_override, without_weights_override
+from hfshard.format.index import as_saved, with_mark, with_weights_override, without_weights_override
 
 UNIQUE = "model-hfshard-0123456789abcdef.safetensors.index.json"
 CONFIG = b'{\n  "a": 1,\n  "name": "\\u00e9 of json.dumps"\n}\n'

@@ -11,7 +11,7 @@ import torch
 
 import hfshard
 from hfshard.errors import DamagedCheckpointError
-from hfshard.storage.format.header import build_header
+from hfshard.format.header import build_header
 from hfshard.storage.weights.safetensors_file import SafetensorsFile
 from hfshard.storage.weights.safetensors_writer import WriteJob, file_order, shard_header, shard_metadata, write_shards
 from hfshard.tensors.stored_tensor import (

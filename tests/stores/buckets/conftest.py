@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 from huggingface_hub import HfApi, constants
 
-from hfshard.stores.buckets.bucket_store import BucketStore
-from hfshard.stores.opening import open_store
+from hfshard.stores.bucket import BucketStore
+from hfshard.stores.open_store import open_store
 from tests.hubserver.hub_server import HubServer
 
 BUCKET = "org/models"

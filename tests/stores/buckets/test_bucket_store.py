@@ -7,8 +7,8 @@ import random
 import pytest
 
 from hfshard.errors import CheckpointChangedError
-from hfshard.stores.buckets.bucket_store import BucketStore
-from hfshard.stores.protocols import StoredObject
+from hfshard.stores.bucket import BucketStore
+from hfshard.stores.store import StoredObject
 from tests.hubserver.hub_server import HubServer
 from tests.stores.buckets.conftest import BUCKET
 

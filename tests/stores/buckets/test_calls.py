@@ -7,9 +7,8 @@ from huggingface_hub import HfApi
 from huggingface_hub.utils import XetTokenType
 from huggingface_hub.utils._xet import xet_connection_info_refresh_url
 
-from hfshard.stores.buckets.bucket_store import BucketStore
-from hfshard.stores.buckets.calls import BucketCalls
-from hfshard.stores.buckets.tokens import bucket_token_url, repo_token_url
+from hfshard.stores.bucket import BucketCalls, BucketStore
+from hfshard.stores.xet_tokens import bucket_token_url, repo_token_url
 from tests.hubserver.hub_server import HubServer
 from tests.stores.buckets.conftest import BUCKET
 

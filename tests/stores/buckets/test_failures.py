@@ -19,8 +19,8 @@ from hfshard.errors import (
     StoreError,
     StoreNotFoundError,
 )
-from hfshard.stores.buckets.bucket_store import BucketStore
-from hfshard.stores.opening import open_store
+from hfshard.stores.bucket import BucketStore
+from hfshard.stores.open_store import open_store
 from tests.helpers import forkserver
 from tests.hubserver.faults import Fault
 from tests.hubserver.hub_server import HubServer
@@ -241,7 +241,7 @@ def test_a_name_that_no_bucket_can_have(hub: HubServer) -> None:
 
 def test_a_missing_package_is_named(tmp_path: Path) -> None:
     forget = "[sys.modules.pop(name) for name in list(sys.modules) if name.startswith('hfshard')]"
-    opened = "from hfshard.stores.opening import open_store; open_store('hf://buckets/org/b')"
+    opened = "from hfshard.stores.open_store import open_store; open_store('hf://buckets/org/b')"
     script = f"import sys; {forget}; sys.modules['hf_xet'] = None; {opened}"
 
     done = forkserver.run(["-c", script], env=dict(os.environ), cwd=tmp_path)

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import hfshard
-from hfshard.stores.buckets.bucket_store import BucketStore
-from hfshard.stores.buckets.xet import SESSIONS
+from hfshard.stores.bucket import BucketStore
+from hfshard.stores.xet import SESSIONS
 from tests.hubserver.faults import Fault
 from tests.hubserver.hub_server import HubServer
 

@@ -7,31 +7,31 @@ import threading
 import hf_xet
 import pytest
 
-from hfshard.stores.buckets import turns
-from hfshard.stores.buckets.turns import Turn
-from hfshard.stores.buckets.xet import _new_session, session_limits
+from hfshard.stores import byte_budget
+from hfshard.stores.byte_budget import Turn
+from hfshard.stores.xet import _new_session, session_limits
 
 
 def test_memory_says_how_many_go_at_once() -> None:
-    at_once = [turns.uploads_at_once(size << 20) for size in (32, 256, 512, 1024)]
+    at_once = [byte_budget.uploads_at_once(size << 20) for size in (32, 256, 512, 1024)]
     assert at_once == [1, 1, 2, 5]
-    assert [turns.downloads_at_once(size << 20) for size in (32, 256, 512, 1024)] == [1, 4, 8, 16]
+    assert [byte_budget.downloads_at_once(size << 20) for size in (32, 256, 512, 1024)] == [1, 4, 8, 16]
 
 
 def test_files_share_upload_commits_as_the_memory_allows() -> None:
     sizes = [300_000_000, 40_000_000, 67_108_864, 67_108_865, 10]
 
-    assert turns.upload_commits(sizes, 333 << 20) == [[0], [3], [1, 2, 4]]
-    assert turns.upload_commits(sizes, 334 << 20) == [[0, 1, 2, 3, 4]]
-    assert turns.upload_commits([300_000_000], 32 << 20) == [[0]]
-    assert turns.upload_commits([40_000_000] * 3, 32 << 20) == [[0, 1, 2]]
-    assert turns.upload_commits([], 256 << 20) == []
-    assert [turns.commit_streams(sizes, size << 20) for size in (333, 334, 504, 768, 1024)] == [0, 1, 2, 3, 5]
-    assert turns.commit_streams([40_000_000] * 3, 256 << 20) == 1
+    assert byte_budget.upload_commits(sizes, 333 << 20) == [[0], [3], [1, 2, 4]]
+    assert byte_budget.upload_commits(sizes, 334 << 20) == [[0, 1, 2, 3, 4]]
+    assert byte_budget.upload_commits([300_000_000], 32 << 20) == [[0]]
+    assert byte_budget.upload_commits([40_000_000] * 3, 32 << 20) == [[0, 1, 2]]
+    assert byte_budget.upload_commits([], 256 << 20) == []
+    assert [byte_budget.commit_streams(sizes, size << 20) for size in (333, 334, 504, 768, 1024)] == [0, 1, 2, 3, 5]
+    assert byte_budget.commit_streams([40_000_000] * 3, 256 << 20) == 1
 
 
 def test_large_transfers_wait_for_each_other_and_small_ones_do_not() -> None:
-    row = turns._Turns(lambda memory_bytes: 1)
+    row = byte_budget._Turns(lambda memory_bytes: 1)
     first, again, small = Turn(row, 10**8), Turn(row, 10**8), Turn(row, 10)
     begun: list[Turn] = []
     other = threading.Thread(target=lambda: begun.append(Turn(row, 10**8)))

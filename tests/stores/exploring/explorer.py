@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, Final, NamedTuple
 
-from hfshard.storage.format.index import CheckpointIndex
-from hfshard.storage.format.stored_save import SaveId, StoredSave, save_of_copy, saves_among, split_object_name
+from hfshard.format.index import CheckpointIndex
+from hfshard.format.stored_save import SaveId, StoredSave, save_of_copy, saves_among, split_object_name
 from tests.stores.exploring.programs import CHANGED, FAILED, Event, Program, Request, RunLister, etag_of
 
 Objects = tuple[tuple[str, bytes], ...]

@@ -10,13 +10,13 @@ from typing import Any
 from unittest.mock import patch
 
 from hfshard.errors import HfshardError, StoreConnectionError
+from hfshard.format import stored_save
+from hfshard.format.file_names import WeightNames
+from hfshard.format.stored_save import SaveId, finished_saves, saves_among, split_object_name
 from hfshard.saving import store_commit, to_store
 from hfshard.saving.store_commit import StoreTransaction
 from hfshard.saving.store_plan import lower_objects
 from hfshard.storage.checkpoint.folder import RangedFolder
-from hfshard.storage.format import stored_save
-from hfshard.storage.format.names import WeightNames
-from hfshard.storage.format.stored_save import SaveId, finished_saves, saves_among, split_object_name
 from hfshard.storage.weights.safetensors_writer import digest_shard
 from hfshard.training.run.places import run_store
 from tests.stores.exploring import programs

@@ -28,14 +28,14 @@ from hfshard.errors import (
     RemoteChangedError,
     StoreConnectionError,
 )
+from hfshard.format.stored_save import SaveId, split_object_name
 from hfshard.saving.request import SaveRequest
 from hfshard.saving.stores import own_puts
 from hfshard.saving.to_store import save_into
 from hfshard.saving.writing import OwnShardWriter
 from hfshard.storage.checkpoint.checkpoint import open_checkpoint
 from hfshard.storage.checkpoint.folder import RangedFolder, StoreFolder
-from hfshard.storage.format.stored_save import SaveId, split_object_name
-from hfshard.stores.protocols import StoredObject
+from hfshard.stores.store import StoredObject
 from hfshard.training import CheckpointManager, TrainingState
 from hfshard.training.run.places import run_store
 from tests.stores.runs.bucket_run import Net
@@ -190,7 +190,7 @@ class Program:
         own_puts.forget()
         replay = _Replay(answers)
         ids = iter(self.ids)
-        with patch("hfshard.storage.format.stored_save.secrets.token_hex", lambda _: next(ids)), suppress(_PausedError):
+        with patch("hfshard.format.stored_save.secrets.token_hex", lambda _: next(ids)), suppress(_PausedError):
             self.run(replay)
         assert replay.asked == len(answers), "a program does not ask the same again"
         return replay.pending, tuple(replay.events)

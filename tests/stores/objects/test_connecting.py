@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from hfshard.errors import StoreAccessError
-from hfshard.stores.objects.connecting import connection_to
-from hfshard.stores.opening import open_store
+from hfshard.stores.object_store import connection_to
+from hfshard.stores.open_store import open_store
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hfshard.stores.opening import open_store
+from hfshard.stores.open_store import open_store
 from tests.stores.services.fault_proxy import FaultProxy
 
 pytestmark = pytest.mark.parametrize("scheme", ["gs"])

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from hfshard.stores.objects.part_memory import PartMemory
+from hfshard.stores.byte_budget import PartMemory
 
 MIB = 1 << 20
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from hfshard.errors import StoreAccessError, StoreConnectionError, StoreError, StoreNotFoundError
-from hfshard.stores import patience
-from hfshard.stores.opening import open_store
+from hfshard.stores import retry
+from hfshard.stores.open_store import open_store
 from tests.stores.objects.answering import answering
 from tests.stores.services.kinds import ACCOUNT, ACCOUNT_KEY
 
@@ -214,7 +214,7 @@ def test_what_a_service_does_not_know_is_asked_for_once_and_was_not_done(
     nobody: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HFSHARD_STORE_RETRY_SECONDS", "60")
-    monkeypatch.setattr(patience, "_FIRST_WAIT", 10.0)
+    monkeypatch.setattr(retry, "_FIRST_WAIT", 10.0)
     begin = time.monotonic()
     with answering(501, "<Error><Code>NotImplemented</Code><Message>If-None-Match</Message></Error>") as url:
         log_in("s3", url, monkeypatch)

@@ -15,8 +15,8 @@ import torch
 
 import hfshard
 from hfshard.errors import StoreError
-from hfshard.stores.objects import s3
-from hfshard.stores.opening import open_store
+from hfshard.stores import s3
+from hfshard.stores.open_store import open_store
 from tests.stores.services.buckets import Bucket
 from tests.stores.services.upstream import ask
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hfshard.errors import InvalidArgumentError
-from hfshard.stores.objects.settings import part_bytes
-from hfshard.stores.patience import retry_seconds, stall_seconds
+from hfshard.stores.object_store import part_bytes
+from hfshard.stores.retry import retry_seconds, stall_seconds
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from hfshard.errors import CheckpointChangedError, StoreError
-from hfshard.stores.objects import s3, upload
-from hfshard.stores.opening import open_store
-from hfshard.stores.protocols import Store
+from hfshard.stores import object_store, s3
+from hfshard.stores.open_store import open_store
+from hfshard.stores.store import Store
 from tests.helpers import forkserver
 from tests.stores.services.buckets import Bucket
 from tests.stores.services.fault_proxy import FaultProxy
@@ -78,7 +78,7 @@ def test_a_wrong_size_is_no_object(store: Store) -> None:
 
 def leave_open(address: str) -> None:
     """Begin an upload and end."""
-    vars(upload)["_ABORT_SECONDS"] = 100.0  # for which the end waits
+    vars(object_store)["_ABORT_SECONDS"] = 100.0  # for which the end waits
     writer = open_store(address).open_writer("shard", len(PARTS))
     writer.write(memoryview(PARTS)[: 16 * MIB])
 

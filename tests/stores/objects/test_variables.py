@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from hfshard.errors import StoreAccessError, StoreNotFoundError
-from hfshard.stores.objects.connecting import connection_to
-from hfshard.stores.objects.variables import PlainVariables, client_settings
-from hfshard.stores.opening import open_store
+from hfshard.stores.connection import PlainVariables, client_settings
+from hfshard.stores.object_store import connection_to
+from hfshard.stores.open_store import open_store
 from tests.stores.objects.answering import answering
 from tests.stores.objects.test_refusals import log_in
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hfshard.stores.opening import open_store
+from hfshard.stores.open_store import open_store
 
 
 @pytest.fixture

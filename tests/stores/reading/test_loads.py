@@ -12,7 +12,7 @@ from torch import nn
 
 import hfshard
 from hfshard.errors import CheckpointNotFoundError, DamagedCheckpointError, InvalidArgumentError, StateDictMismatchError
-from hfshard.stores.opening import open_store
+from hfshard.stores.open_store import open_store
 from hfshard.viewing.inspection import inspect_checkpoint
 from tests.stores.reading.conftest import put_directory
 

@@ -16,7 +16,7 @@ from torch import nn
 
 import hfshard
 from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError, StateDictMismatchError
-from hfshard.stores.opening import open_store
+from hfshard.stores.open_store import open_store
 from tests.stores.reading.conftest import put_directory
 
 pytestmark = pytest.mark.compat

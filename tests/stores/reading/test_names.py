@@ -11,7 +11,7 @@ import hfshard
 from hfshard.errors import UnsafePathError
 from hfshard.loading import far
 from hfshard.saving import to_store
-from hfshard.stores.opening import open_store
+from hfshard.stores.open_store import open_store
 from hfshard.training.run.places import run_store
 from hfshard.transfer import store_files
 from tests.stores.saving.memory_store import MemoryStore

@@ -15,7 +15,7 @@ from torch import nn
 import hfshard
 from hfshard.errors import CommitUnfinishedError, StoreError
 from hfshard.saving.stores import own_puts
-from hfshard.stores.patience import RETRY_VARIABLE
+from hfshard.stores.retry import RETRY_VARIABLE
 from hfshard.training import CheckpointManager, TrainingState
 from hfshard.training.run.places.run_store import StorePlace
 from tests.stores.runs.bucket_run import BucketRun, Net, save_steps

@@ -8,7 +8,7 @@ import pytest
 
 import hfshard
 from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError, StoreError
-from hfshard.stores.opening import open_store
+from hfshard.stores.open_store import open_store
 from hfshard.training import CheckpointManager, TrainingState
 from tests.stores.runs.bucket_run import BucketRun, Net, save_steps
 

@@ -11,7 +11,7 @@ from torch import nn
 import hfshard
 from hfshard.errors import SaveDirectoryError, StoreAccessError
 from hfshard.saving.stores import own_puts
-from hfshard.stores.opening import open_store
+from hfshard.stores.open_store import open_store
 from hfshard.training import CheckpointManager, TrainingState
 from tests.stores.runs.bucket_run import BucketRun, Net, save_steps
 from tests.stores.services.fault_proxy import FaultProxy

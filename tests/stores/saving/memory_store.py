@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hfshard._util.addresses import StoreAddress
 from hfshard.errors import CheckpointChangedError, StoreError
-from hfshard.stores.protocols import StoredObject
+from hfshard.stores.store import StoredObject
 
 _NUMBERS = itertools.count()
 

@@ -9,9 +9,9 @@ import torch
 
 import hfshard
 from hfshard.errors import CommitUnfinishedError, RemoteChangedError
-from hfshard.storage.format.stored_save import split_object_name
-from hfshard.stores import patience
-from hfshard.stores.opening import open_store
+from hfshard.format.stored_save import split_object_name
+from hfshard.stores import retry
+from hfshard.stores.open_store import open_store
 from tests.stores.services.buckets import Bucket
 from tests.stores.services.fault_proxy import FaultProxy
 
@@ -26,7 +26,7 @@ LONG = 10**6
 @pytest.fixture(autouse=True)
 def give_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a request that fails be tried again for a second."""
-    monkeypatch.setenv(patience.RETRY_VARIABLE, "1")
+    monkeypatch.setenv(retry.RETRY_VARIABLE, "1")
 
 
 def save(address: str, value: float) -> None:

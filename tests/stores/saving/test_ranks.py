@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import hfshard
 from hfshard._util.addresses import parse_address
-from hfshard.stores.opening import open_store
+from hfshard.stores.open_store import open_store
 from tests.distributed.gloo import check_ranks
 from tests.distributed.saving.test_faults import fail_in_turn, rows, save
 from tests.stores.services import running

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from hfshard.format.stored_save import split_object_name
 from hfshard.saving.request import SaveRequest
 from hfshard.saving.stores import own_puts
 from hfshard.saving.to_store import save_into
 from hfshard.saving.writing import OwnShardWriter
 from hfshard.storage.checkpoint.checkpoint import open_checkpoint
 from hfshard.storage.checkpoint.folder import StoreFolder
-from hfshard.storage.format.stored_save import split_object_name
 from tests import REPOSITORY
 from tests.stores.exploring.mutants import mutants
 from tests.stores.saving.checkpoints import config, found_in, request, single

@@ -15,10 +15,9 @@ import torch
 from hypothesis import given, settings
 
 from hfshard.errors import DamagedCheckpointError, UnstorableTensorError
-from hfshard.storage.format.strict_json import parse_json_object
+from hfshard.format.strict_json import padded_json, parse_json_object
 from hfshard.training.parts.nested import decode, encode
 from hfshard.training.parts.nested_types import NOT_STORED, ObjectState
-from hfshard.training.parts.padded_json import padded_json
 from hfshard.training.step import RestoredStep
 from tests.helpers.random_state_dicts import DTYPES, random_tensor
 from tests.helpers.tensor_bytes import bytes_of

@@ -23,9 +23,9 @@ from hfshard.errors import (
     HubNotFoundError,
     InvalidArgumentError,
 )
+from hfshard.format.digests import Checksum
 from hfshard.hub.directory.hub import DirectoryHub
 from hfshard.hub.repo_tree import PushResult
-from hfshard.storage.format.integrity import Checksum
 from hfshard.training import CheckpointManager, TrainingState
 from tests.hub.models import contents
 

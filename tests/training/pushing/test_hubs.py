@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from hfshard.storage.format.integrity import sha256_of
-from hfshard.storage.format.strict_json import dump_json
+from hfshard.format.digests import sha256_of
+from hfshard.format.strict_json import dump_json
 from tests.hub.models import contents
 from tests.hubserver.hub_server import Fault
 from tests.training.pushing.run_hub import RunHub

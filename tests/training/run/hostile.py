@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hfshard.storage.format.integrity import sha256_of
-from hfshard.storage.format.strict_json import dump_json
+from hfshard.format.digests import sha256_of
+from hfshard.format.strict_json import dump_json
 
 TRAINING_STATE, MANIFEST = "training_state.json", "checkpoint.json"
 

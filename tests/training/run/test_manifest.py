@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from hfshard.errors import DamagedCheckpointError, InvalidArgumentError, MissingShardError, UnsafePathError
-from hfshard.storage.format.index import FileDigest
-from hfshard.storage.format.integrity import sha256_of
-from hfshard.storage.format.strict_json import dump_json
+from hfshard.format.digests import sha256_of
+from hfshard.format.index import FileDigest
+from hfshard.format.strict_json import dump_json
 from hfshard.training.run.manifest import (
     CheckpointManifest,
     check_files,

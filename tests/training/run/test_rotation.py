@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hfshard.errors import InvalidArgumentError
-from hfshard.storage.format.stored_save import SaveId
+from hfshard.format.stored_save import SaveId
 from hfshard.training import CheckpointManager, TrainingState
 from hfshard.training.run.manifest import CheckpointManifest
 from hfshard.training.run.rotation import Rotation

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from hfshard.storage.format.index import FileDigest
+from hfshard.format.index import FileDigest
 from hfshard.viewing.inspection import FileEntry, Inspection
 from hfshard.viewing.page.checkpoint_page import make_checkpoint_page
 from hfshard.viewing.page.rendering import render_page

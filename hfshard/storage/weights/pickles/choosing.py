@@ -11,7 +11,7 @@ import torch
 
 from hfshard._util.text import list_some
 from hfshard.errors import AmbiguousWeightsError, DamagedCheckpointError, InvalidArgumentError, remedy
-from hfshard.storage.format.parts_of_ranks import refuse_partitioned_file
+from hfshard.format.parts_of_ranks import refuse_partitioned_file
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterator
 from functools import partial
 
 from hfshard.errors import IntegrityError
-from hfshard.storage.format.header import TensorInfo
-from hfshard.storage.format.integrity import HASHERS, Verify, fingerprint_positions, new_fingerprint, tensor_hasher
+from hfshard.format.digests import HASHERS, Verify, fingerprint_positions, new_fingerprint, tensor_hasher
+from hfshard.format.header import TensorInfo
 from hfshard.storage.weights.ranged.ranged_shard import RangedShard
 from hfshard.storage.weights.ranged.requests import REQUEST_BYTES, Piece
 from hfshard.storage.weights.ranged.running_digest import RunningDigest

@@ -12,8 +12,8 @@ from typing import Any, Final, Protocol
 from hfshard._util.threads import result_of, start_thread, wait_for
 from hfshard.disk.direct_io import BLOCK_BYTES
 from hfshard.errors import DamagedCheckpointError, remedy
-from hfshard.storage.format.header import LENGTH_BYTES, read_header_length
-from hfshard.storage.format.index import FileDigest
+from hfshard.format.header import LENGTH_BYTES, read_header_length
+from hfshard.format.index import FileDigest
 from hfshard.storage.weights.ranged.read_ahead import MOST_BYTES, forget, read_ahead
 from hfshard.storage.weights.safetensors_shard import SafetensorsShard
 

@@ -6,7 +6,7 @@ import threading
 from typing import Final
 
 from hfshard.constants import FINGERPRINT_BYTES
-from hfshard.storage.format.integrity import Hasher
+from hfshard.format.digests import Hasher
 
 _LOOK_SECONDS: Final = 0.1
 """How soon a thread that waits for its turn notices that another one has failed."""

@@ -10,8 +10,8 @@ from functools import partial
 import torch
 
 from hfshard._util.progress import ProgressCallback
-from hfshard.storage.format.header import TensorInfo
-from hfshard.storage.format.integrity import Verify
+from hfshard.format.digests import Verify
+from hfshard.format.header import TensorInfo
 from hfshard.storage.weights.ranged.comparison import Comparison
 from hfshard.storage.weights.ranged.ranged_shard import RangedShard
 from hfshard.storage.weights.ranged.requests import DEFAULT_MEMORY, REQUEST_BYTES, Piece, read_pieces

@@ -10,11 +10,11 @@ from typing import Any, Final
 from hfshard.constants import MAX_INDEX_BYTES
 from hfshard.disk.safe_open import Identity, open_regular, read_small, refuse_links_to_outside
 from hfshard.errors import CheckpointNotFoundError, StateDictMismatchError, remedy
+from hfshard.format.strict_json import parse_json_object
 from hfshard.loading.reading import read_tensors
 from hfshard.storage.checkpoint.checkpoint import open_checkpoint
 from hfshard.storage.checkpoint.checks import check_checksums, compare_pickles
 from hfshard.storage.disk.companions import find_companion_files
-from hfshard.storage.format.strict_json import parse_json_object
 from hfshard.storage.weights.pickles.pickle_file import PickleFile
 from hfshard.storage.weights.safetensors_shard import SafetensorsShard
 from hfshard.training.foreign.checkpoint import ForeignRequest

@@ -32,6 +32,19 @@ from hfshard.errors import (
     UnsafePathError,
     remedy,
 )
+from hfshard.format.digests import sha256_of
+from hfshard.format.file_names import WeightNames
+from hfshard.format.index import CheckpointIndex, FileDigest
+from hfshard.format.stored_save import (
+    SaveId,
+    StoredSave,
+    checkpoint_save,
+    finished_saves,
+    plain_index,
+    save_in_name,
+    saves_among,
+    split_object_name,
+)
 from hfshard.planning.plan import ShardPlan
 from hfshard.saving.prepare import index_of, plan_request, shard_jobs
 from hfshard.saving.store_commit import (
@@ -46,25 +59,11 @@ from hfshard.saving.stores import own_puts
 from hfshard.saving.writing import OwnShardWriter
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, open_checkpoint
 from hfshard.storage.checkpoint.folder import StoreFolder
-from hfshard.storage.format.index import CheckpointIndex, FileDigest
-from hfshard.storage.format.integrity import sha256_of
-from hfshard.storage.format.names import WeightNames
-from hfshard.storage.format.stored_save import (
-    SaveId,
-    StoredSave,
-    checkpoint_save,
-    finished_saves,
-    plain_index,
-    save_in_name,
-    saves_among,
-    split_object_name,
-)
 from hfshard.storage.weights.safetensors_shard import SafetensorsShard
 from hfshard.storage.weights.safetensors_writer import WriteJob
-from hfshard.stores.memory import store_memory_bytes
-from hfshard.stores.opening import open_store
-from hfshard.stores.protocols import Store, StoredObject
-from hfshard.stores.stored_source import StoredSource
+from hfshard.stores.byte_budget import store_memory_bytes
+from hfshard.stores.open_store import open_store
+from hfshard.stores.store import Store, StoredObject, StoredSource
 from hfshard.training.run.manifest import MANIFEST, CheckpointManifest, shard_record, small_record
 from hfshard.training.run.places.protocols import CheckpointOrder
 from hfshard.training.run.run_checkpoint import (

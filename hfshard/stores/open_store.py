@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hfshard._util.addresses import StoreAddress, parse_address
 from hfshard.errors import StoreError
-from hfshard.stores.protocols import Store
+from hfshard.stores.store import Store
 
 
 def open_store(address: str | StoreAddress) -> Store:
@@ -25,10 +25,10 @@ def open_store(address: str | StoreAddress) -> Store:
     place = parse_address(address) if isinstance(address, str) else address
     try:
         if place.scheme == "hf":
-            from hfshard.stores.buckets.bucket_store import BucketStore
+            from hfshard.stores.bucket import BucketStore
 
             return BucketStore(place)
-        from hfshard.stores.objects.cloud_store import CloudStore
+        from hfshard.stores.object_store import CloudStore
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "hfshard":
             raise

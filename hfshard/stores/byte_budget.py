@@ -1,14 +1,139 @@
-"""Turns of transfers over Xet: as many at once as the memory allows, which hf_xet itself does not bound."""
+"""The memory that transfers to and from stores share: parts of uploads, and turns of streams over Xet."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import threading
+import weakref
 from collections.abc import Callable, Collection, Sequence
+from mmap import mmap
 from typing import Final
 
-from hfshard.stores.memory import store_memory_bytes
+from hfshard._util.text import parse_size
+from hfshard._util.threads import pause
+from hfshard.errors import InvalidArgumentError, InvalidSizeError
+
+MEMORY_VARIABLE: Final = "HFSHARD_STORE_MEMORY"
+"""The environment variable that says how much."""
+
+_DEFAULT_BYTES: Final = 256 * 2**20
+_FILES_BYTES: Final = 768 * 2**20
+"""Where no tensors are in memory beside: as much as hf_xet takes by itself to send files (measured: 810 MB)."""
+_LEAST_BYTES: Final = 32 * 2**20
+"""Three parts of 8 MiB under way, and one that is being filled."""
+
+
+def store_memory_bytes() -> int:
+    """Bytes that all transfers of this process may hold at once, beside the tensors themselves.
+
+    Raises:
+        InvalidArgumentError: The variable is no size, or a very small one.
+
+    Example:
+        HFSHARD_STORE_MEMORY=1GiB python train.py
+    """
+    return _asked_bytes() or _DEFAULT_BYTES
+
+
+def file_push_memory_bytes() -> int:
+    """Bytes that a push of files over Xet may hold at once; else as `store_memory_bytes`."""
+    return _asked_bytes() or _FILES_BYTES
+
+
+def _asked_bytes() -> int | None:
+    text = os.environ.get(MEMORY_VARIABLE, "").strip()
+    if not text:
+        return None
+    try:
+        size = parse_size(text)
+    except InvalidSizeError as error:
+        raise InvalidArgumentError(f"The environment variable {MEMORY_VARIABLE}: {error}", actual=text) from error
+    if size < _LEAST_BYTES:
+        raise InvalidArgumentError(
+            f"The environment variable {MEMORY_VARIABLE} is {text}: transfers to a store need at least 32MiB.",
+            expected=_LEAST_BYTES,
+            actual=size,
+        )
+    return size
+
+
+# The memory of the parts that are being filled or sent: bounded, and shared by all uploads of the process.
+
+
+_LOOK_SECONDS: Final = 0.5
+"""A service may have stopped answering: who waits for it looks this often whether it still should."""
+_SHARE: Final = 3, 4
+"""Of the memory that is allowed; the rest is the client's own."""
+
+
+class PartMemory:
+    """Buffers for parts, which are used again."""
+
+    def __init__(self) -> None:
+        # Reentrant: a buffer may come back while this very thread holds the lock.
+        self._changed = threading.Condition(threading.RLock())
+        self._free: list[mmap] = []
+        self._in_use = 0
+        self._uploads = 0
+
+    def forget(self) -> None:
+        """Begin anew in a forked child: another thread of the parent may have held the lock."""
+        self.__init__()  # type: ignore[misc]
+
+    def join(self) -> None:
+        """An upload begins."""
+        with self._changed:
+            self._uploads += 1
+
+    def leave(self) -> None:
+        """An upload is over; after the last one, nothing is kept."""
+        with self._changed:
+            self._uploads -= 1
+            if not self._uploads:
+                self._free.clear()
+
+    def take(self, size: int) -> mmap:
+        """A buffer of this size. Waits until there is room; a part that is larger than all there is comes alone.
+
+        Raises:
+            InterruptedError: The work of this thread was cancelled; see `pause`.
+        """
+        limit = store_memory_bytes() * _SHARE[0] // _SHARE[1]
+        with self._changed:
+            while self._in_use and self._in_use + size > limit:
+                self._changed.wait(_LOOK_SECONDS)
+                pause(0)
+            self._in_use += size
+            buffer = next((kept for kept in self._free if len(kept) == size), None)
+            if buffer is not None:
+                self._free.remove(buffer)
+                return buffer
+            while self._free and self._in_use + sum(map(len, self._free)) > limit:
+                self._free.pop()
+        return mmap(-1, size)  # not from the heap, which would keep it
+
+    def lend(self, buffer: mmap, used: int) -> memoryview:
+        """A view of the beginning of a buffer; when nobody holds it any more, the buffer comes back."""
+        view = memoryview(buffer)[:used]
+        weakref.finalize(view, self.give_back, buffer).atexit = False
+        return view
+
+    def give_back(self, buffer: mmap) -> None:
+        """The buffer is not used any more."""
+        with self._changed:
+            self._in_use -= len(buffer)
+            if self._uploads:
+                self._free.append(buffer)
+            self._changed.notify_all()
+
+
+PART_MEMORY: Final = PartMemory()
+os.register_at_fork(after_in_child=PART_MEMORY.forget)
+
+
+# Turns of transfers over Xet: as many at once as the memory allows, which hf_xet itself does not bound.
+
 
 UPLOAD_BYTES: Final = 170 * 2**20
 """What one stream takes at most: 64 MB that are gathered, and 64 MB that are packed and sent (measured: up to 165)."""
@@ -20,7 +145,7 @@ PIECE_BYTES: Final = 16 * 2**20
 """Bytes that one stream brings: hf_xet gives them in blocks of up to 64 MB, of which there are two copies."""
 BLOCK_BYTES: Final = 64 * 2**20
 """What hf_xet gathers from the files of a commit before it sends it, as a block."""
-_LOOK_SECONDS: Final = 0.2
+_TURN_LOOK_SECONDS: Final = 0.2
 """How often who waits for a turn looks whether Ctrl-C came (see `_util.threads.wait_for`)."""
 _PIECE_SHARE: Final = 64 * 2**20
 """What one of them takes: sent, unpacked, and given to Python."""
@@ -76,7 +201,7 @@ class _Turns:
         most = self._at_once(memory_bytes)
         with self._changed:
             while len(self._held) >= most and thread not in self._held:
-                self._changed.wait(_LOOK_SECONDS)
+                self._changed.wait(_TURN_LOOK_SECONDS)
             self._held.append(thread)
 
     def give_back(self, thread: int) -> None:

@@ -20,11 +20,17 @@ from xml.sax.saxutils import escape
 from obstore.store import GCSStore
 
 from hfshard.errors import StoreAccessError, StoreError
-from hfshard.stores.objects.connection import Connection, Service, make_clients, refusal
-from hfshard.stores.objects.failures import Failure
-from hfshard.stores.objects.retrying import Patience
-from hfshard.stores.objects.variables import client_settings, read_variable
-from hfshard.stores.patience import stall_seconds
+from hfshard.stores.connection import (
+    Connection,
+    Failure,
+    Patience,
+    Service,
+    client_settings,
+    make_clients,
+    read_variable,
+    refusal,
+)
+from hfshard.stores.retry import stall_seconds
 
 if TYPE_CHECKING:
     from obstore.store import GCSConfig

@@ -14,11 +14,10 @@ from typing import Any, Final, Self
 
 from hfshard.constants import MANIFEST_NAME, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
 from hfshard.errors import DamagedCheckpointError, UnsafePathError, UnstorableTensorError
-from hfshard.storage.format.index import CheckpointIndex
-from hfshard.storage.format.integrity import sha256_of
-from hfshard.storage.format.names import INDEX_FILE, WeightNames, check_file_name, stays_inside
-from hfshard.storage.format.strict_json import parse_json_object
-from hfshard.storage.format.weights_override import mark_of, with_mark, without_mark
+from hfshard.format.digests import sha256_of
+from hfshard.format.file_names import INDEX_FILE, WeightNames, check_file_name, stays_inside
+from hfshard.format.index import CheckpointIndex, mark_of, with_mark, without_mark
+from hfshard.format.strict_json import parse_json_object
 
 SAVE_FORMAT: Final = 1
 

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Final, cast
 from obstore.store import AzureStore
 
 from hfshard.errors import StoreAccessError
-from hfshard.stores.objects.connection import Connection, Service, make_clients
-from hfshard.stores.objects.variables import check_text, client_settings, read_variable
+from hfshard.stores.connection import Connection, Service, check_text, client_settings, make_clients, read_variable
 
 if TYPE_CHECKING:
     from obstore.store import AzureConfig

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 from hfshard._util.threads import no_collection
 from hfshard.constants import DATA_ALIGNMENT, LFS_POINTER_MARK, MAX_DIMENSIONS, MAX_HEADER_BYTES
 from hfshard.errors import DamagedCheckpointError, UnstorableTensorError, remedy
-from hfshard.storage.format.strict_json import parse_json_object, without_padding
+from hfshard.format.strict_json import parse_json_object, without_padding
 from hfshard.tensors.stored_tensor import DTYPE_BITS
 
 LENGTH_BYTES = 8

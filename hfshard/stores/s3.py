@@ -24,10 +24,18 @@ from obstore.store import S3Store
 from hfshard._util.text import without_url_secrets
 from hfshard._util.threads import in_threads
 from hfshard.errors import HfshardError, StoreAccessError, StoreConnectionError, StoreError
-from hfshard.stores.objects.connection import Connection, Service, make_clients, refusal
-from hfshard.stores.objects.failures import Failure
-from hfshard.stores.objects.variables import PlainVariables, check_text, client_settings, read_variable
-from hfshard.stores.patience import stall_seconds
+from hfshard.stores.connection import (
+    Connection,
+    Failure,
+    PlainVariables,
+    Service,
+    check_text,
+    client_settings,
+    make_clients,
+    read_variable,
+    refusal,
+)
+from hfshard.stores.retry import stall_seconds
 
 if TYPE_CHECKING:
     from obstore.store import S3Config, S3Credential

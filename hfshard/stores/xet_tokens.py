@@ -11,7 +11,7 @@ from urllib.parse import quote
 from huggingface_hub import constants, get_session
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff
 
-from hfshard.stores.patience import stall_seconds
+from hfshard.stores.retry import stall_seconds
 
 _OK: Final = 200
 

@@ -1,1 +1,0 @@
-"""The disk: formats, file names, the order of system calls."""

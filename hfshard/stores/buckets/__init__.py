@@ -1,1 +1,0 @@
-"""Buckets of the Hugging Face Hub as a store, and the Xet storage that they share with its repos."""

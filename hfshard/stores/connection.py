@@ -1,0 +1,535 @@
+"""The clients of one bucket: what holds for its service, what its failures mean, and when to try again."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import wait
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from obstore.exceptions import (
+    AlreadyExistsError,
+    BaseError,
+    NotModifiedError,
+    PreconditionError,
+)
+
+from hfshard._util.text import without_url_secrets
+from hfshard._util.threads import ProcessLock, pause, start_thread
+from hfshard.errors import StoreAccessError, StoreConnectionError, StoreError, StoreNotFoundError
+from hfshard.stores.retry import first_wait, retry_seconds, stall_seconds
+
+if TYPE_CHECKING:
+    from obstore.store import AzureStore, BackoffConfig, ClientConfig, GCSStore, RetryConfig, S3Store
+
+    Client = S3Store | GCSStore | AzureStore
+
+
+_FORBIDDEN: Final = frozenset({"AccessDenied", "AuthorizationFailure", "AuthorizationPermissionMismatch"})
+_EXPIRED: Final = frozenset({"ExpiredToken", "TokenRefreshRequired"})
+_UNKNOWN_KEY: Final = frozenset(
+    {"InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "AuthenticationFailed", "InvalidAuthenticationInfo"}
+)
+_LONGEST_BACKOFF: Final = timedelta(seconds=15)
+_CONNECT: Final = timedelta(seconds=10)
+_WHOLE_DAY: Final = timedelta(days=1)
+_RETRIES: Final = 10
+"""Of a part, at most."""
+_UPLOAD_STALLS: Final = 10
+"""A part may take this many stalls: 256 MiB under way on a line of 4 Mbit/s take nine minutes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """What holds for a kind of store."""
+
+    title: str
+    deletes_together: int
+    """How many objects one request deletes."""
+    log_in: str
+    """What to do where there are no credentials."""
+    who_am_i: str
+    """The command that shows whose credentials they are."""
+    permissions: str
+    """What saving, loading and cleaning up need."""
+    make_bucket: str
+    """The command that makes a bucket; {0} is its address, {1} its name."""
+    other_checksums: str = ""
+    """What to set for a service that does not know the checksum of requests; empty where they have none."""
+
+
+@dataclass(slots=True)
+class Connection:
+    """The clients of one bucket; threads share them, forked children can't."""
+
+    service: Service
+    address: str
+    """Of the bucket, for messages."""
+    quick: Client = field(repr=False)
+    """For all but uploads: it does not try again, and gives up when the service is silent."""
+    uploads: Client = field(repr=False)
+    """For bodies that take long: it tries parts again, and knows no silence while one is sent."""
+    sweep: Callable[[str, Callable[[str], bool]], int] | None = field(repr=False)
+    """Aborts the unfinished uploads below a prefix whose names are to go; None: the service does it, or nobody can."""
+    bucket: str
+    copy_pinned: Callable[[str, str, int, str], str | None] | None = field(default=None, repr=False)
+    """Copies an object that still has an ETag: key, ETag, bytes, and the key of the copy, whose ETag it returns; None:
+    it has another one. None for services whose copies by obstore are compared afterwards."""
+    delete_together: Callable[[list[str]], bool] | None = field(default=None, repr=False)
+    """Deletes several objects by one request; False: not all of them, or nobody knows. None: the clients do so."""
+    elsewhere: Callable[[str], Connection | None] | None = field(default=None, repr=False)
+    """Finds the bucket's own region, given it or "", and connects there; None: it is where it was asked. Of services
+    whose buckets are asked in their regions, until it was called."""
+    _moves: int = field(default=0, repr=False)
+    """How often the clients were replaced by those for another region."""
+    _moving: ProcessLock = field(default_factory=lambda: ProcessLock(), repr=False)
+
+    def follower(self) -> Callable[[Failure], bool]:
+        """Return what tells, after a failure of a request that begins now, whether to send it to another region.
+
+        It looks for the bucket's region the first time that this may be why a request failed.
+        """
+        moves = self._moves
+
+        def follow(failure: Failure) -> bool:
+            nonlocal moves
+            if not failure.may_be_elsewhere:
+                return False
+            with self._moving.held():
+                if moves == self._moves and self.elsewhere is not None:
+                    self._move_to(self.elsewhere(failure.region))
+                has_moved = moves != self._moves
+                moves = self._moves
+                return has_moved
+
+        return follow
+
+    def _move_to(self, other: Connection | None) -> None:
+        self.elsewhere = None
+        if other is not None:
+            self.quick, self.uploads = other.quick, other.uploads
+            self.sweep, self.copy_pinned = other.sweep, other.copy_pinned
+            self._moves += 1
+
+    def check_process(self) -> None:
+        """Refuse to go on in a forked child of a process that used a store: the request would hang.
+
+        The threads of obstore's runtime are not in the child, and it can't make new ones. A child of a process that
+        has only opened stores, or not even that, goes on.
+
+        Raises:
+            StoreError: An ancestor of this process has sent requests.
+        """
+        global _user
+        if _user is None:
+            _user = os.getpid()
+        elif _user != os.getpid():
+            raise StoreError(
+                f"{self.address} can't be reached from a process that was forked from one that had used a store: the "
+                "client's threads are not in it. Start such processes by 'spawn' or 'forkserver'."
+            )
+
+
+_user: int | None = None
+"""The process that has sent requests, or an ancestor of this one that has."""
+
+
+def make_clients(
+    make: Callable[[ClientConfig, RetryConfig], Client],
+    service: Service,
+    address: str,
+    *,
+    allow_http: bool,
+    authority: bytes | None = None,
+) -> tuple[Client, Client]:
+    """Make `Connection.quick` and `Connection.uploads`.
+
+    Args:
+        make: Of a bucket, with its settings.
+        service: Whose.
+        address: Of the bucket.
+        allow_http: Whether the endpoint that the user has set is one without encryption.
+        authority: The certificates to trust, besides the system's.
+
+    Raises:
+        StoreAccessError: obstore refuses the settings.
+    """
+    stall = timedelta(seconds=stall_seconds() or 1)
+    common: ClientConfig = {"allow_http": allow_http, "connect_timeout": min(stall, _CONNECT)}
+    if authority is not None:
+        common["root_certificate"] = authority
+    backoff: BackoffConfig = {"init_backoff": timedelta(seconds=first_wait()), "max_backoff": _LONGEST_BACKOFF}
+    retries: RetryConfig = {
+        "max_retries": _RETRIES,
+        "retry_timeout": timedelta(seconds=retry_seconds()),
+        "backoff": backoff,
+    }
+    try:
+        quick = make({**common, "timeout": _WHOLE_DAY, "read_timeout": stall}, {"max_retries": 0})
+        uploads = make({**common, "timeout": _UPLOAD_STALLS * stall}, retries)
+    except (BaseError, ValueError):  # without its words, which may hold a key
+        raise StoreAccessError(
+            f"The settings for {address} can't be used: a key, an endpoint or a certificate among them is not valid. "
+            f"{service.log_in}",
+            path=address,
+        ) from None
+    return quick, uploads
+
+
+def refusal(service: Service, bucket: str, where: str, failure: Failure) -> StoreError:
+    """The error for a request that failed for good, in words that say what to do.
+
+    Args:
+        service: Of the bucket.
+        bucket: Its address.
+        where: The address of the object or folder that was asked for.
+        failure: Neither an object that is missing nor a condition that does not hold.
+    """
+    if failure.no_bucket:
+        return StoreNotFoundError(
+            f"There is no {bucket}, or these credentials may not see it. Check the name, or make it with "
+            f"'{service.make_bucket.format(bucket, bucket.partition('://')[2])}'.",
+            path=where,
+        )
+    if failure.clock_is_off:
+        return StoreAccessError(
+            f"{service.title} refuses requests for {where}: this machine's clock is too far off. Set it, such as with "
+            "'timedatectl set-ntp true'.",
+            path=where,
+        )
+    if failure.no_credentials:
+        return StoreAccessError(f"There are no credentials for {where}. {service.log_in}", path=where)
+    if failure.code in _EXPIRED:
+        return StoreAccessError(f"The credentials for {where} have expired. {service.log_in}", path=where)
+    said = ", ".join(str(word) for word in (failure.status, failure.code, failure.message) if word)
+    if failure.code in _UNKNOWN_KEY or failure.status == 401:
+        return StoreAccessError(
+            f"{service.title} does not accept the credentials for {where} ({said}). Look whose they are with "
+            f"'{service.who_am_i}'. {service.log_in}",
+            path=where,
+        )
+    if failure.status == 403 or failure.code in _FORBIDDEN:
+        return StoreAccessError(
+            f"{service.title} does not permit this request for {where} ({said}). Loading and saving need "
+            f"{service.permissions}; '{service.who_am_i}' shows who asked.",
+            path=where,
+        )
+    if failure.wrong_region:
+        own = failure.region or "its own ('aws s3api head-bucket' shows it)"
+        return StoreError(f"{bucket} is in another region. Set AWS_REGION to {own}.", path=where)
+    if failure.transport:
+        how = {"Connect": "can't be reached", "Timeout": "stopped answering"}.get(failure.transport, "broke off")
+        return StoreConnectionError(
+            f"{service.title} {how} while it was asked for {where}. Check the network and endpoint, then try again.",
+            path=where,
+        )
+    if failure.is_unknown_checksum and service.other_checksums:
+        return StoreError(
+            f"The service of {where} does not know the checksum that hfshard sends ({said}). {service.other_checksums}",
+            path=where,
+        )
+    if failure.is_unknown_request:
+        return StoreError(
+            f"The service of {where} does not know this request ({said}), so that trying again does not help. Check "
+            f"that its endpoint speaks {service.title}; then update the service, or use another one.",
+            path=where,
+        )
+    advice = "Rename or remove it" if "with invalid path" in failure.message else "Try again later"
+    return StoreError(f"{service.title} failed for {where}: {said}. {advice}.", path=where)
+
+
+# What obstore's exceptions say, in numbers and words that can be compared and shown.
+
+
+OBSTORE_ERRORS: Final = (BaseError, FileNotFoundError)
+"""What obstore raises when a request fails."""
+
+_STATUS: Final = re.compile(r"status code: (\d{3})")
+_CODE: Final = re.compile(r"<Code>\s*([A-Za-z0-9]+)\s*</Code>|\(code: ([A-Za-z0-9]+)\)")
+"""In an answer, or of one of many objects to delete."""
+_MESSAGE: Final = re.compile(r"<Message>([^\n<]{1,300})")
+_TRANSPORT: Final = re.compile(r"kind: (Connect|Request|Timeout|Interrupted|Unknown|Decode)\b")
+_SECRET: Final = re.compile(r"(?i)\b(sig|signature|token|key|secret|credential)s?\s*[=:]\s*\S+|\?\S+")
+_DEBUG: Final = "\n\nDebug source:\n"
+"""Where obstore begins to print the error once more, in Rust."""
+
+_TRANSIENT: Final = frozenset({408, 429, 500, 502, 503, 504})
+_SLOW_DOWN: Final = frozenset({429, 503})
+_BUSY: Final = frozenset({"SlowDown", "ServiceUnavailable", "InternalError", "ServerBusy", "RequestTimeout"})
+"""Codes that come with other statuses too: S3 calls a body that came too slowly a bad request."""
+_COLLISIONS: Final = frozenset({"ConditionalRequestConflict", "OperationAborted"})
+"""Codes of S3 for two requests at the same moment: neither was refused for its condition."""
+_CLOCK: Final = ("RequestTimeTooSkewed", "RequestExpired", "Request date header too old", "in a reasonable timeframe")
+"""Words of S3, of Azure and of Google's token service."""
+_UNKNOWN_REQUEST: Final = frozenset(
+    {"NotImplemented", "UnsupportedHeader", "UnsupportedQueryParameter", "UnsupportedHttpVerb"}
+)
+"""Codes of S3 and Google, and of Azure, for a request or a header that the service does not know."""
+_NOT_IMPLEMENTED: Final = 501
+_REGION: Final = re.compile(r"<Region>([a-z0-9-]{1,63})</Region>")
+_CHECKSUM: Final = re.compile(r"(?i)checksum|crc-?64")
+"""What answers about the algorithm say, such as "Header 'x-amz-checksum-algorithm' ... not implemented" (R2),
+"Unsupported header 'x-amz-checksum-...'" (B2) and "Invalid checksum provided" (older versions of MinIO)."""
+_MISMATCH: Final = re.compile(r"(?i)match|digest")
+"""What they say, or their codes, where the bytes did not have the checksum that was sent."""
+_NO_BUCKET: Final = frozenset({"NoSuchBucket", "ContainerNotFound", "ContainerBeingDeleted"})
+_OTHER_REGION: Final = frozenset(
+    {"PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"}
+)
+_NO_TOKEN: Final = (
+    "Error performing token request",
+    "'az account get-access-token' command failed",
+    "Error reading federated token file",
+    "External AWS credential provider",
+    "External GCP credential provider",
+)
+"""How obstore says that it could not get credentials."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A request that failed."""
+
+    status: int | None = None
+    """The HTTP status; None: there was no answer, or none that could be read."""
+    code: str = ""
+    """The service's own word for it, such as "AccessDenied"; empty where it gave none."""
+    message: str = ""
+    """The service's own sentence, or the client's where nothing was sent; without secrets, and perhaps empty."""
+    transport: str = ""
+    """How the connection failed, such as "Connect" or "Timeout"; empty where it did not."""
+    differs: bool = False
+    """A condition of the request does not hold."""
+    missing: bool = False
+    """There is no such object, upload or bucket."""
+    no_credentials: bool = False
+    """The client could not get credentials to send with it."""
+    wrong_region: bool = False
+    region: str = ""
+    """Where the bucket is, if the service said it."""
+    clock_is_off: bool = False
+    """The service does not believe the time that the request names."""
+
+    @property
+    def no_bucket(self) -> bool:
+        """Whether the bucket is what is missing."""
+        return self.code in _NO_BUCKET
+
+    @property
+    def may_be_elsewhere(self) -> bool:
+        """Whether another region may have the bucket; the answer to a HEAD has no words, and is a bad request then."""
+        return self.wrong_region or (self.status == 400 and not self.code and not self.message)
+
+    @property
+    def is_unknown_request(self) -> bool:
+        """Whether the service does not know the request, or a header of it: it will not know it later either."""
+        return self.status == _NOT_IMPLEMENTED or self.code in _UNKNOWN_REQUEST
+
+    @property
+    def is_unknown_checksum(self) -> bool:
+        """Whether the service does not know the checksum that a request has."""
+        if not (self.is_unknown_request or self.status == 400):
+            return False
+        return _CHECKSUM.search(self.message) is not None and not _MISMATCH.search(f"{self.code} {self.message}")
+
+    @property
+    def is_transient(self) -> bool:
+        """Whether the same request may succeed a little later."""
+        if self.differs or self.missing or self.no_credentials or self.wrong_region or self.is_unknown_request:
+            return False
+        return bool(self.transport) or self.status in _TRANSIENT or self.code in _BUSY | _COLLISIONS
+
+    @property
+    def is_slow_down(self) -> bool:
+        """Whether the service asks to be left alone for a while."""
+        return self.status in _SLOW_DOWN
+
+    @property
+    def may_be_done(self) -> bool:
+        """Whether the service may have done what it was asked: there was no answer that says no."""
+        if self.status is None:
+            return self.transport not in {"", "Connect"}
+        return (self.status >= 500 and not self.is_unknown_request) or self.status == 408
+
+
+def read_failure(error: BaseException) -> Failure:
+    """Tell what an exception of obstore says.
+
+    Args:
+        error: One of `OBSTORE_ERRORS`.
+    """
+    shown, _, debug = str(error).partition(_DEBUG)
+    status = _STATUS.search(shown)
+    code = _first(_CODE, shown)
+    transport = _TRANSPORT.search(debug)
+    said = _first(_MESSAGE, shown) or ("" if status else shown.partition("\n")[0])
+    return Failure(
+        status=int(status.group(1)) if status else None,
+        code=code,
+        message=_SECRET.sub("***", without_url_secrets(said)).strip(" ."),
+        transport=transport.group(1) if transport and not status else "",
+        differs=isinstance(error, AlreadyExistsError | PreconditionError | NotModifiedError)
+        and code not in _COLLISIONS,
+        missing=isinstance(error, FileNotFoundError) or code in _NO_BUCKET,
+        no_credentials=any(words in shown for words in _NO_TOKEN) and not (status and int(status.group(1)) >= 500),
+        clock_is_off=any(words in shown for words in _CLOCK),
+        region=_first(_REGION, shown),
+        wrong_region=code in _OTHER_REGION or "incorrectly configured region" in shown,
+    )
+
+
+def _first(pattern: re.Pattern[str], text: str) -> str:
+    found = pattern.search(text)
+    return next(filter(None, found.groups()), "") if found else ""
+
+
+# Trying a request again: after which failures, how soon and for how long; and leaving one that may never end.
+
+
+_QUICK: Final = 0.2
+"""A connection that broke may be tried again sooner than a service that asks for rest."""
+_LONGEST_WAIT: Final = 15.0
+_UNREACHED_SECONDS: Final = 15.0
+"""A service that can't be connected to at all is not waited for as long as one that fails."""
+_LOOK_SECONDS: Final = 0.1
+"""How soon who waits for an answer notices that the work of its thread was cancelled."""
+
+_Answer = TypeVar("_Answer")
+
+
+def ask(request: Callable[[], _Answer]) -> _Answer:
+    """Send a request that changes nothing in the store; Ctrl-C, or the failure of others, does not wait for its answer.
+
+    obstore lets no signal through while it waits for a service that is silent. So another thread waits, and is left to
+    itself where nobody wants the answer any more.
+
+    Raises:
+        InterruptedError: The work of this thread was cancelled; see `pause`.
+        Everything that the request raises.
+    """
+    answer = start_thread(request, "hfshard-request", daemon=True)
+    if answer is None:
+        return request()
+    try:
+        while not wait([answer], _LOOK_SECONDS).done:
+            pause(0)
+        return answer.result()
+    finally:
+        del answer  # its error's traceback holds this frame
+
+
+class Patience:
+    """The waiting of one request, from its first failure on."""
+
+    def __init__(self, follow: Callable[[Failure], bool] = lambda failure: False) -> None:
+        """Begin.
+
+        Args:
+            follow: After a failure, tells whether the request now goes elsewhere; see `Connection.follower`.
+        """
+        self._follow = follow
+        self._begin = time.monotonic()
+        self._failures = 0
+
+    def wait_after(self, failure: Failure) -> bool:
+        """Wait until the request should be tried again; False, at once, if it should not.
+
+        Raises:
+            InterruptedError: The work of this thread was cancelled; see `pause`.
+        """
+        if self._follow(failure):
+            return True
+        if not failure.is_transient:
+            return False
+        first = first_wait() * (1 if failure.is_slow_down else _QUICK)
+        wait = min(first * 2**self._failures, _LONGEST_WAIT) * random.uniform(1, 1.2)
+        limit = retry_seconds()
+        if failure.transport == "Connect":
+            limit = min(limit, _UNREACHED_SECONDS)
+        if time.monotonic() - self._begin + wait > limit:
+            return False
+        self._failures += 1
+        pause(wait)
+        return True
+
+    def reset(self) -> None:
+        """Begin anew, as the request got on."""
+        self._begin = time.monotonic()
+        self._failures = 0
+
+
+# Settings and credentials of the environment, without the newline in which a mounted secret ends.
+
+
+def read_variable(name: str) -> str:
+    """Read an environment variable without blanks and newlines at its ends; empty where it is not set.
+
+    Raises:
+        StoreAccessError: It has a control character, on which the client panics.
+    """
+    text = os.environ.get(name, "").strip()
+    check_text(text, f"The environment variable {name}")
+    return text
+
+
+def check_text(text: str, source: str) -> None:
+    """Refuse text that no header of a request can have.
+
+    Args:
+        text: Perhaps a secret, which the message does not show.
+        source: What it is or where it is from, as the beginning of a sentence.
+
+    Raises:
+        StoreAccessError: It has a control character.
+    """
+    at = next((at for at, sign in enumerate(text) if not sign.isprintable()), None)
+    if at is not None:
+        raise StoreAccessError(
+            f"{source} has the control character {text[at]!r} (character {at + 1} of {len(text)}), which no request "
+            "can have. Set it to the plain value, without newlines."
+        )
+
+
+def client_settings(variables: Mapping[str, str]) -> dict[str, str]:
+    """Give obstore those variables that it would read with the blanks at their ends.
+
+    Args:
+        variables: That obstore reads by itself -> its name for the setting.
+
+    Returns:
+        Settings -> their values.
+
+    Raises:
+        StoreAccessError: One has a control character, or nothing but blanks.
+    """
+    settings = {}
+    for name, setting in variables.items():
+        text = read_variable(name)
+        if text != os.environ.get(name, ""):
+            if not text:
+                raise StoreAccessError(f"The environment variable {name} has nothing but blanks. Set it, or unset it.")
+            settings[setting] = text
+    return settings
+
+
+class PlainVariables(Mapping[str, str]):
+    """The environment as `read_variable` reads it, for libraries that take one; read when it is asked."""
+
+    def __getitem__(self, name: str) -> str:
+        """Read a variable."""
+        if name not in os.environ:
+            raise KeyError(name)
+        return read_variable(name)
+
+    def __iter__(self) -> Iterator[str]:
+        """All names."""
+        return iter(os.environ)
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(os.environ)
