@@ -58,11 +58,11 @@ _HOMES = {
     "CheckpointManager": "training.manager",
     "FileDigest": "format.index",
     "HfshardError": "errors",
-    "PlannedShard": "planning.plan",
+    "PlannedShard": "shards.shard_plan",
     "Problem": "storage.checkpoint.report",
     "PushResult": "hub.repo_tree",
     "RemovalReport": "removal.removal_plan",
-    "ShardPlan": "planning.plan",
+    "ShardPlan": "shards.shard_plan",
     "ShardedModelMixin": "modules.mixin",
     "TensorDiff": "viewing.diff.report",
     "TensorSpec": "tensors.stored_tensor",
@@ -75,7 +75,7 @@ _HOMES = {
     "load_model": "load",
     "load_state_dict": "load",
     "parse_size": "_util.text",
-    "plan_shards": "planning.plan",
+    "plan_shards": "shards.shard_plan",
     "pull_checkpoint": "transfer.pull",
     "push_checkpoint": "transfer.push",
     "remove_checkpoint": "remove",
@@ -106,9 +106,6 @@ if TYPE_CHECKING:
     from hfshard.load import load_model as load_model
     from hfshard.load import load_state_dict as load_state_dict
     from hfshard.modules.mixin import ShardedModelMixin as ShardedModelMixin
-    from hfshard.planning.plan import PlannedShard as PlannedShard
-    from hfshard.planning.plan import ShardPlan as ShardPlan
-    from hfshard.planning.plan import plan_shards as plan_shards
     from hfshard.pretrained.installed.switch import install as install
     from hfshard.pretrained.installed.switch import uninstall as uninstall
     from hfshard.removal.removal_plan import RemovalReport as RemovalReport
@@ -116,6 +113,9 @@ if TYPE_CHECKING:
     from hfshard.reshard import reshard_checkpoint as reshard_checkpoint
     from hfshard.save import save_model as save_model
     from hfshard.save import save_state_dict as save_state_dict
+    from hfshard.shards.shard_plan import PlannedShard as PlannedShard
+    from hfshard.shards.shard_plan import ShardPlan as ShardPlan
+    from hfshard.shards.shard_plan import plan_shards as plan_shards
     from hfshard.signing.sign import sign_checkpoint as sign_checkpoint
     from hfshard.storage.checkpoint.report import Problem as Problem
     from hfshard.storage.checkpoint.report import VerifyReport as VerifyReport

@@ -27,10 +27,10 @@ from hfshard.loading.options import LoadOptions, checked_device
 from hfshard.loading.reading import files_holding, read_tensors
 from hfshard.loading.source import CheckpointSource, open_source_by_ranges, with_checkpoint
 from hfshard.pretrained.request import is_plain_class
+from hfshard.shards.read_tensors import ReadMode
 from hfshard.signing.required import required_signature
 from hfshard.signing.signed_by import SignedBy
 from hfshard.storage.checkpoint.checkpoint import FilesOf, Verify
-from hfshard.storage.weights.tensor_reader import ReadMode
 from hfshard.tensors.parameter_names import KeySelection
 
 _QUERY_ARGUMENTS: Final = frozenset(

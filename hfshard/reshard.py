@@ -12,9 +12,9 @@ from hfshard.format.digests import Checksum
 from hfshard.format.index import CheckpointIndex
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.loading.source import CheckpointSource
-from hfshard.planning.plan import Packing
 from hfshard.resharding.reshard import reshard_source
 from hfshard.saving.options import SaveOptions
+from hfshard.shards.shard_plan import Packing
 
 
 @names_files("dst")

@@ -19,10 +19,10 @@ from hfshard.errors import InvalidArgumentError
 from hfshard.format.digests import Checksum
 from hfshard.format.index import CheckpointIndex
 from hfshard.modules.weights import save_module
-from hfshard.planning.plan import Packing
 from hfshard.pretrained.request import is_pretrained
 from hfshard.saving.options import SaveOptions
 from hfshard.saving.request import request_from_state_dict
+from hfshard.shards.shard_plan import Packing
 from hfshard.tensors.parameter_names import unwrap
 
 

@@ -18,8 +18,8 @@ from hfshard.format.index import CheckpointIndex
 from hfshard.loading.into_module import load_into_module
 from hfshard.loading.options import LoadOptions
 from hfshard.loading.source import CheckpointSource
+from hfshard.shards.shard_file import SafetensorsFile
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
-from hfshard.storage.weights.safetensors_file import SafetensorsFile
 from hfshard.tensors.parameter_names import compare, without_wrappers, wrapped_prefixes
 from hfshard.tensors.state_dict import (
     assign,

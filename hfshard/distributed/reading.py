@@ -13,9 +13,9 @@ from hfshard.distributed.parts.part import FileTensor, Part
 from hfshard.distributed.parts.part_reader import PartReader
 from hfshard.distributed.spread_tensor import SpreadTensor
 from hfshard.errors import InvalidArgumentError, StateDictMismatchError, UnstorableTensorError
+from hfshard.shards.ranged_shard import RangedShard
+from hfshard.shards.shard_file import SafetensorsFile
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
-from hfshard.storage.weights.ranged.ranged_shard import RangedShard
-from hfshard.storage.weights.safetensors_file import SafetensorsFile
 from hfshard.tensors.state_dict import is_dtensor
 from hfshard.tensors.stored_tensor import lies_in_storage
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from hfshard.disk.fsops import is_remote
 from hfshard.format.digests import sha256_of
+from hfshard.pickles.pickle_file import PickleFile
+from hfshard.shards.ranged_shard import RangedShard
+from hfshard.shards.shard import SafetensorsShard
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
-from hfshard.storage.weights.pickles.pickle_file import PickleFile
-from hfshard.storage.weights.ranged.ranged_shard import RangedShard
-from hfshard.storage.weights.safetensors_shard import SafetensorsShard
 
 
 def files_of(checkpoint: OpenCheckpoint) -> dict[str, SafetensorsShard | PickleFile]:

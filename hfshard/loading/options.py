@@ -10,9 +10,9 @@ import torch
 
 from hfshard._util.arguments import check_texts
 from hfshard.errors import InvalidArgumentError
+from hfshard.shards.read_tensors import ReadMode, check_read_mode
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, Verify, check_verify_level
 from hfshard.storage.checkpoint.folder import StoreFolder
-from hfshard.storage.weights.tensor_reader import ReadMode, check_read_mode
 
 
 class SignedFiles(Protocol):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from hfshard.format.index import CheckpointIndex
+from hfshard.shards.read_tensors import ReadMode
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
-from hfshard.storage.weights.tensor_reader import ReadMode
 from hfshard.tensors.parameter_names import KeySelection, select_keys
 
 

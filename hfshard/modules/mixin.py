@@ -22,13 +22,13 @@ from hfshard.modules.loading import build_module, load_plain
 from hfshard.modules.pushing import push_plain
 from hfshard.modules.saving import answer_save, save_plain
 from hfshard.modules.upstream import is_overridden, refuse_other_model
-from hfshard.planning.plan import Packing
 from hfshard.pretrained.request import below_mixin, is_pretrained_class
 from hfshard.saving.options import SaveOptions
+from hfshard.shards.read_tensors import ReadMode
+from hfshard.shards.shard_plan import Packing
 from hfshard.signing.required import required_signature
 from hfshard.signing.signed_by import SignedBy
 from hfshard.storage.checkpoint.checkpoint import Verify
-from hfshard.storage.weights.tensor_reader import ReadMode
 
 
 def _untyped(method: Any) -> Any:

@@ -12,10 +12,10 @@ from hfshard.errors import CheckpointChangedError, InvalidArgumentError, Signatu
 from hfshard.format.digests import Checksum
 from hfshard.hub.address import directory_of
 from hfshard.loading.source import CheckpointSource, LocalCheckpoint
+from hfshard.shards.shard_file import SafetensorsFile
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.storage.checkpoint.folder import RangedFolder
 from hfshard.storage.disk.hub_place import refuse_hub
-from hfshard.storage.weights.safetensors_file import SafetensorsFile
 
 
 def place_of(local: LocalCheckpoint) -> str:

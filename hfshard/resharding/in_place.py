@@ -11,16 +11,16 @@ from hfshard.disk.fsops import can_link
 from hfshard.format.digests import tensor_digest
 from hfshard.format.file_names import WeightNames
 from hfshard.format.index import CheckpointIndex, FileDigest
-from hfshard.planning.plan import PlannedShard, ShardPlan, plan_specs
 from hfshard.saving.prepare import index_of, plan_request, shard_room
 from hfshard.saving.request import SaveRequest
 from hfshard.saving.to_directory import save_request
+from hfshard.shards.shard_plan import PlannedShard, ShardPlan, plan_specs
+from hfshard.shards.write_shards import WriteJob, file_order, shard_metadata, write_shards
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.storage.commit.commit import SaveSession, save_session
 from hfshard.storage.commit.commit_plan import plan_commit
 from hfshard.storage.commit.directory_state import read_state
 from hfshard.storage.commit.new_checkpoint import NewCheckpoint, content_digest
-from hfshard.storage.weights.safetensors_writer import WriteJob, file_order, shard_metadata, write_shards
 from hfshard.tensors.stored_tensor import TensorSpec, tensor_specs
 
 

@@ -16,12 +16,12 @@ from hfshard.format.index import without_mark, without_weights_override
 from hfshard.format.strict_json import parse_json_object
 from hfshard.saving.prepare import plan_request
 from hfshard.saving.request import SaveRequest
+from hfshard.shards.write_shards import COMPLEX_AS_REAL_KEY
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.storage.checkpoint.folder import CheckpointFolder
 from hfshard.storage.checkpoint.locate import config_in
 from hfshard.storage.checkpoint.raw_tensors import cast, is_packed, raw_tensors
 from hfshard.storage.commit.directory_state import weights_override_of
-from hfshard.storage.weights.safetensors_writer import COMPLEX_AS_REAL_KEY
 from hfshard.tensors.tied import find_shared_tensors
 
 _DTYPE_KEYS: Final = ("dtype", "torch_dtype")

@@ -12,8 +12,7 @@ from hfshard.disk.byte_source import ByteSource, BytesSource, StreamSource, sha2
 from hfshard.format.index import CheckpointIndex, FileDigest
 from hfshard.saving.prepare import index_of, plan_request, shard_jobs
 from hfshard.saving.request import SaveRequest
-from hfshard.storage.weights.safetensors_stream import SafetensorsStream
-from hfshard.storage.weights.safetensors_writer import WriteJob, digest_shard, writer_threads
+from hfshard.shards.write_shards import SafetensorsStream, WriteJob, digest_shard, writer_threads
 
 
 def stream_request(request: SaveRequest) -> tuple[dict[str, ByteSource], CheckpointIndex]:

@@ -13,8 +13,8 @@ from hfshard._util.threads import in_threads
 from hfshard.constants import FILES_AT_ONCE
 from hfshard.errors import HfshardError
 from hfshard.format.index import FileDigest
-from hfshard.storage.weights.safetensors_file import SafetensorsFile
-from hfshard.storage.weights.safetensors_writer import WriteJob, digest_shard, fingerprint_of_job
+from hfshard.shards.shard_file import SafetensorsFile
+from hfshard.shards.write_shards import WriteJob, digest_shard, fingerprint_of_job
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
 from hfshard.errors import InvalidArgumentError
 from hfshard.format.digests import Checksum, check_checksum
 from hfshard.format.file_names import MODEL_BASE, WeightNames
-from hfshard.planning.plan import Packing, check_packing
+from hfshard.shards.shard_plan import Packing, check_packing
 
 
 @dataclass(frozen=True, kw_only=True)

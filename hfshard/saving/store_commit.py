@@ -37,7 +37,7 @@ from hfshard.saving.linking import KnownFile
 from hfshard.saving.store_plan import KnownShard, highest_index
 from hfshard.saving.stores import own_puts
 from hfshard.saving.writing import ShardWriter
-from hfshard.storage.weights.safetensors_writer import WriteJob, await_devices
+from hfshard.shards.write_shards import WriteJob, await_devices
 from hfshard.stores.store import Store, StoredObject
 from hfshard.tensors.stored_tensor import RawTensor
 

@@ -34,7 +34,6 @@ from hfshard.errors import (
 )
 from hfshard.format.index import CheckpointIndex
 from hfshard.format.stored_save import SaveId, is_save_index, save_of, split_object_name
-from hfshard.planning.plan import ShardPlan
 from hfshard.saving.prepare import index_of, plan_request, shard_jobs
 from hfshard.saving.request import SaveRequest
 from hfshard.saving.store_commit import (
@@ -48,7 +47,8 @@ from hfshard.saving.store_commit import (
 )
 from hfshard.saving.store_plan import StoreState, lower_objects, next_id, read_state
 from hfshard.saving.writing import OwnShardWriter, ShardWriter
-from hfshard.storage.weights.safetensors_writer import WriteJob, writer_threads
+from hfshard.shards.shard_plan import ShardPlan
+from hfshard.shards.write_shards import WriteJob, writer_threads
 from hfshard.stores.open_store import open_store
 from hfshard.stores.store import Store, StoredObject, StoredSource
 

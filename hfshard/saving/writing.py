@@ -10,7 +10,7 @@ from hfshard._util.progress import ProgressCallback
 from hfshard.format.index import FileDigest
 from hfshard.saving.linking import KnownFile, link_unchanged
 from hfshard.saving.stores.upload import upload_files
-from hfshard.storage.weights.safetensors_writer import WriteJob, fingerprint_of_job, write_shards
+from hfshard.shards.write_shards import WriteJob, fingerprint_of_job, write_shards
 from hfshard.stores.store import Store
 
 

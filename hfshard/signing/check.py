@@ -20,14 +20,14 @@ from hfshard.disk.safe_open import is_users_link, open_regular, read_small
 from hfshard.errors import CheckpointChangedError, SignatureError
 from hfshard.format.digests import sha256_of
 from hfshard.format.index import FileDigest
+from hfshard.pickles.pickle_file import PickleFile
+from hfshard.shards.shard import SafetensorsShard
+from hfshard.shards.shard_file import SafetensorsFile
 from hfshard.signing.files import SeenFile, hash_files, list_files, seen_file
 from hfshard.signing.open_weights import OpenWeights
 from hfshard.signing.read_files import is_needed, is_read, may_be_left_out, references_elsewhere
 from hfshard.signing.upstream import SignedManifest, digests_by_library
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
-from hfshard.storage.weights.pickles.pickle_file import PickleFile
-from hfshard.storage.weights.safetensors_file import SafetensorsFile
-from hfshard.storage.weights.safetensors_shard import SafetensorsShard
 
 _SHOWN: Final = 5
 """Names in a message."""

@@ -7,8 +7,8 @@ import os
 from hfshard._util.progress import ProgressCallback
 from hfshard.errors import CheckpointChangedError
 from hfshard.format.index import FileDigest
+from hfshard.shards.shard_file import SafetensorsFile
 from hfshard.signing.files import SeenFile, seen_status
-from hfshard.storage.weights.safetensors_file import SafetensorsFile
 
 
 class OpenWeights:

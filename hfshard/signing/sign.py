@@ -19,13 +19,13 @@ from hfshard.errors import InvalidArgumentError, SignatureError
 from hfshard.format.file_names import INDEX_FILE
 from hfshard.format.index import CheckpointIndex
 from hfshard.hub.pushing.plan import variants_of
+from hfshard.shards.shard_file import SafetensorsFile
 from hfshard.signing.files import hash_files, list_files
 from hfshard.signing.signed_by import existing_file
 from hfshard.signing.upstream import sign_digests
 from hfshard.storage.checkpoint.checkpoint import Verify, open_checkpoint
 from hfshard.storage.checkpoint.locate import adapter_weights, directory_not_found
 from hfshard.storage.disk.hub_place import enclosing_hub
-from hfshard.storage.weights.safetensors_file import SafetensorsFile
 
 _LOCK_SECONDS: Final = 60.0
 """How long a save that is under way is waited for."""

@@ -12,6 +12,7 @@ from hfshard.errors import CheckpointChangedError, InvalidArgumentError, Signatu
 from hfshard.format.digests import sha256_of
 from hfshard.format.index import FileDigest
 from hfshard.loading.options import FilesBeside
+from hfshard.shards.shard import SafetensorsShard
 from hfshard.signing.check import SignedPlace, code_elsewhere
 from hfshard.signing.files import most_signature_bytes
 from hfshard.signing.read_files import is_needed, references_elsewhere
@@ -19,7 +20,6 @@ from hfshard.signing.signed_by import SignedBy
 from hfshard.signing.upstream import SignedManifest, signed_manifest
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.storage.checkpoint.folder import StoreFolder
-from hfshard.storage.weights.safetensors_shard import SafetensorsShard
 
 
 @dataclass

@@ -8,7 +8,7 @@ import torch
 import hfshard
 from hfshard.errors import InvalidArgumentError, UnstorableTensorError
 from hfshard.format.file_names import WeightNames
-from hfshard.planning.plan import plan_specs, with_one_more_shard
+from hfshard.shards.shard_plan import plan_specs, with_one_more_shard
 from hfshard.tensors.stored_tensor import TensorSpec
 
 NAMES = WeightNames()

@@ -22,8 +22,8 @@ from transformers import BertModel
 
 import hfshard
 from hfshard.disk import direct_io
-from hfshard.storage.weights import populate
-from hfshard.storage.weights.pickles.file_in_memory import FileInMemory
+from hfshard.pickles.pickle_file import FileInMemory
+from hfshard.shards import shard_file
 from tests.helpers.tiny_bert import bert, value_of
 
 FULL_FLUSH = 51
@@ -53,7 +53,7 @@ def tensors() -> dict[str, torch.Tensor]:
 
 def no_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(mmap, "MADV_HUGEPAGE")
-    monkeypatch.setattr(populate, "_HUGE_PAGE", UNKNOWN)
+    monkeypatch.setattr(shard_file, "_HUGE_PAGE", UNKNOWN)
 
 
 def no_direct_io(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,12 +81,12 @@ def no_direct_io_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def no_populate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(populate, "_POPULATE_READ", UNKNOWN)
+    monkeypatch.setattr(shard_file, "_POPULATE_READ", UNKNOWN)
 
 
 def no_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_POPULATE_READ", "_WILL_NEED", "_HUGE_PAGE"):
-        monkeypatch.setattr(populate, name, UNKNOWN)
+        monkeypatch.setattr(shard_file, name, UNKNOWN)
 
 
 def no_mincore(monkeypatch: pytest.MonkeyPatch) -> None:

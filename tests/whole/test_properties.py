@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import hfshard
-from hfshard.planning.plan import Packing
+from hfshard.shards.shard_plan import Packing
 from tests.helpers.random_state_dicts import (
     DTYPES,
     Sample,

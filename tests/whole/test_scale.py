@@ -17,7 +17,7 @@ import hfshard
 from hfshard.format.file_names import WeightNames
 from hfshard.format.header import build_header, parse_header
 from hfshard.format.index import CheckpointIndex
-from hfshard.planning.plan import with_one_more_shard
+from hfshard.shards.shard_plan import with_one_more_shard
 from hfshard.storage.checkpoint.checks import check_keys
 from hfshard.tensors.parameter_names import compare, match_prefixes, select_keys
 from hfshard.tensors.tied import find_shared_tensors

@@ -15,20 +15,20 @@ from hfshard.disk.direct_io import read_blocks
 from hfshard.disk.fsops import copy_mode, sync, write_all
 from hfshard.errors import SaveDirectoryError
 from hfshard.format.index import CheckpointIndex, FileDigest
-from hfshard.planning.plan import ShardPlan, with_one_more_shard
 from hfshard.saving.options import SaveOptions
 from hfshard.saving.prepare import avoid_taken_names, plan_request, staged_jobs, staged_names, write_staged
 from hfshard.saving.request import SaveRequest
 from hfshard.saving.writing import OwnShardWriter
-from hfshard.storage.commit.commit import save_session
-from hfshard.storage.commit.commit_plan import needs_links, plan_commit
-from hfshard.storage.commit.new_checkpoint import NewCheckpoint
-from hfshard.storage.weights.safetensors_writer import (
+from hfshard.shards.shard_plan import ShardPlan, with_one_more_shard
+from hfshard.shards.write_shards import (
     WriteJob,
     blank_header,
     digest_shard,
     writer_threads,
 )
+from hfshard.storage.commit.commit import save_session
+from hfshard.storage.commit.commit_plan import needs_links, plan_commit
+from hfshard.storage.commit.new_checkpoint import NewCheckpoint
 from hfshard.stores.store import Store
 from hfshard.tensors.stored_tensor import RawTensor, TensorLayout, tensor_nbytes
 

@@ -33,8 +33,8 @@ from hfshard.distributed.dcp.write_items import (
 )
 from hfshard.errors import InvalidArgumentError, InvalidPathError, RankFailedError
 from hfshard.format.digests import Checksum
-from hfshard.planning.plan import Packing
 from hfshard.saving.options import SaveOptions
+from hfshard.shards.shard_plan import Packing
 
 _SHOWN: Final = 5
 """Names in a message."""

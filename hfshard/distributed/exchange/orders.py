@@ -14,7 +14,7 @@ from hfshard.constants import FINGERPRINT_BYTES
 from hfshard.format.digests import fingerprint_positions
 from hfshard.format.index import FileDigest
 from hfshard.saving.linking import KnownFile
-from hfshard.storage.weights.safetensors_writer import WriteJob
+from hfshard.shards.write_shards import WriteJob
 from hfshard.tensors.stored_tensor import TensorLayout
 
 Kind = Literal["write", "link", "fingerprint"]

@@ -24,7 +24,7 @@ from hfshard.errors import HfshardError
 from hfshard.format.index import FileDigest
 from hfshard.saving.linking import KnownFile, link_if_same
 from hfshard.saving.stores.upload import upload_files
-from hfshard.storage.weights.safetensors_writer import WriteJob, fingerprint_of_job, write_shards
+from hfshard.shards.write_shards import WriteJob, fingerprint_of_job, write_shards
 from hfshard.stores.open_store import open_store
 from hfshard.stores.store import Store
 from hfshard.tensors.stored_tensor import RawTensor

@@ -15,7 +15,7 @@ from hfshard.distributed.exchange.owners import assign_owners
 from hfshard.distributed.status import SaveStatus
 from hfshard.format.index import FileDigest
 from hfshard.saving.writing import OwnShardWriter
-from hfshard.storage.weights.safetensors_writer import (
+from hfshard.shards.write_shards import (
     WriteJob,
     await_devices,
     digest_shard,

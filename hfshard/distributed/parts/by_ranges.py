@@ -13,10 +13,15 @@ from hfshard.distributed.layout import whole_box
 from hfshard.distributed.parts.part import FileTensor, Part, assign_bits, blocks_of, bytes_of, is_read_into, windows_of
 from hfshard.distributed.runs import Runs, gather_into
 from hfshard.format.digests import Verify
-from hfshard.storage.weights.ranged.comparison import Comparison
-from hfshard.storage.weights.ranged.ranged_shard import RangedShard
-from hfshard.storage.weights.ranged.requests import GAP_BYTES, REQUEST_BYTES, Piece, read_pieces
-from hfshard.storage.weights.ranged.running_digest import RunningDigest
+from hfshard.shards.ranged_shard import (
+    GAP_BYTES,
+    REQUEST_BYTES,
+    Comparison,
+    Piece,
+    RangedShard,
+    RunningDigest,
+    read_pieces,
+)
 from hfshard.tensors.stored_tensor import memory_of, own_memory
 
 

@@ -12,8 +12,8 @@ import torch
 
 from hfshard.distributed.layout import Box, box_shape, section
 from hfshard.distributed.runs import ByteArray, Runs
-from hfshard.storage.weights.ranged.ranged_shard import RangedShard
-from hfshard.storage.weights.safetensors_file import SafetensorsFile
+from hfshard.shards.ranged_shard import RangedShard
+from hfshard.shards.shard_file import SafetensorsFile
 from hfshard.tensors.stored_tensor import INTEGER_OF_SIZE, memory_of
 
 BLOCK_BYTES: Final = 4 * 1024 * 1024

@@ -29,9 +29,8 @@ from hfshard.distributed.parts.part import (
 )
 from hfshard.distributed.runs import Runs, gather_into
 from hfshard.format.digests import Verify
-from hfshard.storage.weights.ranged.ranged_shard import RangedShard
-from hfshard.storage.weights.ranged.requests import DEFAULT_MEMORY
-from hfshard.storage.weights.safetensors_file import SafetensorsFile
+from hfshard.shards.ranged_shard import DEFAULT_MEMORY, RangedShard
+from hfshard.shards.shard_file import SafetensorsFile
 from hfshard.tensors.stored_tensor import memory_of, own_memory
 
 _READERS: Final = 4

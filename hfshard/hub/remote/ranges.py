@@ -11,10 +11,10 @@ from hfshard.hub.remote.download import hasher_for
 from hfshard.hub.remote.transport import HubReader
 from hfshard.hub.repo_tree import RepoTree
 from hfshard.hub.resolve import CheckpointQuery
+from hfshard.pickles.pickle_file import PickleFile
+from hfshard.shards.shard import SafetensorsShard
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, Verify, open_checkpoint
 from hfshard.storage.checkpoint.folder import RangedFolder
-from hfshard.storage.weights.pickles.pickle_file import PickleFile
-from hfshard.storage.weights.safetensors_shard import SafetensorsShard
 
 
 @contextmanager

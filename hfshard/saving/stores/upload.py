@@ -10,7 +10,7 @@ from functools import partial
 from hfshard._util.progress import ProgressCallback
 from hfshard._util.threads import cancellable, in_threads
 from hfshard.format.index import FileDigest
-from hfshard.storage.weights.safetensors_writer import WriteJob, await_devices, stream_shard, writer_threads
+from hfshard.shards.write_shards import WriteJob, await_devices, stream_shard, writer_threads
 from hfshard.stores.store import ObjectWriter, Store
 
 

@@ -19,6 +19,7 @@ from hfshard.format.digests import Verify as Verify
 from hfshard.format.digests import check_verify_level as check_verify_level
 from hfshard.format.file_names import MODEL_BASE, WeightNames
 from hfshard.format.index import CheckpointIndex, FileDigest, check_tied_names
+from hfshard.shards.ranged_shard import RangedShard
 from hfshard.storage.checkpoint.checks import (
     check_checksums,
     check_fingerprints,
@@ -38,7 +39,6 @@ from hfshard.storage.checkpoint.locate import (
     state_token,
 )
 from hfshard.storage.checkpoint.open_files import OpenCheckpoint as OpenCheckpoint
-from hfshard.storage.weights.ranged.ranged_shard import RangedShard
 
 FilesOf = Callable[[CheckpointIndex], Collection[str]]
 """Chooses the files that are needed, of those that an index names."""

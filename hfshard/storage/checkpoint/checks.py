@@ -14,10 +14,10 @@ from hfshard.errors import DamagedCheckpointError, HfshardError, IntegrityError
 from hfshard.format.digests import sha256_of
 from hfshard.format.file_names import INDEX_FILE
 from hfshard.format.index import CheckpointIndex, FileDigest, as_saved, without_mark
+from hfshard.pickles.pickle_file import PickleFile
+from hfshard.shards.shard import SafetensorsShard
+from hfshard.shards.shard_file import SafetensorsFile
 from hfshard.storage.checkpoint.folder import CheckpointFolder
-from hfshard.storage.weights.pickles.pickle_file import PickleFile
-from hfshard.storage.weights.safetensors_file import SafetensorsFile
-from hfshard.storage.weights.safetensors_shard import SafetensorsShard
 
 logger = logging.getLogger(__name__)
 

@@ -45,12 +45,10 @@ from hfshard.format.stored_save import (
     save_of_copy,
     split_object_name,
 )
-from hfshard.storage.weights.pickles.file_in_memory import FileInMemory
-from hfshard.storage.weights.pickles.pickle_file import PickleFile
-from hfshard.storage.weights.ranged.ranged_shard import FilesInStore, RangedEntry, RangedFiles, RangedShard
-from hfshard.storage.weights.ranged.requests import DEFAULT_MEMORY
-from hfshard.storage.weights.safetensors_file import SafetensorsFile
-from hfshard.storage.weights.safetensors_shard import SafetensorsShard
+from hfshard.pickles.pickle_file import FileInMemory, PickleFile
+from hfshard.shards.ranged_shard import DEFAULT_MEMORY, FilesInStore, RangedEntry, RangedFiles, RangedShard
+from hfshard.shards.shard import SafetensorsShard
+from hfshard.shards.shard_file import SafetensorsFile
 
 logger = logging.getLogger(__name__)
 

@@ -14,14 +14,13 @@ from hfshard._util.threads import result_of
 from hfshard.format.digests import Verify
 from hfshard.format.file_names import WeightNames
 from hfshard.format.index import CheckpointIndex
+from hfshard.pickles.pickle_file import PickleFile
+from hfshard.shards.ranged_shard import RangedShard, read_whole
+from hfshard.shards.read_tensors import ReadMode, mode_of, read_from
+from hfshard.shards.shard import SafetensorsShard
+from hfshard.shards.shard_file import SafetensorsFile
 from hfshard.storage.checkpoint.folder import CheckpointFolder
 from hfshard.storage.checkpoint.locate import WeightsEntry, state_token
-from hfshard.storage.weights.pickles.pickle_file import PickleFile
-from hfshard.storage.weights.ranged.ranged_shard import RangedShard
-from hfshard.storage.weights.ranged.whole_tensors import read_whole
-from hfshard.storage.weights.safetensors_file import SafetensorsFile
-from hfshard.storage.weights.safetensors_shard import SafetensorsShard
-from hfshard.storage.weights.tensor_reader import ReadMode, mode_of, read_from
 
 
 @dataclass

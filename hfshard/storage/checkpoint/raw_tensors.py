@@ -12,9 +12,9 @@ from hfshard.errors import IntegrityError, remedy
 from hfshard.format.digests import tensor_hasher
 from hfshard.format.header import TensorInfo
 from hfshard.format.index import FileDigest
+from hfshard.shards.shard import SafetensorsShard
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.storage.checkpoint.checks import compare_pickles
-from hfshard.storage.weights.safetensors_shard import SafetensorsShard
 from hfshard.tensors.stored_tensor import (
     DTYPE_BITS,
     TORCH_DTYPES,

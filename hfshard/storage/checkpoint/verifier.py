@@ -27,14 +27,14 @@ from hfshard.errors import (
 )
 from hfshard.format.file_names import WeightNames
 from hfshard.format.index import CheckpointIndex, FileDigest, check_tied_names
+from hfshard.pickles.pickle_file import PickleFile
+from hfshard.shards.ranged_shard import RangedShard
+from hfshard.shards.shard import SafetensorsShard
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, open_checkpoint
 from hfshard.storage.checkpoint.checks import check_small_file, check_total
 from hfshard.storage.checkpoint.folder import FAR_TRIES, CheckpointFolder, StoreFolder, folder_of
 from hfshard.storage.checkpoint.locate import entry_of, locate_checkpoint, weights_bytes
 from hfshard.storage.checkpoint.report import Problem, VerifyReport
-from hfshard.storage.weights.pickles.pickle_file import PickleFile
-from hfshard.storage.weights.ranged.ranged_shard import RangedShard
-from hfshard.storage.weights.safetensors_shard import SafetensorsShard
 
 
 @dataclass

@@ -31,13 +31,13 @@ from hfshard.disk.safe_open import open_folder
 from hfshard.errors import CommitUndoneError, CommitUnfinishedError, HfshardError, SaveDirectoryError
 from hfshard.format.file_names import WeightNames
 from hfshard.format.index import FileDigest
+from hfshard.shards.write_shards import writer_threads
 from hfshard.storage.commit.directory_state import DirectoryState, read_state
 from hfshard.storage.commit.pending_deletes import note_pending_deletes
 from hfshard.storage.commit.rollback import Rollback
 from hfshard.storage.commit.steps import CommitPlan, CommitStep
 from hfshard.storage.disk.hub_place import refuse_hub
 from hfshard.storage.stale_signature import SignatureWatch
-from hfshard.storage.weights.safetensors_writer import writer_threads
 
 logger = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from hfshard.errors import MissingShardError
 from hfshard.format.file_names import INDEX_FILE, WeightNames
 from hfshard.format.index import CheckpointIndex
 from hfshard.format.stored_save import own_saves, save_in_name
+from hfshard.shards.shard_file import SafetensorsFile
 from hfshard.storage.commit.damage import unless_damaged
 from hfshard.storage.commit.pending_deletes import noted_pending_deletes
-from hfshard.storage.weights.safetensors_file import SafetensorsFile
 
 
 @dataclass(frozen=True, slots=True)

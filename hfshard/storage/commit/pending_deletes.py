@@ -16,8 +16,8 @@ from hfshard.disk.fsops import sync_directory, write_file
 from hfshard.disk.safe_open import read_small
 from hfshard.format.file_names import WeightNames
 from hfshard.format.strict_json import dump_json, parse_json_object
+from hfshard.shards.shard_file import SafetensorsFile
 from hfshard.storage.commit.damage import unless_damaged
-from hfshard.storage.weights.safetensors_file import SafetensorsFile
 
 _NAME: Final = "pending-deletes.json"
 

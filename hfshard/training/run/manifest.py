@@ -18,7 +18,7 @@ from hfshard.format.digests import sha256_of
 from hfshard.format.file_names import check_file_name
 from hfshard.format.index import FileDigest, parse_file_digest
 from hfshard.format.strict_json import dump_json, padded_json, parse_json_object
-from hfshard.storage.weights.safetensors_file import SafetensorsFile
+from hfshard.shards.shard_file import SafetensorsFile
 from hfshard.training.parts.nested import decode, encode
 
 MANIFEST: Final = MANIFEST_NAME

@@ -21,7 +21,7 @@ from hfshard.format.index import FileDigest
 from hfshard.saving.linking import KnownFile
 from hfshard.saving.prepare import index_of, plan_request, shard_jobs
 from hfshard.saving.writing import OwnShardWriter, ShardWriter
-from hfshard.storage.weights.safetensors_writer import WriteJob, await_devices, writer_threads
+from hfshard.shards.write_shards import WriteJob, await_devices, writer_threads
 from hfshard.tensors.stored_tensor import tensor_nbytes
 from hfshard.training.collecting import SavePayload
 from hfshard.training.run.manifest import MANIFEST, CheckpointManifest, shard_record, small_record

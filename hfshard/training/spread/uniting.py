@@ -15,7 +15,7 @@ from hfshard.format.file_names import MODEL_BASE
 from hfshard.format.index import FileDigest
 from hfshard.saving.linking import KnownFile
 from hfshard.saving.request import SaveRequest
-from hfshard.storage.weights.safetensors_writer import WriteJob
+from hfshard.shards.write_shards import WriteJob
 from hfshard.stores.store import Store
 from hfshard.tensors.stored_tensor import RawTensor, TensorLayout
 from hfshard.training.collecting import STATE_BASE, SavePayload, is_of_a_rank, rank_prefix

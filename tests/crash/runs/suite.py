@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from hfshard.storage.weights.safetensors_writer import WRITERS_VARIABLE
+from hfshard.shards.write_shards import WRITERS_VARIABLE
 from tests.crash.forks import Aside
 from tests.crash.points import Outcome, Point, Recorded
 from tests.crash.runs import content

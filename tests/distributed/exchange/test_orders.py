@@ -9,7 +9,7 @@ from pathlib import Path
 from hfshard.distributed.exchange.orders import Order
 from hfshard.format.index import FileDigest
 from hfshard.saving.linking import KnownFile
-from hfshard.storage.weights.safetensors_writer import WriteJob
+from hfshard.shards.write_shards import WriteJob
 from hfshard.tensors.stored_tensor import RawTensor, TensorLayout
 
 NAMES = [f"w{number}" for number in range(1500)]

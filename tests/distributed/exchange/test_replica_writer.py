@@ -19,7 +19,7 @@ from hfshard.distributed.status import SaveStatus
 from hfshard.errors import RankFailedError
 from hfshard.saving.options import SaveOptions
 from hfshard.saving.request import SaveRequest
-from hfshard.storage.weights.safetensors_writer import WriteJob
+from hfshard.shards.write_shards import WriteJob
 from hfshard.tensors.stored_tensor import RawTensor, TensorLike, tensor_layout
 from tests.distributed.gloo import check_ranks, waiting
 

@@ -12,8 +12,8 @@ import torch
 import hfshard
 from hfshard.errors import DamagedCheckpointError
 from hfshard.format.header import build_header
-from hfshard.storage.weights.safetensors_file import SafetensorsFile
-from hfshard.storage.weights.safetensors_writer import WriteJob, file_order, shard_header, shard_metadata, write_shards
+from hfshard.shards.shard_file import SafetensorsFile
+from hfshard.shards.write_shards import WriteJob, file_order, shard_header, shard_metadata, write_shards
 from hfshard.tensors.stored_tensor import (
     RawTensor,
     TensorLayout,

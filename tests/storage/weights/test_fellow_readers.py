@@ -11,8 +11,8 @@ import torch
 
 import hfshard
 from hfshard.disk.direct_io import is_cached
-from hfshard.storage.weights import fellow_readers
-from hfshard.storage.weights.fellow_readers import has_fellow_readers, mark_reading
+from hfshard.shards import read_tensors
+from hfshard.shards.read_tensors import has_fellow_readers, mark_reading
 from tests.storage.weights.test_tensor_reader import make_cold
 
 VALUES = torch.arange(2_000_000, dtype=torch.float32)
@@ -71,6 +71,6 @@ def test_where_there_are_no_locks_every_reader_seems_alone(fd: int, monkeypatch:
     other = os.dup(fd)
     os.close(other)
     for closed in (True, False):
-        monkeypatch.setattr(fellow_readers, "_HAS_LOCKS", closed)
+        monkeypatch.setattr(read_tensors, "_HAS_LOCKS", closed)
         mark_reading(other)
         assert not has_fellow_readers(other)

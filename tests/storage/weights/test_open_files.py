@@ -12,8 +12,7 @@ import torch
 import hfshard
 from hfshard._util.threads import in_threads
 from hfshard.errors import CheckpointChangedError
-from hfshard.storage.weights.open_files import FilePool, HeldFile, close_idle_files
-from hfshard.storage.weights.safetensors_file import SafetensorsFile
+from hfshard.shards.shard_file import FilePool, HeldFile, SafetensorsFile, close_idle_files
 
 
 class Files:

@@ -13,9 +13,8 @@ import torch
 import hfshard
 from hfshard.disk.direct_io import BLOCK_BYTES, is_cached
 from hfshard.errors import DamagedCheckpointError
-from hfshard.storage.weights import populate
-from hfshard.storage.weights.populate import pieces_of, populated_blocks
-from hfshard.storage.weights.safetensors_file import SafetensorsFile
+from hfshard.shards import shard_file
+from hfshard.shards.shard_file import SafetensorsFile, pieces_of, populated_blocks
 from tests.helpers import forkserver
 from tests.storage.threads import no_thread_is_left
 
@@ -78,13 +77,13 @@ def test_what_the_kernel_lacks_is_not_missed(
     make_cold(file)
     unknown = 9999
     if lacks in ("MADV_POPULATE_READ", "all advice"):
-        monkeypatch.setattr(populate, "_POPULATE_READ", unknown)
+        monkeypatch.setattr(shard_file, "_POPULATE_READ", unknown)
     if lacks == "all advice":
-        monkeypatch.setattr(populate, "_WILL_NEED", unknown)
+        monkeypatch.setattr(shard_file, "_WILL_NEED", unknown)
     if lacks in ("MADV_HUGEPAGE", "all advice"):
-        monkeypatch.setattr(populate, "_HUGE_PAGE", unknown)
+        monkeypatch.setattr(shard_file, "_HUGE_PAGE", unknown)
     if lacks == "threads":
-        monkeypatch.setattr(populate, "start_thread", lambda *_arguments, **_keywords: None)
+        monkeypatch.setattr(shard_file, "start_thread", lambda *_arguments, **_keywords: None)
     assert read(file) == expected
     assert not recwarn.list
 

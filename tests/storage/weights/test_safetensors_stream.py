@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load
 
 import hfshard
-from hfshard.storage.weights.safetensors_stream import SafetensorsStream
+from hfshard.shards.write_shards import SafetensorsStream
 
 MIB = 1024 * 1024
 

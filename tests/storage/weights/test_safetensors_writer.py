@@ -11,7 +11,7 @@ import pytest
 import torch
 import xxhash
 
-from hfshard.storage.weights.safetensors_writer import WriteJob, file_order, write_shards
+from hfshard.shards.write_shards import WriteJob, file_order, write_shards
 
 METADATA = {"hfshard": "1", "format": "pt"}
 

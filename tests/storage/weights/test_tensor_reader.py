@@ -16,10 +16,9 @@ import hfshard
 from hfshard.disk.direct_io import is_cached
 from hfshard.disk.fsops import is_remote
 from hfshard.errors import DamagedCheckpointError, InvalidArgumentError
-from hfshard.storage.weights import tensor_reader
-from hfshard.storage.weights.read_ahead import read_ahead
-from hfshard.storage.weights.safetensors_file import SafetensorsFile
-from hfshard.storage.weights.tensor_reader import check_read_mode, read_from
+from hfshard.shards import read_tensors
+from hfshard.shards.read_tensors import check_read_mode, read_ahead, read_from
+from hfshard.shards.shard_file import SafetensorsFile
 from tests.storage.threads import no_thread_is_left
 
 CPU = torch.device("cpu")
@@ -97,7 +96,7 @@ def test_the_way_of_a_gpu_gives_the_same_tensors(is_cold: bool, tmp_path: Path) 
     if is_cold:
         make_cold(path)
     with opened(path) as shard:
-        found = tensor_reader._read_at_once([(shard, list(shard.header.tensors))], CPU, staged=True)
+        found = read_tensors._read_at_once([(shard, list(shard.header.tensors))], CPU, staged=True)
     assert_same(dict(sorted(found.items())), dict(sorted(tensors().items())))
 
 
@@ -176,13 +175,13 @@ def test_a_file_that_was_cut_short_is_an_error_that_names_it(staged: bool, is_co
             make_cold(path)
         was_cut = r"model\.safetensors' was truncated while it was being read"
         with no_thread_is_left(), pytest.raises(DamagedCheckpointError, match=was_cut):
-            tensor_reader._read_at_once([(shard, list(shard.header.tensors))], CPU, staged=staged)
+            read_tensors._read_at_once([(shard, list(shard.header.tensors))], CPU, staged=staged)
 
 
 def test_where_the_kernel_can_not_map_ahead_it_reads_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hfshard.save_state_dict({"x": torch.randn(2_000_000)}, tmp_path)
     make_cold(tmp_path / "model.safetensors")
-    monkeypatch.setattr("hfshard.storage.weights.populate._POPULATE_READ", 9999)
+    monkeypatch.setattr("hfshard.shards.shard_file._POPULATE_READ", 9999)
     with opened(tmp_path / "model.safetensors") as shard:
         for thread in read_ahead([(shard, ["x"])]):
             thread.result()
@@ -198,7 +197,7 @@ def test_a_file_that_was_cut_short_ends_no_process_that_reads_ahead(
     with opened(path) as shard:
         assert shard.mapping.nbytes() == 8_004_096
         os.truncate(path, 5_000_000)
-        monkeypatch.setattr("hfshard.storage.weights.read_ahead.is_populated", lambda *_stretch: False)
+        monkeypatch.setattr("hfshard.shards.read_tensors.is_populated", lambda *_stretch: False)
         for thread in read_ahead([(shard, ["x"])]):
             thread.result()
 
@@ -206,7 +205,7 @@ def test_a_file_that_was_cut_short_ends_no_process_that_reads_ahead(
 def test_reading_ahead_leaves_half_of_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hfshard.save_state_dict({"x": torch.ones(16_000_000)}, tmp_path)
     make_cold(tmp_path / "model.safetensors")
-    monkeypatch.setattr("hfshard.storage.weights.read_ahead._available_bytes", lambda: 2 * 8 * 1024 * 1024)
+    monkeypatch.setattr("hfshard.shards.read_tensors._available_bytes", lambda: 2 * 8 * 1024 * 1024)
     with opened(tmp_path / "model.safetensors") as shard:
         for thread in read_ahead([(shard, ["x"])]):
             thread.result()

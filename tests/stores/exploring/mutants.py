@@ -16,8 +16,8 @@ from hfshard.format.stored_save import SaveId, finished_saves, saves_among, spli
 from hfshard.saving import store_commit, to_store
 from hfshard.saving.store_commit import StoreTransaction
 from hfshard.saving.store_plan import lower_objects
+from hfshard.shards.write_shards import digest_shard
 from hfshard.storage.checkpoint.folder import RangedFolder
-from hfshard.storage.weights.safetensors_writer import digest_shard
 from hfshard.training.run.places import run_store
 from tests.stores.exploring import programs
 from tests.stores.exploring.programs import Manager, Reader

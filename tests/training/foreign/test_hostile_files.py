@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from hfshard.errors import DamagedCheckpointError, HfshardError, StateDictMismatchError, UnsafePickleError
+from hfshard.pickles.pickle_opcodes import Described, Named, describe_pickle
 from hfshard.training import CheckpointManager, TrainingState
-from hfshard.training.foreign.pickles.inert_pickle import Described, Named, describe_pickle
 
 RAN: list[str] = []
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import hfshard
-from hfshard.storage.weights.tensor_reader import ReadMode
+from hfshard.shards.read_tensors import ReadMode
 
 
 class DefaultDtype:

@@ -9,8 +9,7 @@ from typing import Any, Final
 
 import torch
 
-from hfshard.storage.weights.pickles.name_hashes import NameHashes
-from hfshard.training.foreign.pickles.inert_pickle import Described, Named, checked_key
+from hfshard.pickles.pickle_opcodes import Described, Named, NameHashes, checked_key
 
 OTHER: Final = object()
 """What is returned for an object that is more than data."""

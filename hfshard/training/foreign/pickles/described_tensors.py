@@ -15,8 +15,8 @@ import torch
 
 from hfshard.disk.safe_open import Identity, identity_of, open_regular
 from hfshard.errors import UnsafePickleError
-from hfshard.storage.weights.pickles.zip_check import check_archive, damaged_pickle
-from hfshard.training.foreign.pickles.inert_pickle import Described, Named, PickleDescription, describe_pickle
+from hfshard.pickles.pickle_opcodes import Described, Named, PickleDescription, describe_pickle
+from hfshard.pickles.pickle_zip import check_archive, damaged_pickle
 
 _PICKLE: Final = "/data.pkl"
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 from hfshard._util.text import list_some
 from hfshard.disk.safe_open import Identity
 from hfshard.errors import UnsafePickleError
-from hfshard.storage.weights.pickles.reading import read_pickle
+from hfshard.pickles.read_pickle import read_pickle
 from hfshard.training.foreign.pickles.described_tensors import described_file, refuse_code
 from hfshard.training.foreign.pickles.plain_values import PlainValues
 from hfshard.training.run.finding import Level

@@ -9,10 +9,9 @@ from typing import Any, Final
 import torch
 
 from hfshard.errors import DamagedCheckpointError
-from hfshard.storage.weights.pickles.name_hashes import NameHashes
+from hfshard.pickles.pickle_opcodes import Described, Named, NameHashes
 from hfshard.training.foreign.pickles.data_types import OTHER, meaning, size_of
 from hfshard.training.foreign.pickles.described_tensors import DescribedFile
-from hfshard.training.foreign.pickles.inert_pickle import Described, Named
 from hfshard.training.parts.nested_types import NOT_STORED
 
 _MAX_DEPTH: Final = 100

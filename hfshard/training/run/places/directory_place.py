@@ -16,10 +16,10 @@ from hfshard.disk.byte_source import ByteSource, FileSource
 from hfshard.disk.fsops import make_directories
 from hfshard.disk.safe_open import read_small
 from hfshard.errors import DamagedCheckpointError
+from hfshard.shards.shard import SafetensorsShard
+from hfshard.shards.shard_file import SafetensorsFile
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, open_checkpoint
 from hfshard.storage.disk.hub_place import refuse_hub
-from hfshard.storage.weights.safetensors_file import SafetensorsFile
-from hfshard.storage.weights.safetensors_shard import SafetensorsShard
 from hfshard.training.run.directory import (
     checkpoints_in,
     clean_up_run,

@@ -45,7 +45,6 @@ from hfshard.format.stored_save import (
     saves_among,
     split_object_name,
 )
-from hfshard.planning.plan import ShardPlan
 from hfshard.saving.prepare import index_of, plan_request, shard_jobs
 from hfshard.saving.store_commit import (
     StoreTransaction,
@@ -57,10 +56,11 @@ from hfshard.saving.store_commit import (
 from hfshard.saving.store_plan import KnownShard, highest_index
 from hfshard.saving.stores import own_puts
 from hfshard.saving.writing import OwnShardWriter
+from hfshard.shards.shard import SafetensorsShard
+from hfshard.shards.shard_plan import ShardPlan
+from hfshard.shards.write_shards import WriteJob
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, open_checkpoint
 from hfshard.storage.checkpoint.folder import StoreFolder
-from hfshard.storage.weights.safetensors_shard import SafetensorsShard
-from hfshard.storage.weights.safetensors_writer import WriteJob
 from hfshard.stores.byte_budget import store_memory_bytes
 from hfshard.stores.open_store import open_store
 from hfshard.stores.store import Store, StoredObject, StoredSource

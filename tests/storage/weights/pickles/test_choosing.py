@@ -91,7 +91,7 @@ def test_weights_are_found(tmp_path: Path, name: str, caplog: pytest.LogCaptureF
     assert {name: tensor.tolist() for name, tensor in model.state_dict().items()} == {
         name: tensor.tolist() for name, tensor in STATE.items()
     }
-    said = [record.getMessage() for record in caplog.records if record.name.endswith("choosing")]
+    said = [record.getMessage() for record in caplog.records if record.name.endswith("pickle_file")]
     assert said == ([] if key is None else [f"The weights of '{path}' are those under its key '{key}'."])
     if key is not None:
         assert list(hfshard.load_state_dict(path, key=key)) == list(hfshard.load_state_dict(path))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from hfshard.storage.weights.pickles.mapped_file import find_mapped_file
+from hfshard.pickles.read_pickle import find_mapped_file
 
 
 def test_without_a_descriptor_for_the_list_of_mapped_files_the_place_is_not_known(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from hfshard.errors import DamagedCheckpointError, UnsafePickleError
-from hfshard.storage.weights.pickles.opcode_scan import scan_zip
-from hfshard.storage.weights.pickles.reading import read_pickle
+from hfshard.pickles.pickle_opcodes import scan_zip
+from hfshard.pickles.read_pickle import read_pickle
 from tests.attacks.files.torchfile import (
     MAGIC,
     call,

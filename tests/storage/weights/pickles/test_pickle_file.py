@@ -10,7 +10,7 @@ import torch
 
 import hfshard
 from hfshard.errors import CheckpointChangedError, DamagedCheckpointError, IntegrityError
-from hfshard.storage.weights.pickles.pickle_file import PickleFile
+from hfshard.pickles.pickle_file import PickleFile
 from hfshard.tensors.stored_tensor import RawTensor
 from tests.attacks.files.torchfile import mapping, tensor, zipped
 from tests.helpers.tensor_bytes import bytes_of

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from hfshard.errors import DamagedCheckpointError, UnsafePickleError
-from hfshard.storage.weights.pickles.nested import iter_leaves
-from hfshard.storage.weights.pickles.reading import read_pickle
+from hfshard.pickles.read_pickle import iter_leaves, read_pickle
 from tests.attacks.files.torchfile import call, integer, legacy, mapping, tensor, zipped
 
 FORMATS = pytest.mark.parametrize("is_zip", [True, False], ids=["zip", "older"])

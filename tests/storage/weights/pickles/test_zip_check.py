@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hfshard.errors import DamagedCheckpointError
-from hfshard.storage.weights.pickles.pickle_file import PickleFile
-from hfshard.storage.weights.pickles.reading import read_pickle
+from hfshard.pickles.pickle_file import PickleFile
+from hfshard.pickles.read_pickle import read_pickle
 from tests.attacks.files.torchfile import mapping, pickled, tensor, zipped
 
 GOOD = mapping({"good": tensor("0", (2,))})

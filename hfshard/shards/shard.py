@@ -17,7 +17,7 @@ from hfshard.errors import DamagedCheckpointError, IntegrityError, remedy
 from hfshard.format.digests import HASHERS, fingerprint_positions, new_fingerprint, tensor_digest, zeroed
 from hfshard.format.header import LENGTH_BYTES, Header, TensorInfo, damaged_header, parse_header
 from hfshard.format.index import FileDigest, HfshardMetadata, metadata_of_file
-from hfshard.storage.weights.safetensors_writer import COMPLEX_AS_REAL_KEY
+from hfshard.shards.write_shards import COMPLEX_AS_REAL_KEY
 from hfshard.tensors.stored_tensor import TORCH_DTYPES, torch_shape
 
 _SHOWN: Final = 10

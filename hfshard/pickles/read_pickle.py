@@ -1,32 +1,35 @@
-"""Read a file of torch.save, zip or older: plain containers and tensors only, never code, and every byte there."""
+"""Read a file of torch.save: plain containers and tensors only, never code; and the error for what asks for more."""
 
 from __future__ import annotations
 
+import io
+import mmap
 import os
 import pickle
+import pickletools
 import re
+import shlex
 import sys
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import IO, Any, Final
 
 import torch
 
 from hfshard.disk.safe_open import Identity, identity_of, open_regular
-from hfshard.errors import CheckpointChangedError, HfshardError
-from hfshard.storage.weights.pickles.mapped_file import find_mapped_file
-from hfshard.storage.weights.pickles.nested import iter_storages
-from hfshard.storage.weights.pickles.opcode_scan import scan_old_format, scan_zip
-from hfshard.storage.weights.pickles.other_formats import refuse_other_format
-from hfshard.storage.weights.pickles.refusals import other_tensors, unsafe_pickle
-from hfshard.storage.weights.pickles.zip_check import (
+from hfshard.errors import CheckpointChangedError, HfshardError, UnsafePickleError
+from hfshard.pickles.pickle_opcodes import scan_old_format, scan_zip
+from hfshard.pickles.pickle_zip import (
     check_archive,
     check_every_record,
     damaged_pickle,
     data_records,
+    pickle_record,
+    refuse_other_format,
 )
+from hfshard.tensors.stored_tensor import is_plain_type
 
 _ZIP_MARK: Final = b"PK\x03\x04"
 _LEGACY_MAGIC: Final = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
@@ -232,3 +235,195 @@ def _storages_of(value: Any, path: str) -> list[torch.UntypedStorage]:
 def _reason(error: Exception) -> str:
     first_line = (str(error).splitlines() or [""])[0][:200]
     return f"{type(error).__name__}: {first_line}"
+
+
+# The error for a pickle that asks for more than tensors: what it asks for, and how its owner takes the weights out.
+
+
+_BEFORE_THE_OBJECT: Final = 3
+"""Pickles before the object in torch's older format: a magic number, the version, the machine."""
+_BEFORE_AN_OBJECT: Final = frozenset(
+    ("PROTO", "MARK", "BINUNICODE", "NONE", "BINPUT", "LONG_BINPUT", "TUPLE", "BINPERSID", "EMPTY_TUPLE")
+)
+"""Opcodes that come, beside its class, before an object that was saved whole; the older format has its source there."""
+
+
+def unsafe_pickle(fd: int, path: str, asked: str | None, *, is_zip: bool) -> UnsafePickleError:
+    """Make the error.
+
+    Args:
+        fd: The file, open.
+        path: For the message.
+        asked: What it asks for: a class or a function; None: it is not known.
+        is_zip: Which format it has.
+    """
+    what = f"'{asked}'" if asked else "something"
+    if asked is not None and _root_global(fd, path, is_zip=is_zip) == asked:
+        kind = f"it is an object of {what} that was saved whole, and a checkpoint needs only tensors"
+        taken, where = ".state_dict()", f", where {what} can be imported"
+    else:
+        kind = f"its pickle asks for {what}, but a checkpoint needs only tensors"
+        taken, where = "['state_dict']", ", with the key that they have in it"
+    command = f"import torch; torch.save(torch.load({path!r}, weights_only=False){taken}, 'weights.pt')"
+    return UnsafePickleError(
+        f"'{path}' was not loaded: {kind}. It may run code on your machine. Do not load it, unless you made it; in "
+        f"that case save its weights alone{where}: python -c {shlex.quote(command)}",
+        path=path,
+        actual=asked,
+    )
+
+
+def other_tensors(path: str, kind: str) -> UnsafePickleError:
+    """The error for tensors that are not plain, such as DTensors of a model that is spread over ranks.
+
+    Args:
+        path: The file.
+        kind: Their class, or what they are called.
+    """
+    todo = "Load it with torch.load(path, weights_only=True) in the program that made it, and save plain tensors"
+    if kind == "DTensor":
+        todo = (
+            "Each rank saved only its part: load it there, make the tensors whole on every rank (full_tensor), and "
+            "save them again, or save the model with hfshard.save_model"
+        )
+    return UnsafePickleError(
+        f"'{path}' was not loaded: it holds a {kind}, and a checkpoint needs plain tensors. {todo}.",
+        path=path,
+        actual=kind,
+    )
+
+
+def _root_global(fd: int, path: str, *, is_zip: bool) -> str | None:
+    """The class of the object that was saved; None for a dict, or where it can't be told. Nothing is unpickled."""
+    try:
+        if is_zip:
+            return _first_global(io.BytesIO(pickle_record(fd, path)))
+        with os.fdopen(os.dup(fd), "rb") as file:
+            file.seek(0)
+            for _ in range(_BEFORE_THE_OBJECT):
+                for _ in pickletools.genops(file):
+                    pass
+            return _first_global(file)
+    except (ValueError, EOFError, OSError):  # torch has found fault with it, too
+        return None
+
+
+def _first_global(file: IO[bytes]) -> str | None:
+    found = None
+    for opcode, argument, _ in pickletools.genops(file):
+        if opcode.name == "GLOBAL" and found is None:
+            found = str(argument).replace(" ", ".")
+        elif opcode.name == "NEWOBJ":
+            return found
+        elif opcode.name not in _BEFORE_AN_OBJECT:
+            break
+    return None
+
+
+# Where a mapped file of torch.save lies in memory, and whether its storages are its records.
+
+
+def find_mapped_file(storages: Mapping[int, int], records: Mapping[int, int], path: str) -> int | None:
+    """Find the address of a mapped file's first byte, and check that each storage of its tensors is one of its records.
+
+    torch trusts the number of elements that the pickle says, and makes tensors that are not in the file at all when the
+    pickle asks for them, of memory that nobody has filled: what a file that was freed left there, or a password.
+
+    Args:
+        storages: Address of each that has bytes -> its bytes.
+        records: Where each record of tensors' bytes begins in the file -> its bytes.
+        path: Of the file, for messages.
+
+    Returns:
+        None where the system does not tell it, or there is no storage.
+
+    Raises:
+        DamagedCheckpointError: A storage is not in the file, or longer or shorter than its record.
+    """
+    if not storages:
+        return None
+    first = min(storages)
+    areas = _areas()
+    if areas is None:  # then it is one of the addresses from which all storages are as far as records are in the file
+        guesses = [first - at for at in records if (first - at) % mmap.PAGESIZE == 0]
+        begins = [begin for begin in guesses if all(address - begin in records for address in storages)]
+    else:
+        # No other memory lies in between: where the others are at records of the same file, they are in the file, too.
+        begins = [start - offset for start, end, offset in areas if start <= first < end]
+    if not begins or not all(address - begins[0] in records for address in storages):
+        raise damaged_pickle(path, "it does not hold the bytes of all its tensors")
+    for address, nbytes in storages.items():
+        if records[address - begins[0]] != nbytes:
+            raise damaged_pickle(
+                path, f"a record of {records[address - begins[0]]} bytes holds a storage of {nbytes} bytes"
+            )
+    return None if areas is None else begins[0]
+
+
+def _areas() -> list[tuple[int, int, int]] | None:
+    """Stretches of this process's memory that are mapped files: first address, end, and the byte of the file there.
+
+    None where the system does not list them.
+    """
+    try:
+        with open("/proc/self/maps", encoding="utf-8", errors="replace") as lines:
+            split = [line.split(maxsplit=5) for line in lines]
+    except OSError:  # there is none, it may not be read, or no more files may be opened
+        return None
+    areas = []
+    for addresses, _rights, offset, _device, _inode, *name in split:
+        if name and name[0].startswith("/"):  # others are called [heap], [anon:...], or nothing
+            start, end = (int(address, 16) for address in addresses.split("-"))
+            areas.append((start, end, int(offset, 16)))
+    return areas
+
+
+# Walks through a value of nested containers that came out of a file: in any depth, and in circles.
+
+
+def iter_leaves(value: Any) -> Iterator[Any]:
+    """Find all that nested dicts, lists, tuples and sets hold, each container once; names of dicts too.
+
+    Args:
+        value: Anything that `torch.load(weights_only=True)` returns. It may contain itself.
+    """
+    seen: set[int] = set()
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        if not isinstance(one, Mapping | list | tuple | set):
+            yield one
+        elif id(one) not in seen:
+            seen.add(id(one))
+            waiting.extend(one)
+            if isinstance(one, Mapping):
+                waiting.extend(one.values())
+
+
+def iter_storages(value: Any) -> Iterator[torch.UntypedStorage]:
+    """Find the memory of every tensor in a nested value, also of the parts of sparse ones.
+
+    Tensors without memory, on the device meta, have none.
+
+    Raises:
+        TypeError: There is a tensor of a kind whose memory can't be told, or memory that is no tensor's; it names it.
+    """
+    for leaf in iter_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            yield from (part.untyped_storage() for part in _dense_parts(leaf) if part.device.type != "meta")
+        elif isinstance(leaf, torch.UntypedStorage | torch.TypedStorage):
+            raise TypeError(type(leaf).__name__)
+
+
+def _dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    if not is_plain_type(tensor) or tensor.is_nested:
+        raise TypeError(type(tensor).__name__ if not tensor.is_nested else "nested tensor")
+    if tensor.layout == torch.strided:
+        return (tensor,)
+    if tensor.layout == torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    raise TypeError(f"tensor of the layout {tensor.layout}")

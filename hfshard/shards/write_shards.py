@@ -1,11 +1,12 @@
-"""Write safetensors files straight from tensor memory, with their checksums in the same pass."""
+"""Write safetensors files, or stream them, straight from tensor memory, with their checksums in the same pass."""
 
 from __future__ import annotations
 
 import json
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Self
@@ -14,26 +15,32 @@ import torch
 
 from hfshard._util.progress import ProgressCallback
 from hfshard._util.threads import cancellable, in_threads
-from hfshard.constants import FILES_AT_ONCE, FINGERPRINT_BYTES, FORMAT_VERSION, METADATA_KEY
-from hfshard.disk.direct_io import BlockWriter, check_setting
+from hfshard.constants import COPY_BYTES, FILES_AT_ONCE, FINGERPRINT_BYTES, FORMAT_VERSION, METADATA_KEY
+from hfshard.disk.byte_source import SeekableReader
+from hfshard.disk.direct_io import BLOCK_BYTES, BlockWriter, check_setting
 from hfshard.disk.fsops import copy_mode, sync, write_all
 from hfshard.errors import InvalidArgumentError
 from hfshard.format.digests import (
     HASHERS,
     TENSOR_DIGEST_HEX,
+    Hasher,
     fingerprint_positions,
     new_fingerprint,
+    small_tensor_digest,
+    tensor_digest,
 )
 from hfshard.format.header import header_entries, header_of_entries
 from hfshard.format.index import FileDigest, single_file_metadata
-from hfshard.storage.weights.hashed_output import HashedOutput
 from hfshard.tensors.stored_tensor import (
     TensorLayout,
     TensorLike,
     element_bytes,
     first_bytes,
     is_complex_as_real,
+    iter_blocks,
+    small_bytes,
     tensor_layouts,
+    tensor_nbytes,
 )
 
 COMPLEX_AS_REAL_KEY: Final = "hfshard.complex"
@@ -283,3 +290,146 @@ def _put_through(head: _Head, blank: bytes, put: Callable[[memoryview], object])
 def _digest_and_header(head: _Head, blank: bytes, digests: Mapping[str, str]) -> tuple[FileDigest, bytes]:
     header = blank if head.job.hfshard_metadata is None else head.stating(digests)
     return FileDigest(len(header) + head.data_bytes, **digests), header
+
+
+# The bytes of a file on their way to the disk: hashed by tensor, those of small ones passed on many at a time.
+
+
+_SMALL_BYTES: Final = 16 * 1024
+"""Tensors of at most this size are gathered: by themselves, 100,000 of them took 1.1 s to hash and write, not 0.2."""
+
+_TOGETHER_BYTES: Final = 256 * 1024
+"""Bytes that are gathered: they stay in the core's cache."""
+
+
+class HashedOutput:
+    """Takes a file's blocks in order: hashes each, and passes it on while it is in the core's cache."""
+
+    def __init__(self, put: Callable[[memoryview], object], hasher: Hasher | None) -> None:
+        """Begin a file.
+
+        Args:
+            put: Gets the blocks; each is valid until it returns.
+            hasher: Gets them before; None: tensors get no digests either.
+        """
+        self._put = put
+        self._hasher = hasher
+        self.fingerprint = new_fingerprint()
+        self._small: list[bytes] = []
+        self._small_bytes = 0
+
+    def add_tensor(self, tensor: TensorLike, fingerprint_bytes: int) -> str:
+        """Take all bytes of the next tensor (see `add`); those of small ones are passed on together."""
+        raw = small_bytes(tensor, _SMALL_BYTES)
+        if raw is None:
+            return self.add(iter_blocks(tensor, BLOCK_BYTES), fingerprint_bytes)
+        return self._add_small(raw, fingerprint_bytes)
+
+    def flush(self) -> None:
+        """Pass on what is left of the small tensors; to be called after the last one, too."""
+        if self._small_bytes:
+            self._pass_on(memoryview(b"".join(self._small)))
+        self._small.clear()
+        self._small_bytes = 0
+
+    def add(self, blocks: Iterable[memoryview], fingerprint_bytes: int) -> str:
+        """Take the blocks of one tensor, and return its digest ("" if none is wanted).
+
+        Args:
+            blocks: Each is valid until the next one is asked for.
+            fingerprint_bytes: How many of the first bytes go into the file's fingerprint.
+        """
+        self.flush()
+        blocks = self._passed_on(blocks, fingerprint_bytes)
+        if self._hasher is not None:
+            return tensor_digest(blocks)
+        for _ in blocks:
+            continue
+        return ""
+
+    def _add_small(self, raw: bytes, fingerprint_bytes: int) -> str:
+        if fingerprint_bytes:
+            self.fingerprint.update(raw[:fingerprint_bytes])
+        self._small.append(raw)
+        self._small_bytes += len(raw)
+        if self._small_bytes >= _TOGETHER_BYTES:
+            self.flush()
+        return small_tensor_digest(raw) if self._hasher is not None else ""
+
+    def _passed_on(self, blocks: Iterable[memoryview], fingerprint_bytes: int) -> Iterator[memoryview]:
+        for block in blocks:
+            if fingerprint_bytes > 0:
+                self.fingerprint.update(block[:fingerprint_bytes])
+                fingerprint_bytes -= len(block)
+            yield block
+            self._pass_on(block)
+
+    def _pass_on(self, block: memoryview) -> None:
+        if self._hasher is not None:
+            self._hasher.update(block)
+        self._put(block)
+
+
+# A safetensors file that is not on a disk: its bytes come from a header and tensors when they are read.
+
+
+class SafetensorsStream(SeekableReader):
+    """Reads like the file with this header and these tensors; at most one block of a tensor is copied at a time."""
+
+    def __init__(self, header: bytes, tensors: Sequence[TensorLike]) -> None:
+        """Make a reader at the first byte.
+
+        Args:
+            header: Everything before the data.
+            tensors: In the order of their bytes; they must not change until the last byte is read.
+        """
+        self._header, self._tensors = header, tensors
+        self._starts = [0]
+        end = len(header)
+        for tensor in tensors:
+            self._starts.append(end)
+            end += tensor_nbytes(tensor)
+        super().__init__(end)
+        self._rest: Iterator[memoryview] = iter(())
+        self._block = memoryview(b"")
+        self._block_end = -1
+        """The end of the block that was read last: reading on from there needs no search."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """Read the next `size` bytes, or fewer at the end; all that are left if it is None or negative."""
+        left = self._size - self._position
+        left = max(0, left if size is None or size < 0 else min(size, left))
+        parts = []
+        while left:
+            view = self._next(left)
+            parts.append(view.tobytes())  # a block may be invalid when the next one is asked for
+            left -= len(view)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _next(self, limit: int) -> memoryview:
+        """Read between 1 and `limit` bytes; the end must not be reached yet."""
+        if self._block_end - len(self._block) != self._position or not self._block:
+            self._find()
+        view = self._block[:limit]
+        self._block = self._block[len(view) :]
+        self._position += len(view)
+        return view
+
+    def _find(self) -> None:
+        """Load the block that holds the position, without what is before it."""
+        if self._block_end != self._position:
+            number = bisect_right(self._starts, self._position) - 1
+            at = self._starts[number]
+            self._rest = (
+                iter_blocks(self._tensors[number - 1], COPY_BYTES) if number else iter([memoryview(self._header)])
+            )
+        else:
+            at = self._position
+        for block in self._rest:
+            if at + len(block) > self._position:
+                self._block, self._block_end = block[self._position - at :], at + len(block)
+                return
+            at += len(block)
+        # The tensor ended, and the next one begins here (bisect passes over empty ones).
+        self._block_end = -1
+        self._find()

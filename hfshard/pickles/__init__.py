@@ -1,0 +1,1 @@
+"""Files of torch.save, read without running their code."""

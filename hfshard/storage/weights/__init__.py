@@ -1,1 +1,0 @@
-"""Files of weights: safetensors written, streamed and read, and legacy pickles read."""

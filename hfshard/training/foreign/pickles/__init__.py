@@ -1,1 +1,0 @@
-"""Files of torch.save that hold more than tensors: read as descriptions, and never run."""
