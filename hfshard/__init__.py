@@ -59,14 +59,14 @@ _HOMES = {
     "FileDigest": "format.index",
     "HfshardError": "errors",
     "PlannedShard": "shards.shard_plan",
-    "Problem": "storage.checkpoint.report",
+    "Problem": "checkpoint.verifier",
     "PushResult": "hub.repo_tree",
     "RemovalReport": "removal.removal_plan",
     "ShardPlan": "shards.shard_plan",
     "ShardedModelMixin": "modules.mixin",
     "TensorDiff": "viewing.diff.report",
     "TensorSpec": "tensors.stored_tensor",
-    "VerifyReport": "storage.checkpoint.report",
+    "VerifyReport": "checkpoint.verifier",
     "diff_checkpoints": "viewing.diff.checkpoints",
     "distributed": "distributed",
     "errors": "errors",
@@ -99,6 +99,8 @@ if TYPE_CHECKING:
     from hfshard import signing as signing
     from hfshard import training as training
     from hfshard._util.text import parse_size as parse_size
+    from hfshard.checkpoint.verifier import Problem as Problem
+    from hfshard.checkpoint.verifier import VerifyReport as VerifyReport
     from hfshard.errors import HfshardError as HfshardError
     from hfshard.format.index import CheckpointIndex as CheckpointIndex
     from hfshard.format.index import FileDigest as FileDigest
@@ -117,8 +119,6 @@ if TYPE_CHECKING:
     from hfshard.shards.shard_plan import ShardPlan as ShardPlan
     from hfshard.shards.shard_plan import plan_shards as plan_shards
     from hfshard.signing.sign import sign_checkpoint as sign_checkpoint
-    from hfshard.storage.checkpoint.report import Problem as Problem
-    from hfshard.storage.checkpoint.report import VerifyReport as VerifyReport
     from hfshard.tensors.stored_tensor import TensorSpec as TensorSpec
     from hfshard.training.manager import CheckpointManager as CheckpointManager
     from hfshard.transfer.pull import pull_checkpoint as pull_checkpoint

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from hfshard._util.arguments import names_files, path_text, refuse_unknown
+from hfshard.checkpoint.load_options import LoadOptions, checked_device, files_holding, read_tensors
+from hfshard.checkpoint.open_checkpoint import FilesOf
 from hfshard.distributed.liveness.call_group import among
 from hfshard.distributed.loading import (
     check_like,
@@ -22,15 +24,13 @@ from hfshard.distributed.loading import (
     load_opened,
 )
 from hfshard.errors import InvalidArgumentError
+from hfshard.format.digests import Verify
 from hfshard.hub.resolve import CheckpointQuery
-from hfshard.loading.options import LoadOptions, checked_device
-from hfshard.loading.reading import files_holding, read_tensors
 from hfshard.loading.source import CheckpointSource, open_source_by_ranges, with_checkpoint
 from hfshard.pretrained.request import is_plain_class
 from hfshard.shards.read_tensors import ReadMode
 from hfshard.signing.required import required_signature
 from hfshard.signing.signed_by import SignedBy
-from hfshard.storage.checkpoint.checkpoint import FilesOf, Verify
 from hfshard.tensors.parameter_names import KeySelection
 
 _QUERY_ARGUMENTS: Final = frozenset(

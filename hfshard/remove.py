@@ -10,6 +10,8 @@ from typing import Final
 from hfshard._util.addresses import is_address
 from hfshard._util.arguments import absolute_path, names_files
 from hfshard._util.text import list_some
+from hfshard.checkpoint.locate import directory_not_found
+from hfshard.commit.hub_marker import enclosing_hub
 from hfshard.constants import MARKS
 from hfshard.errors import (
     CheckpointChangedError,
@@ -24,8 +26,6 @@ from hfshard.removal.from_run import remove_from_run, remove_leftovers_from_run
 from hfshard.removal.from_store import remove_from_store, remove_leftovers_from_store
 from hfshard.removal.from_stored_run import remove_from_stored_run, remove_leftovers_from_stored_run
 from hfshard.removal.removal_plan import Removal, RemovalReport, joined
-from hfshard.storage.checkpoint.locate import directory_not_found
-from hfshard.storage.disk.hub_place import enclosing_hub
 from hfshard.stores.open_store import open_store
 from hfshard.stores.store import Store
 from hfshard.training.run.finding import checkpoint_of_step

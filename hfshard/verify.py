@@ -9,19 +9,17 @@ from functools import partial
 
 from hfshard._util.addresses import is_address
 from hfshard._util.arguments import absolute_path, check_texts, names_files
+from hfshard.checkpoint.locate import adapter_weights, split_weights_path
+from hfshard.checkpoint.verifier import VerifyReport, verify_directory
+from hfshard.commit.hub_marker import directory_of, has_hub_marker
 from hfshard.errors import CheckpointNotFoundError, DamagedCheckpointError, InvalidArgumentError
 from hfshard.format.file_names import WeightNames
-from hfshard.hub.address import directory_of
 from hfshard.hub.directory.hub import DirectoryHub
 from hfshard.hub.directory.report import verify_hub
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.loading.source import CheckpointSource
 from hfshard.signing.report import with_signature
 from hfshard.signing.signed_by import SignedBy
-from hfshard.storage.checkpoint.locate import adapter_weights, split_weights_path
-from hfshard.storage.checkpoint.report import VerifyReport
-from hfshard.storage.checkpoint.verifier import verify_directory
-from hfshard.storage.disk.hub_place import has_hub_marker
 from hfshard.training.run.finding import Level
 from hfshard.training.run.reports import is_checkpoint, is_run, report_of, reports_of_run
 

@@ -10,6 +10,7 @@ from math import prod
 from typing import Any, Final
 
 from hfshard._util.text import format_size
+from hfshard.checkpoint.verifier import Problem, VerifyReport
 from hfshard.cli.output import (
     bar,
     checksum_text,
@@ -22,7 +23,6 @@ from hfshard.cli.output import (
 )
 from hfshard.errors import readable
 from hfshard.signing.signed_by import SignedBy
-from hfshard.storage.checkpoint.report import Problem, VerifyReport
 from hfshard.verify import verify_checkpoint
 from hfshard.viewing.inspection import Inspection, inspect_checkpoint
 from hfshard.viewing.tensor_entry import TensorEntry

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from hfshard._util.text import format_size
+from hfshard.checkpoint.locate import locate_checkpoint
 from hfshard.cli.output import checksum_text, count_of, print_json, print_message, print_text, printable, table
 from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError
 from hfshard.format.file_names import WeightNames
@@ -17,7 +18,6 @@ from hfshard.hub.resolve import CheckpointQuery
 from hfshard.loading.source import CheckpointSource
 from hfshard.resharding.reshard import ReshardResult, reshard_source
 from hfshard.saving.options import SaveOptions
-from hfshard.storage.checkpoint.locate import locate_checkpoint
 
 
 def reshard(arguments: argparse.Namespace) -> int:

@@ -10,11 +10,11 @@ from dataclasses import asdict
 from typing import Any
 
 from hfshard._util.text import format_size
+from hfshard.checkpoint.verifier import Problem
 from hfshard.cli import reshard_commands
 from hfshard.cli.commands import print_problems
 from hfshard.cli.output import print_json, print_message, print_text, printable, table
 from hfshard.errors import InvalidArgumentError
-from hfshard.storage.checkpoint.report import Problem
 from hfshard.training.foreign.checkpoint import ForeignCheckpoint
 from hfshard.training.foreign.converting import ConvertedRun, convert_foreign, is_foreign_run
 from hfshard.training.foreign.directories.trainer import is_trainer_directory

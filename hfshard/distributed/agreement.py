@@ -15,6 +15,11 @@ from typing import Final, TypeVar
 import torch.distributed as dist
 
 from hfshard._util.progress import bytes_bar
+from hfshard.checkpoint.check_files import check_checksums, check_pickles
+from hfshard.checkpoint.folder import FAR_TRIES
+from hfshard.checkpoint.load_options import LoadOptions
+from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
+from hfshard.commit.hub_marker import has_hub_marker
 from hfshard.distributed.exchange.owners import assign_owners
 from hfshard.distributed.liveness.call_group import has_other_ranks
 from hfshard.distributed.participants import gather_participants
@@ -28,12 +33,7 @@ from hfshard.distributed.sightings import (
 )
 from hfshard.distributed.status import ANY_PLACE, SaveStatus
 from hfshard.errors import CheckpointChangedError, HfshardError
-from hfshard.loading.options import LoadOptions
 from hfshard.loading.source import CheckpointSource, LocalCheckpoint, open_source, with_checkpoint
-from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
-from hfshard.storage.checkpoint.checks import check_checksums, check_pickles
-from hfshard.storage.checkpoint.folder import FAR_TRIES
-from hfshard.storage.disk.hub_place import has_hub_marker
 
 _Result = TypeVar("_Result")
 

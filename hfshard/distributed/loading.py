@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import nn
 
+from hfshard.checkpoint.into_module import load_into_module
+from hfshard.checkpoint.load_options import LoadOptions
+from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
 from hfshard.distributed.agreement import LoadAgreement, load_together
 from hfshard.distributed.reading import Target, prepare_reads, stored_tensors
 from hfshard.distributed.spread_tensor import has_spread
 from hfshard.errors import HfshardError, InvalidArgumentError, StateDictMismatchError
 from hfshard.format.index import CheckpointIndex
-from hfshard.loading.into_module import load_into_module
-from hfshard.loading.options import LoadOptions
 from hfshard.loading.source import CheckpointSource
 from hfshard.shards.shard_file import SafetensorsFile
-from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.tensors.parameter_names import compare, without_wrappers, wrapped_prefixes
 from hfshard.tensors.state_dict import (
     assign,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
 from hfshard.distributed.layout import Box, whole_box
 from hfshard.distributed.parts.part import FileTensor, Part
 from hfshard.distributed.parts.part_reader import PartReader
@@ -15,7 +16,6 @@ from hfshard.distributed.spread_tensor import SpreadTensor
 from hfshard.errors import InvalidArgumentError, StateDictMismatchError, UnstorableTensorError
 from hfshard.shards.ranged_shard import RangedShard
 from hfshard.shards.shard_file import SafetensorsFile
-from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.tensors.state_dict import is_dtensor
 from hfshard.tensors.stored_tensor import lies_in_storage
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from hfshard._util.addresses import is_address
 from hfshard._util.arguments import absolute_path
+from hfshard.commit.transaction import OwnShardWriter
 from hfshard.distributed.exchange.holders import Holders
 from hfshard.distributed.exchange.listing import HeldTensor, Listing, Mesh, RankGroup, digest_of, list_tensors
 from hfshard.distributed.exchange.outcome import SaveOutcome
@@ -29,7 +30,6 @@ from hfshard.errors import HfshardError, InvalidArgumentError, RankFailedError, 
 from hfshard.format.index import CheckpointIndex
 from hfshard.saving.request import SaveRequest
 from hfshard.saving.to_directory import save_request
-from hfshard.saving.writing import OwnShardWriter
 from hfshard.tensors.stored_tensor import RawTensor, TensorLayout, TensorLike
 
 _TELL_SECONDS: Final = 5.0

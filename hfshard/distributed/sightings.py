@@ -9,12 +9,12 @@ from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 
+from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
 from hfshard.disk.fsops import is_remote
 from hfshard.format.digests import sha256_of
 from hfshard.pickles.pickle_file import PickleFile
 from hfshard.shards.ranged_shard import RangedShard
 from hfshard.shards.shard import SafetensorsShard
-from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 
 
 def files_of(checkpoint: OpenCheckpoint) -> dict[str, SafetensorsShard | PickleFile]:

@@ -9,6 +9,10 @@ import secrets
 from collections.abc import Collection, Mapping
 from typing import Final
 
+from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
+from hfshard.commit.commit_plan import NewCheckpoint, content_digest, plan_commit
+from hfshard.commit.directory_commit import SaveSession, save_session
+from hfshard.commit.hub_marker import refuse_hub
 from hfshard.constants import CONFIG_NAME, MAX_INDEX_BYTES, METADATA_KEY, README, SAFETENSORS_SUFFIX
 from hfshard.disk.byte_source import ByteSource, copy_file, file_source
 from hfshard.disk.fsops import NO_LINKS
@@ -16,11 +20,6 @@ from hfshard.disk.safe_open import read_small
 from hfshard.errors import SaveDirectoryError
 from hfshard.format.strict_json import dump_json
 from hfshard.hub.own_files import OwnFiles
-from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
-from hfshard.storage.commit.commit import SaveSession, save_session
-from hfshard.storage.commit.commit_plan import plan_commit
-from hfshard.storage.commit.new_checkpoint import NewCheckpoint, content_digest
-from hfshard.storage.disk.hub_place import refuse_hub
 
 _LEFT_OUT: Final = frozenset({".gitattributes"})
 """Files that only the Hub needs."""

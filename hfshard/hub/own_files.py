@@ -10,16 +10,16 @@ from typing import Final
 from hfshard._util.addresses import is_address
 from hfshard._util.text import list_some
 from hfshard._util.threads import in_threads
+from hfshard.checkpoint.folder import RangedFolder
+from hfshard.checkpoint.locate import locate_checkpoint
+from hfshard.commit.directory_commit import LOCK_WAIT_SECONDS
+from hfshard.commit.directory_state import read_state
 from hfshard.constants import CONFIG_NAME, GENERATION_CONFIG_NAME, README, SIGNATURE_NAME
 from hfshard.disk.byte_source import ByteSource, FileSource, file_source, has_same_bytes
 from hfshard.disk.fsops import locked_directory
 from hfshard.disk.safe_open import identity_of
 from hfshard.errors import CheckpointNotFoundError, DamagedCheckpointError, SaveDirectoryError, UnsafePathError
 from hfshard.format.file_names import WeightNames
-from hfshard.storage.checkpoint.folder import RangedFolder
-from hfshard.storage.checkpoint.locate import locate_checkpoint
-from hfshard.storage.commit.commit import LOCK_WAIT_SECONDS
-from hfshard.storage.commit.directory_state import read_state
 from hfshard.stores.open_store import open_store
 from hfshard.stores.store import StoredSource
 

@@ -8,14 +8,15 @@ from collections.abc import Sequence
 from functools import partial
 
 from hfshard._util.arguments import absolute_path
+from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
+from hfshard.commit.hub_marker import directory_of
 from hfshard.constants import CONFIG_NAME
 from hfshard.errors import IntegrityError
-from hfshard.hub.address import directory_of
+from hfshard.format.digests import Verify
 from hfshard.hub.directory.hub import DirectoryHub
 from hfshard.hub.export import export, exported_names
 from hfshard.hub.remote.fetching import Fetcher, fetch, is_offline
 from hfshard.hub.resolve import CheckpointQuery, ResolvedCheckpoint, companion_files, resolve_checkpoint
-from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, Verify, open_checkpoint
 
 logger = logging.getLogger(__name__)
 

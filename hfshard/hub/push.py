@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from hfshard._util.arguments import absolute_path
-from hfshard.hub.address import absolute_address
+from hfshard.commit.hub_marker import absolute_address
 from hfshard.hub.pushing.local_files import directory_contents
 from hfshard.hub.pushing.push_files import push_files
 from hfshard.hub.pushing.request import PushOptions, PushRequest

@@ -9,6 +9,16 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from hfshard._util.arguments import check_texts
+from hfshard.checkpoint.locate import (
+    ADAPTER_WEIGHTS,
+    WeightsEntry,
+    WeightsKind,
+    candidate_weights,
+    checked_weights_override,
+    entry_of,
+    read_config,
+)
+from hfshard.checkpoint.open_checkpoint import FilesOf
 from hfshard.constants import (
     ADAPTER_CONFIG_NAME,
     BIN_SUFFIX,
@@ -26,16 +36,6 @@ from hfshard.format.file_names import INDEX_FILE, WeightNames
 from hfshard.format.index import CheckpointIndex
 from hfshard.format.stored_save import is_save_index
 from hfshard.hub.protocols import CommitFiles
-from hfshard.storage.checkpoint.checkpoint import FilesOf
-from hfshard.storage.checkpoint.locate import (
-    ADAPTER_WEIGHTS,
-    WeightsEntry,
-    WeightsKind,
-    candidate_weights,
-    checked_weights_override,
-    entry_of,
-    read_config,
-)
 
 _OWN_STEMS: Final = ("model.", "model-", "pytorch_model.", "pytorch_model-")
 """How the names of a checkpoint's weights begin, those of its variants too: only the chosen ones are pulled."""

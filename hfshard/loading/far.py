@@ -14,12 +14,12 @@ from dataclasses import replace
 from typing import Final
 
 from hfshard._util.addresses import StoreAddress, parse_address
+from hfshard.checkpoint.folder import FAR_TRIES, StoreFolder
+from hfshard.checkpoint.locate import is_weights_name
 from hfshard.constants import ADAPTER_CONFIG_NAME, CONFIG_NAME, GENERATION_CONFIG_NAME, MAX_CONFIG_BYTES
 from hfshard.errors import CheckpointChangedError, InvalidArgumentError
 from hfshard.format.file_names import WeightNames, check_file_name, stays_inside
 from hfshard.hub.resolve import CheckpointQuery
-from hfshard.storage.checkpoint.folder import FAR_TRIES, StoreFolder
-from hfshard.storage.checkpoint.locate import is_weights_name
 from hfshard.stores.byte_budget import store_memory_bytes
 from hfshard.stores.open_store import open_store
 

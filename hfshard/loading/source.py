@@ -12,6 +12,12 @@ from typing import TYPE_CHECKING, TypeVar
 from hfshard._util.addresses import is_address, refuse_hub_arguments
 from hfshard._util.arguments import absolute_path, path_text
 from hfshard._util.progress import bytes_bar
+from hfshard.checkpoint.check_files import check_small_file
+from hfshard.checkpoint.folder import FAR_TRIES, CheckpointFolder, LocalFolder, StockFolder, StoreFolder
+from hfshard.checkpoint.load_options import LoadOptions, SignedFiles
+from hfshard.checkpoint.locate import directory_not_found, is_weights_name, split_weights_path, weights_bytes
+from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
+from hfshard.commit.hub_marker import directory_of, has_hub_marker
 from hfshard.constants import CONFIG_NAME, SAFETENSORS_SUFFIX
 from hfshard.errors import (
     CheckpointChangedError,
@@ -23,14 +29,7 @@ from hfshard.errors import (
     HubNotFoundError,
     InvalidArgumentError,
 )
-from hfshard.hub.address import directory_of
 from hfshard.hub.resolve import CheckpointQuery
-from hfshard.loading.options import LoadOptions, SignedFiles
-from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, open_checkpoint
-from hfshard.storage.checkpoint.checks import check_small_file
-from hfshard.storage.checkpoint.folder import FAR_TRIES, CheckpointFolder, LocalFolder, StockFolder, StoreFolder
-from hfshard.storage.checkpoint.locate import directory_not_found, is_weights_name, split_weights_path, weights_bytes
-from hfshard.storage.disk.hub_place import has_hub_marker
 
 if TYPE_CHECKING:
     from hfshard.loading.far import Skeleton

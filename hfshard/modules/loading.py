@@ -17,19 +17,18 @@ from torch import nn
 from hfshard._util.addresses import is_address
 from hfshard._util.arguments import path_text
 from hfshard._util.text import list_some
+from hfshard.checkpoint.load_options import LoadOptions, checked_device
+from hfshard.checkpoint.locate import read_config
+from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
+from hfshard.commit.hub_marker import directory_of, has_hub_marker
 from hfshard.constants import CHANGED_RETRIES, CONFIG_NAME, WEIGHTS_OVERRIDE_KEY
 from hfshard.distributed.loading import load_opened
 from hfshard.errors import CheckpointChangedError, InvalidArgumentError
 from hfshard.format.index import without_weights_override
-from hfshard.hub.address import directory_of
 from hfshard.hub.resolve import CheckpointQuery
-from hfshard.loading.options import LoadOptions, checked_device
 from hfshard.loading.source import CheckpointSource, LocalCheckpoint, open_source
 from hfshard.modules.upstream import constructor_names
 from hfshard.signing.required import required_signature
-from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
-from hfshard.storage.checkpoint.locate import read_config
-from hfshard.storage.disk.hub_place import has_hub_marker
 
 logger = logging.getLogger(__name__)
 

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from huggingface_hub import PyTorchModelHubMixin
 
+from hfshard.checkpoint.load_options import LoadOptions
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
 from hfshard.distributed.liveness.call_group import among
-from hfshard.format.digests import Checksum
+from hfshard.format.digests import Checksum, Verify
 from hfshard.hub.resolve import CheckpointQuery
-from hfshard.loading.options import LoadOptions
 from hfshard.loading.source import CheckpointSource
 from hfshard.modules.loading import build_module, load_plain
 from hfshard.modules.pushing import push_plain
@@ -28,7 +28,6 @@ from hfshard.shards.read_tensors import ReadMode
 from hfshard.shards.shard_plan import Packing
 from hfshard.signing.required import required_signature
 from hfshard.signing.signed_by import SignedBy
-from hfshard.storage.checkpoint.checkpoint import Verify
 
 
 def _untyped(method: Any) -> Any:

@@ -10,10 +10,10 @@ from typing import Any, Final
 from torch import nn
 
 from hfshard._util.arguments import refuse_pickles, refuse_unknown
+from hfshard.commit.hub_marker import absolute_address
 from hfshard.distributed.pushing.together import push_together
 from hfshard.distributed.spread_tensor import has_spread
 from hfshard.errors import InvalidArgumentError
-from hfshard.hub.address import absolute_address
 from hfshard.hub.pushing.request import PushOptions
 from hfshard.modules.saving import PUSH_ARGUMENTS, ModuleExtras, module_request, told_options
 from hfshard.pretrained.pushing.push import push_by_directory, push_model

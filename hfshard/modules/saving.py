@@ -16,6 +16,7 @@ from torch import nn
 
 from hfshard._util.addresses import is_address, refuse_hub_arguments
 from hfshard._util.arguments import absolute_path, refuse_pickles, refuse_unknown
+from hfshard.commit.hub_marker import refuse_hub
 from hfshard.constants import CONFIG_NAME, DEFAULT_MAX_SHARD_SIZE, README
 from hfshard.disk.byte_source import BytesSource
 from hfshard.disk.fsops import rename, unlink_if_there, write_file
@@ -25,7 +26,6 @@ from hfshard.modules.upstream import as_dict, config_json, noted_config
 from hfshard.modules.weights import save_module
 from hfshard.saving.options import SaveOptions
 from hfshard.saving.request import SaveRequest, request_from_module
-from hfshard.storage.disk.hub_place import refuse_hub
 
 PUSH_ARGUMENTS: Final = frozenset(
     ("repo_id", "commit_message", "commit_description", "private", "revision", "branch", "create_pr", "tags",

@@ -18,12 +18,12 @@ from transformers.utils.hub import cached_files
 from transformers.utils.import_utils import is_peft_available
 
 from hfshard._util.arguments import refuse_unknown
+from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
 from hfshard.constants import CONFIG_NAME, WEIGHTS_OVERRIDE_KEY
 from hfshard.errors import CheckpointNotFoundError
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.loading.source import CheckpointSource, LocalCheckpoint
 from hfshard.pretrained.overrides.override_chain import has_override
-from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.tensors.stored_tensor import TORCH_DTYPES
 
 _SPARE_DEVICE_BYTES: Final = 2 * 1024**3

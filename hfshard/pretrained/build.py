@@ -14,6 +14,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hfshard._util.addresses import has_lost_slash, is_address
 from hfshard._util.arguments import path_text
+from hfshard.checkpoint.folder import FAR_TRIES
+from hfshard.checkpoint.load_options import LoadOptions, SignedFiles
+from hfshard.checkpoint.locate import read_config
+from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
+from hfshard.commit.hub_marker import directory_of, has_hub_marker
 from hfshard.constants import CHANGED_RETRIES
 from hfshard.distributed.agreement import current_agreement
 from hfshard.errors import (
@@ -23,8 +28,6 @@ from hfshard.errors import (
     InvalidArgumentError,
     UnsafePickleError,
 )
-from hfshard.hub.address import directory_of
-from hfshard.loading.options import LoadOptions, SignedFiles
 from hfshard.loading.source import CheckpointSource, LocalCheckpoint, signed_files
 from hfshard.pretrained.arguments import (
     class_of_auto,
@@ -40,10 +43,6 @@ from hfshard.pretrained.overrides.bottom import ChainCall, call_under_way, upstr
 from hfshard.pretrained.overrides.override_chain import has_override, run_chain
 from hfshard.pretrained.ranks.joint_load import load_on_ranks
 from hfshard.signing.adapters import load_on_signed_base
-from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
-from hfshard.storage.checkpoint.folder import FAR_TRIES
-from hfshard.storage.checkpoint.locate import read_config
-from hfshard.storage.disk.hub_place import has_hub_marker
 
 logger = logging.getLogger(__name__)
 

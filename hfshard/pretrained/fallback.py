@@ -10,9 +10,9 @@ from typing import Any, Final
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.utils.import_utils import is_peft_available
 
+from hfshard.checkpoint.locate import read_config, weights_bytes
 from hfshard.constants import ADAPTER_CONFIG_NAME
 from hfshard.errors import HfshardError
-from hfshard.storage.checkpoint.locate import read_config, weights_bytes
 
 _TRANSFORMERS_ONLY: Final = {
     "offload_folder", "tp_plan", "tp_size", "device_mesh",

@@ -14,10 +14,12 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hfshard._util.threads import LendingLock
+from hfshard.checkpoint.load_options import LoadOptions
+from hfshard.checkpoint.locate import check_generation_config, read_config
+from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
 from hfshard.distributed.agreement import current_agreement
 from hfshard.distributed.reading import stored_tensors
 from hfshard.errors import StateDictMismatchError
-from hfshard.loading.options import LoadOptions
 from hfshard.loading.source import LocalCheckpoint
 from hfshard.pretrained.arguments import (
     CONFIG_ATTRIBUTES,
@@ -29,8 +31,6 @@ from hfshard.pretrained.arguments import (
 from hfshard.pretrained.class_alias import class_of_alias
 from hfshard.pretrained.overrides.bottom import upstream
 from hfshard.pretrained.ranks.parallelized import ParallelizedLoad
-from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
-from hfshard.storage.checkpoint.locate import check_generation_config, read_config
 from hfshard.tensors.parameter_names import (
     KeyMismatch,
     compare,

@@ -14,13 +14,13 @@ from transformers import PreTrainedModel
 
 from hfshard._util.addresses import is_address, refuse_hub_arguments
 from hfshard._util.arguments import absolute_path, refuse_pickles, refuse_unknown
+from hfshard.commit.hub_marker import absolute_address, refuse_hub
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
 from hfshard.distributed.liveness.call_group import has_other_ranks
 from hfshard.distributed.pushing.together import PushTogether, push_together
 from hfshard.distributed.saving import decline_save, needs_all_ranks, save_anywhere, telling_other_ranks
 from hfshard.errors import InvalidArgumentError
 from hfshard.format.index import CheckpointIndex
-from hfshard.hub.address import absolute_address
 from hfshard.hub.pushing.request import PushOptions
 from hfshard.pretrained.arguments import SAVE_ARGUMENTS
 from hfshard.pretrained.class_alias import class_before_fsdp, is_registered_with_mixin, view_as_alias
@@ -33,7 +33,6 @@ from hfshard.pretrained.ranks.stages import is_part, is_part_of_push, refuse_ung
 from hfshard.pretrained.request import request_from_model
 from hfshard.saving.options import SaveOptions
 from hfshard.saving.request import SaveRequest
-from hfshard.storage.disk.hub_place import refuse_hub
 from hfshard.tensors.state_dict import refuse_partitioned
 
 _DEFAULTS: Final[dict[str, Any]] = {

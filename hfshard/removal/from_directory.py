@@ -7,6 +7,9 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import Final
 
+from hfshard.checkpoint.locate import locate_checkpoint
+from hfshard.commit.directory_commit import clear_staging
+from hfshard.commit.directory_state import DirectoryState, read_state
 from hfshard.constants import STAGING_DIRECTORY
 from hfshard.disk.fsops import locked_directory, refuse_odd_directories, sync_directory, unlink_if_there
 from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError
@@ -22,9 +25,6 @@ from hfshard.removal.removal_plan import (
     is_of_weights,
     phase_of_weights,
 )
-from hfshard.storage.checkpoint.locate import locate_checkpoint
-from hfshard.storage.commit.commit import clear_staging
-from hfshard.storage.commit.directory_state import DirectoryState, read_state
 
 LOCK_WAIT_SECONDS: Final = 5.0
 """How long a removal waits for a save there: what that one saves is not what the user has chosen."""

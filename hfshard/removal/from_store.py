@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
+from hfshard.checkpoint.locate import locate_checkpoint
+from hfshard.commit.store_plan import StoreState, highest_index, read_state
 from hfshard.errors import CheckpointNotFoundError
 from hfshard.format.file_names import WeightNames
 from hfshard.format.stored_save import SaveId, own_saves, save_in_name, save_of, save_of_copy, split_object_name
@@ -27,8 +29,6 @@ from hfshard.removal.removal_plan import (
     is_of_weights,
     phase_of_weights,
 )
-from hfshard.saving.store_plan import StoreState, highest_index, read_state
-from hfshard.storage.checkpoint.locate import locate_checkpoint
 from hfshard.stores.store import Store, StoredObject
 
 _LOWER_INDEXES: Final = OTHER_FILES + 1

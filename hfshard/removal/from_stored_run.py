@@ -7,12 +7,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
+from hfshard.commit.store_plan import highest_index
 from hfshard.constants import BIN_SUFFIX, INDEX_SUFFIX, MARKS, SAFETENSORS_SUFFIX, SIGNATURE_NAME
 from hfshard.errors import CheckpointNotFoundError, DamagedCheckpointError, UnsafePathError
 from hfshard.format.stored_save import SaveId, StoredSave, save_in_name, saves_among
 from hfshard.removal.from_store import StorePlan, build_plan, store_removal
 from hfshard.removal.removal_plan import MAY_BE_UNDER_WAY, NOT_ITS_OWN, Removal, in_phases
-from hfshard.saving.store_plan import highest_index
 from hfshard.stores.open_store import open_store
 from hfshard.stores.store import Store, StoredObject
 from hfshard.training.run.manifest import MANIFEST, CheckpointManifest

@@ -6,16 +6,15 @@ import os
 import re
 
 from hfshard._util.addresses import is_address
+from hfshard.checkpoint.folder import RangedFolder
+from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
+from hfshard.commit.hub_marker import directory_of, refuse_hub
 from hfshard.constants import SIGNATURE_NAME
 from hfshard.disk.safe_open import Identity, identity_of
 from hfshard.errors import CheckpointChangedError, InvalidArgumentError, SignatureError
 from hfshard.format.digests import Checksum
-from hfshard.hub.address import directory_of
 from hfshard.loading.source import CheckpointSource, LocalCheckpoint
 from hfshard.shards.shard_file import SafetensorsFile
-from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
-from hfshard.storage.checkpoint.folder import RangedFolder
-from hfshard.storage.disk.hub_place import refuse_hub
 
 
 def place_of(local: LocalCheckpoint) -> str:

@@ -7,6 +7,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hfshard._util.progress import bytes_bar
+from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
+from hfshard.commit.commit_plan import NewCheckpoint, content_digest, plan_commit
+from hfshard.commit.directory_commit import SaveSession, save_session
+from hfshard.commit.directory_state import read_state
 from hfshard.disk.fsops import can_link
 from hfshard.format.digests import tensor_digest
 from hfshard.format.file_names import WeightNames
@@ -16,11 +20,6 @@ from hfshard.saving.request import SaveRequest
 from hfshard.saving.to_directory import save_request
 from hfshard.shards.shard_plan import PlannedShard, ShardPlan, plan_specs
 from hfshard.shards.write_shards import WriteJob, file_order, shard_metadata, write_shards
-from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
-from hfshard.storage.commit.commit import SaveSession, save_session
-from hfshard.storage.commit.commit_plan import plan_commit
-from hfshard.storage.commit.directory_state import read_state
-from hfshard.storage.commit.new_checkpoint import NewCheckpoint, content_digest
 from hfshard.tensors.stored_tensor import TensorSpec, tensor_specs
 
 

@@ -10,6 +10,10 @@ from typing import Final, TypeVar
 
 import torch
 
+from hfshard.checkpoint.folder import CheckpointFolder
+from hfshard.checkpoint.locate import config_in
+from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, cast, is_packed, raw_tensors
+from hfshard.commit.directory_state import weights_override_of
 from hfshard.constants import CONFIG_NAME, GENERATION_CONFIG_NAME, MAX_CONFIG_BYTES, METADATA_KEY
 from hfshard.errors import InvalidArgumentError
 from hfshard.format.index import without_mark, without_weights_override
@@ -17,11 +21,6 @@ from hfshard.format.strict_json import parse_json_object
 from hfshard.saving.prepare import plan_request
 from hfshard.saving.request import SaveRequest
 from hfshard.shards.write_shards import COMPLEX_AS_REAL_KEY
-from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
-from hfshard.storage.checkpoint.folder import CheckpointFolder
-from hfshard.storage.checkpoint.locate import config_in
-from hfshard.storage.checkpoint.raw_tensors import cast, is_packed, raw_tensors
-from hfshard.storage.commit.directory_state import weights_override_of
 from hfshard.tensors.tied import find_shared_tensors
 
 _DTYPE_KEYS: Final = ("dtype", "torch_dtype")

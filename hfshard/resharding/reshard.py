@@ -12,15 +12,17 @@ import torch
 
 from hfshard._util.addresses import is_address
 from hfshard._util.arguments import absolute_path
+from hfshard.checkpoint.companion_files import companions_at, refuse_conflicts, taken_at
+from hfshard.checkpoint.load_options import LoadOptions
+from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, is_compared
 from hfshard.constants import README, SIGNATURE_NAME
 from hfshard.disk.byte_source import ByteSource, BytesSource
 from hfshard.disk.safe_open import refuse_links_to_outside
 from hfshard.errors import InvalidArgumentError
+from hfshard.format.digests import Verify
 from hfshard.format.index import CheckpointIndex
 from hfshard.hub.own_files import OwnFiles
-from hfshard.loading.options import LoadOptions
 from hfshard.loading.source import CheckpointSource, open_source
-from hfshard.resharding.beside import companions_at, taken_at
 from hfshard.resharding.checks import (
     SourceCheck,
     check_in_place,
@@ -38,9 +40,6 @@ from hfshard.resharding.request import with_dtype, with_tensors
 from hfshard.saving.options import SaveOptions
 from hfshard.saving.request import SaveRequest
 from hfshard.saving.to_directory import save_request
-from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, Verify
-from hfshard.storage.checkpoint.raw_tensors import is_compared
-from hfshard.storage.disk.companions import refuse_conflicts
 
 logger = logging.getLogger(__name__)
 

@@ -8,19 +8,18 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from hfshard._util.progress import ProgressCallback
+from hfshard.checkpoint.companion_files import copy_companion
+from hfshard.commit.commit_plan import NewCheckpoint, content_digest, needs_links
+from hfshard.commit.directory_commit import SaveSession
+from hfshard.commit.transaction import ShardWriter
 from hfshard.constants import README
 from hfshard.disk.fsops import can_link
 from hfshard.format.digests import TENSOR_DIGEST_HEX
 from hfshard.format.file_names import WeightNames
 from hfshard.format.index import CheckpointIndex, FileDigest, build_hfshard_metadata
 from hfshard.saving.request import SaveRequest
-from hfshard.saving.writing import ShardWriter
 from hfshard.shards.shard_plan import PlannedShard, ShardPlan, plan_specs, with_one_more_shard
 from hfshard.shards.write_shards import WriteJob, file_order, shard_metadata
-from hfshard.storage.commit.commit import SaveSession
-from hfshard.storage.commit.commit_plan import needs_links
-from hfshard.storage.commit.new_checkpoint import NewCheckpoint, content_digest
-from hfshard.storage.disk.companions import copy_companion
 from hfshard.tensors.stored_tensor import TensorSpec, parameter_count, tensor_specs
 
 _OWN_DIGEST_BYTES: Final = 256

@@ -9,15 +9,15 @@ from collections.abc import Callable
 from hfshard._util.addresses import is_address
 from hfshard._util.arguments import absolute_path
 from hfshard._util.progress import bytes_bar
+from hfshard.commit.commit_plan import plan_commit
+from hfshard.commit.directory_commit import save_session
+from hfshard.commit.transaction import OwnShardWriter, ShardWriter
 from hfshard.format.index import CheckpointIndex
 from hfshard.saving.prepare import avoid_taken_names, needs_new_names, plan_request, with_free_names, write_staged
 from hfshard.saving.request import SaveRequest
 from hfshard.saving.to_store import save_to_store
-from hfshard.saving.writing import OwnShardWriter, ShardWriter
 from hfshard.shards.shard_plan import with_one_more_shard
 from hfshard.shards.write_shards import writer_threads
-from hfshard.storage.commit.commit import save_session
-from hfshard.storage.commit.commit_plan import plan_commit
 
 logger = logging.getLogger(__name__)
 

@@ -13,6 +13,17 @@ from typing import Final
 from hfshard._util.progress import bytes_bar
 from hfshard._util.text import list_some
 from hfshard._util.threads import deferred_interrupt, in_threads
+from hfshard.commit.store_commit import (
+    StoreTransaction,
+    delete_or_warn,
+    has_bytes,
+    overtaken,
+    plain_copies,
+    put_copies,
+    settle_copies,
+)
+from hfshard.commit.store_plan import StoreState, lower_objects, next_id, read_state
+from hfshard.commit.transaction import OwnShardWriter, ShardWriter
 from hfshard.constants import (
     CONFIG_NAME,
     COPY_BYTES,
@@ -36,17 +47,6 @@ from hfshard.format.index import CheckpointIndex
 from hfshard.format.stored_save import SaveId, is_save_index, save_of, split_object_name
 from hfshard.saving.prepare import index_of, plan_request, shard_jobs
 from hfshard.saving.request import SaveRequest
-from hfshard.saving.store_commit import (
-    StoreTransaction,
-    delete_or_warn,
-    has_bytes,
-    overtaken,
-    plain_copies,
-    put_copies,
-    settle_copies,
-)
-from hfshard.saving.store_plan import StoreState, lower_objects, next_id, read_state
-from hfshard.saving.writing import OwnShardWriter, ShardWriter
 from hfshard.shards.shard_plan import ShardPlan
 from hfshard.shards.write_shards import WriteJob, writer_threads
 from hfshard.stores.open_store import open_store

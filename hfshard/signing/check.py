@@ -11,6 +11,7 @@ from typing import Final
 from hfshard._util.progress import ProgressCallback, bytes_bar
 from hfshard._util.text import list_some
 from hfshard._util.threads import cancellable, in_threads
+from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
 from hfshard.constants import (
     CONFIG_NAME,
     FILES_AT_ONCE,
@@ -27,7 +28,6 @@ from hfshard.signing.files import SeenFile, hash_files, list_files, seen_file
 from hfshard.signing.open_weights import OpenWeights
 from hfshard.signing.read_files import is_needed, is_read, may_be_left_out, references_elsewhere
 from hfshard.signing.upstream import SignedManifest, digests_by_library
-from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 
 _SHOWN: Final = 5
 """Names in a message."""

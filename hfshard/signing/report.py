@@ -9,6 +9,7 @@ from typing import Final
 
 from hfshard._util.progress import bytes_bar
 from hfshard._util.text import list_some
+from hfshard.checkpoint.verifier import Problem, VerifyReport
 from hfshard.constants import MAX_INDEX_BYTES, SIGNATURE_NAME, WEIGHTS_SUFFIXES
 from hfshard.disk.safe_open import read_small
 from hfshard.errors import HfshardError, InvalidArgumentError
@@ -19,7 +20,6 @@ from hfshard.signing.check import SignedPlace
 from hfshard.signing.files import may_be_signed
 from hfshard.signing.required import RequiredSignature
 from hfshard.signing.signed_by import SignedBy
-from hfshard.storage.checkpoint.report import Problem, VerifyReport
 
 _SHOWN: Final = 5
 """Names in a message."""

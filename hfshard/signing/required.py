@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 from typing import Final
 
+from hfshard.checkpoint.folder import StoreFolder
+from hfshard.checkpoint.load_options import FilesBeside
 from hfshard.constants import SIGNATURE_NAME
 from hfshard.disk.safe_open import read_small
 from hfshard.errors import SignatureError
-from hfshard.loading.options import FilesBeside
 from hfshard.signing.check import SignedPlace
 from hfshard.signing.files import SMALL_SIGNATURE_BYTES, list_files, most_signature_bytes, seen_file
 from hfshard.signing.signed_by import SignedBy
 from hfshard.signing.stored_files import SignedObjects, find_signed_objects
 from hfshard.signing.upstream import signed_manifest
-from hfshard.storage.checkpoint.folder import StoreFolder
 
 _BLOCK_BYTES: Final = 512
 """Of st_blocks."""

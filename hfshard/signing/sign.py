@@ -12,10 +12,14 @@ from hfshard._util.addresses import is_address
 from hfshard._util.arguments import absolute_path, names_files
 from hfshard._util.progress import bytes_bar
 from hfshard._util.text import list_some
+from hfshard.checkpoint.locate import adapter_weights, directory_not_found
+from hfshard.checkpoint.open_checkpoint import open_checkpoint
+from hfshard.commit.hub_marker import enclosing_hub
 from hfshard.constants import MAX_INDEX_BYTES, SAFETENSORS_SUFFIX, SIGNATURE_NAME
 from hfshard.disk.fsops import locked_directory, rename, sync_directory, unlink_if_there, write_file
 from hfshard.disk.safe_open import read_small
 from hfshard.errors import InvalidArgumentError, SignatureError
+from hfshard.format.digests import Verify
 from hfshard.format.file_names import INDEX_FILE
 from hfshard.format.index import CheckpointIndex
 from hfshard.hub.pushing.plan import variants_of
@@ -23,9 +27,6 @@ from hfshard.shards.shard_file import SafetensorsFile
 from hfshard.signing.files import hash_files, list_files
 from hfshard.signing.signed_by import existing_file
 from hfshard.signing.upstream import sign_digests
-from hfshard.storage.checkpoint.checkpoint import Verify, open_checkpoint
-from hfshard.storage.checkpoint.locate import adapter_weights, directory_not_found
-from hfshard.storage.disk.hub_place import enclosing_hub
 
 _LOCK_SECONDS: Final = 60.0
 """How long a save that is under way is waited for."""

@@ -7,19 +7,19 @@ from dataclasses import dataclass, field
 
 from hfshard._util.progress import ProgressCallback, bytes_bar
 from hfshard._util.threads import cancellable, in_threads
+from hfshard.checkpoint.folder import StoreFolder
+from hfshard.checkpoint.load_options import FilesBeside
+from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
 from hfshard.constants import CONFIG_NAME, FILES_AT_ONCE, SIGNATURE_NAME
 from hfshard.errors import CheckpointChangedError, InvalidArgumentError, SignatureError
 from hfshard.format.digests import sha256_of
 from hfshard.format.index import FileDigest
-from hfshard.loading.options import FilesBeside
 from hfshard.shards.shard import SafetensorsShard
 from hfshard.signing.check import SignedPlace, code_elsewhere
 from hfshard.signing.files import most_signature_bytes
 from hfshard.signing.read_files import is_needed, references_elsewhere
 from hfshard.signing.signed_by import SignedBy
 from hfshard.signing.upstream import SignedManifest, signed_manifest
-from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
-from hfshard.storage.checkpoint.folder import StoreFolder
 
 
 @dataclass

@@ -12,11 +12,11 @@ from typing import Any
 import torch.distributed as dist
 
 from hfshard._util.arguments import absolute_path, names_files
+from hfshard.commit.hub_marker import absolute_address
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
 from hfshard.distributed.liveness.call_group import among, check_process_group, has_other_ranks
 from hfshard.errors import CheckpointNotFoundError
 from hfshard.format.digests import Checksum
-from hfshard.hub.address import absolute_address
 from hfshard.saving.options import SaveOptions
 from hfshard.signing.required import required_signature
 from hfshard.signing.signed_by import SignedBy

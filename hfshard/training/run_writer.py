@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 from hfshard._util.progress import bytes_bar
-from hfshard.saving.writing import ShardWriter
+from hfshard.commit.transaction import ShardWriter
 from hfshard.training.collecting import SavePayload
 from hfshard.training.pushing.pusher import BackgroundPusher
 from hfshard.training.run.background import Background

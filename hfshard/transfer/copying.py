@@ -9,9 +9,12 @@ from typing import Any, Final
 
 from hfshard._util.addresses import is_address
 from hfshard._util.threads import in_threads
+from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
+from hfshard.commit import store_plan
 from hfshard.constants import CONFIG_NAME, FILES_AT_ONCE, GENERATION_CONFIG_NAME
 from hfshard.disk.byte_source import ByteSource
 from hfshard.errors import CheckpointChangedError, DamagedCheckpointError, InvalidArgumentError, UnsafePathError
+from hfshard.format.digests import Verify
 from hfshard.format.file_names import INDEX_FILE
 from hfshard.format.index import CheckpointIndex
 from hfshard.format.stored_save import StoredSave, objects_of_saves, split_object_name
@@ -22,8 +25,6 @@ from hfshard.hub.resolve import CheckpointQuery, companion_files
 from hfshard.loading.source import CheckpointSource
 from hfshard.resharding.reshard import reshard_source
 from hfshard.saving.options import SaveOptions
-from hfshard.saving.stores import own_puts
-from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, Verify
 from hfshard.stores.open_store import open_store
 from hfshard.stores.store import Store, StoredObject
 from hfshard.transfer.store_files import StoreFiles
@@ -85,7 +86,7 @@ def _fingerprints(store: Store, found: Mapping[str, StoredObject]) -> dict[str, 
         if split is None or INDEX_FILE.fullmatch(split[0]) is None:
             continue
         with suppress(CheckpointChangedError, DamagedCheckpointError, UnsafePathError):
-            save = StoredSave.from_json(own_puts.known(store, one) or store.read(one), name, split[1])
+            save = StoredSave.from_json(store_plan.known(store, one) or store.read(one), name, split[1])
             index = CheckpointIndex.from_json(save.small_files.get(split[0], b""), split[0])
             fingerprints |= {
                 save.save_id.object_name(file): digest.fingerprint

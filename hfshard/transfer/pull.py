@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from hfshard._util.addresses import is_address, names_store
 from hfshard._util.arguments import absolute_path, names_files, path_text
 from hfshard.errors import InvalidArgumentError
+from hfshard.format.digests import Verify
 from hfshard.hub.pull import pull_from_hub
 from hfshard.hub.resolve import CheckpointQuery
-from hfshard.storage.checkpoint.checkpoint import Verify
 from hfshard.transfer.copying import copy_checkpoint, listed
 
 

@@ -6,8 +6,8 @@ import os
 
 from hfshard._util.addresses import is_address, names_store, parse_address
 from hfshard._util.arguments import absolute_path, names_files, path_text
+from hfshard.commit.hub_marker import absolute_address
 from hfshard.errors import InvalidArgumentError
-from hfshard.hub.address import absolute_address
 from hfshard.hub.push import push_directory
 from hfshard.hub.pushing.local_files import DirectoryFiles, contents_of
 from hfshard.hub.pushing.push_files import push_files

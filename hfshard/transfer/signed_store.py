@@ -9,6 +9,7 @@ from typing import Final
 
 from hfshard._util.progress import ProgressCallback, bytes_bar
 from hfshard._util.threads import cancellable, in_threads
+from hfshard.checkpoint.verifier import VerifyReport
 from hfshard.constants import COPY_BYTES, FILES_AT_ONCE, MAX_INDEX_BYTES, SIGNATURE_NAME, WEIGHTS_SUFFIXES
 from hfshard.disk.byte_source import ByteSource
 from hfshard.errors import CheckpointChangedError, HfshardError, InvalidArgumentError, StoreError
@@ -23,7 +24,6 @@ from hfshard.signing.report import left_out_warnings, with_problems
 from hfshard.signing.signed_by import SignedBy
 from hfshard.signing.stored_files import needs_disk, stored_manifest
 from hfshard.signing.upstream import SignedManifest
-from hfshard.storage.checkpoint.report import VerifyReport
 from hfshard.stores.store import StoredSource
 from hfshard.transfer.store_files import StoreFiles, without_marks
 

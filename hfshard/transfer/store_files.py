@@ -6,6 +6,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Final
 
+from hfshard.checkpoint.folder import StoreFolder
+from hfshard.checkpoint.load_options import LoadOptions
+from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
 from hfshard.constants import CONFIG_NAME, MANIFEST_NAME
 from hfshard.disk.byte_source import ByteSource, BytesSource
 from hfshard.errors import CheckpointChangedError, CheckpointNotFoundError, InvalidArgumentError, UnsafePathError
@@ -16,10 +19,7 @@ from hfshard.hub.directory.manifest import check_paths
 from hfshard.hub.pushing.local_files import PushedContents
 from hfshard.hub.pushing.plan import variants_of
 from hfshard.hub.resolve import CheckpointQuery
-from hfshard.loading.options import LoadOptions
 from hfshard.loading.source import CheckpointSource, open_source
-from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
-from hfshard.storage.checkpoint.folder import StoreFolder
 from hfshard.stores.open_store import open_store
 from hfshard.stores.store import StoredObject, StoredSource
 

@@ -9,11 +9,11 @@ from math import prod
 from typing import Any
 
 from hfshard._util.arguments import absolute_path
+from hfshard.checkpoint.load_options import LoadOptions
+from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
 from hfshard.constants import SIGNATURE_NAME
 from hfshard.format.index import FileDigest
 from hfshard.hub.resolve import CheckpointQuery
-from hfshard.loading.options import LoadOptions
-from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.tensors.stored_tensor import stored_dtype_name
 from hfshard.viewing.opening import ViewedCheckpoint, open_to_view
 from hfshard.viewing.tensor_entry import TensorEntry

@@ -11,12 +11,12 @@ from typing import Final, NamedTuple
 
 from hfshard._util.addresses import is_address, parse_address
 from hfshard._util.arguments import absolute_path, path_text
+from hfshard.checkpoint.load_options import LoadOptions
+from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
+from hfshard.commit.hub_marker import split_address
 from hfshard.errors import AmbiguousWeightsError, CheckpointNotFoundError, InvalidArgumentError
-from hfshard.hub.address import split_address
 from hfshard.hub.resolve import CheckpointQuery
-from hfshard.loading.options import LoadOptions
 from hfshard.loading.source import CheckpointSource, open_source, open_source_by_ranges
-from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.stores.open_store import open_store
 from hfshard.training.run.finding import checkpoint_of_step
 from hfshard.training.run.places.opening import run_place

@@ -6,8 +6,8 @@ import os
 
 from hfshard._util.addresses import is_address
 from hfshard._util.arguments import absolute_path, path_text
+from hfshard.checkpoint.verifier import Problem
 from hfshard.errors import HfshardError
-from hfshard.storage.checkpoint.report import Problem
 from hfshard.training.run.finding import current_problems
 from hfshard.training.run.manifest import MANIFEST
 from hfshard.training.run.places.opening import files_at

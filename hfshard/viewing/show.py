@@ -8,9 +8,9 @@ from typing import Any
 from hfshard._util.addresses import is_address, refuse_hub_arguments
 from hfshard._util.arguments import names_files
 from hfshard._util.text import parse_size
+from hfshard.checkpoint.load_options import LoadOptions
 from hfshard.errors import InvalidArgumentError, InvalidPathError
 from hfshard.hub.resolve import CheckpointQuery
-from hfshard.loading.options import LoadOptions
 from hfshard.training.run.rotation import MetricMode
 from hfshard.viewing.diff.checkpoints import diff_checkpoints
 from hfshard.viewing.inspection import inspect_checkpoint

@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 from transformers import PreTrainedModel
 
-from hfshard.storage.checkpoint.checkpoint import Verify
+from hfshard.format.digests import Verify
 from tests.attacks.target import TinyConfig, TinyGenerating, TinyModule, TinyPretrained, same, truth
 
 Result = dict[str, Any]

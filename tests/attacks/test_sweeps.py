@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import hfshard
-from hfshard.storage.checkpoint.checkpoint import Verify
+from hfshard.format.digests import Verify
 from tests.attacks.files import bases, raw
 from tests.attacks.target import same, truth
 

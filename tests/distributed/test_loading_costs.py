@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import hfshard
-from hfshard.storage.checkpoint.checkpoint import Verify
+from hfshard.format.digests import Verify
 from tests.distributed.gloo import check_ranks
 from tests.distributed.saving.test_costs import number_in
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import hfshard
+from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
 from hfshard.distributed.layout import MeshLayout, Placement, held_box
 from hfshard.distributed.reading import read_parts, stored_tensors
 from hfshard.distributed.spread_tensor import SpreadTensor
 from hfshard.errors import DamagedCheckpointError, InvalidArgumentError, StateDictMismatchError
-from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, open_checkpoint
 
 MIB = 2**20
 

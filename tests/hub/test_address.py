@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import hfshard
+from hfshard.commit.hub_marker import directory_of, split_address
 from hfshard.errors import HfshardError, InvalidArgumentError
-from hfshard.hub.address import directory_of, split_address
 from hfshard.hub.directory.hub import DirectoryHub
 from tests.helpers.tiny_bert import Bert, bert, value_of
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from hfshard.checkpoint.load_options import LoadOptions
 from hfshard.errors import InvalidArgumentError
-from hfshard.loading.options import LoadOptions
 
 
 def test_disable_mmap_reads_without_a_mapping() -> None:

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 import hfshard
+from hfshard.checkpoint.folder import LocalFolder
+from hfshard.checkpoint.verifier import VerifyReport
 from hfshard.errors import CheckpointChangedError, HfshardError, InvalidArgumentError, SignatureError
 from hfshard.signing.report import with_signature
-from hfshard.storage.checkpoint.folder import LocalFolder
-from hfshard.storage.checkpoint.report import VerifyReport
 from tests.signing.conftest import Keys
 from tests.signing.helpers import model_signing
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 import hfshard
+from hfshard.commit.directory_commit import save_session
 from hfshard.errors import DirectoryLockedError
 from hfshard.format.file_names import WeightNames
-from hfshard.storage.commit.commit import save_session
 
 LIMITS = (10**6, 4096 + 90, 4096 + 700)
 """One file, a file for each tensor, a few."""

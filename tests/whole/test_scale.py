@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 import hfshard
+from hfshard.checkpoint.check_files import check_keys
 from hfshard.format.file_names import WeightNames
 from hfshard.format.header import build_header, parse_header
 from hfshard.format.index import CheckpointIndex
 from hfshard.shards.shard_plan import with_one_more_shard
-from hfshard.storage.checkpoint.checks import check_keys
 from hfshard.tensors.parameter_names import compare, match_prefixes, select_keys
 from hfshard.tensors.tied import find_shared_tensors
 

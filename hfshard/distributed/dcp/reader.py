@@ -25,14 +25,15 @@ from torch.futures import Future
 
 from hfshard._util.addresses import is_address
 from hfshard._util.arguments import names_files, path_text
+from hfshard.checkpoint.load_options import LoadOptions
+from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
 from hfshard.distributed.dcp.chunks import check_held, chunk_box, state_dict_of
 from hfshard.distributed.layout import box_shape, clip_box
 from hfshard.distributed.reading import BoxTarget, read_parts, stored_tensors
 from hfshard.errors import CheckpointChangedError, InvalidArgumentError, StateDictMismatchError
+from hfshard.format.digests import Verify
 from hfshard.hub.resolve import CheckpointQuery
-from hfshard.loading.options import LoadOptions
 from hfshard.loading.source import CheckpointSource, open_source
-from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, Verify
 from hfshard.tensors.state_dict import is_dtensor, local_tensor
 
 _AT_ONCE_BYTES: Final = 256 * 1024 * 1024

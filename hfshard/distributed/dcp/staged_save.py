@@ -11,6 +11,9 @@ from typing import Final, NamedTuple
 
 from hfshard._util.progress import ProgressCallback, bytes_bar
 from hfshard._util.threads import in_threads
+from hfshard.commit.commit_plan import NewCheckpoint, needs_links, plan_commit
+from hfshard.commit.directory_commit import save_session
+from hfshard.commit.transaction import OwnShardWriter
 from hfshard.disk.direct_io import read_blocks
 from hfshard.disk.fsops import copy_mode, sync, write_all
 from hfshard.errors import SaveDirectoryError
@@ -18,7 +21,6 @@ from hfshard.format.index import CheckpointIndex, FileDigest
 from hfshard.saving.options import SaveOptions
 from hfshard.saving.prepare import avoid_taken_names, plan_request, staged_jobs, staged_names, write_staged
 from hfshard.saving.request import SaveRequest
-from hfshard.saving.writing import OwnShardWriter
 from hfshard.shards.shard_plan import ShardPlan, with_one_more_shard
 from hfshard.shards.write_shards import (
     WriteJob,
@@ -26,9 +28,6 @@ from hfshard.shards.write_shards import (
     digest_shard,
     writer_threads,
 )
-from hfshard.storage.commit.commit import save_session
-from hfshard.storage.commit.commit_plan import needs_links, plan_commit
-from hfshard.storage.commit.new_checkpoint import NewCheckpoint
 from hfshard.stores.store import Store
 from hfshard.tensors.stored_tensor import RawTensor, TensorLayout, tensor_nbytes
 

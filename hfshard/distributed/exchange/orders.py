@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from itertools import repeat
 from typing import Any, Literal, Self
 
+from hfshard.commit.transaction import KnownFile
 from hfshard.constants import FINGERPRINT_BYTES
 from hfshard.format.digests import fingerprint_positions
 from hfshard.format.index import FileDigest
-from hfshard.saving.linking import KnownFile
 from hfshard.shards.write_shards import WriteJob
 from hfshard.tensors.stored_tensor import TensorLayout
 

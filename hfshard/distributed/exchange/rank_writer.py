@@ -13,6 +13,7 @@ from typing import Any, Final
 from hfshard._util.addresses import is_address
 from hfshard._util.progress import ProgressCallback
 from hfshard._util.threads import deferred_interrupt, start_thread
+from hfshard.commit.transaction import KnownFile, link_if_same, upload_files
 from hfshard.distributed.exchange.holders import Holders
 from hfshard.distributed.exchange.incoming import Incoming
 from hfshard.distributed.exchange.listing import HeldTensor
@@ -22,8 +23,6 @@ from hfshard.distributed.exchange.rounds import CpuGroup, Exchange
 from hfshard.distributed.status import SaveStatus
 from hfshard.errors import HfshardError
 from hfshard.format.index import FileDigest
-from hfshard.saving.linking import KnownFile, link_if_same
-from hfshard.saving.stores.upload import upload_files
 from hfshard.shards.write_shards import WriteJob, fingerprint_of_job, write_shards
 from hfshard.stores.open_store import open_store
 from hfshard.stores.store import Store

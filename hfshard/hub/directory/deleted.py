@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Final
 
+from hfshard.commit.hub_marker import STAGING
 from hfshard.errors import DamagedCheckpointError
 from hfshard.hub.directory.manifest import (
     SNAPSHOTS,
@@ -25,7 +26,6 @@ from hfshard.hub.directory.manifest import (
     read_manifest_file,
     snapshot_path,
 )
-from hfshard.hub.hub_marker import STAGING
 from hfshard.hub.refs import is_commit_id
 
 DELETED: Final = "deleted"

@@ -25,11 +25,11 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
 from hfshard._util.arguments import absolute_path, names_files, path_text
+from hfshard.commit.hub_marker import check_hub_marker, directory_of, has_hub_marker, write_hub_marker
 from hfshard.constants import MAX_INDEX_BYTES
 from hfshard.disk.byte_source import ByteSource
 from hfshard.disk.safe_open import read_small
 from hfshard.errors import HubError, HubNotFoundError
-from hfshard.hub.address import directory_of
 from hfshard.hub.directory.checks import check_hash, check_hashes, check_no_strays, check_snapshot
 from hfshard.hub.directory.committing import branch_for, check_request, commit_changes
 from hfshard.hub.directory.deleted import reachable
@@ -37,11 +37,9 @@ from hfshard.hub.directory.locked_hub import locked_hub
 from hfshard.hub.directory.manifest import read_commit_manifest, snapshot_path
 from hfshard.hub.directory.refs import all_refs, check_free, find_ref, find_revision, read_ref, revision_not_found
 from hfshard.hub.directory.revisions import Revision, refuse_lost_names, revisions_of, unreachable
-from hfshard.hub.hub_marker import check_hub_marker, write_hub_marker
 from hfshard.hub.protocols import CommitRequest
 from hfshard.hub.refs import MAIN, full_name, is_commit_id, kind_of, short_name
 from hfshard.hub.repo_tree import PushResult, RepoTree
-from hfshard.storage.disk.hub_place import has_hub_marker
 
 LOCK_WAIT_SECONDS: Final = 600.0
 """How long a push waits for another one into the same hub: as long as a push of 1 TB to a slow disk takes."""

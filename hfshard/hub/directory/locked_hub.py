@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
+from hfshard.commit.hub_marker import STAGING
 from hfshard.disk.fsops import (
     UNSUPPORTED,
     locked_directory,
@@ -51,7 +52,6 @@ from hfshard.hub.directory.manifest import (
 )
 from hfshard.hub.directory.refs import all_refs, read_ref, ref_path
 from hfshard.hub.directory.trees import bytes_only_in, merge_tree, move_tree
-from hfshard.hub.hub_marker import STAGING
 
 logger = logging.getLogger(__name__)
 

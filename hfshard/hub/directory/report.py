@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Final, Literal
 
+from hfshard.checkpoint.verifier import Problem, VerifyReport, verify_directory
 from hfshard.constants import BIN_SUFFIX, CONFIG_NAME, HUB_MARKER, WEIGHTS_SUFFIXES
 from hfshard.errors import DamagedCheckpointError, HfshardError, IntegrityError
 from hfshard.format.file_names import INDEX_FILE, WeightNames
@@ -21,8 +22,6 @@ from hfshard.hub.directory.manifest import (
     read_commit_manifest,
     snapshot_path,
 )
-from hfshard.storage.checkpoint.report import Problem, VerifyReport
-from hfshard.storage.checkpoint.verifier import verify_directory
 
 _OWN: Final = frozenset({HUB_MARKER, COMMITS, SNAPSHOTS, DELETED, "refs"})
 """What lies in a hub's directory; names that begin with a dot are looked over."""

@@ -11,6 +11,8 @@ from typing import Final, Protocol
 
 from huggingface_hub.utils import filter_repo_objects
 
+from hfshard.checkpoint.locate import directory_not_found
+from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
 from hfshard.constants import BIN_SUFFIX, SAFETENSORS_SUFFIX
 from hfshard.disk.byte_source import ByteSource, file_source
 from hfshard.disk.safe_open import refuse_links_to_outside
@@ -19,8 +21,6 @@ from hfshard.format.file_names import WeightNames
 from hfshard.format.index import CheckpointIndex, FileDigest
 from hfshard.hub.pushing.plan import is_weights, variants_of
 from hfshard.hub.repo_tree import is_plain_path
-from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, open_checkpoint
-from hfshard.storage.checkpoint.locate import directory_not_found
 
 logger = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ import os
 from typing import Final
 
 from hfshard._util.progress import bytes_bar
+from hfshard.commit.hub_marker import directory_of
 from hfshard.constants import SIGNATURE_NAME
 from hfshard.errors import HubError, RemoteChangedError
-from hfshard.hub.address import directory_of
 from hfshard.hub.protocols import Hub
 from hfshard.hub.pushing.compare import plan_for, refuse_conflict
 from hfshard.hub.pushing.plan import PushPlan

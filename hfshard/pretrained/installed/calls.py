@@ -15,8 +15,8 @@ from typing import Any, Final
 from huggingface_hub import HfApi
 from transformers import PreTrainedModel
 
+from hfshard.checkpoint.load_options import LoadOptions
 from hfshard.hub.pushing.request import PushOptions
-from hfshard.loading.options import LoadOptions
 from hfshard.pretrained.arguments import SAVE_ARGUMENTS
 from hfshard.pretrained.build import answer_load
 from hfshard.pretrained.installed.settings import Settings

@@ -10,13 +10,13 @@ from typing import Any, Final
 
 from huggingface_hub import CommitInfo
 
+from hfshard.commit.hub_marker import directory_of
 from hfshard.constants import CONFIG_NAME, README
 from hfshard.disk.byte_source import ByteSource, file_source
 from hfshard.distributed.pushing.together import PushTogether
 from hfshard.distributed.saving import request_of_one, telling_other_ranks
 from hfshard.format.file_names import WeightNames
 from hfshard.format.index import CheckpointIndex
-from hfshard.hub.address import directory_of
 from hfshard.hub.pushing.local_files import directory_contents
 from hfshard.hub.pushing.push_files import push_files
 from hfshard.hub.pushing.request import MakeCard, PushOptions, PushRequest

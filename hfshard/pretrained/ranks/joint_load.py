@@ -11,8 +11,8 @@ import torch
 from transformers.distributed import utils as their_utils
 from transformers.distributed.configuration_utils import DistributedConfig
 
+from hfshard.checkpoint.load_options import LoadOptions
 from hfshard.distributed.agreement import load_together
-from hfshard.loading.options import LoadOptions
 
 
 @contextmanager

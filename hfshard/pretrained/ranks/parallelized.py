@@ -11,13 +11,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
 from hfshard.distributed.agreement import current_agreement
 from hfshard.distributed.layout import Box, box_elements
 from hfshard.distributed.reading import Target, prepare_reads
 from hfshard.distributed.spread_tensor import SpreadTensor
 from hfshard.errors import InvalidArgumentError
 from hfshard.pretrained.ranks.conversion_views import ConvertedTensor, trace_reverted
-from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.tensors.state_dict import is_dtensor
 
 Parallelize = Callable[[Any], Any]

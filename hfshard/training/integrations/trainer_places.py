@@ -10,11 +10,10 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from hfshard._util.addresses import is_address
+from hfshard.commit.hub_marker import directory_of, has_hub_marker, split_address
 from hfshard.errors import CheckpointNotFoundError
-from hfshard.hub.address import directory_of, split_address
 from hfshard.hub.repo_tree import RepoTree
 from hfshard.hub.resolve import CheckpointQuery
-from hfshard.storage.disk.hub_place import has_hub_marker
 from hfshard.training.integrations.trainer_files import STATE_FILE
 from hfshard.training.manager import CheckpointManager
 from hfshard.training.pushing.hubs import checked_at

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from typing import Any, Final
 
+from hfshard.checkpoint.load_options import LoadOptions
 from hfshard.distributed.loading import has_spread_state, load_into_spread_module
 from hfshard.hub.resolve import CheckpointQuery
-from hfshard.loading.options import LoadOptions
 from hfshard.loading.source import CheckpointSource
 
 _STOCK_FILES: Final = ("optimizer.pt", "scheduler.pt")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final, Literal, TypedDict
 
 from hfshard._util.addresses import is_address, refuse_hub_arguments
 from hfshard._util.arguments import absolute_path
+from hfshard.commit.hub_marker import split_address
 from hfshard.constants import README, SAFETENSORS_SUFFIX
 from hfshard.errors import (
     CheckpointNotFoundError,
@@ -23,7 +24,6 @@ from hfshard.format.digests import sha256_of
 from hfshard.format.file_names import MODEL_BASE, WeightNames
 from hfshard.format.index import FileDigest
 from hfshard.format.parts_of_ranks import describe_parts_in
-from hfshard.hub.address import split_address
 from hfshard.hub.pushing.request import PushOptions, PushRequest
 from hfshard.hub.resolve import CheckpointQuery, ResolvedCheckpoint
 from hfshard.loading.source import CheckpointSource, no_directory_either

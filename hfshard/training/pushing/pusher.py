@@ -9,7 +9,7 @@ import weakref
 from dataclasses import replace
 from typing import Final
 
-from hfshard.hub.address import directory_of, split_address
+from hfshard.commit.hub_marker import directory_of, split_address
 from hfshard.hub.pushing.request import PushOptions
 from hfshard.training.pushing.contents import Hashes
 from hfshard.training.pushing.hubs import check_repo, push_found

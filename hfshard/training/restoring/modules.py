@@ -9,8 +9,8 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from hfshard.checkpoint.into_module import match_to_model, refuse_expanded
 from hfshard.errors import StateDictMismatchError
-from hfshard.loading.into_module import match_to_model, refuse_expanded
 from hfshard.tensors.parameter_names import unwrap
 from hfshard.tensors.state_dict import assign, collect_state_dict, refuse_freed, refuse_offloaded
 from hfshard.training.parts.pending_loads import PendingLoad

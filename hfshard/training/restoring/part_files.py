@@ -7,8 +7,8 @@ from typing import Protocol
 
 import torch
 
+from hfshard.checkpoint.load_options import read_tensors
 from hfshard.format.file_names import WeightNames
-from hfshard.loading.reading import read_tensors
 from hfshard.training.run.manifest import CheckpointManifest
 from hfshard.training.run.places.protocols import CheckpointFiles
 from hfshard.training.spread.layouts import StateLayouts

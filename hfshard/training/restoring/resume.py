@@ -13,6 +13,8 @@ import torch
 
 from hfshard._util.addresses import is_address
 from hfshard._util.arguments import absolute_path
+from hfshard.checkpoint.load_options import SignatureDemand
+from hfshard.commit.hub_marker import absolute_address
 from hfshard.errors import (
     CheckpointChangedError,
     CheckpointNotFoundError,
@@ -20,8 +22,6 @@ from hfshard.errors import (
     HfshardError,
     InvalidArgumentError,
 )
-from hfshard.hub.address import absolute_address
-from hfshard.loading.options import SignatureDemand
 from hfshard.training.pushing.hubs import checked_at
 from hfshard.training.ranks import Ranks
 from hfshard.training.restoring.part_planner import Restoration

@@ -6,12 +6,11 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 
 from hfshard._util.progress import bytes_bar
+from hfshard.checkpoint.verifier import Problem, VerifyReport, verify_directory
 from hfshard.constants import BIN_SUFFIX, SAFETENSORS_SUFFIX
 from hfshard.errors import CheckpointChangedError, CheckpointNotFoundError, HfshardError
 from hfshard.format.file_names import INDEX_FILE, MODEL_BASE, WeightNames
 from hfshard.loading.source import CheckpointSource
-from hfshard.storage.checkpoint.report import Problem, VerifyReport
-from hfshard.storage.checkpoint.verifier import verify_directory
 from hfshard.training.run.finding import Level, checkpoint_problems
 from hfshard.training.run.manifest import MANIFEST, CheckpointManifest
 from hfshard.training.run.places.opening import files_at, run_place

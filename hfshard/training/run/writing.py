@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from hfshard.commit.transaction import KnownFile, OwnShardWriter, ShardWriter
 from hfshard.constants import (
     CONFIG_NAME,
     GENERATION_CONFIG_NAME,
@@ -18,9 +19,7 @@ from hfshard.disk.fsops import Unflushed, require_space
 from hfshard.errors import InvalidArgumentError
 from hfshard.format.digests import Checksum
 from hfshard.format.index import FileDigest
-from hfshard.saving.linking import KnownFile
 from hfshard.saving.prepare import index_of, plan_request, shard_jobs
-from hfshard.saving.writing import OwnShardWriter, ShardWriter
 from hfshard.shards.write_shards import WriteJob, await_devices, writer_threads
 from hfshard.tensors.stored_tensor import tensor_nbytes
 from hfshard.training.collecting import SavePayload

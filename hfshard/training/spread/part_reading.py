@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import torch
 
+from hfshard.checkpoint.load_options import read_tensors
+from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
 from hfshard.distributed.reading import read_parts, stored_tensors
-from hfshard.loading.reading import read_tensors
-from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.training.collecting import STATE_BASE, is_of_a_rank, rank_prefix
 from hfshard.training.spread.layouts import StateLayouts
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from hfshard._util.progress import ProgressCallback
+from hfshard.commit.transaction import KnownFile
 from hfshard.distributed.exchange.holders import Holders
 from hfshard.distributed.exchange.listing import HeldTensor, Listing
 from hfshard.distributed.exchange.rank_writer import RankWriter
 from hfshard.distributed.spread_tensor import SpreadTensor, with_spread_tensors
 from hfshard.format.file_names import MODEL_BASE
 from hfshard.format.index import FileDigest
-from hfshard.saving.linking import KnownFile
 from hfshard.saving.request import SaveRequest
 from hfshard.shards.write_shards import WriteJob
 from hfshard.stores.store import Store

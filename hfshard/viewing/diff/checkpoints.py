@@ -12,11 +12,11 @@ from typing import Final, TypeVar
 
 from hfshard._util.addresses import is_address
 from hfshard._util.arguments import names_files
+from hfshard.checkpoint.folder import FAR_TRIES
+from hfshard.checkpoint.load_options import LoadOptions
 from hfshard.errors import CheckpointChangedError, InvalidArgumentError
+from hfshard.format.digests import Verify
 from hfshard.hub.resolve import CheckpointQuery
-from hfshard.loading.options import LoadOptions
-from hfshard.storage.checkpoint.checkpoint import Verify
-from hfshard.storage.checkpoint.folder import FAR_TRIES
 from hfshard.viewing.diff.comparing import Asked, Finding, compare, digest_of, known_finding
 from hfshard.viewing.diff.pairing import TensorPair, pair_by_contents, pair_by_name
 from hfshard.viewing.diff.reading import ReadJob, do_jobs

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
+from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, raw_tensors
 from hfshard.constants import CONFIG_NAME
 from hfshard.disk.direct_io import BLOCK_BYTES
 from hfshard.format.index import FileDigest
 from hfshard.shards.ranged_shard import RangedShard
 from hfshard.shards.shard import SafetensorsShard
-from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
-from hfshard.storage.checkpoint.raw_tensors import raw_tensors
 from hfshard.tensors.stored_tensor import (
     TORCH_DTYPES,
     RawTensor,

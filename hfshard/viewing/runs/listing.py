@@ -11,8 +11,8 @@ from typing import Final
 from hfshard._util.addresses import is_address
 from hfshard._util.text import list_some
 from hfshard._util.threads import in_threads
+from hfshard.checkpoint.verifier import Problem
 from hfshard.errors import CheckpointNotFoundError, HfshardError
-from hfshard.storage.checkpoint.report import Problem
 from hfshard.stores.open_store import open_store
 from hfshard.training.run.manifest import MANIFEST, CheckpointManifest
 from hfshard.training.run.places.opening import files_at, run_place

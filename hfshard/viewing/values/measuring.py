@@ -9,8 +9,8 @@ from typing import Final
 import torch
 
 from hfshard._util.progress import ProgressCallback
+from hfshard.checkpoint.load_options import LoadOptions
 from hfshard.hub.resolve import CheckpointQuery
-from hfshard.loading.options import LoadOptions
 from hfshard.viewing.diff.reading import ReadJob, do_jobs
 from hfshard.viewing.diff.sides import ComparedTensor, side_of
 from hfshard.viewing.opening import open_to_view

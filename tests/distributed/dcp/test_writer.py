@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 import hfshard
+from hfshard.commit.directory_commit import save_session
 from hfshard.distributed import StorageWriter
 from hfshard.errors import (
     InvalidArgumentError,
@@ -36,7 +37,6 @@ from hfshard.errors import (
     UnstorableTensorError,
 )
 from hfshard.format.file_names import WeightNames
-from hfshard.storage.commit.commit import save_session
 from tests.distributed.gloo import check_ranks, run_ranks
 from tests.distributed.saving.test_state_dicts import SIZES, contents, spread, whole_state
 

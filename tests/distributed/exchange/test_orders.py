@@ -6,9 +6,9 @@ import os
 import stat
 from pathlib import Path
 
+from hfshard.commit.transaction import KnownFile
 from hfshard.distributed.exchange.orders import Order
 from hfshard.format.index import FileDigest
-from hfshard.saving.linking import KnownFile
 from hfshard.shards.write_shards import WriteJob
 from hfshard.tensors.stored_tensor import RawTensor, TensorLayout
 

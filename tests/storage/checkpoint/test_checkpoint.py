@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import hfshard
+from hfshard.checkpoint.open_checkpoint import open_checkpoint
 from hfshard.errors import UnsafePathError
-from hfshard.storage.checkpoint.checkpoint import open_checkpoint
 
 
 def saved(directory: Path, count: int) -> str:

@@ -6,10 +6,10 @@ import json
 
 import pytest
 
+from hfshard.checkpoint.folder import StoreFolder
 from hfshard.errors import CheckpointChangedError, DamagedCheckpointError, MissingShardError
 from hfshard.format.file_names import WeightNames
 from hfshard.format.stored_save import SaveId, StoredObjectRecord, StoredSave
-from hfshard.storage.checkpoint.folder import StoreFolder
 from tests.stores.saving.memory_store import MemoryStore
 
 INDEX = "model.safetensors.index.json"

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from hfshard.checkpoint.locate import WeightsEntry, candidate_weights, locate_checkpoint
 from hfshard.errors import CheckpointNotFoundError
 from hfshard.format.file_names import WeightNames
-from hfshard.storage.checkpoint.locate import WeightsEntry, candidate_weights, locate_checkpoint
 
 SAFETENSORS = ["model.safetensors", "model.safetensors.index.json"]
 PICKLES = ["pytorch_model.bin", "pytorch_model.bin.index.json"]

@@ -8,13 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from hfshard.commit.commit_plan import CommitPlan, NewCheckpoint, plan_commit
+from hfshard.commit.directory_state import read_state
 from hfshard.format.file_names import WeightNames
 from hfshard.format.index import CheckpointIndex
 from hfshard.save import save_state_dict
-from hfshard.storage.commit.commit_plan import plan_commit
-from hfshard.storage.commit.directory_state import read_state
-from hfshard.storage.commit.new_checkpoint import NewCheckpoint
-from hfshard.storage.commit.steps import CommitPlan
 
 UNIQUE = "model-hfshard-0123456789abcdef.safetensors"
 INDEX = "model.safetensors.index.json"

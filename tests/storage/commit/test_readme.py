@@ -15,12 +15,10 @@ from huggingface_hub import load_torch_model
 from safetensors.torch import load_file
 
 import hfshard
+from hfshard.commit.commit_plan import CommitStep, NewCheckpoint, plan_commit
+from hfshard.commit.directory_commit import SaveSession
+from hfshard.commit.directory_state import read_state
 from hfshard.format.file_names import WeightNames
-from hfshard.storage.commit.commit import SaveSession
-from hfshard.storage.commit.commit_plan import plan_commit
-from hfshard.storage.commit.directory_state import read_state
-from hfshard.storage.commit.new_checkpoint import NewCheckpoint
-from hfshard.storage.commit.steps import CommitStep
 from tests import REPOSITORY
 
 README = REPOSITORY / "hfshard" / "storage" / "commit" / "README.md"

@@ -9,15 +9,16 @@ from threading import Event
 from typing import Any
 from unittest.mock import patch
 
+from hfshard.checkpoint.folder import RangedFolder
+from hfshard.commit import store_commit
+from hfshard.commit.store_commit import StoreTransaction
+from hfshard.commit.store_plan import lower_objects
 from hfshard.errors import HfshardError, StoreConnectionError
 from hfshard.format import stored_save
 from hfshard.format.file_names import WeightNames
 from hfshard.format.stored_save import SaveId, finished_saves, saves_among, split_object_name
-from hfshard.saving import store_commit, to_store
-from hfshard.saving.store_commit import StoreTransaction
-from hfshard.saving.store_plan import lower_objects
+from hfshard.saving import to_store
 from hfshard.shards.write_shards import digest_shard
-from hfshard.storage.checkpoint.folder import RangedFolder
 from hfshard.training.run.places import run_store
 from tests.stores.exploring import programs
 from tests.stores.exploring.programs import Manager, Reader
@@ -117,7 +118,7 @@ def _leave_copies() -> Iterator[None]:
     settle = store_commit.settle_copies
 
     def mutated(store: Any, entry: str, save_id: SaveId, copies_of: Any) -> Any:
-        with patch("hfshard.saving.store_commit.put_copies", lambda *_: None):
+        with patch("hfshard.commit.store_commit.put_copies", lambda *_: None):
             return settle(store, entry, save_id, copies_of)
 
     with patch.object(to_store, "settle_copies", mutated):

@@ -20,6 +20,10 @@ import torch
 
 from hfshard._util import threads
 from hfshard._util.addresses import StoreAddress
+from hfshard.checkpoint.folder import RangedFolder, StoreFolder
+from hfshard.checkpoint.open_checkpoint import open_checkpoint
+from hfshard.commit import store_plan
+from hfshard.commit.transaction import OwnShardWriter
 from hfshard.errors import (
     CheckpointChangedError,
     CheckpointNotFoundError,
@@ -30,11 +34,7 @@ from hfshard.errors import (
 )
 from hfshard.format.stored_save import SaveId, split_object_name
 from hfshard.saving.request import SaveRequest
-from hfshard.saving.stores import own_puts
 from hfshard.saving.to_store import save_into
-from hfshard.saving.writing import OwnShardWriter
-from hfshard.storage.checkpoint.checkpoint import open_checkpoint
-from hfshard.storage.checkpoint.folder import RangedFolder, StoreFolder
 from hfshard.stores.store import StoredObject
 from hfshard.training import CheckpointManager, TrainingState
 from hfshard.training.run.places import run_store
@@ -187,7 +187,7 @@ class Program:
 
     def advance(self, answers: Sequence[Any]) -> tuple[Request | None, tuple[Event, ...]]:
         """Return what it asks next (None: it has ended) and what it was told, after these answers."""
-        own_puts.forget()
+        store_plan.forget()
         replay = _Replay(answers)
         ids = iter(self.ids)
         with patch("hfshard.format.stored_save.secrets.token_hex", lambda _: next(ids)), suppress(_PausedError):

@@ -17,16 +17,17 @@ from torch import nn
 
 import hfshard
 from hfshard._util.threads import pause
+from hfshard.checkpoint.load_options import LoadOptions
+from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
+from hfshard.commit.transaction import OwnShardWriter
 from hfshard.errors import CheckpointChangedError
+from hfshard.format.digests import Verify
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.loading import far
-from hfshard.loading.options import LoadOptions
 from hfshard.loading.source import CheckpointSource, with_checkpoint
 from hfshard.saving.options import SaveOptions
 from hfshard.saving.request import SaveRequest, request_from_state_dict
 from hfshard.saving.to_store import save_into
-from hfshard.saving.writing import OwnShardWriter
-from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, Verify
 from hfshard.training.run.places import run_store
 from hfshard.transfer import store_files
 from tests.stores.saving.memory_store import MemoryStore

@@ -13,12 +13,11 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load as load_by_torch
 
 import hfshard
+from hfshard.checkpoint.folder import RangedFolder
+from hfshard.checkpoint.open_checkpoint import open_checkpoint, raw_tensors
 from hfshard.distributed import StorageReader
 from hfshard.errors import DamagedCheckpointError, IntegrityError
 from hfshard.loading import far
-from hfshard.storage.checkpoint.checkpoint import open_checkpoint
-from hfshard.storage.checkpoint.folder import RangedFolder
-from hfshard.storage.checkpoint.raw_tensors import raw_tensors
 from hfshard.tensors.stored_tensor import iter_blocks
 from tests.stores.saving.memory_store import MemoryStore
 

@@ -13,9 +13,9 @@ from torch import nn
 
 import hfshard
 from hfshard.errors import CheckpointChangedError, IntegrityError, RankFailedError
+from hfshard.format.digests import Verify
 from hfshard.loading import far
 from hfshard.saving import to_store
-from hfshard.storage.checkpoint.checkpoint import Verify
 from tests.distributed.gloo import check_ranks
 from tests.stores.reading.test_costs import CountingStore
 from tests.stores.saving.memory_store import MemoryStore

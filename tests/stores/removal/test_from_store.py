@@ -7,16 +7,16 @@ from collections.abc import Callable
 import pytest
 
 import hfshard
+from hfshard.checkpoint.folder import StoreFolder
+from hfshard.checkpoint.load_options import read_tensors
+from hfshard.checkpoint.open_checkpoint import open_checkpoint
+from hfshard.commit.transaction import OwnShardWriter
 from hfshard.errors import CheckpointChangedError, CheckpointNotFoundError, HfshardError
 from hfshard.format.file_names import WeightNames
-from hfshard.loading.reading import read_tensors
 from hfshard.removal.from_store import remove_from_store, remove_leftovers_from_store
 from hfshard.remove import plan_removal
 from hfshard.saving.request import SaveRequest
 from hfshard.saving.to_store import save_into
-from hfshard.saving.writing import OwnShardWriter
-from hfshard.storage.checkpoint.checkpoint import open_checkpoint
-from hfshard.storage.checkpoint.folder import StoreFolder
 from tests.stores.saving.checkpoints import INDEX, pickles, request, single, stock_shards, weights
 from tests.stores.saving.memory_store import MemoryStore
 from tests.stores.suite.conftest import Place, place  # noqa: F401

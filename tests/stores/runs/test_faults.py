@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import hfshard
+from hfshard.commit import store_plan
 from hfshard.errors import CommitUnfinishedError, StoreError
-from hfshard.saving.stores import own_puts
 from hfshard.stores.retry import RETRY_VARIABLE
 from hfshard.training import CheckpointManager, TrainingState
 from hfshard.training.run.places.run_store import StorePlace
@@ -184,7 +184,7 @@ def test_an_earlier_save_stays_where_a_later_one_is_withdrawn(run: BucketRun, mo
 def test_a_read_that_fails_after_the_commit_does_not_deny_it(run: BucketRun, proxy: FaultProxy) -> None:
     save_steps(CheckpointManager(run.root), 1, 2)
     run.put(f".saves/checkpoint-00000001-{1:08d}-{run.saves()['checkpoint-00000001'][1]}", b"")
-    own_puts.forget()
+    store_plan.forget()
     proxy.fail("status", r"^GET get .*checkpoint-00000001-", times=_ENDLESS, status=403)
 
     with pytest.raises(CommitUnfinishedError, match="is saved"):
@@ -273,10 +273,10 @@ def test_requests_of_saves_and_questions_are_few(run: BucketRun, proxy: FaultPro
     with CheckpointManager(run.root, max_to_keep=2) as manager:
         save_steps(manager, 3)
         assert asked(proxy) == f"{later} delete_many"  # this process has put the manifest, by which shards are compared
-        own_puts.forget()
+        store_plan.forget()
         save_steps(manager, 4)
         assert asked(proxy) == later.replace("put", "put get", 1) + " delete_many"
-        own_puts.forget()
+        store_plan.forget()
 
     other = CheckpointManager(run.root)
     assert other.latest_step() == 4
@@ -295,7 +295,7 @@ def test_a_later_save_asks_the_same_however_many_checkpoints_there_are(
 ) -> None:
     save_steps(CheckpointManager(run.root), 1)
     run.copy_checkpoint(1, range(2, count + 1))
-    own_puts.forget()
+    store_plan.forget()
     proxy.clear()
 
     with CheckpointManager(run.root) as manager:

@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import load
 from safetensors.torch import save as to_safetensors
 
+from hfshard.checkpoint.folder import StoreFolder
+from hfshard.checkpoint.open_checkpoint import open_checkpoint
+from hfshard.commit.transaction import OwnShardWriter
 from hfshard.errors import CheckpointNotFoundError
 from hfshard.saving.options import SaveOptions
 from hfshard.saving.request import SaveRequest
 from hfshard.saving.to_store import save_into
-from hfshard.saving.writing import OwnShardWriter
-from hfshard.storage.checkpoint.checkpoint import open_checkpoint
-from hfshard.storage.checkpoint.folder import StoreFolder
 from tests.stores.saving.memory_store import MemoryStore
 
 INDEX = "model.safetensors.index.json"

@@ -15,10 +15,10 @@ from huggingface_hub import load_torch_model
 from torch import nn
 
 import hfshard
+from hfshard.commit.transaction import OwnShardWriter
 from hfshard.errors import CommitUnfinishedError, HfshardError, RemoteChangedError, StoreConnectionError, StoreError
 from hfshard.saving.request import SaveRequest
 from hfshard.saving.to_store import save_into
-from hfshard.saving.writing import OwnShardWriter
 from tests.stores.saving.checkpoints import (
     config,
     found_in,

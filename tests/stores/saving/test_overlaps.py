@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from threading import Event, Thread
 
+from hfshard.checkpoint.folder import StoreFolder
+from hfshard.checkpoint.open_checkpoint import open_checkpoint
+from hfshard.commit.transaction import OwnShardWriter
 from hfshard.errors import RemoteChangedError
 from hfshard.format.stored_save import plain_copy, split_object_name
 from hfshard.saving.to_store import save_into
-from hfshard.saving.writing import OwnShardWriter
-from hfshard.storage.checkpoint.checkpoint import open_checkpoint
-from hfshard.storage.checkpoint.folder import StoreFolder
 from tests.stores.saving.checkpoints import config, request
 from tests.stores.saving.memory_store import MemoryStore
 

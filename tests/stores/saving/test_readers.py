@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from hfshard.checkpoint.folder import StoreFolder
+from hfshard.checkpoint.open_checkpoint import open_checkpoint
+from hfshard.commit.transaction import OwnShardWriter
 from hfshard.saving.to_store import save_into
-from hfshard.saving.writing import OwnShardWriter
-from hfshard.storage.checkpoint.checkpoint import open_checkpoint
-from hfshard.storage.checkpoint.folder import StoreFolder
 from tests.stores.saving.checkpoints import request
 from tests.stores.saving.memory_store import MemoryStore
 

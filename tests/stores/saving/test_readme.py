@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from hfshard.checkpoint.folder import StoreFolder
+from hfshard.checkpoint.open_checkpoint import open_checkpoint
+from hfshard.commit import store_plan
+from hfshard.commit.transaction import OwnShardWriter
 from hfshard.format.stored_save import split_object_name
 from hfshard.saving.request import SaveRequest
-from hfshard.saving.stores import own_puts
 from hfshard.saving.to_store import save_into
-from hfshard.saving.writing import OwnShardWriter
-from hfshard.storage.checkpoint.checkpoint import open_checkpoint
-from hfshard.storage.checkpoint.folder import StoreFolder
 from tests import REPOSITORY
 from tests.stores.exploring.mutants import mutants
 from tests.stores.saving.checkpoints import config, found_in, request, single
@@ -62,7 +62,7 @@ def _usual(name: str) -> str:
 def _found(store: MemoryStore) -> tuple[Any, Any, Any]:
     """The config and weights that hfshard, transformers and huggingface_hub load."""
     copy = MemoryStore(store.objects.copy())
-    own_puts_before = dict(own_puts._OBJECTS)
+    own_puts_before = dict(store_plan._OBJECTS)
     folder = StoreFolder(copy, str(copy.address))
     try:
         with open_checkpoint(folder) as checkpoint:
@@ -70,7 +70,7 @@ def _found(store: MemoryStore) -> tuple[Any, Any, Any]:
             ours = folder.read_small("config.json", 1000), weights
     except FileNotFoundError:
         ours = None
-    assert own_puts_before == dict(own_puts._OBJECTS)
+    assert own_puts_before == dict(store_plan._OBJECTS)
     stock, hub = found_in(store.objects)
     return ours, stock, hub
 

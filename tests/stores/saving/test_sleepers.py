@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from hfshard.commit.transaction import OwnShardWriter
 from hfshard.errors import RemoteChangedError
 from hfshard.saving.request import SaveRequest
 from hfshard.saving.to_store import save_into
-from hfshard.saving.writing import OwnShardWriter
 from tests.stores.saving.checkpoints import config, found_in, loaded, pickles, request, saved, settled
 from tests.stores.saving.memory_store import MemoryStore
 

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 import hfshard
+from hfshard.commit.transaction import OwnShardWriter
 from hfshard.disk.byte_source import BytesSource
 from hfshard.errors import RemoteChangedError, StoreAccessError, StoreError
 from hfshard.format.index import CheckpointIndex, without_mark
 from hfshard.saving.options import SaveOptions
 from hfshard.saving.request import SaveRequest, request_from_state_dict
 from hfshard.saving.to_store import save_into
-from hfshard.saving.writing import OwnShardWriter
 from tests.stores.saving.memory_store import MemoryStore
 
 INDEX = "model.safetensors.index.json"

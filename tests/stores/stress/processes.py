@@ -14,14 +14,14 @@ from unittest.mock import patch
 
 import torch
 
+from hfshard.checkpoint.load_options import LoadOptions
+from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
 from hfshard.errors import CommitUnfinishedError, HfshardError, RemoteChangedError
 from hfshard.format.stored_save import SaveId
-from hfshard.loading.options import LoadOptions
 from hfshard.loading.source import CheckpointSource, with_checkpoint
 from hfshard.saving.options import SaveOptions
 from hfshard.saving.request import SaveRequest
 from hfshard.saving.to_store import save_to_store
-from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from tests.stores.sweep.places import StorePlace, lead_to
 
 FROZEN = 7.0

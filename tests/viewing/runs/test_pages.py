@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from hfshard._util.text import format_size
+from hfshard.checkpoint.verifier import Problem
 from hfshard.errors import InvalidArgumentError
-from hfshard.storage.checkpoint.report import Problem
 from hfshard.training import CheckpointManager, TrainingState
 from hfshard.viewing.page.rendering import render_page
 from hfshard.viewing.page.run_page import make_run_page

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import hfshard
+from hfshard.checkpoint.load_options import LoadOptions
 from hfshard.errors import IntegrityError
 from hfshard.hub.resolve import CheckpointQuery
-from hfshard.loading.options import LoadOptions
 from hfshard.viewing.values.measuring import MeasuredValues, measure_values
 from tests.helpers.memory import MIB, peak_during
 

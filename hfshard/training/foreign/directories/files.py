@@ -7,16 +7,16 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any, Final
 
+from hfshard.checkpoint.check_files import check_checksums, compare_pickles
+from hfshard.checkpoint.companion_files import find_companion_files
+from hfshard.checkpoint.load_options import read_tensors
+from hfshard.checkpoint.open_checkpoint import open_checkpoint
 from hfshard.constants import MAX_INDEX_BYTES
 from hfshard.disk.safe_open import Identity, open_regular, read_small, refuse_links_to_outside
 from hfshard.errors import CheckpointNotFoundError, StateDictMismatchError, remedy
 from hfshard.format.strict_json import parse_json_object
-from hfshard.loading.reading import read_tensors
 from hfshard.pickles.pickle_file import PickleFile
 from hfshard.shards.shard import SafetensorsShard
-from hfshard.storage.checkpoint.checkpoint import open_checkpoint
-from hfshard.storage.checkpoint.checks import check_checksums, compare_pickles
-from hfshard.storage.disk.companions import find_companion_files
 from hfshard.training.foreign.checkpoint import ForeignRequest
 from hfshard.training.foreign.pickles.plain_files import read_plain_file
 from hfshard.training.run.manifest import MANIFEST

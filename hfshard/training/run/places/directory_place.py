@@ -11,6 +11,8 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 
+from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
+from hfshard.commit.hub_marker import refuse_hub
 from hfshard.constants import MAX_INDEX_BYTES
 from hfshard.disk.byte_source import ByteSource, FileSource
 from hfshard.disk.fsops import make_directories
@@ -18,8 +20,6 @@ from hfshard.disk.safe_open import read_small
 from hfshard.errors import DamagedCheckpointError
 from hfshard.shards.shard import SafetensorsShard
 from hfshard.shards.shard_file import SafetensorsFile
-from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, open_checkpoint
-from hfshard.storage.disk.hub_place import refuse_hub
 from hfshard.training.run.directory import (
     checkpoints_in,
     clean_up_run,

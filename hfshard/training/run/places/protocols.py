@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Protocol
 
+from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
+from hfshard.commit.transaction import ShardWriter
 from hfshard.disk.byte_source import ByteSource
 from hfshard.errors import DamagedCheckpointError
-from hfshard.saving.writing import ShardWriter
 from hfshard.shards.shard import SafetensorsShard
-from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.training.collecting import SavePayload
 from hfshard.training.run.manifest import CheckpointManifest
 from hfshard.training.run.run_checkpoint import RunCheckpoint

@@ -21,6 +21,18 @@ from typing import Any, Final
 
 from hfshard._util.addresses import parse_address
 from hfshard._util.threads import cancellable, deferred_interrupt, in_threads
+from hfshard.checkpoint.folder import StoreFolder
+from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
+from hfshard.commit import store_plan
+from hfshard.commit.store_commit import (
+    StoreTransaction,
+    delete_or_warn,
+    overtaken,
+    put_copies,
+    settle_copies,
+)
+from hfshard.commit.store_plan import KnownShard, highest_index
+from hfshard.commit.transaction import OwnShardWriter
 from hfshard.constants import FILES_AT_ONCE, INDEX_SUFFIX, MARKS, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
 from hfshard.disk.byte_source import ByteSource, BytesSource
 from hfshard.errors import (
@@ -46,21 +58,9 @@ from hfshard.format.stored_save import (
     split_object_name,
 )
 from hfshard.saving.prepare import index_of, plan_request, shard_jobs
-from hfshard.saving.store_commit import (
-    StoreTransaction,
-    delete_or_warn,
-    overtaken,
-    put_copies,
-    settle_copies,
-)
-from hfshard.saving.store_plan import KnownShard, highest_index
-from hfshard.saving.stores import own_puts
-from hfshard.saving.writing import OwnShardWriter
 from hfshard.shards.shard import SafetensorsShard
 from hfshard.shards.shard_plan import ShardPlan
 from hfshard.shards.write_shards import WriteJob
-from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, open_checkpoint
-from hfshard.storage.checkpoint.folder import StoreFolder
 from hfshard.stores.byte_budget import store_memory_bytes
 from hfshard.stores.open_store import open_store
 from hfshard.stores.store import Store, StoredObject, StoredSource
@@ -437,10 +437,10 @@ class StorePlace:
 
     def _read(self, folder: str, found: StoredObject) -> bytes:
         in_run = replace(found, name=f"{folder}/{found.name}")
-        known = own_puts.known(self._store, in_run)
+        known = store_plan.known(self._store, in_run)
         if known is None:
             known = self._store.read(in_run)
-            own_puts.note_put(self._store, in_run, known)
+            store_plan.note_put(self._store, in_run, known)
         return known
 
     def _known_shards(self, seen: _Seen) -> dict[str, KnownShard]:

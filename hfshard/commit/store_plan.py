@@ -1,4 +1,4 @@
-"""A place in a store before a save, and what follows from one listing: the next number, what can be copied, what goes.
+"""A place in a store before a save, and what follows from a listing: the next number, what is copied, what goes.
 
 Every object of a save has the save's number and id in its name. The checkpoint is the save with the highest index. See
 stores/README.md for each rule, and for what goes wrong without it.
@@ -6,9 +6,15 @@ stores/README.md for each rule, and for what goes wrong without it.
 
 from __future__ import annotations
 
+import os
+from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Final
 
+from hfshard._util.threads import ProcessLock
+from hfshard.checkpoint.folder import StoreFolder
+from hfshard.commit.directory_state import find_ownership, weights_override_of
 from hfshard.constants import BIN_SUFFIX, CONFIG_NAME, MANIFEST_NAME, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
 from hfshard.errors import CheckpointChangedError, DamagedCheckpointError, SaveDirectoryError, UnsafePathError
 from hfshard.format.digests import sha256_of
@@ -24,9 +30,6 @@ from hfshard.format.stored_save import (
     saves_among,
     split_object_name,
 )
-from hfshard.saving.stores import own_puts
-from hfshard.storage.checkpoint.folder import StoreFolder
-from hfshard.storage.commit.directory_state import find_ownership, weights_override_of
 from hfshard.stores.byte_budget import store_memory_bytes
 from hfshard.stores.store import Store, StoredObject
 
@@ -111,7 +114,7 @@ def read_state(store: Store, names: WeightNames, folders: Collection[str] = ()) 
         folder.look_into(below)
     found: Mapping[str, StoredObject] = folder.listed_objects()
     for one in found.values():
-        raw = own_puts.known(store, one)
+        raw = known(store, one)
         if raw is not None:
             folder.note(one, raw)
     if any((split := split_object_name(name)) is not None and split[0] == MANIFEST_NAME for name in found):
@@ -185,3 +188,40 @@ def _uploaded(folder: StoreFolder, names: WeightNames, found: Mapping[str, Store
     unnamed = plain - owners.referenced if owners.is_known else frozenset[str]()
     strays = {name for name in unnamed if names.is_stock_shard(name)}  # of a stock save that did not get to its index
     return (owners.owned | strays) - {names.index}
+
+
+# Cache of the small objects that this process has put, so that the next save need not read them.
+
+
+_MOST_OBJECTS: Final = 64
+_MOST_BYTES: Final = 1 << 20
+"""Of one object: the index of a model of 10,000 tensors."""
+
+_OBJECTS: OrderedDict[str, tuple[str, bytes]] = OrderedDict()
+"""Address of an object -> ETag and bytes, that which was put last at the end."""
+_LOCK: Final = ProcessLock()
+
+
+def note_put(store: Store, put: StoredObject, raw: bytes) -> None:
+    """Note the bytes of an object that was put."""
+    key = str(store.address.joined(put.name))
+    with _LOCK.held():
+        _OBJECTS.pop(key, None)
+        if len(raw) <= _MOST_BYTES:
+            _OBJECTS[key] = put.etag, raw
+            while len(_OBJECTS) > _MOST_OBJECTS:
+                _OBJECTS.popitem(last=False)
+
+
+def known(store: Store, found: StoredObject) -> bytes | None:
+    """Return the bytes of an object that this process has put; None: it must be read."""
+    etag, raw = _OBJECTS.get(str(store.address.joined(found.name)), ("", b""))
+    return raw if etag == found.etag and len(raw) == found.size else None
+
+
+def forget() -> None:
+    """Know of no put any more."""
+    _OBJECTS.clear()
+
+
+os.register_at_fork(after_in_child=forget)

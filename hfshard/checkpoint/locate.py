@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from hfshard._util.text import list_some, nearest_first
+from hfshard.checkpoint.folder import CheckpointFolder, LocalFolder, RangedFolder, StoreFolder, folder_of
 from hfshard.constants import (
     ADAPTER_CONFIG_NAME,
     BIN_SUFFIX,
@@ -23,7 +24,6 @@ from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError, Unsafe
 from hfshard.format.file_names import INDEX_FILE, MODEL_BASE, WeightNames, check_file_name
 from hfshard.format.parts_of_ranks import describe_parts, describe_parts_in
 from hfshard.format.strict_json import PassOver, parse_json_object
-from hfshard.storage.checkpoint.folder import CheckpointFolder, LocalFolder, RangedFolder, StoreFolder, folder_of
 
 _SHOWN: Final = 5
 """Names of files in a message."""

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 
 from hfshard._util.progress import ProgressCallback
 from hfshard._util.threads import cancellable, in_threads
+from hfshard.checkpoint.folder import CheckpointFolder
 from hfshard.constants import CONFIG_NAME, FILES_AT_ONCE, MAX_CONFIG_BYTES, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
 from hfshard.errors import DamagedCheckpointError, HfshardError, IntegrityError
 from hfshard.format.digests import sha256_of
@@ -17,7 +18,6 @@ from hfshard.format.index import CheckpointIndex, FileDigest, as_saved, without_
 from hfshard.pickles.pickle_file import PickleFile
 from hfshard.shards.shard import SafetensorsShard
 from hfshard.shards.shard_file import SafetensorsFile
-from hfshard.storage.checkpoint.folder import CheckpointFolder
 
 logger = logging.getLogger(__name__)
 

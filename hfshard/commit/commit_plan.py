@@ -17,20 +17,14 @@ README.md beside this file shows each path as a table; `scripts/crash_sweep` kil
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final, Literal
 
+from hfshard.commit.directory_state import DirectoryState, weights_override_of
 from hfshard.constants import CONFIG_NAME
-from hfshard.format.index import with_weights_override
-from hfshard.storage.commit.directory_state import DirectoryState
-from hfshard.storage.commit.new_checkpoint import (
-    NewCheckpoint,
-    changed_config,
-    compat_index,
-    content_digest,
-    outdated_files,
-    put_config,
-)
-from hfshard.storage.commit.steps import HUB, TRANSFORMERS, CommitPlan
+from hfshard.format.digests import sha256_of
+from hfshard.format.index import CheckpointIndex, with_weights_override, without_weights_override
 
 
 def plan_commit(old: DirectoryState, new: NewCheckpoint) -> CommitPlan:
@@ -281,3 +275,149 @@ def _remove_old(plan: CommitPlan, old: DirectoryState, outdated: set[str]) -> No
     plan.sync()
     plan.remove(outdated & {old.names.bin_index})
     plan.sync()
+
+
+# The steps that a commit consists of, and the list of them that a plan builds.
+
+
+TRANSFORMERS: Final = "hfshard and transformers"
+HUB: Final = "huggingface_hub"
+"""The two kinds of readers, which look for the weights in different orders."""
+
+
+@dataclass(frozen=True, slots=True)
+class CommitStep:
+    """One change of the directory."""
+
+    kind: Literal["rename", "link", "remove", "sync"]
+    """rename: move a staged file into place; link: give a file a second name; sync: make all steps before durable."""
+    target: str = ""
+    source: str = ""
+    is_commit: bool = False
+    """From this step on every reader finds the new checkpoint. An error up to here is rolled back."""
+    moves: str = ""
+    """Who finds the new checkpoint from this step on, where the others follow with the commit; in words."""
+
+
+@dataclass
+class CommitPlan:
+    """The steps of one commit, and the bytes of the small files that they move into place."""
+
+    steps: list[CommitStep] = field(default_factory=list)
+    small_files: dict[str, bytes] = field(default_factory=dict)
+    """Name in the staging directory -> bytes."""
+
+    def write_small(self, target: str, content: bytes, *, is_commit: bool = False, moves: str = "") -> None:
+        """Stage a small file and rename it into place."""
+        staged = f"{len(self.small_files):03d}.small"
+        self.small_files[staged] = content
+        self.steps.append(CommitStep("rename", target, staged, is_commit, moves))
+
+    def rename(self, files: Mapping[str, str], *, is_commit: bool = False, moves: str = "") -> None:
+        """Rename staged files into place; if they are the commit, the last one decides."""
+        last = list(files)[-1:]
+        self.steps.extend(
+            CommitStep("rename", target, staged, is_commit and [target] == last, moves)
+            for target, staged in files.items()
+        )
+
+    def link(self, source: str, target: str) -> None:
+        """Give a file in the directory a second name, replacing the file that has it."""
+        self.steps.append(CommitStep("link", target, source))
+
+    def remove(self, targets: Iterable[str], *, is_commit: bool = False) -> None:
+        """Remove files, in the order of their names; the commit is the removal of a single one."""
+        self.steps.extend(CommitStep("remove", target, is_commit=is_commit) for target in sorted(targets))
+
+    @property
+    def to_commit(self) -> list[CommitStep]:
+        """The steps up to the commit."""
+        return self.steps[: next(number for number, step in enumerate(self.steps, 1) if step.is_commit)]
+
+    def sync(self) -> None:
+        """Make the steps before durable before any step after; nothing where there is nothing to sync."""
+        if self.steps and self.steps[-1].kind != "sync":
+            self.steps.append(CommitStep("sync"))
+
+
+# What a save is about to commit, and what becomes of the config and of the old files, whatever the place is.
+
+
+NO_CONFIG: Final = b"{}"
+"""What stands in for a config that goes, while it has to lead to the new weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewCheckpoint:
+    """What a save has written into the staging directory, and what belongs to it."""
+
+    shards: Mapping[str, str]
+    """Name in the directory -> name in the staging directory."""
+    keys: Sequence[str]
+    """FQNs of the stored tensors."""
+    index: bytes | None
+    """The bytes of the index; None for a single file."""
+    config: bytes | None
+    """The bytes of config.json; None where the save has none and keeps the one that is there."""
+    model_files: Mapping[str, bytes]
+    """The other small files of the model: generation_config.json, custom code. Name -> bytes."""
+    digest: str
+    """Hex digits that depend on the content: part of the names that exist only during the commit."""
+    companion_files: Mapping[str, str] = field(default_factory=dict)
+    """Files that go along with the model, such as a tokenizer or a README. Name -> name in the staging directory."""
+    kept_shards: frozenset[str] = frozenset()
+    """Shards of the old checkpoint that belong to the new one too, and stay where they are."""
+    drops_config: bool = False
+    """Whether a config.json that is there goes, because the new checkpoint has none."""
+    hides_single: bool = False
+    """Whether readers that know nothing but config.json and `model.safetensors` are to find an error between old and
+    new, not the config of one and the weights of the other. It takes hard links."""
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether it has an index."""
+        return self.index is not None
+
+
+def put_config(plan: CommitPlan, new: NewCheckpoint, config: bytes) -> None:
+    """Write the config as it was given, or remove the one of a checkpoint that had one."""
+    if new.drops_config:
+        plan.remove([CONFIG_NAME])
+    else:
+        plan.write_small(CONFIG_NAME, config)
+
+
+def changed_config(old: DirectoryState, new: NewCheckpoint) -> bytes | None:
+    """The config to commit; None where the one in the directory is right already."""
+    config = new.config
+    if new.drops_config and old.config is not None and not old.shares_config:
+        return NO_CONFIG
+    if old.shares_config:
+        # An override there belongs to a killed commit of the weights beside this variant, which is not ours to end.
+        if config is not None and old.weights_override is not None:
+            config = with_weights_override(config, old.weights_override)
+    elif config is None and old.config is not None and weights_override_of(old.config) is not None:
+        config = without_weights_override(old.config)
+    return None if config == old.config else config
+
+
+def outdated_files(old: DirectoryState, new: NewCheckpoint) -> set[str]:
+    """What the old checkpoint owned and the new one does not, strays, and the placeholder of this commit."""
+    outdated = set(old.owned | old.strays)
+    has_others = (old.has_bins or old.has_hub_index) and not old.has_index and not old.has_single
+    if new.is_sharded and has_others:
+        outdated.add(old.names.placeholder)
+    kept = {*new.shards, *new.kept_shards, *new.model_files, *new.companion_files}
+    if new.is_sharded:
+        kept.add(old.names.index)
+    return outdated - kept
+
+
+def compat_index(keys: Iterable[str], file: str) -> bytes:
+    """An index that maps every name to one file, for readers that look for an index first."""
+    return CheckpointIndex(weight_map=dict.fromkeys(keys, file)).to_json()
+
+
+def content_digest(parts: Iterable[bytes]) -> str:
+    """Hex digits that depend on some bytes: part of the names that exist only during a commit."""
+    return sha256_of(b"\0".join(parts))

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import logging
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from hfshard._util.threads import deferred_interrupt
-from hfshard.constants import CONFIG_NAME, STAGING_DIRECTORY
+from hfshard.commit.commit_plan import CommitPlan, CommitStep
+from hfshard.commit.directory_state import DirectoryState, note_pending_deletes, read_state
+from hfshard.commit.hub_marker import refuse_hub
+from hfshard.constants import CONFIG_NAME, MAX_CONFIG_BYTES, SIGNATURE_NAME, STAGING_DIRECTORY
 from hfshard.disk.fsops import (
+    NO_LINKS,
     Unflushed,
     can_link,
     locked_directory,
@@ -27,17 +34,12 @@ from hfshard.disk.fsops import (
     sync_directory,
     unlink_if_there,
 )
-from hfshard.disk.safe_open import open_folder
+from hfshard.disk.safe_open import Identity, identity_of, open_folder, read_small
 from hfshard.errors import CommitUndoneError, CommitUnfinishedError, HfshardError, SaveDirectoryError
+from hfshard.format.digests import sha256_of
 from hfshard.format.file_names import WeightNames
 from hfshard.format.index import FileDigest
 from hfshard.shards.write_shards import writer_threads
-from hfshard.storage.commit.directory_state import DirectoryState, read_state
-from hfshard.storage.commit.pending_deletes import note_pending_deletes
-from hfshard.storage.commit.rollback import Rollback
-from hfshard.storage.commit.steps import CommitPlan, CommitStep
-from hfshard.storage.disk.hub_place import refuse_hub
-from hfshard.storage.stale_signature import SignatureWatch
 
 logger = logging.getLogger(__name__)
 
@@ -359,3 +361,214 @@ def clear_staging(directory: str) -> None:
         logger.warning(
             "The staging directory '%s' could not be removed (%s). The next save tries again.", staging, error
         )
+
+
+# Take the steps of a commit back, the last one first, when one of them fails before the commit is done.
+
+
+class Rollback:
+    """What takes back the steps that were made so far.
+
+    What the steps replace is copied into the staging directory before the first one, so that nothing has to be written
+    when they are taken back: the disk may be full then.
+    """
+
+    def __init__(self, directory: str, staging: str) -> None:
+        self.directory = directory
+        self.staging = staging
+        self._prepared: deque[Callable[[], None]] = deque()
+        self._undo: list[tuple[CommitStep, Callable[[], None]]] = []
+
+    def prepare(self, steps: Sequence[CommitStep], unflushed: Unflushed) -> None:
+        """Get ready to take steps back.
+
+        Args:
+            steps: All that may have to be; what they move into place is in the staging directory.
+            unflushed: Gets the copies, which must be durable before the first step.
+
+        Raises:
+            OSError: What a step replaces could not be copied.
+        """
+        placed: dict[str, str] = {}
+        for number, step in enumerate(steps):
+            now = placed.get(step.target, os.path.join(self.directory, step.target))
+            self._prepared.append(self._undo_of(step, now, f"{number:03d}.kept", unflushed))
+            if step.kind == "rename":
+                placed[step.target] = os.path.join(self.staging, step.source)
+
+    def begin(self, step: CommitStep) -> None:
+        """Take the next step back, too, whether it will be done or not."""
+        self._undo.append((step, self._prepared.popleft()))
+
+    def run(self) -> list[str]:
+        """Take all steps back.
+
+        A step that moves a reader to the new checkpoint may resist: then what it leads to stays.
+
+        Returns:
+            Who finds the new checkpoint; nobody where all is as it was.
+        """
+        while self._undo:
+            step, undo = self._undo[-1]
+            moved = [one.moves for one, _ in self._undo if one.moves]
+            try:
+                undo()
+            except OSError as error:
+                logger.error("A step of a failed save into '%s' could not be undone: %s", self.directory, error)
+                if moved:
+                    return moved
+            self._undo.pop()
+            if step.moves and not self._is_durable():
+                return moved[:-1]  # what it led to stays, in case that a power cut brings the step back
+        return []
+
+    def _is_durable(self) -> bool:
+        try:
+            sync_directory(self.directory)
+        except OSError as error:
+            logger.error("'%s' could not be flushed after a failed save: %s", self.directory, error)
+            return False
+        return True
+
+    def _undo_of(self, step: CommitStep, now: str, kept_name: str, unflushed: Unflushed) -> Callable[[], None]:
+        """What takes a step back, where `now` is the file that will have its target's name when it comes."""
+        target = os.path.join(self.directory, step.target)
+        if step.kind == "link":
+            is_new = not os.path.lexists(now)
+            return lambda: unlink_if_there(target) if is_new else None
+        if step.kind == "remove":
+            return self._undo_of_removal(target, kept_name)
+        if step.kind != "rename":
+            return lambda: None
+        staged = os.path.join(self.staging, step.source)
+        kept = os.path.join(self.staging, kept_name)
+
+        def restore() -> None:
+            if not os.path.exists(staged):
+                rename(kept, target)
+
+        try:
+            status = os.lstat(now)
+        except FileNotFoundError:
+            return lambda: None if os.path.exists(staged) else unlink_if_there(target)
+        if stat.S_ISLNK(status.st_mode):
+            os.symlink(os.readlink(now), kept)
+            return restore
+        if not stat.S_ISREG(status.st_mode):
+            return lambda: None  # a FIFO holds nothing to restore
+        is_weights = status.st_size > MAX_CONFIG_BYTES or step.target.endswith(".safetensors")
+        if is_weights and not step.moves:
+            return lambda: None  # a shard that replaces another is the same, byte for byte; or it is the commit
+        if is_weights:
+            _link(now, kept)
+        else:
+            with open(now, "rb") as file:
+                old = file.read()
+            unflushed.write_file(kept, old, like=status)
+        return restore
+
+    def _undo_of_removal(self, target: str, kept_name: str) -> Callable[[], None]:
+        kept = os.path.join(self.staging, kept_name)
+        if os.path.isfile(target):
+            _link(target, kept)
+
+        def restore() -> None:
+            if os.path.exists(kept) and not os.path.lexists(target):
+                rename(kept, target)
+
+        return restore
+
+
+def _link(target: str, kept: str) -> None:
+    """Give the old file a second name; without one, it can't come back."""
+    try:
+        os.link(target, kept)
+    except OSError as error:
+        if error.errno not in NO_LINKS:
+            raise
+        logger.info("'%s' can't be linked (%s): it can't be restored if the save fails halfway.", target, error)
+
+
+# Say when a save leaves a signature that no longer holds, and remove it where that was asked for.
+
+
+_MAX_BYTES: Final = 64 * 1024 * 1024
+"""The largest signature that is looked at for a warning."""
+
+_SMALL_BYTES: Final = 1024 * 1024
+"""The largest file that is read for a warning; of shards the save has recorded the sha256."""
+
+
+class SignatureWatch:
+    """The files beside a signature, before a save changes them."""
+
+    def __init__(self, directory: str) -> None:
+        """Note what is there; nothing, where there is no signature."""
+        self._directory = directory
+        self._has_signature = os.path.isfile(os.path.join(directory, SIGNATURE_NAME))
+        self._before = self._identities() if self._has_signature else {}
+
+    def after_save(self, recorded: Callable[[], Mapping[str, FileDigest]], *, is_dropped: bool) -> None:
+        """Warn that the signature no longer holds, if that is so.
+
+        Args:
+            recorded: Tells what the index there says of the files.
+            is_dropped: Remove it instead.
+        """
+        path = os.path.join(self._directory, SIGNATURE_NAME)
+        now = self._identities() if self._has_signature else {}
+        if (
+            SIGNATURE_NAME not in now
+            or now[SIGNATURE_NAME] != self._before[SIGNATURE_NAME]
+            or not self._is_stale(now, recorded)
+        ):
+            return  # none, or the one of what was saved, which came with it
+        if is_dropped:
+            unlink_if_there(path)
+            sync_directory(self._directory)
+            logger.info("Removed '%s', which no longer held.", path)
+            return
+        logger.warning(
+            "'%s' no longer holds: the checkpoint beside it was replaced, and who checks the signature will refuse it. "
+            "Sign it again (hfshard sign %s --private-key KEY), or remove the file.",
+            path,
+            self._directory,
+        )
+
+    def _is_stale(self, now: dict[str, Identity], recorded: Callable[[], Mapping[str, FileDigest]]) -> bool:
+        changed = {name for name, identity in now.items() if self._before.get(name) != identity}
+        gone = self._before.keys() - now.keys()
+        if not changed and not gone:
+            return False
+        try:
+            signed = _signed_digests(os.path.join(self._directory, SIGNATURE_NAME), self._directory)
+            known = {name: digest.sha256 for name, digest in recorded().items()}
+            return not gone.isdisjoint(signed) or any(
+                signed.get(name, "") != (known.get(name) or self._digest(name)) for name in changed
+            )
+        except (HfshardError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            logger.debug("What '%s' signs can't be told: %s", SIGNATURE_NAME, error)
+            return True
+
+    def _digest(self, name: str) -> str | None:
+        path = os.path.join(self._directory, name)
+        if os.path.getsize(path) > _SMALL_BYTES:
+            return None
+        with open(path, "rb") as file:
+            return sha256_of(file.read())
+
+    def _identities(self) -> dict[str, Identity]:
+        found: dict[str, Identity] = {}
+        with os.scandir(self._directory) as entries:
+            for entry in entries:
+                with suppress(FileNotFoundError):  # somebody removed it just now
+                    if entry.is_file():
+                        found[entry.name] = identity_of(entry.stat())
+        return found
+
+
+def _signed_digests(path: str, directory: str) -> dict[str, Any]:
+    """What a signature says of files, whoever made it; only good for a warning."""
+    bundle = json.loads(read_small(path, directory, _MAX_BYTES)[0])
+    payload = json.loads(base64.b64decode(bundle["dsseEnvelope"]["payload"]))
+    return {one["name"]: one["digest"] for one in payload["predicate"]["resources"]}

@@ -14,6 +14,9 @@ from typing import Final
 
 from hfshard._util.progress import ProgressCallback
 from hfshard._util.threads import in_threads
+from hfshard.commit import store_plan
+from hfshard.commit.store_plan import KnownShard, highest_index
+from hfshard.commit.transaction import KnownFile, ShardWriter
 from hfshard.constants import FILES_AT_ONCE
 from hfshard.errors import (
     CheckpointChangedError,
@@ -33,10 +36,6 @@ from hfshard.format.stored_save import (
     plain_copy,
     plain_index,
 )
-from hfshard.saving.linking import KnownFile
-from hfshard.saving.store_plan import KnownShard, highest_index
-from hfshard.saving.stores import own_puts
-from hfshard.saving.writing import ShardWriter
 from hfshard.shards.write_shards import WriteJob, await_devices
 from hfshard.stores.store import Store, StoredObject
 from hfshard.tensors.stored_tensor import RawTensor
@@ -175,7 +174,7 @@ class StoreTransaction:
         name = self.save_id.object_name(self.entry)
         raw = save.to_json()
         try:
-            own_puts.note_put(self.store, self.store.put(name, raw), raw)
+            store_plan.note_put(self.store, self.store.put(name, raw), raw)
         except StoreError as error:
             if not error.may_be_done:
                 raise
@@ -218,7 +217,7 @@ def put_copies(store: Store, copies: Mapping[str, bytes], found: Mapping[str, St
     entries = changed[-1:] if changed[-1:] == list(copies)[-1:] else []
 
     def put(name: str) -> None:
-        own_puts.note_put(store, store.put(name, copies[name]), copies[name])
+        store_plan.note_put(store, store.put(name, copies[name]), copies[name])
 
     in_threads(lambda name, _: put(name), [name for name in changed if name not in entries], FILES_AT_ONCE)
     for name in entries:
@@ -297,7 +296,7 @@ def has_bytes(store: Store, found: StoredObject | None, raw: bytes) -> bool:
     """Whether an object has these bytes; it is read only if neither its size nor its ETag tells."""
     if found is None or found.size != len(raw):
         return False
-    return found.etag == md5_of(raw) or (own_puts.known(store, found) or store.read(found)) == raw
+    return found.etag == md5_of(raw) or (store_plan.known(store, found) or store.read(found)) == raw
 
 
 def _is_put(store: Store, found: StoredObject | None, raw: bytes) -> bool:

@@ -1,4 +1,4 @@
-"""Reads a checkpoint from end to end and reports everything that is wrong with it, not only the first thing."""
+"""Read a checkpoint from end to end, and report everything that is wrong with it, not only the first thing."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ from functools import partial
 
 from hfshard._util.progress import ProgressCallback, bytes_bar
 from hfshard._util.threads import cancellable, in_threads
+from hfshard.checkpoint.check_files import check_small_file, check_total
+from hfshard.checkpoint.folder import FAR_TRIES, CheckpointFolder, StoreFolder, folder_of
+from hfshard.checkpoint.locate import entry_of, locate_checkpoint, weights_bytes
+from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
 from hfshard.constants import FILES_AT_ONCE, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
 from hfshard.errors import (
     AmbiguousWeightsError,
@@ -30,11 +34,6 @@ from hfshard.format.index import CheckpointIndex, FileDigest, check_tied_names
 from hfshard.pickles.pickle_file import PickleFile
 from hfshard.shards.ranged_shard import RangedShard
 from hfshard.shards.shard import SafetensorsShard
-from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, open_checkpoint
-from hfshard.storage.checkpoint.checks import check_small_file, check_total
-from hfshard.storage.checkpoint.folder import FAR_TRIES, CheckpointFolder, StoreFolder, folder_of
-from hfshard.storage.checkpoint.locate import entry_of, locate_checkpoint, weights_bytes
-from hfshard.storage.checkpoint.report import Problem, VerifyReport
 
 
 @dataclass
@@ -363,3 +362,42 @@ class Verifier:
                 self.findings.warnings.append(
                     f"'{name}' belongs to nothing here; the next save by hfshard decides about it."
                 )
+
+
+# The report of a check of a whole checkpoint.
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong with a checkpoint."""
+
+    file: str
+    """Path of the file."""
+    tensor: str | None
+    """FQN, if it is about one tensor."""
+    message: str
+    """What, where, and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What `verify_checkpoint` found."""
+
+    directory: str
+    files: tuple[str, ...]
+    """Names of the files that were checked."""
+    problems: tuple[Problem, ...]
+    warnings: tuple[str, ...]
+    """What could not be checked, and files that belong to no checkpoint."""
+    checked_bytes: int
+    """Bytes whose checksum was compared."""
+    signed_by: str | None = None
+    """Who has signed all of it, where that was asked, every byte was compared, and nothing is wrong."""
+    checkpoints: tuple[VerifyReport, ...] = ()
+    """Of a run: the report of each checkpoint, in the order in which they were saved, then that of a model next to
+    them. All that they say is in this report too, with paths in the run for files."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.problems

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any, Final, TypeVar
 
-from hfshard.constants import CONFIG_NAME, MAX_CONFIG_BYTES, MAX_INDEX_BYTES, WEIGHTS_OVERRIDE_KEY
+from hfshard.constants import CONFIG_NAME, MAX_CONFIG_BYTES, MAX_INDEX_BYTES, STAGING_DIRECTORY, WEIGHTS_OVERRIDE_KEY
+from hfshard.disk.fsops import sync_directory, write_file
 from hfshard.disk.safe_open import read_small
-from hfshard.errors import MissingShardError
+from hfshard.errors import HfshardError, MissingShardError
 from hfshard.format.file_names import INDEX_FILE, WeightNames
 from hfshard.format.index import CheckpointIndex
 from hfshard.format.stored_save import own_saves, save_in_name
+from hfshard.format.strict_json import dump_json, parse_json_object
 from hfshard.shards.shard_file import SafetensorsFile
-from hfshard.storage.commit.damage import unless_damaged
-from hfshard.storage.commit.pending_deletes import noted_pending_deletes
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,3 +251,93 @@ def _union(sets: Iterable[frozenset[str]]) -> set[str]:
 
 def _at(directory: str, name: str) -> str:
     return os.path.join(directory, name)
+
+
+# Tell a file whose contents are damaged from one that the disk fails to read.
+
+
+_Contents = TypeVar("_Contents")
+
+_NOTHING_THERE: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
+"""What `open` answers for a file that is missing, and for a link that leads nowhere."""
+
+
+def unless_damaged(read: Callable[[], _Contents]) -> _Contents | None:
+    """Read a file; None where it is damaged or missing, and so can't say which files belong to it.
+
+    Raises:
+        HfshardError, OSError: It could not be opened or read (permissions, an I/O error): what it says is unknown, and
+            may be right.
+    """
+    try:
+        return read()
+    except HfshardError as error:
+        cause = error.__cause__
+        if isinstance(cause, OSError) and cause.errno not in _NOTHING_THERE:
+            raise
+        return None
+
+
+# Note the shards that a commit will delete, so that the next save can finish deletes that were cut short.
+#
+# A shard of hfshard's own that no index names is recognized by its header. A shard that another library wrote is not:
+# it might be part of an unfinished download. So a commit that replaces such shards first notes them with their
+# fingerprints in the staging directory, which stays when a save is killed.
+
+
+_NAME: Final = "pending-deletes.json"
+
+
+def note_pending_deletes(directory: str, shards: Iterable[str], commit_source: str) -> None:
+    """Note durably which shards will be deleted once the commit is done.
+
+    Args:
+        directory: The save directory; its staging directory exists.
+        shards: Names of files in it.
+        commit_source: The staged file whose rename is the commit: while it exists, nothing may be deleted.
+    """
+    fingerprints = {
+        name: fingerprint for name in sorted(shards) if (fingerprint := _fingerprint(directory, name)) is not None
+    }
+    if fingerprints:
+        staging = os.path.join(directory, STAGING_DIRECTORY)
+        write_file(os.path.join(staging, _NAME), dump_json({"commit": commit_source, "shards": fingerprints}))
+        sync_directory(staging)
+
+
+def noted_pending_deletes(directory: str, names: WeightNames, listing: Collection[str]) -> frozenset[str]:
+    """Find the shards that a commit did not get to delete: noted, still the same files, and the commit was done.
+
+    The caller checks whether an index names them.
+    """
+    staging = os.path.join(directory, STAGING_DIRECTORY)
+    path = os.path.join(staging, _NAME)
+    if not os.path.lexists(path):
+        return frozenset()
+
+    def read() -> dict[str, Any]:
+        raw, _ = read_small(path, directory, MAX_CONFIG_BYTES)
+        return parse_json_object(raw, path=path, what="Note", remedy="The next save removes it.")
+
+    note = unless_damaged(read)
+    if note is None:
+        return frozenset()  # what it said is unknown, so nothing is deleted
+    commit_source = note.get("commit")
+    fingerprints = note.get("shards")
+    if not isinstance(commit_source, str) or not isinstance(fingerprints, dict):
+        return frozenset()
+    if os.path.lexists(os.path.join(staging, os.path.basename(commit_source))):
+        return frozenset()
+    known = (name for name in fingerprints if names.is_shard(name) and name in listing)
+    return frozenset(name for name in known if _fingerprint(directory, name) == fingerprints[name])
+
+
+def _fingerprint(directory: str, name: str) -> str | None:
+    """The fingerprint of a shard; None if it is not a safetensors file."""
+    shard = unless_damaged(lambda: SafetensorsFile(os.path.join(directory, name), directory))
+    if shard is None:
+        return None
+    try:
+        return shard.fingerprint()
+    finally:
+        shard.close()

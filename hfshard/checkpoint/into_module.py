@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from hfshard.checkpoint.load_options import LoadOptions, read_tensors
+from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
 from hfshard.errors import StateDictMismatchError
-from hfshard.loading.options import LoadOptions
-from hfshard.loading.reading import read_tensors
-from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.tensors.parameter_names import KeyMismatch, compare, has_wrapper_prefix, match_prefixes, unwrap
 from hfshard.tensors.state_dict import assign, collect_state_dict, refuse_offloaded, refuse_partitioned
 from hfshard.tensors.tied import find_expanded_names, find_merged_names, find_shared_tensors, names_to_compare

@@ -1,4 +1,4 @@
-"""A checkpoint in a directory, or far away, opened for reading: checked as a whole, and all of one save."""
+"""A checkpoint opened for reading: checked as a whole, all of one save, its tensors read or passed on as bytes."""
 
 from __future__ import annotations
 
@@ -6,31 +6,28 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
 
-from hfshard._util.progress import ProgressCallback
+import torch
+
+from hfshard._util.progress import ProgressCallback, bytes_bar
 from hfshard._util.threads import cancellable, result_of, start_thread, wait_for
-from hfshard.constants import MAX_INDEX_BYTES, METADATA_KEY, SAFETENSORS_SUFFIX
-from hfshard.errors import CheckpointChangedError, DamagedCheckpointError, HfshardError, InvalidArgumentError
-from hfshard.format.digests import Verify as Verify
-from hfshard.format.digests import check_verify_level as check_verify_level
-from hfshard.format.file_names import MODEL_BASE, WeightNames
-from hfshard.format.index import CheckpointIndex, FileDigest, check_tied_names
-from hfshard.shards.ranged_shard import RangedShard
-from hfshard.storage.checkpoint.checks import (
+from hfshard.checkpoint.check_files import (
     check_checksums,
     check_fingerprints,
     check_keys,
     check_pickles,
     check_small_files,
+    compare_pickles,
     find_places,
     refuse_unverifiable,
 )
-from hfshard.storage.checkpoint.folder import CheckpointFolder, folder_of
-from hfshard.storage.checkpoint.locate import (
+from hfshard.checkpoint.folder import CheckpointFolder, folder_of
+from hfshard.checkpoint.locate import (
     WeightsEntry,
     adapter_alone,
     checked_weights_override,
@@ -38,7 +35,159 @@ from hfshard.storage.checkpoint.locate import (
     find_weights,
     state_token,
 )
-from hfshard.storage.checkpoint.open_files import OpenCheckpoint as OpenCheckpoint
+from hfshard.constants import MAX_INDEX_BYTES, METADATA_KEY, SAFETENSORS_SUFFIX
+from hfshard.errors import (
+    CheckpointChangedError,
+    DamagedCheckpointError,
+    HfshardError,
+    IntegrityError,
+    InvalidArgumentError,
+    remedy,
+)
+from hfshard.format.digests import Verify, check_verify_level, tensor_hasher
+from hfshard.format.file_names import MODEL_BASE, WeightNames
+from hfshard.format.header import TensorInfo
+from hfshard.format.index import CheckpointIndex, FileDigest, check_tied_names
+from hfshard.pickles.pickle_file import PickleFile
+from hfshard.shards.ranged_shard import RangedShard, read_whole
+from hfshard.shards.read_tensors import ReadMode, mode_of, read_from
+from hfshard.shards.shard import SafetensorsShard
+from hfshard.shards.shard_file import SafetensorsFile
+from hfshard.tensors.stored_tensor import (
+    DTYPE_BITS,
+    TORCH_DTYPES,
+    RawTensor,
+    TensorLayout,
+    TensorLike,
+    iter_blocks,
+    memory_of,
+    own_memory,
+    stored_dtype_name,
+    tensor_layout,
+    tensor_nbytes,
+)
+
+# The open files of a checkpoint: what reads its tensors, and notices that it was replaced.
+
+
+@dataclass
+class OpenCheckpoint:
+    """A checkpoint whose files are open and checked.
+
+    Attributes:
+        folder: Where its files lie.
+        weights: The file by which it was entered.
+        index: Which file holds which tensor; for a single file, what the file says about itself.
+        shards: File -> open safetensors file; all of this machine, or all read by ranges.
+        pickles: File -> tensors of a pickled file.
+        raw_index: The bytes of the index, where whoever opened it asked to keep them.
+    """
+
+    folder: CheckpointFolder
+    names: WeightNames
+    weights: WeightsEntry
+    index: CheckpointIndex
+    shards: dict[str, SafetensorsShard] = field(default_factory=dict)
+    pickles: dict[str, PickleFile] = field(default_factory=dict)
+    raw_index: bytes | None = field(default=None, repr=False)
+    weights_override: str | None = None
+    """The weights file that config.json names, if it names one."""
+    state_token: tuple[Hashable, ...] = ()
+    """The identities of the files by which a replaced checkpoint is noticed."""
+    check: Future[None] | None = None
+    """The check of every byte that is under way in another thread, if one is."""
+    level: Verify = "none"
+    """What is compared while tensors are read by ranges."""
+    progress: bool | None = False
+    """A bar while tensors are read by ranges."""
+
+    @property
+    def directory(self) -> str:
+        """Where it is: the path of a directory, or an address."""
+        return self.folder.path
+
+    @property
+    def is_ranged(self) -> bool:
+        """Whether its files are read by ranges, so that reading is a matter of requests, and can fail at any time."""
+        return any(isinstance(shard, RangedShard) for shard in self.shards.values())
+
+    @property
+    def weights_path(self) -> str:
+        """The path of the file by which it was entered."""
+        return os.path.join(self.directory, self.weights.name)
+
+    @property
+    def keys(self) -> list[str]:
+        """FQNs of the stored tensors, in the order of the files and of the bytes in them."""
+        stored = [name for shard in self.shards.values() for name in shard.header.tensors]
+        return stored + [name for pickled in self.pickles.values() for name in pickled.tensors]
+
+    def read(
+        self, names: Collection[str], read: ReadMode = "auto", device: str | torch.device = "cpu"
+    ) -> dict[str, torch.Tensor]:
+        """Read stored tensors, in the order of the names (see `tensor_reader.read_from`).
+
+        Where they are not mapped, this waits for a check that is under way: no byte is read from the disk twice.
+
+        Raises:
+            IntegrityError: That check found a file damaged.
+        """
+        device, wanted = torch.device(device), set(names)
+        if self.is_ranged:
+            return self._read_by_ranges(wanted, device, names)
+        held = [
+            (shard, [name for name in shard.header.tensors if name in wanted])
+            for shard in self.shards.values()
+            if isinstance(shard, SafetensorsFile)
+        ]
+        read = mode_of(held, read, device)
+        if self.check is not None and (read != "mmap" or device.type != "cpu"):
+            result_of(self.check)
+        tensors = read_from(held, read, device, ahead=self.check is None)
+        for pickled in self.pickles.values():
+            tensors |= {name: tensor.to(device) for name, tensor in pickled.tensors.items() if name in wanted}
+        return {name: tensors[name] for name in names}
+
+    def _read_by_ranges(
+        self, wanted: set[str], device: torch.device, names: Collection[str]
+    ) -> dict[str, torch.Tensor]:
+        held = [
+            (shard, [name for name in shard.header.tensors if name in wanted])
+            for shard in self.shards.values()
+            if isinstance(shard, RangedShard)
+        ]
+        total = sum(shard.header.tensors[name].nbytes for shard, some in held for name in some)
+        with bytes_bar("Loading", total, self.progress) as progress_callback:
+            tensors = read_whole(
+                held,
+                device,
+                level=self.level,
+                progress_callback=progress_callback,
+                memory_bytes=self.folder.memory_bytes,
+            )
+        return {name: tensors[name] for name in names}
+
+    def pickled_tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors of all pickles, mapped: to tell which of them share memory."""
+        return {name: tensor for pickled in self.pickles.values() for name, tensor in pickled.tensors.items()}
+
+    def is_unchanged(self) -> bool:
+        """Whether the folder still holds this checkpoint."""
+        self.folder.look()
+        now = state_token(self.folder, self.names, self.weights_override)
+        return self.state_token == now and self.folder.still_holds(self.shards)
+
+    def is_of_one_save(self) -> bool:
+        """Whether the small files that were read since it was opened belong to it: no save has come between."""
+        return self.folder.is_pinned or self.is_unchanged()
+
+    def close(self) -> None:
+        """Close all files; mapped tensors stay valid."""
+        for shard in self.shards.values():
+            shard.close()
+        for pickled in self.pickles.values():
+            pickled.close()
+
 
 FilesOf = Callable[[CheckpointIndex], Collection[str]]
 """Chooses the files that are needed, of those that an index names."""
@@ -304,3 +453,110 @@ def _open_single(folder: CheckpointFolder, names: WeightNames, weights: WeightsE
         shard.close()
         raise
     return OpenCheckpoint(folder, names, weights, index, shards={weights.name: shard})
+
+
+# The tensors of an open checkpoint as bytes for a save, compared with their digests while they are read.
+
+
+_CAST_DTYPES = frozenset({"F16", "BF16", "F32", "F64"})
+"""What a cast changes: 8-bit floats and smaller are packed weights, which mean nothing without their scales."""
+
+_PACKED_BITS = 8
+
+_LEAST_READ_BYTES: Final = 16 * 1024
+"""Smaller tensors of pickles stay mapped."""
+
+
+def raw_tensors(checkpoint: OpenCheckpoint, *, checks_files: bool = True) -> dict[str, TensorLike]:
+    """The stored tensors by name, in the order of the files and of the bytes in them; nothing is read yet.
+
+    The bytes of a safetensors file are read when a block is asked for, whether torch knows their dtype or not, and
+    compared with the tensor's digest after the last block. So are the large ones of a pickle that lie in it in a
+    row, but have no digests; the others are torch's.
+
+    Args:
+        checkpoint: Open.
+        checks_files: Whether a file that has a checksum, and no digests of its tensors, is compared with it here.
+
+    Raises:
+        IntegrityError: A file without tensor digests differs from its checksum. (While reading: a tensor differs.)
+    """
+    found: dict[str, TensorLike] = {}
+    for file, shard in checkpoint.shards.items():
+        digests = _digests(shard, checkpoint.index.files.get(file, FileDigest()), checks_files)
+        for info in shard.header.tensors.values():
+            layout = TensorLayout(info.dtype, info.shape, info.nbytes, info.name in shard.complex_as_real)
+            digest = digests.get(info.name)
+            found[info.name] = RawTensor(layout, partial(_checked_blocks, shard, info, digest), digest)
+    for pickled in checkpoint.pickles.values():
+        found.update(pickled.stored_tensors(_LEAST_READ_BYTES))
+    return found
+
+
+def is_compared(checkpoint: OpenCheckpoint) -> bool:
+    """Whether every byte is compared with a checksum: of pickles here and now, of safetensors files by `raw_tensors`.
+
+    Raises:
+        IntegrityError: A pickle is damaged.
+    """
+    if checkpoint.pickles:
+        return not compare_pickles(checkpoint.pickles)
+    return checkpoint.index.is_verifiable
+
+
+def _digests(shard: SafetensorsShard, recorded: FileDigest, checks_files: bool) -> dict[str, str]:
+    names = list(shard.header.tensors)
+    digests = recorded.split_tensor_digests(len(names))
+    if digests is not None:
+        return dict(zip(names, digests, strict=True))
+    if checks_files:
+        shard.check_contents(recorded)
+    return {}
+
+
+def _checked_blocks(
+    shard: SafetensorsShard, info: TensorInfo, digest: str | None, block_bytes: int
+) -> Iterator[memoryview]:
+    if digest is None:
+        yield from shard.blocks(info, block_bytes)
+        return
+    hasher = tensor_hasher()
+    for block in shard.blocks(info, block_bytes):
+        hasher.update(block)
+        yield block
+    if (found := hasher.hexdigest()) != digest:
+        raise IntegrityError(
+            f"Tensor '{info.name}' of shard '{shard.path}' is damaged: its xxh3 is {found}, but was {digest} "
+            f"when it was saved. {remedy(shard.path)}",
+            path=shard.path,
+            fqn=info.name,
+            expected=digest,
+            actual=found,
+        )
+
+
+def is_packed(value: TensorLike) -> bool:
+    """Whether a tensor has floats too small to be weights by themselves (fp8, fp6, fp4)."""
+    dtype = tensor_layout(value).dtype
+    return dtype.startswith("F") and DTYPE_BITS[dtype] <= _PACKED_BITS
+
+
+def cast(value: TensorLike, dtype: torch.dtype) -> TensorLike:
+    """Cast a floating tensor to another dtype, block by block when it is read; other tensors stay as they are."""
+    layout = tensor_layout(value)
+    if layout.dtype not in _CAST_DTYPES or layout.complex_as_real or TORCH_DTYPES[layout.dtype] == dtype:
+        return value
+    nbytes = layout.parameters * dtype.itemsize
+    new = TensorLayout(stored_dtype_name(dtype) or "", layout.shape, nbytes)
+    return RawTensor(new, partial(_cast_blocks, value, TORCH_DTYPES[layout.dtype], dtype))
+
+
+def _cast_blocks(
+    value: TensorLike, dtype: torch.dtype, new_dtype: torch.dtype, block_bytes: int
+) -> Iterator[memoryview]:
+    # An old block makes at most one new block, and less where the new elements are smaller.
+    source_bytes = block_bytes * dtype.itemsize // max(dtype.itemsize, new_dtype.itemsize)
+    room = own_memory((min(source_bytes, tensor_nbytes(value)) // dtype.itemsize,), new_dtype)
+    for block in iter_blocks(value, source_bytes):
+        old = torch.frombuffer(block, dtype=dtype)
+        yield memory_of(room[: old.numel()].copy_(old))

@@ -1,0 +1,1 @@
+"""Crash-safe replacement of a checkpoint."""

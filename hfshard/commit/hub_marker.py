@@ -1,0 +1,229 @@
+"""The file that marks a directory as a hub, and what a repo_id names: a repo of the Hub, or such a directory."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from typing import Final
+from urllib.parse import unquote, urlsplit
+
+from hfshard._util.addresses import check_slashes, is_address, names_store, parse_address, suggest_address
+from hfshard._util.arguments import absolute_path, path_text
+from hfshard._util.text import without_url_secrets
+from hfshard.constants import FORMAT_VERSION, HUB_MARKER, MAX_CONFIG_BYTES
+from hfshard.disk.fsops import (
+    locked_directory,
+    make_directories,
+    remove_empty_directories,
+    rename,
+    sync_directory,
+    write_file,
+)
+from hfshard.disk.safe_open import read_small
+from hfshard.errors import HubError, HubNotFoundError, InvalidArgumentError, SaveDirectoryError
+from hfshard.format.strict_json import dump_json, parse_json_object
+
+STAGING: Final = ".staging"
+"""Where a hub keeps what is not yet whole."""
+
+
+def check_hub_marker(root: str) -> None:
+    """Check that a directory is a hub that this version of hfshard can read.
+
+    Raises:
+        HubNotFoundError: The directory is not a hub, or does not exist.
+        HubError: It was made by a newer hfshard.
+    """
+    if not has_hub_marker(root):
+        what = "is not a directory hub" if os.path.isdir(root) else "does not exist"
+        raise HubNotFoundError(
+            f"'{root}' {what}. A hub is made by the first push to it: hfshard push CHECKPOINT {root}. A plain "
+            "checkpoint is loaded from its directory, without a revision.",
+            path=root,
+        )
+    marker = os.path.join(root, HUB_MARKER)
+    raw, _ = read_small(marker, root, MAX_CONFIG_BYTES)
+    value = parse_json_object(raw, path=marker, what="File", remedy='Write {"format": 1} into it.')
+    if value.get("format") != FORMAT_VERSION:
+        raise HubError(
+            f"'{root}' is a directory hub of format {value.get('format')!r}, and this version of hfshard reads format "
+            f"{FORMAT_VERSION}. Install a newer hfshard.",
+            path=marker,
+            expected=FORMAT_VERSION,
+            actual=value.get("format"),
+        )
+
+
+def write_hub_marker(root: str, *, wait_seconds: float) -> bool:
+    """Turn a new or empty directory into a hub.
+
+    Returns:
+        False if another process made it a hub in the meantime.
+
+    Raises:
+        HubError: There is something else in it, or it is a file.
+        DirectoryLockedError: Another process held the directory's lock for all of `wait_seconds`.
+    """
+    try:
+        made = make_directories(root)
+    except (NotADirectoryError, FileExistsError) as error:
+        raise HubError(f"'{root}' can't be made a hub: it, or something above it, is a file.", path=root) from error
+    try:
+        with locked_directory(root, wait_seconds=wait_seconds):
+            if has_hub_marker(root):
+                return False
+            _check_empty(root)
+            _write_marker_file(root)
+            return True
+    except BaseException:
+        remove_empty_directories(made)
+        raise
+
+
+def _check_empty(root: str) -> None:
+    left = set(os.listdir(root))
+    staging = os.path.join(root, STAGING)
+    if left == {STAGING} and os.path.isdir(staging) and set(os.listdir(staging)) <= {HUB_MARKER}:
+        return  # left by a process that was killed
+    if left:
+        raise HubError(
+            f"'{root}' is neither empty nor a directory hub: it holds '{min(left)}'. A hub keeps its own files there: "
+            "give a new or empty directory.",
+            path=root,
+        )
+
+
+def _write_marker_file(root: str) -> None:
+    staging = os.path.join(root, STAGING)
+    try:
+        os.makedirs(staging, exist_ok=True)
+        staged = os.path.join(staging, HUB_MARKER)
+        if os.path.lexists(staged):
+            os.unlink(staged)
+        write_file(staged, dump_json({"format": FORMAT_VERSION}))
+        rename(staged, os.path.join(root, HUB_MARKER))
+        sync_directory(root)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)  # if this fails, the first push does it
+
+
+# Where a directory serves as a hub: nothing but a push writes there.
+
+
+def has_hub_marker(root: str) -> bool:
+    """Whether a directory is a hub."""
+    return os.path.isfile(os.path.join(root, HUB_MARKER))
+
+
+def enclosing_hub(directory: str) -> str | None:
+    """Find the directory hub that a path is, or lies in; links are followed, and the path need not exist."""
+    at = os.path.realpath(directory)
+    while not has_hub_marker(at):
+        above = os.path.dirname(at)
+        if above == at:
+            return None
+        at = above
+    return at
+
+
+def refuse_hub(directory: str) -> None:
+    """Refuse to save where only pushes write: nobody would load it, or it would change a commit.
+
+    Raises:
+        SaveDirectoryError: The directory is a directory hub, or lies in one. A store is none.
+    """
+    if is_address(directory):
+        return
+    hub = enclosing_hub(directory)
+    if hub is not None:
+        where = "is" if hub == os.path.realpath(directory) else "lies in"
+        raise SaveDirectoryError(
+            f"'{directory}' {where} the directory hub '{hub}', which holds commits: what is saved there is not part of "
+            f"any, or would damage one. Nothing was written. Save into a directory outside of it and run: hfshard push "
+            f"DIR {hub}; or call model.push_to_hub('{hub}').",
+            path=directory,
+        )
+
+
+# What a repo_id names: a repo of the Hugging Face Hub, or a directory that serves as a hub.
+
+
+_FILE_SCHEME: Final = "file://"
+_PATH_STARTS: Final = ("/", "./", "../", "~")
+
+
+def directory_of(repo_id: str | os.PathLike[str]) -> str | None:
+    """Find the directory that a repo_id names; None where it is "org/name" on the Hugging Face Hub.
+
+    A directory is named by a path object, a `file://` URL, whatever looks like a path (it begins with `/`, `./`, `../`
+    or `~`, or is `.` or `..`), and the name of a directory hub, so that what is loaded from there is pushed there.
+
+    Raises:
+        InvalidArgumentError: A URL of another machine, or of another kind; or the address of a store, or what was one.
+    """
+    if not isinstance(repo_id, str):
+        return os.path.expanduser(path_text(repo_id, "repo_id"))
+    check_slashes(repo_id, "repo_id")
+    if repo_id.startswith(_FILE_SCHEME):
+        parts = urlsplit(repo_id)
+        if parts.netloc not in ("", "localhost") or not parts.path or parts.query or parts.fragment:
+            shown = without_url_secrets(repo_id)
+            raise InvalidArgumentError(
+                f"'{shown}' is not a file URL of a directory on this machine: write file:///path/to/hub, with three "
+                "slashes, and %3F and %23 for ? and #.",
+                path=shown,
+            )
+        return unquote(parts.path)
+    if names_store(repo_id):
+        raise InvalidArgumentError(
+            f"'{parse_address(repo_id, 'repo_id')}' is the address of a store, which holds checkpoints and no commits, "
+            "so that no repo can be there: save to it (save_pretrained), or copy a checkpoint to it: "
+            "hfshard.push_checkpoint(directory, address).",
+            path=repo_id,
+        )
+    if "://" in repo_id:
+        advice = suggest_address(repo_id) or (
+            "Write org/name (for another server, set HF_ENDPOINT), or a path or file:// URL of a directory."
+        )
+        shown = without_url_secrets(repo_id)
+        raise InvalidArgumentError(f"'{shown}' is not a repo_id. {advice}", path=shown)
+    if repo_id.startswith(_PATH_STARTS) or repo_id in (".", "..") or has_hub_marker(repo_id):
+        return os.path.expanduser(repo_id)
+    return None
+
+
+def absolute_address(repo_id: str | os.PathLike[str]) -> str:
+    """Return what a repo_id names whatever the working directory becomes: a directory's absolute path, or "org/name".
+
+    Raises:
+        InvalidArgumentError: It is no path and no name; or as `directory_of`.
+    """
+    text = path_text(repo_id, "repo_id")
+    directory = directory_of(repo_id)
+    return text if directory is None else absolute_path(directory, "repo_id")
+
+
+def split_address(place: str | os.PathLike[str]) -> tuple[str, str | None]:
+    """Split an address into a path or repo_id, and the revision after the "@".
+
+    A path may contain an "@" itself: what follows it is a revision only where the part before it is a directory hub.
+
+    Raises:
+        InvalidArgumentError: There is nothing before or after the "@", or it is a URL of another kind.
+    """
+    text = path_text(place, "repo_id")
+    directory = directory_of(place)
+    if directory is None:
+        at = -1 if os.path.isdir(text) else text.find("@")
+        is_password = ":" in text[: max(at, 0)]  # of user:password@host, which is no repo_id
+        return (text, None) if at < 0 or is_password else _split_at(text, at)
+    directory = absolute_path(directory, "repo_id")
+    ends = [at for at, character in enumerate(directory) if character == "@"]
+    hubs = [at for at in ends if has_hub_marker(directory[:at])]
+    return (directory, None) if not hubs or os.path.isdir(directory) else _split_at(directory, hubs[0])
+
+
+def _split_at(text: str, at: int) -> tuple[str, str]:
+    if not text[:at] or not text[at + 1 :]:
+        raise InvalidArgumentError(f"'{text}' must be a path or repo_id with a revision, such as org/name@main.")
+    return text[:at], text[at + 1 :]

@@ -1,0 +1,216 @@
+"""Who writes the files of a save, to a disk or into a store, and which files of an older checkpoint are reused."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from threading import Event
+from typing import Protocol
+
+from hfshard._util.progress import ProgressCallback
+from hfshard._util.threads import cancellable, in_threads
+from hfshard.constants import FILES_AT_ONCE
+from hfshard.errors import HfshardError
+from hfshard.format.index import FileDigest
+from hfshard.shards.shard_file import SafetensorsFile
+from hfshard.shards.write_shards import (
+    WriteJob,
+    await_devices,
+    digest_shard,
+    fingerprint_of_job,
+    stream_shard,
+    write_shards,
+    writer_threads,
+)
+from hfshard.stores.store import ObjectWriter, Store
+
+
+class ShardWriter(Protocol):
+    """Writes the files of a save into the staging directory, or sends them to a store."""
+
+    def fingerprints(self, jobs: Sequence[WriteJob], checksum: str | None) -> Iterable[str]:
+        """The fingerprints of the files that `write` would write for these jobs, in order; nothing is written."""
+
+    def link(self, jobs: Sequence[WriteJob], known: Mapping[str, KnownFile], checksum: str) -> list[FileDigest | None]:
+        """Hard-link the files that are on the disk already, as `link_unchanged` does; those in a store are kept."""
+
+    def write(
+        self,
+        jobs: Sequence[WriteJob],
+        checksum: str | None,
+        progress_callback: ProgressCallback | None,
+        store: Store | None = None,
+    ) -> list[FileDigest]:
+        """Write the files, and return the digest of each: as `write_shards` does, or `upload_files` into a store."""
+
+    def confirm(self) -> None:
+        """Called right before the commit: the last moment for one who writes with others to raise."""
+
+
+class OwnShardWriter:
+    """Writes in this process, which has all tensors.
+
+    Args:
+        confirm: Called right before the commit.
+    """
+
+    def __init__(self, confirm: Callable[[], None] = lambda: None) -> None:
+        self._confirm = confirm
+
+    def fingerprints(self, jobs: Sequence[WriteJob], checksum: str | None) -> Iterable[str]:
+        """Compute each one when it is asked for: most saves find a difference in the first file."""
+        return (fingerprint_of_job(job, checksum) for job in jobs)
+
+    def link(self, jobs: Sequence[WriteJob], known: Mapping[str, KnownFile], checksum: str) -> list[FileDigest | None]:
+        """Compare several files at once, in threads."""
+        return link_unchanged(jobs, known, checksum)
+
+    def write(
+        self,
+        jobs: Sequence[WriteJob],
+        checksum: str | None,
+        progress_callback: ProgressCallback | None,
+        store: Store | None = None,
+    ) -> list[FileDigest]:
+        """Write several files at once, in threads."""
+        if store is not None:
+            named = {os.path.basename(job.path): job for job in jobs}
+            return list(upload_files(store, named, checksum, progress_callback).values())
+        return write_shards(jobs, checksum=checksum, progress_callback=progress_callback)
+
+    def confirm(self) -> None:
+        """As the caller wants."""
+        self._confirm()
+
+
+# Links, or keeps, files of an older checkpoint that hold the very bytes which are to be written.
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class KnownFile:
+    """A file of an older checkpoint."""
+
+    path: str | None
+    """None: in a store, where it stays, and gets no second name."""
+    digest: FileDigest
+    """What a manifest tells of it: its size, a checksum and the fingerprint, not the digests of its tensors."""
+
+
+def link_unchanged(jobs: Sequence[WriteJob], known: Mapping[str, KnownFile], checksum: str) -> list[FileDigest | None]:
+    """Hard-link the files that are on the disk already, byte for byte.
+
+    Args:
+        jobs: What is to be written.
+        known: Fingerprint -> a file that may have the same bytes.
+        checksum: A key of `HASHERS`.
+
+    Returns:
+        For each job the digest of what was linked; None: it is to be written.
+    """
+    return in_threads(partial(_link_one, known=known, checksum=checksum), jobs, FILES_AT_ONCE)
+
+
+def _link_one(job: WriteJob, stop: Event, *, known: Mapping[str, KnownFile], checksum: str) -> FileDigest | None:
+    file = known.get(fingerprint_of_job(job, checksum))
+    return None if file is None else link_if_same(job, file, checksum, stop)
+
+
+def link_if_same(job: WriteJob, file: KnownFile, checksum: str, stop: Event) -> FileDigest | None:
+    """Hard-link one file, if all bytes of the job are those that it has.
+
+    The bytes of the job are read to their end in any case.
+
+    Args:
+        job: What is to be written.
+        file: Of the same fingerprint.
+        checksum: A key of `HASHERS`.
+        stop: When it is set, this raises.
+
+    Returns:
+        The digest; None where the bytes differ, the file on the disk is damaged, or there are no hard links.
+    """
+    record, _ = digest_shard(job, checksum, None, stop)
+    if replace(record, tensor_digests=None) != file.digest:
+        return None
+    if file.path is None:
+        return record
+    if os.path.islink(file.path):
+        return None  # a link's bytes may go without it
+    try:
+        shard = SafetensorsFile(file.path, os.path.dirname(file.path))
+        try:
+            shard.check_contents(file.digest)  # on the disk, too: a damaged file is written again
+        finally:
+            shard.close()
+        os.link(file.path, job.path)
+    except (HfshardError, OSError) as error:
+        logger.info("'%s' can't be linked (%s): it is written again.", file.path, error)
+        return None
+    return record
+
+
+# Stream files from tensor memory into a store, several at once, with their checksums in the same pass.
+
+
+def upload_files(
+    store: Store,
+    jobs: Mapping[str, WriteJob],
+    checksum: str | None,
+    progress_callback: ProgressCallback | None = None,
+) -> dict[str, FileDigest]:
+    """Send files to a store, several at once; nothing is written to the disk.
+
+    Args:
+        store: Where to.
+        jobs: Name -> contents; the jobs' paths do not matter. No object may have such a name.
+        checksum: A key of `HASHERS`, or None.
+        progress_callback: Called from any thread with the number of bytes of each block that was taken.
+
+    Returns:
+        Name -> digest of the file, with its ETag.
+
+    Raises:
+        StoreError: The first error of any file; the others stop. What was sent stays, for the next save to delete.
+    """
+    await_devices(list(jobs.values()))
+    upload = partial(_upload, store, checksum=checksum, progress_callback=progress_callback)
+    return dict(in_threads(upload, jobs.items(), writer_threads()))
+
+
+def _upload(
+    store: Store,
+    named: tuple[str, WriteJob],
+    cancelled: threading.Event,
+    *,
+    checksum: str | None,
+    progress_callback: ProgressCallback | None,
+) -> tuple[str, FileDigest]:
+    name, job = named
+    report = cancellable(progress_callback, cancelled)
+    opened: list[ObjectWriter] = []
+
+    def open_output(size: int) -> Callable[[memoryview], None]:
+        writer = store.open_writer(name, size)
+        opened.append(writer)
+
+        def put(block: memoryview) -> None:
+            writer.write(block)
+            report(len(block))
+
+        return put
+
+    try:
+        digest = stream_shard(job, checksum, open_output)
+        put = opened[0].finish()
+    except BaseException:
+        for writer in opened:
+            writer.abort()
+        raise
+    return name, replace(digest, etag=put.etag)

@@ -1,1 +1,0 @@
-"""From a name or a path to open files, and from these to tensors."""

@@ -1,1 +1,0 @@
-"""A whole checkpoint in a directory: found, opened, checked."""

@@ -1,1 +1,0 @@
-"""The crash-safe step from one checkpoint in a directory to the next."""
