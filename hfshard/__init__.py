@@ -60,7 +60,7 @@ _HOMES = {
     "HfshardError": "errors",
     "PlannedShard": "shards.shard_plan",
     "Problem": "checkpoint.verifier",
-    "PushResult": "hub.repo_tree",
+    "PushResult": "hub.repo",
     "RemovalReport": "removal.removal_plan",
     "ShardPlan": "shards.shard_plan",
     "ShardedModelMixin": "modules.mixin",
@@ -104,7 +104,7 @@ if TYPE_CHECKING:
     from hfshard.errors import HfshardError as HfshardError
     from hfshard.format.index import CheckpointIndex as CheckpointIndex
     from hfshard.format.index import FileDigest as FileDigest
-    from hfshard.hub.repo_tree import PushResult as PushResult
+    from hfshard.hub.repo import PushResult as PushResult
     from hfshard.load import load_model as load_model
     from hfshard.load import load_state_dict as load_state_dict
     from hfshard.modules.mixin import ShardedModelMixin as ShardedModelMixin

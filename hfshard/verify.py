@@ -14,7 +14,7 @@ from hfshard.checkpoint.verifier import VerifyReport, verify_directory
 from hfshard.commit.hub_marker import directory_of, has_hub_marker
 from hfshard.errors import CheckpointNotFoundError, DamagedCheckpointError, InvalidArgumentError
 from hfshard.format.file_names import WeightNames
-from hfshard.hub.directory.hub import DirectoryHub
+from hfshard.hub.directory.directory_hub import DirectoryHub
 from hfshard.hub.directory.report import verify_hub
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.loading.source import CheckpointSource

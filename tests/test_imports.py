@@ -199,7 +199,7 @@ def test_imports_go_down() -> None:
     [
         ("constants", "hfshard.errors"),
         ("errors", "hfshard.save"),
-        ("_util.text", "hfshard.hub.refs"),
+        ("_util.text", "hfshard.hub.repo"),
         ("saving.options", "hfshard.training.manager"),
     ],
 )

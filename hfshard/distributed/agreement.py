@@ -324,7 +324,7 @@ def _fetch_together(
         caches: Rank -> which cache it has; some may have found a directory.
         progress: Whether to show a bar.
     """
-    from hfshard.hub.remote.cache import RepoCache  # imports huggingface_hub, which takes time
+    from hfshard.hub.cache import RepoCache  # imports huggingface_hub, which takes time
 
     query = source.query
     first = min(rank for rank, name in caches.items() if name.startswith(_CACHE))
@@ -346,7 +346,7 @@ def _fetch_together(
 
 def _cache_of(source: CheckpointSource) -> bytes:
     """What ranks say alike whose downloads go into one cache."""
-    from hfshard.hub.remote.cache import RepoCache
+    from hfshard.hub.cache import RepoCache
 
     root = os.path.realpath(RepoCache(source.path, source.query.cache_dir).root)
     existing = root

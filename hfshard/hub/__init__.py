@@ -8,20 +8,20 @@ from hfshard._util.lazy_imports import lazy_exports
 
 # Public name -> the module that defines it, imported when it is first used: huggingface_hub takes time to import.
 _HOMES = {
-    "DirectoryHub": "directory.hub",
-    "PushResult": "repo_tree",
-    "RemoteFile": "repo_tree",
-    "RepoTree": "repo_tree",
-    "Revision": "directory.revisions",
+    "DirectoryHub": "directory.directory_hub",
+    "PushResult": "repo",
+    "RemoteFile": "repo",
+    "RepoTree": "repo",
+    "Revision": "directory.commit_graph",
 }
 
 __all__ = sorted(_HOMES)
 
 if TYPE_CHECKING:
-    from hfshard.hub.directory.hub import DirectoryHub as DirectoryHub
-    from hfshard.hub.directory.revisions import Revision as Revision
-    from hfshard.hub.repo_tree import PushResult as PushResult
-    from hfshard.hub.repo_tree import RemoteFile as RemoteFile
-    from hfshard.hub.repo_tree import RepoTree as RepoTree
+    from hfshard.hub.directory.commit_graph import Revision as Revision
+    from hfshard.hub.directory.directory_hub import DirectoryHub as DirectoryHub
+    from hfshard.hub.repo import PushResult as PushResult
+    from hfshard.hub.repo import RemoteFile as RemoteFile
+    from hfshard.hub.repo import RepoTree as RepoTree
 else:
     __getattr__, __dir__ = lazy_exports(__name__, _HOMES)

@@ -13,9 +13,9 @@ from hfshard.commit.hub_marker import directory_of
 from hfshard.constants import CONFIG_NAME
 from hfshard.errors import IntegrityError
 from hfshard.format.digests import Verify
-from hfshard.hub.directory.hub import DirectoryHub
+from hfshard.hub.directory.directory_hub import DirectoryHub
+from hfshard.hub.download import Fetcher, fetch, is_offline
 from hfshard.hub.export import export, exported_names
-from hfshard.hub.remote.fetching import Fetcher, fetch, is_offline
 from hfshard.hub.resolve import CheckpointQuery, ResolvedCheckpoint, companion_files, resolve_checkpoint
 
 logger = logging.getLogger(__name__)

@@ -35,7 +35,7 @@ from hfshard.errors import CheckpointNotFoundError, HfshardError, InvalidArgumen
 from hfshard.format.file_names import INDEX_FILE, WeightNames
 from hfshard.format.index import CheckpointIndex
 from hfshard.format.stored_save import is_save_index
-from hfshard.hub.protocols import CommitFiles
+from hfshard.hub.repo import CommitFiles
 
 _OWN_STEMS: Final = ("model.", "model-", "pytorch_model.", "pytorch_model-")
 """How the names of a checkpoint's weights begin, those of its variants too: only the chosen ones are pulled."""

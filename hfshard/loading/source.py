@@ -113,7 +113,7 @@ class CheckpointSource:
         path = self.path if os.path.isdir(self.path) else directory_of(self.path) or self.path
         if os.path.isdir(path):
             if has_hub_marker(path):
-                from hfshard.hub.directory.hub import DirectoryHub
+                from hfshard.hub.directory.directory_hub import DirectoryHub
 
                 path = DirectoryHub.open(path).snapshot(self.query.revision)
             subfolder = self.query.subfolder
@@ -274,13 +274,13 @@ def open_source_by_ranges(source: CheckpointSource, options: LoadOptions) -> Ite
     Raises:
         Everything that `open_by_ranges` raises.
     """
-    from hfshard.hub.remote import ranges
-    from hfshard.hub.remote.fetching import fetch_tree_for_reading
+    from hfshard.hub import repo_folder
+    from hfshard.hub.download import fetch_tree_for_reading
 
     query = source.query
     with no_directory_either(source.path):
         listing = fetch_tree_for_reading(source.path, query.revision, query.token)
-    with ranges.open_by_ranges(
+    with repo_folder.open_by_ranges(
         source.path, listing, query, verify=options.verify, progress=options.progress
     ) as checkpoint:
         yield checkpoint

@@ -161,7 +161,7 @@ def _chosen(source: CheckpointSource, call: _ModuleLoad) -> CheckpointSource:
     """What an override's `super()` loads: of a repo, the commit whose config was read just now."""
     query = replace(source.query, variant=call.query.variant, subfolder=call.query.subfolder)
     if call.is_under_way and source.find_local() is None:
-        from hfshard.hub.remote.cache import RepoCache
+        from hfshard.hub.cache import RepoCache
 
         commit = RepoCache(source.path, query.cache_dir).commit_of(query.revision)
         query = replace(query, revision=commit or query.revision)

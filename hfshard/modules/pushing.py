@@ -14,7 +14,7 @@ from hfshard.commit.hub_marker import absolute_address
 from hfshard.distributed.pushing.together import push_together
 from hfshard.distributed.spread_tensor import has_spread
 from hfshard.errors import InvalidArgumentError
-from hfshard.hub.pushing.request import PushOptions
+from hfshard.hub.push_files import PushOptions
 from hfshard.modules.saving import PUSH_ARGUMENTS, ModuleExtras, module_request, told_options
 from hfshard.pretrained.pushing.push import push_by_directory, push_model
 from hfshard.saving.options import SaveOptions

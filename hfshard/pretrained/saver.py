@@ -21,7 +21,7 @@ from hfshard.distributed.pushing.together import PushTogether, push_together
 from hfshard.distributed.saving import decline_save, needs_all_ranks, save_anywhere, telling_other_ranks
 from hfshard.errors import InvalidArgumentError
 from hfshard.format.index import CheckpointIndex
-from hfshard.hub.pushing.request import PushOptions
+from hfshard.hub.push_files import PushOptions
 from hfshard.pretrained.arguments import SAVE_ARGUMENTS
 from hfshard.pretrained.class_alias import class_before_fsdp, is_registered_with_mixin, view_as_alias
 from hfshard.pretrained.fallback import has_adapters, is_offloaded_by_map, needs_transformers_saver

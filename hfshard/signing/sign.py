@@ -22,7 +22,7 @@ from hfshard.errors import InvalidArgumentError, SignatureError
 from hfshard.format.digests import Verify
 from hfshard.format.file_names import INDEX_FILE
 from hfshard.format.index import CheckpointIndex
-from hfshard.hub.pushing.plan import variants_of
+from hfshard.hub.push_files import variants_of
 from hfshard.shards.shard_file import SafetensorsFile
 from hfshard.signing.files import hash_files, list_files
 from hfshard.signing.signed_by import existing_file

@@ -11,12 +11,12 @@ from hfshard._util.arguments import names_files
 from hfshard.commit.hub_marker import absolute_address
 from hfshard.distributed.liveness.call_group import among
 from hfshard.distributed.pushing.together import push_together
-from hfshard.hub.pushing.request import PushOptions
+from hfshard.hub.push_files import PushOptions
 from hfshard.training.pushing.hubs import found_to_push, push_run
 from hfshard.training.run_reader import RunReader
 
 if TYPE_CHECKING:
-    from hfshard.hub.repo_tree import PushResult
+    from hfshard.hub.repo import PushResult
     from hfshard.training.pushing.hubs import PushArguments
 
 

@@ -18,9 +18,8 @@ from hfshard.format.digests import Verify
 from hfshard.format.file_names import INDEX_FILE
 from hfshard.format.index import CheckpointIndex
 from hfshard.format.stored_save import StoredSave, objects_of_saves, split_object_name
-from hfshard.hub.pushing.local_files import DirectoryFiles, FilesOfPlace
-from hfshard.hub.pushing.plan import variants_of
-from hfshard.hub.repo_tree import PushResult
+from hfshard.hub.push_files import DirectoryFiles, FilesOfPlace, variants_of
+from hfshard.hub.repo import PushResult
 from hfshard.hub.resolve import CheckpointQuery, companion_files
 from hfshard.loading.source import CheckpointSource
 from hfshard.resharding.reshard import reshard_source

@@ -8,11 +8,8 @@ from hfshard._util.addresses import is_address, names_store, parse_address
 from hfshard._util.arguments import absolute_path, names_files, path_text
 from hfshard.commit.hub_marker import absolute_address
 from hfshard.errors import InvalidArgumentError
-from hfshard.hub.push import push_directory
-from hfshard.hub.pushing.local_files import DirectoryFiles, contents_of
-from hfshard.hub.pushing.push_files import push_files
-from hfshard.hub.pushing.request import PushOptions, PushRequest
-from hfshard.hub.repo_tree import PushResult
+from hfshard.hub.push_files import DirectoryFiles, PushOptions, PushRequest, contents_of, push_directory, push_files
+from hfshard.hub.repo import PushResult
 from hfshard.transfer.copying import copy_to_store
 from hfshard.transfer.store_files import StoreFiles, without_marks
 

@@ -15,8 +15,7 @@ from hfshard.disk.byte_source import ByteSource
 from hfshard.errors import CheckpointChangedError, HfshardError, InvalidArgumentError, StoreError
 from hfshard.format.file_names import INDEX_FILE, WeightNames
 from hfshard.format.index import CheckpointIndex
-from hfshard.hub.pushing.local_files import PushedContents
-from hfshard.hub.pushing.plan import variants_of
+from hfshard.hub.push_files import PushedContents, variants_of
 from hfshard.loading.source import CheckpointSource
 from hfshard.signing.check import SignedPlace
 from hfshard.signing.files import may_be_signed

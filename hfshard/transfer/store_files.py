@@ -15,9 +15,8 @@ from hfshard.errors import CheckpointChangedError, CheckpointNotFoundError, Inva
 from hfshard.format.file_names import INDEX_FILE, WeightNames
 from hfshard.format.index import as_saved
 from hfshard.format.stored_save import SaveId, objects_of_saves, split_object_name
-from hfshard.hub.directory.manifest import check_paths
-from hfshard.hub.pushing.local_files import PushedContents
-from hfshard.hub.pushing.plan import variants_of
+from hfshard.hub.directory.commit_graph import check_paths
+from hfshard.hub.push_files import PushedContents, variants_of
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.loading.source import CheckpointSource, open_source
 from hfshard.stores.open_store import open_store

@@ -122,7 +122,7 @@ def _opened(stack: ExitStack, path: str, query: CheckpointQuery, options: LoadOp
     if local is not None:
         checkpoint = stack.enter_context(open_source(source, options, local))
         return ViewedCheckpoint(_place(source.path, query), checkpoint)
-    from hfshard.hub.remote.fetching import is_offline  # imports huggingface_hub, which takes time
+    from hfshard.hub.download import is_offline  # imports huggingface_hub, which takes time
 
     place = _place(path, query)
     if not is_offline(query.local_files_only):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import hfshard
-from hfshard.hub.directory.hub import DirectoryHub
+from hfshard.hub.directory.directory_hub import DirectoryHub
 from tests.cli.conftest import Run, save_example
 from tests.hubserver.hub_server import HubServer
 

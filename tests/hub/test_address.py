@@ -13,7 +13,7 @@ import pytest
 import hfshard
 from hfshard.commit.hub_marker import directory_of, split_address
 from hfshard.errors import HfshardError, InvalidArgumentError
-from hfshard.hub.directory.hub import DirectoryHub
+from hfshard.hub.directory.directory_hub import DirectoryHub
 from tests.helpers.tiny_bert import Bert, bert, value_of
 
 pytestmark = pytest.mark.compat

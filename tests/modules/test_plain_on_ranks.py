@@ -11,7 +11,7 @@ import torch
 from torch.distributed.fsdp import fully_shard
 
 import hfshard
-from hfshard.hub.directory.hub import DirectoryHub
+from hfshard.hub.directory.directory_hub import DirectoryHub
 from tests.distributed.gloo import check_ranks
 from tests.modules.nets import Simple
 

@@ -12,7 +12,7 @@ from huggingface_hub import HfApi, constants, hf_hub_download
 
 import hfshard
 from hfshard.errors import InvalidArgumentError, UnknownArgumentError
-from hfshard.hub.directory.hub import DirectoryHub
+from hfshard.hub.directory.directory_hub import DirectoryHub
 from tests.hub.on_ranks import talking_to
 from tests.hubserver.hub_server import HubServer
 from tests.modules.nets import Bare, Simple, build, ours, theirs

@@ -9,7 +9,7 @@ import pytest
 from accelerate import cpu_offload
 
 from hfshard.errors import InvalidArgumentError, UnknownArgumentError
-from hfshard.hub.directory.hub import DirectoryHub
+from hfshard.hub.directory.directory_hub import DirectoryHub
 from tests.helpers.tiny_bert import Bert, bert, value_of
 
 pytestmark = pytest.mark.compat

@@ -20,7 +20,7 @@ from hfshard.distributed.saving import write_on_ranks
 from hfshard.distributed.status import SaveStatus
 from hfshard.errors import InvalidArgumentError, NotEnoughSpaceError
 from hfshard.format.index import CheckpointIndex
-from hfshard.hub.repo_tree import PushResult
+from hfshard.hub.repo import PushResult
 from hfshard.saving.request import SaveRequest
 
 _CALL: Final = "push_to_hub"

@@ -11,17 +11,18 @@ from hfshard.checkpoint.verifier import Problem, VerifyReport, verify_directory
 from hfshard.constants import BIN_SUFFIX, CONFIG_NAME, HUB_MARKER, WEIGHTS_SUFFIXES
 from hfshard.errors import DamagedCheckpointError, HfshardError, IntegrityError
 from hfshard.format.file_names import INDEX_FILE, WeightNames
-from hfshard.hub.directory.checks import check_no_strays, check_size, check_snapshot, hash_errors
-from hfshard.hub.directory.deleted import DELETED, lost_commits
-from hfshard.hub.directory.hub import DirectoryHub
-from hfshard.hub.directory.manifest import (
+from hfshard.hub.directory.commit_graph import (
     COMMITS,
+    DELETED,
     SNAPSHOTS,
     CommitManifest,
+    lost_commits,
     missing_manifest,
     read_commit_manifest,
     snapshot_path,
 )
+from hfshard.hub.directory.directory_hub import DirectoryHub
+from hfshard.hub.directory.snapshot import check_no_strays, check_size, check_snapshot, hash_errors
 
 _OWN: Final = frozenset({HUB_MARKER, COMMITS, SNAPSHOTS, DELETED, "refs"})
 """What lies in a hub's directory; names that begin with a dot are looked over."""

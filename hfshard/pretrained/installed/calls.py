@@ -16,7 +16,7 @@ from huggingface_hub import HfApi
 from transformers import PreTrainedModel
 
 from hfshard.checkpoint.load_options import LoadOptions
-from hfshard.hub.pushing.request import PushOptions
+from hfshard.hub.push_files import PushOptions
 from hfshard.pretrained.arguments import SAVE_ARGUMENTS
 from hfshard.pretrained.build import answer_load
 from hfshard.pretrained.installed.settings import Settings

@@ -17,10 +17,8 @@ from hfshard.distributed.pushing.together import PushTogether
 from hfshard.distributed.saving import request_of_one, telling_other_ranks
 from hfshard.format.file_names import WeightNames
 from hfshard.format.index import CheckpointIndex
-from hfshard.hub.pushing.local_files import directory_contents
-from hfshard.hub.pushing.push_files import push_files
-from hfshard.hub.pushing.request import MakeCard, PushOptions, PushRequest
-from hfshard.hub.repo_tree import PushResult
+from hfshard.hub.push_files import MakeCard, PushOptions, PushRequest, directory_contents, push_files
+from hfshard.hub.repo import PushResult
 from hfshard.saving.in_memory import stream_request
 from hfshard.saving.request import SaveRequest
 

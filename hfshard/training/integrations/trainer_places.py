@@ -12,7 +12,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from hfshard._util.addresses import is_address
 from hfshard.commit.hub_marker import directory_of, has_hub_marker, split_address
 from hfshard.errors import CheckpointNotFoundError
-from hfshard.hub.repo_tree import RepoTree
+from hfshard.hub.repo import RepoTree
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.training.integrations.trainer_files import STATE_FILE
 from hfshard.training.manager import CheckpointManager
@@ -94,10 +94,10 @@ def _fetched_from_trainer(address: str | os.PathLike[str], token: str | None, pr
 
 def _tree(repo_id: str, revision: str | None, token: str | None) -> RepoTree | None:
     """Ask a hub for its files; None where it can't be asked."""
-    from hfshard.hub.remote.fetching import fetch_tree_for_reading, is_offline  # huggingface_hub's import takes time
+    from hfshard.hub.download import fetch_tree_for_reading, is_offline  # huggingface_hub's import takes time
 
     if has_hub_marker(repo_id):
-        from hfshard.hub.directory.hub import DirectoryHub
+        from hfshard.hub.directory.directory_hub import DirectoryHub
 
         return DirectoryHub.open(repo_id).tree(revision)
     if directory_of(repo_id) is not None or is_offline(local_files_only=False):

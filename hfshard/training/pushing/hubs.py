@@ -24,7 +24,7 @@ from hfshard.format.digests import sha256_of
 from hfshard.format.file_names import MODEL_BASE, WeightNames
 from hfshard.format.index import FileDigest
 from hfshard.format.parts_of_ranks import describe_parts_in
-from hfshard.hub.pushing.request import PushOptions, PushRequest
+from hfshard.hub.push_files import PushOptions, PushRequest
 from hfshard.hub.resolve import CheckpointQuery, ResolvedCheckpoint
 from hfshard.loading.source import CheckpointSource, no_directory_either
 from hfshard.training.collecting import PARTS
@@ -37,8 +37,7 @@ from hfshard.training.run.run_checkpoint import RunCheckpoint
 from hfshard.training.step import checked_step
 
 if TYPE_CHECKING:
-    from hfshard.hub.protocols import CommitFiles
-    from hfshard.hub.repo_tree import PushResult, RemoteFile
+    from hfshard.hub.repo import CommitFiles, PushResult, RemoteFile
 
 # What uses huggingface_hub is imported where it is needed, as that takes time to import.
 
@@ -146,7 +145,7 @@ def push_all(found: Sequence[RunCheckpoint], repo_id: str | os.PathLike[str], op
 def _newer_than_remote(
     in_order: list[VerifiedContents], repo_id: str | os.PathLike[str], options: PushOptions
 ) -> list[VerifiedContents]:
-    from hfshard.hub.pushing.push_files import open_hub
+    from hfshard.hub.push_files import open_hub
 
     hub = open_hub(repo_id, options)
     remote = hub.tree(options.revision) or hub.tree(None)  # a new branch begins at main
@@ -175,7 +174,7 @@ def _newer_than_remote(
 
 
 def _push(pushed: VerifiedContents, repo_id: str | os.PathLike[str], options: PushOptions) -> PushResult:
-    from hfshard.hub.pushing.push_files import push_files
+    from hfshard.hub.push_files import push_files
 
     has_model = any(_is_of(MODEL_BASE, name) for name in pushed.contents)
     request = PushRequest(
@@ -259,7 +258,7 @@ def checked_at(
     if local is not None:
         found = _in(local.directory)
     else:
-        from hfshard.hub.remote.fetching import fetch
+        from hfshard.hub.download import fetch
 
         with no_directory_either(path):
             found = _in(fetch(path, _resolve_run_checkpoint, query, progress).directory)
@@ -284,7 +283,7 @@ def check_repo(repo_id: str) -> None:
     Raises:
         HubNotFoundError: It can't.
     """
-    from hfshard.hub.remote.fetching import check_repo_id
+    from hfshard.hub.download import check_repo_id
 
     check_repo_id(repo_id)
 

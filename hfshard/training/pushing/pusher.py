@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Final
 
 from hfshard.commit.hub_marker import directory_of, split_address
-from hfshard.hub.pushing.request import PushOptions
+from hfshard.hub.push_files import PushOptions
 from hfshard.training.pushing.contents import Hashes
 from hfshard.training.pushing.hubs import check_repo, push_found
 from hfshard.training.run.background import Background

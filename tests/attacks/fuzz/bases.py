@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import hfshard
-from hfshard.hub.directory.hub import DirectoryHub
+from hfshard.hub.directory.directory_hub import DirectoryHub
 from hfshard.training import CheckpointManager, TrainingState
 from tests.attacks.files import bases, raw
 from tests.attacks.target import truth

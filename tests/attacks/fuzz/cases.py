@@ -14,7 +14,7 @@ from typing import Any
 
 from hfshard.errors import HfshardError
 from hfshard.format.strict_json import dump_json
-from hfshard.hub.directory.manifest import commit_id
+from hfshard.hub.directory.commit_graph import commit_id
 from tests.attacks.fuzz.bases import Base
 from tests.attacks.fuzz.mutators import mutated
 from tests.attacks.fuzz.readers import read

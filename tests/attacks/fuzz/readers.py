@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 
 import hfshard
-from hfshard.hub.directory.hub import DirectoryHub
+from hfshard.hub.directory.directory_hub import DirectoryHub
 from hfshard.training import CheckpointManager
 from tests.attacks.files import raw
 from tests.attacks.fuzz.bases import OLD_RUN, TRAINING_STEP, Base, training_state

@@ -8,9 +8,9 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
-from hfshard.hub.directory import locked_hub
-from hfshard.hub.directory.hub import DirectoryHub
-from hfshard.hub.directory.manifest import CommitManifest, commit_id
+from hfshard.hub.directory import hub_writer
+from hfshard.hub.directory.commit_graph import CommitManifest, commit_id
+from hfshard.hub.directory.directory_hub import DirectoryHub
 from tests.crash.directory_hub.transitions import LOST, TRANSITIONS, Refs, Transition, push, push_first
 from tests.crash.points import Outcome, Point
 from tests.crash.suite import Suite
@@ -53,7 +53,7 @@ class DirectoryHubSuite(Suite[Transition, Baseline]):
     def warm(self, place: Path) -> None:
         """Push once."""
         if self.target == "hasty":
-            locked_hub.HubWriter.commit_staged = commit_too_early  # type: ignore[method-assign]
+            hub_writer.HubWriter.commit_staged = commit_too_early  # type: ignore[method-assign]
         push_first(str(place / "warm"))
 
     def build(self, transition: Transition, root: Path) -> Path:
@@ -166,7 +166,7 @@ def _check(point: Point[Transition, Baseline], run: Run, root: str) -> str:
     return "new" if is_new else "old"
 
 
-def commit_too_early(self: locked_hub.HubWriter, manifest: CommitManifest, ref: str) -> str:
+def commit_too_early(self: hub_writer.HubWriter, manifest: CommitManifest, ref: str) -> str:
     """Commit as it must not be done: the ref is written where readers see it, and before the files are in place."""
     raw = manifest.to_json()
     commit = commit_id(raw)

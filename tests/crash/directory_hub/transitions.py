@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from hfshard.disk.byte_source import ByteSource, BytesSource
-from hfshard.hub.directory.hub import DirectoryHub
+from hfshard.hub.directory.directory_hub import DirectoryHub
 
 Files = dict[str, bytes]
 Refs = dict[str, Files]

@@ -19,11 +19,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from hfshard.distributed.pushing.together import PushTogether, push_together
 from hfshard.errors import HubError, InvalidArgumentError, RankFailedError
-from hfshard.hub.directory.hub import DirectoryHub
-from hfshard.hub.pushing.local_files import directory_contents
-from hfshard.hub.pushing.push_files import push_files
-from hfshard.hub.pushing.request import PushRequest
-from hfshard.hub.repo_tree import PushResult
+from hfshard.hub.directory.directory_hub import DirectoryHub
+from hfshard.hub.push_files import PushRequest, directory_contents, push_files
+from hfshard.hub.repo import PushResult
 from hfshard.saving.options import SaveOptions
 from hfshard.saving.request import SaveRequest
 from tests.distributed.gloo import await_file, check_ranks, run_ranks

@@ -6,8 +6,8 @@ import signal
 import sys
 
 from hfshard.disk.byte_source import BytesSource
-from hfshard.hub.directory.hub import DirectoryHub
-from hfshard.hub.repo_tree import StaleParentError
+from hfshard.hub.directory.directory_hub import DirectoryHub
+from hfshard.hub.repo import StaleParentError
 
 CHILD_SECONDS = 110
 """One that takes longer hangs, and is killed."""

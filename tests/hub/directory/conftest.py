@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hfshard.hub.directory.hub import DirectoryHub
+from hfshard.hub.directory.directory_hub import DirectoryHub
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hfshard.disk.byte_source import BytesSource
-from hfshard.hub.directory.hub import DirectoryHub
+from hfshard.hub.directory.directory_hub import DirectoryHub
 
 
 def push(hub: DirectoryHub, files: Mapping[str, bytes | None], message: str = "push", revision: str = "main") -> str:

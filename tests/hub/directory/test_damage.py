@@ -13,7 +13,7 @@ from hfshard.errors import (
     IntegrityError,
     MissingShardError,
 )
-from hfshard.hub.directory.hub import DirectoryHub
+from hfshard.hub.directory.directory_hub import DirectoryHub
 from tests.hub.directory.helpers import push
 
 

@@ -19,8 +19,8 @@ from hfshard.errors import (
     NotEnoughSpaceError,
     SaveDirectoryError,
 )
-from hfshard.hub.directory.hub import DirectoryHub
-from hfshard.hub.repo_tree import PushResult, RemoteFile, StaleParentError
+from hfshard.hub.directory.directory_hub import DirectoryHub
+from hfshard.hub.repo import PushResult, RemoteFile, StaleParentError
 from tests.hub.directory.helpers import disk_bytes, everything, files_at, litter, push
 
 SHA256_OF_ONE = "6b86b273ff34fce19d6b804eff5a3f5747ada4eaa22f1d49c01e52ddb7875b4b"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hfshard.errors import DamagedCheckpointError, HfshardError
-from hfshard.hub.directory.hub import DirectoryHub
+from hfshard.hub.directory.directory_hub import DirectoryHub
 from tests.hub.directory.helpers import everything, files_at, litter, push
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hfshard.disk.byte_source import BytesSource
-from hfshard.hub.directory.hub import DirectoryHub
+from hfshard.hub.directory.directory_hub import DirectoryHub
 from tests.crash.effects import effects_of
 from tests.crash.tracer import TRACED, has_strace, parse_trace
 from tests.helpers import forkserver
@@ -81,7 +81,7 @@ def test_files_that_are_open_outlive_a_prune(tmp_path: Path) -> None:
 
 ORDER = """
 import sys
-from hfshard.hub.directory.hub import DirectoryHub
+from hfshard.hub.directory.directory_hub import DirectoryHub
 from hfshard.disk.byte_source import BytesSource
 hub = DirectoryHub.open(sys.argv[1])
 hub.commit({"a": BytesSource(b"new"), "s/c": BytesSource(b"c")}, parent=hub.resolve(), message="second")

@@ -10,7 +10,7 @@ import pytest
 
 from hfshard.disk.byte_source import BytesSource
 from hfshard.errors import HubError, HubNotFoundError, InvalidArgumentError
-from hfshard.hub.directory.hub import DirectoryHub
+from hfshard.hub.directory.directory_hub import DirectoryHub
 from tests.hub.directory.helpers import files_at, litter, push
 
 

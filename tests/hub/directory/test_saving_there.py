@@ -12,7 +12,7 @@ from transformers import BertConfig
 
 import hfshard
 from hfshard.errors import CheckpointNotFoundError, SaveDirectoryError
-from hfshard.hub.directory.hub import DirectoryHub
+from hfshard.hub.directory.directory_hub import DirectoryHub
 from hfshard.training import TrainingState
 from hfshard.viewing.inspection import inspect_checkpoint
 from tests.hub.directory.helpers import everything, push

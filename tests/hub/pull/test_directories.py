@@ -183,7 +183,7 @@ def directory_hub(folder: Path, tmp_path: Path) -> Path:
     """A directory hub: branch main has model 2 in one file; tag v1 model 1 in shards."""
     root = tmp_path / "hub" / "org" / "name"
     first = push_checkpoint(folder, str(root))
-    from hfshard.hub.directory.hub import DirectoryHub
+    from hfshard.hub.directory.directory_hub import DirectoryHub
 
     DirectoryHub.open(root).tag("v1", first.commit)
     push_checkpoint(saved(tmp_path / "second", 2, WHOLE), str(root))

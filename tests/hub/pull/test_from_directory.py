@@ -11,7 +11,7 @@ import torch
 import hfshard
 from hfshard.cli.main import main
 from hfshard.errors import IntegrityError, SaveDirectoryError
-from hfshard.hub.directory.hub import DirectoryHub
+from hfshard.hub.directory.directory_hub import DirectoryHub
 from tests.hub.models import files_of
 
 pytestmark = pytest.mark.compat

@@ -16,7 +16,7 @@ from transformers import AutoModel, BertModel
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 import hfshard
-import hfshard.hub.remote.repo  # before the forks: what each would read and compile again is no part of its push
+import hfshard.hub.hub_repo  # before the forks: what each would read and compile again is no part of its push
 import hfshard.pretrained.pusher
 from hfshard.transfer.push import push_checkpoint
 from tests.hub.client_process import do_task, note_waits, prepare, set_limit
@@ -26,7 +26,7 @@ from tests.hub.models import Bert, digest_of, make_model
 def push(directory: str, repo_id: str, commit_files: int | None = None, **options: Any) -> dict[str, Any]:
     """`push_checkpoint`; with `commit_files`, one commit takes so many files, and not 256."""
     if commit_files is not None:
-        vars(hfshard.hub.remote.repo)["MAX_COMMIT_FILES"] = commit_files
+        vars(hfshard.hub.hub_repo)["MAX_COMMIT_FILES"] = commit_files
     done = push_checkpoint(directory, repo_id, **options)
     return {
         "commit": done.commit, "url": done.url, "pr_url": done.pr_url, "is_new": done.is_new, "sent": done.sent_bytes

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hfshard.disk.byte_source import BytesSource
-from hfshard.hub.pushing.plan import foreign_indexes, plan_push, stale_names, unknown_weights, variants_of
-from hfshard.hub.repo_tree import RemoteFile, RepoTree, git_blob_id
+from hfshard.hub.push_files import foreign_indexes, plan_push, stale_names, unknown_weights, variants_of
+from hfshard.hub.repo import RemoteFile, RepoTree, git_blob_id
 
 pytestmark = pytest.mark.compat
 

@@ -12,7 +12,7 @@ from huggingface_hub import constants
 
 import hfshard
 from hfshard.errors import CheckpointNotFoundError, HubAccessError
-from hfshard.hub.remote.client import translate_hub_errors
+from hfshard.hub.http import translate_hub_errors
 from hfshard.stores.hub_calls import describe_token, shown_endpoint, without_secrets
 from tests.helpers import forkserver
 from tests.hubserver.hub_server import HubServer

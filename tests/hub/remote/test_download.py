@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from hfshard.errors import HubError, NotEnoughSpaceError, UnsafePathError
-from hfshard.hub.remote.cache import RepoCache
-from hfshard.hub.remote.download import download
-from hfshard.hub.remote.transport import HubReader
-from hfshard.hub.repo_tree import RemoteFile, RepoTree
+from hfshard.hub.cache import RepoCache
+from hfshard.hub.download import download
+from hfshard.hub.http import HubReader
+from hfshard.hub.repo import RemoteFile, RepoTree
 
 pytestmark = pytest.mark.compat
 

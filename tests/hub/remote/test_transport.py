@@ -12,9 +12,8 @@ import pytest
 from huggingface_hub import HfApi, constants, file_download
 
 from hfshard.errors import HubConnectionError
-from hfshard.hub.remote.client import tree_of
-from hfshard.hub.remote.transport import HubReader
-from hfshard.hub.repo_tree import RemoteFile, RepoTree
+from hfshard.hub.http import HubReader, tree_of
+from hfshard.hub.repo import RemoteFile, RepoTree
 
 pytestmark = pytest.mark.compat
 

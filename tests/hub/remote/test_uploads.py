@@ -11,7 +11,7 @@ import pytest
 
 from hfshard.disk.byte_source import FileSource
 from hfshard.errors import IntegrityError
-from hfshard.hub.remote.uploads import CheckedReader
+from hfshard.hub.upload import CheckedReader
 from tests.helpers import forkserver
 from tests.hubserver.hub_server import HubServer
 

@@ -20,7 +20,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 
 import hfshard
 from hfshard.errors import HfshardError
-from hfshard.hub.directory.hub import DirectoryHub
+from hfshard.hub.directory.directory_hub import DirectoryHub
 from tests.distributed.gloo import check_ranks
 from tests.hub.on_ranks import talking_to
 from tests.hubserver.hub_server import HubServer

@@ -8,7 +8,7 @@ import pytest
 
 import hfshard
 from hfshard.errors import CheckpointNotFoundError, IntegrityError
-from hfshard.hub.directory.hub import DirectoryHub
+from hfshard.hub.directory.directory_hub import DirectoryHub
 from hfshard.training import CheckpointManager, TrainingState
 from tests.stores.runs.bucket_run import BucketRun, Net, save_steps
 

@@ -11,7 +11,7 @@ import pytest
 from transformers import TrainerCallback
 
 from hfshard.errors import CheckpointNotFoundError, HubNotFoundError, IntegrityError
-from hfshard.hub.directory.hub import DirectoryHub
+from hfshard.hub.directory.directory_hub import DirectoryHub
 from hfshard.training import CheckpointCallback, CheckpointManager
 from tests.hub.on_ranks import talking_to
 from tests.hubserver.hub_server import HubServer

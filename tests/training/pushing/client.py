@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from transformers import BertModel
 
-import hfshard.hub.remote.repo  # before the forks: what each would read and compile again
+import hfshard.hub.hub_repo  # before the forks: what each would read and compile again
 from hfshard.errors import HfshardError
 from hfshard.training import CheckpointManager, TrainingState
 from hfshard.transfer.pull import pull_checkpoint

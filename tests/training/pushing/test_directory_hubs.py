@@ -24,8 +24,8 @@ from hfshard.errors import (
     InvalidArgumentError,
 )
 from hfshard.format.digests import Checksum
-from hfshard.hub.directory.hub import DirectoryHub
-from hfshard.hub.repo_tree import PushResult
+from hfshard.hub.directory.directory_hub import DirectoryHub
+from hfshard.hub.repo import PushResult
 from hfshard.training import CheckpointManager, TrainingState
 from tests.hub.models import contents
 
@@ -74,7 +74,7 @@ def losses() -> list[torch.Tensor]:
 
 def titles(hub: str | Path, revision: str = "main") -> list[str]:
     """Of the commits that a branch has had, the oldest first."""
-    from hfshard.hub.directory.manifest import read_commit_manifest
+    from hfshard.hub.directory.commit_graph import read_commit_manifest
 
     commit: str | None = DirectoryHub.open(hub).resolve(revision)
     found: list[str] = []

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from hfshard.errors import HubError, RankFailedError
-from hfshard.hub.directory.hub import DirectoryHub
+from hfshard.hub.directory.directory_hub import DirectoryHub
 from hfshard.training import CheckpointManager
 from tests.distributed.gloo import await_file, check_ranks
 from tests.hub.on_ranks import talking_to

@@ -12,7 +12,7 @@ from torch import nn
 
 import hfshard
 from hfshard.errors import CheckpointNotFoundError, IntegrityError
-from hfshard.hub.directory.hub import DirectoryHub
+from hfshard.hub.directory.directory_hub import DirectoryHub
 from hfshard.training import CheckpointManager
 from tests.hub.pull.pull_hub import PullHub
 from tests.hub.server_fixture import new_repo_id

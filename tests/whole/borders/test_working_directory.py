@@ -14,7 +14,7 @@ from torch import nn
 
 import hfshard
 from hfshard.cli.main import main
-from hfshard.hub.directory.hub import DirectoryHub
+from hfshard.hub.directory.directory_hub import DirectoryHub
 from hfshard.training import TrainingState
 
 OLD, NEW = 1.0, 2.0

@@ -10,9 +10,9 @@ from hfshard.checkpoint.folder import RangedFolder
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
 from hfshard.errors import IntegrityError, InvalidArgumentError
 from hfshard.format.digests import Verify
-from hfshard.hub.remote.download import hasher_for
-from hfshard.hub.remote.transport import HubReader
-from hfshard.hub.repo_tree import RepoTree
+from hfshard.hub.download import hasher_for
+from hfshard.hub.http import HubReader
+from hfshard.hub.repo import RepoTree
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.pickles.pickle_file import PickleFile
 from hfshard.shards.shard import SafetensorsShard

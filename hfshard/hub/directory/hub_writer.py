@@ -1,4 +1,4 @@
-"""Changes a directory hub: under its lock, leftovers cleaned up first, each change by one rename or one unlink.
+"""Change a directory hub: under its lock, leftovers cleaned up first, each change by one rename or one unlink.
 
 A push holds the lock of the root directory's own descriptor: the lock ends with the process, and leaves no file.
 It stages the snapshot, flushes it, and renames into place the snapshot, then the manifest, and last the ref, which is
@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import stat
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Final
@@ -28,30 +29,29 @@ from hfshard.disk.fsops import (
     write_file,
 )
 from hfshard.errors import CommitUnfinishedError, DamagedCheckpointError
-from hfshard.hub.directory.checks import check_snapshot
-from hfshard.hub.directory.deleted import (
+from hfshard.hub.directory.commit_graph import (
+    COMMITS,
     DELETED,
     NEW_COMMIT,
+    SNAPSHOTS,
+    CommitManifest,
+    all_refs,
+    commit_id,
+    commit_ids,
     deleted_commits,
     deleted_path,
     known_reachable,
+    manifest_path,
     reachable,
+    read_commit_manifest,
+    read_ref,
+    ref_path,
+    snapshot_path,
     unfinished_commit,
     unnamed_commits,
     unnamed_path,
 )
-from hfshard.hub.directory.manifest import (
-    COMMITS,
-    SNAPSHOTS,
-    CommitManifest,
-    commit_id,
-    commit_ids,
-    manifest_path,
-    read_commit_manifest,
-    snapshot_path,
-)
-from hfshard.hub.directory.refs import all_refs, read_ref, ref_path
-from hfshard.hub.directory.trees import bytes_only_in, merge_tree, move_tree
+from hfshard.hub.directory.snapshot import check_snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -313,3 +313,55 @@ class HubWriter:
         for base, folders, files in os.walk(folder, topdown=False):
             if base != folder and not folders and not files:
                 os.rmdir(base)
+
+
+# Moves the folders of snapshots, also where a file system has no rename of folders, and counts what they take.
+
+
+_BLOCK_BYTES: Final = 512
+"""The unit of st_blocks, whatever the file system's own blocks are."""
+
+
+def move_tree(source: str, target: str) -> None:
+    """Move a folder; where folders have no rename, file by file, durably."""
+    try:
+        os.rename(source, target)
+        return
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+        logger.warning("'%s' has no rename (%s): a snapshot is copied.", os.path.dirname(target), error)
+    for base, _, files in os.walk(source):
+        into = os.path.normpath(os.path.join(target, os.path.relpath(base, source)))
+        os.mkdir(into)
+        for name in files:
+            rename(os.path.join(base, name), os.path.join(into, name))
+        sync_directory(into)
+
+
+def merge_tree(source: str, target: str) -> None:
+    """Move what the target lacks: all, or, where a directory has no rename, the files that were not moved yet."""
+    if not os.path.lexists(target):
+        move_tree(source, target)
+        sync_directory(os.path.dirname(target))
+        return
+    for base, _, files in os.walk(source):
+        into = os.path.normpath(os.path.join(target, os.path.relpath(base, source)))
+        os.makedirs(into, exist_ok=True)
+        for name in files:
+            if not os.path.lexists(os.path.join(into, name)):
+                rename(os.path.join(base, name), os.path.join(into, name))
+        sync_directory(into)
+
+
+def bytes_only_in(folders: Iterable[str]) -> int:
+    """Bytes on disk of the files that have no names outside these directories."""
+    seen: dict[tuple[int, int], tuple[int, os.stat_result]] = {}
+    for folder in folders:
+        for base, _, names in os.walk(folder):
+            for name in names:
+                status = os.lstat(os.path.join(base, name))
+                if stat.S_ISREG(status.st_mode):
+                    key = (status.st_dev, status.st_ino)
+                    seen[key] = (seen.get(key, (0, status))[0] + 1, status)
+    return sum(status.st_blocks * _BLOCK_BYTES for count, status in seen.values() if count == status.st_nlink)

@@ -16,8 +16,8 @@ from huggingface_hub.utils import build_hf_headers
 from hfshard._util.threads import in_threads
 from hfshard.constants import COPY_BYTES
 from hfshard.errors import HubAccessError, HubConnectionError, HubError
-from hfshard.hub.protocols import CommitRequest
-from hfshard.hub.remote.uploads import XET_VARIABLE, CheckedReader
+from hfshard.hub.repo import CommitRequest
+from hfshard.hub.upload import XET_VARIABLE, CheckedReader
 from hfshard.stores.byte_budget import (
     BLOCK_BYTES,
     SMALL_BYTES,

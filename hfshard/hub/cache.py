@@ -19,7 +19,7 @@ from huggingface_hub.utils import WeakFileLock
 from hfshard._util.arguments import absolute_directory
 from hfshard.disk.fsops import sync_directory
 from hfshard.errors import HubError, UnsafePathError
-from hfshard.hub.repo_tree import RemoteFile, is_plain_path
+from hfshard.hub.repo import RemoteFile, is_plain_path
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,543 @@
+"""The commits of a directory hub: manifests, names that lead to them, and what was deleted on purpose."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, Final
+
+from hfshard._util.text import list_some
+from hfshard.commit.hub_marker import STAGING
+from hfshard.constants import FORMAT_VERSION, MAX_CONFIG_BYTES
+from hfshard.disk.safe_open import read_small
+from hfshard.errors import (
+    DamagedCheckpointError,
+    HubError,
+    HubNotFoundError,
+    IntegrityError,
+    InvalidArgumentError,
+    MissingShardError,
+)
+from hfshard.format.strict_json import dump_json, parse_json_object
+from hfshard.hub.repo import MAIN, REF_FOLDERS, RefKind, RemoteFile, full_name, is_commit_id, kind_of, short_name
+
+COMMITS: Final = "commits"
+SNAPSHOTS: Final = "snapshots"
+
+_SHA256: Final = re.compile(r"[0-9a-f]{64}")
+_MAX_PATH: Final = 1024
+"""Characters of a path in a repo: a quarter of what Linux allows a whole path, the hub's own directory included."""
+_MAX_PART_BYTES: Final = 255
+"""The longest file name on every common file system."""
+_REMEDY: Final = "Restore the file from a backup, or delete the commit."
+
+
+@dataclass(frozen=True, slots=True)
+class CommitManifest:
+    """One commit."""
+
+    files: Mapping[str, RemoteFile] = field(default_factory=dict)
+    """Path in the repo -> size and sha256."""
+    parents: tuple[str, ...] = ()
+    """The commit that it was made on, if any."""
+    message: str = ""
+    description: str | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files together."""
+        return sum(file.size for file in self.files.values())
+
+    def to_json(self) -> bytes:
+        """Serialize it in its one form: without time and host, so that the same commit has the same id."""
+        return dump_json(
+            {
+                "description": self.description,
+                "files": {path: {"sha256": file.sha256, "size": file.size} for path, file in self.files.items()},
+                "format": FORMAT_VERSION,
+                "message": self.message,
+                "parents": list(self.parents),
+            }
+        )
+
+
+def commit_id(raw: bytes) -> str:
+    """Make a commit's id from its manifest; it is as long as git's, so that it can be used as a commit hash."""
+    return hashlib.sha256(raw).hexdigest()[:40]
+
+
+def manifest_path(root: str, commit: str) -> str:
+    """Where a commit's manifest is."""
+    return os.path.join(root, COMMITS, f"{commit}.json")
+
+
+def snapshot_path(root: str, commit: str) -> str:
+    """The directory of a commit's files."""
+    return os.path.join(root, SNAPSHOTS, commit)
+
+
+def commit_ids(root: str) -> list[str]:
+    """The ids of all commits that a hub holds, sorted."""
+    try:
+        names = os.listdir(os.path.join(root, COMMITS))
+    except FileNotFoundError:  # no commit yet
+        return []
+    return sorted(name[:40] for name in names if name.endswith(".json") and is_commit_id(name[:-5]))
+
+
+def read_commit_manifest(root: str, commit: str) -> CommitManifest:
+    """Read and check the manifest of a commit.
+
+    Raises:
+        IntegrityError: Its bytes are not those that the id was made from.
+        DamagedCheckpointError: It is missing, or is not a valid manifest.
+    """
+    return read_manifest_file(manifest_path(root, commit), root, commit)
+
+
+def missing_manifest(root: str, commit: str, why: str) -> DamagedCheckpointError:
+    """Make the error for a commit whose manifest was lost.
+
+    Args:
+        root: The hub.
+        commit: Its id.
+        why: What needs the commit; "" if nothing is known to.
+    """
+    path = manifest_path(root, commit)
+    needed = f", and {why}" if why else ""
+    return DamagedCheckpointError(
+        f"Commit {commit} has no manifest '{path}'{needed}: it was lost, as in a copy that was cut off. Nothing was "
+        "removed. Copy the file again from where the hub came from, or from a backup. To give the commit up, delete "
+        f"the names that point to it, then run: hfshard revisions {root} --delete {commit}",
+        path=path,
+    )
+
+
+def read_manifest_file(path: str, root: str, commit: str) -> CommitManifest:
+    """Read and check a manifest, wherever it is; raises like `read_commit_manifest`."""
+    try:
+        raw, _ = read_small(path, root, MAX_CONFIG_BYTES)
+    except MissingShardError as error:
+        raise missing_manifest(root, commit, "") from error
+    if (actual := commit_id(raw)) != commit:
+        raise IntegrityError(
+            f"Manifest '{path}' is damaged: its bytes are those of commit {actual}. {_REMEDY}",
+            path=path,
+            expected=commit,
+            actual=actual,
+        )
+    value = parse_json_object(raw, path=path, what="Manifest", remedy=_REMEDY)
+    try:
+        return _parsed(value)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise DamagedCheckpointError(
+            f"Manifest '{path}' is not a valid manifest of this format: {error}. {_REMEDY}", path=path
+        ) from error
+
+
+def _parsed(value: Mapping[str, Any]) -> CommitManifest:
+    if value["format"] != FORMAT_VERSION:
+        raise ValueError(f"format {value['format']!r}, must be {FORMAT_VERSION}")
+    files = {path: _parsed_file(path, entry) for path, entry in value["files"].items()}
+    check_paths(files)
+    parents = tuple(value["parents"])
+    if not all(isinstance(parent, str) and is_commit_id(parent) for parent in parents):
+        raise ValueError(f"parents {parents!r}")
+    message, description = value["message"], value["description"]
+    if not isinstance(message, str) or not isinstance(description, str | None):
+        raise TypeError("message and description must be text")
+    return CommitManifest(files, parents, message, description)
+
+
+def _parsed_file(path: str, entry: Mapping[str, Any]) -> RemoteFile:
+    size, sha256 = entry["size"], entry["sha256"]
+    if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+        raise ValueError(f"size {size!r} of '{path}'")
+    if not isinstance(sha256, str) or not _SHA256.fullmatch(sha256):
+        raise ValueError(f"sha256 {sha256!r} of '{path}'")
+    return RemoteFile(size, sha256)
+
+
+def check_paths(paths: Iterable[str]) -> None:
+    """Check that paths stay in the snapshot on every system, and that all of them can exist together.
+
+    Raises:
+        InvalidArgumentError: A path is absolute, has `..`, a backslash, a drive or an unprintable character, is too
+            long, or is both a file and a directory.
+    """
+    known = set(paths)
+    for path in known:
+        parts = path.split("/") if isinstance(path, str) else []
+        is_plain = bool(parts) and len(path) <= _MAX_PATH and path.isprintable() and not set(path) & {"\\", ":"}
+        if not is_plain or any(part in ("", ".", "..") or len(part.encode()) > _MAX_PART_BYTES for part in parts):
+            raise InvalidArgumentError(
+                f"{str(path)[:200]!r} is not a valid path in a repo: write folder/file, relative, without "
+                "'..', '\\' and ':'.",
+                path=str(path),
+            )
+        for end in range(1, len(parts)):
+            if (above := "/".join(parts[:end])) in known:
+                raise InvalidArgumentError(f"'{above}' can't be a file and the folder of '{path}' too.", path=path)
+
+
+# Names of commits in a directory hub: branches, tags and pull requests, each a small file that holds an id.
+
+
+_PREFIX: Final = re.compile(r"[0-9a-f]{7,39}")
+"""The first digits of an id: at least seven, as git writes them."""
+_MAX_REF_BYTES: Final = 64
+"""An id and a newline are 41 bytes."""
+_SHOWN_NAMES: Final = 20
+"""Revisions that a message lists."""
+
+
+def ref_path(root: str, ref: str) -> str:
+    """The file that holds a ref's id."""
+    return os.path.join(root, ref)
+
+
+def read_ref(root: str, ref: str) -> str | None:
+    """Read the id that a ref holds; None if there is no such ref.
+
+    Raises:
+        DamagedCheckpointError: The file does not hold an id.
+    """
+    path = ref_path(root, ref)
+    if not os.path.isfile(path):
+        return None
+    try:
+        raw, _ = read_small(path, root, _MAX_REF_BYTES)
+    except MissingShardError:  # deleted in the meantime
+        return None
+    commit = raw.decode("ascii", "replace").removesuffix("\n")
+    if not is_commit_id(commit):
+        raise DamagedCheckpointError(
+            f"'{path}' is damaged: it must hold the id of a commit. Write one of '{root}/commits' into it.", path=path
+        )
+    return commit
+
+
+def ref_names(root: str) -> list[str]:
+    """The full names of all refs: main first, then branches, tags and pull requests, each sorted."""
+    found = []
+    for folder in REF_FOLDERS:
+        names = []
+        for base, _, files in os.walk(os.path.join(root, folder)):
+            below = os.path.relpath(base, root)
+            names += [f"{below}/{file}" for file in files if _is_ref(f"{below}/{file}")]
+        found += sorted(names, key=lambda name: (name != MAIN, len(name) if folder == "refs/pr/" else 0, name))
+    return found
+
+
+def _is_ref(ref: str) -> bool:
+    try:
+        return full_name(ref) == ref
+    except InvalidArgumentError:  # a file that somebody else put there
+        return False
+
+
+def all_refs(root: str) -> dict[str, str]:
+    """Full name -> id, in the order of `ref_names`."""
+    found = {}
+    for ref in ref_names(root):
+        if (commit := read_ref(root, ref)) is not None:
+            found[ref] = commit
+    return found
+
+
+def check_free(root: str, ref: str) -> None:
+    """Check that the name of a new ref is not in use.
+
+    Raises:
+        InvalidArgumentError: A branch and a tag would have the same name, or one name would be a folder of another.
+    """
+    for other in ref_names(root):
+        if other.startswith(f"{ref}/") or ref.startswith(f"{other}/"):
+            raise InvalidArgumentError(
+                f"'{short_name(ref)}' can't be made beside '{short_name(other)}': one would be a folder of the other. "
+                "Choose another name.",
+                actual=short_name(ref),
+            )
+        if other != ref and short_name(other) == short_name(ref):
+            raise InvalidArgumentError(
+                f"'{short_name(ref)}' is the name of a {kind_of(other)} already. Choose another name.",
+                actual=short_name(ref),
+            )
+
+
+def find_ref(root: str, name: str) -> tuple[str, str] | None:
+    """Find the branch, tag or pull request of a name: its full name and the id that it holds."""
+    kinds: tuple[RefKind, ...] = ("branch", "tag")
+    for kind in kinds:
+        try:
+            ref = full_name(name, kind)
+        except InvalidArgumentError:
+            return None
+        if (commit := read_ref(root, ref)) is not None:
+            return ref, commit
+    return None
+
+
+def find_commit(root: str, name: str) -> str | None:
+    """Find a commit by its id, or by the first digits of it, even if its manifest was lost.
+
+    Raises:
+        HubError: Several ids begin with these digits.
+    """
+    if not is_commit_id(name) and not _PREFIX.fullmatch(name):
+        return None
+    found = [commit for commit in commit_ids(root) if commit.startswith(name)]
+    found = found or [commit for commit in lost_commits(root) if commit.startswith(name)]
+    if len(found) > 1:
+        raise HubError(
+            f"{len(found)} commits of '{root}' begin with {name}: {list_some(found, _SHOWN_NAMES)}. Write more of it.",
+            path=root,
+            actual=name,
+        )
+    return found[0] if found else None
+
+
+def find_revision(root: str, name: str) -> str | None:
+    """Find the commit that a branch, tag, pull request or id names.
+
+    Raises:
+        HubError: Several ids begin with these digits.
+    """
+    found = find_ref(root, name)
+    return found[1] if found is not None else find_commit(root, name)
+
+
+def revision_not_found(root: str, name: str) -> HubNotFoundError:
+    """Make the error that lists the revisions that exist."""
+    names = [short_name(ref) for ref in ref_names(root)]
+    shown = list_some(names, _SHOWN_NAMES)
+    count = len(commit_ids(root))
+    if not names and not count:
+        return HubNotFoundError(
+            f"'{root}' is empty: nothing was pushed to it yet, so it has no revision '{name}'.", path=root, actual=name
+        )
+    return HubNotFoundError(
+        f"'{root}' has no revision '{name}'. It has {shown or 'no branches and tags'}; and {count} "
+        f"commit{'s' if count != 1 else ''}, listed in '{os.path.join(root, 'commits')}'.",
+        path=root,
+        actual=name,
+    )
+
+
+# Lists what a directory hub holds: the names of commits, all commits, and those that no name leads to.
+
+
+_SHOWN: Final = 3
+"""Commits that a message lists."""
+
+
+@dataclass(frozen=True, slots=True)
+class Revision:
+    """A name of a commit, or the commit itself."""
+
+    name: str
+    """`main`, `v1`, `refs/pr/1`, or the full id."""
+    kind: RefKind
+    commit: str
+    """The full id."""
+    message: str
+    parents: tuple[str, ...]
+    date: datetime
+    """When the commit was made here, in UTC."""
+    size: int
+    """Bytes of all its files, shared with other commits or not."""
+    is_damaged: bool = False
+    """Whether its manifest is missing or can't be read, so that message, parents and size are unknown."""
+    problem: str = ""
+    """If it is damaged: what is wrong, and what to do."""
+
+
+def revisions_of(root: str) -> list[Revision]:
+    """List all branches (main first), tags and pull requests, then all commits, newest first, then the lost ones."""
+    named = [_revision(root, short_name(ref), kind_of(ref), commit) for ref, commit in all_refs(root).items()]
+    commits = [_revision(root, commit, "commit", commit) for commit in [*commit_ids(root), *lost_commits(root)]]
+    return named + sorted(commits, key=lambda revision: revision.date, reverse=True)
+
+
+def _revision(root: str, name: str, kind: RefKind, commit: str) -> Revision:
+    date = datetime.fromtimestamp(0, UTC)
+    try:
+        date = datetime.fromtimestamp(os.stat(manifest_path(root, commit)).st_mtime, UTC)
+        manifest = read_commit_manifest(root, commit)
+    except FileNotFoundError:
+        problem = missing_manifest(root, commit, "").message
+    except DamagedCheckpointError as error:
+        problem = error.message
+    else:
+        return Revision(name, kind, commit, manifest.message, manifest.parents, date, manifest.size)
+    return Revision(name, kind, commit, "", (), date, 0, is_damaged=True, problem=problem)
+
+
+def unreachable(root: str) -> list[str]:
+    """Find the commits that no branch, tag or pull request leads to, directly or through parents.
+
+    Raises:
+        DamagedCheckpointError: A manifest on the way is missing or can't be read, so that its parents are unknown; or
+            no name that was deleted led to such a commit either, so that a name was lost.
+    """
+    found = set(commit_ids(root)) - reachable(root, all_refs(root))
+    if lost := found.difference(unnamed_commits(root)):
+        raise _names_lost(root, lost)
+    return sorted(found)
+
+
+def refuse_lost_names(root: str) -> None:
+    """Refuse to begin a branch anew in a hub that holds commits to which no name leads, nor did one that was deleted.
+
+    Raises:
+        DamagedCheckpointError: Names were lost.
+    """
+    # In this order, as others may push, delete and prune meanwhile.
+    there = commit_ids(root)
+    unfinished = unfinished_commit(root)
+    named = known_reachable(root, all_refs(root).values())
+    lost = set(there).difference(named, unnamed_commits(root), [unfinished]).intersection(commit_ids(root))
+    if lost:
+        raise _names_lost(root, lost)
+
+
+def _names_lost(root: str, lost: set[str]) -> DamagedCheckpointError:
+    """Make the error that shows the newest of the commits: a name for them is a name for all."""
+    before = known_reachable(root, [parent for commit in lost for parent in _parents(root, commit)])
+    commits = sorted(lost - before)
+    one = commits[0]
+    return DamagedCheckpointError(
+        f"No branch, tag or pull request of '{root}' leads to {list_some(commits, _SHOWN)}, and none that was deleted "
+        "did: names in refs/ were lost, as in a copy that was cut off. Nothing was removed. Copy "
+        f"'{os.path.join(root, 'refs')}' again from where the hub came from. Or give each of them a name: "
+        f"hfshard revisions {root} --tag NAME {one}; to give it up, with all before it that have no name, delete that "
+        f"name again: hfshard revisions {root} --delete NAME",
+        path=os.path.join(root, "refs"),
+    )
+
+
+def _parents(root: str, commit: str) -> tuple[str, ...]:
+    try:
+        return read_commit_manifest(root, commit).parents
+    except DamagedCheckpointError:
+        return ()
+
+
+# What was deleted from a directory hub on purpose: whatever else is missing was lost, and nothing may be swept for
+# it.
+#
+#     <root>/deleted/<id>.json    the manifest of a commit that was deleted, moved here from commits/; or nothing, where
+#                                 it had been lost
+#     <root>/deleted/<id>         empty: no name led to this commit any more when one that did was deleted
+#
+# A partial copy of a hub (an rsync that was cut off) lacks files without any such record. Parents are followed
+# through the manifests of deleted commits, so that deleting one commit of a history does not cut off those before it.
+
+
+DELETED: Final = "deleted"
+NEW_COMMIT: Final = "new-commit"
+"""Name in the staging directory of the ref for a commit that is new. As long as it is there, that commit is unfinished;
+renaming it into place commits."""
+"""An id and a newline are 41 bytes."""
+
+
+def deleted_path(root: str, commit: str) -> str:
+    """Where the manifest of a deleted commit is."""
+    return os.path.join(root, DELETED, f"{commit}.json")
+
+
+def unnamed_path(root: str, commit: str) -> str:
+    """The file that tells that the last name that led to a commit was deleted."""
+    return os.path.join(root, DELETED, commit)
+
+
+def deleted_commits(root: str) -> list[str]:
+    """The ids of the commits that were deleted, as far as a commit that is there was made on them."""
+    return sorted(name[:-5] for name in _listing(os.path.join(root, DELETED)) if name.endswith(".json"))
+
+
+def unnamed_commits(root: str) -> list[str]:
+    """The ids of the commits that may go: to which no name led any more when one that did was deleted."""
+    return sorted(name for name in _listing(os.path.join(root, DELETED)) if is_commit_id(name))
+
+
+def unfinished_commit(root: str) -> str | None:
+    """The id of the commit that is being made, or that a killed push did not finish."""
+    try:
+        with open(os.path.join(root, STAGING, NEW_COMMIT), "rb") as file:
+            commit = file.read(_MAX_REF_BYTES).decode("ascii", "replace").removesuffix("\n")
+    except FileNotFoundError:
+        return None
+    return commit if is_commit_id(commit) else None
+
+
+def reachable(root: str, named: dict[str, str]) -> set[str]:
+    """Find the commits that names lead to, directly or through parents, those that were deleted included.
+
+    Args:
+        root: The hub.
+        named: Full name of a ref -> id.
+
+    Raises:
+        DamagedCheckpointError: A manifest on the way is missing or can't be read, so that its parents are unknown.
+    """
+    reached: set[str] = set()
+    ends = deque((commit, f"'{ref}' points to it") for ref, commit in named.items())
+    while ends:
+        commit, why = ends.popleft()
+        if commit not in reached:
+            reached.add(commit)
+            ends += [(parent, f"commit {commit} was made on it") for parent in _parents_even_deleted(root, commit, why)]
+    return reached
+
+
+def known_reachable(root: str, commits: Iterable[str]) -> set[str]:
+    """Find the commits that commits lead to, directly or through parents, as far as manifests tell."""
+    reached: set[str] = set()
+    ends = list(commits)
+    while ends:
+        commit = ends.pop()
+        if commit not in reached:
+            reached.add(commit)
+            try:
+                ends += _parents_even_deleted(root, commit, "")
+            except DamagedCheckpointError:
+                continue  # what came before it is unknown
+    return reached
+
+
+def lost_commits(root: str) -> list[str]:
+    """Find the commits whose manifest was lost: they have a snapshot, or another commit was made on them."""
+    candidates = {name for name in _listing(os.path.join(root, SNAPSHOTS)) if is_commit_id(name)}
+    unfinished = unfinished_commit(root)  # before the manifests: it may be finished meanwhile
+    there = commit_ids(root)
+    parents: set[str] = set()
+    for commit in there:
+        try:
+            parents |= set(read_commit_manifest(root, commit).parents)
+        except DamagedCheckpointError:
+            continue  # it is listed as damaged itself
+    known = {*there, *deleted_commits(root), unfinished}
+    still = {commit for commit in candidates - known if os.path.isdir(snapshot_path(root, commit))}
+    return sorted(still | (parents - known))
+
+
+def _parents_even_deleted(root: str, commit: str, why: str) -> Iterable[str]:
+    path = deleted_path(root, commit)
+    if os.path.lexists(manifest_path(root, commit)):
+        return read_commit_manifest(root, commit).parents
+    if not os.path.lexists(path):
+        raise missing_manifest(root, commit, why)
+    return read_manifest_file(path, root, commit).parents if os.path.getsize(path) else ()
+
+
+def _listing(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except FileNotFoundError:
+        return []

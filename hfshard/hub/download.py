@@ -1,0 +1,533 @@
+"""Download files of one commit into the cache: in parallel, resumed, and hashed while they are written."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import logging
+import os
+import threading
+from collections.abc import Callable, Collection
+from typing import Any, Final
+
+from huggingface_hub import HfApi, constants, hf_hub_url
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.utils import validate_repo_id
+
+from hfshard._util.progress import bytes_bar
+from hfshard._util.text import list_some, without_url_secrets
+from hfshard._util.threads import in_threads
+from hfshard.constants import COPY_BYTES, WEIGHTS_SUFFIXES
+from hfshard.disk.fsops import require_space, sync
+from hfshard.errors import (
+    CheckpointNotFoundError,
+    HubConnectionError,
+    HubNotFoundError,
+    IntegrityError,
+    NotEnoughSpaceError,
+)
+from hfshard.format.parts_of_ranks import describe_parts
+from hfshard.hub.cache import RepoCache, is_commit
+from hfshard.hub.http import (
+    RETRY_SECONDS,
+    HubReader,
+    RetryPolicy,
+    TransferCancelledError,
+    translate_hub_errors,
+    tree_of,
+)
+from hfshard.hub.repo import RemoteFile, RepoTree
+from hfshard.hub.resolve import CheckpointQuery, ResolvedCheckpoint, Resolver, companion_files, files_to_compare
+from hfshard.stores.hub_calls import offline_variable, retry_after
+
+logger = logging.getLogger(__name__)
+
+THREADS: Final = 8
+"""Files that are downloaded at once: as many as in huggingface_hub."""
+
+
+def download(
+    reader: HubReader,
+    cache: RepoCache,
+    paths: Collection[str],
+    *,
+    force: bool = False,
+    progress_callback: Callable[[int], object] | None = None,
+) -> None:
+    """Download files into the cache; contents that it holds already are only linked.
+
+    Args:
+        reader: Reads the files of the commit.
+        cache: The repo's cache.
+        paths: Paths in the repo.
+        force: Download even what the cache holds.
+        progress_callback: Called from any thread with the bytes that are done; in all, `bytes_to_download`.
+
+    Raises:
+        IntegrityError: The bytes of a file are not those that the Hub lists; the file is not in the cache.
+        NotEnoughSpaceError: The disk is too full; nothing was downloaded.
+        HubConnectionError, HubAccessError, HubNotFoundError, HubError: See `HubReader.read`.
+    """
+    commit, files = reader.tree.commit, reader.tree.files
+    missing = [path for path in dict.fromkeys(paths) if force or not cache.holds(commit, path, files[path])]
+    if not missing:
+        return
+    cache.prepare()
+    paths_of: dict[str, list[str]] = {}
+    for path in missing:
+        paths_of.setdefault(cache.blob(files[path]), []).append(path)
+    todo = {same[0]: same for same in paths_of.values() if force or not cache.has_blob(files[same[0]])}
+    _check_space(cache, [files[path] for path in todo])
+    reader.prefetch_urls(todo)
+    job = _Downloader(reader, cache, force=force, progress_callback=progress_callback)
+    for_each_path(lambda path: job.download(todo[path]), todo, reader.cancelled)
+    for path in missing:
+        if not cache.holds(commit, path, files[path]):
+            cache.link(commit, path, files[path])
+    if todo:
+        cache.sync()
+
+
+def bytes_to_download(reader: HubReader, cache: RepoCache, paths: Collection[str], *, force: bool = False) -> int:
+    """Count the bytes that `download` has to fetch."""
+    files = {cache.blob(file): file for path in paths if (file := reader.tree.files[path])}
+    return sum(file.size for file in files.values() if force or not cache.has_blob(file))
+
+
+class _Downloader:
+    """One call of `download`."""
+
+    def __init__(
+        self, reader: HubReader, cache: RepoCache, *, force: bool, progress_callback: Callable[[int], object] | None
+    ) -> None:
+        self.reader = reader
+        self.cache = cache
+        self.force = force
+        self.progress_callback = progress_callback or (lambda count: None)
+
+    def download(self, paths: list[str]) -> None:
+        """Download one file, under all the names that it has."""
+        path = paths[0]
+        file = self.reader.tree.files[path]
+        with self.cache.lock(file, self.reader.cancelled) as is_held:
+            if not is_held:
+                raise TransferCancelledError
+            if not self.force and self.cache.has_blob(file):
+                self.progress_callback(file.size)  # another process downloaded it in the meantime
+                return
+            partial = self.cache.partial(file)
+            fd = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                self._fill(fd, path, file, partial)
+                sync(fd, partial)
+            except OSError as error:
+                raise _without_space(error, partial) from error
+            finally:
+                os.close(fd)
+            os.replace(partial, self.cache.blob(file))
+            for name in paths[1:]:
+                self.cache.link(self.reader.tree.commit, name, file)
+            self.cache.link(self.reader.tree.commit, path, file, is_new=True)
+
+    def _fill(self, fd: int, path: str, file: RemoteFile, partial: str) -> None:
+        for _ in range(2):
+            hasher = hasher_for(file)
+            before = self._prefix(fd, file, hasher)
+            if before:
+                logger.info("'%s' is resumed at byte %d of %d.", path, before, file.size)
+            self.progress_callback(before)
+            at = before
+            for block in self.reader.read(path, before, file.size, remedy=lambda at: _kept(at, partial)):
+                _write(fd, block, at)
+                hasher.update(block)
+                at += len(block)
+                self.progress_callback(len(block))
+            found = hasher.hexdigest()
+            if found == file.etag:
+                return
+            os.ftruncate(fd, 0)
+            if not before:
+                break
+            # What an earlier pull left may have been torn by a power cut: try once more, from the first byte.
+            self.progress_callback(-file.size)
+        os.unlink(partial)
+        url = without_url_secrets(hf_hub_url(self.reader.repo_id, path, revision=self.reader.tree.commit))
+        kind = "sha256" if file.sha256 is not None else "git hash"
+        raise IntegrityError(
+            f"'{path}' of '{self.reader.repo_id}' arrived damaged: its {kind} is {found}, and the Hub lists "
+            f"{file.etag} ({url}). Nothing of it was kept. Run it again; if it fails again, the server or something on "
+            "the way changes the bytes.",
+            path=path,
+            expected=file.etag,
+            actual=found,
+        )
+
+    def _prefix(self, fd: int, file: RemoteFile, hasher: Any) -> int:
+        """Hash what an earlier pull left, and return how many bytes that is."""
+        if os.fstat(fd).st_size > file.size:
+            os.ftruncate(fd, 0)
+        at = 0
+        while block := os.pread(fd, COPY_BYTES, at):
+            hasher.update(block)
+            at += len(block)
+        return at
+
+
+def hasher_for(file: RemoteFile) -> Any:
+    """Make a hasher for the hash that the Hub lists: sha256, or git's own for a small file (see `git_blob_id`)."""
+    if file.sha256 is not None:
+        return hashlib.sha256()
+    return hashlib.sha1(b"blob %d\0" % file.size, usedforsecurity=False)
+
+
+def _write(fd: int, block: bytes, at: int) -> None:
+    view = memoryview(block)
+    while view:
+        written = os.pwrite(fd, view, at)
+        view, at = view[written:], at + written
+
+
+def _kept(at: int, partial: str) -> str:
+    return f"{at:,} bytes are kept in '{partial}': check the network and run it again, it continues from there."
+
+
+def _without_space(error: OSError, partial: str) -> OSError:
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return error
+    return NotEnoughSpaceError(
+        f"The disk became full while '{partial}' was written. Free some space and run it again: it continues from "
+        "there.",
+        path=partial,
+    )
+
+
+def _check_space(cache: RepoCache, files: Collection[RemoteFile]) -> None:
+    need = sum(max(0, file.size - _on_disk(cache.partial(file))) for file in files)
+    if need:
+        require_space(
+            cache.folder,
+            need,
+            doing=f"Pulling into '{cache.root}'",
+            todo=". Free some space (hf cache ls shows what is there), or pass another cache_dir.",
+        )
+
+
+def _on_disk(path: str) -> int:
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return 0
+
+
+def for_each_path(work: Callable[[str], None], paths: Collection[str], cancelled: threading.Event) -> None:
+    """Do the work for all paths, several at once; the first error is raised when all have ended.
+
+    A damaged file does not stop the others: what is whole is kept. Everything else does.
+    """
+
+    def attempt(path: str, _: threading.Event) -> IntegrityError | None:
+        try:
+            work(path)
+        except IntegrityError as error:
+            return error
+        return None
+
+    for damaged in in_threads(attempt, paths, THREADS, cancelled=cancelled):
+        if damaged is not None:
+            raise damaged
+
+
+# The files of one commit as a pull sees them: those that the Hub lists, or those that the cache holds.
+
+
+_SHOWN: Final = 5
+"""Names that an error lists."""
+
+
+class RemoteFiles:
+    """The files of a commit as the Hub lists them."""
+
+    def __init__(self, reader: HubReader, cache: RepoCache, *, force: bool, progress: bool | None) -> None:
+        """Keep the reader and the cache; with `force` each file is downloaded once, even if the cache holds it."""
+        self.commit = reader.tree.commit
+        self._files = reader.tree.files
+        self._reader = reader
+        self._cache = cache
+        self._force = force
+        self._progress = progress
+        self._forced: set[str] = set()
+
+    def has(self, path: str, *, is_needed: bool = True) -> bool:
+        """Whether the commit has a file."""
+        return path in self._files
+
+    def download(self, paths: Collection[str]) -> None:
+        """Download files into the cache.
+
+        Raises:
+            CheckpointNotFoundError: The commit has no such file.
+        """
+        if lacking := [path for path in paths if path not in self._files]:
+            shown = list_some(lacking, _SHOWN, quote=True)
+            raise CheckpointNotFoundError(
+                f"'{self._reader.repo_id}' lacks {shown}, which its index names (commit {self.commit}). "
+                "Tell its owner, or load another revision.",
+                path=lacking[0],
+            )
+        force = self._force
+        todo = [path for path in paths if path not in self._forced]
+        if force:
+            self._forced |= set(todo)
+        total = bytes_to_download(self._reader, self._cache, todo, force=force)
+        progress = self._progress if total > COPY_BYTES else False  # less is downloaded in no time
+        with bytes_bar("Pulling", total, progress) as progress_callback:
+            download(self._reader, self._cache, todo, force=force, progress_callback=progress_callback)
+
+    def snapshot(self, path: str = "") -> str:
+        """The local path of a file."""
+        return self._cache.snapshot(self.commit, path)
+
+    def code(self) -> list[str]:
+        """The known Python files of the commit."""
+        return [path for path in self._files if path.endswith(".py")]
+
+    def description(self) -> tuple[str, str]:
+        """For an error message: what was looked at, and what to do."""
+        weights = sorted(path for path in self._files if path.endswith(WEIGHTS_SUFFIXES))
+        held = f"It holds {list_some(weights, _SHOWN, quote=True)}." if weights else "It holds no weights at all."
+        repo_id = self._reader.repo_id
+        return f"'{repo_id}' (commit {self.commit})", f"{held} To see its files, run: hf models ls {repo_id}"
+
+    def parts(self, folder: str) -> str | None:
+        """Describe what a folder holds in parts of ranks; see `describe_parts`."""
+        paths = [path.removeprefix(folder) for path in self._files if path.startswith(folder)]
+        return describe_parts(paths, f"{self._reader.repo_id}/{folder}".rstrip("/"), is_local=False)
+
+
+class NotCachedError(Exception):
+    """The cache does not hold what is needed, or does not know of it."""
+
+
+class CachedFiles:
+    """The files of a commit as far as the cache holds them."""
+
+    def __init__(self, cache: RepoCache, commit: str, repo_id: str, *, is_sure: bool, todo: str = "") -> None:
+        self.commit = commit
+        self._cache = cache
+        self._repo_id = repo_id
+        self._is_sure = is_sure
+        self._todo = todo
+
+    def has(self, path: str, *, is_needed: bool = True) -> bool:
+        """Whether the commit has a file, as far as the cache knows.
+
+        Raises:
+            NotCachedError: It does not know, and it `is_needed`.
+        """
+        found = self._cache.has(self.commit, path)
+        if found is None and is_needed and self._is_sure:
+            raise NotCachedError(f"the cache does not know whether '{self._repo_id}' has '{path}'")
+        return bool(found)
+
+    def download(self, paths: Collection[str]) -> None:
+        """Check that the cache holds files.
+
+        Raises:
+            NotCachedError: One is missing.
+        """
+        if missing := [path for path in paths if not self._cache.has(self.commit, path)]:
+            raise NotCachedError(
+                f"'{self._repo_id}' (commit {self.commit}) is not complete in the cache '{self._cache.root}': "
+                f"it lacks {list_some(missing, _SHOWN, quote=True)}"
+            )
+
+    def snapshot(self, path: str = "") -> str:
+        """The local path of a file."""
+        return self._cache.snapshot(self.commit, path)
+
+    def code(self) -> list[str]:
+        """The known Python files of the commit."""
+        return []  # the cache does not know all files; transformers asks for what is missing
+
+    def description(self) -> tuple[str, str]:
+        """For an error message: what was looked at, and what to do."""
+        return f"What the cache '{self._cache.root}' holds of '{self._repo_id}' (commit {self.commit})", self._todo
+
+    def parts(self, folder: str) -> str | None:
+        """None: the cache does not know all files."""
+        return None
+
+
+# Downloads files of one commit into the cache: asks once which files there are, or uses what the cache holds.
+
+
+def fetch(repo_id: str, resolver: Resolver, query: CheckpointQuery, progress: bool | None = None) -> ResolvedCheckpoint:
+    """Download what a resolver finds into the cache, all of one commit, as `fetch_checkpoint` does.
+
+    Args:
+        repo_id: "org/name".
+        resolver: Finds the files in a commit, and downloads them.
+        query: Which revision, and whether the files beside the checkpoint are downloaded too.
+        progress: Whether to show a bar on stderr. None: on a terminal.
+    """
+    fetcher = Fetcher(repo_id, query, progress)
+    if is_offline(query.local_files_only):
+        return fetcher.from_cache(resolver)
+    needs_list = query.needs_companions or query.needs_signature
+    if is_commit(query.revision) and not query.force_download and not needs_list:
+        try:
+            return resolver(CachedFiles(fetcher.cache, str(query.revision), repo_id, is_sure=True))
+        except NotCachedError as error:
+            logger.debug("%s: the Hub is asked.", error)
+    return fetcher.from_hub(resolver)
+
+
+def fetch_tree(
+    repo_id: str, revision: str | None, token: str | bool | None = None, *, retries: int = len(RETRY_SECONDS)
+) -> RepoTree:
+    """Ask for the commit of a revision and its files, by one request.
+
+    Args:
+        repo_id: "org/name".
+        revision: A branch, tag, commit, or "refs/pr/1". None: main.
+        token: A token, as in huggingface_hub.
+        retries: How often to ask again if the Hub can't be reached, or asks to wait.
+
+    Raises:
+        HubNotFoundError, HubAccessError, HubConnectionError, HubError: See `translate_hub_errors`.
+    """
+    api, retry = HfApi(token=token, library_name="hfshard"), RetryPolicy(failures=retries)
+    while True:
+        try:
+            with translate_hub_errors(repo_id, token, revision=revision):
+                return tree_of(api, repo_id, revision)
+        except HubConnectionError as error:
+            cause = error.__cause__
+            if not retry.can_wait(retry_after(cause.response) if isinstance(cause, HfHubHTTPError) else None):
+                raise
+
+
+def fetch_tree_for_reading(repo_id: str, revision: str | None, token: str | bool | None) -> RepoTree:
+    """Check a repo_id that a user gave, and ask for the files of a revision.
+
+    Raises:
+        HubNotFoundError: It is not a repo_id, or there is no such repo.
+        HubConnectionError: Offline mode is on, or the Hub can't be reached.
+    """
+    check_repo_id(repo_id)
+    return fetch_tree(repo_id, revision, token, retries=0 if constants.is_offline_mode() else len(RETRY_SECONDS))
+
+
+def check_repo_id(repo_id: str) -> None:
+    """Check that a name can be that of a repo.
+
+    Raises:
+        HubNotFoundError: It can't.
+    """
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        shown = without_url_secrets(repo_id)
+        name, at, revision = shown.partition("@")
+        hint = f" A revision goes by itself: '{name}' with revision='{revision}' (--revision {revision})." if at else ""
+        raise HubNotFoundError(
+            f"'{shown}' is neither a directory nor a repo_id: write org/name.{hint} {without_url_secrets(str(error))}",
+            path=shown,
+        ) from (error if shown == repo_id else None)
+
+
+class Fetcher:
+    """One download of a repo's files into its cache."""
+
+    def __init__(self, repo_id: str, query: CheckpointQuery, progress: bool | None) -> None:
+        check_repo_id(repo_id)
+        query.check_subfolder()
+        self.repo_id = repo_id
+        self.query = query
+        self.progress = progress
+        self.cache = RepoCache(repo_id, query.cache_dir)
+        self.was_asked = False
+        """Whether the Hub answered which files there are."""
+
+    def from_hub(self, resolver: Resolver) -> ResolvedCheckpoint:
+        """Ask the Hub, and download what is not in the cache; if it can't be reached, use the cache."""
+        try:
+            tree = self._tree(resolver)
+        except HubConnectionError as error:
+            resolved = self._despite(error, resolver)
+            if resolved is None:
+                raise
+            return resolved
+        self.was_asked = True
+        files = RemoteFiles(
+            HubReader(self.repo_id, tree, self.query.token),
+            self.cache,
+            force=self.query.force_download,
+            progress=self.progress,
+        )
+        resolved = resolver(files)
+        sizes = {path: file.size for path, file in tree.files.items()}
+        if self.query.needs_companions:
+            files.download(companion_files(sizes, self.query))
+        if self.query.needs_signature:
+            files.download(files_to_compare(sizes, self.query))
+        for path in resolved.known_missing:
+            self.cache.mark_missing(tree.commit, path)
+        self.cache.remember(self.query.revision, tree.commit)
+        return resolved
+
+    def from_cache(self, resolver: Resolver) -> ResolvedCheckpoint:
+        """Send no request.
+
+        Raises:
+            CheckpointNotFoundError: The cache does not hold all files.
+        """
+        why = (
+            "local_files_only=True allows no download"
+            if self.query.local_files_only
+            else f"offline mode is on ({offline_variable()})"
+        )
+        how = "without local_files_only" if self.query.local_files_only else f"with {offline_variable()} unset"
+        revision = self.query.revision or constants.DEFAULT_REVISION
+        todo = f"Run it once {how}; to see the files of the repo, run: hf models ls {self.repo_id}"
+        commit = self.cache.commit_of(revision)
+        if commit is None or not os.path.isdir(self.cache.snapshot(commit)):
+            raise CheckpointNotFoundError(
+                f"'{self.repo_id}' at revision '{revision}' is not in the cache '{self.cache.root}', and {why}. {todo}",
+                path=self.repo_id,
+            )
+        try:
+            return resolver(CachedFiles(self.cache, commit, self.repo_id, is_sure=False, todo=f"{why}. {todo}"))
+        except NotCachedError as error:
+            raise CheckpointNotFoundError(f"{error}, and {why}. {todo}", path=self.repo_id) from error
+
+    def _tree(self, resolver: Resolver) -> RepoTree:
+        """Ask the Hub; it is asked again only if the cache does not hold all files."""
+        try:
+            return fetch_tree(self.repo_id, self.query.revision, self.query.token, retries=0)
+        except HubConnectionError as error:
+            if self._cached(resolver) is not None:
+                raise
+            logger.info("%s It is tried again.", error)
+        return fetch_tree(self.repo_id, self.query.revision, self.query.token)
+
+    def _despite(self, error: HubConnectionError, resolver: Resolver) -> ResolvedCheckpoint | None:
+        resolved = self._cached(resolver)
+        if resolved is not None:
+            logger.warning("%s The files in the cache are used: commit %s.", error, resolved.commit)
+        return resolved
+
+    def _cached(self, resolver: Resolver) -> ResolvedCheckpoint | None:
+        """What the cache holds, if that is complete."""
+        commit = self.cache.commit_of(self.query.revision)
+        if commit is None or self.query.force_download:
+            return None
+        try:
+            return resolver(CachedFiles(self.cache, commit, self.repo_id, is_sure=False))
+        except (NotCachedError, CheckpointNotFoundError):
+            return None
+
+
+def is_offline(local_files_only: bool) -> bool:
+    """Whether no request may be sent."""
+    return local_files_only or bool(constants.is_offline_mode())

@@ -1,0 +1,688 @@
+"""Push files as one commit: look, compare, upload what is missing, commit on top of what was seen."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Final, Protocol
+
+from huggingface_hub.utils import filter_repo_objects
+
+from hfshard._util.arguments import absolute_path, check_texts
+from hfshard._util.progress import bytes_bar
+from hfshard.checkpoint.locate import directory_not_found
+from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
+from hfshard.commit.hub_marker import absolute_address, directory_of
+from hfshard.constants import BIN_SUFFIX, README, SAFETENSORS_SUFFIX, SIGNATURE_NAME
+from hfshard.disk.byte_source import ByteSource, BytesSource, FileSource, file_source, sha256_of_source
+from hfshard.disk.safe_open import refuse_links_to_outside
+from hfshard.errors import HfshardError, HubError, InvalidArgumentError, RemoteChangedError
+from hfshard.format.file_names import INDEX_FILE, WeightNames
+from hfshard.format.index import CheckpointIndex, FileDigest
+from hfshard.format.stored_save import split_object_name
+from hfshard.hub.repo import Hub, PushResult, RemoteFile, RepoTree, StaleParentError, is_plain_path
+
+logger = logging.getLogger(__name__)
+
+_ATTEMPTS: Final = 5
+"""Times that a push is tried again on top of what somebody else pushed in the meantime."""
+
+
+def push_files(request: PushRequest, repo_id: str | os.PathLike[str]) -> PushResult:
+    """Push files as one commit.
+
+    Raises:
+        RemoteChangedError: Others pushed the same files, or pushed again and again; nothing was committed.
+        Everything else that `push_checkpoint` raises of a hub.
+    """
+    hub = open_hub(repo_id, request.options)
+    repo_id = os.fspath(repo_id)
+    before: RepoTree | None = None
+    for _ in range(_ATTEMPTS):
+        now = _tree_to_push_to(hub, request.options.revision, repo_id)
+        plan = plan_for(hub, request, now)
+        if plan.is_empty:
+            logger.info("'%s' holds all files already: no commit was made.", repo_id)
+            return PushResult(now.commit, hub.url_of(now.commit), is_new=False)
+        if before is not None:
+            refuse_conflict(before, now, plan, request, repo_id)
+        try:
+            result = _commit(hub, request, plan, parent=now.commit or None)
+        except StaleParentError:
+            before = now
+            continue
+        _note_signature(request, plan, now, repo_id)
+        logger.info("Pushed %d files (%d deleted) to '%s'.", len(plan.adds), len(plan.deletes), repo_id)
+        return result
+    raise RemoteChangedError(
+        f"Others pushed to '{repo_id}' {_ATTEMPTS} times while this push was under way; nothing was committed. "
+        "Run it again.",
+        path=repo_id,
+    )
+
+
+def _note_signature(request: PushRequest, plan: PushPlan, before: RepoTree, repo_id: str) -> None:
+    """Say that a signature which the hub holds is one of other files than are there now."""
+    path = request.options.folder + SIGNATURE_NAME
+    documents = (".md", ".gitattributes")
+    changed = [name for name in (*plan.adds, *plan.deletes) if not name.endswith(documents)]
+    if (
+        path in before.files
+        and path not in plan.changes
+        and any(name.startswith(request.options.folder) for name in changed)
+    ):
+        logger.warning(
+            "'%s' in '%s' is the signature of what was there before this push, and no longer holds. Sign a directory "
+            "(hfshard sign DIR --private-key KEY) and push it, or delete the file.",
+            path,
+            repo_id,
+        )
+
+
+def open_hub(repo_id: str | os.PathLike[str], options: PushOptions) -> Hub:
+    """Open the repo that a repo_id names; it is made if it is missing."""
+    if (directory := directory_of(repo_id)) is not None:
+        from hfshard.hub.directory.directory_hub import DirectoryHub
+
+        return DirectoryHub.create(directory)
+    from hfshard.hub.hub_repo import HubRepo
+
+    return HubRepo(os.fspath(repo_id), token=options.token, private=options.private)
+
+
+def _tree_to_push_to(hub: Hub, revision: str | None, repo_id: str) -> RepoTree:
+    """The files at the branch; the branch is made if it is missing."""
+    found = hub.tree(revision)
+    if found is None and revision is not None:
+        hub.make_branch(revision)
+        found = hub.tree(revision)
+    if found is None:
+        raise HubError(f"'{repo_id}' has no branch '{revision or 'main'}', and none could be made.", path=repo_id)
+    return found
+
+
+def _commit(hub: Hub, request: PushRequest, plan: PushPlan, *, parent: str | None) -> PushResult:
+    total = sum(content.size for content in plan.adds.values())
+    with bytes_bar("Pushing", total, request.options.progress) as show:
+
+        def note(count: int) -> None:
+            request.check()
+            show(count)
+
+        request.check()
+        return hub.commit(
+            plan.changes,
+            parent=parent,
+            revision=request.options.revision,
+            message=request.message,
+            description=request.options.commit_description,
+            create_pr=request.options.create_pr,
+            progress_callback=note,
+        )
+
+
+# What a push is asked to do: the options that users give, and the files that they are for.
+
+
+MakeCard = Callable[[Callable[[], bytes] | None], bytes | None]
+"""Makes a README.md. It is given a reader of the one that is there, if there is one; None leaves that as it is."""
+
+FindStale = Callable[[Mapping[str, RemoteFile], Callable[[str], bytes]], Collection[str]]
+"""Names files that are deleted. It is given the files of the folder by name, and a reader of small ones."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushOptions:
+    """How something is pushed; the fields are the arguments of `push_checkpoint`.
+
+    Raises:
+        InvalidArgumentError: A pull request on another branch than main, or a folder outside the repo.
+    """
+
+    commit_message: str | None = None
+    """None: a text that fits what is pushed."""
+    commit_description: str | None = None
+    private: bool | None = None
+    """Of a repo that is made."""
+    token: str | bool | None = field(default=None, repr=False)
+    revision: str | None = None
+    """A branch, or "refs/pr/N". None: main."""
+    create_pr: bool = False
+    path_in_repo: str = ""
+    follow_links: bool = False
+    """Whether to push what links of a directory lead to, outside of it."""
+    progress: bool | None = None
+
+    def __post_init__(self) -> None:
+        """Check what can be checked before a hub is asked."""
+        check_texts(
+            revision=self.revision or None,
+            path_in_repo=self.path_in_repo or None,
+            commit_message=self.commit_message or None,
+            commit_description=self.commit_description or None,
+        )
+        if self.create_pr and self.revision not in (None, "main"):
+            raise InvalidArgumentError("create_pr opens a pull request on main: leave out revision, or create_pr.")
+        parts = self.path_in_repo.split("/")
+        if ".." in parts or "\\" in self.path_in_repo:
+            raise InvalidArgumentError(f"path_in_repo must stay in the repo, got {self.path_in_repo!r}.")
+        if any(part.lower() == ".git" for part in parts):
+            raise InvalidArgumentError(f"path_in_repo can't be in git's own folder, got {self.path_in_repo!r}.")
+
+    @property
+    def folder(self) -> str:
+        """The folder of the repo as the beginning of paths: "" or "name/"."""
+        parts = [part for part in self.path_in_repo.split("/") if part not in ("", ".")]
+        return "".join(f"{part}/" for part in parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushRequest:
+    """What is to be pushed, and how."""
+
+    contents: Mapping[str, ByteSource]
+    """Path in the folder -> contents."""
+    variants: frozenset[str | None]
+    """Variants of the checkpoints among them: whatever else the hub holds of these is deleted."""
+    options: PushOptions = field(default_factory=PushOptions)
+    default_message: str = "Upload checkpoint"
+    """The commit's message where the options have none."""
+    make_card: MakeCard | None = None
+    find_stale: FindStale | None = None
+    """Names what else is deleted."""
+    check: Callable[[], None] = lambda: None
+    """Called before the commit is begun, and from any thread while new contents are read: raises to give up."""
+
+    @property
+    def message(self) -> str:
+        """The commit's message."""
+        return self.options.commit_message or self.default_message
+
+
+# Which files a push sends, and which it deletes, so that a hub holds what the last save wrote, and the user's own.
+
+
+_SHARD_NUMBER: Final = re.compile(r"-\d{5,}-of-\d{5,}$")
+SHARD: Final = re.compile(r"-\d{5,}-of-\d{5,}(?:-\d{8,15}-[0-9a-f]{16})?\.(?:safetensors|bin)$")
+"""How the name of a shard of any checkpoint ends, also of one that was synced from a store."""
+_SINGLE: Final = re.compile(r"(?:pytorch_)?model(?:\.(?P<variant>[^/]+))?\.(?:safetensors|bin)")
+_INDEX: Final = re.compile(r"(?:pytorch_)?model\.(?:safetensors|bin)\.index(?:\.(?P<variant>[^/]+))?\.json")
+
+
+_HUB_INDEX: Final = re.compile(r"model\.(?P<variant>[^/]+)\.safetensors\.index\.json")
+
+
+@dataclass(frozen=True, slots=True)
+class PushPlan:
+    """What one push changes."""
+
+    adds: dict[str, ByteSource]
+    """Path in the repo -> new contents."""
+    deletes: tuple[str, ...]
+    unchanged: tuple[str, ...]
+    """Paths of files that the hub holds already, bit for bit."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the hub holds all files already, and nothing else of this checkpoint."""
+        return not self.adds and not self.deletes
+
+    @property
+    def changes(self) -> dict[str, ByteSource | None]:
+        """Path -> new contents, or None for a file to delete."""
+        return {**self.adds, **dict.fromkeys(self.deletes)}
+
+
+def plan_push(contents: Mapping[str, ByteSource], remote: RepoTree, stale: Collection[str]) -> PushPlan:
+    """Compare what is pushed with what is there; files of unknown hash are read where the sizes are equal.
+
+    Args:
+        contents: Path in the repo -> contents.
+        remote: What the hub holds.
+        stale: Paths that are to be deleted.
+    """
+    adds: dict[str, ByteSource] = {}
+    unchanged = []
+    for path, content in contents.items():
+        known = _hashed_if_needed(content, remote.files.get(path))
+        if path in remote.files and remote.files[path].has_contents(known):
+            unchanged.append(path)
+        else:
+            adds[path] = known
+    return PushPlan(adds, tuple(sorted(stale)), tuple(unchanged))
+
+
+def _hashed_if_needed(content: ByteSource, file: RemoteFile | None) -> ByteSource:
+    """Add the sha256 where it will be compared, so that no file is read twice for it."""
+    is_comparable = file is not None and file.sha256 is not None and file.size == content.size
+    if is_comparable and isinstance(content, FileSource) and content.sha256 is None:
+        return replace(content, sha256=sha256_of_source(content))
+    return content
+
+
+def variants_of(names: Iterable[str]) -> set[str | None]:
+    """Tell from file names which variants of a checkpoint they belong to; None is the one without a variant."""
+    found: set[str | None] = set()
+    for name in names:
+        match = _INDEX.fullmatch(name) or _SINGLE.fullmatch(name) or _HUB_INDEX.fullmatch(name)
+        if match is None or _SHARD_NUMBER.search(name.rpartition(".")[0]) or "-hfshard-" in name:
+            continue
+        if split_object_name(name) is not None:  # synced from a store: a plain index names it
+            continue
+        found.add(match["variant"])
+    return found
+
+
+def is_weights(name: str, names: WeightNames) -> bool:
+    """Whether a file's name is, by convention, one of this variant's weights in either format."""
+    own = (names.single, names.index, names.hub_index, names.bin_single, names.bin_index)
+    if name in own or names.is_shard(name) or names.is_bin_shard(name):
+        return True
+    return names.is_transient(name) or names.is_stored_index(name)
+
+
+def stale_names(
+    remote: Iterable[str], local: Collection[str], variants: Iterable[str | None], owned: Collection[str]
+) -> set[str]:
+    """Find files in a folder of the hub that belonged to the checkpoints that are pushed, and no longer do.
+
+    Args:
+        remote: Names in the folder.
+        local: Names that are pushed.
+        variants: Of the checkpoints that are pushed.
+        owned: Files that the hub's indexes of these variants name, whatever they are called.
+    """
+    families = [WeightNames(variant) for variant in variants]
+    return {
+        name
+        for name in remote
+        if name not in local and (name in owned or any(is_weights(name, names) for names in families))
+    }
+
+
+def foreign_indexes(remote: Iterable[str], local: Collection[str], variants: Iterable[str | None]) -> list[str]:
+    """Find indexes on the hub of checkpoints that are not pushed: the files that they name must stay."""
+    families = [WeightNames(variant) for variant in variants]
+    return sorted(
+        name
+        for name in remote
+        if INDEX_FILE.fullmatch(name) and name not in local and not any(is_weights(name, names) for names in families)
+    )
+
+
+def unknown_weights(remote: Iterable[str], local: Collection[str], variants: Iterable[str | None]) -> set[str]:
+    """Find weights on the hub without a conventional name: only an index tells whose they are."""
+    families = [WeightNames(variant) for variant in variants]
+    return {
+        name
+        for name in remote
+        if name.endswith((SAFETENSORS_SUFFIX, BIN_SUFFIX))
+        and name not in local
+        and not any(is_weights(name, names) for names in families)
+    }
+
+
+# Compares what is pushed with what a hub holds: what is sent, what is deleted, and whether two pushes would mix.
+
+
+def plan_for(hub: Hub, request: PushRequest, remote: RepoTree) -> PushPlan:
+    """Plan what a push changes on a hub that holds `remote` at the branch."""
+    folder, local = request.options.folder, set(request.contents)
+    there = {path.removeprefix(folder): path for path in remote.files if _is_in(path, folder)}
+    owned, kept = _indexed(hub, request, remote, there)
+    stale = stale_names(there, local, request.variants, owned - kept) - kept
+    if request.find_stale is not None:
+        files = {name: remote.files[path] for name, path in there.items()}
+        more = request.find_stale(files, lambda name: hub.read(there[name], remote.commit))
+        stale |= (there.keys() & more) - local
+    contents = {folder + name: content for name, content in request.contents.items()}
+    contents |= _card(hub, request, remote)
+    return plan_push(contents, remote, [there[name] for name in stale])
+
+
+def _indexed(hub: Hub, request: PushRequest, remote: RepoTree, there: Mapping[str, str]) -> tuple[set[str], set[str]]:
+    """Read which files the hub's indexes name: those of the checkpoints that are pushed, and those of others.
+
+    An index is fetched only where it could make a difference.
+    """
+    local = set(request.contents)
+    owned, kept = set(), set()
+    if unknown_weights(there, local, request.variants):
+        for variant in request.variants:
+            names = WeightNames(variant)
+            for index in {names.index, names.hub_index, names.bin_index}:
+                if index in there:
+                    owned |= _named_by(hub, there[index], remote.commit)
+    if stale_names(there, local, request.variants, ()) or owned:
+        for index in foreign_indexes(there, local, request.variants):
+            kept |= _named_by(hub, there[index], remote.commit, else_all=_shards_in(there))
+    return owned, kept
+
+
+def _named_by(hub: Hub, path: str, commit: str, *, else_all: Collection[str] = ()) -> set[str]:
+    """The files that an index names; `else_all` for an index that can't be read."""
+    raw = hub.read(path, commit)
+    try:
+        return set(CheckpointIndex.from_json(raw, path).weight_map.values())
+    except HfshardError as error:
+        logger.warning("'%s' on the hub can't be read, and the files that it may name are left alone: %s", path, error)
+        return set(else_all)
+
+
+def _shards_in(names: Iterable[str]) -> set[str]:
+    """The shards of any checkpoint: what an index could name."""
+    return {name for name in names if SHARD.search(name)}
+
+
+def _card(hub: Hub, request: PushRequest, remote: RepoTree) -> dict[str, ByteSource]:
+    if request.make_card is None or README in request.contents:
+        return {}
+    new = request.make_card(partial(hub.read, README, remote.commit) if README in remote.files else None)
+    return {} if new is None else {README: BytesSource(new)}
+
+
+def refuse_conflict(before: RepoTree, now: RepoTree, plan: PushPlan, request: PushRequest, repo_id: str) -> None:
+    """Refuse to commit on top of somebody else's push of the same files or weights: the two would mix.
+
+    Files that they left exactly as this push would are not a conflict: an equal push, or an earlier commit of this one.
+
+    Raises:
+        RemoteChangedError: They changed a file that this push writes too.
+    """
+    changed = {path for path in plan.changes if before.files.get(path) != now.files.get(path)}
+    families = [WeightNames(variant) for variant in request.variants]
+    names = {path.removeprefix(request.options.folder) for path in changed if path.startswith(request.options.folder)}
+    mine = sorted(
+        name for name in names if name in request.contents or any(is_weights(name, family) for family in families)
+    )
+    if mine:
+        raise RemoteChangedError(
+            f"Somebody else pushed to '{repo_id}' in the meantime, and changed '{mine[0]}', which this push writes too "
+            f"(commit {now.commit[:8]}). Nothing was committed. Look at what they pushed; to replace it, push again.",
+            path=repo_id,
+            actual=now.commit,
+        )
+
+
+def _is_in(path: str, folder: str) -> bool:
+    """Whether a file lies in the folder itself, where a checkpoint's weights are."""
+    return path.startswith(folder) and "/" not in path.removeprefix(folder)
+
+
+# Collects the files that are pushed from one place: checked, with the hashes of the save, and without leftovers.
+
+
+_LEFT_OUT: Final = frozenset({".git", ".cache", "__pycache__"})
+"""Folders that are never pushed: git's, those that huggingface_hub and hfshard keep, and Python's."""
+
+_LINKS: Final = (
+    "the directory that is pushed. Pass follow_links=True (hfshard push --follow-links) to push what is there, or "
+    "leave them out by ignore_patterns."
+)
+"""Links in a message."""
+
+_JUNK: Final = frozenset({".DS_Store", ".git"})
+"""Files that are never pushed; `.git` is one in the worktrees and submodules of git."""
+
+
+def directory_contents(
+    directory: str,
+    *,
+    names: Collection[str] | None = None,
+    allow_patterns: list[str] | str | None = None,
+    ignore_patterns: list[str] | str | None = None,
+    follow_links: bool = False,
+) -> tuple[dict[str, ByteSource], dict[str | None, CheckpointIndex]]:
+    """Collect the files of a directory that is to be pushed; the structure of every checkpoint in it is checked.
+
+    Args:
+        directory: Saved checkpoints, and whatever the user put beside them.
+        names: The only files to look at. None: all files.
+        allow_patterns, ignore_patterns: Globs of paths, as in huggingface_hub's `upload_folder`.
+        follow_links: Whether links may lead out of the directory. Those of a snapshot in the Hub's cache always may.
+
+    Returns:
+        Path in the directory -> contents, with the sha256 where the save recorded it; and the checkpoints' indexes by
+        variant.
+
+    Raises:
+        CheckpointNotFoundError: The directory holds no checkpoint.
+        InvalidArgumentError: The patterns leave out all weights, or a part of a checkpoint; or a link leaves the
+            directory, or a name has a backslash or what can't be printed.
+        DamagedCheckpointError, UnsafePathError, UnsafePickleError: A checkpoint can't be loaded.
+    """
+    found = contents_of(
+        DirectoryFiles(directory, names, follow_links=follow_links),
+        allow_patterns=allow_patterns,
+        ignore_patterns=ignore_patterns,
+    )
+    return found.contents, found.indexes
+
+
+class FilesOfPlace(Protocol):
+    """The files below one place, as far as they may be pushed."""
+
+    @property
+    def place(self) -> str:
+        """Where they are, for messages."""
+
+    def paths(self) -> list[str]:
+        """The files' paths below the place."""
+
+    def sizes(self) -> dict[str, int]:
+        """Path -> bytes."""
+
+    def open_variant(self, variant: str | None) -> AbstractContextManager[OpenCheckpoint]:
+        """Open the checkpoint of a variant, its structure checked."""
+
+    def check(self, paths: Collection[str]) -> None:
+        """Raise where one of these files may not be pushed."""
+
+    def content(self, path: str, sha256: str | None) -> ByteSource:
+        """The contents of a file, and their hash if it is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class PushedContents:
+    """The files of a place that are pushed, and the checkpoints that they make."""
+
+    contents: dict[str, ByteSource]
+    """Path below the place -> contents, with the sha256 where the save recorded it."""
+    indexes: dict[str | None, CheckpointIndex]
+    """By variant."""
+    entries: dict[str | None, str]
+    """The file by which each variant is entered."""
+
+
+def contents_of(
+    files: FilesOfPlace,
+    *,
+    allow_patterns: list[str] | str | None = None,
+    ignore_patterns: list[str] | str | None = None,
+) -> PushedContents:
+    """Collect the files of any place, as `directory_contents` does, which raises the same."""
+    place = files.place
+    paths = files.paths()
+    variants = variants_of(name for name in paths if "/" not in name)
+    if not variants:
+        with files.open_variant(None):  # for its error, or weights that config.json names
+            variants = {None}
+    indexes: dict[str | None, CheckpointIndex] = {}
+    entries: dict[str | None, str] = {}
+    known: dict[str, str | None] = {}
+    files_of: dict[str | None, set[str]] = {}
+    for variant in sorted(variants, key=lambda name: name or ""):
+        with files.open_variant(variant) as checkpoint:
+            indexes[variant] = checkpoint.index
+            entries[variant] = checkpoint.weights.name
+            files_of[variant] = _files_of(checkpoint)
+            known |= _known_hashes(checkpoint)
+    selected = set(filter_repo_objects(paths, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns))
+    for variant in [variant for variant, held in files_of.items() if not _is_selected(held, selected, place)]:
+        del indexes[variant], entries[variant]  # the hub keeps what it has of this one
+    used = {name for held in files_of.values() for name in held}
+    leftovers = _leftovers(selected, used, variants)
+    for name in sorted(leftovers):
+        logger.warning("'%s' in '%s' belongs to no checkpoint there: it is not pushed.", name, place)
+    if not any(path.endswith((SAFETENSORS_SUFFIX, BIN_SUFFIX)) for path in selected - leftovers):
+        raise InvalidArgumentError(
+            f"The patterns leave no weights of '{place}' to push. Check allow_patterns and ignore_patterns.",
+            path=place,
+        )
+    files.check(selected - leftovers)
+    return PushedContents(
+        {name: files.content(name, known.get(name)) for name in selected - leftovers}, indexes, entries
+    )
+
+
+class DirectoryFiles:
+    """The files of a directory.
+
+    Args:
+        place: The directory.
+        names: As in `directory_contents`, and so is follow_links.
+    """
+
+    def __init__(self, place: str, names: Collection[str] | None = None, *, follow_links: bool = False) -> None:
+        self.place = place
+        self._names = names
+        self._follow_links = follow_links
+
+    def paths(self) -> list[str]:
+        """All files; but for folders that are never pushed, pipes and broken links.
+
+        Raises:
+            CheckpointNotFoundError: There is no such directory.
+        """
+        if not os.path.isdir(self.place):
+            raise directory_not_found(self.place)
+        return [path for path in _paths(self.place) if self._names is None or path in self._names]
+
+    def sizes(self) -> dict[str, int]:
+        """Path -> bytes."""
+        return {path: os.path.getsize(os.path.join(self.place, path)) for path in self.paths()}
+
+    def open_variant(self, variant: str | None) -> AbstractContextManager[OpenCheckpoint]:
+        """Open the checkpoint of a variant."""
+        return open_checkpoint(self.place, variant=variant)
+
+    def check(self, paths: Collection[str]) -> None:
+        """Refuse names that no pull takes, and links that leave the directory, unless they are to be followed."""
+        _refuse_names(self.place, paths)
+        if not self._follow_links:
+            refuse_links_to_outside(self.place, paths, _LINKS)
+
+    def content(self, path: str, sha256: str | None) -> ByteSource:
+        """A file on the disk."""
+        return file_source(os.path.join(self.place, path), sha256)
+
+
+def _refuse_names(directory: str, names: Collection[str]) -> None:
+    """Refuse names that a system would take for other paths, or that can't be shown."""
+    name = next((name for name in sorted(names) if not is_plain_path(name)), None)
+    if name is not None:
+        raise InvalidArgumentError(
+            f"{name!r} in '{directory}' has a backslash or a character that can't be printed in its name, and no pull "
+            "takes it. Rename it, or leave it out by ignore_patterns (hfshard push --exclude).",
+            path=directory,
+        )
+
+
+def _is_selected(files: Collection[str], selected: Collection[str], directory: str) -> bool:
+    """Whether a checkpoint's files are all selected; False if none is.
+
+    Raises:
+        InvalidArgumentError: Only some of them are.
+    """
+    left_out = sorted(set(files) - set(selected))
+    if len(left_out) == len(set(files)):
+        return False
+    if left_out:
+        raise InvalidArgumentError(
+            f"The patterns leave out '{left_out[0]}', and the checkpoint in '{directory}' can't be loaded without it. "
+            "Check allow_patterns and ignore_patterns.",
+            path=directory,
+        )
+    return True
+
+
+def _known_hashes(checkpoint: OpenCheckpoint) -> dict[str, str | None]:
+    """File -> sha256 as the save recorded it; a file with a checksum of another kind is read, compared and hashed."""
+    hashes: dict[str, str | None] = {}
+    for name, shard in checkpoint.shards.items():
+        record = checkpoint.index.files.get(name, FileDigest())
+        hashes[name] = record.sha256
+        if record.is_verifiable and (checkpoint.weights.kind == "single" or record.sha256 is None):
+            hashes[name] = shard.checked_sha256(record)
+    return hashes
+
+
+def _paths(directory: str) -> Iterator[str]:
+    for above, folders, files in os.walk(directory):
+        folders[:] = sorted(name for name in folders if name not in _LEFT_OUT)
+        for name in [*(one for one in folders if os.path.islink(os.path.join(above, one))), *sorted(files)]:
+            path = os.path.join(above, name)
+            if name in _JUNK:
+                continue
+            if os.path.isfile(path):
+                yield _checked_name(os.path.relpath(path, directory), directory)
+            else:
+                logger.warning("'%s' is a pipe, a broken link or a link to a folder: it is not pushed.", path)
+
+
+def _checked_name(path: str, directory: str) -> str:
+    try:
+        path.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidArgumentError(
+            f"The name of {path!r} in '{directory}' is not valid UTF-8, as names on a hub must be. Rename it.",
+            path=directory,
+        ) from error
+    return path
+
+
+def _files_of(checkpoint: OpenCheckpoint) -> set[str]:
+    return {checkpoint.weights.name, *checkpoint.shards, *checkpoint.pickles}
+
+
+def _leftovers(paths: Collection[str], used: Collection[str], variants: Collection[str | None]) -> set[str]:
+    """Files named like weights that no checkpoint uses: left by a killed save, or outranked by another file."""
+    families = [WeightNames(variant) for variant in variants]
+    return {path for path in paths if path not in used and any(is_weights(path, names) for names in families)}
+
+
+# Pushes a saved directory to a hub as one commit.
+
+
+def push_directory(
+    directory: str | os.PathLike[str],
+    repo_id: str | os.PathLike[str],
+    options: PushOptions,
+    *,
+    allow_patterns: list[str] | str | None = None,
+    ignore_patterns: list[str] | str | None = None,
+) -> PushResult:
+    """Push a saved directory to a hub as one commit.
+
+    Args:
+        directory: As in `push_checkpoint`, and so are all others.
+        repo_id: Of a hub.
+        options: How.
+
+    Raises:
+        Everything that `push_checkpoint` raises.
+    """
+    place = absolute_path(directory, "directory")
+    repo_id = absolute_address(repo_id)
+    contents, indexes = directory_contents(
+        place,
+        allow_patterns=allow_patterns,
+        ignore_patterns=ignore_patterns,
+        follow_links=options.follow_links,
+    )
+    return push_files(PushRequest(contents=contents, variants=frozenset(indexes), options=options), repo_id)

@@ -1,1 +1,0 @@
-"""The Hugging Face Hub over HTTP: requests, uploads, downloads, and its cache on this machine."""

@@ -1,0 +1,232 @@
+"""What pushes and pulls ask of a hub: its files at one commit, what a push returns, names of branches and tags."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Final, Literal, Protocol
+
+from hfshard.disk.byte_source import ByteSource, sha256_of_source
+from hfshard.errors import InvalidArgumentError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitRequest:
+    """What one commit of a hub is to change."""
+
+    changes: Mapping[str, ByteSource | None]
+    """Path in the repo -> new contents, or None to delete."""
+    parent: str | None
+    """The commit that the branch must be at; None: it has none yet."""
+    revision: str | None = None
+    """A branch, or "refs/pr/N". None: main."""
+    message: str
+    description: str | None = None
+    create_pr: bool = False
+    """Leave the branch, and open a pull request."""
+
+
+class Hub(Protocol):
+    """What a push needs of a repo, be it on the Hugging Face Hub or in a directory."""
+
+    def tree(self, revision: str | None) -> RepoTree | None:
+        """The files at a revision; None if there is no such branch yet."""
+
+    def make_branch(self, branch: str) -> None:
+        """Make a branch where `main` is."""
+
+    def read(self, path: str, commit: str) -> bytes:
+        """The bytes of a small file."""
+
+    def url_of(self, commit: str) -> str:
+        """Where to look at a commit."""
+
+    def commit(
+        self,
+        changes: Mapping[str, ByteSource | None],
+        *,
+        parent: str | None,
+        revision: str | None,
+        message: str,
+        description: str | None,
+        create_pr: bool,
+        progress_callback: Callable[[int], object] | None,
+    ) -> PushResult:
+        """Make one commit on top of `parent`, with the files that the hub lacks.
+
+        Args:
+            changes, parent, revision, message, description, create_pr: The fields of `CommitRequest`.
+            progress_callback: Called with numbers of bytes of new contents.
+
+        Raises:
+            StaleParentError: The branch is no longer at `parent`; nothing was changed.
+        """
+
+
+class CommitFiles(Protocol):
+    """The files of one commit, as far as they are known."""
+
+    commit: str
+
+    def has(self, path: str, *, is_needed: bool = True) -> bool:
+        """Whether the commit has a file; if that is not known, an error where it `is_needed`, else False."""
+
+    def download(self, paths: Collection[str]) -> None:
+        """Make files available in the snapshot."""
+
+    def snapshot(self, path: str = "") -> str:
+        """The local path of a file; of the snapshot itself without an argument."""
+
+    def code(self) -> Collection[str]:
+        """The known Python files of the commit."""
+
+    def description(self) -> tuple[str, str]:
+        """For an error message: what was looked at, and what to do."""
+
+    def parts(self, folder: str) -> str | None:
+        """Describe what a folder holds in parts of ranks, if it is known; see `describe_parts`."""
+
+
+# The files that a hub holds at one commit, with their sizes and hashes, and what a push returns.
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFile:
+    """One file of a commit."""
+
+    size: int
+    """Bytes."""
+    sha256: str | None = None
+    """The contents' hash in hex; None for a small file that the Hub keeps in git itself."""
+    blob_id: str | None = None
+    """The git hash (sha1, in hex) of a small file that the Hub keeps in git itself."""
+
+    @property
+    def etag(self) -> str | None:
+        """The name of the file's contents in huggingface_hub's cache: the sha256, or the git hash."""
+        return self.sha256 or self.blob_id
+
+    def has_contents(self, content: ByteSource) -> bool:
+        """Whether the file holds these bytes; they are read only if the sizes are equal."""
+        if content.size != self.size:
+            return False
+        if self.sha256 is not None:
+            return sha256_of_source(content) == self.sha256
+        with content.open() as reader:
+            return git_blob_id(reader.read()) == self.blob_id
+
+
+@dataclass(frozen=True, slots=True)
+class RepoTree:
+    """The files of one commit."""
+
+    commit: str
+    """The commit's full hash."""
+    files: Mapping[str, RemoteFile] = field(default_factory=dict)
+    """Path in the repo -> file."""
+
+
+def git_blob_id(raw: bytes) -> str:
+    """Hash a file's contents as git does.
+
+    Source: git, "Git Objects": sha1 over "blob <size>", a zero byte and the contents.
+    """
+    return hashlib.sha1(b"blob %d\0" % len(raw) + raw, usedforsecurity=False).hexdigest()
+
+
+def is_plain_path(path: str) -> bool:
+    """Whether a path in a repo, or the name of a branch, is printable and stays below the folder that it is put in."""
+    return (
+        "\\" not in path
+        and path.isprintable()
+        and not any(part in ("", ".", "..") for part in path.split("/"))
+        and not os.path.isabs(path)
+    )
+
+
+class StaleParentError(Exception):
+    """The branch has moved on from the commit that a push was made for; `push_files` looks again, and tries again."""
+
+
+@dataclass(frozen=True, slots=True)
+class PushResult:
+    """What a push did."""
+
+    commit: str
+    """The full hash of the commit that the branch (or pull request) is at now."""
+    url: str
+    """Where to look at it: the commit's page on the Hub, or the directory of its files."""
+    pr_url: str | None = None
+    """The page of the pull request that was opened; None if none was asked for."""
+    is_new: bool = True
+    """False if the hub held exactly this already, so that no commit was made."""
+    sent_bytes: int = 0
+    """Bytes of file contents that were sent; over Xet, without the chunks of them that its storage had."""
+
+
+# Names of commits on a hub: what a branch, a tag or a pull request may be called, in short and in full.
+
+
+RefKind = Literal["branch", "tag", "pr", "commit"]
+
+MAIN: Final = "refs/heads/main"
+REF_FOLDERS: Final[dict[str, RefKind]] = {"refs/heads/": "branch", "refs/tags/": "tag", "refs/pr/": "pr"}
+_PART: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+_NUMBER: Final = re.compile(r"[1-9][0-9]{0,8}")
+_COMMIT_ID: Final = re.compile(r"[0-9a-f]{40}")
+_MAX_NAME: Final = 200
+"""Characters; together with the hub's own folders, a name of this length is still a valid path."""
+
+
+def is_commit_id(name: str) -> bool:
+    """Whether a name has the form of a full commit id."""
+    return _COMMIT_ID.fullmatch(name) is not None
+
+
+def kind_of(ref: str) -> RefKind:
+    """Tell what kind of ref a full name, such as `refs/heads/main`, names."""
+    return next(kind for folder, kind in REF_FOLDERS.items() if ref.startswith(folder))
+
+
+def short_name(ref: str) -> str:
+    """Shorten a ref to the name that users give: `main` for `refs/heads/main`; a pull request keeps its full name."""
+    return ref.removeprefix("refs/heads/").removeprefix("refs/tags/")
+
+
+def full_name(name: str, kind: RefKind = "branch") -> str:
+    """Complete the name of a branch or tag; a full name is returned as it is.
+
+    Raises:
+        InvalidArgumentError: It can't be the name of a branch or tag (or the number of a pull request).
+    """
+    folders = {value: key for key, value in REF_FOLDERS.items()}
+    ref = name if name.startswith("refs/") else folders[kind] + name
+    folder = next((folder for folder in REF_FOLDERS if ref.startswith(folder)), None)
+    if folder is not None and _is_name(ref.removeprefix(folder), is_number=REF_FOLDERS[folder] == "pr"):
+        return ref
+    raise InvalidArgumentError(
+        f"{name[:_MAX_NAME]!r} can't be the name of a revision: use letters, digits, '.', '_', '-' and '/', without "
+        "'..', a '-' or '.' at the start or '.lock' at the end, and not the form of a commit's id.",
+        actual=name,
+    )
+
+
+def _is_name(name: str, *, is_number: bool) -> bool:
+    if is_number:
+        return _NUMBER.fullmatch(name) is not None
+    parts = name.split("/")
+    return (
+        len(name) <= _MAX_NAME
+        and all(_PART.fullmatch(part) and ".." not in part and not part.endswith((".lock", ".")) for part in parts)
+        and parts[0] != "refs"
+        and name != "HEAD"
+        and not is_commit_id(name)
+    )
+
+
+def pr_revision(pr_url: str) -> str:
+    """The revision of a pull request, such as `refs/pr/3`, from the URL of its page."""
+    return f"refs/pr/{pr_url.rstrip('/').rpartition('/')[2]}"
