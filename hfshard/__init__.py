@@ -76,8 +76,8 @@ _HOMES = {
     "load_state_dict": "load",
     "parse_size": "_util.text",
     "plan_shards": "shards.shard_plan",
-    "pull_checkpoint": "transfer.pull",
-    "push_checkpoint": "transfer.push",
+    "pull_checkpoint": "pull",
+    "push_checkpoint": "push",
     "remove_checkpoint": "remove",
     "reshard_checkpoint": "reshard",
     "save_model": "save",
@@ -110,6 +110,8 @@ if TYPE_CHECKING:
     from hfshard.modules.mixin import ShardedModelMixin as ShardedModelMixin
     from hfshard.pretrained.installed.switch import install as install
     from hfshard.pretrained.installed.switch import uninstall as uninstall
+    from hfshard.pull import pull_checkpoint as pull_checkpoint
+    from hfshard.push import push_checkpoint as push_checkpoint
     from hfshard.removal.removal_plan import RemovalReport as RemovalReport
     from hfshard.remove import remove_checkpoint as remove_checkpoint
     from hfshard.reshard import reshard_checkpoint as reshard_checkpoint
@@ -121,8 +123,6 @@ if TYPE_CHECKING:
     from hfshard.signing.sign import sign_checkpoint as sign_checkpoint
     from hfshard.tensors.stored_tensor import TensorSpec as TensorSpec
     from hfshard.training.manager import CheckpointManager as CheckpointManager
-    from hfshard.transfer.pull import pull_checkpoint as pull_checkpoint
-    from hfshard.transfer.push import push_checkpoint as push_checkpoint
     from hfshard.verify import verify_checkpoint as verify_checkpoint
     from hfshard.viewing.diff.checkpoints import diff_checkpoints as diff_checkpoints
     from hfshard.viewing.diff.report import CheckpointDiff as CheckpointDiff

@@ -26,11 +26,11 @@ from hfshard.distributed.loading import (
 from hfshard.errors import InvalidArgumentError
 from hfshard.format.digests import Verify
 from hfshard.hub.resolve import CheckpointQuery
-from hfshard.loading.source import CheckpointSource, open_source_by_ranges, with_checkpoint
+from hfshard.places.source import CheckpointSource, open_source_by_ranges, with_checkpoint
 from hfshard.pretrained.request import is_plain_class
 from hfshard.shards.read_tensors import ReadMode
-from hfshard.signing.required import required_signature
-from hfshard.signing.signed_by import SignedBy
+from hfshard.signing.check_signature import required_signature
+from hfshard.signing.signer import SignedBy
 from hfshard.tensors.parameter_names import KeySelection
 
 _QUERY_ARGUMENTS: Final = frozenset(

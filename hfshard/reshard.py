@@ -11,9 +11,9 @@ from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
 from hfshard.format.digests import Checksum
 from hfshard.format.index import CheckpointIndex
 from hfshard.hub.resolve import CheckpointQuery
-from hfshard.loading.source import CheckpointSource
-from hfshard.resharding.reshard import reshard_source
-from hfshard.saving.options import SaveOptions
+from hfshard.places.source import CheckpointSource
+from hfshard.saving.resharding import reshard_source
+from hfshard.saving.save_request import SaveOptions
 from hfshard.shards.shard_plan import Packing
 
 

@@ -20,8 +20,7 @@ from hfshard.format.digests import Checksum
 from hfshard.format.index import CheckpointIndex
 from hfshard.modules.weights import save_module
 from hfshard.pretrained.request import is_pretrained
-from hfshard.saving.options import SaveOptions
-from hfshard.saving.request import request_from_state_dict
+from hfshard.saving.save_request import SaveOptions, request_from_state_dict
 from hfshard.shards.shard_plan import Packing
 from hfshard.tensors.parameter_names import unwrap
 

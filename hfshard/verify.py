@@ -1,25 +1,44 @@
-"""Check a checkpoint or a run and report everything that is wrong with it, not only the first thing."""
+"""Check a checkpoint, a run or a directory hub, and report everything that is wrong, not only the first thing."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
+from typing import Final, Literal
 
 from hfshard._util.addresses import is_address
 from hfshard._util.arguments import absolute_path, check_texts, names_files
 from hfshard.checkpoint.locate import adapter_weights, split_weights_path
-from hfshard.checkpoint.verifier import VerifyReport, verify_directory
+from hfshard.checkpoint.verifier import Problem, VerifyReport, verify_directory
 from hfshard.commit.hub_marker import directory_of, has_hub_marker
-from hfshard.errors import CheckpointNotFoundError, DamagedCheckpointError, InvalidArgumentError
-from hfshard.format.file_names import WeightNames
+from hfshard.constants import BIN_SUFFIX, CONFIG_NAME, HUB_MARKER, WEIGHTS_SUFFIXES
+from hfshard.errors import (
+    CheckpointNotFoundError,
+    DamagedCheckpointError,
+    HfshardError,
+    IntegrityError,
+    InvalidArgumentError,
+)
+from hfshard.format.file_names import INDEX_FILE, WeightNames
+from hfshard.hub.directory.commit_graph import (
+    COMMITS,
+    DELETED,
+    SNAPSHOTS,
+    CommitManifest,
+    lost_commits,
+    missing_manifest,
+    read_commit_manifest,
+    snapshot_path,
+)
 from hfshard.hub.directory.directory_hub import DirectoryHub
-from hfshard.hub.directory.report import verify_hub
+from hfshard.hub.directory.snapshot import check_no_strays, check_size, check_snapshot, hash_errors
 from hfshard.hub.resolve import CheckpointQuery
-from hfshard.loading.source import CheckpointSource
-from hfshard.signing.report import with_signature
-from hfshard.signing.signed_by import SignedBy
+from hfshard.places.source import CheckpointSource
+from hfshard.signing.check_signature import with_signature
+from hfshard.signing.signer import SignedBy
 from hfshard.training.run.finding import Level
 from hfshard.training.run.reports import is_checkpoint, is_run, report_of, reports_of_run
 
@@ -107,7 +126,7 @@ def _verify_step(
 ) -> VerifyReport:
     """Check one training checkpoint."""
     if signed_by is not None and is_address(place):
-        from hfshard.transfer.signed_store import verify_signed_store  # imports huggingface_hub, which takes time
+        from hfshard.saving.signed_store import verify_signed_store  # imports huggingface_hub, which takes time
 
         check = partial(report_of, place, level, progress=progress)
         source = CheckpointSource(place)
@@ -146,7 +165,7 @@ def _verify_signed(
     if signed_by is None:
         return _verify(path, variant, subfolder, level, progress)[0]
     if is_address(path):
-        from hfshard.transfer.signed_store import verify_signed_store  # imports huggingface_hub, which takes time
+        from hfshard.saving.signed_store import verify_signed_store  # imports huggingface_hub, which takes time
 
         source = CheckpointSource(str(path), CheckpointQuery(variant=variant, subfolder=subfolder), takes_files=True)
         check = partial(_verify, path, variant, subfolder, level, progress)
@@ -192,3 +211,107 @@ def _verify(
         directory = os.path.join(directory, subfolder)
     directory, weights_name = split_weights_path(directory)
     return verify_directory(directory, WeightNames(variant), level, progress, weights_name), directory
+
+
+# Checks a revision of a directory hub, and the hub around it, and reports everything that is wrong.
+
+
+_OWN: Final = frozenset({HUB_MARKER, COMMITS, SNAPSHOTS, DELETED, "refs"})
+"""What lies in a hub's directory; names that begin with a dot are looked over."""
+
+
+def verify_hub(
+    path: str,
+    names: WeightNames,
+    *,
+    subfolder: str = "",
+    level: Literal["structure", "full"],
+    progress: bool | None = None,
+) -> VerifyReport:
+    """Check the checkpoint on the `main` of a directory hub, all other files of the commit, and what lies beside it.
+
+    Args:
+        path: The hub.
+        names: The file names of the checkpoint.
+        subfolder: The folder of the checkpoint.
+        level: "structure": names, sizes and headers; "full": the sha256 of every file of the commit too.
+        progress: Whether to show a bar on stderr.
+
+    Raises:
+        HubNotFoundError: There is no main.
+        CheckpointNotFoundError: Its commit has no weights.
+    """
+    hub = DirectoryHub.open(path)
+    commit = hub.resolve()
+    folder = snapshot_path(hub.root, commit)
+    around = [*_lost(hub.root), *(_stray(hub.root, name) for name in _beside(hub.root) if _is_weights(name))]
+    warnings = tuple(
+        f"'{name}' in '{hub.root}' is not the hub's." for name in _beside(hub.root) if not _is_weights(name)
+    )
+    try:
+        manifest = read_commit_manifest(hub.root, commit)
+    except DamagedCheckpointError as error:
+        problems = dict.fromkeys([_problem(error, hub.root), *around])
+        return VerifyReport(folder, (), tuple(problems), warnings, 0)
+    checkpoint = os.path.join(folder, subfolder) if subfolder else folder
+    wrong = _differences(folder, manifest, level, progress)
+    # Of what is whole, only pickles say more of their bytes: a push takes them as they are.
+    is_read_again = bool(wrong) or any(name.endswith(BIN_SUFFIX) for name in manifest.files)
+    report = verify_directory(checkpoint, names, level if is_read_again else "structure", progress)
+    known = {problem.file for problem in report.problems}
+    damaged = [_problem(error, folder) for error in wrong if error.path not in known]
+    bad_paths = {error.path for error in wrong}
+    compared = sum(file.size for path, file in manifest.files.items() if os.path.join(folder, path) not in bad_paths)
+    return replace(
+        report,
+        files=tuple(sorted(manifest.files)),
+        problems=(*report.problems, *damaged, *around),
+        warnings=(*(report.warnings if level == "structure" else ()), *warnings),
+        checked_bytes=compared if level == "full" else 0,
+    )
+
+
+def _differences(folder: str, manifest: CommitManifest, level: str, progress: bool | None) -> list[HfshardError]:
+    """What differs between a snapshot and its manifest: sizes, with "full" the hashes, and files that are not in it."""
+    found = check_snapshot(folder, {})
+    errors: list[HfshardError] = []
+    whole = {}
+    for path, file in manifest.files.items():
+        try:
+            check_size(folder, path, file, found)
+            whole[path] = file
+        except DamagedCheckpointError as error:
+            errors.append(error)
+    if level == "full":
+        errors += hash_errors(folder, whole, progress)
+    try:
+        check_no_strays(folder, manifest.files, found)
+    except IntegrityError as error:
+        errors.append(error)
+    return errors
+
+
+def _lost(root: str) -> Iterator[Problem]:
+    for commit in lost_commits(root):
+        yield _problem(missing_manifest(root, commit, ""), root)
+
+
+def _beside(root: str) -> list[str]:
+    return sorted(name for name in os.listdir(root) if name not in _OWN and not name.startswith("."))
+
+
+def _is_weights(name: str) -> bool:
+    return name == CONFIG_NAME or name.endswith(WEIGHTS_SUFFIXES) or INDEX_FILE.fullmatch(name) is not None
+
+
+def _stray(root: str, name: str) -> Problem:
+    return Problem(
+        os.path.join(root, name),
+        None,
+        f"'{name}' in '{root}' belongs to no commit of the hub, and is loaded by nobody who asks for the hub. Move it "
+        f"into a directory of its own, and run: hfshard push DIR {root}",
+    )
+
+
+def _problem(error: HfshardError, root: str) -> Problem:
+    return Problem(error.path or root, error.fqn, error.message)

@@ -22,7 +22,7 @@ from hfshard.cli.output import (
     table,
 )
 from hfshard.errors import readable
-from hfshard.signing.signed_by import SignedBy
+from hfshard.signing.signer import SignedBy
 from hfshard.verify import verify_checkpoint
 from hfshard.viewing.inspection import Inspection, inspect_checkpoint
 from hfshard.viewing.tensor_entry import TensorEntry

@@ -9,8 +9,8 @@ from hfshard._util.text import format_size
 from hfshard.cli.output import print_json, print_message, print_text, printable, short_hash, table
 from hfshard.hub.directory.directory_hub import DirectoryHub
 from hfshard.hub.push_files import PushOptions
-from hfshard.transfer.pull import pull_checkpoint
-from hfshard.transfer.push import push_anywhere
+from hfshard.pull import pull_checkpoint
+from hfshard.push import push_anywhere
 
 
 def push(arguments: argparse.Namespace) -> int:

@@ -15,9 +15,9 @@ from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError
 from hfshard.format.file_names import WeightNames
 from hfshard.format.index import FileDigest
 from hfshard.hub.resolve import CheckpointQuery
-from hfshard.loading.source import CheckpointSource
-from hfshard.resharding.reshard import ReshardResult, reshard_source
-from hfshard.saving.options import SaveOptions
+from hfshard.places.source import CheckpointSource
+from hfshard.saving.resharding import ReshardResult, reshard_source
+from hfshard.saving.save_request import SaveOptions
 
 
 def reshard(arguments: argparse.Namespace) -> int:

@@ -33,7 +33,7 @@ from hfshard.distributed.sightings import (
 )
 from hfshard.distributed.status import ANY_PLACE, SaveStatus
 from hfshard.errors import CheckpointChangedError, HfshardError
-from hfshard.loading.source import CheckpointSource, LocalCheckpoint, open_source, with_checkpoint
+from hfshard.places.source import CheckpointSource, LocalCheckpoint, open_source, with_checkpoint
 
 _Result = TypeVar("_Result")
 

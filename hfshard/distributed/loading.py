@@ -18,7 +18,7 @@ from hfshard.distributed.reading import Target, prepare_reads, stored_tensors
 from hfshard.distributed.spread_tensor import has_spread
 from hfshard.errors import HfshardError, InvalidArgumentError, StateDictMismatchError
 from hfshard.format.index import CheckpointIndex
-from hfshard.loading.source import CheckpointSource
+from hfshard.places.source import CheckpointSource
 from hfshard.shards.shard_file import SafetensorsFile
 from hfshard.tensors.parameter_names import compare, without_wrappers, wrapped_prefixes
 from hfshard.tensors.state_dict import (

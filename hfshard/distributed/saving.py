@@ -28,8 +28,8 @@ from hfshard.distributed.spread_tensor import SpreadTensor, has_spread, with_spr
 from hfshard.distributed.status import SaveStatus
 from hfshard.errors import HfshardError, InvalidArgumentError, RankFailedError, RankMissingError
 from hfshard.format.index import CheckpointIndex
-from hfshard.saving.request import SaveRequest
-from hfshard.saving.to_directory import save_request
+from hfshard.saving.pipeline import save_request
+from hfshard.saving.save_request import SaveRequest
 from hfshard.tensors.stored_tensor import RawTensor, TensorLayout, TensorLike
 
 _TELL_SECONDS: Final = 5.0

@@ -26,9 +26,9 @@ from hfshard.distributed.loading import load_opened
 from hfshard.errors import CheckpointChangedError, InvalidArgumentError
 from hfshard.format.index import without_weights_override
 from hfshard.hub.resolve import CheckpointQuery
-from hfshard.loading.source import CheckpointSource, LocalCheckpoint, open_source
 from hfshard.modules.upstream import constructor_names
-from hfshard.signing.required import required_signature
+from hfshard.places.source import CheckpointSource, LocalCheckpoint, open_source
+from hfshard.signing.check_signature import required_signature
 
 logger = logging.getLogger(__name__)
 

@@ -17,17 +17,17 @@ from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
 from hfshard.distributed.liveness.call_group import among
 from hfshard.format.digests import Checksum, Verify
 from hfshard.hub.resolve import CheckpointQuery
-from hfshard.loading.source import CheckpointSource
 from hfshard.modules.loading import build_module, load_plain
 from hfshard.modules.pushing import push_plain
 from hfshard.modules.saving import answer_save, save_plain
 from hfshard.modules.upstream import is_overridden, refuse_other_model
+from hfshard.places.source import CheckpointSource
 from hfshard.pretrained.request import below_mixin, is_pretrained_class
-from hfshard.saving.options import SaveOptions
+from hfshard.saving.save_request import SaveOptions
 from hfshard.shards.read_tensors import ReadMode
 from hfshard.shards.shard_plan import Packing
-from hfshard.signing.required import required_signature
-from hfshard.signing.signed_by import SignedBy
+from hfshard.signing.check_signature import required_signature
+from hfshard.signing.signer import SignedBy
 
 
 def _untyped(method: Any) -> Any:

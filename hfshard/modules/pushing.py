@@ -17,7 +17,7 @@ from hfshard.errors import InvalidArgumentError
 from hfshard.hub.push_files import PushOptions
 from hfshard.modules.saving import PUSH_ARGUMENTS, ModuleExtras, module_request, told_options
 from hfshard.pretrained.pushing.push import push_by_directory, push_model
-from hfshard.saving.options import SaveOptions
+from hfshard.saving.save_request import SaveOptions
 
 _MESSAGE: Final = "Push model using huggingface_hub."
 """As in huggingface_hub."""

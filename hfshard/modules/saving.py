@@ -24,8 +24,7 @@ from hfshard.disk.safe_open import Identity, identity_of
 from hfshard.errors import InvalidArgumentError
 from hfshard.modules.upstream import as_dict, config_json, noted_config
 from hfshard.modules.weights import save_module
-from hfshard.saving.options import SaveOptions
-from hfshard.saving.request import SaveRequest, request_from_module
+from hfshard.saving.save_request import SaveOptions, SaveRequest, request_from_module
 
 PUSH_ARGUMENTS: Final = frozenset(
     ("repo_id", "commit_message", "commit_description", "private", "revision", "branch", "create_pr", "tags",

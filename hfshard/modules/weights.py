@@ -12,8 +12,7 @@ from hfshard._util.arguments import names_files
 from hfshard.distributed.saving import decline_save, save_anywhere, telling_other_ranks
 from hfshard.distributed.spread_tensor import has_spread
 from hfshard.format.index import CheckpointIndex
-from hfshard.saving.options import SaveOptions
-from hfshard.saving.request import request_from_module
+from hfshard.saving.save_request import SaveOptions, request_from_module
 from hfshard.tensors.state_dict import refuse_sharded_tensors
 
 

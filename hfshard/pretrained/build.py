@@ -28,7 +28,7 @@ from hfshard.errors import (
     InvalidArgumentError,
     UnsafePickleError,
 )
-from hfshard.loading.source import CheckpointSource, LocalCheckpoint, signed_files
+from hfshard.places.source import CheckpointSource, LocalCheckpoint, signed_files
 from hfshard.pretrained.arguments import (
     class_of_auto,
     config_of,

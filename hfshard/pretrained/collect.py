@@ -23,8 +23,7 @@ from hfshard.pretrained.class_alias import architecture_of, empty_custom_object,
 from hfshard.pretrained.ranks.conversion_views import trace_reverted
 from hfshard.pretrained.ranks.stages import is_stage, whole_model
 from hfshard.pretrained.ranks.stored_parts import stored_parts
-from hfshard.saving.options import SaveOptions
-from hfshard.saving.request import SaveRequest, WholeModel
+from hfshard.saving.save_request import SaveOptions, SaveRequest, WholeModel
 from hfshard.tensors.state_dict import collect_state_dict, has_partitioned, refuse_partitioned, refuse_sharded_tensors
 from hfshard.tensors.stored_tensor import is_plain_type, tensor_specs
 from hfshard.tensors.tied import find_shared_tensors

@@ -20,7 +20,7 @@ from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
 from hfshard.distributed.agreement import current_agreement
 from hfshard.distributed.reading import stored_tensors
 from hfshard.errors import StateDictMismatchError
-from hfshard.loading.source import LocalCheckpoint
+from hfshard.places.source import LocalCheckpoint
 from hfshard.pretrained.arguments import (
     CONFIG_ATTRIBUTES,
     MODEL_ARGUMENTS,

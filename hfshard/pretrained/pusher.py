@@ -22,7 +22,7 @@ from hfshard.pretrained.pushing.push import push_by_directory, push_model, tags_
 from hfshard.pretrained.ranks.stages import is_part_of_push
 from hfshard.pretrained.request import request_from_model
 from hfshard.pretrained.saver import without_defaults
-from hfshard.saving.options import SaveOptions
+from hfshard.saving.save_request import SaveOptions
 
 
 def push_pretrained_model(

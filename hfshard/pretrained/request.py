@@ -9,8 +9,7 @@ from typing import Any
 from torch import nn
 
 from hfshard.constants import MIXIN_MARK
-from hfshard.saving.options import SaveOptions
-from hfshard.saving.request import SaveRequest, request_from_module
+from hfshard.saving.save_request import SaveOptions, SaveRequest, request_from_module
 from hfshard.tensors.parameter_names import unwrap
 
 

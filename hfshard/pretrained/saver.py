@@ -31,8 +31,7 @@ from hfshard.pretrained.pushing.model_card import tagged_card
 from hfshard.pretrained.pushing.push import default_repo_id, push_model, push_saved_files, tags_of, with_message
 from hfshard.pretrained.ranks.stages import is_part, is_part_of_push, refuse_ungathered
 from hfshard.pretrained.request import request_from_model
-from hfshard.saving.options import SaveOptions
-from hfshard.saving.request import SaveRequest
+from hfshard.saving.save_request import SaveOptions, SaveRequest
 from hfshard.tensors.state_dict import refuse_partitioned
 
 _DEFAULTS: Final[dict[str, Any]] = {

@@ -1,1 +1,1 @@
-"""From a request to files on the disk: plan, write, index, commit."""
+"""Everything that writes a checkpoint."""

@@ -8,13 +8,13 @@ from hfshard._util.lazy_imports import lazy_exports
 
 _HOMES = {
     "SignResult": "sign",
-    "SignedBy": "signed_by",
+    "SignedBy": "signer",
 }
 
 __all__ = sorted(_HOMES)
 
 if TYPE_CHECKING:
     from hfshard.signing.sign import SignResult as SignResult
-    from hfshard.signing.signed_by import SignedBy as SignedBy
+    from hfshard.signing.signer import SignedBy as SignedBy
 else:
     __getattr__, __dir__ = lazy_exports(__name__, _HOMES)

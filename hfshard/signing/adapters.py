@@ -12,7 +12,7 @@ from hfshard.checkpoint.load_options import LoadOptions, SignedFiles
 from hfshard.constants import ADAPTER_CONFIG_NAME, CONFIG_NAME, MAX_CONFIG_BYTES
 from hfshard.disk.safe_open import read_small
 from hfshard.errors import DamagedCheckpointError, InvalidArgumentError, SignatureError
-from hfshard.loading.source import LocalCheckpoint
+from hfshard.places.source import LocalCheckpoint
 
 _OF_THE_ADAPTER: Final = ("revision", "subfolder", "adapter_name", "adapter_kwargs", "output_loading_info")
 """Arguments that don't go to the base model."""

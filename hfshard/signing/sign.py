@@ -24,9 +24,9 @@ from hfshard.format.file_names import INDEX_FILE
 from hfshard.format.index import CheckpointIndex
 from hfshard.hub.push_files import variants_of
 from hfshard.shards.shard_file import SafetensorsFile
-from hfshard.signing.files import hash_files, list_files
-from hfshard.signing.signed_by import existing_file
-from hfshard.signing.upstream import sign_digests
+from hfshard.signing.model_signing import sign_digests
+from hfshard.signing.signed_files import hash_files, list_files
+from hfshard.signing.signer import existing_file
 
 _LOCK_SECONDS: Final = 60.0
 """How long a save that is under way is waited for."""

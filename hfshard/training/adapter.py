@@ -12,8 +12,7 @@ from typing import Any, Final
 from torch import nn
 
 from hfshard.constants import ADAPTER_CONFIG_NAME
-from hfshard.saving.options import SaveOptions
-from hfshard.saving.request import SaveRequest
+from hfshard.saving.save_request import SaveOptions, SaveRequest
 from hfshard.tensors.parameter_names import unwrap
 from hfshard.tensors.state_dict import collect_state_dict
 

@@ -17,9 +17,9 @@ from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
 from hfshard.distributed.liveness.call_group import among, check_process_group, has_other_ranks
 from hfshard.errors import CheckpointNotFoundError
 from hfshard.format.digests import Checksum
-from hfshard.saving.options import SaveOptions
-from hfshard.signing.required import required_signature
-from hfshard.signing.signed_by import SignedBy
+from hfshard.saving.save_request import SaveOptions
+from hfshard.signing.check_signature import required_signature
+from hfshard.signing.signer import SignedBy
 from hfshard.training.collecting import collect, encode_components, save_options
 from hfshard.training.foreign.resuming import resume_foreign
 from hfshard.training.pushing.pusher import BackgroundPusher

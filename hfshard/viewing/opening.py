@@ -16,7 +16,7 @@ from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
 from hfshard.commit.hub_marker import split_address
 from hfshard.errors import AmbiguousWeightsError, CheckpointNotFoundError, InvalidArgumentError
 from hfshard.hub.resolve import CheckpointQuery
-from hfshard.loading.source import CheckpointSource, open_source, open_source_by_ranges
+from hfshard.places.source import CheckpointSource, open_source, open_source_by_ranges
 from hfshard.stores.open_store import open_store
 from hfshard.training.run.finding import checkpoint_of_step
 from hfshard.training.run.places.opening import run_place

@@ -8,7 +8,7 @@ import pytest
 
 from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError
 from hfshard.hub.resolve import CheckpointQuery
-from hfshard.loading.source import CheckpointSource
+from hfshard.places.source import CheckpointSource
 
 
 def test_a_directory_is_found_with_its_subfolder(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import hfshard
 from hfshard.errors import HubNotFoundError, SaveDirectoryError
 from hfshard.hub.directory.directory_hub import DirectoryHub
-from hfshard.transfer.push import push_checkpoint
+from hfshard.push import push_checkpoint
 from tests.hub.models import files_of, saved
 from tests.hub.pull.pull_hub import PullHub, cached
 

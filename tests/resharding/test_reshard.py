@@ -15,9 +15,9 @@ from hfshard.errors import (
     InvalidArgumentError,
     MissingShardError,
 )
-from hfshard.loading.source import CheckpointSource
-from hfshard.resharding.reshard import reshard_source
-from hfshard.saving.options import SaveOptions
+from hfshard.places.source import CheckpointSource
+from hfshard.saving.resharding import reshard_source
+from hfshard.saving.save_request import SaveOptions
 from tests.helpers.random_state_dicts import random_tensor
 from tests.resharding.helpers import files_in, flip, floats, weights_in
 

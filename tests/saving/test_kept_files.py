@@ -10,9 +10,8 @@ import pytest
 import torch
 
 import hfshard
-from hfshard.saving.options import SaveOptions
-from hfshard.saving.request import request_from_state_dict
-from hfshard.saving.to_directory import save_request
+from hfshard.saving.pipeline import save_request
+from hfshard.saving.save_request import SaveOptions, request_from_state_dict
 
 
 @pytest.mark.parametrize(

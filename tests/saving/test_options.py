@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hfshard.errors import InvalidArgumentError, InvalidSizeError, InvalidSizeTypeError
-from hfshard.saving.options import SaveOptions
+from hfshard.saving.save_request import SaveOptions
 
 
 def test_a_size_is_in_bytes() -> None:

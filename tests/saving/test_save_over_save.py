@@ -14,9 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from safetensors.torch import save_file
 
 import hfshard
-from hfshard.saving.options import SaveOptions
-from hfshard.saving.request import SaveRequest
-from hfshard.saving.to_directory import save_request
+from hfshard.saving.pipeline import save_request
+from hfshard.saving.save_request import SaveOptions, SaveRequest
 from tests.helpers.random_state_dicts import assert_same
 
 STRANGERS = {

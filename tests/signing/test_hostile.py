@@ -26,7 +26,7 @@ from hfshard.errors import (
     InvalidArgumentError,
     SignatureError,
 )
-from hfshard.signing.check import SignedPlace
+from hfshard.signing.check_signature import SignedPlace
 from tests.signing.conftest import Keys
 from tests.signing.helpers import model_signing, sign_payload
 
@@ -120,7 +120,7 @@ def test_the_signature_that_is_checked_is_the_one_that_was_read(
         os.mkfifo(path)
         return found
 
-    monkeypatch.setattr("hfshard.signing.required.read_small", replaced)
+    monkeypatch.setattr("hfshard.signing.check_signature.read_small", replaced)
     assert sorted(hfshard.load_state_dict(signed, public_key=keys.public)) == ["a", "b", "c"]
 
 

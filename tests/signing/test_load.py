@@ -19,7 +19,7 @@ import hfshard
 from hfshard.checkpoint.folder import LocalFolder
 from hfshard.checkpoint.verifier import VerifyReport
 from hfshard.errors import CheckpointChangedError, HfshardError, InvalidArgumentError, SignatureError
-from hfshard.signing.report import with_signature
+from hfshard.signing.check_signature import with_signature
 from tests.signing.conftest import Keys
 from tests.signing.helpers import model_signing
 
@@ -183,7 +183,7 @@ def test_a_file_that_is_replaced_while_it_is_compared_is_not_loaded(
     signed: Path, keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bytes that were compared are those of the open file, whatever gets its name meanwhile."""
-    from hfshard.signing.check import SignedPlace
+    from hfshard.signing.check_signature import SignedPlace
 
     plain = SignedPlace.check_opened
 
@@ -205,7 +205,7 @@ def test_a_file_that_is_replaced_while_it_is_compared_is_not_loaded(
 def test_a_config_that_is_replaced_after_it_was_compared_is_noticed(
     signed: Path, keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hfshard.signing.check import SignedPlace
+    from hfshard.signing.check_signature import SignedPlace
 
     plain = SignedPlace.confirm
 
@@ -222,7 +222,7 @@ def test_a_config_that_was_swapped_and_put_back_is_noticed(
     signed: Path, keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was read in between need not be what was signed."""
-    from hfshard.signing.check import SignedPlace
+    from hfshard.signing.check_signature import SignedPlace
 
     plain = SignedPlace.confirm
 
@@ -240,7 +240,7 @@ def test_a_file_that_came_while_the_load_went_on_is_noticed(
     signed: Path, keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where a class of transformers downloads by itself what no list of files to read names."""
-    from hfshard.signing.check import SignedPlace
+    from hfshard.signing.check_signature import SignedPlace
 
     plain = SignedPlace.confirm
 

@@ -17,9 +17,9 @@ needs_strace = pytest.mark.skipif(shutil.which("strace") is None, reason="strace
 
 CHILD = """
 import logging, sys, torch, hfshard
-from hfshard.saving.options import SaveOptions
-from hfshard.saving.request import SaveRequest
-from hfshard.saving.to_directory import save_request
+from hfshard.saving.save_request import SaveOptions
+from hfshard.saving.save_request import SaveRequest
+from hfshard.saving.pipeline import save_request
 logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
 torch.set_num_threads(1)
 folder, generation, limit = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])

@@ -33,7 +33,7 @@ from hfshard.distributed.reading import BoxTarget, read_parts, stored_tensors
 from hfshard.errors import CheckpointChangedError, InvalidArgumentError, StateDictMismatchError
 from hfshard.format.digests import Verify
 from hfshard.hub.resolve import CheckpointQuery
-from hfshard.loading.source import CheckpointSource, open_source
+from hfshard.places.source import CheckpointSource, open_source
 from hfshard.tensors.state_dict import is_dtensor, local_tensor
 
 _AT_ONCE_BYTES: Final = 256 * 1024 * 1024

@@ -18,9 +18,8 @@ from hfshard.disk.direct_io import read_blocks
 from hfshard.disk.fsops import copy_mode, sync, write_all
 from hfshard.errors import SaveDirectoryError
 from hfshard.format.index import CheckpointIndex, FileDigest
-from hfshard.saving.options import SaveOptions
-from hfshard.saving.prepare import avoid_taken_names, plan_request, staged_jobs, staged_names, write_staged
-from hfshard.saving.request import SaveRequest
+from hfshard.saving.pipeline import avoid_taken_names, plan_request, staged_jobs, staged_names, write_staged
+from hfshard.saving.save_request import SaveOptions, SaveRequest
 from hfshard.shards.shard_plan import ShardPlan, with_one_more_shard
 from hfshard.shards.write_shards import (
     WriteJob,

@@ -33,7 +33,7 @@ from hfshard.distributed.dcp.write_items import (
 )
 from hfshard.errors import InvalidArgumentError, InvalidPathError, RankFailedError
 from hfshard.format.digests import Checksum
-from hfshard.saving.options import SaveOptions
+from hfshard.saving.save_request import SaveOptions
 from hfshard.shards.shard_plan import Packing
 
 _SHOWN: Final = 5

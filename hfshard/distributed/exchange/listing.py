@@ -12,7 +12,7 @@ import torch
 from hfshard.distributed.layout import Interval, MeshLayout, Placement
 from hfshard.distributed.spread_tensor import SpreadTensor
 from hfshard.format.digests import sha256_of
-from hfshard.saving.request import SaveRequest
+from hfshard.saving.save_request import SaveRequest
 from hfshard.tensors.stored_tensor import TensorLayout, TensorLike, check_storable, tensor_layout
 
 HeldTensor = TensorLike | SpreadTensor

@@ -21,7 +21,7 @@ from hfshard.distributed.status import SaveStatus
 from hfshard.errors import InvalidArgumentError, NotEnoughSpaceError
 from hfshard.format.index import CheckpointIndex
 from hfshard.hub.repo import PushResult
-from hfshard.saving.request import SaveRequest
+from hfshard.saving.save_request import SaveRequest
 
 _CALL: Final = "push_to_hub"
 """What the ranks call together."""

@@ -24,7 +24,7 @@ from hfshard.pretrained.overrides.bottom import Method, upstream
 from hfshard.pretrained.pusher import push_pretrained_model
 from hfshard.pretrained.ranks.joint_load import load_on_ranks
 from hfshard.pretrained.saver import answer_save
-from hfshard.saving.options import SaveOptions
+from hfshard.saving.save_request import SaveOptions
 
 MAX_SHARD_SIZE: Final = "50GB"
 """The default of transformers, so that the files have the names that they would have without hfshard."""

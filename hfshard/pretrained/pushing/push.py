@@ -19,8 +19,8 @@ from hfshard.format.file_names import WeightNames
 from hfshard.format.index import CheckpointIndex
 from hfshard.hub.push_files import MakeCard, PushOptions, PushRequest, directory_contents, push_files
 from hfshard.hub.repo import PushResult
-from hfshard.saving.in_memory import stream_request
-from hfshard.saving.request import SaveRequest
+from hfshard.saving.pipeline import stream_request
+from hfshard.saving.save_request import SaveRequest
 
 DEFAULT_MESSAGE: Final = "Upload model"
 """Of a model whose class has "Model" in its name, as in transformers."""

@@ -15,7 +15,7 @@ from hfshard.constants import CONFIG_NAME, DEFAULT_MAX_SHARD_SIZE, GENERATION_CO
 from hfshard.errors import CheckpointNotFoundError, HfshardError, InvalidArgumentError
 from hfshard.format.digests import Checksum
 from hfshard.format.file_names import MODEL_BASE
-from hfshard.saving.request import request_from_state_dict
+from hfshard.saving.save_request import request_from_state_dict
 from hfshard.tensors.parameter_names import strip_compiled, without_common_wrappers
 from hfshard.tensors.tied import find_shared_tensors
 from hfshard.training.collecting import Components, RankState, SavePayload, collect, rank_prefix, save_options

@@ -83,7 +83,7 @@ def _fetched_from_trainer(address: str | os.PathLike[str], token: str | None, pr
     found = [folder for folder in folders if _STOCK_FOLDER.fullmatch(folder)]
     if not found:
         return None
-    from hfshard.hub.pull import pull_from_hub
+    from hfshard.places.fetch import pull_from_hub
 
     newest = max(found, key=_order)
     query = CheckpointQuery(

@@ -8,7 +8,7 @@ from typing import Any, Final
 from hfshard.checkpoint.load_options import LoadOptions
 from hfshard.distributed.loading import has_spread_state, load_into_spread_module
 from hfshard.hub.resolve import CheckpointQuery
-from hfshard.loading.source import CheckpointSource
+from hfshard.places.source import CheckpointSource
 
 _STOCK_FILES: Final = ("optimizer.pt", "scheduler.pt")
 """A directory that has one of them was saved by Trainer alone. Under FSDP it writes the second only."""

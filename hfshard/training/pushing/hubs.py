@@ -26,7 +26,7 @@ from hfshard.format.index import FileDigest
 from hfshard.format.parts_of_ranks import describe_parts_in
 from hfshard.hub.push_files import PushOptions, PushRequest
 from hfshard.hub.resolve import CheckpointQuery, ResolvedCheckpoint
-from hfshard.loading.source import CheckpointSource, no_directory_either
+from hfshard.places.source import CheckpointSource, no_directory_either
 from hfshard.training.collecting import PARTS
 from hfshard.training.pushing.contents import Hashes, VerifiedContents, read_manifest_of, read_whole
 from hfshard.training.run.finding import Level, check_run_checkpoint, checkpoint_of_step

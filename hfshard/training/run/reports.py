@@ -10,7 +10,7 @@ from hfshard.checkpoint.verifier import Problem, VerifyReport, verify_directory
 from hfshard.constants import BIN_SUFFIX, SAFETENSORS_SUFFIX
 from hfshard.errors import CheckpointChangedError, CheckpointNotFoundError, HfshardError
 from hfshard.format.file_names import INDEX_FILE, MODEL_BASE, WeightNames
-from hfshard.loading.source import CheckpointSource
+from hfshard.places.source import CheckpointSource
 from hfshard.training.run.finding import Level, checkpoint_problems
 from hfshard.training.run.manifest import MANIFEST, CheckpointManifest
 from hfshard.training.run.places.opening import files_at, run_place

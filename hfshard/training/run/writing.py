@@ -19,7 +19,7 @@ from hfshard.disk.fsops import Unflushed, require_space
 from hfshard.errors import InvalidArgumentError
 from hfshard.format.digests import Checksum
 from hfshard.format.index import FileDigest
-from hfshard.saving.prepare import index_of, plan_request, shard_jobs
+from hfshard.saving.pipeline import index_of, plan_request, shard_jobs
 from hfshard.shards.write_shards import WriteJob, await_devices, writer_threads
 from hfshard.tensors.stored_tensor import tensor_nbytes
 from hfshard.training.collecting import SavePayload

@@ -14,7 +14,7 @@ from hfshard.distributed.exchange.rank_writer import RankWriter
 from hfshard.distributed.spread_tensor import SpreadTensor, with_spread_tensors
 from hfshard.format.file_names import MODEL_BASE
 from hfshard.format.index import FileDigest
-from hfshard.saving.request import SaveRequest
+from hfshard.saving.save_request import SaveRequest
 from hfshard.shards.write_shards import WriteJob
 from hfshard.stores.store import Store
 from hfshard.tensors.stored_tensor import RawTensor, TensorLayout

@@ -15,9 +15,8 @@ from hfshard.distributed.exchange.orders import Order
 from hfshard.distributed.exchange.owners import assign_owners
 from hfshard.distributed.exchange.schedule import Window, schedule
 from hfshard.format.index import CheckpointIndex, FileDigest
-from hfshard.saving.options import SaveOptions
-from hfshard.saving.prepare import plan_request
-from hfshard.saving.request import SaveRequest
+from hfshard.saving.pipeline import plan_request
+from hfshard.saving.save_request import SaveOptions, SaveRequest
 from hfshard.shards.shard_plan import ShardPlan
 from hfshard.shards.write_shards import WriteJob, file_order
 from hfshard.tensors.stored_tensor import RawTensor

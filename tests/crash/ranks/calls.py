@@ -38,8 +38,7 @@ class StateDictCall:
     def ready(self, directory: Path, number: int, harm: Harm) -> Does:
         """Spread tensors, all of which tell the number, over the ranks; gives what saves them."""
         from hfshard.distributed.saving import save_anywhere
-        from hfshard.saving.options import SaveOptions
-        from hfshard.saving.request import SaveRequest
+        from hfshard.saving.save_request import SaveOptions, SaveRequest
 
         tensors: dict[str, Any] = spread_tensors(number)
         if harm.exchange is not nothing:

@@ -17,8 +17,7 @@ from hfshard.distributed.exchange.replica_writer import ReplicaWriter
 from hfshard.distributed.saving import save_anywhere
 from hfshard.distributed.status import SaveStatus
 from hfshard.errors import RankFailedError
-from hfshard.saving.options import SaveOptions
-from hfshard.saving.request import SaveRequest
+from hfshard.saving.save_request import SaveOptions, SaveRequest
 from hfshard.shards.write_shards import WriteJob
 from hfshard.tensors.stored_tensor import RawTensor, TensorLike, tensor_layout
 from tests.distributed.gloo import check_ranks, waiting

@@ -22,8 +22,7 @@ from hfshard.errors import HubError, InvalidArgumentError, RankFailedError
 from hfshard.hub.directory.directory_hub import DirectoryHub
 from hfshard.hub.push_files import PushRequest, directory_contents, push_files
 from hfshard.hub.repo import PushResult
-from hfshard.saving.options import SaveOptions
-from hfshard.saving.request import SaveRequest
+from hfshard.saving.save_request import SaveOptions, SaveRequest
 from tests.distributed.gloo import await_file, check_ranks, run_ranks
 from tests.distributed.saving.test_faults import fail_in_turn, tensor_that
 

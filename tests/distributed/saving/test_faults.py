@@ -24,8 +24,7 @@ from hfshard.errors import (
     SaveDirectoryError,
     UnstorableTensorError,
 )
-from hfshard.saving.options import SaveOptions
-from hfshard.saving.request import SaveRequest
+from hfshard.saving.save_request import SaveOptions, SaveRequest
 from hfshard.tensors.stored_tensor import RawTensor, TensorLayout
 from tests.distributed.gloo import check_ranks, run_ranks
 from tests.distributed.saving.test_state_dicts import contents

@@ -17,8 +17,7 @@ import hfshard
 from hfshard.distributed.participants import gather_participants
 from hfshard.distributed.saving import save_on_ranks
 from hfshard.errors import RankFailedError
-from hfshard.saving.options import SaveOptions
-from hfshard.saving.request import SaveRequest
+from hfshard.saving.save_request import SaveOptions, SaveRequest
 from tests.distributed.gloo import DEATH_SECONDS, free_port, run_ranks
 
 UNKNOWN = "is done as a whole, or not at all"

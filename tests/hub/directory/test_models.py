@@ -8,7 +8,7 @@ from pathlib import Path
 from transformers import BertModel
 
 from hfshard.hub.directory.directory_hub import DirectoryHub
-from hfshard.transfer.push import push_checkpoint
+from hfshard.push import push_checkpoint
 from tests.helpers.tiny_bert import SHARDED, SINGLE, all_see, bert, read_by_all, value_of
 from tests.hub.directory.helpers import disk_bytes, litter
 

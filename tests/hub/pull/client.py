@@ -14,8 +14,8 @@ from transformers import AutoModel, AutoModelForCausalLM, BertModel
 import hfshard
 import hfshard.load  # before the forks: each would import it
 from hfshard.hub import http
+from hfshard.pull import pull_checkpoint
 from hfshard.stores import hub_calls
-from hfshard.transfer.pull import pull_checkpoint
 from hfshard.viewing.inspection import inspect_checkpoint
 from tests.hub.client_process import do_task, prepare
 from tests.hub.models import Bert, digest_of

@@ -11,8 +11,8 @@ from transformers import BertModel
 
 import hfshard
 from hfshard.errors import CheckpointNotFoundError, HubNotFoundError, SaveDirectoryError
-from hfshard.transfer.pull import pull_checkpoint
-from hfshard.transfer.push import push_checkpoint
+from hfshard.pull import pull_checkpoint
+from hfshard.push import push_checkpoint
 from tests.hub.models import Bert, digest_of, files_of, make_model, saved
 from tests.hub.pull.pull_hub import PullHub
 

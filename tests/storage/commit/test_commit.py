@@ -24,9 +24,8 @@ def listing(folder: Path) -> dict[str, bytes]:
 
 def save(folder: Path, value: float, limit: int, version: str = "same") -> None:
     """Save as a model with a config does."""
-    from hfshard.saving.options import SaveOptions
-    from hfshard.saving.request import SaveRequest
-    from hfshard.saving.to_directory import save_request
+    from hfshard.saving.pipeline import save_request
+    from hfshard.saving.save_request import SaveOptions, SaveRequest
 
     options = SaveOptions(max_shard_size=limit)
     save_request(SaveRequest(tensors=state_dict(value), options=options, config=config(version)), folder)

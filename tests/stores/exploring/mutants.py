@@ -17,7 +17,7 @@ from hfshard.errors import HfshardError, StoreConnectionError
 from hfshard.format import stored_save
 from hfshard.format.file_names import WeightNames
 from hfshard.format.stored_save import SaveId, finished_saves, saves_among, split_object_name
-from hfshard.saving import to_store
+from hfshard.saving import pipeline
 from hfshard.shards.write_shards import digest_shard
 from hfshard.training.run.places import run_store
 from tests.stores.exploring import programs
@@ -44,7 +44,7 @@ def _indexes_only(found: Collection[str]) -> SaveId:
 
 @contextmanager
 def _count_indexes_only() -> Iterator[None]:
-    with patch.object(to_store, "next_id", _indexes_only):
+    with patch.object(pipeline, "next_id", _indexes_only):
         yield
 
 
@@ -88,7 +88,7 @@ def _delete_what_is_not_lower() -> Iterator[None]:
         splits = ((name, split_object_name(name)) for name in found)
         return [name for name, split in splits if split is not None and split[1] != save_id]
 
-    with patch.object(to_store, "lower_objects", mutated):
+    with patch.object(pipeline, "lower_objects", mutated):
         yield
 
 
@@ -121,7 +121,7 @@ def _leave_copies() -> Iterator[None]:
         with patch("hfshard.commit.store_commit.put_copies", lambda *_: None):
             return settle(store, entry, save_id, copies_of)
 
-    with patch.object(to_store, "settle_copies", mutated):
+    with patch.object(pipeline, "settle_copies", mutated):
         yield
 
 

@@ -33,8 +33,8 @@ from hfshard.errors import (
     StoreConnectionError,
 )
 from hfshard.format.stored_save import SaveId, split_object_name
-from hfshard.saving.request import SaveRequest
-from hfshard.saving.to_store import save_into
+from hfshard.saving.pipeline import save_into
+from hfshard.saving.save_request import SaveRequest
 from hfshard.stores.store import StoredObject
 from hfshard.training import CheckpointManager, TrainingState
 from hfshard.training.run.places import run_store

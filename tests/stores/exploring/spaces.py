@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hfshard.saving.request import SaveRequest
+from hfshard.saving.save_request import SaveRequest
 from tests.stores.exploring.explorer import (
     BrokenError,
     State,

@@ -23,13 +23,12 @@ from hfshard.commit.transaction import OwnShardWriter
 from hfshard.errors import CheckpointChangedError
 from hfshard.format.digests import Verify
 from hfshard.hub.resolve import CheckpointQuery
-from hfshard.loading import far
-from hfshard.loading.source import CheckpointSource, with_checkpoint
-from hfshard.saving.options import SaveOptions
-from hfshard.saving.request import SaveRequest, request_from_state_dict
-from hfshard.saving.to_store import save_into
+from hfshard.places import store_mirror
+from hfshard.places.source import CheckpointSource, with_checkpoint
+from hfshard.saving import copy_checkpoint
+from hfshard.saving.pipeline import save_into
+from hfshard.saving.save_request import SaveOptions, SaveRequest, request_from_state_dict
 from hfshard.training.run.places import run_store
-from hfshard.transfer import store_files
 from tests.stores.saving.memory_store import MemoryStore
 
 ADDRESS = "s3://models/bert"
@@ -38,7 +37,7 @@ ADDRESS = "s3://models/bert"
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> MemoryStore:
     place = MemoryStore()
-    monkeypatch.setattr(far, "open_store", lambda address: place)
+    monkeypatch.setattr(store_mirror, "open_store", lambda address: place)
     return place
 
 
@@ -180,7 +179,7 @@ def test_a_push_of_what_a_killed_save_has_left_is_of_one_save(
     with pytest.raises(KilledError):
         save_loudly(store, 2, generation=generation_of(2))
     store.before = store.after = lambda kind, name: None
-    for room in (run_store, store_files):
+    for room in (run_store, copy_checkpoint):
         monkeypatch.setattr(room, "open_store", lambda address: store)
 
     hfshard.push_checkpoint(ADDRESS, str(tmp_path / "hub"))

@@ -17,7 +17,7 @@ from hfshard.checkpoint.folder import RangedFolder
 from hfshard.checkpoint.open_checkpoint import open_checkpoint, raw_tensors
 from hfshard.distributed import StorageReader
 from hfshard.errors import DamagedCheckpointError, IntegrityError
-from hfshard.loading import far
+from hfshard.places import store_mirror
 from hfshard.tensors.stored_tensor import iter_blocks
 from tests.stores.saving.memory_store import MemoryStore
 
@@ -40,7 +40,7 @@ class CountingStore(MemoryStore):
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> CountingStore:
     place = CountingStore()
-    monkeypatch.setattr(far, "open_store", lambda address: place)
+    monkeypatch.setattr(store_mirror, "open_store", lambda address: place)
     return place
 
 

@@ -10,9 +10,9 @@ import pytest
 
 import hfshard
 from hfshard.errors import HfshardError
-from hfshard.loading import far
+from hfshard.places import store_mirror
+from hfshard.saving import copy_checkpoint
 from hfshard.training.run.places import run_store
-from hfshard.transfer import store_files
 from tests.stores.reading.test_consistency import ADDRESS, generation_of, load_whole, save, save_loudly
 from tests.stores.saving.memory_store import MemoryStore
 
@@ -22,7 +22,7 @@ INDEX = "model.safetensors.index.json"
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> MemoryStore:
     place = MemoryStore()
-    for room in (far, run_store, store_files):
+    for room in (store_mirror, run_store, copy_checkpoint):
         monkeypatch.setattr(room, "open_store", lambda address: place)
     return place
 

@@ -9,11 +9,10 @@ import torch
 
 import hfshard
 from hfshard.errors import UnsafePathError
-from hfshard.loading import far
-from hfshard.saving import to_store
+from hfshard.places import store_mirror
+from hfshard.saving import copy_checkpoint, pipeline
 from hfshard.stores.open_store import open_store
 from hfshard.training.run.places import run_store
-from hfshard.transfer import store_files
 from tests.stores.saving.memory_store import MemoryStore
 from tests.stores.services.buckets import Bucket
 
@@ -24,7 +23,7 @@ ADDRESS = "s3://models/bert"
 def store(monkeypatch: pytest.MonkeyPatch) -> MemoryStore:
     """With a checkpoint; as a bucket of the Hub, it takes any name."""
     place = MemoryStore()
-    for room in (far, run_store, store_files, to_store):
+    for room in (store_mirror, run_store, copy_checkpoint, pipeline):
         monkeypatch.setattr(room, "open_store", lambda address: place)
     hfshard.save_state_dict({"a": torch.ones(3)}, ADDRESS)
     return place

@@ -14,8 +14,8 @@ from torch import nn
 import hfshard
 from hfshard.errors import CheckpointChangedError, IntegrityError, RankFailedError
 from hfshard.format.digests import Verify
-from hfshard.loading import far
-from hfshard.saving import to_store
+from hfshard.places import store_mirror
+from hfshard.saving import pipeline
 from tests.distributed.gloo import check_ranks
 from tests.stores.reading.test_costs import CountingStore
 from tests.stores.saving.memory_store import MemoryStore
@@ -45,7 +45,7 @@ def _objects(directory: Path) -> dict[str, bytes]:
 def _store(objects: dict[str, bytes]) -> CountingStore:
     store = CountingStore()
     store.objects = dict(objects)
-    vars(far)["open_store"] = lambda address: store
+    vars(store_mirror)["open_store"] = lambda address: store
     return store
 
 
@@ -133,7 +133,7 @@ def in_a_store(directory: Path, save: Callable[[str], Any], *, is_new: bool = Fa
     """
     store = MemoryStore()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(to_store, "open_store", lambda address: store)
+        patch.setattr(pipeline, "open_store", lambda address: store)
         if is_new:
             hfshard.save_model(nn.Linear(1, 1), ADDRESS)
         save(ADDRESS)

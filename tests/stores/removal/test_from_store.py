@@ -15,8 +15,8 @@ from hfshard.errors import CheckpointChangedError, CheckpointNotFoundError, Hfsh
 from hfshard.format.file_names import WeightNames
 from hfshard.removal.from_store import remove_from_store, remove_leftovers_from_store
 from hfshard.remove import plan_removal
-from hfshard.saving.request import SaveRequest
-from hfshard.saving.to_store import save_into
+from hfshard.saving.pipeline import save_into
+from hfshard.saving.save_request import SaveRequest
 from tests.stores.saving.checkpoints import INDEX, pickles, request, single, stock_shards, weights
 from tests.stores.saving.memory_store import MemoryStore
 from tests.stores.suite.conftest import Place, place  # noqa: F401

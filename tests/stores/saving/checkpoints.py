@@ -14,9 +14,8 @@ from hfshard.checkpoint.folder import StoreFolder
 from hfshard.checkpoint.open_checkpoint import open_checkpoint
 from hfshard.commit.transaction import OwnShardWriter
 from hfshard.errors import CheckpointNotFoundError
-from hfshard.saving.options import SaveOptions
-from hfshard.saving.request import SaveRequest
-from hfshard.saving.to_store import save_into
+from hfshard.saving.pipeline import save_into
+from hfshard.saving.save_request import SaveOptions, SaveRequest
 from tests.stores.saving.memory_store import MemoryStore
 
 INDEX = "model.safetensors.index.json"

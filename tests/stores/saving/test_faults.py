@@ -17,8 +17,8 @@ from torch import nn
 import hfshard
 from hfshard.commit.transaction import OwnShardWriter
 from hfshard.errors import CommitUnfinishedError, HfshardError, RemoteChangedError, StoreConnectionError, StoreError
-from hfshard.saving.request import SaveRequest
-from hfshard.saving.to_store import save_into
+from hfshard.saving.pipeline import save_into
+from hfshard.saving.save_request import SaveRequest
 from tests.stores.saving.checkpoints import (
     config,
     found_in,

@@ -10,7 +10,7 @@ from hfshard.checkpoint.open_checkpoint import open_checkpoint
 from hfshard.commit.transaction import OwnShardWriter
 from hfshard.errors import RemoteChangedError
 from hfshard.format.stored_save import plain_copy, split_object_name
-from hfshard.saving.to_store import save_into
+from hfshard.saving.pipeline import save_into
 from tests.stores.saving.checkpoints import config, request
 from tests.stores.saving.memory_store import MemoryStore
 

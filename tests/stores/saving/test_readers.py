@@ -5,7 +5,7 @@ from __future__ import annotations
 from hfshard.checkpoint.folder import StoreFolder
 from hfshard.checkpoint.open_checkpoint import open_checkpoint
 from hfshard.commit.transaction import OwnShardWriter
-from hfshard.saving.to_store import save_into
+from hfshard.saving.pipeline import save_into
 from tests.stores.saving.checkpoints import request
 from tests.stores.saving.memory_store import MemoryStore
 

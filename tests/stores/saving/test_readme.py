@@ -12,8 +12,8 @@ from hfshard.checkpoint.open_checkpoint import open_checkpoint
 from hfshard.commit import store_plan
 from hfshard.commit.transaction import OwnShardWriter
 from hfshard.format.stored_save import split_object_name
-from hfshard.saving.request import SaveRequest
-from hfshard.saving.to_store import save_into
+from hfshard.saving.pipeline import save_into
+from hfshard.saving.save_request import SaveRequest
 from tests import REPOSITORY
 from tests.stores.exploring.mutants import mutants
 from tests.stores.saving.checkpoints import config, found_in, request, single

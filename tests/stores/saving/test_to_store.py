@@ -17,9 +17,8 @@ from hfshard.commit.transaction import OwnShardWriter
 from hfshard.disk.byte_source import BytesSource
 from hfshard.errors import RemoteChangedError, StoreAccessError, StoreError
 from hfshard.format.index import CheckpointIndex, without_mark
-from hfshard.saving.options import SaveOptions
-from hfshard.saving.request import SaveRequest, request_from_state_dict
-from hfshard.saving.to_store import save_into
+from hfshard.saving.pipeline import save_into
+from hfshard.saving.save_request import SaveOptions, SaveRequest, request_from_state_dict
 from tests.stores.saving.memory_store import MemoryStore
 
 INDEX = "model.safetensors.index.json"

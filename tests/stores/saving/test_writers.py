@@ -12,8 +12,8 @@ import pytest
 
 from hfshard.commit.transaction import OwnShardWriter
 from hfshard.errors import RemoteChangedError
-from hfshard.saving.request import SaveRequest
-from hfshard.saving.to_store import save_into
+from hfshard.saving.pipeline import save_into
+from hfshard.saving.save_request import SaveRequest
 from tests.stores.saving.checkpoints import (
     config,
     found_in,

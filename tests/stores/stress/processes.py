@@ -18,10 +18,9 @@ from hfshard.checkpoint.load_options import LoadOptions
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
 from hfshard.errors import CommitUnfinishedError, HfshardError, RemoteChangedError
 from hfshard.format.stored_save import SaveId
-from hfshard.loading.source import CheckpointSource, with_checkpoint
-from hfshard.saving.options import SaveOptions
-from hfshard.saving.request import SaveRequest
-from hfshard.saving.to_store import save_to_store
+from hfshard.places.source import CheckpointSource, with_checkpoint
+from hfshard.saving.pipeline import save_to_store
+from hfshard.saving.save_request import SaveOptions, SaveRequest
 from tests.stores.sweep.places import StorePlace, lead_to
 
 FROZEN = 7.0

@@ -13,9 +13,8 @@ import torch
 import hfshard
 from hfshard.errors import IntegrityError, InvalidArgumentError, SaveDirectoryError
 from hfshard.hub import DirectoryHub
-from hfshard.saving.options import SaveOptions
-from hfshard.saving.request import request_from_state_dict
-from hfshard.saving.to_directory import save_request
+from hfshard.saving.pipeline import save_request
+from hfshard.saving.save_request import SaveOptions, request_from_state_dict
 from tests.stores.suite.conftest import Place
 
 CONFIG = b'{\n  "hidden_size": 8\n}\n'

@@ -15,8 +15,8 @@ import transformers
 import hfshard
 from hfshard.cli.main import main
 from hfshard.errors import CheckpointChangedError, InvalidArgumentError, SignatureError
-from hfshard.signing.stored_files import SignedObjects
-from hfshard.transfer.store_files import StoreFiles
+from hfshard.saving.copy_checkpoint import StoreFiles
+from hfshard.signing.check_signature import SignedObjects
 from tests.helpers.tiny_bert import SHARDED, bert
 from tests.signing.conftest import write_pair
 from tests.signing.helpers import model_signing
@@ -356,7 +356,7 @@ def test_signatures_and_indexes_that_are_too_large_are_not_brought_into_memory(
     hfshard.push_checkpoint(directory, store_address)
     before = hfshard.verify_checkpoint(store_address, public_key=public)
 
-    monkeypatch.setattr("hfshard.transfer.signed_store.MAX_INDEX_BYTES", 10)
+    monkeypatch.setattr("hfshard.saving.signed_store.MAX_INDEX_BYTES", 10)
     report = hfshard.verify_checkpoint(store_address, public_key=public)
     assert report.ok and report.signed_by is not None
     assert report.checked_bytes > before.checked_bytes  # shards are read again, not compared with the index

@@ -15,8 +15,8 @@ from transformers import BertModel
 
 import hfshard.hub.hub_repo  # before the forks: what each would read and compile again
 from hfshard.errors import HfshardError
+from hfshard.pull import pull_checkpoint
 from hfshard.training import CheckpointManager, TrainingState
-from hfshard.transfer.pull import pull_checkpoint
 from tests.hub.client_process import do_task, note_waits, prepare
 from tests.hub.models import digest_of, make_model
 

@@ -57,7 +57,7 @@ from hfshard.format.stored_save import (
     saves_among,
     split_object_name,
 )
-from hfshard.saving.prepare import index_of, plan_request, shard_jobs
+from hfshard.saving.pipeline import index_of, plan_request, shard_jobs
 from hfshard.shards.shard import SafetensorsShard
 from hfshard.shards.shard_plan import ShardPlan
 from hfshard.shards.write_shards import WriteJob

@@ -1,18 +1,29 @@
-"""The files of a directory as a signature lists them, and their sha256."""
+"""The files that a signature lists, those that a load reads, and their sha256."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from hfshard._util.progress import ProgressCallback
 from hfshard._util.threads import cancellable, in_threads
-from hfshard.constants import COPY_BYTES, FILES_AT_ONCE, SIGNATURE_NAME
+from hfshard.constants import (
+    BIN_SUFFIX,
+    COPY_BYTES,
+    FILES_AT_ONCE,
+    SAFETENSORS_SUFFIX,
+    SIGNATURE_NAME,
+    WEIGHTS_SUFFIXES,
+)
 from hfshard.disk.safe_open import open_regular
-from hfshard.errors import SignatureError
+from hfshard.errors import CheckpointChangedError, SignatureError
+from hfshard.format.file_names import INDEX_FILE
+from hfshard.format.index import FileDigest
+from hfshard.shards.shard_file import SafetensorsFile
 
 NEVER_SIGNED: Final = (SIGNATURE_NAME, ".cache", ".git", ".gitattributes", ".github", ".gitignore")
 """At the top of the directory: the signature, git's files, which model-signing leaves out too, and what huggingface_hub
@@ -142,3 +153,114 @@ def _hash_file(directory: str, name: str, progress_callback: ProgressCallback) -
         return hasher.hexdigest(), seen
     finally:
         os.close(fd)
+
+
+# Files of weights that are open: hashed, and looked at once more when all that is wanted of them was read.
+
+
+class OpenWeights:
+    """Which files were hashed, and as what they were found; to be used by several threads."""
+
+    def __init__(self) -> None:
+        self._seen: dict[SafetensorsFile, SeenFile] = {}
+
+    def sha256(self, file: SafetensorsFile, progress_callback: ProgressCallback) -> str:
+        """Hash a file, from its first byte to its last (raises as `checked_sha256`)."""
+        with file.opened() as fd:
+            before = seen_status(os.fstat(fd))
+        self._seen[file] = before
+        return file.checked_sha256(FileDigest(), progress_callback, keep_cached=True)
+
+    def confirm(self) -> None:
+        """Compare the files with what they were when they were hashed.
+
+        A write changes a file's ctime, which nobody can set back: bytes that were written over, and put back with their
+        old mtime, are noticed; and also another name of the file, as a save beside the load gives to shards that stay.
+        Not every write through a shared mapping does: `SafetensorsFile.check_copied` notices those, in what is copied.
+
+        Raises:
+            CheckpointChangedError: One was touched, so that other bytes may have been read.
+        """
+        for file, before in self._seen.items():
+            with file.opened() as fd:
+                now = seen_status(os.fstat(fd))
+            if now != before:
+                raise CheckpointChangedError(
+                    f"'{file.path}' was touched after its signature had been checked, so that what was loaded need not "
+                    "be what was signed. Load it again when nothing changes it.",
+                    path=file.path,
+                )
+
+
+# Which files a load may read beside the weights that it opens, and what a config says of code.
+
+
+_OWN_STEMS: Final = ("model.", "model-", "pytorch_model.", "pytorch_model-", "optimizer.", "optimizer-")
+"""How weights begin that nothing reads but a load that opens them, and looks at them then."""
+
+_READ_WEIGHTS: Final = (SAFETENSORS_SUFFIX, BIN_SUFFIX, ".pt", ".pth", ".ckpt")
+"""Weights that a class may read beside a checkpoint's own, such as an adapter; torch reads no others."""
+
+_DOCUMENTS: Final = (".md", ".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp", ".pdf")
+"""Files for people: no load reads them."""
+
+_FOR_PROGRAMS: Final = (".py", ".json", ".jinja", ".txt", ".model", *_READ_WEIGHTS)
+"""Files that are refused, where they are not signed, though who signed left them out on purpose."""
+
+_TRAINING: Final = frozenset({"checkpoint.json", "training_state.json"})
+"""Files of a training checkpoint that no model needs, so that a pull of the model leaves them out."""
+
+_CODE_KEY: Final = "auto_map"
+"""Where a config names code."""
+
+_OTHER_REPO: Final = "--"
+"""What stands in a config between a repo and the name of code in it."""
+
+
+def is_read(name: str, *, has_code: bool = False) -> bool:
+    """Whether a load may read a file that is none of the checkpoint's own weights; its code may read any other."""
+    *folders, last = name.split("/")
+    if _is_for_people(name):
+        return False
+    if not folders and last == SIGNATURE_NAME:
+        return False
+    if last.endswith(WEIGHTS_SUFFIXES):
+        is_own = not folders and last.startswith(_OWN_STEMS)
+        return not is_own and (has_code or (not folders and last.endswith(_READ_WEIGHTS)))
+    return True
+
+
+def is_needed(name: str) -> bool:
+    """Whether such a file may not be missing: those of other weights may, and what training keeps."""
+    last = os.path.basename(name)
+    is_of_weights = last.endswith(WEIGHTS_SUFFIXES) or INDEX_FILE.fullmatch(last) is not None
+    return is_read(name) and not is_of_weights and last not in _TRAINING
+
+
+def may_be_left_out(name: str) -> bool:
+    """Whether who signs may leave a file out on purpose, as no load takes it."""
+    return _is_for_people(name) or not name.endswith(_FOR_PROGRAMS)
+
+
+def references_elsewhere(config: bytes) -> list[str]:
+    """The names of code of other repos in a config, and in those that it holds."""
+    try:
+        return [text for text in _texts_below(json.loads(config), is_code=False) if _OTHER_REPO in text]
+    except (ValueError, RecursionError):
+        return []  # whoever reads it says so
+
+
+def _is_for_people(name: str) -> bool:
+    parts = name.split("/")
+    return any(part.startswith(".") or part in DEBRIS for part in parts) or name.lower().endswith(_DOCUMENTS)
+
+
+def _texts_below(value: Any, *, is_code: bool) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        for key, one in value.items():
+            yield from _texts_below(one, is_code=is_code or key == _CODE_KEY)
+    elif isinstance(value, list):
+        for one in value:
+            yield from _texts_below(one, is_code=is_code)
+    elif is_code and isinstance(value, str):
+        yield value

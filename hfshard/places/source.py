@@ -32,7 +32,7 @@ from hfshard.errors import (
 from hfshard.hub.resolve import CheckpointQuery
 
 if TYPE_CHECKING:
-    from hfshard.loading.far import Skeleton
+    from hfshard.places.store_mirror import Skeleton
 
 _Result = TypeVar("_Result")
 
@@ -94,7 +94,7 @@ class CheckpointSource:
             if local.skeleton is not None:
                 local.skeleton.fill()
             return local
-        from hfshard.hub.pull import fetch_checkpoint  # imports huggingface_hub, which takes time
+        from hfshard.places.fetch import fetch_checkpoint  # imports huggingface_hub, which takes time
 
         with no_directory_either(self.path):
             resolved = fetch_checkpoint(self.path, self.query, progress)
@@ -134,7 +134,7 @@ class CheckpointSource:
         return None
 
     def _find_in_store(self) -> LocalCheckpoint:
-        from hfshard.loading.far import Skeleton, find_in_store  # for those who have stores
+        from hfshard.places.store_mirror import Skeleton, find_in_store  # for those who have stores
 
         folder, weights_name = find_in_store(self.path, self.query, takes_files=self.takes_files)
         skeleton = Skeleton(folder, self.query.subfolder, has_code=self.query.needs_code)

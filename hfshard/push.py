@@ -10,8 +10,7 @@ from hfshard.commit.hub_marker import absolute_address
 from hfshard.errors import InvalidArgumentError
 from hfshard.hub.push_files import DirectoryFiles, PushOptions, PushRequest, contents_of, push_directory, push_files
 from hfshard.hub.repo import PushResult
-from hfshard.transfer.copying import copy_to_store
-from hfshard.transfer.store_files import StoreFiles, without_marks
+from hfshard.saving.copy_checkpoint import StoreFiles, copy_to_store, without_marks
 
 
 @names_files("directory")

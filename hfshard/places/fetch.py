@@ -1,25 +1,141 @@
-"""Copies a pulled checkpoint into a directory of the user's, by the same crash-safe commit as a save."""
+"""A checkpoint of a hub brought into the cache, or copied into a directory by the commit of a save."""
 
 from __future__ import annotations
 
 import filecmp
 import json
+import logging
 import os
 import secrets
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Final
 
-from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
+from hfshard._util.arguments import absolute_path
+from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
 from hfshard.commit.commit_plan import NewCheckpoint, content_digest, plan_commit
 from hfshard.commit.directory_commit import SaveSession, save_session
-from hfshard.commit.hub_marker import refuse_hub
+from hfshard.commit.hub_marker import directory_of, refuse_hub
 from hfshard.constants import CONFIG_NAME, MAX_INDEX_BYTES, METADATA_KEY, README, SAFETENSORS_SUFFIX
 from hfshard.disk.byte_source import ByteSource, copy_file, file_source
 from hfshard.disk.fsops import NO_LINKS
 from hfshard.disk.safe_open import read_small
-from hfshard.errors import SaveDirectoryError
+from hfshard.errors import IntegrityError, SaveDirectoryError
+from hfshard.format.digests import Verify
 from hfshard.format.strict_json import dump_json
+from hfshard.hub.directory.directory_hub import DirectoryHub
+from hfshard.hub.download import Fetcher, fetch, is_offline
 from hfshard.hub.own_files import OwnFiles
+from hfshard.hub.resolve import CheckpointQuery, ResolvedCheckpoint, companion_files, resolve_checkpoint
+
+logger = logging.getLogger(__name__)
+
+
+def pull_from_hub(
+    repo_id: str | os.PathLike[str],
+    local_dir: str | os.PathLike[str] | None,
+    query: CheckpointQuery,
+    *,
+    verify: Verify = "structure",
+    progress: bool | None = None,
+    overwrite: bool = False,
+) -> str:
+    """Download a checkpoint from a hub, and check that it is complete.
+
+    Args:
+        repo_id: As in `pull_checkpoint`, and so are verify, progress and overwrite.
+        local_dir: A plain directory; None: the files stay in the cache.
+        query: Which checkpoint, and how it is fetched; it `needs_companions`.
+
+    Returns:
+        As `pull_checkpoint`.
+
+    Raises:
+        Everything that `pull_checkpoint` raises.
+    """
+    query.check_subfolder()
+    target = None if local_dir is None else absolute_path(local_dir, "local_dir")
+    root = directory_of(repo_id)
+    hub = DirectoryHub.open(root) if root is not None else None
+    commit = hub.resolve(query.revision) if hub is not None else None
+    snapshot = hub.snapshot(commit) if hub is not None else _fetch_snapshot(os.fspath(repo_id), query, progress)
+    directory = os.path.join(snapshot, *query.path("").split("/"))
+    try:
+        with open_checkpoint(directory.rstrip("/"), variant=query.variant, verify=verify) as checkpoint:
+            companions = [] if target is None else companion_files(_sizes_in(snapshot), query)
+            if hub is not None:
+                hub.verify(
+                    commit, paths=_exported(checkpoint, companions, query) if target else None, progress=progress
+                )
+            if target is None:
+                return checkpoint.directory
+            beside = [path.removeprefix(query.path("")) for path in companions]
+            export(checkpoint, target, beside, overwrite=overwrite)
+    except IntegrityError as error:
+        if root is not None or query.force_download:
+            raise
+        raise IntegrityError(
+            f"{error.message} What is in the cache may be damaged; to download it again, run: "
+            f"hfshard pull {repo_id} --force-download",
+            path=error.path,
+            fqn=error.fqn,
+            expected=error.expected,
+            actual=error.actual,
+        ) from error
+    return target
+
+
+def _exported(checkpoint: OpenCheckpoint, companions: Sequence[str], query: CheckpointQuery) -> list[str]:
+    """The paths in the repo of the files that are copied."""
+    below = query.path("")
+    weights, others = exported_names(checkpoint, [path.removeprefix(below) for path in companions])
+    has_config = os.path.isfile(os.path.join(checkpoint.directory, CONFIG_NAME))
+    return [query.path(name) for name in (*weights, *others, *([CONFIG_NAME] if has_config else []))]
+
+
+def _fetch_snapshot(repo_id: str, query: CheckpointQuery, progress: bool | None) -> str:
+    """Download a checkpoint and the files beside it, and return the directory of the snapshot."""
+    fetcher = Fetcher(repo_id, query, progress)
+    resolver = partial(resolve_checkpoint, query=query)
+    is_cached_only = is_offline(query.local_files_only)
+    resolved = fetcher.from_cache(resolver) if is_cached_only else fetcher.from_hub(resolver)
+    if not fetcher.was_asked:
+        logger.warning(
+            "'%s' could not be asked for its files: beside the checkpoint, only cached files are there.", repo_id
+        )
+    return fetcher.cache.snapshot(resolved.commit)
+
+
+def fetch_checkpoint(repo_id: str, query: CheckpointQuery, progress: bool | None = None) -> ResolvedCheckpoint:
+    """Download what a load needs into the cache, all of one commit.
+
+    One request tells the commit and its files; none is sent where the revision is a commit and the cache holds all
+    files. Where the Hub can't be reached, the cached files of the revision are used if they are complete.
+
+    Args:
+        repo_id: "org/name".
+        query: Which checkpoint, and how much of it.
+        progress: Whether to show a bar on stderr. None: on a terminal.
+
+    Raises:
+        Everything that `pull_checkpoint` raises.
+    """
+    return fetch(repo_id, partial(resolve_checkpoint, query=query), query, progress)
+
+
+def _sizes_in(directory: str) -> dict[str, int]:
+    """Path in a snapshot -> bytes."""
+    sizes = {}
+    for above, _, files in os.walk(directory):
+        for name in files:
+            path = os.path.join(above, name)
+            if os.path.isfile(path):
+                sizes[os.path.relpath(path, directory).replace(os.sep, "/")] = os.path.getsize(path)
+    return sizes
+
+
+# Copies a pulled checkpoint into a directory of the user's, by the same crash-safe commit as a save.
+
 
 _LEFT_OUT: Final = frozenset({".gitattributes"})
 """Files that only the Hub needs."""

@@ -1,18 +1,26 @@
-"""Saves into a store: list, copy and send the shards under names of this save's own, put the index last, list again."""
+"""One save from its request to its commit: into a directory, a store, or memory."""
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import re
+import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
-from hfshard._util.progress import bytes_bar
+from hfshard._util.addresses import is_address
+from hfshard._util.arguments import absolute_path
+from hfshard._util.progress import ProgressCallback, bytes_bar
 from hfshard._util.text import list_some
 from hfshard._util.threads import deferred_interrupt, in_threads
+from hfshard.checkpoint.companion_files import copy_companion
+from hfshard.commit.commit_plan import NewCheckpoint, content_digest, needs_links, plan_commit
+from hfshard.commit.directory_commit import SaveSession, save_session
 from hfshard.commit.store_commit import (
     StoreTransaction,
     delete_or_warn,
@@ -34,7 +42,8 @@ from hfshard.constants import (
     SIGNATURE_NAME,
     WEIGHTS_SUFFIXES,
 )
-from hfshard.disk.byte_source import ByteSource, has_same_bytes
+from hfshard.disk.byte_source import ByteSource, BytesSource, StreamSource, has_same_bytes, sha256_of_reader
+from hfshard.disk.fsops import can_link
 from hfshard.errors import (
     CheckpointChangedError,
     CommitUnfinishedError,
@@ -43,16 +52,276 @@ from hfshard.errors import (
     SaveDirectoryError,
     StoreError,
 )
-from hfshard.format.index import CheckpointIndex
+from hfshard.format.digests import TENSOR_DIGEST_HEX
+from hfshard.format.file_names import WeightNames
+from hfshard.format.index import CheckpointIndex, FileDigest, build_hfshard_metadata
 from hfshard.format.stored_save import SaveId, is_save_index, save_of, split_object_name
-from hfshard.saving.prepare import index_of, plan_request, shard_jobs
-from hfshard.saving.request import SaveRequest
-from hfshard.shards.shard_plan import ShardPlan
-from hfshard.shards.write_shards import WriteJob, writer_threads
+from hfshard.saving.save_request import SaveRequest
+from hfshard.shards.shard_plan import PlannedShard, ShardPlan, plan_specs, with_one_more_shard
+from hfshard.shards.write_shards import (
+    SafetensorsStream,
+    WriteJob,
+    digest_shard,
+    file_order,
+    shard_metadata,
+    writer_threads,
+)
 from hfshard.stores.open_store import open_store
 from hfshard.stores.store import Store, StoredObject, StoredSource
+from hfshard.tensors.stored_tensor import TensorSpec, parameter_count, tensor_specs
+
+_OWN_DIGEST_BYTES: Final = 256
+"""Bytes of the digests that a single file holds of itself, with their names, without those of its tensors."""
+
+
+def plan_request(request: SaveRequest) -> ShardPlan:
+    """Plan the files of a request, with room in their headers for the metadata that they will carry.
+
+    Raises:
+        UnstorableTensorError: A value can't be stored in the format.
+    """
+    specs = tensor_specs(request.tensors)
+    room = shard_room(request)
+    hfshard_metadata = build_hfshard_metadata(request.model_file_digests, request.tied_names, request.undeclared_ties)
+    digests = _OWN_DIGEST_BYTES + TENSOR_DIGEST_HEX * len(specs)
+    single_metadata_bytes = room + digests + _json_bytes(hfshard_metadata)
+    single_metadata_bytes += _json_bytes(dict(request.options.metadata))
+    if request.kept_files:
+        return _plan_of_files(request, specs)
+    return plan_specs(
+        specs,
+        request.options.max_shard_bytes,
+        packing=request.options.packing,
+        names=request.options.names,
+        tied_names=request.tied_names,
+        single_metadata_bytes=single_metadata_bytes,
+        shard_metadata_bytes=room,
+        separate_names=request.separate_names,
+        headers_count=request.options.headers_count,
+    )
+
+
+def _plan_of_files(request: SaveRequest, specs: Sequence[TensorSpec]) -> ShardPlan:
+    """The plan of the files that a request keeps, whatever their sizes are."""
+    spec_of = {spec.name: spec for spec in specs}
+    names, files = request.options.names, request.kept_files
+    file_names = [names.single] if len(files) == 1 else names.shards(len(files))
+    shards = tuple(
+        PlannedShard(file, tuple(spec_of[name] for name in held)) for file, held in zip(file_names, files, strict=True)
+    )
+    return ShardPlan(shards, dict(request.tied_names), request.options.max_shard_bytes)
+
+
+def shard_room(request: SaveRequest) -> int:
+    """The most bytes that the metadata of one of several files takes in its header."""
+    return _json_bytes(shard_metadata(request.tensors, request.file_metadata))
+
+
+def with_free_names(plan: ShardPlan, session: SaveSession, request: SaveRequest, writer: ShardWriter) -> ShardPlan:
+    """Change a plan to names that no file has, unless the files there look like the ones to be written."""
+    if not plan.is_sharded or _matches_existing(plan, session, request, writer):
+        return plan
+    return avoid_taken_names(plan, session, request.options.names)
+
+
+def avoid_taken_names(plan: ShardPlan, session: SaveSession, names: WeightNames) -> ShardPlan:
+    """Split the smallest shard until no file in the directory has any of the plan's names."""
+    taken = session.state.listing | session.state.referenced
+    while plan.is_sharded and not taken.isdisjoint(shard.file for shard in plan.shards):
+        plan = with_one_more_shard(plan, names)
+    return plan
+
+
+def _json_bytes(value: Any) -> int:
+    """The most bytes that a value takes as JSON inside a JSON string."""
+    return len(json.dumps(json.dumps(value))) + len('"__metadata__":{},')
+
+
+def _matches_existing(plan: ShardPlan, session: SaveSession, request: SaveRequest, writer: ShardWriter) -> bool:
+    """Whether the index in the directory lists these very files, by their fingerprints."""
+    index = session.state.index
+    if index is None or index.weight_map != plan.weight_map:
+        return False
+    listed = [index.files.get(shard.file, FileDigest()).fingerprint for shard in plan.shards]
+    if None in listed:
+        return False
+    found = writer.fingerprints(shard_jobs(plan, request, [""] * len(listed)), request.options.checksum)
+    return all(one == other for one, other in zip(found, listed, strict=True))
+
+
+def needs_new_names(plan: ShardPlan, new: NewCheckpoint, index: CheckpointIndex, session: SaveSession) -> bool:
+    """Whether files that looked the same turned out to differ, or a single file needs links and can't have them."""
+    old = session.state
+    if plan.is_sharded:
+        taken = [shard.file for shard in plan.shards if shard.file in old.listing]
+        same = old.index is not None and all(old.index.files.get(file) == index.files[file] for file in taken)
+        return bool(taken) and not (same and index.is_verifiable)
+    return needs_links(old, new) and not session.can_link(next(iter(new.shards.values())))
+
+
+def write_staged(
+    plan: ShardPlan,
+    session: SaveSession,
+    request: SaveRequest,
+    writer: ShardWriter,
+    progress_callback: ProgressCallback | None,
+) -> tuple[NewCheckpoint, CheckpointIndex]:
+    """Write the weights into the staging directory, and make the index.
+
+    Args:
+        plan: Which tensor goes into which file.
+        session: Of the locked directory.
+        request: What to save.
+        writer: Writes the weights.
+        progress_callback: Gets the bytes that were written, from any thread.
+    """
+    jobs = staged_jobs(plan, session, request)
+    digests = writer.write(jobs, request.options.checksum, progress_callback)
+    index = index_of(plan, request, digests)
+    index_json = index.to_json() if plan.is_sharded else None
+    files = {shard.file: digest for shard, digest in zip(plan.shards, digests, strict=True)}
+    digest = content_digest([index_json] if index_json is not None else [repr(files).encode()])
+    new = NewCheckpoint(
+        shards=staged_names(plan),
+        keys=list(index.weight_map),
+        index=index_json,
+        config=request.config,
+        drops_config=request.drops_config,
+        hides_single=request.hides_single and _can_link_single(session),
+        model_files=dict(request.model_files),
+        digest=digest,
+        companion_files=_stage_companion_files(session, request, progress_callback),
+    )
+    return new, index
+
+
+def _can_link_single(session: SaveSession) -> bool:
+    """Whether the single file that is there can have a second name; no question where there is none."""
+    single = os.path.join(session.directory, session.state.names.single)
+    return session.state.has_single and can_link(session.staging, single)
+
+
+def staged_names(plan: ShardPlan) -> dict[str, str]:
+    """Name of each file of a plan -> its name in the staging directory."""
+    return {shard.file: f"{number:05d}.weights" for number, shard in enumerate(plan.shards)}
+
+
+def staged_jobs(plan: ShardPlan, session: SaveSession, request: SaveRequest) -> list[WriteJob]:
+    """Describe what to write for each file of a plan, into the staging directory."""
+    paths = [os.path.join(session.staging, name) for name in staged_names(plan).values()]
+    return shard_jobs(plan, request, paths, session.replaced)
+
+
+def _stage_companion_files(
+    session: SaveSession, request: SaveRequest, progress_callback: Callable[[int], object] | None
+) -> dict[str, str]:
+    staged = {}
+    for number, (name, file) in enumerate(request.companion_files.items()):
+        if name == README and name in session.state.listing and not request.replaces_readme:
+            continue  # the user's own
+        staged[name] = f"{number:05d}.companion"
+        copy_companion(file, os.path.join(session.staging, staged[name]), session.like(name), progress_callback)
+    return staged
+
+
+def shard_jobs(
+    plan: ShardPlan,
+    request: SaveRequest,
+    paths: Sequence[str],
+    like: os.stat_result | None = None,
+    *,
+    has_index: bool = False,
+) -> list[WriteJob]:
+    """Describe what to write for each file of a plan, into these paths; with an index, a single one is a shard too."""
+    hfshard_metadata = None
+    has_index = has_index or plan.is_sharded
+    if not has_index:
+        hfshard_metadata = build_hfshard_metadata(
+            request.model_file_digests, request.tied_names, request.undeclared_ties
+        )
+    extra = dict(request.file_metadata)
+    if not has_index:
+        for key, value in request.options.metadata.items():
+            extra[key] = value if isinstance(value, str) else json.dumps(value)
+    jobs = []
+    for shard, path in zip(plan.shards, paths, strict=True):
+        tensors = file_order({name: request.tensors[name] for name in shard.names})
+        jobs.append(WriteJob(path, tensors, shard_metadata(tensors, extra), hfshard_metadata, like))
+    return jobs
+
+
+def index_of(plan: ShardPlan, request: SaveRequest, digests: Sequence[FileDigest]) -> CheckpointIndex:
+    """Make the index of a plan whose files have these digests."""
+    files = {shard.file: digest for shard, digest in zip(plan.shards, digests, strict=True)}
+    return CheckpointIndex(
+        weight_map=plan.weight_map,
+        total_size=plan.total_size,
+        total_parameters=_total_parameters(request),
+        metadata=dict(request.options.metadata),
+        files={**files, **request.model_file_digests},
+        tied_names=dict(request.tied_names),
+        undeclared_ties=request.undeclared_ties,
+    )
+
+
+def _total_parameters(request: SaveRequest) -> int:
+    if request.total_parameters is not None:
+        return request.total_parameters
+    return sum(map(parameter_count, request.tensors.values()))
+
+
+# Saves into a directory: plan, write, index, commit.
+
 
 logger = logging.getLogger(__name__)
+
+
+def save_request(
+    request: SaveRequest,
+    save_directory: str | os.PathLike[str],
+    check: Callable[[], None] = lambda: None,
+    writer: ShardWriter | None = None,
+) -> CheckpointIndex:
+    """Save what a request holds, durably and all or nothing.
+
+    Args:
+        request: What to save, and how.
+        save_directory: Made when it is missing; or the address of a place in a store (see `save_to_store`).
+        check: Called when the directory is locked, and just before the commit.
+        writer: Writes the files; None: this process does.
+
+    Raises:
+        Everything that `hfshard.save_state_dict` raises.
+    """
+    directory = absolute_path(save_directory, "save_directory")
+    if is_address(directory):
+        return save_to_store(request, directory, check, writer)
+    names = request.options.names
+    writer = writer or OwnShardWriter()
+    writer_threads()  # raises where the environment asks for more than there is
+    plan = plan_request(request)
+    with save_session(directory, names) as session:
+        session.drops_signature = request.options.drop_signature
+        check()
+        plan = with_free_names(plan, session, request, writer)
+        need_bytes = plan.total_size + sum(file.size for file in request.companion_files.values())
+        session.make_folders({*request.companion_files, *request.small_files})
+        session.check_space(need_bytes)
+        with bytes_bar("Saving", need_bytes, request.options.progress) as progress_callback:
+            new, index = write_staged(plan, session, request, writer, progress_callback)
+            if needs_new_names(plan, new, index, session):
+                session.empty_staging()
+                plan = avoid_taken_names(with_one_more_shard(plan, names), session, names)
+                new, index = write_staged(plan, session, request, writer, None)
+        check()
+        writer.confirm()
+        session.commit(plan_commit(session.state, new))
+    logger.info("Saved %d tensors, %d bytes, into '%s'.", len(index.weight_map), plan.total_size, directory)
+    return index
+
+
+# Saves into a store: list, copy and send the shards under names of this save's own, put the index last, list again.
+
 
 _STEP: Final = re.compile(r"checkpoint-\d{1,18}")
 """What a run calls the folder of a checkpoint."""
@@ -383,3 +652,42 @@ def _changed_companions(store: Store, request: SaveRequest, state: StoreState) -
         if not is_kept and (there is None or not has_same_bytes(source, StoredSource(store, there))):
             changed[name] = source
     return changed
+
+
+# Saves into memory: the files of a request as streams, to be sent without a copy on disk.
+
+
+def stream_request(request: SaveRequest) -> tuple[dict[str, ByteSource], CheckpointIndex]:
+    """Stream the files that a save of this request into an empty directory would write, bit for bit.
+
+    Each tensor is read once for the hashes, and again when its file is read. The tensors of a single file are read
+    twice for the hashes, because the file holds its own.
+
+    Args:
+        request: Its tensors must not change until the files are read.
+
+    Returns:
+        Name -> contents, and the index.
+
+    Raises:
+        UnstorableTensorError, InvalidArgumentError: As when it is saved.
+    """
+    plan = plan_request(request)
+    jobs = shard_jobs(plan, request, [""] * len(plan.shards))
+    with bytes_bar("Hashing", plan.total_size, request.options.progress) as progress_callback:
+        digested = in_threads(partial(_digest, progress_callback=progress_callback), jobs, writer_threads())
+    index = index_of(plan, request, [digest for digest, _ in digested])
+    contents: dict[str, ByteSource] = {}
+    for shard, job, (digest, header) in zip(plan.shards, jobs, digested, strict=True):
+        opener = partial(SafetensorsStream, header, list(job.tensors.values()))
+        sha256 = digest.sha256 if plan.is_sharded and digest.sha256 is not None else sha256_of_reader(opener())
+        contents[shard.file] = StreamSource(digest.size or 0, sha256, opener)
+    if plan.is_sharded:
+        contents[request.options.names.index] = BytesSource(index.to_json())
+    return contents | {name: BytesSource(raw) for name, raw in request.small_files.items()}, index
+
+
+def _digest(
+    job: WriteJob, cancelled: threading.Event, progress_callback: Callable[[int], object]
+) -> tuple[FileDigest, bytes]:
+    return digest_shard(job, "sha256", progress_callback, cancelled)

@@ -15,9 +15,8 @@ from hfshard.disk.fsops import can_link
 from hfshard.format.digests import tensor_digest
 from hfshard.format.file_names import WeightNames
 from hfshard.format.index import CheckpointIndex, FileDigest
-from hfshard.saving.prepare import index_of, plan_request, shard_room
-from hfshard.saving.request import SaveRequest
-from hfshard.saving.to_directory import save_request
+from hfshard.saving.pipeline import index_of, plan_request, save_request, shard_room
+from hfshard.saving.save_request import SaveRequest
 from hfshard.shards.shard_plan import PlannedShard, ShardPlan, plan_specs
 from hfshard.shards.write_shards import WriteJob, file_order, shard_metadata, write_shards
 from hfshard.tensors.stored_tensor import TensorSpec, tensor_specs

@@ -16,15 +16,13 @@ from hfshard.errors import CheckpointChangedError, HfshardError, InvalidArgument
 from hfshard.format.file_names import INDEX_FILE, WeightNames
 from hfshard.format.index import CheckpointIndex
 from hfshard.hub.push_files import PushedContents, variants_of
-from hfshard.loading.source import CheckpointSource
-from hfshard.signing.check import SignedPlace
-from hfshard.signing.files import may_be_signed
-from hfshard.signing.report import left_out_warnings, with_problems
-from hfshard.signing.signed_by import SignedBy
-from hfshard.signing.stored_files import needs_disk, stored_manifest
-from hfshard.signing.upstream import SignedManifest
+from hfshard.places.source import CheckpointSource
+from hfshard.saving.copy_checkpoint import StoreFiles, without_marks
+from hfshard.signing.check_signature import SignedPlace, left_out_warnings, needs_disk, stored_manifest, with_problems
+from hfshard.signing.model_signing import SignedManifest
+from hfshard.signing.signed_files import may_be_signed
+from hfshard.signing.signer import SignedBy
 from hfshard.stores.store import StoredSource
-from hfshard.transfer.store_files import StoreFiles, without_marks
 
 _CHANGED: Final = "was saved while it was checked. Check it again when the process that saves there is done."
 

@@ -9,9 +9,9 @@ from hfshard._util.addresses import is_address, names_store
 from hfshard._util.arguments import absolute_path, names_files, path_text
 from hfshard.errors import InvalidArgumentError
 from hfshard.format.digests import Verify
-from hfshard.hub.pull import pull_from_hub
 from hfshard.hub.resolve import CheckpointQuery
-from hfshard.transfer.copying import copy_checkpoint, listed
+from hfshard.places.fetch import pull_from_hub
+from hfshard.saving.copy_checkpoint import copy_checkpoint, listed
 
 
 @names_files("repo_id")

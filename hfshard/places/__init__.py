@@ -1,0 +1,1 @@
+"""Where a load comes from: a directory, a store, a hub."""

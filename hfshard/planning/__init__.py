@@ -1,1 +1,0 @@
-"""Which tensor goes into which file: pure, no byte is read or written."""

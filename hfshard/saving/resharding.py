@@ -1,0 +1,498 @@
+"""Re-shard from end to end: open the source, copy its tensors into other files, check it again, commit."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Final, TypeVar
+
+import torch
+
+from hfshard._util.addresses import is_address
+from hfshard._util.arguments import absolute_path
+from hfshard.checkpoint.companion_files import companions_at, refuse_conflicts, taken_at
+from hfshard.checkpoint.folder import CheckpointFolder, RangedFolder
+from hfshard.checkpoint.load_options import LoadOptions
+from hfshard.checkpoint.locate import config_in
+from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, cast, is_compared, is_packed, raw_tensors
+from hfshard.commit.directory_state import weights_override_of
+from hfshard.commit.hub_marker import directory_of, refuse_hub
+from hfshard.constants import (
+    CONFIG_NAME,
+    GENERATION_CONFIG_NAME,
+    MAX_CONFIG_BYTES,
+    METADATA_KEY,
+    README,
+    SIGNATURE_NAME,
+)
+from hfshard.disk.byte_source import ByteSource, BytesSource
+from hfshard.disk.safe_open import Identity, identity_of, refuse_links_to_outside
+from hfshard.errors import CheckpointChangedError, InvalidArgumentError, SignatureError
+from hfshard.format.digests import Checksum, Verify
+from hfshard.format.index import CheckpointIndex, without_mark, without_weights_override
+from hfshard.format.strict_json import parse_json_object
+from hfshard.hub.own_files import OwnFiles
+from hfshard.places.source import CheckpointSource, LocalCheckpoint, open_source
+from hfshard.saving.pipeline import plan_request, save_request
+from hfshard.saving.reshard_in_place import reshard_in_place
+from hfshard.saving.save_request import SaveOptions, SaveRequest
+from hfshard.shards.shard_file import SafetensorsFile
+from hfshard.shards.write_shards import COMPLEX_AS_REAL_KEY
+from hfshard.tensors.tied import find_shared_tensors
+
+logger = logging.getLogger(__name__)
+
+BesideOf = Callable[[OpenCheckpoint], Mapping[str, ByteSource]]
+"""Finds the files that lie beside a checkpoint which is open."""
+
+_FLOATS: Final = {
+    str(dtype).removeprefix("torch."): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+}
+"""What tensors can be cast to."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReshardResult:
+    """What a re-shard read and wrote."""
+
+    directory: str
+    """The directory, or the address, that was written."""
+    index: CheckpointIndex
+    source: str
+    """The directory, the address, or the one file, that the tensors were read from."""
+    files_before: dict[str, int]
+    """The source's files of weights -> bytes."""
+    is_compared: bool
+    """Whether every byte was compared with a checksum while it was copied; else the source has none."""
+    companion_files: tuple[str, ...]
+    """Names of the files that were copied too."""
+
+
+_LINKS: Final = (
+    "the checkpoint's directory, and what they lead to would be published with the copy. Pass follow_links=True "
+    "(--follow-links) to copy what is there, or move the links away."
+)
+
+
+def reshard_source(
+    source: CheckpointSource,
+    dst: str,
+    options: SaveOptions,
+    *,
+    dtype: str | torch.dtype | None = None,
+    low_disk: bool = False,
+    key: str | None = None,
+    follow_links: bool = False,
+    beside: BesideOf | None = None,
+    overwrite: bool = True,
+    verify: Verify = "structure",
+) -> ReshardResult:
+    """Save a checkpoint in files of another size, and tell what was read and written.
+
+    Args:
+        source: The checkpoint.
+        dst: Directory, or address of a store, to save it in; the source's own: in place.
+        options: How to save it; `variant` is the source's.
+        dtype, low_disk, key, follow_links: As in `reshard_checkpoint`.
+        beside: For a copy, whose files hold what those of the source do: finds the other files that go along, and
+            replace those of the same names. None: the files are planned by size, and companions are found, and replace
+            nothing.
+        overwrite: For a copy: replace files that don't belong to the checkpoint in `dst` too; else they are refused
+            (see `OwnFiles`).
+        verify: How the source is checked before the first byte is written.
+
+    Raises:
+        Everything that `reshard_checkpoint` raises.
+    """
+    floating = _floating_dtype(dtype)
+    dst = absolute_path(dst, "dst")
+    local = source.find_local()
+    if local is not None and local.weights_name is not None:
+        refuse_beside_file(local, dst)
+    is_in_place = local is not None and is_same_place(local, dst)
+    if low_disk and (not is_in_place or floating is not None or is_address(dst)):
+        raise InvalidArgumentError(
+            "low_disk re-shards a checkpoint in place and as it is: give the same directory twice, and no dtype. "
+            "(In a store, nothing is written to the disk in any case.)",
+            path=dst,
+        )
+    if local is None:
+        query = replace(source.query, needs_companions=True)
+        local = replace(source, query=query).fetch(options.progress)
+    is_file = local.weights_name is not None
+    if not is_file:
+        check_places(source, local, dst, is_in_place=is_in_place)
+    with open_source(source, LoadOptions(progress=options.progress, key=key, verify=verify), local) as checkpoint:
+        if is_in_place:
+            check_in_place(checkpoint, low_disk=low_disk)
+            if not options.drop_signature:
+                refuse_signed(checkpoint)
+        request = SaveRequest(options=options)
+        if beside is not None:
+            options = replace(options, checksum=recorded_checksum(checkpoint))
+            request = SaveRequest(options=options, kept_files=files_of(checkpoint))
+        request = with_tensors(request, checkpoint, weights_only=is_file)
+        if floating is not None:
+            request = with_dtype(request, floating, checkpoint.directory)
+        if beside is not None:
+            request = replace(request, companion_files=beside(checkpoint), replaces_readme=overwrite)
+        elif not is_in_place and not is_file:
+            request = _with_companion_files(request, checkpoint.directory, dst, follow_links=follow_links)
+        was_compared = is_compared(checkpoint)
+        if not was_compared:
+            logger.info(
+                "'%s' has no checksums: its structure was checked, its bytes can't be.", checkpoint.weights_path
+            )
+        save = partial(reshard_in_place, checkpoint) if low_disk else save_request
+        check: Callable[[], None] = SourceCheck(checkpoint, is_in_place=is_in_place)
+        if not overwrite:
+            request, check = _without_own_files(request, dst, check)
+        index = save(request, dst, check)
+    return ReshardResult(
+        dst, index, source_text(local), sizes_of(checkpoint), was_compared, tuple(request.companion_files)
+    )
+
+
+def _with_companion_files(request: SaveRequest, place: str, dst: str, *, follow_links: bool) -> SaveRequest:
+    """Add the files beside the checkpoint, which `dst` must not have with other contents."""
+    companions = companions_at(place, request.small_files.keys())
+    if not (follow_links or is_address(place)):
+        refuse_links_to_outside(place, [*request.small_files, *companions], _LINKS)
+    if companions.pop(SIGNATURE_NAME, None) is not None:
+        logger.warning(
+            "The signature of '%s' is not copied, as it does not hold for other files. To sign them, run: hfshard sign "
+            "%s --private-key KEY",
+            place,
+            dst,
+        )
+    refuse_conflicts(companions, dst, taken_at(dst, companions))
+    return replace(request, companion_files=companions)
+
+
+def _without_own_files(
+    request: SaveRequest, dst: str, check: Callable[[], None]
+) -> tuple[SaveRequest, Callable[[], None]]:
+    """Refuse to replace the user's own files in `dst`, now and right before the commit, and keep a README there."""
+    small = {name: BytesSource(raw) for name, raw in request.small_files.items()}
+    own_files = OwnFiles(dst, request.options.names, {**small, **request.companion_files})
+
+    def check_both() -> None:
+        check()
+        own_files()
+
+    companions = dict(request.companion_files)
+    if own_files.keeps_readme:
+        del companions[README]
+    return replace(request, companion_files=companions), check_both
+
+
+def _floating_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    if dtype is None:
+        return None
+    name = str(dtype).removeprefix("torch.")
+    if name not in _FLOATS:
+        raise InvalidArgumentError(f"dtype must be one of {', '.join(_FLOATS)}, or None to leave it, got {dtype!r}.")
+    return _FLOATS[name]
+
+
+# Makes a save request from a checkpoint in files: its tensors as they are, or cast, and what goes with them.
+
+
+_DTYPE_KEYS: Final = ("dtype", "torch_dtype")
+"""Where a config says in which dtype a model is loaded: transformers' key, and its older one."""
+
+_OWN_KEYS: Final = frozenset({METADATA_KEY, COMPLEX_AS_REAL_KEY, "format"})
+"""Keys of a file's `__metadata__` that a save writes itself."""
+
+_MetadataValue = TypeVar("_MetadataValue")
+
+
+def with_tensors(request: SaveRequest, checkpoint: OpenCheckpoint, *, weights_only: bool = False) -> SaveRequest:
+    """Fill a request with all that a checkpoint holds, as it is.
+
+    Args:
+        request: How to save it.
+        checkpoint: Open; it must stay open until it is saved.
+        weights_only: Leave out the configs beside it.
+    """
+    index = checkpoint.index
+    tensors = raw_tensors(checkpoint)
+    tied_names = find_shared_tensors(checkpoint.pickled_tensors()) if checkpoint.pickles else index.tied_names
+    file_metadata: dict[str, str] = {}
+    for shard in checkpoint.shards.values():
+        file_metadata = shard.header.metadata | file_metadata
+    metadata = _without(index.metadata, _OWN_KEYS if checkpoint.weights.kind == "single" else frozenset())
+    request = replace(
+        request,
+        tensors={name: value for name, value in tensors.items() if name not in tied_names},
+        tied_names=tied_names,
+        undeclared_ties=index.undeclared_ties,
+        options=replace(request.options, metadata=metadata),
+        file_metadata=_without(file_metadata, _OWN_KEYS | tied_names.keys()),
+        total_parameters=index.total_parameters,
+        config=None if weights_only else _config_without_override(checkpoint.folder),
+        model_files={} if weights_only else _model_files_of(checkpoint.folder),
+    )
+    if checkpoint.pickles or request.kept_files or plan_request(request).weight_map == index.weight_map:
+        return request
+    return replace(request, tensors={name: tensors[name] for name in guess_order(checkpoint)})
+
+
+def _config_without_override(folder: CheckpointFolder) -> bytes | None:
+    """The config, without the weights that it may name while a commit is under way."""
+    raw = config_in(folder)
+    if raw is None:
+        return None
+    config = without_mark(raw)  # which it has from a store
+    return config if weights_override_of(config) is None else without_weights_override(config)
+
+
+def _model_files_of(folder: CheckpointFolder) -> dict[str, bytes]:
+    if not folder.has(GENERATION_CONFIG_NAME):
+        return {}
+    return {GENERATION_CONFIG_NAME: without_mark(folder.read_small(GENERATION_CONFIG_NAME, MAX_CONFIG_BYTES))}
+
+
+def guess_order(checkpoint: OpenCheckpoint) -> list[str]:
+    """Put the names into the order of the state dict that was saved, as far as safetensors files tell.
+
+    1. Files are filled in that order, but a tensor that is too large gets its own file, before the file that is being
+       filled. So where a file has one tensor, and more bytes than any file with several, its tensor came after the
+       first tensor of the next file. It is put after the last, where an output layer is.
+    2. Large files at the beginning, such as that of an embedding, may have been written when none was being filled.
+       They stay first.
+    """
+    files = [list(shard.header.tensors) for shard in checkpoint.shards.values()]
+    sizes = [shard.size for shard in checkpoint.shards.values()]
+    limit = max((size for size, names in zip(sizes, files, strict=True) if len(names) > 1), default=0)
+    order: list[str] = []
+    waiting: list[str] = []
+    was_filled = False
+    for size, names in zip(sizes, files, strict=True):
+        is_large = len(names) == 1 and size > limit > 0
+        if is_large and was_filled:
+            waiting += names
+            continue
+        order += names + waiting
+        waiting, was_filled = [], was_filled or not is_large
+    return order + waiting
+
+
+def _without(values: Mapping[str, _MetadataValue], keys: frozenset[str]) -> dict[str, _MetadataValue]:
+    return {key: value for key, value in values.items() if key not in keys}
+
+
+def with_dtype(request: SaveRequest, dtype: torch.dtype, directory: str) -> SaveRequest:
+    """Change a request so that floating tensors are cast when they are written, and the config says so.
+
+    Raises:
+        InvalidArgumentError: The checkpoint is quantized: its floats mean nothing without their scales.
+    """
+    path = os.path.join(directory, CONFIG_NAME)
+    raw = request.config
+    config = None if raw is None else parse_json_object(raw, path=path, what="Config", remedy="Save the model again.")
+    packed = [name for name, value in request.tensors.items() if is_packed(value)]
+    if packed or (config is not None and config.get("quantization_config")):
+        why = f"'{packed[0]}' is an 8-bit float or smaller" if packed else "its config has a quantization_config"
+        raise InvalidArgumentError(
+            f"The checkpoint in '{directory}' is quantized ({why}), and a cast would spoil it. "
+            "Re-shard it without dtype, or dequantize the model first.",
+            path=directory,
+        )
+    tensors = {name: cast(value, dtype) for name, value in request.tensors.items()}
+    if config is not None:
+        keys = [key for key in _DTYPE_KEYS if key in config] or [_DTYPE_KEYS[0]]
+        changed = config | dict.fromkeys(keys, str(dtype).removeprefix("torch."))
+        if changed != config:
+            raw = f"{json.dumps(changed, indent=2, sort_keys=True)}\n".encode()  # as transformers writes it
+    return replace(request, tensors=tensors, config=raw)
+
+
+# What a re-shard refuses: directories that it must not write into, and sources that change meanwhile.
+
+
+def place_of(local: LocalCheckpoint) -> str:
+    """Where a checkpoint lies: its directory, or its address."""
+    return local.directory if local.folder is None else local.folder.path
+
+
+def source_text(local: LocalCheckpoint) -> str:
+    """The directory, the address or the file that tensors are read from."""
+    place = place_of(local)
+    return place if local.weights_name is None else os.path.join(place, local.weights_name)
+
+
+def is_same_place(local: LocalCheckpoint, other: str) -> bool:
+    """Whether a path leads to the directory of a checkpoint, or an address is its own."""
+    if local.folder is not None or is_address(other):
+        return place_of(local) == other
+    return is_same_directory(local.directory, other)
+
+
+def is_same_directory(directory: str, other: str) -> bool:
+    """Whether two paths lead to one directory."""
+    return os.path.isdir(directory) and os.path.isdir(other) and os.path.samefile(directory, other)
+
+
+def refuse_beside_file(local: LocalCheckpoint, dst: str) -> None:
+    """Refuse to write what one file holds into its own directory, where it may be a part of another checkpoint.
+
+    Raises:
+        InvalidArgumentError: `dst` is that directory.
+        SaveDirectoryError: `dst` lies in a directory hub.
+    """
+    refuse_hub(dst)
+    if is_same_place(local, dst):
+        raise InvalidArgumentError(
+            f"'{dst}' is the directory of '{local.weights_name}' itself: give another one to write into, or the "
+            "directory twice, to re-shard what it holds in place.",
+            path=dst,
+        )
+
+
+def check_places(source: CheckpointSource, local: LocalCheckpoint, dst: str, *, is_in_place: bool) -> None:
+    """Refuse to write into the source, except to replace it, and into what a hub keeps.
+
+    Raises:
+        InvalidArgumentError: `dst` is not allowed; the message says what is.
+        SaveDirectoryError: `dst` lies in a directory hub.
+    """
+    refuse_hub(dst)
+    if local.folder is not None or is_address(dst):
+        if f"{dst}/".startswith(f"{place_of(local)}/") and not is_in_place:
+            raise InvalidArgumentError(
+                f"'{dst}' lies in the checkpoint that is re-sharded: give another prefix, or '{place_of(local)}' "
+                "itself to re-shard in place.",
+                path=dst,
+            )
+        return
+    root, target = os.path.realpath(local.directory), os.path.realpath(dst)
+    subfolder = source.query.subfolder
+    if subfolder and not is_in_place and is_same_directory(source.path, dst):
+        raise InvalidArgumentError(
+            f"'{dst}' holds the source in its folder '{subfolder}': to re-shard that in place, give "
+            f"'{local.directory}' twice; else give a directory outside.",
+            path=dst,
+        )
+    hub = directory_of(source.path) or (source.path if os.path.isdir(source.path) else None)
+    is_hub = local.commit is not None or _is_snapshot(root)
+    roots = [root, os.path.realpath(hub)] if is_hub and hub is not None else [root]
+    if any(target.startswith(above.rstrip("/") + "/") or (is_hub and target == above) for above in roots):
+        what = "what a hub keeps" if is_hub else "the checkpoint that is re-sharded"
+        todo = "" if is_hub else ", or the source itself to re-shard in place"
+        raise InvalidArgumentError(f"'{dst}' lies in {what}: give a directory outside{todo}.", path=dst)
+    if is_in_place and is_hub:
+        raise InvalidArgumentError(f"'{dst}' lies in what a hub keeps: give a directory outside.", path=dst)
+
+
+def _is_snapshot(directory: str) -> bool:
+    """Whether it is a snapshot in the Hub's cache, where files are links to blobs that all commits share."""
+    return re.search(r"/models--[^/]+/snapshots/[0-9a-f]{40}(/|$)", directory) is not None
+
+
+def check_in_place(checkpoint: OpenCheckpoint, *, low_disk: bool) -> None:
+    """Refuse to convert pickles in place where that replaces other weights, or group by group.
+
+    Raises:
+        InvalidArgumentError: It says what to do instead.
+    """
+    if not checkpoint.pickles:
+        return
+    if low_disk:
+        raise InvalidArgumentError(
+            f"low_disk is for safetensors, and '{checkpoint.weights_path}' is a pickle. Convert it without low_disk.",
+            path=checkpoint.weights_path,
+        )
+    names = checkpoint.names
+    for name in (names.single, names.index):
+        if checkpoint.folder.has(name):
+            raise InvalidArgumentError(
+                f"'{checkpoint.directory}' has '{name}' too, which is what is loaded: converting the pickles in place "
+                "would replace it. Give another directory, or remove what is old.",
+                path=checkpoint.directory,
+            )
+
+
+def refuse_signed(checkpoint: OpenCheckpoint) -> None:
+    """Refuse to re-shard a signed checkpoint in place, before a byte is written.
+
+    Raises:
+        SignatureError: There is a signature.
+    """
+    if checkpoint.folder.has(SIGNATURE_NAME):
+        raise SignatureError(
+            f"'{checkpoint.directory}' is signed, and '{SIGNATURE_NAME}' would no longer hold: nothing was changed. "
+            "Give another directory, or drop_signature=True (--drop-signature) to remove the signature.",
+            path=checkpoint.directory,
+        )
+
+
+def sizes_of(checkpoint: OpenCheckpoint) -> dict[str, int]:
+    """File of weights -> bytes."""
+    pickles = {name: file.identity[2] for name, file in checkpoint.pickles.items()}
+    return pickles | {name: shard.size for name, shard in checkpoint.shards.items()}
+
+
+def files_of(checkpoint: OpenCheckpoint) -> tuple[tuple[str, ...], ...]:
+    """The names in each safetensors file, in the order of the files and of the bytes in them; pickles are no such."""
+    return tuple(tuple(shard.header.tensors) for shard in checkpoint.shards.values())
+
+
+def recorded_checksum(checkpoint: OpenCheckpoint) -> Checksum | None:
+    """The kind of checksum that hfshard has recorded of the files; where others have written them, the default."""
+    records = [checkpoint.index.files[name] for name in checkpoint.shards if name in checkpoint.index.files]
+    if not records or any(record.sha256 is not None for record in records):
+        return "sha256"
+    return "xxh3" if any(record.xxh3 is not None for record in records) else None
+
+
+class SourceCheck:
+    """Refuses a source that somebody else has saved over since this was made; called before the commit.
+
+    A store that is re-sharded in place is looked at once, by the first call: from then on, the save itself changes it,
+    and commits only on top of what it has seen.
+    """
+
+    def __init__(self, checkpoint: OpenCheckpoint, *, is_in_place: bool) -> None:
+        self._checkpoint = checkpoint
+        self._identities = _identities_of(checkpoint)
+        self._looks_once = is_in_place and isinstance(checkpoint.folder, RangedFolder)
+        self._has_looked = False
+
+    def __call__(self) -> None:
+        """Look.
+
+        Raises:
+            CheckpointChangedError: A file is missing, or is another one.
+        """
+        if self._has_looked and self._looks_once:
+            return
+        self._has_looked = True
+        try:
+            found = {path: identity_of(os.stat(path)) for path in self._identities}
+        except OSError as error:
+            raise _changed(self._checkpoint) from error
+        if found != self._identities or not self._checkpoint.is_unchanged():
+            raise _changed(self._checkpoint)
+
+
+def _identities_of(checkpoint: OpenCheckpoint) -> dict[str, Identity]:
+    """Path -> identity of the files of weights on the disk, as they were opened; a store keeps its own account."""
+    if isinstance(checkpoint.folder, RangedFolder):
+        return {}
+    pickles = {file.path: file.identity for file in checkpoint.pickles.values()}
+    local = {shard.path: shard.identity for shard in checkpoint.shards.values() if isinstance(shard, SafetensorsFile)}
+    return pickles | local
+
+
+def _changed(checkpoint: OpenCheckpoint) -> CheckpointChangedError:
+    return CheckpointChangedError(
+        f"The checkpoint in '{checkpoint.directory}' was replaced or changed while it was re-sharded, and nothing "
+        "was saved. Do it again when the process that saves there is done.",
+        path=checkpoint.directory,
+    )

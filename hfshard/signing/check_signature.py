@@ -1,0 +1,646 @@
+"""Files compared with a signature that was checked: in a directory or a store, and the very ones that are open."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Set
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from hfshard._util.progress import ProgressCallback, bytes_bar
+from hfshard._util.text import list_some
+from hfshard._util.threads import cancellable, in_threads
+from hfshard.checkpoint.folder import StoreFolder
+from hfshard.checkpoint.load_options import FilesBeside
+from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
+from hfshard.checkpoint.verifier import Problem, VerifyReport
+from hfshard.constants import (
+    CONFIG_NAME,
+    FILES_AT_ONCE,
+    MAX_CONFIG_BYTES,
+    MAX_INDEX_BYTES,
+    SIGNATURE_NAME,
+    WEIGHTS_SUFFIXES,
+)
+from hfshard.disk.safe_open import is_users_link, open_regular, read_small
+from hfshard.errors import CheckpointChangedError, HfshardError, InvalidArgumentError, SignatureError
+from hfshard.format.digests import sha256_of
+from hfshard.format.file_names import INDEX_FILE
+from hfshard.format.index import CheckpointIndex, FileDigest
+from hfshard.pickles.pickle_file import PickleFile
+from hfshard.shards.shard import SafetensorsShard
+from hfshard.shards.shard_file import SafetensorsFile
+from hfshard.signing.model_signing import SignedManifest, digests_by_library, signed_manifest
+from hfshard.signing.signed_files import (
+    SMALL_SIGNATURE_BYTES,
+    OpenWeights,
+    SeenFile,
+    hash_files,
+    is_needed,
+    is_read,
+    list_files,
+    may_be_left_out,
+    may_be_signed,
+    most_signature_bytes,
+    references_elsewhere,
+    seen_file,
+)
+from hfshard.signing.signer import SignedBy
+
+_SHOWN: Final = 5
+"""Names in a message."""
+
+
+@dataclass
+class SignedPlace:
+    """A directory, and what a signature that was checked says of it."""
+
+    root: str
+    manifest: SignedManifest
+    below: str = ""
+    """The folder in it that is loaded, with a slash at its end; "": all of it."""
+    has_code: bool = False
+    """Whether code of the checkpoint may be run."""
+    seen: dict[str, SeenFile] = field(default_factory=dict)
+    """The files that were compared by their names, as they were then."""
+    open_weights: OpenWeights = field(default_factory=OpenWeights)
+    """Those that were compared while they are open."""
+    objects: Mapping[str, str] = field(default_factory=dict)
+    """Of a store: file -> the name under which it lies there, where that is not the same."""
+
+    def check_beside(self) -> None:
+        """Compare every file that a load reads beside the weights.
+
+        Raises:
+            SignatureError: One differs, is missing, or was added.
+        """
+        there, signed = self._names_read(), self.manifest.digests.keys()
+        self._refuse(missing_files=filter(self._is_needed, signed - there), added_files=there - signed)
+        self.check(sorted(there))
+        if self.has_code:
+            self._refuse_other_code()
+
+    def compare_names(self, there: Set[str]) -> tuple[set[str], list[SignatureError]]:
+        """Of the files that are there, name those that are signed; and say which are missing, and which were added."""
+        signed = self.manifest.digests.keys()
+        added, missing = sorted(self._added(there)), sorted(signed - there)
+        return {*there} & signed, [*map(self.not_signed, added), *map(self.missing, missing)]
+
+    def left_out(self, there: Set[str]) -> list[str]:
+        """Of the files that are there, those that who signed left out on purpose, as no load takes them."""
+        unsigned = there - self.manifest.digests.keys()
+        return sorted(unsigned - self._added(unsigned))
+
+    def check_all(self, progress: bool | None = None) -> None:
+        """Compare every file that is there, those of other weights too.
+
+        Raises:
+            SignatureError: One differs or was added, or a load needs it and it is missing.
+        """
+        names, signed = self.names_there(), self.manifest.digests.keys()
+        self._refuse(missing_files=filter(self._is_needed, signed - names), added_files=self._added(names))
+        names &= signed
+        total = sum(os.path.getsize(os.path.join(self.root, name)) for name in names)
+        with bytes_bar("Verifying", total, progress) as progress_callback:
+            self.check(sorted(names), progress_callback)
+
+    def check(self, names: Collection[str], progress_callback: ProgressCallback | None = None) -> None:
+        """Hash files, and compare them with what was signed.
+
+        Raises:
+            SignatureError: One differs.
+        """
+        for name, (found, seen) in self.hashed(names, progress_callback).items():
+            if found != self.manifest.digests.get(name):
+                raise self.differs(name)
+            self.seen[name] = seen
+
+    def hashed(
+        self, names: Collection[str], progress_callback: ProgressCallback | None = None
+    ) -> dict[str, tuple[dict[str, str], SeenFile]]:
+        """Hash files as the signature does: path -> digests, and which file it was."""
+        if self.manifest.is_plain:
+            plain = hash_files(self.root, names, progress_callback)
+            return {name: ({name: digest}, seen) for name, (digest, seen) in plain.items()}
+        result: dict[str, tuple[dict[str, str], SeenFile]] = {}
+        for name in names:
+            path = os.path.join(self.root, name)
+            os.close(open_regular(path, self.root))
+            before = seen_file(path)
+            digests = digests_by_library(self.root, [name], self.manifest.serialization)
+            if before is None or before != seen_file(path):
+                raise self.differs(name)
+            result[name] = digests, before
+        return result
+
+    def check_opened(self, checkpoint: OpenCheckpoint, progress: bool | None = None) -> None:
+        """Compare the files of weights that are open, whatever has their names by now, and the others once more.
+
+        Raises:
+            SignatureError: One differs, or is not signed.
+        """
+        files: dict[str, SafetensorsShard | PickleFile] = {**checkpoint.shards, **checkpoint.pickles}
+        below = os.path.relpath(checkpoint.directory, self.root)
+        names = {name: os.path.normpath(os.path.join(below, name)) for name in files}
+        entry = os.path.normpath(os.path.join(below, checkpoint.weights.name))
+        self._refuse(missing_files=(), added_files={entry, *names.values()} - self.manifest.digests.keys())
+        total = sum(file.size for file in files.values())
+        with bytes_bar("Verifying", total, progress) as progress_callback:
+            in_threads(
+                lambda name, cancelled: self._check_open_file(
+                    names[name], files[name], checkpoint, name, cancellable(progress_callback, cancelled)
+                ),
+                sorted(files, key=lambda name: -files[name].size),
+                FILES_AT_ONCE,
+            )
+        raw = checkpoint.raw_index
+        if raw is not None and self._digests_of(entry, raw) != self.manifest.digests[entry]:
+            raise self.differs(entry)
+        # The config that was read is the one that is there, if nothing changed since it was compared.
+        self.confirm()
+        if not checkpoint.is_unchanged():
+            raise CheckpointChangedError(
+                f"The checkpoint in '{checkpoint.directory}' was replaced while its signature was checked. Load it "
+                "again when the process that saves there is done.",
+                path=checkpoint.directory,
+            )
+
+    def confirm(self) -> None:
+        """Look once more, when a load is done, whether files have been touched since they were compared, or have come.
+
+        Raises:
+            SignatureError: One was changed meanwhile, or came and is not as it was signed.
+            CheckpointChangedError: One is as it was signed, but need not have been when it was read.
+        """
+        self.open_weights.confirm()
+        changed = [name for name, seen in self.seen.items() if seen_file(os.path.join(self.root, name)) != seen]
+        there = [name for name in changed if os.path.lexists(os.path.join(self.root, name))]
+        come = self._names_read() - self.seen.keys()
+        self._refuse(missing_files=set(changed) - set(there), added_files=come - self.manifest.digests.keys())
+        self.check(sorted({*there, *come}))
+        if changed:
+            path = os.path.join(self.root, changed[0])
+            raise CheckpointChangedError(
+                f"'{path}' was replaced while the checkpoint was loaded. Load it again when nothing changes it.",
+                path=path,
+            )
+
+    def differs(self, name: str, damaged: Collection[str] = ()) -> SignatureError:
+        """The error for a file that is not the one that was signed, or that was not signed."""
+        if name not in self.manifest.digests:
+            return self.not_signed(name)
+        path = self._path(name)
+        which = f" (tensor {list_some(sorted(damaged), _SHOWN, quote=True)})" if damaged else ""
+        return SignatureError(
+            f"'{path}' is not the file that was signed{which}: it was changed, or the signature is that of another "
+            f"checkpoint. Download it again, or ask who signed it; to see all that differs, run: hfshard verify "
+            f"{self.root} --public-key KEY",
+            path=path,
+        )
+
+    def not_signed(self, name: str) -> SignatureError:
+        """The error for a file that was added."""
+        path = self._path(name)
+        if self._is_ignored(name):
+            return SignatureError(
+                f"'{path}' is not covered by the signature: who signed the checkpoint left it out on purpose, and a "
+                "load takes it. Remove it, or ask for a signature of all files.",
+                path=path,
+            )
+        return SignatureError(
+            f"'{path}' is not covered by the signature: it was added after the checkpoint was signed, or belongs to "
+            "another one. Remove it, or ask who signed the checkpoint.",
+            path=path,
+        )
+
+    def missing(self, name: str) -> SignatureError:
+        """The error for a file that is gone."""
+        path = self._path(name)
+        return SignatureError(f"'{path}' was signed, and is missing. Download the checkpoint again.", path=path)
+
+    def became_link(self, name: str) -> SignatureError | None:
+        """The error for a signed file, or the signature, that is a link now, unless the Hub's cache made it."""
+        path = self._path(name)
+        if self.manifest.allows_links or not is_users_link(path, self.root):
+            return None
+        return SignatureError(
+            f"'{path}' was written as a file, and is a link now, which the signature does not allow. Put the file in "
+            "its place, or download the checkpoint again.",
+            path=path,
+        )
+
+    def names_there(self, *, takes_debris: bool = False) -> set[str]:
+        """The files that are there: those that hfshard would sign, and those that were signed."""
+        names = set(list_files(self.root, takes_debris=takes_debris).names)
+        others = self.manifest.digests.keys() - names
+        return names | {name for name in others if os.path.lexists(os.path.join(self.root, name))}
+
+    def _names_read(self) -> set[str]:
+        """The files that are there, and that a load may read beside the weights."""
+        there = {name for name in self.names_there() if is_read(name, has_code=self.has_code)}
+        return there & self.manifest.digests.keys() | self._added(there)
+
+    def _added(self, names: Collection[str]) -> set[str]:
+        """Those that are not signed, and not left out on purpose where that may be."""
+        unsigned = set(names) - self.manifest.digests.keys()
+        return {name for name in unsigned if not (self._is_ignored(name) and may_be_left_out(name))}
+
+    def _is_needed(self, name: str) -> bool:
+        return name.startswith(self.below) and is_needed(name)
+
+    def _path(self, name: str) -> str:
+        return os.path.join(self.root, self.objects.get(name, name))
+
+    def _digests_of(self, name: str, raw: bytes) -> dict[str, str]:
+        """Hash the contents of a file as the signature does."""
+        if self.manifest.is_plain:
+            return {name: sha256_of(raw)}
+        with tempfile.TemporaryDirectory(prefix="hfshard-") as folder:
+            path = os.path.join(folder, name)
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with open(path, "wb") as file:
+                file.write(raw)
+            return digests_by_library(folder, [name], self.manifest.serialization)
+
+    def _check_open_file(
+        self,
+        name: str,
+        file: SafetensorsShard | PickleFile,
+        checkpoint: OpenCheckpoint,
+        own_name: str,
+        progress_callback: ProgressCallback,
+    ) -> None:
+        if isinstance(file, SafetensorsFile) and self.manifest.is_plain:
+            found = {name: self.open_weights.sha256(file, progress_callback)}
+            if found != self.manifest.digests[name]:
+                raise self.differs(name, file.damaged_tensors(checkpoint.index.files.get(own_name, FileDigest())))
+            file.signed_sha256 = found[name]
+            return
+        digests, seen = self.hashed([name], progress_callback)[name]
+        if digests != self.manifest.digests[name] or seen[:-1] != file.identity:
+            raise self.differs(name)
+        if isinstance(file, SafetensorsFile | PickleFile) and seen[-1] != file.changed_ns:
+            raise CheckpointChangedError(
+                f"'{file.path}' was changed between its being opened and the check of its signature, so that what is "
+                "open need not be what was signed. Load it again when nothing changes it.",
+                path=file.path,
+            )
+        self.seen[name] = seen
+
+    def _refuse(self, *, missing_files: Iterable[str], added_files: Iterable[str]) -> None:
+        for name in sorted(added_files):
+            raise self.not_signed(name)
+        for name in sorted(missing_files):
+            raise self.missing(name)
+
+    def _is_ignored(self, name: str) -> bool:
+        """Whether who signed left a file out on purpose."""
+        return any(name == path or name.startswith(f"{path}/") for path in self.manifest.ignored)
+
+    def _refuse_other_code(self) -> None:
+        """Refuse a config whose code is another repo's, which this signature does not cover."""
+        for path in {os.path.join(self.root, folder, CONFIG_NAME) for folder in ("", self.below)}:
+            if not os.path.lexists(path):
+                continue
+            raw, _ = read_small(path, self.root, MAX_CONFIG_BYTES)
+            for reference in references_elsewhere(raw):
+                raise code_elsewhere(path, reference)
+
+
+def code_elsewhere(config: str, reference: str) -> SignatureError:
+    """Return the error for a config whose code is another repo's."""
+    return SignatureError(
+        f"'{config}' takes its code from another repo ({reference!r:.200}), which the signature does not cover. "
+        "Load it without trust_remote_code, or without the public key.",
+        path=config,
+        actual=reference,
+    )
+
+
+# What a load, or a check, is given: who must have signed; and the signature that is looked for then.
+
+
+_BLOCK_BYTES: Final = 512
+"""Of st_blocks."""
+
+
+class RequiredSignature:
+    """What a load asks for when it is given a public key."""
+
+    def __init__(self, by: SignedBy) -> None:
+        """Take who must have signed."""
+        self.by = by
+
+    def find(self, directory: str, subfolder: str = "", *, has_code: bool = False) -> SignedPlace:
+        """Find the signature of a checkpoint, check it, and every file that a load reads beside the weights.
+
+        Args:
+            directory: The checkpoint's, with the subfolder.
+            subfolder: The end of that path, if the checkpoint lies below the directory or repo that was given: where
+                it has no signature of its own, that of the whole counts.
+            has_code: Whether code of the checkpoint may be run.
+
+        Raises:
+            SignatureError: There is none, or not this one's; a file differs, is missing, or was added.
+        """
+        place = self._place(directory, subfolder, has_code=has_code)
+        place.check_beside()
+        return place
+
+    def find_in_store(self, folder: StoreFolder, beside: FilesBeside, *, has_code: bool = False) -> SignedObjects:
+        """Find the signature in a folder of a store (args, raises: as `find_signed_objects`)."""
+        return find_signed_objects(folder, beside, self.by, has_code=has_code)
+
+    def find_all(self, directory: str, subfolder: str = "") -> SignedPlace:
+        """Find the signature, and compare nothing yet (raises as `find`, for the signature)."""
+        return self._place(directory, subfolder, has_code=False)
+
+    def _place(self, directory: str, subfolder: str, *, has_code: bool) -> SignedPlace:
+        root = directory.rstrip(os.sep) or os.sep
+        if has_code or not os.path.lexists(os.path.join(root, SIGNATURE_NAME)):
+            for _ in filter(None, subfolder.split("/")):  # code lies above too
+                root = os.path.dirname(root).rstrip(os.sep)
+        path = os.path.join(root, SIGNATURE_NAME)
+        if not os.path.lexists(path):
+            raise SignatureError(
+                f"'{root}' has no signature: there is no '{SIGNATURE_NAME}'. If you trust what is there, sign it: "
+                f"hfshard sign {root} --private-key KEY; or leave out the public key.",
+                path=root,
+            )
+        raw, _ = read_small(path, root, _most_bytes(root, path))  # no pipe, no link to elsewhere, not endless
+        manifest = signed_manifest(root, path, self.by.choose, str(self.by), raw)
+        below = os.path.relpath(directory, root)
+        return SignedPlace(root, manifest, "" if below == os.curdir else f"{below}/", has_code=has_code)
+
+
+def _most_bytes(root: str, signature: str) -> int:
+    seen = seen_file(signature)
+    if seen is None or seen[2] <= SMALL_SIGNATURE_BYTES:
+        return SMALL_SIGNATURE_BYTES
+    names = list_files(root).names
+    blocks = sum(os.stat(os.path.join(root, name)).st_blocks for name in names)  # holes count for nothing
+    return most_signature_bytes(len(names), blocks * _BLOCK_BYTES)
+
+
+def required_signature(public_key: str | os.PathLike[str] | SignedBy | None) -> RequiredSignature | None:
+    """What a load asks for when it is given this `public_key`; None: nothing."""
+    by = SignedBy.of(public_key)
+    return None if by is None else RequiredSignature(by)
+
+
+# What differs from what was signed, added to the report of a check.
+
+
+"""Names in a message."""
+
+
+def with_signature(
+    report: VerifyReport, by: SignedBy, directory: str, subfolder: str = "", *, level: str, progress: bool | None
+) -> VerifyReport:
+    """Add to a report what is wrong with the signature of a directory, and which files differ from it.
+
+    Shards whose recorded sha256 was compared with their bytes for the report are not read again.
+
+    Args:
+        report: Of the checkpoint there.
+        by: Who must have signed.
+        directory: With the subfolder.
+        subfolder: The end of that path; see `RequiredSignature.find`.
+        level: "full"; or "structure": weights are not read, only what is recorded of them is compared.
+        progress: Whether to show a bar.
+    """
+    try:
+        place = RequiredSignature(by).find_all(directory, subfolder)
+        there = place.names_there(takes_debris=True)
+        names, errors = place.compare_names(there)
+        errors += filter(None, map(place.became_link, [SIGNATURE_NAME, *sorted(names)]))
+        recorded = _recorded(place, names) if place.manifest.is_plain else {}
+        damaged = {os.path.realpath(problem.file) for problem in report.problems}
+        compared = {os.path.abspath(os.path.join(report.directory, name)) for name in report.files}
+        known = {
+            name: digest
+            for name, digest in recorded.items()
+            if level == "structure" or os.path.normpath(os.path.join(place.root, name)) in compared
+            if os.path.realpath(os.path.join(place.root, name)) not in damaged
+        }
+        left = [name for name in sorted(names - known.keys()) if level == "full" or not name.endswith(WEIGHTS_SUFFIXES)]
+        total = sum(os.path.getsize(os.path.join(place.root, name)) for name in left)
+        with bytes_bar("Verifying", total, progress) as progress_callback:
+            hashed = place.hashed(left, progress_callback)
+        differing = {name for name in left if hashed[name][0] != place.manifest.digests[name]}
+        if level == "full" and any(os.path.normpath(os.path.join(place.root, name)) in compared for name in differing):
+            # What the report compared shards with may itself be forged, such as the manifest of a run's checkpoint.
+            again = place.hashed(sorted(known))
+            known = {name: found[name] for name, (found, _) in again.items()}
+        differing |= {name for name, digest in known.items() if place.manifest.digests[name] != {name: digest}}
+        errors += [place.differs(name) for name in sorted(differing)]
+    except HfshardError as error:
+        if isinstance(error, InvalidArgumentError):
+            raise
+        return with_problems(report, [error])
+    unread = 0 if level == "full" else len(names) - len(left)
+    warnings = [f"{unread} signed files of weights were not compared: level='full' reads them."] if unread else []
+    warnings += left_out_warnings(place, {name for name in there if may_be_signed(name)})
+    files = tuple(dict.fromkeys((*report.files, *sorted(names))))
+    report = replace(report, files=files, warnings=(*report.warnings, *warnings))
+    report = replace(with_problems(report, errors), checked_bytes=report.checked_bytes + total)
+    return replace(report, signed_by=str(by)) if report.ok and not unread else report
+
+
+def left_out_warnings(place: SignedPlace, there: Set[str]) -> list[str]:
+    """Say which files nobody signed, on purpose."""
+    left_out = place.left_out(there)
+    if not left_out:
+        return []
+    return [
+        f"{list_some(left_out, _SHOWN, quote=True)}: left out of the signature on purpose by who signed; no load takes "
+        "such files."
+    ]
+
+
+def with_problems(report: VerifyReport, errors: Collection[HfshardError]) -> VerifyReport:
+    """Add errors to the problems of a report."""
+    found = [Problem(error.path or report.directory, None, error.message) for error in errors]
+    return replace(report, problems=(*report.problems, *found))
+
+
+def _recorded(place: SignedPlace, names: Collection[str]) -> dict[str, str]:
+    """The sha256 of shards in the indexes that are as they were signed."""
+    found: dict[str, str] = {}
+    for name in names:
+        if not INDEX_FILE.fullmatch(name):
+            continue
+        raw, _ = read_small(os.path.join(place.root, name), place.root, MAX_INDEX_BYTES)
+        if place.manifest.digests[name] != {name: sha256_of(raw)}:
+            continue
+        folder = os.path.dirname(name)
+        for shard, digest in CheckpointIndex.from_json(raw, name).files.items():
+            path = os.path.join(folder, shard)
+            if digest.sha256 is not None and path in names and not path.endswith(".json"):
+                found[path] = digest.sha256
+    return found
+
+
+# Files in a store compared with a signature: the very bytes that a load reads, and the shards that are open.
+
+
+@dataclass
+class SignedObjects:
+    """A checkpoint in a store, and what a signature that was checked says of it.
+
+    Every read is of the object that was listed, or an error, so that what was compared is what is loaded.
+    """
+
+    folder: StoreFolder
+    beside: FilesBeside
+    manifest: SignedManifest
+    has_code: bool
+    """Whether code of the checkpoint may be run."""
+    _compared: Mapping[str, bytes] = field(default_factory=dict)
+    """The small files, as they were compared."""
+    _signature: Hashable = None
+    """What tells the object of the signature that was checked."""
+
+    def check_beside(self) -> None:
+        """Compare every file that a load reads beside the weights.
+
+        Raises:
+            SignatureError: One differs, is not signed, or is missing.
+        """
+        self._compared = self.beside.read_all()
+        for name, raw in sorted(self._compared.items()):
+            self._compare(name, sha256_of(raw))
+        for name in sorted(filter(is_needed, self.manifest.digests)):
+            if self.folder.was_listed(name.rpartition("/")[0]) and not self.folder.has(name):
+                raise self._place.missing(name)
+        for reference in references_elsewhere(self._compared.get(CONFIG_NAME, b"")) if self.has_code else ():
+            raise code_elsewhere(self.folder.path_of(CONFIG_NAME), reference)
+
+    def check_all(self, progress: bool | None = None) -> None:
+        """Refuse what is read by its names, by others (raises InvalidArgumentError)."""
+        raise needs_disk(self.folder.path, "is read by transformers itself")
+
+    def check_opened(self, checkpoint: OpenCheckpoint, progress: bool | None = None) -> None:
+        """Compare the shards that are open, each streamed once, and the small files once more.
+
+        Raises:
+            SignatureError: One differs, or is not signed.
+            CheckpointChangedError: Another save came meanwhile.
+            InvalidArgumentError: It can only be compared on a disk.
+        """
+        entry = checkpoint.weights.name
+        if checkpoint.pickles:
+            raise needs_disk(self.folder.path, "has files of torch.save")
+        signed = self.manifest.digests.keys()
+        if self.folder.identity(SIGNATURE_NAME) != self._signature:
+            raise self._changed()
+        single = checkpoint.names.single
+        if single in signed and not self.folder.has(single) and entry not in signed:
+            why = f"was signed as one file, '{single}', which has another header in a store"
+            raise needs_disk(self.folder.path, why)
+        for name in (entry, *checkpoint.shards):
+            if name not in signed:
+                raise self._place.not_signed(name)
+        raw = checkpoint.raw_index
+        if raw is not None:
+            self._compare(entry, sha256_of(raw))
+        shards = checkpoint.shards
+        with bytes_bar("Verifying", sum(one.size for one in shards.values()), progress) as progress_callback:
+            in_threads(
+                lambda name, cancelled: self._check_shard(
+                    name, shards[name], cancellable(progress_callback, cancelled)
+                ),
+                sorted(shards, key=lambda name: -shards[name].size),
+                FILES_AT_ONCE,
+            )
+        self.confirm()
+
+    def confirm(self) -> None:
+        """Look whether the small files are still those that were compared (raises CheckpointChangedError)."""
+        if self.beside.read_all() != self._compared:
+            raise self._changed()
+
+    def _changed(self) -> CheckpointChangedError:
+        path = self.folder.path
+        return CheckpointChangedError(
+            f"The checkpoint in '{path}' was replaced while it was loaded. Load it again when the process that saves "
+            "there is done.",
+            path=path,
+        )
+
+    @property
+    def _place(self) -> SignedPlace:
+        objects = {
+            name: self.folder.path_of(name).removeprefix(f"{self.folder.path}/") for name in self.manifest.digests
+        }
+        return SignedPlace(self.folder.path, self.manifest, objects=objects)
+
+    def _check_shard(self, name: str, shard: SafetensorsShard, progress_callback: ProgressCallback) -> None:
+        self._compare(name, shard.checked_sha256(FileDigest(), progress_callback))
+
+    def _compare(self, name: str, sha256: str) -> None:
+        if self.manifest.digests.get(name) != {name: sha256}:
+            raise self._place.differs(name)
+
+
+def find_signed_objects(folder: StoreFolder, beside: FilesBeside, by: SignedBy, *, has_code: bool) -> SignedObjects:
+    """Find the signature in a folder of a store, check it, and every file that a load reads beside the weights.
+
+    Args:
+        folder: As it was listed.
+        beside: The small files that a load reads.
+        by: Who must have signed.
+        has_code: Whether code of the checkpoint may be run.
+
+    Raises:
+        SignatureError: There is none, or not this one's; a file differs, is not signed, or is missing.
+        InvalidArgumentError: Its digests are of another kind.
+    """
+    sizes = {name: folder.size(name) for name in folder.names()}
+    manifest = stored_manifest(folder.path, sizes, lambda limit: folder.read_small(SIGNATURE_NAME, limit), by)
+    found = SignedObjects(folder, beside, manifest, has_code, _signature=folder.identity(SIGNATURE_NAME))
+    found.check_beside()
+    return found
+
+
+def stored_manifest(place: str, sizes: Mapping[str, int], read: Callable[[int], bytes], by: SignedBy) -> SignedManifest:
+    """Check the signature of what lies in a store.
+
+    Args:
+        place: Its address.
+        sizes: Name of each file there -> bytes.
+        read: Reads the signature, of at most so many bytes.
+        by: Who must have signed.
+
+    Raises:
+        SignatureError: There is none, or not this one's.
+        InvalidArgumentError: Its digests are of another kind.
+    """
+    path = f"{place}/{SIGNATURE_NAME}"
+    if SIGNATURE_NAME not in sizes:
+        raise SignatureError(
+            f"'{place}' has no signature: there is no '{SIGNATURE_NAME}'. Sign the directory that is pushed "
+            "there (hfshard sign DIR --private-key KEY), and push it again; or leave out the public key.",
+            path=place,
+        )
+    limit = most_signature_bytes(len(sizes), sum(sizes.values()) - sizes[SIGNATURE_NAME])
+    if sizes[SIGNATURE_NAME] > limit:
+        raise SignatureError(
+            f"'{path}' has {sizes[SIGNATURE_NAME]} bytes, but a signature of such files has at most {limit}. Ask who "
+            "published the checkpoint for the right file.",
+            path=path,
+        )
+    manifest = signed_manifest(place, path, by.choose, str(by), read(limit))
+    if not manifest.is_plain:
+        raise needs_disk(place, "was signed by other digests than sha256 of whole files")
+    return manifest
+
+
+def needs_disk(place: str, why: str) -> InvalidArgumentError:
+    """Return the error for what can't be compared in a store."""
+    return InvalidArgumentError(
+        f"'{place}' {why}: its signature is checked on a disk. Run: hfshard pull {place} DIR && hfshard verify DIR "
+        "--public-key KEY",
+        path=place,
+    )

@@ -1,1 +1,0 @@
-"""Checkpoints as they are, from one place to another: directories, stores and hubs."""
