@@ -14,8 +14,8 @@ from torch import nn
 from hfshard._util.arguments import names_files, path_text, refuse_unknown
 from hfshard.checkpoint.load_options import LoadOptions, checked_device, files_holding, read_tensors
 from hfshard.checkpoint.open_checkpoint import FilesOf
-from hfshard.distributed.liveness.call_group import among
-from hfshard.distributed.loading import (
+from hfshard.distributed.group_store import among
+from hfshard.distributed.load_on_ranks import (
     check_like,
     files_of_names,
     has_spread_state,

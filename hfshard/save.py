@@ -12,8 +12,8 @@ from torch import nn
 
 from hfshard._util.arguments import absolute_path, names_files
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
-from hfshard.distributed.liveness.call_group import among
-from hfshard.distributed.saving import save_anywhere, telling_other_ranks
+from hfshard.distributed.group_store import among
+from hfshard.distributed.save_on_ranks import save_anywhere, telling_other_ranks
 from hfshard.distributed.spread_tensor import has_spread
 from hfshard.errors import InvalidArgumentError
 from hfshard.format.digests import Checksum

@@ -8,14 +8,14 @@ from hfshard._util.lazy_imports import lazy_exports
 
 # Public name -> the module that defines it, imported when it is first used: torch.distributed takes time to import.
 _HOMES = {
-    "StorageReader": "dcp.reader",
-    "StorageWriter": "dcp.writer",
+    "StorageReader": "dcp_reader",
+    "StorageWriter": "dcp_writer",
 }
 
 __all__ = sorted(_HOMES)
 
 if TYPE_CHECKING:
-    from hfshard.distributed.dcp.reader import StorageReader as StorageReader
-    from hfshard.distributed.dcp.writer import StorageWriter as StorageWriter
+    from hfshard.distributed.dcp_reader import StorageReader as StorageReader
+    from hfshard.distributed.dcp_writer import StorageWriter as StorageWriter
 else:
     __getattr__, __dir__ = lazy_exports(__name__, _HOMES)

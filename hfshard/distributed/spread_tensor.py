@@ -1,26 +1,28 @@
-"""A tensor that is spread over ranks, as one of them sees it: the whole one's shape, and this rank's part."""
+"""A tensor that is spread over ranks, as one of them sees it, and where the bytes of its part lie in the whole."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from hfshard.distributed.layout import (
     Box,
     Coordinate,
     Interval,
     MeshLayout,
+    box_elements,
     box_shape,
     clip_box,
     held_box,
     local_slices,
     mesh_layout_of,
 )
-from hfshard.distributed.runs import Runs
 from hfshard.errors import UnstorableTensorError
 from hfshard.tensors.state_dict import is_dtensor, local_tensor, refuse_sharded_tensors
 from hfshard.tensors.stored_tensor import check_storable
@@ -152,3 +154,198 @@ def with_spread_tensors(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """
     refuse_sharded_tensors(tensors)
     return {name: SpreadTensor.of(value, name) if is_dtensor(value) else value for name, value in tensors.items()}
+
+
+# Where the bytes of a box lie in the whole tensor: contiguous runs, found for a range of bytes at a time.
+
+
+Positions = NDArray[np.int64]
+"""Of bytes, or numbers of them."""
+ByteArray = NDArray[np.uint8]
+"""One dimension; contiguous."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Runs:
+    """Contiguous stretches of a tensor's row-major bytes, ascending, and where a local tensor's bytes have them."""
+
+    offsets: Positions
+    """Where each begins in the whole tensor, in bytes."""
+    lengths: Positions
+    """In bytes; none is 0."""
+    positions: Positions
+    """Where each begins in the row-major bytes of the local tensor."""
+
+    @property
+    def total(self) -> int:
+        """Bytes of all."""
+        return int(self.lengths.sum())
+
+    @classmethod
+    def none(cls) -> Self:
+        """The runs of a rank that has nothing."""
+        nothing = np.zeros(0, np.int64)
+        return cls(nothing, nothing, nothing)
+
+    @classmethod
+    def of_box(cls, shape: tuple[int, ...], itemsize: int, box: Box) -> Self:
+        """All runs of a box.
+
+        A column shard has as many as the tensor has rows: of other ranks' parts ask `BoxRuns` for a range at a time.
+
+        Args:
+            shape: Of the whole tensor.
+            itemsize: Bytes of an element.
+            box: What a rank holds of it.
+
+        Example:
+            >>> runs = Runs.of_box((2, 4), 2, (((0, 2),), ((1, 3),)))
+            >>> runs.offsets.tolist(), runs.lengths.tolist(), runs.positions.tolist()
+            ([2, 10], [4, 4], [0, 4])
+        """
+        if not box_elements(box):
+            return cls.none()
+        inner = len(shape) - 1
+        while inner > 0 and box[inner] == ((0, shape[inner]),):
+            inner -= 1
+        stride = prod(shape[inner + 1 :]) * itemsize
+        bounds = np.array(box[inner] if shape else ((0, 1),), np.int64) * stride
+        offsets = bounds[:, 0]
+        lengths: Positions = bounds[:, 1] - bounds[:, 0]
+        for dim in range(inner - 1, -1, -1):
+            stride *= shape[dim + 1]
+            indices = np.concatenate([np.arange(start, stop, dtype=np.int64) for start, stop in box[dim]])
+            offsets = (indices[:, None] * stride + offsets).ravel()
+            lengths = np.tile(lengths, len(indices))
+        return cls(offsets, lengths, np.cumsum(lengths) - lengths)
+
+    def clip(self, start: int, stop: int) -> Self:
+        """The runs, and parts of runs, that lie from one byte of the whole tensor to another.
+
+        Args:
+            start: The first byte.
+            stop: The byte after the last one.
+        """
+        if start >= stop:
+            return self.none()
+        ends = self.offsets + self.lengths
+        some = slice(int(np.searchsorted(ends, start, "right")), int(np.searchsorted(self.offsets, stop, "left")))
+        offsets: Positions = np.maximum(self.offsets[some], start)
+        stops: Positions = np.minimum(ends[some], stop)
+        return type(self)(offsets, stops - offsets, self.positions[some] + (offsets - self.offsets[some]))
+
+
+@dataclass(frozen=True, slots=True)
+class BoxRuns:
+    """The runs of a box, none of which is kept: of a thousand ranks' parts of a tensor, they would fill gigabytes."""
+
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    itemsize: int
+    """Bytes of an element."""
+    box: Box
+    """What a rank holds of it."""
+
+    @property
+    def total(self) -> int:
+        """Bytes of all."""
+        return box_elements(self.box) * self.itemsize
+
+    def clip(self, start: int, stop: int) -> Runs:
+        """What `Runs.clip` gives, in a time that depends on the range alone.
+
+        Args:
+            start: The first byte of the whole tensor.
+            stop: The byte after the last one.
+        """
+        stop = min(stop, prod(self.shape) * self.itemsize)
+        if start >= stop or not self.total:
+            return Runs.none()
+        box, passed = self._narrowed(start, stop)
+        runs = Runs.of_box(self.shape, self.itemsize, box)
+        return Runs(runs.offsets, runs.lengths, runs.positions + passed).clip(start, stop)
+
+    def _narrowed(self, start: int, stop: int) -> tuple[Box, int]:
+        """The rows of the box that a range touches, and the bytes of the local tensor before them.
+
+        Where the range lies in one row of the first dimension, it is narrowed in the next one, too.
+        """
+        box = list(self.box)
+        sizes = box_shape(self.box)
+        stride = prod(self.shape) * self.itemsize
+        passed = row_start = 0
+        for dim, size in enumerate(self.shape):
+            stride //= size
+            first = (start - row_start) // stride
+            last = -(-(stop - row_start) // stride)
+            before = sum(max(0, min(end, first) - begin) for begin, end in box[dim])
+            passed += before * prod(sizes[dim + 1 :]) * self.itemsize
+            box[dim] = _within(box[dim], first, last)
+            if last - first > 1:
+                break
+            row_start += first * stride
+        return tuple(box), passed
+
+
+def _within(intervals: tuple[Interval, ...], first: int, last: int) -> tuple[Interval, ...]:
+    found = ((max(start, first), min(stop, last)) for start, stop in intervals)
+    return tuple((start, stop) for start, stop in found if start < stop)
+
+
+def gather_into(target: ByteArray, source: ByteArray, starts: Positions, lengths: Positions) -> None:
+    """Copy stretches of bytes to the beginning of a target, one after another.
+
+    Args:
+        target: At least as long as the stretches together; changed.
+        source: The bytes.
+        starts: Where the stretches begin in the source.
+        lengths: Of the stretches.
+    """
+    for begin, end, done in _regular(starts, lengths):
+        rows = _rows(source, starts, lengths, begin, end)
+        target[done : done + rows.size].reshape(rows.shape)[...] = rows
+
+
+def scatter_into(target: ByteArray, starts: Positions, lengths: Positions, source: ByteArray) -> None:
+    """Copy bytes that come one after another to stretches of a target: the inverse of `gather_into`.
+
+    Args:
+        target: Changed.
+        starts: Where the stretches begin in the target.
+        lengths: Of the stretches.
+        source: At least as long as the stretches together.
+    """
+    for begin, end, done in _regular(starts, lengths):
+        rows = _rows(target, starts, lengths, begin, end)
+        rows[...] = source[done : done + rows.size].reshape(rows.shape)
+
+
+def _regular(starts: Positions, lengths: Positions) -> Iterator[tuple[int, int, int]]:
+    """Group stretches that are equally long and equally far apart: numpy copies such a group at once.
+
+    Yields:
+        The first one's number, the number after the last one's, and the bytes of all stretches before.
+    """
+    count = len(starts)
+    if not count:
+        return
+    before = (np.cumsum(lengths) - lengths).tolist()
+    is_alike = (lengths[2:] == lengths[1:-1]) & (lengths[1:-1] == lengths[:-2]) & (np.diff(starts, 2) == 0)
+    begin = 0
+    for end in [*(np.flatnonzero(~is_alike) + 2).tolist(), count]:  # numbers of those unlike the two before them
+        while end - begin > (0 if end == count else 1):
+            group_end = end if end - begin > 2 else begin + 1
+            yield begin, group_end, before[begin]
+            begin = group_end
+
+
+def _rows(memory: ByteArray, starts: Positions, lengths: Positions, begin: int, end: int) -> ByteArray:
+    """A group of stretches as the rows of a matrix, which is a view of the memory."""
+    start = int(starts[begin])
+    length = int(lengths[begin])
+    if end - begin == 1:
+        return memory[start : start + length].reshape(1, length)
+    step = int(starts[begin + 1]) - start
+    last = start + (end - begin - 1) * step + length
+    view: Any = np.lib.stride_tricks.as_strided(memory[start:last], (end - begin, length), (step, 1))
+    return view  # type: ignore[no-any-return]

@@ -22,7 +22,7 @@ from hfshard.checkpoint.locate import read_config
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
 from hfshard.commit.hub_marker import directory_of, has_hub_marker
 from hfshard.constants import CHANGED_RETRIES, CONFIG_NAME, WEIGHTS_OVERRIDE_KEY
-from hfshard.distributed.loading import load_opened
+from hfshard.distributed.load_on_ranks import load_opened
 from hfshard.errors import CheckpointChangedError, InvalidArgumentError
 from hfshard.format.index import without_weights_override
 from hfshard.hub.resolve import CheckpointQuery

@@ -14,7 +14,7 @@ from huggingface_hub import PyTorchModelHubMixin
 
 from hfshard.checkpoint.load_options import LoadOptions
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
-from hfshard.distributed.liveness.call_group import among
+from hfshard.distributed.group_store import among
 from hfshard.format.digests import Checksum, Verify
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.modules.loading import build_module, load_plain

@@ -11,7 +11,7 @@ from torch import nn
 
 from hfshard._util.arguments import refuse_pickles, refuse_unknown
 from hfshard.commit.hub_marker import absolute_address
-from hfshard.distributed.pushing.together import push_together
+from hfshard.distributed.push_together import push_together
 from hfshard.distributed.spread_tensor import has_spread
 from hfshard.errors import InvalidArgumentError
 from hfshard.hub.push_files import PushOptions

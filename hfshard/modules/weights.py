@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from hfshard._util.arguments import names_files
-from hfshard.distributed.saving import decline_save, save_anywhere, telling_other_ranks
+from hfshard.distributed.save_on_ranks import decline_save, save_anywhere, telling_other_ranks
 from hfshard.distributed.spread_tensor import has_spread
 from hfshard.format.index import CheckpointIndex
 from hfshard.saving.save_request import SaveOptions, request_from_module

@@ -20,7 +20,7 @@ from hfshard.checkpoint.locate import read_config
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
 from hfshard.commit.hub_marker import directory_of, has_hub_marker
 from hfshard.constants import CHANGED_RETRIES
-from hfshard.distributed.agreement import current_agreement
+from hfshard.distributed.load_on_ranks import current_agreement
 from hfshard.errors import (
     CheckpointChangedError,
     CheckpointNotFoundError,

@@ -17,8 +17,8 @@ from hfshard._util.threads import LendingLock
 from hfshard.checkpoint.load_options import LoadOptions
 from hfshard.checkpoint.locate import check_generation_config, read_config
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
-from hfshard.distributed.agreement import current_agreement
-from hfshard.distributed.reading import stored_tensors
+from hfshard.distributed.load_on_ranks import current_agreement
+from hfshard.distributed.read_parts import stored_tensors
 from hfshard.errors import StateDictMismatchError
 from hfshard.places.source import LocalCheckpoint
 from hfshard.pretrained.arguments import (

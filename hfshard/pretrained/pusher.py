@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from hfshard._util.arguments import refuse_pickles, refuse_unknown
 from hfshard.commit.hub_marker import absolute_address
-from hfshard.distributed.pushing.together import push_together
+from hfshard.distributed.push_together import push_together
 from hfshard.hub.push_files import PushOptions
 from hfshard.pretrained.arguments import PUSH_ARGUMENTS
 from hfshard.pretrained.class_alias import class_before_fsdp

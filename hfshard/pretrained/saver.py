@@ -16,9 +16,9 @@ from hfshard._util.addresses import is_address, refuse_hub_arguments
 from hfshard._util.arguments import absolute_path, refuse_pickles, refuse_unknown
 from hfshard.commit.hub_marker import absolute_address, refuse_hub
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
-from hfshard.distributed.liveness.call_group import has_other_ranks
-from hfshard.distributed.pushing.together import PushTogether, push_together
-from hfshard.distributed.saving import decline_save, needs_all_ranks, save_anywhere, telling_other_ranks
+from hfshard.distributed.group_store import has_other_ranks
+from hfshard.distributed.push_together import PushTogether, push_together
+from hfshard.distributed.save_on_ranks import decline_save, needs_all_ranks, save_anywhere, telling_other_ranks
 from hfshard.errors import InvalidArgumentError
 from hfshard.format.index import CheckpointIndex
 from hfshard.hub.push_files import PushOptions

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import torch
 
-from hfshard.distributed.saving import whole_tensors
+from hfshard.distributed.save_on_ranks import whole_tensors
 from hfshard.errors import InvalidArgumentError
 from hfshard.format.digests import Checksum
 from hfshard.format.file_names import MODEL_BASE

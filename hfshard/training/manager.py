@@ -14,7 +14,7 @@ import torch.distributed as dist
 from hfshard._util.arguments import absolute_path, names_files
 from hfshard.commit.hub_marker import absolute_address
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
-from hfshard.distributed.liveness.call_group import among, check_process_group, has_other_ranks
+from hfshard.distributed.group_store import among, check_process_group, has_other_ranks
 from hfshard.errors import CheckpointNotFoundError
 from hfshard.format.digests import Checksum
 from hfshard.saving.save_request import SaveOptions

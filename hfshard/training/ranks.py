@@ -12,9 +12,8 @@ from typing import Any, Final, TypeVar
 
 from hfshard._util.addresses import is_address
 from hfshard._util.text import error_words
-from hfshard.distributed.liveness.call_group import has_other_ranks
-from hfshard.distributed.participants import gather_participants
-from hfshard.distributed.status import SaveStatus
+from hfshard.distributed.group_store import has_other_ranks
+from hfshard.distributed.rendezvous import SaveStatus, gather_participants
 from hfshard.errors import InvalidArgumentError, RankFailedError
 
 _Value = TypeVar("_Value")

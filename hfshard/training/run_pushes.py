@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from hfshard._util.arguments import names_files
 from hfshard.commit.hub_marker import absolute_address
-from hfshard.distributed.liveness.call_group import among
-from hfshard.distributed.pushing.together import push_together
+from hfshard.distributed.group_store import among
+from hfshard.distributed.push_together import push_together
 from hfshard.hub.push_files import PushOptions
 from hfshard.training.pushing.hubs import found_to_push, push_run
 from hfshard.training.run_reader import RunReader

@@ -10,12 +10,11 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
-from hfshard.distributed.exchange.holders import Holders
-from hfshard.distributed.exchange.listing import HeldTensor, RankGroup, list_tensors
-from hfshard.distributed.exchange.rank_writer import RankWriter
-from hfshard.distributed.saving import cpu_group, refuse_absent, share_listings
+from hfshard.distributed.rank_writer import RankWriter
+from hfshard.distributed.rendezvous import SaveStatus
+from hfshard.distributed.save_on_ranks import cpu_group, refuse_absent, share_listings
 from hfshard.distributed.spread_tensor import SpreadTensor
-from hfshard.distributed.status import SaveStatus
+from hfshard.distributed.tensor_owners import HeldTensor, Holders, RankGroup, list_tensors
 from hfshard.errors import InvalidArgumentError
 from hfshard.format.digests import Checksum
 from hfshard.format.file_names import MODEL_BASE

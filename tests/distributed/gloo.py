@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from hfshard.distributed import participants
+from hfshard.distributed import rendezvous
 from tests.training import processes
 
 _TIMEOUT = timedelta(seconds=processes.PATIENCE_SECONDS - 20)
@@ -82,7 +82,7 @@ def join_and_work(
 ) -> None:
     """What the process of one rank does."""
     torch.set_num_threads(1)
-    participants.WAIT_SECONDS = _FOR_ALL_SECONDS
+    rendezvous.WAIT_SECONDS = _FOR_ALL_SECONDS
     _said.append(place / "said")
     join(place, rank, world_size, ports)
     try:
@@ -110,11 +110,11 @@ def join(place: Path, rank: int, world_size: int, ports: tuple[int, ...] = ()) -
 @contextmanager
 def waiting(seconds: float) -> Iterator[None]:
     """Let the first rank to come wait so long for those that it does not need."""
-    before, participants.WAIT_SECONDS = participants.WAIT_SECONDS, seconds
+    before, rendezvous.WAIT_SECONDS = rendezvous.WAIT_SECONDS, seconds
     try:
         yield
     finally:
-        participants.WAIT_SECONDS = before
+        rendezvous.WAIT_SECONDS = before
 
 
 def say(word: str) -> None:

@@ -19,10 +19,8 @@ import torch
 import torch.distributed as dist
 
 import hfshard
-from hfshard.distributed.liveness.heartbeat import on_the_way
-from hfshard.distributed.liveness.waiting import group_timeout_seconds
-from hfshard.distributed.participants import Role, gather_participants
-from hfshard.distributed.status import SaveStatus
+from hfshard.distributed.liveness import group_timeout_seconds, on_the_way
+from hfshard.distributed.rendezvous import Role, SaveStatus, gather_participants
 from hfshard.errors import RankFailedError, RankMissingError
 from tests.distributed.gloo import DEATH_SECONDS, check_ranks, end_with, free_port, hear, run_ranks, say
 

@@ -12,7 +12,7 @@ import torch
 import hfshard
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
 from hfshard.distributed.layout import MeshLayout, Placement, held_box
-from hfshard.distributed.reading import read_parts, stored_tensors
+from hfshard.distributed.read_parts import read_parts, stored_tensors
 from hfshard.distributed.spread_tensor import SpreadTensor
 from hfshard.errors import DamagedCheckpointError, InvalidArgumentError, StateDictMismatchError
 

@@ -9,7 +9,7 @@ from time import process_time
 import numpy as np
 
 from hfshard.distributed.layout import Box, Interval
-from hfshard.distributed.runs import BoxRuns, Runs, gather_into, scatter_into
+from hfshard.distributed.spread_tensor import BoxRuns, Runs, gather_into, scatter_into
 
 
 def _listed(runs: Runs) -> list[tuple[int, int, int]]:

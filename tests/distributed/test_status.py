@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hfshard.distributed.status import SaveStatus
+from hfshard.distributed.rendezvous import SaveStatus
 from hfshard.errors import RankFailedError, RankMissingError
 from tests.distributed.gloo import DEATH_SECONDS, check_ranks, end_with, free_port, hear, run_ranks, say
 

@@ -13,8 +13,8 @@ from huggingface_hub import CommitInfo
 from hfshard.commit.hub_marker import directory_of
 from hfshard.constants import CONFIG_NAME, README
 from hfshard.disk.byte_source import ByteSource, file_source
-from hfshard.distributed.pushing.together import PushTogether
-from hfshard.distributed.saving import request_of_one, telling_other_ranks
+from hfshard.distributed.push_together import PushTogether
+from hfshard.distributed.save_on_ranks import request_of_one, telling_other_ranks
 from hfshard.format.file_names import WeightNames
 from hfshard.format.index import CheckpointIndex
 from hfshard.hub.push_files import MakeCard, PushOptions, PushRequest, directory_contents, push_files

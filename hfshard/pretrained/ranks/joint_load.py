@@ -12,7 +12,7 @@ from transformers.distributed import utils as their_utils
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from hfshard.checkpoint.load_options import LoadOptions
-from hfshard.distributed.agreement import load_together
+from hfshard.distributed.load_on_ranks import load_together
 
 
 @contextmanager

@@ -12,9 +12,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
-from hfshard.distributed.agreement import current_agreement
 from hfshard.distributed.layout import Box, box_elements
-from hfshard.distributed.reading import Target, prepare_reads
+from hfshard.distributed.load_on_ranks import current_agreement
+from hfshard.distributed.read_parts import Target, prepare_reads
 from hfshard.distributed.spread_tensor import SpreadTensor
 from hfshard.errors import InvalidArgumentError
 from hfshard.pretrained.ranks.conversion_views import ConvertedTensor, trace_reverted

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from hfshard.distributed.liveness.call_group import has_other_ranks
+from hfshard.distributed.group_store import has_other_ranks
 from hfshard.distributed.spread_tensor import has_spread
 from hfshard.errors import InvalidArgumentError
 from hfshard.pretrained.class_alias import alias_class

@@ -6,7 +6,7 @@ import os
 from typing import Any, Final
 
 from hfshard.checkpoint.load_options import LoadOptions
-from hfshard.distributed.loading import has_spread_state, load_into_spread_module
+from hfshard.distributed.load_on_ranks import has_spread_state, load_into_spread_module
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.places.source import CheckpointSource
 

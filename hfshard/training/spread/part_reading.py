@@ -8,7 +8,7 @@ import torch
 
 from hfshard.checkpoint.load_options import read_tensors
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
-from hfshard.distributed.reading import read_parts, stored_tensors
+from hfshard.distributed.read_parts import read_parts, stored_tensors
 from hfshard.training.collecting import STATE_BASE, is_of_a_rank, rank_prefix
 from hfshard.training.spread.layouts import StateLayouts
 

@@ -8,10 +8,9 @@ from typing import Any, Final
 
 from hfshard._util.progress import ProgressCallback
 from hfshard.commit.transaction import KnownFile
-from hfshard.distributed.exchange.holders import Holders
-from hfshard.distributed.exchange.listing import HeldTensor, Listing
-from hfshard.distributed.exchange.rank_writer import RankWriter
+from hfshard.distributed.rank_writer import RankWriter
 from hfshard.distributed.spread_tensor import SpreadTensor, with_spread_tensors
+from hfshard.distributed.tensor_owners import HeldTensor, Holders, Listing
 from hfshard.format.file_names import MODEL_BASE
 from hfshard.format.index import FileDigest
 from hfshard.saving.save_request import SaveRequest

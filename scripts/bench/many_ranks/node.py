@@ -52,7 +52,7 @@ class Way:
         return Job([("read", readers.run)], readers.result)
 
 
-BY_RANKS = ("transformers.distributed.configuration_utils", "hfshard.distributed.loading")
+BY_RANKS = ("transformers.distributed.configuration_utils", "hfshard.distributed.load_on_ranks")
 BY_DCP = ("torch.distributed.checkpoint", "torch.distributed.tensor")
 
 WHOLE = (

@@ -18,7 +18,7 @@ from typing import Any
 from bench.harness.question import Context
 
 RANKS = 4
-LOGGER_OF_SENT = "hfshard.distributed.exchange.rounds"
+LOGGER_OF_SENT = "hfshard.distributed.exchange"
 
 Measured = dict[str, Any]
 """Seconds, and bytes: "peak" (resident, beyond those before), "written", "sent" (tensors, to other ranks)."""

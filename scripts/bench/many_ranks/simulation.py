@@ -9,11 +9,9 @@ from math import prod
 from typing import Any
 
 from bench.many_ranks.paper import PaperMesh, PaperTensor, held_by
-from hfshard.distributed.exchange.holders import Holders
-from hfshard.distributed.exchange.listing import RankGroup, digest_of, list_tensors
-from hfshard.distributed.exchange.orders import Order
-from hfshard.distributed.exchange.owners import assign_owners
-from hfshard.distributed.exchange.schedule import Window, schedule
+from hfshard.distributed.exchange import Window, schedule
+from hfshard.distributed.rank_writer import Order
+from hfshard.distributed.tensor_owners import Holders, RankGroup, assign_owners, digest_of, list_tensors
 from hfshard.format.index import CheckpointIndex, FileDigest
 from hfshard.saving.pipeline import plan_request
 from hfshard.saving.save_request import SaveOptions, SaveRequest

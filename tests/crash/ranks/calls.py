@@ -37,7 +37,7 @@ class StateDictCall:
 
     def ready(self, directory: Path, number: int, harm: Harm) -> Does:
         """Spread tensors, all of which tell the number, over the ranks; gives what saves them."""
-        from hfshard.distributed.saving import save_anywhere
+        from hfshard.distributed.save_on_ranks import save_anywhere
         from hfshard.saving.save_request import SaveOptions, SaveRequest
 
         tensors: dict[str, Any] = spread_tensors(number)

@@ -107,7 +107,7 @@ def warm(place: Path, names: Collection[str]) -> None:
     import torch._dynamo
     import torch.distributed.fsdp  # noqa: F401
 
-    import hfshard.distributed.saving
+    import hfshard.distributed.save_on_ranks
     import hfshard.training.spread_saving  # noqa: F401
 
     for name in names:

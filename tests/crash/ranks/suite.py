@@ -67,7 +67,7 @@ class RanksSuite(SavesSuite):
         import torch._dynamo  # slow in each fork, as the others
         import torch.distributed.fsdp  # noqa: F401
 
-        import hfshard.distributed.saving  # noqa: F401
+        import hfshard.distributed.save_on_ranks  # noqa: F401
 
         super().warm(place)
 

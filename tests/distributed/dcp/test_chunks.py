@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hfshard.distributed.dcp.chunks import Chunk, chunk_box, cover_problem
+from hfshard.distributed.dcp_chunks import Chunk, chunk_box, cover_problem
 
 
 def test_box_of_a_chunk() -> None:

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 import hfshard
 from hfshard.distributed import StorageReader, StorageWriter
-from hfshard.distributed.dcp.chunks import check_held
+from hfshard.distributed.dcp_chunks import check_held
 from hfshard.errors import CheckpointChangedError, CheckpointNotFoundError, InvalidArgumentError, UnstorableTensorError
 from tests.distributed.dcp.test_writer import parallelized_block
 from tests.distributed.gloo import check_ranks

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from hfshard.distributed.exchange.holders import Holders
-from hfshard.distributed.exchange.listing import Listing, Mesh, RankGroup, TensorEntry
 from hfshard.distributed.layout import Interval, Placement
+from hfshard.distributed.tensor_owners import Holders, Listing, Mesh, RankGroup, TensorEntry
 from hfshard.errors import InvalidArgumentError
 from hfshard.tensors.stored_tensor import TensorLayout
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hfshard._util.threads import start_thread
-from hfshard.distributed.exchange.incoming import Incoming
+from hfshard.distributed.rank_writer import Incoming
 
 
 def test_bytes_come_out_in_order_whatever_the_windows_are() -> None:

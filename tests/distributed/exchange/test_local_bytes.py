@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hfshard.distributed.exchange.local_bytes import byte_stretch
+from hfshard.distributed.exchange import byte_stretch
 from hfshard.tensors.stored_tensor import RawTensor, TensorLayout, iter_blocks
 
 BASE = torch.arange(5 * 6 * 4, dtype=torch.int16).view(5, 6, 4)

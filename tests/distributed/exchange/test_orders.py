@@ -7,7 +7,7 @@ import stat
 from pathlib import Path
 
 from hfshard.commit.transaction import KnownFile
-from hfshard.distributed.exchange.orders import Order
+from hfshard.distributed.rank_writer import Order
 from hfshard.format.index import FileDigest
 from hfshard.shards.write_shards import WriteJob
 from hfshard.tensors.stored_tensor import RawTensor, TensorLayout

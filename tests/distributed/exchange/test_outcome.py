@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from hfshard.distributed.exchange.outcome import SaveOutcome
-from hfshard.distributed.liveness.store import AnsweringStore
-from hfshard.distributed.status import SaveStatus
+from hfshard.distributed.group_store import AnsweringStore
+from hfshard.distributed.rendezvous import SaveStatus
+from hfshard.distributed.save_on_ranks import SaveOutcome
 from hfshard.format.digests import sha256_of
 from hfshard.format.index import CheckpointIndex, FileDigest
 from tests.distributed.gloo import check_ranks, free_port

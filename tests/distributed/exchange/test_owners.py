@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hfshard.distributed.exchange.owners import assign_owners
+from hfshard.distributed.tensor_owners import assign_owners
 
 
 def test_the_largest_file_goes_first_to_who_has_least() -> None:

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 import hfshard
-from hfshard.distributed.exchange.replica_writer import ReplicaWriter
-from hfshard.distributed.saving import save_anywhere
-from hfshard.distributed.status import SaveStatus
+from hfshard.distributed.rendezvous import SaveStatus
+from hfshard.distributed.replica_writer import ReplicaWriter
+from hfshard.distributed.save_on_ranks import save_anywhere
 from hfshard.errors import RankFailedError
 from hfshard.saving.save_request import SaveOptions, SaveRequest
 from hfshard.shards.write_shards import WriteJob

@@ -7,11 +7,9 @@ import tracemalloc
 from collections import Counter
 from itertools import islice
 
-from hfshard.distributed.exchange.holders import Holders
-from hfshard.distributed.exchange.listing import Listing, Mesh, RankGroup, TensorEntry, digest_of
-from hfshard.distributed.exchange.owners import assign_owners
-from hfshard.distributed.exchange.schedule import SOURCE_BYTES, WINDOW_BYTES, Window, schedule
+from hfshard.distributed.exchange import SOURCE_BYTES, WINDOW_BYTES, Window, schedule
 from hfshard.distributed.layout import Placement
+from hfshard.distributed.tensor_owners import Holders, Listing, Mesh, RankGroup, TensorEntry, assign_owners, digest_of
 from hfshard.tensors.stored_tensor import TensorLayout
 
 RANKS = 1024

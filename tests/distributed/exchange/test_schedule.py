@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from hfshard.distributed.exchange.holders import Holders
-from hfshard.distributed.exchange.listing import Mesh
-from hfshard.distributed.exchange.schedule import Stretch, cut_windows, schedule
+from hfshard.distributed.exchange import Stretch, cut_windows, schedule
+from hfshard.distributed.tensor_owners import Holders, Mesh
 from tests.distributed.exchange.test_holders import listing, split, unite
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hfshard.distributed.liveness.messages import failure_record, told_error
+from hfshard.distributed.liveness import failure_record, told_error
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from hfshard.distributed.liveness import process_record
-from hfshard.distributed.liveness.process_record import has_ended, own_record, runs_here
+from hfshard.distributed import liveness
+from hfshard.distributed.liveness import has_ended, own_record, runs_here
 
 
 def test_a_process_has_ended_before_its_parent_knows_and_one_that_is_stopped_has_not() -> None:
@@ -67,10 +67,10 @@ def waiting_process(name: bytes) -> Iterator[bytes]:
 @pytest.fixture
 def other_proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A place that is taken for /proc, and is empty."""
-    monkeypatch.setattr(process_record, "_PROCESSES", tmp_path)
-    process_record._machine.cache_clear()
+    monkeypatch.setattr(liveness, "_PROCESSES", tmp_path)
+    liveness._machine.cache_clear()
     yield tmp_path
-    process_record._machine.cache_clear()
+    liveness._machine.cache_clear()
 
 
 def show_this_process(proc: Path, pid: int) -> None:

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from hfshard.distributed.liveness.store import AnsweringStore, open_group_store
+from hfshard.distributed.group_store import AnsweringStore, open_group_store
 from hfshard.errors import RankFailedError
 from tests.distributed.gloo import free_port, run_ranks
 from tests.training import processes

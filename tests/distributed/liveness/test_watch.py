@@ -9,13 +9,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from hfshard.distributed.liveness import heartbeat, watch
-from hfshard.distributed.liveness.heartbeat import Heart
-from hfshard.distributed.liveness.messages import failure_record
-from hfshard.distributed.liveness.process_record import own_record
-from hfshard.distributed.liveness.store import AnsweringStore
-from hfshard.distributed.liveness.watch import Watch, beat_key, failed_key
-from hfshard.distributed.status import SaveStatus
+from hfshard.distributed import liveness
+from hfshard.distributed.group_store import AnsweringStore
+from hfshard.distributed.liveness import Heart, Watch, beat_key, failed_key, failure_record, own_record
+from hfshard.distributed.rendezvous import SaveStatus
 from hfshard.errors import RankFailedError
 
 # torch lists its stores in its documentation only
@@ -84,8 +81,8 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seconds = 0.0
-        monkeypatch.setattr(heartbeat, "time", self)
-        monkeypatch.setattr(watch, "time", self)
+        monkeypatch.setattr(liveness, "time", self)
+        monkeypatch.setattr(liveness, "time", self)
 
     def monotonic(self) -> float:
         return self.seconds

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from hfshard.distributed.pushing.together import PushTogether, push_together
+from hfshard.distributed.push_together import PushTogether, push_together
 from hfshard.errors import HubError, InvalidArgumentError, RankFailedError
 from hfshard.hub.directory.directory_hub import DirectoryHub
 from hfshard.hub.push_files import PushRequest, directory_contents, push_files

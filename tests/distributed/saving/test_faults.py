@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import hfshard
-from hfshard.distributed.saving import save_anywhere
+from hfshard.distributed.save_on_ranks import save_anywhere
 from hfshard.errors import (
     HfshardError,
     InvalidArgumentError,

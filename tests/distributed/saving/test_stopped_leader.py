@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 import hfshard
-from hfshard.distributed.participants import gather_participants
-from hfshard.distributed.saving import save_on_ranks
+from hfshard.distributed.rendezvous import gather_participants
+from hfshard.distributed.save_on_ranks import save_on_ranks
 from hfshard.errors import RankFailedError
 from hfshard.saving.save_request import SaveOptions, SaveRequest
 from tests.distributed.gloo import DEATH_SECONDS, free_port, run_ranks

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import hfshard
-from hfshard.distributed.saving import cpu_group
+from hfshard.distributed.save_on_ranks import cpu_group
 from hfshard.training import CheckpointManager, TrainingState
 from hfshard.training.run.places.opening import run_place
 from hfshard.training.run.rotation import Rotation

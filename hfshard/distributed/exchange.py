@@ -1,28 +1,128 @@
-"""The bytes of tensors go to the owners of files, round by round: a window of each owner's files at a time.
-
-All ranks find from `Holders` alone what goes where, so that nothing but bytes is sent. A rank that fails goes on to the
-end of its round, and says so by a byte to each of the others: then all leave the rounds together, no collective is half
-done, and the same process group can save again.
-"""
+"""The bytes of tensors sent to the ranks that write them, round by round."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from hfshard.distributed.exchange.holders import Holders
-from hfshard.distributed.exchange.listing import HeldTensor
-from hfshard.distributed.exchange.local_bytes import byte_stretch
-from hfshard.distributed.exchange.schedule import Stretch, schedule
-from hfshard.distributed.runs import ByteArray, Positions, scatter_into
-from hfshard.distributed.spread_tensor import SpreadTensor
-from hfshard.distributed.status import SaveStatus
+from hfshard.constants import COPY_BYTES
+from hfshard.distributed.rendezvous import SaveStatus
+from hfshard.distributed.spread_tensor import ByteArray, Positions, SpreadTensor, scatter_into
+from hfshard.distributed.tensor_owners import HeldTensor, Holders
 from hfshard.errors import RankFailedError
+from hfshard.tensors.stored_tensor import INTEGER_OF_SIZE, RawTensor, TensorLike, iter_blocks, memory_of, tensor_nbytes
+
+WINDOW_BYTES: Final = 4 * 1024 * 1024
+"""Of one owner's files in one round: large for a network, and a few of them stay small beside a model."""
+SOURCE_BYTES: Final = 64 * 1024 * 1024
+"""That one rank sends in a round, about: it holds them in memory."""
+
+
+class Stretch(NamedTuple):
+    """Some consecutive bytes of a stored tensor."""
+
+    name: str
+    start: int
+    stop: int
+
+
+Window = list[Stretch]
+"""What one owner gets in a round."""
+
+
+def cut_windows(sizes: Sequence[tuple[str, int]], window_bytes: int) -> Iterator[Window]:
+    """Cut consecutive tensors into windows of so many bytes; the last one may be shorter.
+
+    Args:
+        sizes: (name, bytes).
+        window_bytes: Of each window.
+    """
+    window: Window = []
+    room = window_bytes
+    for name, nbytes in sizes:
+        start = 0
+        while start < nbytes:
+            stop = min(nbytes, start + room)
+            window.append(Stretch(name, start, stop))
+            room -= stop - start
+            start = stop
+            if not room:
+                yield window
+                window, room = [], window_bytes
+    if window:
+        yield window
+
+
+def schedule(
+    streams: Mapping[int, Sequence[tuple[str, int]]],
+    holders: Holders,
+    *,
+    window_bytes: int = WINDOW_BYTES,
+    source_bytes: int = SOURCE_BYTES,
+) -> Iterator[dict[int, Window]]:
+    """The windows of each round, by owner.
+
+    As a rule every owner gets its next window. But the files of many owners begin alike, and one rank has the first
+    rows of all: an owner whose window would make a rank send too much waits for the next round, where it comes first.
+    So owners that began together are soon at different places.
+
+    Args:
+        streams: Owner -> (name, bytes), in the order in which the owner wants them.
+        holders: Who has what.
+        window_bytes: Of a window.
+        source_bytes: That a rank sends in a round, at most, unless all goes to one owner.
+    """
+    left = {owner: cut_windows(sizes, window_bytes) for owner, sizes in streams.items()}
+    # A window that comes from more parts than these makes no rank send too much, even if all owners' windows are alike:
+    # the parts are equal, but the first one and the last one may be cut.
+    most_parts = len(streams) * window_bytes // source_bytes + 2
+    is_crowded = len(streams) * window_bytes > source_bytes
+    waiting: dict[int, tuple[Window, dict[int, int]]] = {}
+    order = sorted(streams)
+    while True:
+        for owner in order:
+            if owner not in waiting and (window := next(left[owner], None)) is not None:
+                waiting[owner] = window, _sent_by(window, owner, holders, most_parts) if is_crowded else {}
+        order = [owner for owner in order if owner in waiting]
+        if not order:
+            return
+        given: dict[int, Window] = {}
+        load: dict[int, int] = {}
+        for owner in order:
+            window, sent = waiting[owner]
+            if not given or all(load.get(rank, 0) + count <= source_bytes for rank, count in sent.items()):
+                load |= {rank: load.get(rank, 0) + count for rank, count in sent.items()}
+                given[owner] = window
+                del waiting[owner]
+        order = [owner for owner in order if owner not in given] + list(given)
+        yield given
+
+
+def _sent_by(window: Window, owner: int, holders: Holders, most_parts: int) -> dict[int, int]:
+    """About how many bytes of a window each rank sends, of tensors of which the window has not many parts."""
+    sent: dict[int, int] = {}
+    for name, start, stop in window:
+        parts = holders.parts_of(name)
+        numbers = parts.between(start, stop)
+        if len(numbers) <= most_parts:
+            for number in numbers:
+                source = parts.source(number, owner)
+                if source != owner:
+                    sent[source] = sent.get(source, 0) + parts.count_between(number, start, stop)
+    return sent
+
+
+# The bytes of tensors go to the owners of files, round by round: a window of each owner's files at a time.
+#
+# All ranks find from `Holders` alone what goes where, so that nothing but bytes is sent. A rank that fails goes on to
+# the end of its round, and says so by a byte to each of the others: then all leave the rounds together, no collective
+# is half done, and the same process group can save again.
+
 
 logger = logging.getLogger(__name__)
 
@@ -224,3 +324,57 @@ class Exchange:
 
 def _at_least(buffer: ByteArray, nbytes: int) -> ByteArray:
     return buffer if len(buffer) >= nbytes else np.empty(nbytes, np.uint8)
+
+
+# Stretches of the bytes of a tensor that this rank has, without a copy of more than is asked for.
+
+
+def byte_stretch(tensor: TensorLike, start: int, stop: int) -> ByteArray:
+    """Some of the row-major bytes of a tensor.
+
+    Args:
+        tensor: On any device, of any strides.
+        start: The first byte.
+        stop: The byte after the last one.
+
+    Returns:
+        A view where the tensor is contiguous and on the CPU, else a copy of little more than the stretch.
+    """
+    if isinstance(tensor, RawTensor):
+        return _stretch_of_blocks(iter_blocks(tensor, COPY_BYTES), start, stop)
+    tensor = tensor.detach()
+    if not tensor.is_contiguous():
+        tensor, start, stop = _rows_around(tensor, start, stop)
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    tensor = tensor.view(INTEGER_OF_SIZE.get(tensor.element_size(), tensor.dtype)).contiguous()
+    if tensor.device.type == "cpu":
+        return np.frombuffer(memory_of(tensor), np.uint8)[start:stop]
+    flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    return np.frombuffer(memory_of(flat[start:stop].cpu()), np.uint8)
+
+
+def _stretch_of_blocks(blocks: Iterable[memoryview], start: int, stop: int) -> ByteArray:
+    """Some of the bytes that come in blocks, which are read from the beginning."""
+    found = np.empty(stop - start, np.uint8)
+    passed = 0
+    for block in blocks:
+        first, last = max(start, passed), min(stop, passed + len(block))
+        if first < last:
+            found[first - start : last - start] = block[first - passed : last - passed]
+        passed += len(block)
+        if passed >= stop:
+            break
+    return found
+
+
+def _rows_around(tensor: torch.Tensor, start: int, stop: int) -> tuple[torch.Tensor, int, int]:
+    """The rows that a stretch touches, of as few elements as the strides allow, and the stretch within them."""
+    while tensor.dim():
+        row_bytes = tensor_nbytes(tensor) // tensor.shape[0]
+        first, last = start // row_bytes, -(-stop // row_bytes)
+        start, stop = start - first * row_bytes, stop - first * row_bytes
+        if last - first > 1 or tensor.dim() == 1:
+            return tensor[first:last], start, stop
+        tensor = tensor[first]
+    return tensor, start, stop

@@ -1,32 +1,36 @@
-"""Writes the files of a save on all ranks: each file on the rank that owns it, from the parts that all hold."""
+"""Write the files of a save on all ranks: each file on the rank that owns it, from the parts that all hold."""
 
 from __future__ import annotations
 
 import json
+import os
+import queue
+import stat
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
 from threading import Event
-from typing import Any, Final
+from typing import Any, Final, Literal, Self
 
 from hfshard._util.addresses import is_address
 from hfshard._util.progress import ProgressCallback
 from hfshard._util.threads import deferred_interrupt, start_thread
 from hfshard.commit.transaction import KnownFile, link_if_same, upload_files
-from hfshard.distributed.exchange.holders import Holders
-from hfshard.distributed.exchange.incoming import Incoming
-from hfshard.distributed.exchange.listing import HeldTensor
-from hfshard.distributed.exchange.orders import Kind, Order, OrderedFile
-from hfshard.distributed.exchange.owners import assign_owners
-from hfshard.distributed.exchange.rounds import CpuGroup, Exchange
-from hfshard.distributed.status import SaveStatus
+from hfshard.constants import FINGERPRINT_BYTES
+from hfshard.distributed.exchange import CpuGroup, Exchange
+from hfshard.distributed.rendezvous import SaveStatus
+from hfshard.distributed.spread_tensor import ByteArray
+from hfshard.distributed.tensor_owners import HeldTensor, Holders, assign_owners
 from hfshard.errors import HfshardError
+from hfshard.format.digests import fingerprint_positions
 from hfshard.format.index import FileDigest
 from hfshard.shards.write_shards import WriteJob, fingerprint_of_job, write_shards
 from hfshard.stores.open_store import open_store
 from hfshard.stores.store import Store
-from hfshard.tensors.stored_tensor import RawTensor
+from hfshard.tensors.stored_tensor import RawTensor, TensorLayout
 
 _END: Final = b"null"
 """The order after the last one."""
@@ -235,3 +239,160 @@ class RankWriter:
 
 def _no_thread() -> HfshardError:
     return HfshardError("No thread can be started to write files. Save before Python exits.")
+
+
+# What the leader of a save has all ranks do: files to write or to link, or their fingerprints to compute.
+
+
+Kind = Literal["write", "link", "fingerprint"]
+
+
+@dataclass(frozen=True, slots=True)
+class OrderedFile:
+    """One file of an order: a `WriteJob` without its tensors' bytes."""
+
+    path: str
+    names: tuple[str, ...]
+    """In the order of their bytes."""
+    metadata: dict[str, str]
+    hfshard_metadata: dict[str, Any] | None
+    like: tuple[int, int] | None
+    """Mode and group of the file that it will replace."""
+    known: KnownFile | None = None
+    """To be linked, if it has the very bytes; for an order to link."""
+
+    @property
+    def replaced(self) -> os.stat_result | None:
+        """The status of the file that it will replace, as far as a new file gets it."""
+        if self.like is None:
+            return None
+        mode, group = self.like
+        return os.stat_result((stat.S_IFREG | mode, 0, 0, 1, 0, group, 0, 0, 0, 0))
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Files for all ranks, each of which owns some."""
+
+    kind: Kind
+    checksum: str | None
+    files: tuple[OrderedFile, ...]
+
+    @classmethod
+    def of(cls, kind: Kind, jobs: Sequence[WriteJob], checksum: str | None, known: Sequence[KnownFile] = ()) -> Self:
+        """Order what `write_shards` would do with these jobs, or for each of them what `link_if_same` would."""
+        files = zip(jobs, known or repeat(None))
+        return cls(kind, checksum, tuple(_ordered(job, file) for job, file in files))
+
+    def wanted_bytes(self, file: OrderedFile, layouts: Mapping[str, TensorLayout]) -> list[tuple[str, int]]:
+        """(name, how many of its first bytes are needed), in the order of the file."""
+        if self.kind == "fingerprint":
+            sampled = [file.names[position] for position in fingerprint_positions(len(file.names))]
+            return [(name, min(FINGERPRINT_BYTES, layouts[name].nbytes)) for name in sampled]
+        return [(name, layouts[name].nbytes) for name in file.names]
+
+    def to_json(self, names: Sequence[str]) -> bytes:
+        """Encode it; names are told by their numbers, which all ranks know."""
+        numbers = {name: number for number, name in enumerate(names)}
+        files = [
+            [
+                file.path,
+                _ranges(numbers[name] for name in file.names),
+                file.metadata,
+                file.hfshard_metadata,
+                file.like,
+                None if file.known is None else [file.known.path, file.known.digest.as_json()],
+            ]
+            for file in self.files
+        ]
+        return json.dumps([self.kind, self.checksum, files]).encode()
+
+    @classmethod
+    def from_json(cls, raw: bytes, names: Sequence[str]) -> Self:
+        """Decode it, with the same names."""
+        kind, checksum, values = json.loads(raw)
+        files = []
+        for path, ranges, metadata, hfshard_metadata, like, known in values:
+            chosen = tuple(names[number] for start, stop in ranges for number in range(start, stop))
+            mode_and_group = None if like is None else tuple(like)
+            file = None if known is None else KnownFile(known[0], FileDigest(**known[1]))
+            files.append(OrderedFile(path, chosen, metadata, hfshard_metadata, mode_and_group, file))
+        return cls(kind, checksum, tuple(files))
+
+
+def _ordered(job: WriteJob, known: KnownFile | None) -> OrderedFile:
+    own = job.hfshard_metadata
+    like = None if job.like is None else (stat.S_IMODE(job.like.st_mode), job.like.st_gid)
+    own_metadata = None if own is None else dict(own)
+    return OrderedFile(job.path, tuple(job.tensors), dict(job.metadata), own_metadata, like, known)
+
+
+def _ranges(numbers: Iterable[int]) -> list[tuple[int, int]]:
+    """Numbers as ranges of consecutive ones, in their order."""
+    ranges: list[tuple[int, int]] = []
+    for number in numbers:
+        if ranges and ranges[-1][1] == number:
+            ranges[-1] = ranges[-1][0], number + 1
+        else:
+            ranges.append((number, number + 1))
+    return ranges
+
+
+# The bytes of an owner's files on their way from the exchange to the thread that writes them.
+
+
+_WINDOWS: Final = 2
+"""That wait at most: one is written while the next ones come, and memory stays bounded."""
+_INCOMING_LOOK_SECONDS: Final = 0.1
+"""Between two looks whether the other side is still there."""
+
+
+class Incoming:
+    """A queue of windows, which are consecutive: one thread puts them, one takes their bytes."""
+
+    def __init__(self) -> None:
+        self._windows: queue.Queue[ByteArray] = queue.Queue(_WINDOWS)
+        self._left = memoryview(b"")
+        self._is_closed = False
+
+    def put(self, window: ByteArray, is_taken: Callable[[], bool]) -> None:
+        """Hand on the next bytes, when there is room; they are dropped where nobody takes any more.
+
+        Args:
+            window: Not to be changed any more.
+            is_taken: Whether the other thread still runs.
+        """
+        while is_taken() and not self._is_closed:
+            try:
+                self._windows.put(window, timeout=_INCOMING_LOOK_SECONDS)
+            except queue.Full:
+                continue
+            return
+
+    def close(self) -> None:
+        """Let the other thread end with an error, unless it has all bytes that it wants."""
+        self._is_closed = True
+
+    def blocks(self, nbytes: int) -> Callable[[int], Iterator[memoryview]]:
+        """What a `RawTensor` gets its bytes from: the next ones of the queue, once."""
+
+        def take(block_bytes: int) -> Iterator[memoryview]:
+            left = nbytes
+            while left:
+                block = self._next(min(left, block_bytes))
+                left -= len(block)
+                yield block
+
+        return take
+
+    def _next(self, most_bytes: int) -> memoryview:
+        while not self._left:
+            if self._is_closed:
+                raise InterruptedError("the bytes of this file do not come any more: the save has failed")
+            try:
+                self._left = self._windows.get(timeout=_INCOMING_LOOK_SECONDS).data
+            except queue.Empty:
+                continue
+        block = self._left[:most_bytes]
+        self._left = self._left[most_bytes:]
+        return block

@@ -11,9 +11,9 @@ from typing import Any, Final
 from hfshard._util.progress import ProgressCallback
 from hfshard._util.threads import in_threads
 from hfshard.commit.transaction import OwnShardWriter
-from hfshard.distributed.exchange.orders import Order
-from hfshard.distributed.exchange.owners import assign_owners
-from hfshard.distributed.status import SaveStatus
+from hfshard.distributed.rank_writer import Order
+from hfshard.distributed.rendezvous import SaveStatus
+from hfshard.distributed.tensor_owners import assign_owners
 from hfshard.format.index import FileDigest
 from hfshard.shards.write_shards import (
     WriteJob,

@@ -27,9 +27,9 @@ from hfshard._util.addresses import is_address
 from hfshard._util.arguments import names_files, path_text
 from hfshard.checkpoint.load_options import LoadOptions
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
-from hfshard.distributed.dcp.chunks import check_held, chunk_box, state_dict_of
+from hfshard.distributed.dcp_chunks import check_held, chunk_box, state_dict_of
 from hfshard.distributed.layout import box_shape, clip_box
-from hfshard.distributed.reading import BoxTarget, read_parts, stored_tensors
+from hfshard.distributed.read_parts import BoxTarget, read_parts, stored_tensors
 from hfshard.errors import CheckpointChangedError, InvalidArgumentError, StateDictMismatchError
 from hfshard.format.digests import Verify
 from hfshard.hub.resolve import CheckpointQuery

@@ -10,14 +10,12 @@ import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Final
 
-from hfshard.distributed.liveness.call_group import has_other_ranks
-from hfshard.distributed.participants import gather_participants
-from hfshard.distributed.pushing.staging_folder import StagingFolder, elsewhere
-from hfshard.distributed.saving import write_on_ranks
-from hfshard.distributed.status import SaveStatus
+from hfshard.distributed.group_store import has_other_ranks
+from hfshard.distributed.rendezvous import SaveStatus, gather_participants
+from hfshard.distributed.save_on_ranks import write_on_ranks
 from hfshard.errors import InvalidArgumentError, NotEnoughSpaceError
 from hfshard.format.index import CheckpointIndex
 from hfshard.hub.repo import PushResult
@@ -160,3 +158,41 @@ def push_together(*, is_collective: bool) -> Iterator[PushTogether]:
         return
     with gather_participants(_CALL, needs_all=True) as participation:
         yield PushTogether(participation.status)
+
+
+# The temporary directory in which ranks put the files of one push, and which of them see it.
+
+
+@dataclass(frozen=True, slots=True)
+class StagingFolder:
+    """A temporary directory for the files of one push."""
+
+    path: str
+    seen_by: tuple[int, ...] = ()
+    """The ranks that may write there; those of other machines may not see it."""
+    unseen_by: tuple[int, ...] = ()
+
+    def refuse_unseen(self) -> None:
+        """Refuse to go on where a rank is needed that does not see it.
+
+        Raises:
+            InvalidArgumentError: It names one.
+        """
+        if self.unseen_by:
+            raise InvalidArgumentError(
+                f"Rank {self.unseen_by[0]} does not see '{self.path}' of rank {self.seen_by[0]}, by way of which this "
+                f"model is pushed. Nothing was pushed: {elsewhere('all ranks see')}",
+                path=self.path,
+            )
+
+
+def elsewhere(need: str) -> str:
+    """What to do where the temporary directory does not serve, for a message.
+
+    Args:
+        need: What the right one does: "has more space".
+    """
+    return (
+        f"set TMPDIR on rank 0 to a directory that {need}; or call save_pretrained on every rank and then, on one, "
+        "hfshard.push_checkpoint."
+    )

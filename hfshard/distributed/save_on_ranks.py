@@ -1,4 +1,4 @@
-"""Saves what is spread over ranks: each rank calls, files are written by their owners, and the first rank commits."""
+"""Save what is spread over ranks: each rank calls, files are written by their owners, and the first rank commits."""
 
 from __future__ import annotations
 
@@ -6,28 +6,29 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from math import prod
-from typing import Any, Final
+from os.path import dirname
+from typing import Any, Final, Self
 
 import torch.distributed as dist
 
 from hfshard._util.addresses import is_address
 from hfshard._util.arguments import absolute_path
 from hfshard.commit.transaction import OwnShardWriter
-from hfshard.distributed.exchange.holders import Holders
-from hfshard.distributed.exchange.listing import HeldTensor, Listing, Mesh, RankGroup, digest_of, list_tensors
-from hfshard.distributed.exchange.outcome import SaveOutcome
-from hfshard.distributed.exchange.rank_writer import RankWriter
-from hfshard.distributed.exchange.replica_writer import SHARED_FROM_BYTES, ReplicaWriter
-from hfshard.distributed.exchange.rounds import CpuGroup
-from hfshard.distributed.liveness.call_group import call_group, call_ranks, has_other_ranks
-from hfshard.distributed.liveness.heartbeat import on_the_way
-from hfshard.distributed.participants import Role, gather_participants
+from hfshard.constants import MAX_INDEX_BYTES
+from hfshard.disk.safe_open import read_small
+from hfshard.distributed.exchange import CpuGroup
+from hfshard.distributed.group_store import call_group, call_ranks, has_other_ranks
+from hfshard.distributed.liveness import on_the_way
+from hfshard.distributed.rank_writer import RankWriter
+from hfshard.distributed.rendezvous import Role, SaveStatus, gather_participants
+from hfshard.distributed.replica_writer import SHARED_FROM_BYTES, ReplicaWriter
 from hfshard.distributed.spread_tensor import SpreadTensor, has_spread, with_spread_tensors
-from hfshard.distributed.status import SaveStatus
+from hfshard.distributed.tensor_owners import HeldTensor, Holders, Listing, Mesh, RankGroup, digest_of, list_tensors
 from hfshard.errors import HfshardError, InvalidArgumentError, RankFailedError, RankMissingError
-from hfshard.format.index import CheckpointIndex
+from hfshard.format.digests import sha256_of
+from hfshard.format.index import CheckpointIndex, FileDigest
 from hfshard.saving.pipeline import save_request
 from hfshard.saving.save_request import SaveRequest
 from hfshard.tensors.stored_tensor import RawTensor, TensorLayout, TensorLike
@@ -375,3 +376,55 @@ def _new_group(ranks: tuple[int, ...], tag: str) -> CpuGroup:
     world: Any = dist.group.WORLD
     store = dist.PrefixStore(f"{tag}/gloo", world.get_group_store())  # type: ignore[attr-defined]
     return dist.ProcessGroupGloo(store, ranks.index(dist.get_rank()), len(ranks), default_pg_timeout)
+
+
+# What the leader of a save tells the others at its end: the index, or only its digest where they can read it.
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOutcome:
+    """How a save ended well.
+
+    An index of many tensors is megabytes, and one process keeps the store that serves all ranks. So ranks that see the
+    directory read the index there, and know by its digest that it is the one.
+    """
+
+    index_digest: str | None
+    """sha256 of the index file; None: the checkpoint is a single file."""
+    listing_digest: str
+    """What tells the leader's tensors from others."""
+
+    @classmethod
+    def tell(cls, status: SaveStatus, index: CheckpointIndex, listing_digest: str) -> None:
+        """Tell it, on the leader, and so end the operation."""
+        is_sharded = len({*index.weight_map.values()}) > 1
+        outcome = cls(sha256_of(index.to_json()) if is_sharded else None, listing_digest)
+        with suppress(RankFailedError):  # the store is gone, but it is done
+            status.put_key("result", json.dumps(asdict(index)).encode())
+        status.finish(json.dumps(asdict(outcome)).encode())
+
+    @classmethod
+    def awaited(cls, status: SaveStatus) -> Self:
+        """Wait for it, on another rank.
+
+        Raises:
+            RankFailedError: A rank failed or died before.
+        """
+        return cls(**json.loads(status.finish()))
+
+    def index(self, status: SaveStatus, path: str) -> CheckpointIndex:
+        """The index: read from its file, where this rank sees the one that the leader has written, or told by it.
+
+        Args:
+            status: Of the save.
+            path: Of the index file, if there is one.
+        """
+        if self.index_digest is not None:
+            with suppress(OSError, HfshardError):  # another machine's disk, or another save came after
+                raw, _ = read_small(path, dirname(path), MAX_INDEX_BYTES)
+                if sha256_of(raw) == self.index_digest:
+                    return CheckpointIndex.from_json(raw, path)
+        value = json.loads(status.await_key("result", status.leader))
+        value["files"] = {name: FileDigest(**digest) for name, digest in value["files"].items()}
+        value["undeclared_ties"] = tuple(value["undeclared_ties"])
+        return CheckpointIndex(**value)

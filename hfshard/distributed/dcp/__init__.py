@@ -1,1 +1,0 @@
-"""Storage for torch.distributed.checkpoint: what it saves and loads are Hugging Face checkpoints."""

@@ -1,0 +1,602 @@
+"""Saves of torch.distributed.checkpoint as Hugging Face checkpoints: each rank writes its part of each file."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint.storage as dcp_storage
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.futures import Future
+
+from hfshard._util.addresses import is_address
+from hfshard._util.arguments import absolute_path, names_files
+from hfshard._util.progress import ProgressCallback, bytes_bar
+from hfshard._util.text import error_words, list_some
+from hfshard._util.threads import in_threads
+from hfshard.commit.commit_plan import NewCheckpoint, needs_links, plan_commit
+from hfshard.commit.directory_commit import save_session
+from hfshard.commit.transaction import OwnShardWriter
+from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
+from hfshard.disk.direct_io import BLOCK_BYTES, read_blocks
+from hfshard.disk.fsops import copy_mode, sync, write_all
+from hfshard.distributed.dcp_chunks import Chunk, check_held, chunk_box, cover_problem, state_dict_of
+from hfshard.distributed.spread_tensor import Runs
+from hfshard.errors import (
+    InvalidArgumentError,
+    InvalidPathError,
+    RankFailedError,
+    SaveDirectoryError,
+    UnstorableTensorError,
+)
+from hfshard.format.digests import Checksum
+from hfshard.format.index import CheckpointIndex, FileDigest
+from hfshard.saving.pipeline import avoid_taken_names, plan_request, staged_jobs, staged_names, write_staged
+from hfshard.saving.save_request import SaveOptions, SaveRequest
+from hfshard.shards.shard_plan import Packing, ShardPlan, with_one_more_shard
+from hfshard.shards.write_shards import (
+    WriteJob,
+    blank_header,
+    digest_shard,
+    writer_threads,
+)
+from hfshard.stores.store import Store
+from hfshard.tensors.state_dict import refuse_partitioned
+from hfshard.tensors.stored_tensor import (
+    RawTensor,
+    TensorLayout,
+    check_storable,
+    iter_blocks,
+    layout_problem,
+    tensor_layout,
+    tensor_nbytes,
+)
+
+_SHOWN: Final = 5
+"""Names in a message."""
+
+
+class StorageWriter(dcp_storage.StorageWriter):
+    """Lets torch.distributed.checkpoint save a Hugging Face checkpoint, durably and all or nothing.
+
+    `dcp.save` and `dcp.async_save` take it. The files are those of `hfshard.save_state_dict` of the whole state dict,
+    with the names that the planner gives ("model.weight" for `{"model": {"weight": ...}}`); names that share a tensor
+    are stored one by one. The checkpoint that is there loads until the new one is complete.
+
+    Every rank of the process group calls, and all see the same directory. Each writes and flushes its own parts; the
+    coordinating rank reads the files back for their checksums, and commits.
+
+    Errors of any rank are raised on every rank, as torch.distributed.checkpoint does: a `CheckpointException` whose
+    `failures` have the errors themselves.
+
+    Args:
+        path: The directory, made if it is missing; `checkpoint_id` of `dcp.save` takes its place.
+        max_shard_size, packing, variant, metadata, checksum, progress: As in `hfshard.save_state_dict`. Without a
+            checksum, nothing but a few bytes of each tensor is read back.
+
+    Example:
+        import torch.distributed.checkpoint as dcp
+
+        dcp.save(state_dict, storage_writer=hfshard.distributed.StorageWriter("out", max_shard_size="5GB"))
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        max_shard_size: int | str = DEFAULT_MAX_SHARD_SIZE,
+        packing: Packing = "greedy",
+        variant: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        checksum: Checksum | None = "sha256",
+        progress: bool | None = None,
+    ) -> None:
+        self.checkpoint_id = None if path is None else _directory_path(path, "path")
+        self._options = SaveOptions(
+            max_shard_size=max_shard_size,
+            packing=packing,
+            variant=variant,
+            metadata=metadata or {},
+            checksum=checksum,
+            progress=progress,
+        )
+        self._save: StagedSave | None = None
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it may be the path of a directory."""
+        text = os.fspath(checkpoint_id)
+        return bool(text) and "://" not in text and not os.path.isfile(text)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin a new save, maybe into another directory."""
+        self._undo(RankFailedError("The save before this one was not completed."))
+        if checkpoint_id is not None:
+            self.checkpoint_id = _directory_path(checkpoint_id, "checkpoint_id")
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Take the role of a rank.
+
+        Raises:
+            InvalidArgumentError: There is no path, or each rank is to save by itself.
+        """
+        self._undo(RankFailedError("The save before this one was not completed."))
+        if self.checkpoint_id is None:
+            raise InvalidArgumentError("Where to save? Give StorageWriter a path, or dcp.save a checkpoint_id.")
+        if not kwargs.get("use_collectives", True):
+            raise InvalidArgumentError(
+                "use_collectives=False saves a checkpoint of each rank, and the ranks' parts make one Hugging Face "
+                "checkpoint. Leave it out."
+            )
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Refuse, on every rank, what no Hugging Face checkpoint holds.
+
+        Raises:
+            UnstorableTensorError: A value is no tensor, or the format can't store it.
+            InvalidArgumentError: The planner sends only what changed since the save before.
+        """
+        if not plan.usable:
+            raise _no_plan_caching()
+        check_items(plan.items)
+        return replace(plan, storage_data=described_items(plan))
+
+    @names_files("checkpoint_id")
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On the coordinating rank: check that the parts of all ranks make whole tensors, and make the files.
+
+        Raises:
+            UnstorableTensorError: They do not.
+            Everything that `hfshard.save_state_dict` raises before it writes.
+        """
+        assert self.checkpoint_id is not None
+        self._save = StagedSave(self.checkpoint_id, self._options, united_layouts(plans))
+        places = self._save.places
+        ordered = []
+        for plan in plans:
+            own = {item.index.fqn: places[item.index.fqn] for item in plan.items}
+            ordered.append(replace(plan, storage_data=_Orders(self._save.token, own)))
+        return ordered
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[dcp_storage.WriteResult]]:
+        """Write and flush this rank's parts.
+
+        An error on another rank than the coordinating one is returned to it: so it ends the save, and all ranks raise.
+        """
+        try:
+            written = self._write(plan, planner)
+        except BaseException as error:
+            if self._undo(error):
+                raise
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            failure = _Failure(rank, error_words(error))
+            written = [dcp_storage.WriteResult(MetadataIndex("failure"), 0, failure)]
+        future: Future[list[dcp_storage.WriteResult]] = Future()
+        future.set_result(written)
+        return future
+
+    @names_files("checkpoint_id")
+    def finish(self, metadata: Metadata, results: list[list[dcp_storage.WriteResult]]) -> None:
+        """On the coordinating rank, when all have written: commit.
+
+        Raises:
+            RankFailedError: A rank could not write; the old checkpoint stays.
+            Everything that `hfshard.save_state_dict` raises.
+        """
+        save = self._save
+        assert save is not None
+        failures = [one.storage_data for written in results for one in written if type(one.storage_data) is _Failure]
+        if failures:
+            words = "; ".join(f"rank {rank} failed with {problem}" for rank, problem in failures)
+            error = RankFailedError(
+                f"Nothing was saved into '{save.directory}', and what was there before stays: {words}",
+                rank=failures[0].rank,
+                path=save.directory,
+            )
+            self._undo(error)
+            raise error
+        self._save = None
+        save.commit()
+
+    @names_files("checkpoint_id")
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> list[dcp_storage.WriteResult]:
+        orders = plan.storage_data
+        if type(orders) is not _Orders or getattr(planner, "_enable_plan_caching", False):
+            raise _no_plan_caching()
+        state_dict = state_dict_of(planner)
+        items = [(item, data_of(item)) for item in plan.items]
+        for item, data in items:
+            check_held(item.index.fqn, state_dict.get(item.index.fqn), chunk_box(chunk_of(data)), "save")
+        with ExitStack() as opened:
+            files: dict[str, int] = {}
+            for item, data in items:
+                path, start = orders.places[item.index.fqn]
+                if path not in files:
+                    files[path] = open_staged(path, orders.token)
+                    opened.callback(os.close, files[path])
+                if chunk_bytes(data):
+                    write_chunk(files[path], start, data, resolved_chunk(item, data, planner))
+            for path, fd in files.items():
+                sync(fd, path)
+        return [
+            dcp_storage.WriteResult(item.index, chunk_bytes(data), orders.places[item.index.fqn].path)
+            for item, data in items
+        ]
+
+    def _undo(self, error: BaseException) -> bool:
+        """End a save that has begun and did not come to its commit; False if there is none on this rank."""
+        save = self._save
+        self._save = None
+        if save is not None:
+            save.undo(error)
+        return save is not None
+
+
+class _Orders(NamedTuple):
+    """What the coordinating rank tells another one."""
+
+    token: bytes
+    """See `StagedSave`."""
+    places: Mapping[str, Place]
+    """FQN -> where the tensor goes."""
+
+
+class _Failure(NamedTuple):
+    """Why a rank could not write."""
+
+    rank: int
+    """In the default process group."""
+    problem: str
+
+
+def _no_plan_caching() -> InvalidArgumentError:
+    return InvalidArgumentError(
+        "The planner sends plans only where they have changed, and hfshard's writer needs them whole. "
+        "Leave out enable_plan_caching=True."
+    )
+
+
+def _directory_path(path: str | os.PathLike[str], argument: str) -> str:
+    """The absolute path of a directory.
+
+    Raises:
+        InvalidPathError: It is the address of a store: the ranks' parts are put together in files on a disk.
+    """
+    directory = absolute_path(path, argument)
+    if is_address(directory):
+        raise InvalidPathError(
+            f"{argument}={directory!r} is the address of a store, and StorageWriter saves into directories. Call "
+            "hfshard.save_state_dict(state_dict, address) on every rank.",
+            path=directory,
+        )
+    return directory
+
+
+# The items of a save's plans: what each rank has of which tensor, checked, united, and written into a file.
+
+
+"""Names in a message."""
+
+
+def check_items(items: Iterable[WriteItem]) -> None:
+    """Refuse what no Hugging Face checkpoint holds, by what a plan says about it.
+
+    Raises:
+        UnstorableTensorError: A value is no tensor, or the format can't store it; or DeepSpeed has partitioned it.
+    """
+    all_items = list(items)
+    objects = [item.index.fqn for item in all_items if item.type == WriteItemType.BYTE_IO]
+    if objects:
+        raise UnstorableTensorError(
+            f"A Hugging Face checkpoint holds tensors only, and these values are something else: "
+            f"{list_some(objects, _SHOWN, quote=True)}. Take them out of the state dict; hfshard.CheckpointManager "
+            "saves the whole state of a training run.",
+            fqn=objects[0],
+        )
+    for item in all_items:
+        _check_item(item)
+    refuse_partitioned({item.index.fqn: torch.empty(data_of(item).size, device="meta") for item in all_items})
+
+
+def data_of(item: WriteItem) -> TensorWriteData:
+    """What a plan says about a tensor."""
+    assert item.tensor_data is not None
+    return item.tensor_data
+
+
+def chunk_of(data: TensorWriteData) -> Chunk:
+    """Which rectangle of the tensor an item is about."""
+    return tuple(data.chunk.offsets), tuple(data.chunk.sizes)
+
+
+def chunk_bytes(data: TensorWriteData) -> int:
+    """Bytes of that rectangle."""
+    return data.chunk.sizes.numel() * data.properties.dtype.itemsize
+
+
+def _check_item(item: WriteItem) -> None:
+    """Refuse a tensor that the format can't store, by what a plan says about it."""
+    data = data_of(item)
+    name = item.index.fqn
+    if (problem := layout_problem(data.properties.layout)) is not None:
+        raise UnstorableTensorError(f"Can't store {name!r}: {problem}", fqn=name)
+    check_storable(name, torch.empty((0,) * len(data.size), dtype=data.properties.dtype, device="cpu"))
+
+
+def described_items(plan: SavePlan) -> dict[str, TensorWriteData]:
+    """FQN -> what a plan says about the tensor, in the plan's order."""
+    return {item.index.fqn: data_of(item) for item in plan.items}
+
+
+def united_layouts(plans: Sequence[SavePlan]) -> dict[str, TensorLayout]:
+    """Name -> how the whole tensor is stored, in the order of the first rank's state dict, then of the next one's.
+
+    Args:
+        plans: Of all ranks. The storage_data of each is what `described_items` gave before tensors that several ranks
+            have were taken out of all plans but one.
+
+    Raises:
+        UnstorableTensorError: Ranks disagree about a tensor, or their parts are not the whole of it.
+    """
+    found: dict[str, TensorWriteData] = {}
+    chunks: dict[str, list[Chunk]] = {}
+    for plan in plans:
+        before = plan.storage_data if isinstance(plan.storage_data, dict) else {}
+        for name, data in (before | described_items(plan)).items():
+            _check_agreement(name, found.setdefault(name, data), data)
+        for item in plan.items:
+            chunks.setdefault(item.index.fqn, []).append(chunk_of(data_of(item)))
+    for name, parts in chunks.items():
+        if (problem := cover_problem(found[name].size, parts)) is not None:
+            raise UnstorableTensorError(
+                f"The ranks' parts of {name!r}, of shape {list(found[name].size)}, are not the whole of it: {problem}. "
+                "Call on every rank that has a part, with the planner that torch.distributed.checkpoint has.",
+                fqn=name,
+            )
+    return {name: _layout_of(data) for name, data in found.items() if name in chunks}
+
+
+def _check_agreement(name: str, one: TensorWriteData, other: TensorWriteData) -> None:
+    if (one.size, one.properties.dtype) != (other.size, other.properties.dtype):
+        raise UnstorableTensorError(
+            f"The ranks disagree about {name!r}: on one it is {one.properties.dtype} of shape {list(one.size)}, on "
+            f"another one {other.properties.dtype} of shape {list(other.size)}. Give what differs a name per rank.",
+            fqn=name,
+        )
+
+
+def _layout_of(data: TensorWriteData) -> TensorLayout:
+    return tensor_layout(torch.empty(data.size, dtype=data.properties.dtype, device="meta"))
+
+
+def resolved_chunk(item: WriteItem, data: TensorWriteData, planner: SavePlanner) -> torch.Tensor:
+    """The values of a chunk.
+
+    Raises:
+        UnstorableTensorError: They are not what the plan says, or can't be stored.
+    """
+    name = item.index.fqn
+    tensor = planner.resolve_data(item)
+    check_storable(name, tensor)
+    assert isinstance(tensor, torch.Tensor)
+    if (tensor.shape, tensor.dtype) != (data.chunk.sizes, data.properties.dtype):
+        raise UnstorableTensorError(
+            f"Can't store {name!r}: this rank has {tensor.dtype} of shape {list(tensor.shape)}, and its plan says "
+            f"{data.properties.dtype} of shape {list(data.chunk.sizes)}. Use hfshard.save_state_dict.",
+            fqn=name,
+        )
+    return tensor
+
+
+def write_chunk(fd: int, start: int, data: TensorWriteData, tensor: torch.Tensor) -> None:
+    """Write the values of a chunk where the tensor has them, which begins at `start`."""
+    runs = Runs.of_box(tuple(data.size), tensor.element_size(), chunk_box(chunk_of(data)))
+    ends = runs.positions + runs.lengths
+    done = 0
+    for block in iter_blocks(tensor, BLOCK_BYTES):
+        some = slice(np.searchsorted(ends, done, "right"), np.searchsorted(runs.positions, done + len(block), "left"))
+        begins = np.maximum(runs.positions[some], done)
+        stops = np.minimum(ends[some], done + len(block))
+        offsets = runs.offsets[some] + (begins - runs.positions[some]) + start
+        for offset, begin, stop in zip(
+            offsets.tolist(), (begins - done).tolist(), (stops - done).tolist(), strict=True
+        ):
+            _write_at(fd, block[begin:stop], offset)
+        done += len(block)
+
+
+def _write_at(fd: int, raw: memoryview, offset: int) -> None:
+    while raw:
+        count = os.pwrite(fd, raw, offset)
+        raw = raw[count:]
+        offset += count
+
+
+# A save that is filled by many writers: files of the right size in the staging directory, and then their commit.
+
+
+logger = logging.getLogger(__name__)
+
+TOKEN_BYTES: Final = 16
+"""A header has more."""
+
+
+class Place(NamedTuple):
+    """Where the bytes of a tensor go."""
+
+    path: str
+    """Of a staged file."""
+    start: int
+    """The first byte."""
+
+
+class StagedSave:
+    """A save between its plan and its commit: the directory is locked, and its files wait for the bytes of tensors.
+
+    Exactly one of `commit` and `undo` ends it. If the object is dropped before, it is undone, too.
+
+    Attributes:
+        places: Where each tensor goes.
+        token: What the staged files begin with until the commit: it tells them from others of the same path, as on a
+            disk that another machine does not share.
+    """
+
+    def __init__(self, directory: str, options: SaveOptions, layouts: Mapping[str, TensorLayout]) -> None:
+        """Lock the directory, and make files of the right size in its staging directory.
+
+        Raises:
+            What `hfshard.save_state_dict` raises before it writes: the directory is as it was.
+        """
+        self.directory = directory
+        self.places: dict[str, Place] = {}
+        self.token = os.urandom(TOKEN_BYTES)
+        tensors = {
+            name: RawTensor(layout, partial(_blocks, self.places, name, layout.nbytes))
+            for name, layout in layouts.items()
+        }
+        self._request = SaveRequest(tensors=tensors, options=options)
+        writer_threads()  # raises where the environment asks for more than there is
+        plan = plan_request(self._request)
+        self._context = save_session(directory, options.names)
+        self._session = self._context.__enter__()
+        try:
+            self._plan = self._staged(avoid_taken_names(plan, self._session, options.names))
+        except BaseException as error:
+            self.undo(error)
+            raise
+
+    def commit(self) -> CheckpointIndex:
+        """Read the files back for their checksums, complete their headers, and put them in place.
+
+        Raises:
+            What `hfshard.save_state_dict` raises; the save is undone where it says so.
+        """
+        options = self._request.options
+        try:
+            with bytes_bar("Hashing", self._plan.total_size, options.progress) as progress_callback:
+                new, index = write_staged(self._plan, self._session, self._request, _FilledFiles(), progress_callback)
+            self._session.commit(plan_commit(self._session.state, new))
+        except BaseException as error:
+            self.undo(error)
+            raise
+        self._context.__exit__(None, None, None)
+        logger.info(
+            "Saved %d tensors, %d bytes, into '%s'.", len(index.weight_map), self._plan.total_size, self.directory
+        )
+        return index
+
+    def undo(self, error: BaseException) -> None:
+        """Remove what was staged, and unlock the directory.
+
+        Args:
+            error: Why.
+        """
+        self._context.__exit__(type(error), error, error.__traceback__)
+
+    def _staged(self, plan: ShardPlan) -> ShardPlan:
+        """Make the files of a plan, and return it; or one of shards where a single file can't be put in place."""
+        self._session.check_space(plan.total_size)
+        self._make_files(plan)
+        new = NewCheckpoint(staged_names(plan), list(plan.weight_map), None, None, {}, "")
+        if plan.is_sharded or not needs_links(self._session.state, new):
+            return plan
+        if self._session.can_link(next(iter(new.shards.values()))):
+            return plan
+        self._session.empty_staging()
+        names = self._request.options.names
+        plan = avoid_taken_names(with_one_more_shard(plan, names), self._session, names)
+        self._make_files(plan)
+        return plan
+
+    def _make_files(self, plan: ShardPlan) -> None:
+        for job in staged_jobs(plan, self._session, self._request):
+            end = len(blank_header(job, self._request.options.checksum))
+            for name, tensor in job.tensors.items():
+                self.places[name] = Place(job.path, end)
+                end += tensor_nbytes(tensor)
+            _make_file(job.path, self.token, end)
+
+
+def open_staged(path: str, token: bytes) -> int:
+    """Open a file that a `StagedSave` on another rank has made, for writing.
+
+    Raises:
+        SaveDirectoryError: The file is not there, or another one is.
+    """
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        raise _not_shared(path) from error
+    try:
+        if os.pread(fd, len(token), 0) != token:
+            raise _not_shared(path)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _not_shared(path: str) -> SaveDirectoryError:
+    return SaveDirectoryError(
+        f"The file '{path}', which the coordinating rank has made, is not here: each rank writes its part into the "
+        "same files. Save into a directory that the machines of all ranks share.",
+        path=path,
+    )
+
+
+def _make_file(path: str, token: bytes, size: int) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        write_all(fd, token)
+        os.ftruncate(fd, size)
+    finally:
+        os.close(fd)
+
+
+def _blocks(places: Mapping[str, Place], name: str, nbytes: int, block_bytes: int) -> Iterator[memoryview]:
+    """What was written of a tensor."""
+    path, start = places[name]
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        yield from read_blocks(fd, start, nbytes, block_bytes)
+    finally:
+        os.close(fd)
+
+
+class _FilledFiles(OwnShardWriter):
+    """Completes files whose tensors are there already."""
+
+    def write(
+        self,
+        jobs: Sequence[WriteJob],
+        checksum: str | None,
+        progress_callback: ProgressCallback | None,
+        store: Store | None = None,
+    ) -> list[FileDigest]:
+        """See `ShardWriter`; it is for directories only."""
+        work = partial(_complete, checksum=checksum, progress_callback=progress_callback)
+        return in_threads(work, jobs, writer_threads())
+
+
+def _complete(
+    job: WriteJob, cancelled: threading.Event, *, checksum: str | None, progress_callback: ProgressCallback | None
+) -> FileDigest:
+    digest, header = digest_shard(job, checksum, progress_callback, cancelled)
+    fd = os.open(job.path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        write_all(fd, header)
+        copy_mode(fd, job.like)
+        sync(fd, job.path)
+    finally:
+        os.close(fd)
+    return digest

@@ -1,0 +1,619 @@
+"""Whether the other ranks live: heartbeats, processes that have ended, how long to wait, and what went wrong."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import threading
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import closing, contextmanager, suppress
+from datetime import timedelta
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Final
+
+import torch.distributed as dist
+
+from hfshard._util.text import error_words, list_some
+from hfshard._util.threads import start_thread
+from hfshard.distributed.group_store import DEATH_SECONDS, AnsweringStore, call_group, open_group_store
+from hfshard.errors import RankFailedError, RankMissingError
+
+_BEATS_PER_DEATH: Final = 15
+"""A beat a second, where fifteen seconds of silence are death."""
+_DEAD_KEY: Final = "hfshard/dead"
+_WAY_KEY: Final = "hfshard/way"
+_PROCESS_KEY: Final = "hfshard/process"
+
+
+class Heart:
+    """The beats of this rank: a counter under a key, by a thread, or where none can be started by who looks.
+
+    Each tells the process, too, so that others of this machine see at once that it has ended.
+    """
+
+    def __init__(self, store: AnsweringStore, key: str, death_seconds: float) -> None:
+        self.key = key
+        self.seconds = death_seconds / _BEATS_PER_DEATH
+        self._store = store
+        self._is_stopped = threading.Event()
+        self._count = 0
+        self._process = own_record()
+        self._beaten_at = time.monotonic()
+        self._longest_silence = 0.0
+        self._thread: Future[None] | None = None
+
+    def start(self) -> None:
+        """Beat once, so that the key is there, and go on in a thread."""
+        self._beat()
+        self._thread = start_thread(self._go_on, "hfshard-beat", daemon=True)
+
+    def stop(self) -> None:
+        """Beat no more; a beat that is under way has ended."""
+        self._is_stopped.set()
+        if self._thread is not None:
+            self._thread.result()
+            self._thread = None
+
+    def beat_without_thread(self) -> None:
+        """Beat, where no thread does."""
+        if self._thread is None and not self._is_stopped.is_set():
+            self._beat()
+
+    def _go_on(self) -> None:
+        try:
+            while not self._is_stopped.wait(self.seconds):
+                self._beat()
+        except RankFailedError:
+            # The store is gone: whoever waits asks it, too, and raises.
+            return
+
+    def silent_seconds(self) -> float:
+        """The longest time without a beat since the last call of this: the process may have been stopped."""
+        longest = max(self._longest_silence, time.monotonic() - self._beaten_at)
+        self._longest_silence = 0.0
+        return longest
+
+    def _beat(self) -> None:
+        self._longest_silence = max(self._longest_silence, time.monotonic() - self._beaten_at)
+        self._beaten_at = time.monotonic()
+        self._count += 1
+        self._store.put(self.key, b"%d %b" % (self._count, self._process))
+
+
+class LifeSigns:
+    """For how long other ranks have not beaten, as far as this one has looked."""
+
+    def __init__(self, store: AnsweringStore, key: str, death_seconds: float) -> None:
+        self._store, self._key, self._death_seconds = store, key, death_seconds
+        self._seen: dict[int, tuple[bytes | None, float, float]] = {}
+
+    def look(self, ranks: Iterable[int]) -> dict[int, float]:
+        """Look at ranks' beats; gives for how many seconds each has been silent, infinity for a process that has ended.
+
+        Time for which this process did not look counts little: it may have been stopped itself.
+        """
+        numbers = list(ranks)
+        now = time.monotonic()
+        for rank, beat in zip(numbers, self._store.get_many(f"{self._key}/{rank}" for rank in numbers), strict=True):
+            last, silent, looked_at = self._seen.get(rank, (beat, 0.0, now))
+            silent = silent + min(now - looked_at, self._death_seconds / 5) if beat == last else 0.0
+            self._seen[rank] = beat, math.inf if beat == last and has_ended(_process(beat)) else silent, now
+        return {rank: self._seen[rank][1] for rank in numbers}
+
+    def has_heard(self, rank: int) -> bool:
+        """Whether there was a beat of a rank at the last look."""
+        return self._seen[rank][0] is not None
+
+    def runs_here(self, rank: int) -> bool:
+        """Whether the process that beat for a rank at the last look is one of this machine, and has not ended."""
+        return runs_here(_process(self._seen[rank][0]))
+
+
+def _process(beat: bytes | None) -> bytes:
+    """The record of who beat."""
+    return (beat or b"").partition(b" ")[2]
+
+
+@contextmanager
+def on_the_way(rank: int, death_seconds: float = DEATH_SECONDS) -> Iterator[None]:
+    """Give signs of life while the block prepares for a call of several ranks, who wait for this one meanwhile.
+
+    Afterwards the rank comes to them, and deletes the key; where the block raises, it does not come.
+    """
+    with closing(open_group_store(death_seconds)) as store:
+        heart = Heart(store, way_key(rank), death_seconds)
+        heart.start()
+        try:
+            yield
+        except BaseException:
+            heart.stop()
+            with suppress(RankFailedError):  # the store is gone, and the block's error says more
+                store.delete([heart.key])
+            raise
+        finally:
+            heart.stop()
+
+
+class WaySigns:
+    """Which ranks have died on their way, as far as this one has looked, or between two calls on this machine."""
+
+    def __init__(self, store: AnsweringStore, death_seconds: float) -> None:
+        self._life = LifeSigns(store, _WAY_KEY, death_seconds)
+        self._pause_seconds = death_seconds / _BEATS_PER_DEATH
+        self._death_seconds = death_seconds
+        self._store = store
+        self._looked_at = -math.inf
+
+    def look(self, ranks: Iterable[int]) -> None:
+        """Look at those that are waited for, where the last time was a while ago; who is dead gets its `dead_key`."""
+        if time.monotonic() - self._looked_at < self._pause_seconds:
+            return
+        self._looked_at = time.monotonic()
+        silent = self._life.look(ranks)
+        records = self._store.get_many(map(process_key, silent))
+        for (rank, silent_seconds), record in zip(silent.items(), records, strict=True):
+            is_silent = silent_seconds > self._death_seconds and self._life.has_heard(rank)
+            if is_silent or has_ended(record):
+                self._store.put(dead_key(rank), b"")
+
+
+def process_key(rank: int) -> str:
+    """The key of the process that a rank was when it came to others."""
+    return f"{_PROCESS_KEY}/{rank}"
+
+
+def way_key(rank: int) -> str:
+    """The key of the beats of a rank that is on its way."""
+    return f"{_WAY_KEY}/{rank}"
+
+
+def dead_key(rank: int) -> str:
+    """The key that is there where somebody took a rank for dead, which has joined nothing since."""
+    return f"{_DEAD_KEY}/{rank}"
+
+
+# Which process a rank is, so that another one of the same machine sees at once that it has ended.
+
+
+_PROCESSES: Final = Path("/proc")
+_ENDED: Final = (b"Z", b"X")
+"""States of a process that has ended, and whose parent has not asked how."""
+
+
+def own_record() -> bytes:
+    """This process, for `has_ended`; empty where the system does not tell."""
+    pid = os.getpid()
+    machine = _machine(pid)
+    if machine is None:
+        return b""
+    try:
+        _, started = _state_and_start(pid)
+    except OSError:
+        return b""
+    return json.dumps([machine, pid, started]).encode()
+
+
+def has_ended(record: bytes | None) -> bool:
+    """Whether a process is one of this machine, and has ended; one that is stopped has not."""
+    return _is_running(record) is False
+
+
+def runs_here(record: bytes | None) -> bool:
+    """Whether a process is one of this machine, and runs or is stopped."""
+    return _is_running(record) is True
+
+
+def _is_running(record: bytes | None) -> bool | None:
+    """Whether a process has not ended; None where that can't be known."""
+    if not record:
+        return None
+    machine, pid, started = json.loads(record)
+    if machine != _machine(os.getpid()):
+        return None
+    try:
+        state, begun = _state_and_start(pid)
+    except (FileNotFoundError, ProcessLookupError):
+        return None if _is_hidden(pid) else False
+    except OSError:
+        return None
+    return state not in _ENDED and begun == started
+
+
+@lru_cache(maxsize=1)
+def _machine(pid: int) -> list[Any] | None:
+    """What tells a space of process numbers from others; asked once by each process, which is the argument.
+
+    None where the system does not tell, or shows the processes of another space.
+    """
+    try:
+        if os.readlink(_PROCESSES / "self") != str(pid):
+            return None
+        boot = (_PROCESSES / "sys/kernel/random/boot_id").read_text().strip()
+        return [socket.gethostname(), boot, os.stat(_PROCESSES / "self/ns/pid").st_ino]
+    except OSError:
+        return None
+
+
+def _is_hidden(pid: int) -> bool:
+    """Whether there is a process that the system does not show: another user's, where it is mounted with `hidepid`."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def _state_and_start(pid: int) -> tuple[bytes, str]:
+    """The state of a process, and when it began; the name before them may hold anything, and be cut in a character."""
+    fields = (_PROCESSES / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()
+    return fields[0], fields[19].decode()
+
+
+# Looks whether other ranks of an operation have failed, or give no sign of life.
+
+
+_LOOK_SECONDS: Final = 0.3
+"""Between two looks whether somebody failed."""
+_BEATS_OF_A_SUSPECT: Final = 3
+"""A rank that misses so many beats after a collective failed is the one that broke it."""
+_SUSPICION_PAUSE_SECONDS: Final = 0.05
+
+
+class Watch:
+    """What one rank of an operation knows of the others: what they told of failures, and who is silent.
+
+    Args:
+        store: Open.
+        tag: Begins the keys of the operation.
+        rank: This one, which does not watch itself.
+        heart: Its own; it beats with each look where no thread can.
+        death_seconds: A rank without a beat for so long is taken for dead.
+
+    Attributes:
+        has_final_word: Whether the failure that it raised settles the outcome: the leader told it when it gave up, or
+            was not awaited.
+    """
+
+    def __init__(self, store: AnsweringStore, tag: str, rank: int, heart: Heart, death_seconds: float) -> None:
+        self._store, self._rank, self._heart, self._death_seconds = store, rank, heart, death_seconds
+        self._failed_key = failed_key(tag)
+        self._life = LifeSigns(store, beat_key(tag), death_seconds)
+        self._looked_at = time.monotonic()
+        self._watched_at = self._looked_at
+        self._told_at = 0.0
+        self.has_final_word = False
+
+    def look(self, ranks: Collection[int], *, awaits_leader: bool = False) -> None:
+        """Raise for a failure or a death, where the last look was a while ago; arguments as for `check`."""
+        now = time.monotonic()
+        if now - self._looked_at > _LOOK_SECONDS:
+            self._check_told(awaits_leader=awaits_leader)
+        if now - self._watched_at > self._heart.seconds:
+            self._check_life(ranks, self._death_seconds, awaits_leader=awaits_leader)
+
+    def check(self, ranks: Collection[int]) -> None:
+        """Raise if a rank has told that it failed, or one of these gives no sign of life.
+
+        Raises:
+            RankFailedError: It names the rank.
+        """
+        self._check_told(awaits_leader=False)
+        self._check_life(ranks, self._death_seconds)
+
+    def is_anyone_alive(self, ranks: Iterable[int]) -> bool:
+        """Whether one of some ranks gives signs of life."""
+        return any(silent_seconds <= self._death_seconds for silent_seconds in self._life.look(ranks).values())
+
+    def trust_again(self, ranks: Collection[int]) -> None:
+        """Where this process was stopped, wait until each rank has beaten again: some may have given up meanwhile.
+
+        Raises:
+            RankFailedError: One has.
+        """
+        if self._heart.silent_seconds() < self._death_seconds / 2:
+            return
+        left = [rank for rank in ranks if rank != self._rank]
+        self._life.look(left)  # what was beaten meanwhile does not count
+        while left:
+            time.sleep(_SUSPICION_PAUSE_SECONDS)
+            self._check_told(awaits_leader=False)
+            left = [rank for rank, seconds in self._check_life(left, self._death_seconds).items() if seconds]
+
+    def await_collective(
+        self, work: Any, ranks: Collection[int], watched: Collection[int], patience_seconds: float
+    ) -> None:
+        """Wait for a collective, and look meanwhile whether a rank failed.
+
+        Args:
+            work: The `torch.distributed.Work` of a call with `async_op=True`, for tensors of the CPU.
+            ranks: Who takes part.
+            watched: Whose signs of life are looked for.
+            patience_seconds: How long to wait, where all of them live.
+
+        Raises:
+            RankFailedError: A rank failed or died, or the collective did.
+        """
+        end = time.monotonic() + patience_seconds
+        while not _ends_within(work, _LOOK_SECONDS):
+            self.look(watched)
+            if time.monotonic() > end:
+                raise RankFailedError(
+                    f"A collective among ranks {_listed(ranks)} has not ended within {patience_seconds:g} s, though "
+                    "all of them live. Look what each of them does, and start the job again."
+                )
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self.who_broke_it(error, ranks) from error
+
+    def who_broke_it(self, error: RuntimeError, ranks: Collection[int]) -> RankFailedError:
+        """The rank that let a collective fail: one that says so, or one that falls silent.
+
+        One whose process runs on this machine is waited for as long as a death takes: it may only be held up.
+        """
+        suspicion_seconds = self._heart.seconds * _BEATS_OF_A_SUSPECT
+        end = time.monotonic() + suspicion_seconds + 2 * self._heart.seconds
+        longest_silence = 0.0
+        try:
+            while time.monotonic() < end or longest_silence > suspicion_seconds:
+                self._check_told(awaits_leader=False)
+                longest_silence = max(self._check_life(ranks, suspicion_seconds).values(), default=0.0)
+                time.sleep(_SUSPICION_PAUSE_SECONDS)
+        except RankFailedError as told:
+            return told
+        return RankFailedError(
+            f"A collective among ranks {_listed(ranks)} failed, though all of them live: {error}. Look at the network "
+            "between them, and start the job again."
+        )
+
+    def _check_told(self, *, awaits_leader: bool) -> None:
+        """Raise what a rank told; who awaits the leader waits for its last word, which may be that all is done."""
+        self._looked_at = time.monotonic()
+        self._heart.beat_without_thread()
+        told = self._store.get(self._failed_key)
+        if told is None:
+            return
+        if awaits_leader and not is_final(told):
+            self._told_at = self._told_at or self._looked_at
+            if self._looked_at - self._told_at < self._death_seconds:
+                return
+        self.has_final_word = is_final(told) or not awaits_leader
+        raise told_error(told)
+
+    def _check_life(
+        self, ranks: Collection[int], most_seconds: float, *, awaits_leader: bool = False
+    ) -> dict[int, float]:
+        """Raise for a death; gives for how many seconds each of the ranks has been silent.
+
+        One of this machine that did not end has so many seconds as a death takes.
+        """
+        self._watched_at = time.monotonic()
+        silent = self._life.look([rank for rank in ranks if rank != self._rank])
+        for rank, silent_seconds in silent.items():
+            if silent_seconds <= most_seconds:
+                continue
+            if silent_seconds <= self._death_seconds and self._life.runs_here(rank):
+                continue
+            self._store.put(dead_key(rank), b"")
+            self._check_last_words(rank, awaits_leader=awaits_leader)
+            raise death_error(rank, silent_seconds)
+        return silent
+
+    def _check_last_words(self, rank: int, *, awaits_leader: bool) -> None:
+        """Raise what was told before a rank ended; who awaits the leader, which may be it, takes its words only."""
+        told = self._store.get(self._failed_key)
+        if told is None:
+            return
+        error = told_error(told)
+        if not awaits_leader or is_final(told) or error.rank == rank:
+            self.has_final_word = is_final(told) or not awaits_leader
+            raise error
+
+
+def failed_key(tag: str) -> str:
+    """The key of an operation that tells its first failure."""
+    return f"{tag}/failed"
+
+
+def beat_key(tag: str) -> str:
+    """The key of an operation below which its ranks beat."""
+    return f"{tag}/beat"
+
+
+def _ends_within(work: Any, seconds: float) -> bool:
+    """Wait a while for a collective, which goes on after it; whether it has ended, well or not."""
+    with suppress(RuntimeError):  # "timed out", or what went wrong, which the next wait says again
+        work.wait(timedelta(seconds=seconds))
+    return bool(work.is_completed())
+
+
+def _listed(ranks: Iterable[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+# How long a rank waits for others, and when it says for whom.
+
+
+_UNKNOWN_SECONDS: Final = 600.0
+"""Where the backend does not say: what torch gives NCCL."""
+_FIRST_WORD_SECONDS: Final = 10.0
+"""Ranks that do the same work come within a few seconds."""
+_FIRST_WORD_SHARE: Final = 0.25
+"""Of a short patience: the word comes long before the error."""
+_PAUSE_SHARE: Final = 0.2
+"""Of the time that a wait has lasted: it ends at most so much later than it could, after some twenty looks."""
+_SHORTEST_PAUSE_SECONDS: Final = 0.001
+_LONGEST_PAUSE_SECONDS: Final = 0.05
+
+
+class Wait:
+    """One wait for other ranks, which has an end; a word about it is due after ten seconds, twenty, forty ...
+
+    Args:
+        most_seconds: How long it may take.
+    """
+
+    def __init__(self, most_seconds: float) -> None:
+        self._start = time.monotonic()
+        self._most_seconds = most_seconds
+        self._word_after_seconds = min(_FIRST_WORD_SECONDS, most_seconds * _FIRST_WORD_SHARE)
+
+    @property
+    def seconds(self) -> float:
+        """For how long it has lasted."""
+        return time.monotonic() - self._start
+
+    @property
+    def left_seconds(self) -> float:
+        """For how long it will go on."""
+        return self._most_seconds - self.seconds
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has lasted too long."""
+        return self.left_seconds < 0
+
+    def pause(self) -> None:
+        """Sleep until the next look at what is waited for."""
+        time.sleep(min(max(self.seconds * _PAUSE_SHARE, _SHORTEST_PAUSE_SECONDS), _LONGEST_PAUSE_SECONDS))
+
+    def is_word_due(self) -> bool:
+        """Whether to say now that it lasts; the next time twice as late."""
+        if self.seconds < self._word_after_seconds:
+            return False
+        self._word_after_seconds *= 2
+        return True
+
+
+def group_timeout_seconds() -> float:
+    """For how long the process group of a call waits for a rank, as `init_process_group(timeout=)` or `new_group` says.
+
+    torch has no public name for it: where several backends serve the group, the shortest counts.
+    """
+    group: Any = call_group() or dist.group.WORLD
+    backends = [group._get_backend(device) for device in group._device_types]
+    timeouts = [getattr(getattr(backend, "options", None), "_timeout", None) for backend in backends]
+    return min((one.total_seconds() for one in timeouts if isinstance(one, timedelta)), default=_UNKNOWN_SECONDS)
+
+
+# What ranks write into the store: several values as one, and what went wrong.
+
+
+_OUTCOME_UNKNOWN: Final = (
+    "Nobody has told the outcome: what this call was to do is done as a whole, or not at all. Look what is there, by "
+    "'hfshard verify'."
+)
+
+_SHOWN_RANKS: Final = 8
+"""How many ranks a message lists."""
+
+
+def with_unknown_outcome(words: str) -> str:
+    """Words about a failure, and that what the ranks were about may be done nevertheless."""
+    return words if _OUTCOME_UNKNOWN in words else f"{words} {_OUTCOME_UNKNOWN}"
+
+
+def failure_record(error: BaseException, rank: int, *, may_be_done: bool = False) -> bytes:
+    """What a rank tells the others about its failure; one that another rank caused is that rank's.
+
+    Args:
+        error: The failure.
+        rank: Who tells it.
+        may_be_done: Whether what the ranks are about may be done nevertheless.
+    """
+    record = {"kind": type(error).__name__, "rank": rank, "words": error_words(error)}
+    record["may_be_done"] = may_be_done
+    if isinstance(error, RankFailedError):
+        record |= {"rank": error.rank, "words": str(error)}
+    return json.dumps(record).encode()
+
+
+def final_record(record: bytes) -> bytes:
+    """What the leader makes of a record when it gives up: nothing comes after it."""
+    return json.dumps(json.loads(record) | {"is_final": True}).encode()
+
+
+def is_final(record: bytes) -> bool:
+    """Whether the leader has given up, too."""
+    return "is_final" in json.loads(record)
+
+
+def told_error(record: bytes) -> RankFailedError:
+    """The error to raise for what another rank has told."""
+    told: Mapping[str, Any] = json.loads(record)
+    if told["kind"] in ("RankFailedError", "RankMissingError"):
+        kind = RankMissingError if told["kind"] == "RankMissingError" else RankFailedError
+        return kind(told["words"], rank=told["rank"])
+    said = told["words"].removesuffix(".")
+    advice = "Call" if told["kind"] == "CheckpointChangedError" else "Mend that, and call"
+    words = f"Rank {told['rank']} failed, so the other ranks gave up, too: {said}. {advice} again on every rank."
+    return RankFailedError(with_unknown_outcome(words) if told["may_be_done"] else words, rank=told["rank"])
+
+
+def death_error(rank: int, silent_seconds: float) -> RankFailedError:
+    """The error to raise for a rank that is silent, for ever where its process has ended."""
+    if silent_seconds == math.inf:
+        words = f"Rank {rank} has given no sign of life: its process has ended."
+        return RankFailedError(f"{words} Look at its output, and start the job again.", rank=rank)
+    return RankFailedError(
+        f"Rank {rank} has given no sign of life for {silent_seconds:.0f} s: it was killed, was stopped, or can't be "
+        "reached. Look at its output, and start the job again.",
+        rank=rank,
+    )
+
+
+def missing_word(rank: int, missing: Collection[int], place: str, seconds: float, patience_seconds: float) -> str:
+    """What a rank that waits for others says meanwhile."""
+    others = list_some(list(map(str, sorted(missing))), _SHOWN_RANKS)
+    return (
+        f"Rank {rank} has waited {seconds:.0f} s for rank {others} to make the same call, about {place!r}, "
+        f"and gives up after {patience_seconds:g} s (as long as collectives wait: init_process_group(timeout=...)). "
+        "Every rank has to call."
+    )
+
+
+def missing_error(door: Mapping[str, list[int]], place: str, patience_seconds: float) -> RankMissingError:
+    """The error to raise on all ranks that have come where others are needed.
+
+    Args:
+        door: Which ranks are "absent", and of these "declined" or "dead".
+        place: What the operation is about.
+        patience_seconds: For how long they were waited for.
+    """
+    absent = sorted(door["absent"], key=lambda rank: (rank not in door["dead"], rank))
+    why = f"did not come within {patience_seconds:g} s"
+    if absent[0] in door["dead"]:
+        why = "gave no sign of life before, and did not come"
+    elif absent[0] in door["declined"]:
+        why = "was called with is_main_process=False and without a part of a tensor"
+    others = f", nor did rank {', '.join(map(str, absent[1:]))}" if absent[1:] else ""
+    return RankMissingError(
+        f"Rank {absent[0]} {why}{others}, and this call about {place!r} needs every rank. Make it on every rank, "
+        "outside of `if rank == 0:`; or, of a model that only some ranks have, with process_group= of those.",
+        rank=absent[0],
+        path=place,
+    )
+
+
+def pack(values: Mapping[int, bytes]) -> bytes:
+    """Numbered values as one: a line of JSON with their lengths, and then themselves."""
+    head = json.dumps({number: len(value) for number, value in values.items()}).encode()
+    return b"\n".join([head, b"".join(values.values())])
+
+
+def unpack(packed: bytes) -> dict[int, bytes]:
+    """What `pack` was given."""
+    head, _, rest = packed.partition(b"\n")
+    values = {}
+    start = 0
+    for number, length in json.loads(head).items():
+        values[int(number)] = rest[start : start + length]
+        start += length
+    return values

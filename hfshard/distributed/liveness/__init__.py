@@ -1,1 +1,0 @@
-"""What ranks tell each other without collectives: keys of a store whose calls end, and signs of life."""

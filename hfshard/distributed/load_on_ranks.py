@@ -1,0 +1,743 @@
+"""Load what is spread over ranks: all open the same checkpoint, each reads its part, and all do so or none."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import asdict, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hfshard._util.progress import bytes_bar
+from hfshard.checkpoint.check_files import check_checksums, check_pickles
+from hfshard.checkpoint.folder import FAR_TRIES
+from hfshard.checkpoint.into_module import load_into_module
+from hfshard.checkpoint.load_options import LoadOptions
+from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
+from hfshard.commit.hub_marker import has_hub_marker
+from hfshard.disk.fsops import is_remote
+from hfshard.distributed.group_store import has_other_ranks
+from hfshard.distributed.read_parts import Target, prepare_reads, stored_tensors
+from hfshard.distributed.rendezvous import ANY_PLACE, SaveStatus, gather_participants
+from hfshard.distributed.spread_tensor import has_spread
+from hfshard.distributed.tensor_owners import assign_owners
+from hfshard.errors import CheckpointChangedError, HfshardError, InvalidArgumentError, StateDictMismatchError
+from hfshard.format.digests import sha256_of
+from hfshard.format.index import CheckpointIndex
+from hfshard.pickles.pickle_file import PickleFile
+from hfshard.places.source import CheckpointSource, LocalCheckpoint, open_source, with_checkpoint
+from hfshard.shards.ranged_shard import RangedShard
+from hfshard.shards.shard import SafetensorsShard
+from hfshard.shards.shard_file import SafetensorsFile
+from hfshard.tensors.parameter_names import compare, without_wrappers, wrapped_prefixes
+from hfshard.tensors.state_dict import (
+    assign,
+    collect_state_dict,
+    is_dtensor,
+    is_sharded_tensor,
+    local_tensor,
+    refuse_freed,
+    refuse_partitioned,
+)
+from hfshard.tensors.stored_tensor import is_plain_type
+from hfshard.tensors.tied import find_shared_tensors
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+_FSDP: Final = "torch.distributed.fsdp."
+"""Where the hooks are defined that shard the parameters before a load, as they do before `state_dict()` returns."""
+
+
+def load_into_spread_module(model: nn.Module, source: CheckpointSource, options: LoadOptions) -> dict[str, Any]:
+    """Load a checkpoint into a module that has DTensors. Every rank of the default process group must call.
+
+    Each rank reads its part straight into its memory. What is on the meta device gets memory, on the device of the
+    mesh. Modules with hooks or a `_load_from_state_dict` of their own get their tensors by these.
+
+    Args:
+        model: Changed, once every rank has found that the checkpoint fits.
+        source: The same checkpoint on every rank, wherever each finds it.
+        options: How.
+
+    Returns:
+        What `load_into_module` returns.
+
+    Raises:
+        RankFailedError: Another rank refused, failed, died, or did not come.
+        Everything that `load_into_module` raises. The model is half loaded only where a file can't be read after all,
+        or a hook of the model raises.
+    """
+    with load_together("load_model", is_collective=True) as agreement:
+        return agreement.use(source, options, lambda checkpoint: _load_in_place(model, checkpoint, options, agreement))
+
+
+def load_opened(model: nn.Module, checkpoint: OpenCheckpoint, options: LoadOptions) -> dict[str, Any]:
+    """Load an open checkpoint into a module that is not spread over ranks.
+
+    What is far away is read straight into the module's memory: then the module is half loaded where a request fails
+    after all, or what comes is not what was saved.
+
+    Args, returns, raises: As `load_into_module`.
+    """
+    if checkpoint.is_ranged:
+        return _load_in_place(model, checkpoint, options, LoadAgreement(None))
+    return load_into_module(model, checkpoint, options)
+
+
+def _load_in_place(
+    model: nn.Module, checkpoint: OpenCheckpoint, options: LoadOptions, agreement: LoadAgreement
+) -> dict[str, Any]:
+    """Read what a module takes straight into its memory, once every rank has found that the checkpoint fits."""
+    mapped = _mapped_tensors(checkpoint)
+    stored_names = {id(tensor): name for name, tensor in mapped.items()}
+
+    def values_of(described: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        stored = {name: stored_names[id(tensor)] for name, tensor in described.items()}
+        tied_names = checkpoint.index.tied_names
+        values = checkpoint.read({tied_names.get(name, name) for name in stored.values()})
+        return {name: values[tied_names.get(kept, kept)] for name, kept in stored.items()}
+
+    fill = partial(_fill, checkpoint, stored_names, agreement)
+    return load_into_module(model, checkpoint, options, mapped, fill, values_of if checkpoint.is_ranged else None)
+
+
+def load_like(
+    source: CheckpointSource, like: Mapping[str, torch.Tensor], device: torch.device, options: LoadOptions
+) -> dict[str, torch.Tensor]:
+    """Load tensors of the shapes, dtypes, devices and placements of others. With DTensors, every rank must call.
+
+    Args:
+        source: The same checkpoint on every rank, wherever each finds it.
+        like: Checked by `check_like`; not changed.
+        device: Where tensors go whose like is plain and on the meta device.
+        options: How.
+
+    Raises:
+        RankFailedError: Another rank refused, failed, died, or did not come.
+        StateDictMismatchError: The checkpoint lacks a name, or has it in another shape, or in a dtype whose values
+            that of `like` can't have.
+        Everything that `open_source` raises.
+    """
+    with load_together("load_state_dict", is_collective=has_spread(like)) as agreement:
+        return agreement.use(source, options, lambda checkpoint: _read_like(checkpoint, like, device, agreement))
+
+
+def _read_like(
+    checkpoint: OpenCheckpoint, like: Mapping[str, torch.Tensor], device: torch.device, agreement: LoadAgreement
+) -> dict[str, torch.Tensor]:
+    _refuse_misfits(checkpoint, like)
+    tied_names = checkpoint.index.tied_names
+    made: dict[tuple[Any, ...], torch.Tensor] = {}
+    keys: dict[str, tuple[Any, ...]] = {}
+    for name, tensor in like.items():
+        spread = (tensor.device_mesh, tensor.placements) if is_dtensor(tensor) else None
+        keys[name] = (tied_names.get(name, name), tensor.dtype, tensor.device, spread)
+        if keys[name] not in made:
+            made[keys[name]] = _empty_like(tensor, tensor.dtype, device, tensor.shape)
+    read = prepare_reads(checkpoint, [(key[0], tensor) for key, tensor in made.items()])
+    agreement.confirm(checkpoint)
+    read()
+    return {name: made[key] for name, key in keys.items()}
+
+
+def has_spread_state(model: nn.Module) -> bool:
+    """Whether a module has DTensors. Parameters of FSDP2 that are whole after a forward pass are sharded again.
+
+    Raises:
+        InvalidArgumentError: It gives ShardedTensors.
+    """
+    if "torch.distributed.tensor" not in sys.modules:
+        return False
+    state_dict = model.state_dict()
+    _refuse_sharded_tensors(state_dict)
+    return has_spread(state_dict)
+
+
+def files_of_names(index: CheckpointIndex, names: Collection[str]) -> set[str]:
+    """The files that hold the tensors of these names, as far as there are such tensors."""
+    stored = {index.tied_names.get(name, name) for name in names}
+    return {index.weight_map[name] for name in stored if name in index.weight_map}
+
+
+def check_like(like: Mapping[str, Any]) -> None:
+    """Refuse what is no state dict.
+
+    Raises:
+        InvalidArgumentError: It does not map names to tensors, or there is a ShardedTensor, or a parameter that
+            DeepSpeed has partitioned.
+    """
+    if not isinstance(like, Mapping):
+        raise InvalidArgumentError(f"like must map names to tensors, got a {type(like).__name__}.")
+    _refuse_sharded_tensors(like)
+    refuse_partitioned(like, "load")
+    for name, tensor in like.items():
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            raise InvalidArgumentError(
+                f"like must map names to tensors, and {name!r:.200} is mapped to a {type(tensor).__name__}.",
+                fqn=str(name),
+            )
+
+
+def _refuse_sharded_tensors(state_dict: Mapping[str, Any]) -> None:
+    name = next((name for name, value in state_dict.items() if is_sharded_tensor(value)), None)
+    if name is not None:
+        raise InvalidArgumentError(
+            f"Can't load into {name!r}, and nothing was loaded: it is a ShardedTensor of FSDP1. Shard the model by "
+            "fully_shard instead; or have FullyShardedDataParallel take whole tensors, on every rank: "
+            "FullyShardedDataParallel.set_state_dict_type(model, StateDictType.FULL_STATE_DICT).",
+            fqn=name,
+        )
+
+
+def _mapped_tensors(checkpoint: OpenCheckpoint) -> dict[str, torch.Tensor]:
+    """Each tensor of a checkpoint, tied names included. What is mapped is read where its values are touched."""
+    found = {
+        name: shard.tensor(name) if isinstance(shard, SafetensorsFile) else shard.described(name)
+        for shard in checkpoint.shards.values()
+        for name in shard.header.tensors
+    }
+    for pickled in checkpoint.pickles.values():
+        found |= pickled.tensors
+    return found | {name: found[kept] for name, kept in checkpoint.index.tied_names.items()}
+
+
+def _fill(
+    checkpoint: OpenCheckpoint,
+    stored_names: Mapping[int, str],
+    agreement: LoadAgreement,
+    model: nn.Module,
+    tensors: Mapping[str, torch.Tensor],
+) -> None:
+    """Read what a module's tensors are to be, most of it into their own memory.
+
+    Args:
+        checkpoint: Open.
+        stored_names: Of its tensors, by their identities; what has none was read already.
+        agreement: With the other ranks, before the first change.
+        model: Unwrapped.
+        tensors: Those that fit, by the model's names.
+    """
+    model_state = collect_state_dict(model)
+    refuse_freed(model_state)
+    by_modules = _loaded_by_modules(model, model_state)
+    in_place = {name for name, own in model_state.items() if name not in by_modules and _has_own_memory(own)}
+    tied = find_shared_tensors(model_state)
+    device = _device_of_meshes(model_state)
+    targets: dict[str, torch.Tensor] = {}
+    wanted: list[tuple[str, Target]] = []
+    fresh: dict[str, torch.Tensor] = {}
+    for name in [name for name in tensors if name in model_state]:
+        own = model_state[name]
+        tensor = tensors[name]
+        if id(tensor) not in stored_names:
+            fresh[name] = tensor
+            continue
+        kept = tied.get(name, name)
+        key = kept if kept in tensors and (kept in in_place) == (name in in_place) else name
+        if key not in targets:
+            dtype = own.dtype if getattr(own, "is_meta", False) else tensor.dtype
+            targets[key] = own if name in in_place else _empty_like(own, dtype, device, tensor.shape)
+            wanted.append((stored_names[id(tensor)], targets[key]))
+        if name not in in_place:
+            fresh[name] = targets[key]
+    read = prepare_reads(checkpoint, wanted)
+    agreement.confirm(checkpoint)
+    try:
+        read()
+    except HfshardError as error:
+        error.add_note("The module is half loaded: load it again before it is used.")
+        raise
+    assign(model, fresh, runs_hooks=True)
+
+
+def _loaded_by_modules(model: nn.Module, names: Collection[str]) -> set[str]:
+    """The names whose tensors a module takes in by itself: by hooks, or a `_load_from_state_dict` of its own."""
+    wrapped = wrapped_prefixes(model)
+    paths = {
+        without_wrappers(f"{path}.", wrapped) if path else ""
+        for path, module in model.named_modules(remove_duplicate=False)
+        if _loads_by_itself(module) or (not path and type(module).load_state_dict is not nn.Module.load_state_dict)
+    }
+    if "" in paths:
+        return set(names)
+    return {name for name in names if not paths.isdisjoint(_prefixes(name))} if paths else set()
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    return (name[: at + 1] for at, letter in enumerate(name) if letter == ".")
+
+
+def _loads_by_itself(module: nn.Module) -> bool:
+    is_own = type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
+    hooks = [getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values()]
+    return is_own or any(not getattr(hook, "__module__", "").startswith(_FSDP) for hook in hooks)
+
+
+def _has_own_memory(value: Any) -> bool:
+    """Whether it is a tensor with memory that can be read into, not a wrapper of another library's."""
+    part = local_tensor(value) if is_dtensor(value) else value
+    return is_plain_type(part) and not part.is_meta
+
+
+def _device_of_meshes(model_state: Mapping[str, Any]) -> torch.device:
+    """Where a module is, of which something may be on the meta device."""
+    meshes = (_mesh_device(tensor) for tensor in model_state.values() if is_dtensor(tensor))
+    return next(meshes, torch.device("cpu"))
+
+
+def _mesh_device(tensor: DTensor) -> torch.device:
+    return torch.device(tensor.device_mesh.device_type)
+
+
+def _empty_like(own: Any, dtype: torch.dtype, device: torch.device, shape: torch.Size) -> torch.Tensor:
+    """Memory for what another tensor is to be: spread over ranks, and on the device, as that is.
+
+    Args:
+        own: That tensor, or what else a module has by its name.
+        dtype: Of the new one.
+        device: For a plain one whose like is on the meta device.
+        shape: For what is no tensor.
+    """
+    if is_dtensor(own):
+        from torch.distributed.tensor import DTensor
+
+        part = local_tensor(own)
+        room = torch.empty_like(part, dtype=dtype, device=_mesh_device(own) if part.is_meta else part.device)
+        return DTensor.from_local(
+            room, own.device_mesh, own.placements, run_check=False, shape=own.shape, stride=own.stride()
+        )
+    if not is_plain_type(own):
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    return torch.empty_like(own, dtype=dtype, device=device if own.is_meta else own.device, requires_grad=False)
+
+
+def _refuse_misfits(checkpoint: OpenCheckpoint, like: Mapping[str, torch.Tensor]) -> None:
+    """Refuse names, shapes and dtypes of a state dict that are not the checkpoint's.
+
+    Raises:
+        StateDictMismatchError: It names all of them.
+    """
+    stored = stored_tensors(checkpoint)
+    there = {name: stored[name] for name in like if name in stored}
+    difference = compare(there, like)
+    difference.raise_unless_allowed(strict=True, path=checkpoint.directory, matched=len(there))
+    for name, tensor in there.items():
+        wanted = like[name].dtype
+        if not torch.can_cast(tensor.dtype, wanted):
+            raise StateDictMismatchError(
+                f"'{name}' of the checkpoint '{checkpoint.directory}' is {tensor.dtype}, whose values {wanted} can't "
+                "have, and nothing was loaded. Give `like` a tensor of another dtype.",
+                path=checkpoint.directory,
+                fqn=name,
+                expected=wanted,
+                actual=tensor.dtype,
+            )
+
+
+# A load by many ranks: they open the same checkpoint, share the work of verifying it, and all go on or none.
+
+
+_Result = TypeVar("_Result")
+
+logger = logging.getLogger(__name__)
+
+
+class LoadAgreement:
+    """What one rank says to the others of a load, and learns from them. A rank that loads alone agrees with itself."""
+
+    def __init__(self, status: SaveStatus | None) -> None:
+        self._status = status
+        self._has_opened = False
+        self._is_known = False
+        """Whether each rank knows that a save has overtaken one of them."""
+        self._change: CheckpointChangedError | None = None
+        """What this rank has seen, or was told, of the save that overtook the last try."""
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether there are other ranks."""
+        return self._status is not None
+
+    def fetch(self, source: CheckpointSource, progress: bool | None = None) -> LocalCheckpoint:
+        """Find the checkpoint on this machine, as `CheckpointSource.fetch` does.
+
+        The first rank resolves the revision, and all load that commit, though somebody pushes meanwhile. Of the ranks
+        that have a cache of the Hub in common, one downloads, and the others wait for it and ask the Hub for nothing.
+
+        Raises:
+            RankFailedError: Another rank could not find or download it.
+            Everything that `CheckpointSource.fetch` raises.
+        """
+        if self._status is None:
+            return source.fetch(progress)
+        local = source.find_local()
+        if local is not None and local.skeleton is not None:
+            local.skeleton.fill()
+        told = self._status.meet("source", _snapshot_of(local, source) if local is not None else _cache_of(source))
+        if local is not None:
+            return _same_snapshot(local, source, told)
+        return _fetch_together(self._status, source, told, progress)
+
+    @contextmanager
+    def opened(
+        self,
+        source: CheckpointSource,
+        options: LoadOptions,
+        local: LocalCheckpoint | None = None,
+        *,
+        check_beside: bool = False,
+    ) -> Iterator[OpenCheckpoint]:
+        """Open a checkpoint, as `open_source` does; of files that several ranks see, each is hashed by one of them.
+
+        Args:
+            source: As for `open_source`, and so are options.
+            local: What `fetch` gave; None: it is called.
+            check_beside: As for `open_checkpoint`; ranks that share the work do it before.
+
+        Raises:
+            RankFailedError: Another rank found a file damaged, or failed otherwise; here or in `confirm`.
+            Everything that `fetch` and `open_source` raise.
+        """
+        local = local or self.fetch(source, options.progress)
+        if self._status is None or options.verify not in ("full", "sha256"):
+            with open_source(source, options, local, check_beside=check_beside) as checkpoint:
+                self._has_opened = True
+                yield checkpoint
+            return
+        with open_source(source, replace(options, verify="structure"), local) as checkpoint:
+            self._has_opened = True
+            self._check_share(checkpoint, options.progress)
+            yield checkpoint
+
+    def use(self, source: CheckpointSource, options: LoadOptions, work: Callable[[OpenCheckpoint], _Result]) -> _Result:
+        """Open a checkpoint and do something with it; in a store again, on all ranks, where a save came on any of them.
+
+        Args:
+            source: As for `open_source`, and so are options.
+            options: How.
+            work: Comes to `confirm` once; in a store it may be done again, from the beginning.
+
+        Raises:
+            CheckpointChangedError: It kept changing.
+            Everything that `opened` and `work` raise.
+        """
+        if self._status is None:
+            return with_checkpoint(source, options, work)
+        local = self.fetch(source, options.progress)
+        for _ in range(FAR_TRIES):
+            with self.unless_overtaken(local), self.opened(source, options, local) as checkpoint:
+                result = work(checkpoint)
+                if local.folder is not None:
+                    self.meet("read")
+                return result
+        raise self.kept_changing(source.path)
+
+    @contextmanager
+    def unless_overtaken(self, local: LocalCheckpoint) -> Iterator[None]:
+        """Do a try with the other ranks; it ends on all without an error where a save in a store overtook one of them.
+
+        Then all have to begin again. What is read of the checkpoint must be read in the block, before a last `meet`.
+
+        Args:
+            local: What `fetch` gave. In a directory what is open stays as it is, and nobody begins again.
+
+        Raises:
+            CheckpointChangedError: In a directory; or it kept changing while this rank opened it.
+            Everything that the block raises.
+        """
+        self._has_opened = self._is_known = False
+        self._change = None
+        try:
+            yield
+        except CheckpointChangedError as error:
+            if local.folder is None or not self._has_opened:
+                raise
+            self._change = CheckpointChangedError(error.message, path=local.folder.path)  # `error` holds what was built
+            if self._status is not None:
+                if not self._is_known:
+                    self._status.meet(ANY_PLACE, _CHANGED)
+                time.sleep(local.folder.wait_seconds)
+            logger.info("%s Starting again.", error)
+
+    def kept_changing(self, path: str) -> CheckpointChangedError:
+        """The error of a load whose every try was overtaken.
+
+        Args:
+            path: What was loaded.
+        """
+        return self._change or CheckpointChangedError(
+            f"The checkpoint in '{path}' kept changing. Load it when the save is done.", path=path
+        )
+
+    def confirm(self, checkpoint: OpenCheckpoint, config: bytes | None = None) -> None:
+        """Go on once every rank has checked what it can, and has opened the same checkpoint.
+
+        Args:
+            checkpoint: This rank's.
+            config: That of the model that is built.
+
+        Raises:
+            CheckpointChangedError: They have different ones.
+            RankFailedError: A rank refused, failed or died.
+        """
+        if self._status is None:
+            return
+        files = files_of(checkpoint)
+        digests = [checkpoint_digest(checkpoint, config), digest_of(sorted(files)), digest_of(sightings(files))]
+        told = self._meet("checked", json.dumps(digests).encode())
+        said = {rank: json.loads(words) for rank, words in told.items()}
+        self._refuse_others(checkpoint, {rank: words[0] for rank, words in said.items()})
+        if len({words[1] for words in said.values()}) == 1 < len({words[2] for words in said.values()}):  # copies
+            self._refuse_others(checkpoint, self._meet("copies", contents_digest(checkpoint).encode()))
+
+    def all_say(self, word: str, *, is_so: bool) -> bool:
+        """Whether every rank says that something is so.
+
+        Args:
+            word: What this is about.
+            is_so: What this rank says.
+
+        Raises:
+            CheckpointChangedError: A save in a store has overtaken another rank.
+            RankFailedError: A rank failed or died.
+        """
+        return is_so if self._status is None else set(self._meet(word, b"%d" % is_so).values()) == {b"1"}
+
+    def meet(self, word: str) -> None:
+        """Go on once every rank has come here: what follows may have collectives, which none must miss.
+
+        Raises:
+            CheckpointChangedError: A save in a store has overtaken another rank.
+            RankFailedError: A rank failed or died.
+        """
+        if self._status is not None:
+            self._meet(word)
+
+    @contextmanager
+    def naming_who_broke_it(self) -> Iterator[None]:
+        """Where a collective of somebody else's code fails in the block, name the rank that failed or died.
+
+        Raises:
+            RankFailedError: In place of an error of torch.distributed.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if self._status is None or isinstance(error, HfshardError) or not _is_of_collective(error):
+                raise
+            raise self._status.who_broke_it(error) from error
+
+    def _check_share(self, checkpoint: OpenCheckpoint, progress: bool | None) -> None:
+        """Compare this rank's share of the files with their checksums."""
+        assert self._status is not None
+        files = files_of(checkpoint)
+        seen = self._meet("files", digest_of(sightings(files)).encode())
+        sharing = [rank for rank, sighting in seen.items() if sighting == seen[self._status.rank]]
+        names = sorted(files)
+        owners = assign_owners([files[name].size for name in names], sharing)
+        mine = {name for name, owner in zip(names, owners, strict=True) if owner == self._status.rank}
+        with bytes_bar("Verifying", sum(files[name].size for name in mine), progress) as progress_callback:
+            if checkpoint.pickles:
+                check_pickles({name: checkpoint.pickles[name] for name in mine}, progress_callback)
+            else:
+                shards = {name: checkpoint.shards[name] for name in mine}
+                check_checksums(checkpoint.folder, checkpoint.weights_path, checkpoint.index, shards, progress_callback)
+
+    def _meet(self, word: str, value: bytes = b"") -> dict[int, bytes]:
+        """Give each rank's value to all, unless one of them says that it was overtaken."""
+        assert self._status is not None
+        told = self._status.meet(word, value)
+        if _CHANGED in told.values():
+            self._is_known = True
+            rank = next(rank for rank, said in told.items() if said == _CHANGED)
+            raise CheckpointChangedError(f"The checkpoint was replaced while rank {rank} read it. Load it again.")
+        return told
+
+    def _refuse_others(self, checkpoint: OpenCheckpoint, digests: Mapping[int, str | bytes]) -> None:
+        leader = min(digests)
+        other = next((rank for rank, digest in digests.items() if digest != digests[leader]), None)
+        if other is not None:
+            raise CheckpointChangedError(
+                f"Ranks {leader} and {other} have different checkpoints in '{checkpoint.directory}', and nothing was "
+                "loaded: it was replaced meanwhile, or is another one there. Give every rank the same, and load again.",
+                path=checkpoint.directory,
+            )
+
+
+_CHANGED: Final = b"changed"
+"""What a rank says at the next meeting, whichever that is, after what it has opened was replaced."""
+
+_CACHE: Final = b"cache "
+_SNAPSHOT: Final = b"snapshot "
+"""How a rank's words begin about where it loads from: a repo of the Hub, or a directory hub."""
+
+_UNDER_WAY: Final[ContextVar[LoadAgreement | None]] = ContextVar("hfshard_load_agreement", default=None)
+"""Of the load of this thread: what all ranks load for a part of their work belongs to the same."""
+
+
+@contextmanager
+def load_together(call: str, *, is_collective: bool) -> Iterator[LoadAgreement]:
+    """Let every rank do the block, or none: what one raises before it confirms, the others raise instead of going on.
+
+    Args:
+        call: What all ranks of the call's process group call, if it is collective.
+        is_collective: False: this rank goes alone.
+
+    Raises:
+        RankFailedError: Another rank failed, died, or did not come.
+    """
+    if not is_collective or not has_other_ranks():
+        with _under_way(LoadAgreement(None)) as agreement:
+            yield agreement
+    elif current_agreement().is_collective:
+        yield current_agreement()
+    else:
+        with gather_participants(call, needs_all=True) as participation:
+            status = participation.status
+            assert status is not None  # that of a rank that takes part
+            with _under_way(LoadAgreement(status)) as agreement:
+                yield agreement
+            status.meet("loaded")
+            status.finish()
+
+
+def current_agreement() -> LoadAgreement:
+    """That of the innermost `load_together` in this thread."""
+    return _UNDER_WAY.get() or LoadAgreement(None)
+
+
+@contextmanager
+def _under_way(agreement: LoadAgreement) -> Iterator[LoadAgreement]:
+    token = _UNDER_WAY.set(agreement)
+    try:
+        yield agreement
+    finally:
+        _UNDER_WAY.reset(token)
+
+
+def _fetch_together(
+    status: SaveStatus, source: CheckpointSource, caches: Mapping[int, bytes], progress: bool | None
+) -> LocalCheckpoint:
+    """Have one rank of each cache download, all of the commit that the first one finds.
+
+    Args:
+        status: Of the load.
+        source: A repo of the Hub.
+        caches: Rank -> which cache it has; some may have found a directory.
+        progress: Whether to show a bar.
+    """
+    from hfshard.hub.cache import RepoCache  # imports huggingface_hub, which takes time
+
+    query = source.query
+    first = min(rank for rank, name in caches.items() if name.startswith(_CACHE))
+    if status.rank == first:
+        small = replace(query, files_of=lambda index: (), force_download=False)
+        status.tell("commit", str(replace(source, query=small).fetch(progress).commit).encode())
+    commit = status.wait_for("commit", first).decode()
+    pinned = replace(source, query=replace(query, revision=commit))
+    downloader = min(rank for rank, name in caches.items() if name == caches[status.rank])
+    if status.rank == downloader:
+        local = pinned.fetch(progress)
+        RepoCache(source.path, query.cache_dir).remember(query.revision, commit)
+        status.tell("downloaded")
+    else:
+        status.wait_for("downloaded", downloader)
+        local = replace(pinned, query=replace(pinned.query, force_download=False)).fetch(progress)
+    return replace(local, revision=query.revision)
+
+
+def _cache_of(source: CheckpointSource) -> bytes:
+    """What ranks say alike whose downloads go into one cache."""
+    from hfshard.hub.cache import RepoCache
+
+    root = os.path.realpath(RepoCache(source.path, source.query.cache_dir).root)
+    existing = root
+    while not os.path.exists(existing):
+        existing = os.path.dirname(existing)
+    return _CACHE + json.dumps([*place_of(os.stat(existing).st_dev), root]).encode(errors="surrogateescape")
+
+
+def _snapshot_of(local: LocalCheckpoint, source: CheckpointSource) -> bytes:
+    """What a rank says of a directory: of a directory hub, which commit it has found."""
+    return _SNAPSHOT + os.path.basename(local.path).encode() if has_hub_marker(source.path) else b""
+
+
+def _same_snapshot(local: LocalCheckpoint, source: CheckpointSource, told: Mapping[int, bytes]) -> LocalCheckpoint:
+    """The commit of a directory hub that the first rank has found, in place of this rank's."""
+    first = next((words for words in told.values() if words.startswith(_SNAPSHOT)), b"")
+    if _snapshot_of(local, source) in (b"", first):
+        return local
+    commit = first.removeprefix(_SNAPSHOT).decode()
+    return replace(source, query=replace(source.query, revision=commit)).find_local() or local
+
+
+def _is_of_collective(error: RuntimeError) -> bool:
+    """Whether torch.distributed raised it; gloo's errors are plain ones."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error)
+
+
+# What a rank says of the checkpoint that it has opened, by which ranks find out whether they have the same one.
+
+
+def files_of(checkpoint: OpenCheckpoint) -> dict[str, SafetensorsShard | PickleFile]:
+    """Name -> file, of those that hold tensors."""
+    return {**checkpoint.shards, **checkpoint.pickles}
+
+
+def sightings(files: Mapping[str, SafetensorsShard | PickleFile]) -> list[list[str | int]]:
+    """What two ranks say alike if, and only if, their files are the same ones, not copies."""
+    said: list[list[str | int]] = []
+    for name, file in sorted(files.items()):
+        device, *rest = file.identity
+        place = ["far", device] if isinstance(file, RangedShard) else place_of(device)
+        said.append([name, *place, *rest])
+    return said
+
+
+def place_of(device: int) -> list[str | int]:
+    """What tells a file system from others; one of the network has another number on each machine."""
+    return ["network"] if is_remote(device) else [_host(), device]
+
+
+@cache
+def _host() -> str:
+    """What tells this machine from others, as far as it can."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
+
+
+def checkpoint_digest(checkpoint: OpenCheckpoint, config: bytes | None) -> str:
+    """What is stored, as far as the index and the config of a model that is built say it."""
+    index = checkpoint.index
+    files = {name: asdict(digest) for name, digest in index.files.items()}
+    return digest_of([index.weight_map, index.tied_names, files, sha256_of(config or b"")])
+
+
+def contents_digest(checkpoint: OpenCheckpoint) -> str:
+    """What the files hold of which the index has no fingerprints, such as those of transformers.
+
+    Raises:
+        CheckpointChangedError: One was replaced since it was opened.
+    """
+    recorded = checkpoint.index.files
+    shards = {name: shard.fingerprint() for name, shard in checkpoint.shards.items() if name not in recorded}
+    return digest_of({**shards, **{name: file.size for name, file in checkpoint.pickles.items()}})
+
+
+def digest_of(said: object) -> str:
+    """What is alike for two values if, and only if, they are the same as JSON."""
+    return sha256_of(json.dumps(said, sort_keys=True).encode(errors="surrogatepass"))

@@ -1,0 +1,561 @@
+"""Read a rank's part of stored tensors straight into its local tensors, from files or by ranges."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from itertools import accumulate, product
+from math import prod
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+import torch
+from torch.autograd.graph import increment_version
+
+from hfshard._util.progress import bytes_bar
+from hfshard._util.threads import in_threads
+from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
+from hfshard.distributed.layout import Box, Interval, box_shape, section, whole_box
+from hfshard.distributed.spread_tensor import ByteArray, Runs, SpreadTensor, gather_into
+from hfshard.errors import InvalidArgumentError, StateDictMismatchError, UnstorableTensorError
+from hfshard.format.digests import Verify
+from hfshard.shards.ranged_shard import (
+    DEFAULT_MEMORY,
+    GAP_BYTES,
+    REQUEST_BYTES,
+    Comparison,
+    Piece,
+    RangedShard,
+    RunningDigest,
+    read_pieces,
+)
+from hfshard.shards.shard_file import SafetensorsFile
+from hfshard.tensors.state_dict import is_dtensor
+from hfshard.tensors.stored_tensor import INTEGER_OF_SIZE, lies_in_storage, memory_of, own_memory
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+class BoxTarget(NamedTuple):
+    """A tensor that is filled with a box of a stored one."""
+
+    box: Box
+    """Of the stored tensor."""
+    tensor: torch.Tensor
+    """Of the box's shape."""
+
+
+Target = torch.Tensor | SpreadTensor | BoxTarget
+"""What is filled: a tensor; or this rank's part of one, of a DTensor or, where what is stored is a rectangle of it, of
+a `SpreadTensor`; or a tensor for a box of what is stored."""
+
+
+def read_parts(checkpoint: OpenCheckpoint, wanted: Iterable[tuple[str, Target]], *, is_far: bool | None = None) -> int:
+    """Read stored tensors, or this rank's parts of them, into place. No other rank is asked.
+
+    Args:
+        checkpoint: Open.
+        wanted: Names of stored tensors, or names that are tied to them, each with what it fills. One may fill several.
+            Where a target has another dtype, the values are cast.
+        is_far: Whether to read as from a file system of the network; None: as each file lies.
+
+    Returns:
+        Bytes that were read: of the parts, and between runs that were read at once.
+
+    Raises:
+        StateDictMismatchError: There is no such tensor, or it has another shape; nothing was read.
+        InvalidArgumentError: A target has no memory, or what this rank holds of it is not known; nothing was read.
+        DamagedCheckpointError: This torch does not know a dtype, or a file was truncated since it was opened.
+
+    Example:
+        with open_checkpoint(directory) as checkpoint:
+            read_parts(checkpoint, [("encoder.weight", encoder.weight)])
+    """
+    return prepare_reads(checkpoint, wanted, is_far=is_far)()
+
+
+def prepare_reads(
+    checkpoint: OpenCheckpoint, wanted: Iterable[tuple[str, Target]], *, is_far: bool | None = None
+) -> Callable[[], int]:
+    """Check what `read_parts` checks, and return what then reads.
+
+    Raises:
+        What `read_parts` raises before anything is read.
+    """
+    finder = _Finder(checkpoint, is_far)
+    parts = [finder.part(name, target) for name, target in wanted]
+    reader = PartReader(checkpoint.level)
+    return partial(reader.read_all, sorted(parts, key=Part.place), checkpoint.folder.memory_bytes, checkpoint.progress)
+
+
+def stored_tensors(checkpoint: OpenCheckpoint) -> dict[str, torch.Tensor]:
+    """Describe each tensor of a checkpoint by a meta tensor of its dtype and shape, under tied names, too.
+
+    Args:
+        checkpoint: Open.
+
+    Raises:
+        DamagedCheckpointError: This torch does not know a dtype.
+    """
+    found = {name: shard.described(name) for shard in checkpoint.shards.values() for name in shard.header.tensors}
+    for pickled in checkpoint.pickles.values():
+        found |= {name: torch.empty_like(tensor, device="meta") for name, tensor in pickled.tensors.items()}
+    return found | {name: found[kept] for name, kept in checkpoint.index.tied_names.items() if kept in found}
+
+
+class _Finder:
+    """Finds what is read into which target."""
+
+    def __init__(self, checkpoint: OpenCheckpoint, is_far: bool | None) -> None:
+        self._checkpoint = checkpoint
+        self._is_far = is_far
+        self._far: dict[Any, bool] = {}
+        """Device, or kind of file -> whether it is far away."""
+
+    def part(self, name: str, target: Target) -> Part:
+        """Find out what is read into a target.
+
+        Raises:
+            What `read_parts` raises before anything is read.
+        """
+        source, shape = self._source(name)
+        if isinstance(target, BoxTarget):
+            part = Part(source, shape, target.box, target.tensor.detach())
+            _check_target(name, part)
+            return part
+        whole = _spread(target, name) if is_dtensor(target) else target
+        if isinstance(whole, SpreadTensor):
+            part = Part(source, whole.stored_sizes, whole.stored_box, whole.part().detach())
+        else:
+            part = Part(source, tuple(whole.shape), whole_box(whole.shape), whole.detach())
+        expected = tuple(whole.shape)
+        if shape != expected:
+            raise StateDictMismatchError(
+                f"Tensor '{name}' of the checkpoint '{self._checkpoint.directory}' has the shape {list(shape)}, not "
+                f"{list(expected)}, and nothing was loaded. To see the names and shapes, run: "
+                f"hfshard inspect --tensors {self._checkpoint.directory}",
+                path=self._checkpoint.directory,
+                fqn=name,
+                mismatched_keys=((name, shape, expected),),
+            )
+        _check_target(name, part)
+        return part
+
+    def _lies_far(self, shard: SafetensorsFile | RangedShard) -> bool:
+        if self._is_far is not None:
+            return self._is_far
+        place = shard.identity[0]  # of files of this machine the device, which many have
+        if place not in self._far:
+            self._far[place] = shard.is_far
+        return self._far[place]
+
+    def _source(self, name: str) -> tuple[FileTensor | torch.Tensor, tuple[int, ...]]:
+        """Find a stored tensor, and its shape in torch."""
+        index = self._checkpoint.index
+        stored = index.tied_names.get(name, name)
+        file = index.weight_map.get(stored)
+        if file in self._checkpoint.shards:
+            shard = self._checkpoint.shards[file]
+            described = shard.described(stored)
+            start = shard.header.data_start + shard.header.tensors[stored].begin
+            assert isinstance(shard, SafetensorsFile | RangedShard)
+            return FileTensor(shard, stored, start, described.dtype, self._lies_far(shard)), tuple(described.shape)
+        if file in self._checkpoint.pickles:
+            tensor = self._checkpoint.pickles[file].tensors[stored]
+            return tensor, tuple(tensor.shape)
+        raise StateDictMismatchError(
+            f"The checkpoint '{self._checkpoint.directory}' has no tensor '{name}', and nothing was loaded. To see the "
+            f"names, run: hfshard inspect --tensors {self._checkpoint.directory}",
+            path=self._checkpoint.directory,
+            fqn=name,
+            missing_keys=(name,),
+        )
+
+
+def _spread(target: DTensor, name: str) -> SpreadTensor:
+    """Describe a DTensor; it must be one that could be stored, too."""
+    try:
+        return SpreadTensor.of(target, name)
+    except UnstorableTensorError as error:
+        problem = error.message.partition(": ")[2]
+        raise InvalidArgumentError(f"Can't load into '{name}', and nothing was loaded: {problem}", fqn=name) from error
+
+
+def _check_target(name: str, part: Part) -> None:
+    """Refuse what can't be written to.
+
+    Raises:
+        InvalidArgumentError: It has no memory, or several of its elements are one in memory, or its dtype is none that
+            torch can cast to.
+    """
+    target = part.target
+    dtype = part.source.dtype
+    is_expanded = any(size > 1 and stride == 0 for size, stride in zip(target.shape, target.stride(), strict=True))
+    if target.is_meta or not lies_in_storage(target):
+        problem = "has no memory. Give it some first: torch.empty_like(..., device=...)."
+    elif target.numel() and is_expanded:
+        problem = "is expanded: several of its elements are one in memory. Give it memory of its own: .contiguous()."
+    elif target.dtype != dtype and not _is_castable(dtype, target.dtype):
+        problem = f"is {target.dtype}, to which torch can't cast the {dtype} that is stored."
+    else:
+        return
+    raise InvalidArgumentError(f"Can't load into '{name}', and nothing was loaded: it {problem}", fqn=name)
+
+
+@lru_cache
+def _is_castable(source: torch.dtype, target: torch.dtype) -> bool:
+    try:
+        torch.empty(1, dtype=target, device="cpu").copy_(torch.empty(1, dtype=source, device="cpu"))
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
+# What is read of a stored tensor into which memory, in blocks, and which stretches of a file that takes.
+
+
+BLOCK_BYTES: Final = 4 * 1024 * 1024
+"""Bytes of a local tensor that one thread reads at once. With 1 MiB, the kernel read two thirds more of a cold disk
+than was asked for: it takes the threads for one reader that goes on."""
+_STAGED_BYTES: Final = 1024 * 1024
+"""The same where a stage is filled and then copied, from a local disk."""
+WINDOW_BYTES: Final = 4 * 1024 * 1024
+"""Bytes of a file that are read by one call, with those between the runs, which nobody wants."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FileTensor:
+    """A tensor in a safetensors file."""
+
+    shard: SafetensorsFile | RangedShard
+    name: str
+    start: int
+    """In the file."""
+    dtype: torch.dtype
+    is_far: bool
+    """Whether the file is read over the network."""
+
+
+class Part(NamedTuple):
+    """What is read of one stored tensor."""
+
+    source: FileTensor | torch.Tensor
+    """In a file, or the tensor of a pickle."""
+    sizes: tuple[int, ...]
+    """The source's shape, to which the box refers; maybe with more dimensions of one element."""
+    box: Box
+    target: torch.Tensor
+    """Of the box's shape."""
+
+    def place(self) -> tuple[str, int]:
+        """Where the source lies."""
+        return ("", 0) if isinstance(self.source, torch.Tensor) else (self.source.shard.path, self.source.start)
+
+
+def is_ranged(part: Part) -> bool:
+    """Whether a part is in a file that is read by ranges."""
+    return isinstance(part.source, FileTensor) and isinstance(part.source.shard, RangedShard)
+
+
+def blocks_of(part: Part, block_bytes: int = 0) -> Iterator[Part]:
+    """Split a part into ones that are read at once, in row-major order.
+
+    Those of a contiguous target are contiguous.
+
+    Args:
+        part: What is read.
+        block_bytes: The most bytes of a block; 0: as suits the file and the target.
+    """
+    sizes = box_shape(part.box)
+    elements = prod(sizes)
+    if not elements:
+        return
+    itemsize = part.source.dtype.itemsize
+    is_far = isinstance(part.source, FileTensor) and part.source.is_far
+    most_bytes = BLOCK_BYTES if is_far or is_read_into(part.target, part.source.dtype) else _STAGED_BYTES
+    most_bytes = block_bytes or most_bytes
+    dim = next((dim for dim, size in enumerate(sizes) if size > 1), None)
+    if dim is None or elements * itemsize <= most_bytes:
+        yield part
+        return
+    rows = max(1, most_bytes * sizes[dim] // (elements * itemsize))
+    for start in range(0, sizes[dim], rows):
+        stop = min(start + rows, sizes[dim])
+        box = (*part.box[:dim], tuple(section(part.box[dim], start, stop)), *part.box[dim + 1 :])
+        yield from blocks_of(part._replace(box=box, target=part.target.narrow(dim, start, stop - start)), block_bytes)
+
+
+def is_read_into(target: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether a target has in its memory what a file has."""
+    return target.device.type == "cpu" and target.is_contiguous() and _is_plain(target, dtype)
+
+
+def _is_plain(target: torch.Tensor, dtype: torch.dtype) -> bool:
+    return target.dtype == dtype and not (target.is_conj() or target.is_neg())
+
+
+def bytes_of(tensor: torch.Tensor) -> ByteArray:
+    """The bytes of a contiguous CPU tensor, not copied."""
+    return np.frombuffer(memory_of(tensor), np.uint8)
+
+
+def assign_bits(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy a tensor of the same shape: bit for bit, where the dtype is the same."""
+    integer = INTEGER_OF_SIZE.get(source.element_size())
+    if integer is not None and _is_plain(target, source.dtype) and _is_plain(source, target.dtype):
+        target.view(integer).copy_(source.view(integer))
+    else:
+        target.copy_(source)
+
+
+def windows_of(runs: Runs, most_gap: int) -> Iterator[tuple[int, int]]:
+    """Group runs that are read at once.
+
+    Yields:
+        The first one's number, and the number after the last one's.
+    """
+    if not most_gap:
+        yield from ((number, number + 1) for number in range(len(runs.offsets)))
+        return
+    starts = runs.offsets
+    stops = runs.offsets + runs.lengths
+    far_apart = np.flatnonzero(starts[1:] - stops[:-1] > most_gap) + 1
+    first = 0
+    for end in [*far_apart.tolist(), len(starts)]:
+        while first < end:
+            last = int(np.searchsorted(stops[first:end], starts[first] + WINDOW_BYTES, "right")) + first
+            last = max(last, first + 1)
+            yield first, last
+            first = last
+
+
+# Reads boxes of tensors in files into memory: a call for each run of bytes, or for some at once, in threads.
+
+
+_READERS: Final = 4
+"""Threads, as for tensors that are read whole."""
+_FAR_GAP_BYTES: Final = 1024 * 1024
+"""From a file system of the network, so many bytes come in the time of one more request. A local one is asked for each
+run, which takes a microsecond."""
+
+
+class PartReader:
+    """The reads of one call."""
+
+    def __init__(self, level: Verify = "none") -> None:
+        """Read nothing yet; `level` says what is compared of files that are read by ranges (see `Comparison`)."""
+        self._level = level
+        self._stages: list[torch.Tensor] = []
+
+    def read_all(self, parts: Sequence[Part], memory_bytes: int = DEFAULT_MEMORY, progress: bool | None = False) -> int:
+        """Read parts into place, in their order, and return the bytes that were read.
+
+        Args:
+            parts: What is read.
+            memory_bytes: What reads by ranges may take beside the targets.
+            progress: A bar for them.
+
+        Raises:
+            IntegrityError: A tensor that was read whole is not what was saved; the targets are overwritten.
+        """
+        ranged = RangedParts(self._level)
+        blocks = [block for part in parts for block in (ranged.add(part) if is_ranged(part) else blocks_of(part))]
+        with torch.no_grad():
+            count_bytes = ranged.read(memory_bytes, progress)
+            count_bytes += sum(in_threads(lambda block, _: self.read(block), blocks, _READERS))
+        increment_version([part.target for part in parts if not part.target.is_inference()])
+        return count_bytes
+
+    def read(self, part: Part) -> int:
+        """Read a part into place, and return the bytes that were read."""
+        source, sizes, box, target = part
+        if isinstance(source, torch.Tensor):
+            return _copy_box(source.reshape(sizes), box, target)
+        runs = Runs.of_box(sizes, source.dtype.itemsize, box)
+        if is_read_into(target, source.dtype):
+            return self._read_runs(source, runs, target)
+        with self._stage() as stage:
+            raw = stage[: runs.total]
+            count_bytes = self._read_runs(source, runs, raw)
+            assign_bits(target, raw.view(source.dtype).view(target.shape))
+        return count_bytes
+
+    def _read_runs(self, source: FileTensor, runs: Runs, target: torch.Tensor) -> int:
+        """Read runs of a file into a contiguous target, one after another."""
+        count_bytes = 0
+        offsets = (runs.offsets + source.start).tolist()
+        lengths = runs.lengths.tolist()
+        positions = runs.positions.tolist()
+        memory = memory_of(target)
+        with _reading(source.shard) as read_exactly:
+            for first, last in windows_of(runs, _FAR_GAP_BYTES if source.is_far else 0):
+                start, stop = offsets[first], offsets[last - 1] + lengths[last - 1]
+                begin, end = positions[first], positions[last - 1] + lengths[last - 1]
+                if stop - start == end - begin:
+                    read_exactly(memory[begin:end], start)
+                else:
+                    starts = runs.offsets[first:last] - runs.offsets[first]
+                    with self._stage() as stage:
+                        window = stage[: stop - start]
+                        read_exactly(memory_of(window), start)
+                        gather_into(bytes_of(target)[begin:end], bytes_of(window), starts, runs.lengths[first:last])
+                count_bytes += stop - start
+        return count_bytes
+
+    @contextmanager
+    def _stage(self) -> Iterator[torch.Tensor]:
+        """Borrow bytes that no other thread uses meanwhile."""
+        try:
+            stage = self._stages.pop()
+        except IndexError:
+            stage = own_memory((max(BLOCK_BYTES, WINDOW_BYTES),), torch.uint8)
+        try:
+            yield stage
+        finally:
+            self._stages.append(stage)
+
+
+def _copy_box(source: torch.Tensor, box: Box, target: torch.Tensor) -> int:
+    """Copy a box of a tensor that is mapped or in memory, and return its bytes."""
+    placed = [[*zip(_ranges_from_zero(intervals), intervals, strict=True)] for intervals in box]
+    for pairs in product(*placed):
+        into = tuple(slice(*interval) for interval, _ in pairs)
+        assign_bits(target[into], source[tuple(slice(*interval) for _, interval in pairs)])
+    return target.numel() * source.element_size()
+
+
+def _ranges_from_zero(intervals: tuple[Interval, ...]) -> Iterator[Interval]:
+    """Intervals of the same lengths, one after another."""
+    stops = accumulate(stop - start for start, stop in intervals)
+    return ((end - (stop - start), end) for (start, stop), end in zip(intervals, stops, strict=True))
+
+
+@contextmanager
+def _reading(shard: SafetensorsFile | RangedShard) -> Iterator[Callable[[memoryview, int], None]]:
+    """What fills memory with the bytes of a file from a place on."""
+    if isinstance(shard, RangedShard):
+        yield lambda target, start: shard.read_into(start, target)
+        return
+    with shard.opened() as fd:
+        yield partial(_read_exactly, shard, fd)
+
+
+def _read_exactly(shard: SafetensorsFile, fd: int, target: memoryview, start: int) -> None:
+    """Fill a target with the bytes of a file from `start` on."""
+    while target:
+        count = os.preadv(fd, [target], start)
+        if count == 0:
+            raise shard.truncated_error()
+        target = target[count:]
+        start += count
+
+
+# Reads boxes of tensors in files far away: near stretches by one request, several requests under way.
+
+
+class RangedParts:
+    """Parts of tensors of files that are read by ranges, for one call."""
+
+    def __init__(self, level: Verify) -> None:
+        """Ask for nothing yet; `level` says what is compared (see `Comparison`)."""
+        self._level = level
+        self._pieces: dict[RangedShard, list[Piece]] = {}
+        self._comparisons: dict[RangedShard, Comparison] = {}
+        self._whole: dict[RangedShard, set[str]] = {}
+        """The tensors whose bytes are all hashed on the way."""
+
+    def add(self, part: Part) -> list[Part]:
+        """Take a part; return the blocks of it that have to wait for several requests each, which are not taken."""
+        source = part.source
+        assert isinstance(source, FileTensor)
+        shard = source.shard
+        assert isinstance(shard, RangedShard)
+        if shard not in self._comparisons:
+            self._comparisons[shard] = Comparison(shard, self._level)
+            self._pieces[shard] = []
+            self._whole[shard] = set()
+        comparison, pieces, whole = self._comparisons[shard], self._pieces[shard], self._whole[shard]
+        digest = None
+        if part.box == whole_box(part.sizes) and source.name not in whole:
+            digest = comparison.digest_of(shard.header.tensors[source.name])
+            whole.add(source.name)
+        left: list[Part] = []
+        for block in blocks_of(part, REQUEST_BYTES):
+            found = _pieces_of(block, source, digest)
+            pieces += found
+            left += [] if found else blocks_of(block)
+        return left
+
+    def read(self, memory_bytes: int, progress: bool | None) -> int:
+        """Read what was added, compare it, and return the bytes that were asked for.
+
+        Args:
+            memory_bytes: What this may take beside the targets.
+            progress: A bar.
+
+        Raises:
+            IntegrityError: A tensor is not what was saved; the targets are overwritten.
+        """
+        for shard, comparison in self._comparisons.items():
+            self._pieces[shard] += comparison.others(self._whole[shard])
+        total = sum(piece.nbytes for pieces in self._pieces.values() for piece in pieces)
+        with bytes_bar("Loading", total, progress if total else False) as progress_callback:
+            count_bytes = read_pieces(list(self._pieces.items()), progress_callback, memory_bytes)
+        for comparison in self._comparisons.values():
+            comparison.compare()
+        return count_bytes
+
+
+def _pieces_of(block: Part, source: FileTensor, digest: RunningDigest | None) -> list[Piece]:
+    """What is asked for to fill a block, each for itself; nothing where that can't be."""
+    _, sizes, box, target = block
+    runs = Runs.of_box(sizes, source.dtype.itemsize, box)
+    is_direct = is_read_into(target, source.dtype)
+    if is_direct and len(runs.offsets) == 1:
+        start = int(runs.offsets[0]) + source.start
+        take = None if digest is None else partial(_hash, digest, start)
+        return [Piece(start, runs.total, memory_of(target), take)]
+    windows = list(windows_of(runs, GAP_BYTES))
+    if len(windows) > 1 and not is_direct:
+        return []
+    found = []
+    for first, last in windows:
+        some = Runs(runs.offsets[first:last], runs.lengths[first:last], runs.positions[first:last])
+        start = int(some.offsets[0]) + source.start
+        nbytes = int(some.offsets[-1] + some.lengths[-1] - some.offsets[0])
+        found.append(Piece(start, nbytes, None, partial(_take_runs, block, source, some, digest, start)))
+    return found
+
+
+def _hash(digest: RunningDigest, start: int, found: memoryview, cancelled: threading.Event) -> None:
+    digest.add(start, found, cancelled, stays=True)
+
+
+def _take_runs(
+    block: Part,
+    source: FileTensor,
+    runs: Runs,
+    digest: RunningDigest | None,
+    start: int,
+    found: memoryview,
+    cancelled: threading.Event,
+) -> None:
+    """Bring the bytes of a window, which holds these runs of a block, to their places."""
+    target = block.target
+    raw = np.frombuffer(found, np.uint8)
+    starts = runs.offsets - runs.offsets[0]
+    with torch.no_grad():
+        if is_read_into(target, source.dtype):
+            begin = int(runs.positions[0])
+            gather_into(bytes_of(target)[begin : begin + runs.total], raw, starts, runs.lengths)
+        else:
+            gathered = own_memory((runs.total,), torch.uint8)
+            gather_into(bytes_of(gathered), raw, starts, runs.lengths)
+            assign_bits(target, gathered.view(source.dtype).view(target.shape))
+    if digest is not None:
+        digest.add(start, found, cancelled, stays=False)
