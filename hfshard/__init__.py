@@ -63,7 +63,7 @@ _HOMES = {
     "PushResult": "hub.repo",
     "RemovalReport": "removal.removal_plan",
     "ShardPlan": "shards.shard_plan",
-    "ShardedModelMixin": "modules.mixin",
+    "ShardedModelMixin": "models.mixin",
     "TensorDiff": "viewing.diff.report",
     "TensorSpec": "tensors.stored_tensor",
     "VerifyReport": "checkpoint.verifier",
@@ -71,7 +71,7 @@ _HOMES = {
     "distributed": "distributed",
     "errors": "errors",
     "hub": "hub",
-    "install": "pretrained.installed.switch",
+    "install": "models.install",
     "load_model": "load",
     "load_state_dict": "load",
     "parse_size": "_util.text",
@@ -86,7 +86,7 @@ _HOMES = {
     "sign_checkpoint": "signing.sign",
     "signing": "signing",
     "training": "training",
-    "uninstall": "pretrained.installed.switch",
+    "uninstall": "models.install",
     "verify_checkpoint": "verify",
 }
 
@@ -107,9 +107,9 @@ if TYPE_CHECKING:
     from hfshard.hub.repo import PushResult as PushResult
     from hfshard.load import load_model as load_model
     from hfshard.load import load_state_dict as load_state_dict
-    from hfshard.modules.mixin import ShardedModelMixin as ShardedModelMixin
-    from hfshard.pretrained.installed.switch import install as install
-    from hfshard.pretrained.installed.switch import uninstall as uninstall
+    from hfshard.models.install import install as install
+    from hfshard.models.install import uninstall as uninstall
+    from hfshard.models.mixin import ShardedModelMixin as ShardedModelMixin
     from hfshard.pull import pull_checkpoint as pull_checkpoint
     from hfshard.push import push_checkpoint as push_checkpoint
     from hfshard.removal.removal_plan import RemovalReport as RemovalReport

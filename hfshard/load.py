@@ -26,8 +26,8 @@ from hfshard.distributed.load_on_ranks import (
 from hfshard.errors import InvalidArgumentError
 from hfshard.format.digests import Verify
 from hfshard.hub.resolve import CheckpointQuery
+from hfshard.models.model_kinds import is_plain_class
 from hfshard.places.source import CheckpointSource, open_source_by_ranges, with_checkpoint
-from hfshard.pretrained.request import is_plain_class
 from hfshard.shards.read_tensors import ReadMode
 from hfshard.signing.check_signature import required_signature
 from hfshard.signing.signer import SignedBy
@@ -222,7 +222,7 @@ def load_model(
         return model.from_pretrained(path, *model_args, **given, **kwargs)
     signature = required_signature(public_key)
     if not isinstance(model, nn.Module):
-        from hfshard.pretrained.build import load_class
+        from hfshard.models.build import load_class
 
         options = LoadOptions(
             strict=strict,

@@ -18,8 +18,8 @@ from hfshard.distributed.spread_tensor import has_spread
 from hfshard.errors import InvalidArgumentError
 from hfshard.format.digests import Checksum
 from hfshard.format.index import CheckpointIndex
-from hfshard.modules.weights import save_module
-from hfshard.pretrained.request import is_pretrained
+from hfshard.models.model_kinds import is_pretrained
+from hfshard.models.module_weights import save_module
 from hfshard.saving.save_request import SaveOptions, request_from_state_dict
 from hfshard.shards.shard_plan import Packing
 from hfshard.tensors.parameter_names import unwrap
@@ -173,7 +173,7 @@ def save_model(
         raise InvalidArgumentError(f"state_dict must map names to tensors, got a {type(state_dict).__name__}.")
     with among(process_group):
         if is_pretrained(unwrap(model)):
-            from hfshard.pretrained.saver import save_pretrained_model
+            from hfshard.models.saver import save_pretrained_model
 
             model = unwrap(model)
             return save_pretrained_model(model, save_directory, is_main_process, state_dict, options)  # type: ignore[arg-type]

@@ -41,11 +41,6 @@ LAYERS = (
     "__main__",
 )
 
-# Packages that are being taken apart.
-MOVING = {
-    "loading", "modules", "planning", "pretrained", "resharding", "state_dicts", "storage", "transfer",
-}  # fmt: skip
-
 # What is not ours, beyond the standard library -> the entries of the package that import it when they run.
 FOREIGN = {
     "torch": {
@@ -60,28 +55,21 @@ FOREIGN = {
         "tensors",
         "distributed",
         "load",
-        "loading",
-        "modules",
-        "planning",
-        "pretrained",
         "reshard",
-        "resharding",
         "save",
         "saving",
-        "state_dicts",
-        "storage",
         "training",
         "viewing",
     },
     "numpy": {"disk", "pickles", "tensors", "distributed", "training", "viewing"},
-    "xxhash": {"format", "shards", "storage"},
+    "xxhash": {"format", "shards"},
     "tqdm": {"_util"},
-    "transformers": {"pretrained", "training"},
+    "transformers": {"models", "training"},
     "accelerate": {"training"},
-    "psutil": {"pretrained"},
+    "psutil": {"models"},
     "jinja2": {"viewing"},
     "filelock": {"hub"},
-    "huggingface_hub": {"hub", "modules", "pretrained", "stores"},
+    "huggingface_hub": {"hub", "models", "stores"},
     "obstore": {"stores"},
     "botocore": {"stores"},
     "google": {"stores"},
@@ -179,7 +167,6 @@ def _upward(sources: dict[str, str]) -> list[str]:
         for module, source in sources.items()
         for name in _ours(source)
         if _entry(module) != _entry(name)
-        if not MOVING & {_entry(module), _entry(name)}
         if _layer(_entry(module)) <= _layer(_entry(name))
     )
 
@@ -188,7 +175,7 @@ def test_every_package_and_module_has_one_layer() -> None:
     files = {path.stem for path in PACKAGE.glob("*.py")} - {"__init__"}
     folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
 
-    assert (files | folders) - MOVING <= {entry for layer in LAYERS for entry in layer.split()}
+    assert sorted(files | folders) == sorted(entry for layer in LAYERS for entry in layer.split())
 
 
 def test_imports_go_down() -> None:
@@ -243,7 +230,7 @@ def test_nobody_imports_the_package_itself() -> None:
 
 
 def test_mixin_is_for_users_alone() -> None:
-    importers = {module for module, source in _sources().items() if "modules.mixin" in _ours(source)}
+    importers = {module for module, source in _sources().items() if "models.mixin" in _ours(source)}
     assert importers == set()
 
 
@@ -264,7 +251,7 @@ def test_transformers_is_known_in_two_rooms_only() -> None:
         for module, source in _sources().items()
         if "transformers" in {name.split(".")[0] for name in _imports_of(source)}
     }
-    outside = {module for module in importers if not module.startswith(("pretrained.", "training.integrations."))}
+    outside = {module for module in importers if not module.startswith(("models.", "training.integrations."))}
     assert outside == set()
 
 
@@ -322,11 +309,15 @@ BY_THE_MIXIN = {
 
 def test_the_mixin_imports_next_to_nothing_that_transformers_does_not() -> None:
     found: set[str] = set()
-    for module in ("modules.mixin", "pretrained.mixin", "pretrained.build", "pretrained.saver"):
+    for module in ("models.mixin", "models.transformers_methods", "models.build", "models.saver"):
         _imported_at_once(module, found)
     found = {name for name in found if not name.startswith("hfshard.")}
     found -= set(MODULES)
     assert {name for name in found if name.split(".")[0] not in sys.stdlib_module_names} == BY_THE_MIXIN
+
+
+def test_the_mixin_itself_needs_no_transformers(child_environment: dict[str, str]) -> None:
+    assert "transformers" not in _loaded_by("import hfshard.models.mixin", child_environment)
 
 
 def test_functions_need_no_transformers(child_environment: dict[str, str], tmp_path: Path) -> None:

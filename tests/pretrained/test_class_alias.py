@@ -24,8 +24,8 @@ from transformers.models.bert.modeling_bert import BertPreTrainedModel
 from transformers.models.glm_image.modeling_glm_image import GlmImageVQVAE
 
 import hfshard
-from hfshard.pretrained import class_alias, model_builder
-from hfshard.pretrained.class_alias import architecture_of
+from hfshard.models import model_builder, model_classes
+from hfshard.models.model_classes import architecture_of
 from tests.pretrained.conftest import SHARDS, Saves
 from tests.zoo.compare import differences, facts_of_load, load, raw_tensors
 from tests.zoo.mixin_classes import with_mixin
@@ -154,7 +154,7 @@ def test_a_process_that_is_forked_beside_a_load_does_not_wait_for_it() -> None:
     is_held, is_over = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with class_alias._alias_lock.held(), model_builder.building_lock.held():
+        with model_classes._alias_lock.held(), model_builder.building_lock.held():
             is_held.set()
             is_over.wait(120)
 
@@ -164,7 +164,7 @@ def test_a_process_that_is_forked_beside_a_load_does_not_wait_for_it() -> None:
     pid = os.fork()
     if pid == 0:
         signal.alarm(60)  # ends one that waits for the locks
-        class_alias.alias_class(with_mixin(BertModel))
+        model_classes.alias_class(with_mixin(BertModel))
         with model_builder.building_lock.held():
             os._exit(0)
     status = os.waitpid(pid, 0)[1]

@@ -41,7 +41,7 @@ class Way:
 
     def prepare(self, context: Context) -> Job:
         """Import, start the processes, and give what lets them go."""
-        for name in ("torch", "transformers.models.llama.modeling_llama", "hfshard.pretrained.build", *self.modules):
+        for name in ("torch", "transformers.models.llama.modeling_llama", "hfshard.models.build", *self.modules):
             import_module(name)
         readers = Readers(
             context,

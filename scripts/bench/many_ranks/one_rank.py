@@ -90,7 +90,7 @@ def with_hfshard(checksum: Any) -> Callable[[Context, Any, int], Callable[[], ob
         import hfshard
 
         hfshard.save_model  # noqa: B018  imported before the clock starts, and so is what it calls:
-        import_module("hfshard.pretrained.saver")
+        import_module("hfshard.models.saver")
         size = context.size.shard_size
         return lambda: hfshard.save_model(model, context.target, rank == 0, max_shard_size=size, checksum=checksum)
 

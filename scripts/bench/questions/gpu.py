@@ -85,7 +85,7 @@ def load_with_hfshard(context: Context) -> Job:
 
     import hfshard
 
-    import_module("hfshard.pretrained.build")  # which the first call would import
+    import_module("hfshard.models.build")  # which the first call would import
     return _load(context, lambda *args, **kwargs: hfshard.load_model(LlamaForCausalLM, *args, **kwargs))
 
 

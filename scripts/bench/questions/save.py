@@ -77,7 +77,7 @@ def hfshard_job(context: Context, model: Any, checksum: Any) -> Job:
     import hfshard
 
     hfshard.save_model  # noqa: B018  imported before the clock starts, and so is this:
-    import_module("hfshard.pretrained.collect")
+    import_module("hfshard.models.collect")
     size = context.size.shard_size
     return _job(context, lambda: hfshard.save_model(model, context.target, max_shard_size=size, checksum=checksum))
 

@@ -31,7 +31,7 @@ def with_hfshard(context: Context, directory: Path | None = None, *, again: bool
 
     import hfshard
 
-    import_module("hfshard.pretrained.build")  # which the first call would import
+    import_module("hfshard.models.build")  # which the first call would import
     directory = directory or context.source
     return loading(
         lambda: hfshard.load_model(LlamaForCausalLM, directory, dtype=torch.bfloat16, **options),

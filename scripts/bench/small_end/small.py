@@ -83,7 +83,7 @@ def with_hfshard(context: Context, checksum: Any, *, shard_size: str = "", is_ov
     """`hfshard.save_model` of the same model."""
     import hfshard
 
-    import_module("hfshard.pretrained.collect")
+    import_module("hfshard.models.collect")
     model = make_model(context.size, context.specs)
     shard_size = shard_size or context.size.shard_size
 

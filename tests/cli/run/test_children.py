@@ -45,7 +45,7 @@ import json, os, sys
 from importlib.util import find_spec
 
 find_spec("transformers")  # what an import of it begins with
-from hfshard.pretrained.installed.settings import current_settings
+from hfshard.models.install_settings import current_settings
 
 settings = current_settings()
 ranks = [os.environ[name] for name in ("RANK", "WORLD_SIZE") if name in os.environ]

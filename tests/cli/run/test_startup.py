@@ -108,7 +108,7 @@ def test_what_the_program_calls_before_transformers_comes_counts_more(
     (tmp_path / "program.py").write_text(f"""
 import hfshard
 from importlib.util import find_spec
-from hfshard.pretrained.installed.settings import current_settings
+from hfshard.models.install_settings import current_settings
 
 def look():
     find_spec("transformers")

@@ -17,7 +17,7 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 import hfshard
 import hfshard.hub.hub_repo  # before the forks: what each would read and compile again is no part of its push
-import hfshard.pretrained.pusher
+import hfshard.models.saver
 from hfshard.push import push_checkpoint
 from tests.hub.client_process import do_task, note_waits, prepare, set_limit
 from tests.hub.models import Bert, digest_of, make_model

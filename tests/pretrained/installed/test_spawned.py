@@ -14,7 +14,7 @@ import hfshard
 hfshard.install(verify="full", checksum="xxh3")
 
 def look(_):
-    from hfshard.pretrained.installed.settings import current_settings
+    from hfshard.models.install_settings import current_settings
     return current_settings()
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from transformers import BertModel, PreTrainedModel
 
 import hfshard
 from hfshard.errors import DamagedCheckpointError, InvalidArgumentError
-from hfshard.pretrained.installed.settings import current_settings
+from hfshard.models.install_settings import current_settings
 from tests.helpers.tiny_bert import bert
 from tests.zoo.compare import read_json
 

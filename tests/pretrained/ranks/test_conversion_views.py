@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from hfshard.pretrained.ranks import conversion_views
-from hfshard.pretrained.ranks.conversion_views import ConvertedTensor, trace_reverted
+from hfshard.models import rank_parts
+from hfshard.models.rank_parts import ConvertedTensor, trace_reverted
 from tests.zoo.models import ZOO
 
 pytestmark = pytest.mark.compat
@@ -64,7 +64,7 @@ def traced_as(reversion: Reversion, monkeypatch: pytest.MonkeyPatch) -> Converte
     def revert(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {"stored": reversion(tensors)}
 
-    monkeypatch.setattr(conversion_views, "revert_weight_conversion", revert)
+    monkeypatch.setattr(rank_parts, "revert_weight_conversion", revert)
     tensors = {"a": torch.zeros(6, 4), "b": torch.zeros(6, 4), "empty": torch.zeros(0, 3)}
     return trace_reverted(torch.nn.Linear(1, 1), tensors)["stored"]  # type: ignore[arg-type]
 

@@ -14,7 +14,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 
 import hfshard
 from hfshard.errors import HfshardError, InvalidArgumentError
-from hfshard.pretrained.class_alias import architecture_of, view_as_alias
+from hfshard.models.model_classes import architecture_of, view_as_alias
 from hfshard.training import TrainingState
 from tests.distributed.gloo import check_ranks
 from tests.helpers.peft_versions import peft_of_transformers

@@ -20,7 +20,7 @@ from transformers.core_model_loading import (
 )
 
 from hfshard.distributed.spread_tensor import SpreadTensor, with_spread_tensors
-from hfshard.pretrained.ranks.stored_parts import stored_parts
+from hfshard.models.rank_parts import stored_parts
 from hfshard.tensors.state_dict import collect_state_dict
 from tests.distributed.gloo import check_ranks
 from tests.pretrained.ranks.layouts import spread

@@ -46,14 +46,14 @@ def _turn_on():  # type: () -> None
     settings = json.loads(os.environ.get(_SETTINGS, "{}"))
     prefix = settings.pop("prefix", None)
     try:
-        from hfshard.pretrained.installed.switch import install_first
+        from hfshard.models.install import install_first
     except ImportError as error:
         if error.name != "hfshard":
             raise
         if prefix != sys.prefix:
             return  # another environment, which has no hfshard
         sys.path.append(_package_parent())  # `python -m hfshard run` in a checkout that is not installed
-        from hfshard.pretrained.installed.switch import install_first
+        from hfshard.models.install import install_first
     install_first(**settings)
 
 

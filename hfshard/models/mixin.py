@@ -17,12 +17,10 @@ from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
 from hfshard.distributed.group_store import among
 from hfshard.format.digests import Checksum, Verify
 from hfshard.hub.resolve import CheckpointQuery
-from hfshard.modules.loading import build_module, load_plain
-from hfshard.modules.pushing import push_plain
-from hfshard.modules.saving import answer_save, save_plain
-from hfshard.modules.upstream import is_overridden, refuse_other_model
+from hfshard.models.model_kinds import below_mixin, is_pretrained_class
+from hfshard.models.plain_load import build_module, load_plain
+from hfshard.models.plain_save import answer_save, is_overridden, push_plain, refuse_other_model, save_plain
 from hfshard.places.source import CheckpointSource
-from hfshard.pretrained.request import below_mixin, is_pretrained_class
 from hfshard.saving.save_request import SaveOptions
 from hfshard.shards.read_tensors import ReadMode
 from hfshard.shards.shard_plan import Packing
@@ -44,7 +42,7 @@ class _OfTransformers:
     def __get__(self, instance: object, owner: type) -> Any:
         if not is_pretrained_class(owner):
             return getattr(super(ShardedModelMixin, owner if instance is None else instance), self._name)
-        from hfshard.pretrained.mixin import TransformersMethods
+        from hfshard.models.transformers_methods import TransformersMethods
 
         method = vars(TransformersMethods)[self._name]
         if isinstance(method, classmethod):
@@ -150,7 +148,7 @@ class ShardedModelMixin(PyTorchModelHubMixin):
             "distributed_checkpoint": distributed_checkpoint,
         }
         if is_pretrained_class(type(self)):
-            from hfshard.pretrained.saver import save_through
+            from hfshard.models.saver import save_through
 
             with among(process_group):
                 save_through(below_mixin(self), self, save_directory, {**kwargs, **given}, options)  # type: ignore[arg-type]
@@ -227,7 +225,7 @@ class ShardedModelMixin(PyTorchModelHubMixin):
             "progress": progress,
         }
         if is_pretrained_class(type(self)):
-            from hfshard.pretrained.pusher import push_pretrained_model
+            from hfshard.models.saver import push_pretrained_model
 
             with among(process_group):
                 return push_pretrained_model(self, repo_id, tags, saving, pushing, kwargs)  # type: ignore[arg-type]
@@ -297,7 +295,7 @@ class ShardedModelMixin(PyTorchModelHubMixin):
             own |= {"strict": strict, "public_key": public_key, "process_group": process_group}
             path = pretrained_model_name_or_path
             return load_plain(cls, super(), path, model_args, kwargs, own, is_overridden=is_own)
-        from hfshard.pretrained.build import load_through
+        from hfshard.models.build import load_through
 
         own["signature"] = required_signature(public_key)
         options = LoadOptions(strict=strict, disable_mmap=kwargs.get("disable_mmap"), **own)
@@ -339,7 +337,7 @@ class ShardedModelMixin(PyTorchModelHubMixin):
         if not is_pretrained_class(cls):
             super().__init_subclass__(**kwargs)
             return
-        from hfshard.pretrained.mixin import prepare_class
+        from hfshard.models.transformers_methods import prepare_class
 
         below_mixin(cls).__init_subclass__(**kwargs)
         prepare_class(cls, ShardedModelMixin)

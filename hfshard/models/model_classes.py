@@ -1,18 +1,26 @@
-"""The class that transformers knows a model by, and what other libraries record of it: they go by name and module."""
+"""How transformers knows a model's class, its own overrides of a method, and when transformers must do it itself."""
 
 from __future__ import annotations
 
+import json
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any, Final, TypeVar, cast
 
 import torch
+from huggingface_hub import ModelHubMixin, PyTorchModelHubMixin
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.utils.import_utils import is_peft_available
 
 from hfshard._util.threads import ProcessLock
-from hfshard.constants import MIXIN_MARK
+from hfshard.checkpoint.locate import read_config, weights_bytes
+from hfshard.constants import ADAPTER_CONFIG_NAME, MIXIN_MARK
+from hfshard.errors import HfshardError
+from hfshard.models.patching import ChainCall, Method, current_call, put_in_place
 
 _ALIAS: Final = "_hfshard_alias"
 """The attribute of a class that keeps its alias class."""
@@ -165,3 +173,119 @@ def _answering_architectures(ask: Callable[..., type]) -> Callable[..., type]:
 
     setattr(wrapper, _WRAPPED, True)
     return wrapper
+
+
+# When transformers has to load or save by itself, because hfshard can't do all that is asked for.
+
+
+_TRANSFORMERS_ONLY: Final = {
+    "offload_folder", "tp_plan", "tp_size", "device_mesh",
+    "quantization_config",
+}  # fmt: skip
+"""Arguments with which transformers reads the files itself, after hfshard has checked them."""
+
+_AUTO_DEVICE_MAPS: Final = {"auto", "balanced", "balanced_low_0", "sequential"}
+
+
+def needs_transformers_loader(directory: str, model_class: type, kwargs: Mapping[str, Any]) -> bool:
+    """Whether transformers has to read the files itself, because of the arguments or of what the directory holds."""
+    if any(kwargs.get(name) for name in _TRANSFORMERS_ONLY) or seeks_adapter_elsewhere(kwargs):
+        return True
+    device_map = kwargs.get("device_map")
+    if isinstance(device_map, dict) and "disk" in device_map.values():
+        return True
+    if (
+        isinstance(device_map, str)
+        and device_map in _AUTO_DEVICE_MAPS
+        and (kwargs.get("max_memory") or _is_tight(directory))
+    ):
+        return True  # some of it may go to the disk
+    if getattr(getattr(model_class, "config_class", None), "extra_files", ()):
+        return True
+    return (
+        _is_quantized(directory) or is_deepspeed_zero3_enabled() or os.path.isfile(os.path.join(directory, ".metadata"))
+    )
+
+
+def seeks_adapter_elsewhere(kwargs: Mapping[str, Any]) -> bool:
+    """Whether an adapter is sought in another place than beside the weights, which is what Auto classes name."""
+    places = dict(kwargs.get("adapter_kwargs") or {})
+    places.pop("token", None)
+    if places.get("revision") == kwargs.get("revision"):
+        places.pop("revision", None)
+    return any(value is not None for value in places.values())
+
+
+def needs_transformers_saver(model: Any, *, distributed_checkpoint: bool) -> bool:
+    """Whether transformers has to save the model: it has adapters, or weights that are offloaded."""
+    return distributed_checkpoint or is_offloaded_by_map(model) or has_adapters(model)
+
+
+def is_offloaded_by_map(model: Any) -> bool:
+    """Whether a device_map has put weights of a model on the disk, or on the CPU beside another device."""
+    devices = set((getattr(model, "hf_device_map", None) or {}).values())
+    return "disk" in devices or ("cpu" in devices and len(devices) > 1)
+
+
+def has_adapters(model: Any) -> bool:
+    """Whether adapters were added or loaded: then transformers saves the active one, and nothing else."""
+    return bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+def is_adapter(directory: str) -> bool:
+    """Whether PEFT is installed and a directory holds an adapter, alone or beside a model."""
+    return bool(is_peft_available() and os.path.isfile(os.path.join(directory, ADAPTER_CONFIG_NAME)))
+
+
+def _is_tight(directory: str) -> bool:
+    """Whether the weights could be too large for the free memory, which Accelerate measures so, on any system."""
+    try:
+        import psutil
+    except ImportError:  # it came with Accelerate, without which transformers takes no device_map: it says so
+        return True
+    return weights_bytes(directory) > int(psutil.virtual_memory().available)
+
+
+def _is_quantized(directory: str) -> bool:
+    try:
+        config = json.loads(read_config(directory) or b"{}")
+    except (HfshardError, ValueError, RecursionError):
+        return False  # reported when the checkpoint is opened
+    return isinstance(config, dict) and config.get("quantization_config") is not None
+
+
+# Calls a model's own from_pretrained or save_pretrained: its overrides run, and hfshard answers below them.
+#
+# A class may add to these methods, as Csm and Qwen2.5-Omni do in transformers, and users in their own classes; what
+# it adds ends with `super()`, and the last method that this reaches is PreTrainedModel's. For the one call that is
+# asked for, in the thread that asks, hfshard answers in its place.
+
+
+def run_chain(call: ChainCall, start: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call the first method of a chain, and let hfshard answer at the bottom.
+
+    Args:
+        call: What is asked for.
+        start: What has the first method: the class, the model, or `super()`, which looks for it only now.
+        args, kwargs: The method's arguments.
+
+    Returns:
+        What the method returns.
+    """
+    put_in_place(PreTrainedModel, call.method)
+    token = current_call.set(call)
+    try:
+        return getattr(start, call.method)(*args, **kwargs)
+    finally:
+        current_call.reset(token)
+
+
+def has_override(model_class: type, method: Method) -> bool:
+    """Whether a class has a method above PreTrainedModel's, of its own or of a base other than the mixins."""
+    for base in model_class.__mro__:
+        if base is PreTrainedModel:
+            return False
+        is_mixin = MIXIN_MARK in vars(base) or base in (PyTorchModelHubMixin, ModelHubMixin)
+        if method in vars(base) and not is_mixin:
+            return True
+    return False

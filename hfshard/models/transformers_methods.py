@@ -7,14 +7,14 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from hfshard.errors import InvalidArgumentError
-from hfshard.pretrained.class_alias import (
+from hfshard.models.model_classes import (
     architecture_of,
     delegate_to_base,
     record_architecture,
     record_in_adapters,
     take_name,
 )
-from hfshard.pretrained.request import below_mixin
+from hfshard.models.model_kinds import below_mixin
 
 
 def prepare_class(model_class: type, mixin: type) -> None:

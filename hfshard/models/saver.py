@@ -1,4 +1,4 @@
-"""Saves a transformers model through its own save_pretrained: what runs in the place of PreTrainedModel's."""
+"""Save or push a transformers model through its own save_pretrained."""
 
 from __future__ import annotations
 
@@ -22,15 +22,29 @@ from hfshard.distributed.save_on_ranks import decline_save, needs_all_ranks, sav
 from hfshard.errors import InvalidArgumentError
 from hfshard.format.index import CheckpointIndex
 from hfshard.hub.push_files import PushOptions
-from hfshard.pretrained.arguments import SAVE_ARGUMENTS
-from hfshard.pretrained.class_alias import class_before_fsdp, is_registered_with_mixin, view_as_alias
-from hfshard.pretrained.fallback import has_adapters, is_offloaded_by_map, needs_transformers_saver
-from hfshard.pretrained.overrides.bottom import ChainCall, call_under_way, upstream
-from hfshard.pretrained.overrides.override_chain import has_override, run_chain
-from hfshard.pretrained.pushing.model_card import tagged_card
-from hfshard.pretrained.pushing.push import default_repo_id, push_model, push_saved_files, tags_of, with_message
-from hfshard.pretrained.ranks.stages import is_part, is_part_of_push, refuse_ungathered
-from hfshard.pretrained.request import request_from_model
+from hfshard.models.load_arguments import PUSH_ARGUMENTS, SAVE_ARGUMENTS
+from hfshard.models.model_classes import (
+    class_before_fsdp,
+    has_adapters,
+    has_override,
+    is_offloaded_by_map,
+    is_registered_with_mixin,
+    needs_transformers_saver,
+    run_chain,
+    view_as_alias,
+)
+from hfshard.models.model_kinds import request_from_model
+from hfshard.models.patching import ChainCall, call_under_way, upstream
+from hfshard.models.push_model import (
+    default_repo_id,
+    push_by_directory,
+    push_model,
+    push_saved_files,
+    tagged_card,
+    tags_of,
+    with_message,
+)
+from hfshard.models.rank_parts import is_part, is_part_of_push, refuse_ungathered
 from hfshard.saving.save_request import SaveOptions, SaveRequest
 from hfshard.tensors.state_dict import refuse_partitioned
 
@@ -256,3 +270,49 @@ def _push_files(
         push_model(request, repo_id, make_card, options, together)
     else:
         push_saved_files(request, index, directory, repo_id, make_card, options, together)
+
+
+# Pushes a transformers model: straight from memory, or by what its own save_pretrained writes.
+
+
+def push_pretrained_model(
+    model: PreTrainedModel,
+    repo_id: str | os.PathLike[str],
+    tags: list[str] | str | None,
+    saving: Mapping[str, Any],
+    pushing: Mapping[str, Any],
+    unknown: Mapping[str, Any],
+) -> Any:
+    """Push a model as one Hub commit; with other ranks, where each of them has a part of it.
+
+    Args:
+        model: The model.
+        repo_id: As in `push_to_hub`.
+        tags: Of the model card, beside the model's own.
+        saving: Options of `SaveOptions`.
+        pushing: Options of `PushOptions`.
+        unknown: Keywords that `push_to_hub` does not name.
+
+    Returns:
+        As `push_to_hub`.
+
+    Raises:
+        UnknownArgumentError: A keyword is none that older code gives.
+        Everything that `push_model` and the model's `save_pretrained` raise.
+    """
+    with push_together(is_collective=is_part_of_push(model)) as together:
+        repo_id = absolute_address(repo_id)
+        rest = dict(unknown)
+        refuse_pickles(rest)
+        refuse_unknown(rest, PUSH_ARGUMENTS - rest.keys(), "push_to_hub")
+        options = SaveOptions(**saving)
+        push_options = with_message(class_before_fsdp(type(model)), PushOptions(**pushing))
+        make_card = partial(tagged_card, tags=tags_of(model, tags))
+        together.agree_on(repo_id)
+        if needs_transformers_saver(model, distributed_checkpoint=False) or has_override(
+            type(model), "save_pretrained"
+        ):
+            given = {name: value for name, value in saving.items() if name in ("max_shard_size", "variant", "packing")}
+            save = partial(model.save_pretrained, **without_defaults(given))
+            return push_by_directory(save, options.variant, repo_id, make_card, push_options, together)
+        return push_model(request_from_model(model, None, options), repo_id, make_card, push_options, together)

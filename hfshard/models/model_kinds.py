@@ -40,7 +40,7 @@ def request_from_model(model: nn.Module, state_dict: Mapping[str, Any] | None, o
     model = unwrap(model)
     if not is_pretrained(model):
         return request_from_module(model, state_dict, options)
-    from hfshard.pretrained.collect import request_from_pretrained
+    from hfshard.models.collect import request_from_pretrained
 
     return request_from_pretrained(model, state_dict, options)  # type: ignore[arg-type]
 

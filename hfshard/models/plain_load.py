@@ -26,7 +26,7 @@ from hfshard.distributed.load_on_ranks import load_opened
 from hfshard.errors import CheckpointChangedError, InvalidArgumentError
 from hfshard.format.index import without_weights_override
 from hfshard.hub.resolve import CheckpointQuery
-from hfshard.modules.upstream import constructor_names
+from hfshard.models.plain_save import constructor_names
 from hfshard.places.source import CheckpointSource, LocalCheckpoint, open_source
 from hfshard.signing.check_signature import required_signature
 

@@ -19,10 +19,8 @@ from hfshard.constants import CONFIG_NAME, WEIGHTS_OVERRIDE_KEY
 from hfshard.distributed.spread_tensor import has_spread
 from hfshard.errors import InvalidArgumentError
 from hfshard.format.strict_json import dump_json
-from hfshard.pretrained.class_alias import architecture_of, empty_custom_object, view_as_alias
-from hfshard.pretrained.ranks.conversion_views import trace_reverted
-from hfshard.pretrained.ranks.stages import is_stage, whole_model
-from hfshard.pretrained.ranks.stored_parts import stored_parts
+from hfshard.models.model_classes import architecture_of, empty_custom_object, view_as_alias
+from hfshard.models.rank_parts import is_stage, stored_parts, trace_reverted, whole_model
 from hfshard.saving.save_request import SaveOptions, SaveRequest, WholeModel
 from hfshard.tensors.state_dict import collect_state_dict, has_partitioned, refuse_partitioned, refuse_sharded_tensors
 from hfshard.tensors.stored_tensor import is_plain_type, tensor_specs

@@ -17,13 +17,11 @@ from transformers import PreTrainedModel
 
 from hfshard.checkpoint.load_options import LoadOptions
 from hfshard.hub.push_files import PushOptions
-from hfshard.pretrained.arguments import SAVE_ARGUMENTS
-from hfshard.pretrained.build import answer_load
-from hfshard.pretrained.installed.settings import Settings
-from hfshard.pretrained.overrides.bottom import Method, upstream
-from hfshard.pretrained.pusher import push_pretrained_model
-from hfshard.pretrained.ranks.joint_load import load_on_ranks
-from hfshard.pretrained.saver import answer_save
+from hfshard.models.build import answer_load, load_on_ranks
+from hfshard.models.install_settings import Settings
+from hfshard.models.load_arguments import SAVE_ARGUMENTS
+from hfshard.models.patching import Method, upstream
+from hfshard.models.saver import answer_save, push_pretrained_model
 from hfshard.saving.save_request import SaveOptions
 
 MAX_SHARD_SIZE: Final = "50GB"

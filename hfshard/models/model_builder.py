@@ -20,17 +20,17 @@ from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
 from hfshard.distributed.load_on_ranks import current_agreement
 from hfshard.distributed.read_parts import stored_tensors
 from hfshard.errors import StateDictMismatchError
-from hfshard.places.source import LocalCheckpoint
-from hfshard.pretrained.arguments import (
+from hfshard.models.load_arguments import (
     CONFIG_ATTRIBUTES,
     MODEL_ARGUMENTS,
     SOURCE_ARGUMENTS,
     commit_argument,
     device_of,
 )
-from hfshard.pretrained.class_alias import class_of_alias
-from hfshard.pretrained.overrides.bottom import upstream
-from hfshard.pretrained.ranks.parallelized import ParallelizedLoad
+from hfshard.models.model_classes import class_of_alias
+from hfshard.models.patching import upstream
+from hfshard.models.rank_parts import ParallelizedLoad
+from hfshard.places.source import LocalCheckpoint
 from hfshard.tensors.parameter_names import (
     KeyMismatch,
     compare,

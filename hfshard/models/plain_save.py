@@ -1,29 +1,35 @@
-"""Saves a plain module: weights, config.json and model card as one checkpoint, below the overrides of its class."""
+"""Save or push a plain module: weights, config.json and model card as one checkpoint or one Hub commit."""
 
 from __future__ import annotations
 
+import inspect
+import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from huggingface_hub import PyTorchModelHubMixin
+from huggingface_hub import ModelHubMixin, PyTorchModelHubMixin
 from torch import nn
 
 from hfshard._util.addresses import is_address, refuse_hub_arguments
 from hfshard._util.arguments import absolute_path, refuse_pickles, refuse_unknown
-from hfshard.commit.hub_marker import refuse_hub
+from hfshard.commit.hub_marker import absolute_address, refuse_hub
 from hfshard.constants import CONFIG_NAME, DEFAULT_MAX_SHARD_SIZE, README
 from hfshard.disk.byte_source import BytesSource
 from hfshard.disk.fsops import rename, unlink_if_there, write_file
 from hfshard.disk.safe_open import Identity, identity_of
+from hfshard.distributed.push_together import push_together
+from hfshard.distributed.spread_tensor import has_spread
 from hfshard.errors import InvalidArgumentError
-from hfshard.modules.upstream import as_dict, config_json, noted_config
-from hfshard.modules.weights import save_module
+from hfshard.hub.push_files import PushOptions
+from hfshard.models.module_weights import save_module
+from hfshard.models.push_model import push_by_directory, push_model
 from hfshard.saving.save_request import SaveOptions, SaveRequest, request_from_module
 
 PUSH_ARGUMENTS: Final = frozenset(
@@ -275,3 +281,174 @@ def _push(model: Any, directory: str, options: SaveOptions, kwargs: dict[str, An
     repo_id = kwargs.pop("repo_id", None) or os.path.basename(directory)
     values = dict(extras.card_values)
     return model.push_to_hub(repo_id=repo_id, **config, model_card_kwargs=values, **told, **kwargs)
+
+
+# Pushes a plain module as one Hub commit: weights, config.json, and a model card where there is none.
+
+
+_MESSAGE: Final = "Push model using huggingface_hub."
+"""As in huggingface_hub."""
+
+_PATTERNS: Final = ("allow_patterns", "ignore_patterns", "delete_patterns")
+"""What huggingface_hub's `push_to_hub` takes, and would push half a checkpoint by."""
+
+
+def push_plain(
+    model: Any,
+    repo_id: str | os.PathLike[str],
+    tags: Sequence[str] | str | None,
+    saving: Mapping[str, Any],
+    pushing: Mapping[str, Any],
+    kwargs: Mapping[str, Any],
+    *,
+    is_overridden: bool,
+) -> Any:
+    """Do what `ShardedModelMixin.push_to_hub` says, for a plain module.
+
+    Args:
+        model: The module.
+        repo_id: As there.
+        tags: Further ones for a card that is made.
+        saving: Options of `SaveOptions`.
+        pushing: Options of `PushOptions`.
+        kwargs: The other keywords.
+        is_overridden: Whether its class saves in a way of its own.
+
+    Raises:
+        InvalidArgumentError: Patterns, which can't be kept from leaving half a checkpoint; or two revisions.
+        UnknownArgumentError: A keyword that it does not take.
+        Everything that `hfshard.push_checkpoint` raises, and overrides of the class.
+    """
+    rest = dict(kwargs)
+    extras = ModuleExtras.taken_from(rest)
+    revision = _revision_of(pushing["revision"], rest.pop("branch", None))
+    _refuse_others(rest)
+    message = pushing["commit_message"] or _MESSAGE
+    options = PushOptions(**{**pushing, "revision": revision, "commit_message": message})
+    repo_id = absolute_address(repo_id)
+    make_card = partial(_card, model, extras, [tags] if isinstance(tags, str) else list(tags or ()))
+    is_spread = isinstance(model, nn.Module) and has_spread(dict(model.named_parameters()))
+    with push_together(is_collective=is_spread) as together:
+        together.agree_on(repo_id)
+        if not is_overridden:
+            request = module_request(model, extras, SaveOptions(**saving))
+            return push_model(request, repo_id, make_card, options, together)
+        config = {} if extras.config is None else {"config": extras.config}
+        values = {"model_card_kwargs": dict(extras.card_values)} if extras.card_values else {}
+        save: Callable[..., Any] = partial(model.save_pretrained, **told_options(saving), **config, **values)
+        return push_by_directory(save, saving["variant"], repo_id, make_card, options, together, keeps_card=True)
+
+
+def _revision_of(revision: str | None, branch: str | None) -> str | None:
+    """The one that is given, of two names for it."""
+    if None not in (branch, revision) and branch != revision:
+        raise InvalidArgumentError(f"branch={branch!r} and revision={revision!r} are two names for one thing.")
+    return revision if branch is None else branch
+
+
+def _refuse_others(kwargs: dict[str, Any]) -> None:
+    refuse_pickles(kwargs)
+    for name in _PATTERNS:
+        if kwargs.pop(name, None) is not None:
+            raise InvalidArgumentError(
+                f"{name} could leave half a checkpoint on the hub. Save the model, and push what you want of the "
+                "directory: hfshard.push_checkpoint(directory, repo_id, ignore_patterns=...), which checks that; "
+                "what hfshard's own pushes have left is deleted in any case."
+            )
+    refuse_unknown(kwargs, PUSH_ARGUMENTS, "push_to_hub")
+
+
+def _card(model: Any, extras: ModuleExtras, tags: Sequence[str], read_old: Callable[[], bytes] | None) -> bytes | None:
+    """Make the card of a repo that has none; the one that is there may have been edited, and stays."""
+    if read_old is not None:
+        return None
+    card = model.generate_model_card(**extras.card_values)
+    if tags:
+        card.data.tags = list(dict.fromkeys([*(card.data.tags or ()), *tags]))
+    return str(card).encode()
+
+
+# What hfshard knows of huggingface_hub's mixin: the config that it notes, and what a class has in its place.
+
+
+_HUB_MIXINS: Final = (PyTorchModelHubMixin, ModelHubMixin)
+
+
+def noted_config(model: ModelHubMixin) -> Any:
+    """The constructor's arguments, or the config that it was given; None where there is neither.
+
+    Source: huggingface_hub's attribute `_hub_mixin_config`, which its tests and other libraries read, too.
+    """
+    return model._hub_mixin_config
+
+
+def config_json(config: Any) -> bytes:
+    """Encode a config as huggingface_hub writes it into config.json.
+
+    Args:
+        config: A dict or a dataclass.
+
+    Raises:
+        InvalidArgumentError: It is something else, or holds what JSON has not.
+
+    Source: huggingface_hub `ModelHubMixin.save_pretrained`.
+    """
+    value = as_dict(config)
+    if not isinstance(value, dict):
+        raise InvalidArgumentError(f"config must be a dict or a dataclass, got a {type(config).__name__}.")
+    try:
+        return json.dumps(value, sort_keys=True, indent=2).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidArgumentError(
+            f"The config can't be written as JSON: {error}. Give the class coders= for types of your own."
+        ) from error
+
+
+def as_dict(config: Any) -> Any:
+    """A dataclass as a dict; anything else as it is."""
+    return asdict(config) if is_dataclass(config) and not isinstance(config, type) else config
+
+
+def constructor_names(model_class: type) -> frozenset[str]:
+    """The names of the constructor's arguments."""
+    return frozenset(inspect.signature(model_class.__init__).parameters)  # type: ignore[misc]
+
+
+def is_overridden(target: Any, method: str, mixin: type) -> bool:
+    """Whether a class, or a model, has a method of its own in the place of the mixin's.
+
+    Args:
+        target: The class or the model.
+        method: The method's name.
+        mixin: hfshard's.
+    """
+    found = getattr(target, method)
+    ours = vars(mixin)[method]
+    return getattr(found, "__func__", found) is not getattr(ours, "__func__", ours)
+
+
+def refuse_other_model(model_class: type, mixin: type) -> None:
+    """Refuse a class of another library (diffusers ...) behind the mixin, which has such methods of its own.
+
+    Args:
+        model_class: The class with the mixin.
+        mixin: hfshard's.
+
+    Raises:
+        InvalidArgumentError: What its own methods save and load would be missing.
+    """
+    order = model_class.__mro__
+    behind = [base for base in order[order.index(mixin) + 1 :] if base not in _HUB_MIXINS]
+    for base in behind:
+        if "save_pretrained" in vars(base) or "from_pretrained" in vars(base):
+            raise InvalidArgumentError(
+                f"{model_class.__name__} is not a transformers model, and {base.__name__} saves and loads its config "
+                "by methods of its own, which ShardedModelMixin does not know. Take the mixin away; save the weights "
+                "with hfshard.save_model(model, directory), and load them into a module that you have built with "
+                "hfshard.load_model(module, directory). Its config is saved by its own class."
+            )
+        if "_save_pretrained" in vars(base) or "_from_pretrained" in vars(base):
+            raise InvalidArgumentError(
+                f"{base.__name__} has a _save_pretrained or _from_pretrained of its own: put ShardedModelMixin behind "
+                f"it, so that it is called: class {model_class.__name__}({base.__name__}, ShardedModelMixin): ..."
+            )

@@ -22,8 +22,8 @@ from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
 from hfshard.constants import CONFIG_NAME, WEIGHTS_OVERRIDE_KEY
 from hfshard.errors import CheckpointNotFoundError
 from hfshard.hub.resolve import CheckpointQuery
+from hfshard.models.model_classes import has_override
 from hfshard.places.source import CheckpointSource, LocalCheckpoint
-from hfshard.pretrained.overrides.override_chain import has_override
 from hfshard.tensors.stored_tensor import TORCH_DTYPES
 
 _SPARE_DEVICE_BYTES: Final = 2 * 1024**3

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from hfshard._util.import_hook import announce, when_imported
 from hfshard.format.digests import Checksum, Verify
-from hfshard.pretrained.installed.settings import (
+from hfshard.models.install_settings import (
     Installation,
     Settings,
     add_first_installation,
@@ -16,8 +16,8 @@ from hfshard.pretrained.installed.settings import (
     forget_installations,
     keeping,
 )
-from hfshard.pretrained.installed.small_saves import send_small_saves
-from hfshard.pretrained.overrides.bottom import METHODS, Method, StandIn, put_in_place, stand_in_for_all
+from hfshard.models.patching import METHODS, Method, StandIn, put_in_place, stand_in_for_all
+from hfshard.models.small_saves import send_small_saves
 
 _MODELS: Final = "transformers.modeling_utils"
 
@@ -100,7 +100,7 @@ def _stand_in() -> StandIn | None:
         return None
 
     def answer(method: Method, target: Any, /, *args: Any, **kwargs: Any) -> Any:
-        from hfshard.pretrained.installed.calls import ANSWERS  # imports torch and transformers
+        from hfshard.models.installed_methods import ANSWERS  # imports torch and transformers
 
         with keeping(settings):
             return ANSWERS[method](settings, target, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""What `ShardedModelMixin` pushes: a model straight from memory, or the files that a save has just written."""
+"""Push a model straight from memory, or files that a save has just written, with a card where there is none."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
-from huggingface_hub import CommitInfo
+from huggingface_hub import CommitInfo, ModelCard, ModelCardData
 
 from hfshard.commit.hub_marker import directory_of
 from hfshard.constants import CONFIG_NAME, README
 from hfshard.disk.byte_source import ByteSource, file_source
 from hfshard.distributed.push_together import PushTogether
 from hfshard.distributed.save_on_ranks import request_of_one, telling_other_ranks
+from hfshard.errors import InvalidArgumentError
 from hfshard.format.file_names import WeightNames
 from hfshard.format.index import CheckpointIndex
 from hfshard.hub.push_files import MakeCard, PushOptions, PushRequest, directory_contents, push_files
@@ -194,3 +195,52 @@ def with_message(model_class: type, options: PushOptions) -> PushOptions:
 def default_repo_id(directory: str) -> str:
     """Name the repo that `save_pretrained(push_to_hub=True)` pushes to by default: after the directory."""
     return os.path.basename(os.path.abspath(directory))
+
+
+# The README.md of a model that is pushed, as transformers makes it: a card from the template, and its tags.
+
+
+_DESCRIPTION: Final = (
+    "This is the model card of a 🤗 transformers model that has been pushed on the Hub. "
+    "This model card has been automatically generated."
+)
+
+
+def tagged_card(read_old: Callable[[], bytes] | None, tags: Sequence[str]) -> bytes | None:
+    """Make the card to push; None where the one on the hub needs no change.
+
+    Args:
+        read_old: Reads the README.md on the hub; None where there is none.
+        tags: Those that it must have.
+
+    Raises:
+        InvalidArgumentError: The one on the hub can't be read.
+
+    Source: transformers `create_and_tag_model_card`.
+    """
+    if read_old is None:
+        data = ModelCardData(tags=list(tags), library_name="transformers")
+        return _to_bytes(ModelCard.from_template(data, model_description=_DESCRIPTION))
+    if not tags:
+        return None
+    raw = read_old()
+    try:
+        if b"\0" in raw:
+            raise ValueError("it contains NUL bytes")
+        card: Any = ModelCard(raw.decode("utf-8"), ignore_metadata_errors=True)
+    except Exception as error:  # they have no common base class: PyYAML's, UnicodeDecodeError, ValueError
+        raise InvalidArgumentError(
+            f"The tags can't be added to the README.md on the hub, whose metadata can't be read: {error}. Mend it "
+            "there, or push without tags."
+        ) from error
+    there = card.data.tags or []
+    there = [there] if isinstance(there, str) else list(there)
+    missing = [tag for tag in tags if tag not in there]
+    if not missing:
+        return None
+    card.data.tags = [*there, *missing]
+    return _to_bytes(card)
+
+
+def _to_bytes(card: ModelCard) -> bytes:
+    return str(card).encode("utf-8")

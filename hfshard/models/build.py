@@ -1,16 +1,21 @@
-"""Builds a transformers model from a checkpoint: hfshard checks and opens the files, transformers does the rest."""
+"""Build a transformers model from a checkpoint: hfshard checks and opens the files, transformers does the rest."""
 
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from functools import partial
-from typing import Any, cast
+from typing import Any, Final, cast
 
+import torch
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.distributed import utils as their_utils
+from transformers.distributed.configuration_utils import DistributedConfig
 
 from hfshard._util.addresses import has_lost_slash, is_address
 from hfshard._util.arguments import path_text
@@ -19,30 +24,37 @@ from hfshard.checkpoint.load_options import LoadOptions, SignedFiles
 from hfshard.checkpoint.locate import read_config
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
 from hfshard.commit.hub_marker import directory_of, has_hub_marker
-from hfshard.constants import CHANGED_RETRIES
-from hfshard.distributed.load_on_ranks import current_agreement
+from hfshard.constants import ADAPTER_CONFIG_NAME, CHANGED_RETRIES, CONFIG_NAME, MAX_CONFIG_BYTES
+from hfshard.disk.safe_open import read_small
+from hfshard.distributed.load_on_ranks import current_agreement, load_together
 from hfshard.errors import (
     CheckpointChangedError,
     CheckpointNotFoundError,
+    DamagedCheckpointError,
     HubError,
     InvalidArgumentError,
+    SignatureError,
     UnsafePickleError,
 )
-from hfshard.places.source import CheckpointSource, LocalCheckpoint, signed_files
-from hfshard.pretrained.arguments import (
+from hfshard.models.load_arguments import (
     class_of_auto,
     config_of,
     pin_to_commit,
     refuse_file_without_config,
     source_of,
 )
-from hfshard.pretrained.class_alias import alias_class, restore_class
-from hfshard.pretrained.fallback import is_adapter, needs_transformers_loader, seeks_adapter_elsewhere
-from hfshard.pretrained.model_builder import ModelBuilder, building_lock
-from hfshard.pretrained.overrides.bottom import ChainCall, call_under_way, upstream
-from hfshard.pretrained.overrides.override_chain import has_override, run_chain
-from hfshard.pretrained.ranks.joint_load import load_on_ranks
-from hfshard.signing.adapters import load_on_signed_base
+from hfshard.models.model_builder import ModelBuilder, building_lock
+from hfshard.models.model_classes import (
+    alias_class,
+    has_override,
+    is_adapter,
+    needs_transformers_loader,
+    restore_class,
+    run_chain,
+    seeks_adapter_elsewhere,
+)
+from hfshard.models.patching import ChainCall, call_under_way, upstream
+from hfshard.places.source import CheckpointSource, LocalCheckpoint, signed_files
 
 logger = logging.getLogger(__name__)
 
@@ -380,3 +392,121 @@ def _refuse_full_pickle(checkpoint: OpenCheckpoint, kwargs: Mapping[str, Any]) -
             f"'{checkpoint.directory}' holds pickled weights, and hfshard reads them only with weights_only=True: "
             "anything else may run code on your machine. Leave the argument out."
         )
+
+
+# Which loads of a model every rank makes together, so that all build it or none.
+
+
+@contextmanager
+def load_on_ranks(options: LoadOptions, kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """Let all ranks build a model that is spread over them, or none; a model that is not, each rank builds alone.
+
+    Args:
+        options: hfshard's own arguments of `from_pretrained`.
+        kwargs: All others.
+
+    Raises:
+        RankFailedError: Another rank refused, failed, died, or did not come.
+    """
+    is_spread = options.parallelize is not None
+    if _is_spread_by_transformers(kwargs.get("distributed_config")):
+        is_spread = True
+        _join_process_group()
+    with load_together("from_pretrained", is_collective=is_spread) as agreement, agreement.naming_who_broke_it():
+        yield
+
+
+def _is_spread_by_transformers(given: Any) -> bool:
+    """Whether a `distributed_config` says that there are several ranks; what is none, transformers refuses."""
+    config = DistributedConfig.from_dict(given) if isinstance(given, dict) else given
+    sizes = (getattr(config, name, None) for name in ("tp_size", "fsdp_size", "dp_replicate_size", "pp_size"))
+    return any((size or 1) > 1 for size in sizes)
+
+
+def _join_process_group() -> None:
+    """Join the group of a launcher as transformers would a moment later, so that ranks can agree before."""
+    if not torch.distributed.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        their_utils._ensure_torch_distributed()
+
+
+# An adapter of PEFT that must be signed: its base model is found first, and must be signed too.
+
+
+_OF_THE_ADAPTER: Final = ("revision", "subfolder", "adapter_name", "adapter_kwargs", "output_loading_info")
+"""Arguments that don't go to the base model."""
+
+_whose_base: ContextVar[str | None] = ContextVar("whose_base", default=None)
+"""The adapter whose base model is being loaded."""
+
+
+def load_on_signed_base(
+    load_base: Callable[[str, dict[str, Any]], Any],
+    local: LocalCheckpoint,
+    signed: SignedFiles,
+    kwargs: Mapping[str, Any],
+    options: LoadOptions,
+) -> Any:
+    """Load the base model that an adapter names, held to the same signer, and put the adapter on it.
+
+    Args:
+        load_base: Loads a model from a path or a repo, with keyword arguments, as it must be signed.
+        local: Where the adapter is.
+        signed: Its files, which have been compared.
+        kwargs: Those of `from_pretrained`.
+        options: hfshard's own.
+
+    Returns:
+        The model; with output_loading_info, also what transformers says of the adapter.
+
+    Raises:
+        SignatureError: The base model is not signed by whom it must be; or a file of the adapter was changed.
+        InvalidArgumentError: The directory holds a model too, or the model is to be spread over ranks.
+        DamagedCheckpointError: The adapter names no base model, or another adapter, as PEFT never does.
+    """
+    directory = local.directory
+    above = _whose_base.get()
+    if above is not None:
+        raise DamagedCheckpointError(
+            f"The adapter '{above}' names '{directory}' as its base model, which is an adapter, too. Correct "
+            f"'base_model_name_or_path' in its '{ADAPTER_CONFIG_NAME}', and sign it again.",
+            path=above,
+        )
+    if os.path.lexists(os.path.join(directory, CONFIG_NAME)):
+        raise InvalidArgumentError(
+            f"'{directory}' holds an adapter and a model, which can't be held to a signature together. Load the model "
+            f"with public_key from a folder without '{ADAPTER_CONFIG_NAME}', and the adapter from one of its own.",
+            path=directory,
+        )
+    if options.parallelize is not None:
+        raise InvalidArgumentError("parallelize can't be given for an adapter that must be signed. Leave one out.")
+    base = _base_of(directory)
+    token = _whose_base.set(directory)
+    try:
+        model = load_base(base, {name: value for name, value in kwargs.items() if name not in _OF_THE_ADAPTER})
+    except SignatureError as error:
+        raise SignatureError(
+            f"The base model of the adapter '{directory}' can't be trusted: {error.message} Or load '{base}' without "
+            "the key, check the adapter by hfshard verify, and put it on: model.load_adapter.",
+            path=error.path,
+        ) from error
+    finally:
+        _whose_base.reset(token)
+    info = model.load_adapter(directory, adapter_name=kwargs.get("adapter_name") or "default")
+    signed.confirm()
+    return (model, info.to_dict()) if kwargs.get("output_loading_info") else model
+
+
+def _base_of(directory: str) -> str:
+    path = os.path.join(directory, ADAPTER_CONFIG_NAME)
+    raw, _ = read_small(path, directory, MAX_CONFIG_BYTES)
+    try:
+        base = json.loads(raw)["base_model_name_or_path"]
+    except (ValueError, RecursionError, KeyError, TypeError):
+        base = None
+    if not isinstance(base, str) or not base:
+        raise DamagedCheckpointError(
+            f"'{path}' names no base model: there is no 'base_model_name_or_path' in it. Save the adapter again, with "
+            "a model that was loaded from a path or a repo.",
+            path=path,
+        )
+    return base

@@ -18,7 +18,7 @@ from typing import Any, Final
 from hfshard._util.addresses import SCHEMES, StoreAddress, is_address, parse_address
 from hfshard._util.arguments import absolute_path
 from hfshard._util.import_hook import when_imported
-from hfshard.pretrained.installed.settings import current_settings
+from hfshard.models.install_settings import current_settings
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,609 @@
+"""Models spread over ranks: what a rank has of each tensor that transformers would store, and how it is loaded."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
+from hfshard.distributed.group_store import has_other_ranks
+from hfshard.distributed.layout import Box, Interval, MeshLayout, Placement, box_elements, held_box
+from hfshard.distributed.load_on_ranks import current_agreement
+from hfshard.distributed.read_parts import Target, prepare_reads
+from hfshard.distributed.spread_tensor import SpreadTensor, has_spread, with_spread_tensors
+from hfshard.errors import InvalidArgumentError, UnstorableTensorError
+from hfshard.models.model_classes import alias_class, has_adapters, view_as_alias
+from hfshard.tensors.parameter_names import strip_compiled
+from hfshard.tensors.state_dict import is_dtensor
+
+_COPIES: Final = frozenset(("contiguous", "clone", "detach"))
+"""Functions that change no element and no order: with the argument as their result, a view stays one."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertedTensor:
+    """A stored tensor: one of the model's, a rectangle of one, or computed from some."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    sources: tuple[str, ...]
+    """The model's names; of a rectangle the only one, of a computed tensor all that it is computed from."""
+    window: tuple[Interval, ...] | None
+    """The rectangle, an interval per dimension of its source, whose row-major elements are stored; None: computed."""
+
+
+def trace_reverted(model: PreTrainedModel, tensors: Mapping[str, Any]) -> dict[str, ConvertedTensor]:
+    """Find out what transformers' `revert_weight_conversion` makes of a model's tensors, without touching their data.
+
+    Experts that were fused are rectangles of one tensor; what is permuted or transposed is computed.
+
+    Args:
+        model: The model.
+        tensors: Its names -> anything with a shape and a dtype; these are those of the whole tensors.
+
+    Returns:
+        Stored name -> what it is, in transformers' order.
+    """
+    metas = {
+        name: torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()
+    }
+    tracer = _Tracer(metas)
+    with tracer:
+        reverted = revert_weight_conversion(view_as_alias(model), dict(metas))
+    return {name: tracer.describe(result) for name, result in reverted.items()}
+
+
+class _Tracer(TorchFunctionMode):
+    """Follows meta tensors through functions of torch: by its storage, each is known to be of some sources."""
+
+    def __init__(self, metas: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        self._metas = metas
+        self._order = {name: number for number, name in enumerate(metas)}
+        self._sources: dict[int, frozenset[str]] = {}
+        self._computed: set[int] = set()
+        self._kept: list[torch.UntypedStorage] = []  # the address of one that is freed may be used again
+        for name, meta in metas.items():
+            self._know(meta, frozenset((name,)))
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in _COPIES:
+            return args[0]
+        result = func(*args, **(kwargs or {}))
+        read = [self._sources.get(_storage_id(tensor), frozenset()) for tensor in _tensors_in((args, kwargs))]
+        sources = frozenset[str]().union(*read)
+        if sources:
+            for tensor in _tensors_in((result, kwargs.get("out") if kwargs else None)):
+                self._know_new(tensor, sources)
+            if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
+                self._know_written(args[0], sources)
+        return result
+
+    def describe(self, result: torch.Tensor) -> ConvertedTensor:
+        """What a result is of the sources."""
+        sources = self._sources.get(_storage_id(result), frozenset())
+        window = None
+        if len(sources) == 1 and _storage_id(result) not in self._computed:
+            window = _rectangle(self._metas[next(iter(sources))], result)
+        in_order = tuple(sorted(sources, key=self._order.__getitem__))
+        return ConvertedTensor(tuple(result.shape), result.dtype, in_order, window)
+
+    def _know_new(self, tensor: torch.Tensor, sources: frozenset[str]) -> None:
+        if _storage_id(tensor) not in self._sources:
+            self._know_written(tensor, sources)
+
+    def _know_written(self, tensor: torch.Tensor, sources: frozenset[str]) -> None:
+        self._know(tensor, sources)
+        self._computed.add(_storage_id(tensor))
+
+    def _know(self, tensor: torch.Tensor, sources: frozenset[str]) -> None:
+        self._kept.append(tensor.untyped_storage())
+        self._sources[_storage_id(tensor)] = sources
+
+
+def _rectangle(source: torch.Tensor, result: torch.Tensor) -> tuple[Interval, ...] | None:
+    """The rectangle of a contiguous source that a view of it shows element by element; None: it shows another order."""
+    if result.dtype != source.dtype:
+        return None
+    if result.numel() == 0:
+        return tuple((0, size) for size in source.shape) if source.numel() == 0 else None
+    first = int(result.storage_offset())
+    last = first + sum((size - 1) * step for size, step in zip(result.shape, result.stride(), strict=True))
+    window = tuple(
+        (start, stop + 1) for start, stop in zip(_coordinate(source, first), _coordinate(source, last), strict=True)
+    )
+    try:
+        expected = source[tuple(slice(*interval) for interval in window)].view(result.shape)
+    except (RuntimeError, IndexError):
+        return None
+    return window if _steps(expected) == _steps(result) else None
+
+
+def _coordinate(source: torch.Tensor, offset: int) -> Iterator[int]:
+    """Where an element of a contiguous tensor stands."""
+    for step in source.stride():
+        index, offset = divmod(offset, step)
+        yield index
+
+
+def _steps(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The strides that matter."""
+    return tuple(step for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
+
+
+def _storage_id(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The meta tensors in an argument or a result, in nested lists, tuples and mappings too."""
+    if isinstance(value, torch.Tensor):
+        if value.is_meta and type(value) is torch.Tensor:
+            yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors_in(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors_in(item)
+
+
+# What this rank has of each tensor that transformers would store, by its name on disk.
+
+
+_GATHERED_BYTES: Final = 256 * 1024**2
+"""At most so much is whole on each rank at a time, or else one conversion's sources."""
+
+
+def stored_parts(model: PreTrainedModel, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Revert transformers' weight conversion of tensors of which each rank has a part.
+
+    What is a rectangle of a tensor needs nobody else. What is computed (permuted for RoPE, transposed, interleaved) is
+    computed by all ranks from the whole sources, a few at a time, and each keeps some rows: then every rank that has a
+    part of the sources must call it.
+
+    Args:
+        model: The model.
+        tensors: Name -> tensor; DTensors are spread. Not changed.
+
+    Returns:
+        Stored name -> what it is, in transformers' order: the tensor itself; of a DTensor that is converted a
+        `SpreadTensor`.
+
+    Raises:
+        UnstorableTensorError: A DTensor can't be stored.
+    """
+    parts = with_spread_tensors(tensors)
+    traced = trace_reverted(model, tensors)
+    stored: dict[str, Any] = dict.fromkeys(traced)
+    computed = {}
+    for name, tensor in traced.items():
+        if tensor.window is None:
+            computed[name] = tensor
+        else:
+            source = tensor.sources[0]
+            stored[name] = tensors[source] if _is_all_of(tensors[source], tensor) else _view_of(parts[source], tensor)
+    for batch in _batches(computed, tensors):
+        stored.update(_computed_parts(model, tensors, batch))
+    return stored
+
+
+def _is_all_of(source: Any, tensor: ConvertedTensor) -> bool:
+    return tensor.window == tuple((0, size) for size in source.shape) and tuple(source.shape) == tensor.shape
+
+
+def _view_of(source: Any, tensor: ConvertedTensor) -> Any:
+    window = tensor.window or ()
+    if isinstance(source, SpreadTensor):
+        return source.view(window, tensor.shape)
+    return source[tuple(slice(*interval) for interval in window)].reshape(tensor.shape)
+
+
+def _batches(
+    computed: Mapping[str, ConvertedTensor], tensors: Mapping[str, Any]
+) -> Iterator[dict[str, ConvertedTensor]]:
+    """Group what is computed, so that the sources of a group are few; those that share sources stay together."""
+    batch: dict[str, ConvertedTensor] = {}
+    sources: set[str] = set()
+    for group in _with_common_sources(computed):
+        more = {name for tensor in group.values() for name in tensor.sources}
+        if batch and _nbytes(tensors, sources | more) > _GATHERED_BYTES:
+            yield batch
+            batch = {}
+            sources = set()
+        batch |= group
+        sources |= more
+    if batch:
+        yield batch
+
+
+def _with_common_sources(computed: Mapping[str, ConvertedTensor]) -> list[dict[str, ConvertedTensor]]:
+    """In the same order on every rank."""
+    group_of: dict[str, dict[str, ConvertedTensor]] = {}
+    for name, tensor in computed.items():
+        touched = [group_of[source] for source in tensor.sources if source in group_of]
+        merged = {key: one for group in touched for key, one in group.items()} | {name: tensor}
+        for one in merged.values():
+            group_of.update(dict.fromkeys(one.sources, merged))
+    return list({id(group): group for group in group_of.values()}.values())
+
+
+def _nbytes(tensors: Mapping[str, Any], names: Iterable[str]) -> int:
+    return sum(prod(tensors[name].shape) * tensors[name].dtype.itemsize for name in names)
+
+
+def _computed_parts(
+    model: PreTrainedModel, tensors: Mapping[str, Any], batch: Mapping[str, ConvertedTensor]
+) -> dict[str, Any]:
+    """Compute some stored tensors from the whole sources, and keep this rank's rows of them."""
+    needed = {source: None for tensor in batch.values() for source in tensor.sources}
+    values: dict[str, torch.Tensor] = {
+        name: torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()
+    }
+    spread = {name: SpreadTensor.of(tensors[name], name).mesh for name in needed if is_dtensor(tensors[name])}
+    for name in needed:
+        values[name] = _whole(tensors[name])
+    results = revert_weight_conversion(view_as_alias(model), values)
+    parts: dict[str, Any] = {}
+    for name, tensor in batch.items():
+        mesh = next((spread[source] for source in tensor.sources if source in spread), None)
+        if results[name].is_meta:
+            raise UnstorableTensorError(
+                f"Can't store {name!r}: transformers computes it from tensors that are spread over ranks, and from "
+                "which ones is not known. Save with save_original_format=False.",
+                fqn=name,
+            )
+        parts[name] = results[name] if mesh is None else _own_rows(results[name], mesh.ranks)
+    return parts
+
+
+def _whole(tensor: Any) -> torch.Tensor:
+    whole: torch.Tensor = tensor.full_tensor() if is_dtensor(tensor) else tensor
+    return whole.detach()
+
+
+def _own_rows(whole: torch.Tensor, ranks: tuple[int, ...]) -> SpreadTensor:
+    """Keep the rows of a tensor that are this rank's, where all ranks have computed it."""
+    shape = tuple(whole.shape)
+    layout = MeshLayout((len(ranks),), ranks, (Placement(0 if shape else None),))
+    coordinate = (ranks.index(torch.distributed.get_rank()),)
+    box = held_box(shape, layout, coordinate)
+    rows = whole[tuple(slice(*(intervals[0] if intervals else (0, 0))) for intervals in box)].clone()
+    return SpreadTensor(shape, whole.dtype, layout, shape, None, coordinate, rows)
+
+
+# Builds a model without data, lets the user spread it over ranks, and reads this rank's parts from the checkpoint.
+
+
+Parallelize = Callable[[Any], Any]
+"""Spreads a model, which has no data yet, over ranks: by `fully_shard`, `parallelize_module` ...; returns the model."""
+
+
+class ParallelizedLoad:
+    """What stands in the place of transformers' `_load_pretrained_model` for one `from_pretrained`.
+
+    1. transformers loads tensors without data. So it finds out which names are missing, which conversions are used and
+       which dtypes the parameters get, and ties and renames as it always does.
+    2. The user spreads the model; or transformers does, as a `distributed_config` says, only now.
+    3. Its parameters get memory, and each rank reads its parts of them, once all are ready to. Afterwards transformers
+       initialises what is missing, and the buffers that are not stored.
+    """
+
+    def __init__(self, parallelize: Parallelize | None, model_class: type, checkpoint: OpenCheckpoint) -> None:
+        self._parallelize = parallelize
+        self._model_class = model_class
+        self._checkpoint = checkpoint
+        self.stored_names: Mapping[str, str] = {}
+        """Name that transformers is given -> name in the checkpoint."""
+        self.tie: Callable[[Any], None] = lambda model: None
+        """Ties what the config does not declare."""
+        self.parallelized: Any = None
+        """What the user's function has returned."""
+        self._distribute: Parallelize = lambda model: model
+
+    def load_class(self, alias: type[PreTrainedModel]) -> type[PreTrainedModel]:
+        """Make the class whose `from_pretrained` loads so."""
+        names = {"__module__": alias.__module__, "__qualname__": alias.__qualname__}
+        methods: dict[str, Any] = {"_load_pretrained_model": staticmethod(self._load)}
+        if self._parallelize is None:
+            methods["maybe_distribute_model"] = staticmethod(self._distribute_later)
+        return type(alias.__name__, (alias,), {**names, **methods})
+
+    def _distribute_later(self, model: Any, *args: Any) -> Any:
+        """Stand in the place of transformers' `maybe_distribute_model`."""
+        self._distribute = lambda model: type(model).maybe_distribute_model(model, *args)
+        return model
+
+    def _load(self, model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *rest: Any) -> Any:
+        theirs: Any = PreTrainedModel._load_pretrained_model
+        result = theirs(model, state_dict, checkpoint_files, replace(load_config, device_map={"": "meta"}), *rest)
+        info = result[0]
+        passed_over = set(info.missing_keys) | {one[0] for one in info.mismatched_keys}
+        plan = _ReadPlan(model, passed_over, state_dict)
+        shell = copy.deepcopy(model) if plan.computed else None
+        model.__class__ = self._model_class
+        agreement = current_agreement()
+        agreement.meet("ready to spread")
+        self.parallelized = self._spread(model, set(info.missing_keys))
+        _give_memory(model)
+        own = model.state_dict(keep_vars=True)
+        info.missing_keys &= own.keys()  # a pipeline stage has less
+        targets = ((self.stored_names[stored], target) for stored, target in plan.targets(own))
+        read_parts = prepare_reads(self._checkpoint, targets)
+        agreement.meet("ready to read")
+        read_parts()
+        for names, stored in plan.computed:
+            read = self._checkpoint.read([self.stored_names[name] for name in stored])
+            whole: Any = copy.deepcopy(shell)
+            theirs(whole, {name: read[self.stored_names[name]] for name in stored}, None, load_config, *rest)
+            _fill(own, whole.state_dict(), names)
+        agreement.meet("read")
+        for name, tensor in own.items():
+            if name not in passed_over:
+                tensor._is_hf_initialized = True
+        return result
+
+    def _spread(self, model: Any, missing: set[str]) -> Any:
+        if self._parallelize is None:
+            return self._distribute(model)  # which expects that ties are made later
+        self.tie(model)
+        _tie_declared(model, missing)
+        spread = self._parallelize(model)
+        if not isinstance(spread, nn.Module):
+            raise InvalidArgumentError("parallelize must return the model that it was given, spread over ranks.")
+        _forget_absent_ties(model)
+        return spread
+
+
+class _ReadPlan:
+    """Which stored tensors fill which tensors of the model."""
+
+    def __init__(self, model: Any, passed_over: set[str], given: Mapping[str, torch.Tensor]) -> None:
+        """Find out.
+
+        Args:
+            model: Without data, as transformers has loaded it.
+            passed_over: The names that nothing is loaded into.
+            given: Stored name -> meta tensor.
+
+        Raises:
+            InvalidArgumentError: It is not known what a tensor is made of.
+        """
+        state = model.state_dict()
+        wanted = {name: tensor for name, tensor in state.items() if name not in passed_over}
+        traced = trace_reverted(model, wanted)
+        self._given = given
+        self._prefix = f"{model.base_model_prefix}."
+        self._pieces: dict[str, list[tuple[str, ConvertedTensor]]] = {name: [] for name in wanted}
+        computed: dict[str, dict[str, None]] = {}
+        for name, tensor in traced.items():
+            stored = self._stored_name(name)
+            for source in tensor.sources if stored is not None else ():
+                self._pieces[source].append((stored or "", tensor))
+        for name, tensor in wanted.items():
+            pieces = self._pieces[name]
+            if not pieces:
+                pieces.append((self._own_name(name, tensor), _unconverted(name, tensor)))
+            elif not self._are_all_of(tensor, pieces):
+                computed[name] = dict.fromkeys(stored for stored, _ in pieces)
+        self.computed = _with_common_names(computed)
+        """Names of the model and the stored names that they are computed from."""
+        for names, _ in self.computed:
+            for name in names:
+                self._pieces.pop(name)
+
+    def targets(self, own: Mapping[str, Any]) -> Iterator[tuple[str, Target]]:
+        """Each stored tensor, and the part of the model's own that it fills."""
+        filled: set[int] = set()
+        for name, pieces in self._pieces.items():
+            tensor = own.get(name)
+            if tensor is None or id(tensor) in filled:  # on another pipeline stage; or tied
+                continue
+            filled.add(id(tensor))
+            spread = SpreadTensor.of(tensor, name) if is_dtensor(tensor) else None
+            for stored, piece in pieces:
+                window = piece.window or ()
+                if spread is not None:
+                    yield stored, spread.view(window, piece.shape)
+                else:
+                    yield stored, tensor.detach()[tuple(slice(*one) for one in window)].view(piece.shape)
+
+    def _stored_name(self, name: str) -> str | None:
+        """The stored name, which may have or lack the prefix of the base model."""
+        forms = (name, f"{self._prefix}{name}", name.removeprefix(self._prefix))
+        return next((form for form in forms if form in self._given), None)
+
+    def _own_name(self, name: str, tensor: torch.Tensor) -> str:
+        stored = self._stored_name(name)
+        if stored is None or self._given[stored].shape != tensor.shape:
+            raise InvalidArgumentError(
+                f"Can't load '{name}' by parts: which tensors of the checkpoint it is made of is not known. Save the "
+                "checkpoint anew in one process, by save_pretrained, and load that.",
+                fqn=name,
+            )
+        return stored
+
+    def _are_all_of(self, tensor: torch.Tensor, pieces: list[tuple[str, ConvertedTensor]]) -> bool:
+        """Whether the pieces are rectangles, stored as such, that are the whole tensor."""
+        elements = 0
+        for stored, piece in pieces:
+            if piece.window is None or tuple(self._given[stored].shape) != piece.shape:
+                return False
+            elements += box_elements(tuple((interval,) for interval in piece.window))
+        return elements == tensor.numel()
+
+
+def _unconverted(name: str, tensor: torch.Tensor) -> ConvertedTensor:
+    shape = tuple(tensor.shape)
+    return ConvertedTensor(shape, tensor.dtype, (name,), tuple((0, size) for size in shape))
+
+
+def _with_common_names(computed: Mapping[str, Mapping[str, None]]) -> list[tuple[list[str], list[str]]]:
+    """Put those that are computed from a common stored tensor together."""
+    groups: list[tuple[list[str], dict[str, None]]] = []
+    for name, stored in computed.items():
+        touched = [group for group in groups if not group[1].keys().isdisjoint(stored)]
+        names = [one for group in touched for one in group[0]] + [name]
+        merged = {one: None for group in touched for one in group[1]} | dict(stored)
+        groups = [group for group in groups if group not in touched] + [(names, merged)]
+    return [(names, list(stored)) for names, stored in groups]
+
+
+def _tie_declared(model: Any, missing: set[str]) -> None:
+    """Tie what the config declares, unless a checkpoint has both names: transformers compares their values later."""
+    if not any(missing.isdisjoint(pair) for pair in model.all_tied_weights_keys.items()):
+        model.tie_weights(missing_keys=missing, recompute_mapping=False)
+
+
+def _forget_absent_ties(model: Any) -> None:
+    """Declare no ties of what is on another pipeline stage: transformers asks for both parameters of each."""
+    model.all_tied_weights_keys = {
+        name: kept
+        for name, kept in model.all_tied_weights_keys.items()
+        if _has_parameter(model, name) and _has_parameter(model, kept)
+    }
+
+
+def _has_parameter(model: nn.Module, name: str) -> bool:
+    try:
+        model.get_parameter(name)
+    except AttributeError:
+        return False
+    return True
+
+
+def _give_memory(model: nn.Module) -> None:
+    """Give parameters and buffers memory, where they have none; those that are one stay one."""
+    made: dict[int, torch.Tensor] = {}
+    mesh = next((one.device_mesh for one in model.parameters() if is_dtensor(one)), None)
+    device = torch.device("cpu" if mesh is None else mesh.device_type)
+    with torch.no_grad():
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and parameter.is_meta:
+                    if id(parameter) not in made:
+                        memory = torch.empty_like(parameter, device=device)
+                        made[id(parameter)] = nn.Parameter(memory, requires_grad=parameter.requires_grad)
+                    module._parameters[name] = made[id(parameter)]  # type: ignore[assignment]
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_meta:
+                    module._buffers[name] = made.setdefault(id(buffer), torch.empty_like(buffer, device=device))
+
+
+def _fill(own: Mapping[str, Any], whole: Mapping[str, torch.Tensor], names: list[str]) -> None:
+    """Copy this rank's parts of whole tensors."""
+    with torch.no_grad():
+        for name in names:
+            if name not in own:  # on another pipeline stage
+                continue
+            if is_dtensor(own[name]):
+                spread = SpreadTensor.of(own[name], name)
+                spread.part().copy_(_part_of(whole[name], spread.stored_box))
+            else:
+                own[name].copy_(whole[name])
+
+
+def _part_of(whole: torch.Tensor, box: Box) -> torch.Tensor:
+    for dim, intervals in enumerate(box):
+        pieces = [whole.narrow(dim, start, stop - start) for start, stop in intervals]
+        whole = torch.cat(pieces, dim) if pieces else whole.narrow(dim, 0, 0)
+    return whole
+
+
+# Models that are parts of one: spread tensors, or the layers of a pipeline stage.
+
+
+def is_part(model: Any, state_dict: Mapping[str, Any] | None) -> bool:
+    """Whether a save needs what other ranks have: of the model, or of the tensors that are given in its place."""
+    if state_dict is not None:
+        return has_spread(state_dict)
+    return is_stage(model) or has_spread(dict(model.named_parameters())) or _is_fully_sharded(model)
+
+
+def _is_fully_sharded(model: Any) -> bool:
+    """Whether `fully_shard` was called: right after a forward pass parameters may be whole, until they are saved."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in model.modules())
+
+
+def is_part_of_push(model: Any) -> bool:
+    """Whether a push needs what other ranks have: of a part as a save knows it, or of a stage that a user has made.
+
+    Such a stage has plain tensors. What tells it from a whole model is that there are other ranks, and that it has no
+    parameter of some module of which the model of its config has some.
+    """
+    if is_part(model, None):
+        return True
+    if not has_other_ranks() or has_adapters(model):
+        return False
+    whole = whole_model(model)
+    if whole is None:
+        return False
+    names = [strip_compiled(name) for name, _ in model.named_parameters(remove_duplicate=False)]
+    there = {name[:at] for name in names for at, letter in enumerate(name) if letter == "."}
+    return any(
+        name.rpartition(".")[0] not in there
+        for name, _ in whole.named_parameters(remove_duplicate=False)
+        if "." in name
+    )
+
+
+def refuse_ungathered(model: Any) -> None:
+    """Refuse to let transformers save a part of a model that it does not gather.
+
+    Raises:
+        InvalidArgumentError: It is a pipeline stage, which would be saved as the whole; or the user has spread it.
+
+    Source: transformers `PreTrainedModel.gather_sharded_state_dict_for_save`, which gathers no stages, and nothing
+    without a `distributed_config`.
+    """
+    if is_stage(model):
+        raise InvalidArgumentError(
+            "The model is one of several pipeline stages, with an adapter, offloaded weights, or to be saved with "
+            "distributed_checkpoint=True: transformers saves that, and would save this stage as the whole. Save a "
+            "model that was loaded without pp_size, which has all layers."
+        )
+    if has_other_ranks() and getattr(model.config, "distributed_config", None) is None and is_part(model, None):
+        raise InvalidArgumentError(
+            "The model is spread over ranks, with an adapter, offloaded weights, or to be saved with "
+            "distributed_checkpoint=True: transformers saves that, and gathers only what it has spread itself. Load "
+            "it with from_pretrained(..., distributed_config=...), or merge the adapter before you spread the model."
+        )
+
+
+def is_stage(model: Any) -> bool:
+    """Whether transformers has left the model the layers of one pipeline stage."""
+    config = getattr(model.config, "distributed_config", None)
+    stage = getattr(model, "_pp_stage", None)
+    return (getattr(config, "pp_size", None) or 1) > 1 or getattr(stage, "pp_size", 1) > 1
+
+
+def whole_model(part: PreTrainedModel) -> PreTrainedModel | None:
+    """Build the model that a pipeline stage is a part of, from its config, without any data.
+
+    Returns:
+        The model; None: its class can't be built from its config alone.
+    """
+    config: Any = copy.deepcopy(part.config)
+    config.distributed_config = None
+    try:
+        with torch.device("meta"):
+            whole = alias_class(type(part))(config)
+    except TypeError:
+        return None
+    if "_weight_conversions" in vars(part):  # those with which transformers has loaded it
+        vars(whole)["_weight_conversions"] = vars(part)["_weight_conversions"]
+    return whole

@@ -1,1 +1,0 @@
-"""Transformers models of which each rank has a part."""
