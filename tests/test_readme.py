@@ -18,7 +18,10 @@ from tests.helpers.readme_examples import blocks_of, command_lines, examples_of
 TOP = REPOSITORY / "README.md"
 TRAINING = REPOSITORY / "hfshard" / "training" / "README.md"
 ROOMS = ("hfshard", "scripts", "tests")
-READMES = [TOP, *sorted(readme for room in ROOMS for readme in (REPOSITORY / room).rglob("README.md"))]
+READMES = [
+    TOP,
+    *sorted(page for room in ROOMS for name in ("README.md", "GUIDE.md") for page in (REPOSITORY / room).rglob(name)),
+]
 PAGES = [*READMES, REPOSITORY / ".github" / "CONTRIBUTING.md", REPOSITORY / "CHANGELOG.md"]
 BASH_EXAMPLES = blocks_of(TOP, "bash")
 
@@ -57,8 +60,9 @@ def kept_the_last_checkpoints(directory: Path) -> None:
 
 
 OUR_OWN = (
+    "hfshard/commit",
+    "hfshard/format",
     "hfshard/signing",
-    "hfshard/storage",
     "hfshard/viewing",
     "scripts/bench",
     "tests/bucket_server",

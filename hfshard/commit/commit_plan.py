@@ -12,7 +12,7 @@ any more.
 Where no single step moves both kinds of readers, one step moves the first, and the next one the other: that is the
 commit, and an error between the two takes the first one back.
 
-README.md beside this file shows each path as a table; `scripts/crash_sweep` kills saves at every system call.
+GUIDE.md beside this file shows each path as a table; `scripts/crash_sweep` kills saves at every system call.
 """
 
 from __future__ import annotations

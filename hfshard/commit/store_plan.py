@@ -1,7 +1,7 @@
 """A place in a store before a save, and what follows from a listing: the next number, what is copied, what goes.
 
 Every object of a save has the save's number and id in its name. The checkpoint is the save with the highest index. See
-stores/README.md for each rule, and for what goes wrong without it.
+stores/GUIDE.md for each rule, and for what goes wrong without it.
 """
 
 from __future__ import annotations

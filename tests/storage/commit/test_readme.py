@@ -21,7 +21,7 @@ from hfshard.commit.directory_state import read_state
 from hfshard.format.file_names import WeightNames
 from tests import REPOSITORY
 
-README = REPOSITORY / "hfshard" / "storage" / "commit" / "README.md"
+README = REPOSITORY / "hfshard" / "commit" / "GUIDE.md"
 NAMES = WeightNames()
 OLD, NEW = 1.0, 2.0
 """The values of all tensors of the two checkpoints, which tell what was loaded."""

@@ -1,4 +1,4 @@
-"""hfshard/saving/stores/README.md: its tables say what a save does and what readers find, its rules are explored."""
+"""hfshard/stores/GUIDE.md: its tables say what a save does and what readers find, its rules are explored."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.stores.exploring.mutants import mutants
 from tests.stores.saving.checkpoints import config, found_in, request, single
 from tests.stores.saving.memory_store import MemoryStore
 
-README = REPOSITORY / "hfshard" / "saving" / "stores" / "README.md"
+README = REPOSITORY / "hfshard" / "stores" / "GUIDE.md"
 SECTIONS: dict[str, tuple[SaveRequest | dict[str, bytes] | None, SaveRequest]] = {
     "Into an empty place": (None, request(2, 2)),
     "Over an earlier save, config unchanged": (request(1, 1), request(2, 1)),

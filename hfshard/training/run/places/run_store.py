@@ -2,7 +2,7 @@
 
 Each save puts a mark with its number and id below `.saves/` before anything else, and the mark goes only when
 that of a higher save is there. So one listing of a few marks tells the highest number of any object of the run: after
-its first save a manager need not list all checkpoints again. hfshard/saving/stores/README.md has the rules.
+its first save a manager need not list all checkpoints again. hfshard/stores/GUIDE.md has the rules.
 """
 
 from __future__ import annotations
