@@ -28,10 +28,9 @@ from hfshard.removal.from_stored_run import remove_from_stored_run, remove_lefto
 from hfshard.removal.removal_plan import Removal, RemovalReport, joined
 from hfshard.stores.open_store import open_store
 from hfshard.stores.store import Store
-from hfshard.training.run.finding import checkpoint_of_step
-from hfshard.training.run.places.opening import run_place
+from hfshard.training.run.find_checkpoint import checkpoint_of_step, run_place
+from hfshard.training.run.manifest import CHECKPOINT
 from hfshard.training.run.reports import is_checkpoint, is_run
-from hfshard.training.run.run_checkpoint import CHECKPOINT
 
 _REPO_ID: Final = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 """What may be the name of a repo, and not that of a directory."""

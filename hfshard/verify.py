@@ -39,7 +39,7 @@ from hfshard.hub.resolve import CheckpointQuery
 from hfshard.places.source import CheckpointSource
 from hfshard.signing.check_signature import with_signature
 from hfshard.signing.signer import SignedBy
-from hfshard.training.run.finding import Level
+from hfshard.training.run.find_checkpoint import Level
 from hfshard.training.run.reports import is_checkpoint, is_run, report_of, reports_of_run
 
 

@@ -189,6 +189,7 @@ def test_imports_go_down() -> None:
         ("errors", "hfshard.save"),
         ("_util.text", "hfshard.hub.repo"),
         ("saving.save_request", "hfshard.training.manager"),
+        ("training.state.rng", "hfshard.viewing.show"),
     ],
 )
 def test_planted_upward_import_is_found(planted: str, imported: str) -> None:

@@ -15,11 +15,11 @@ from hfshard.cli import reshard_commands
 from hfshard.cli.commands import print_problems
 from hfshard.cli.output import print_json, print_message, print_text, printable, table
 from hfshard.errors import InvalidArgumentError
-from hfshard.training.foreign.checkpoint import ForeignCheckpoint
-from hfshard.training.foreign.converting import ConvertedRun, convert_foreign, is_foreign_run
-from hfshard.training.foreign.directories.trainer import is_trainer_directory
+from hfshard.training.interop.convert_run import ConvertedRun, convert_foreign, is_foreign_run
+from hfshard.training.interop.foreign_checkpoint import ForeignCheckpoint
+from hfshard.training.interop.foreign_readers import is_trainer_directory
+from hfshard.training.run.manifest import RunCheckpoint
 from hfshard.training.run.reports import report_of
-from hfshard.training.run.run_checkpoint import RunCheckpoint
 from hfshard.viewing.runs.listing import ListedCheckpoint, checkpoints_of, list_checkpoints
 
 

@@ -16,7 +16,7 @@ from hfshard.removal.removal_plan import MAY_BE_UNDER_WAY, NOT_ITS_OWN, Removal,
 from hfshard.stores.open_store import open_store
 from hfshard.stores.store import Store, StoredObject
 from hfshard.training.run.manifest import MANIFEST, CheckpointManifest
-from hfshard.training.run.places.run_store import StorePlace
+from hfshard.training.run.run_store import StorePlace
 
 _UPLOADED: Final = 0
 _LOWER_INDEXES: Final = 1

@@ -7,7 +7,7 @@ import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import torch.distributed as dist
 
@@ -15,30 +15,237 @@ from hfshard._util.arguments import absolute_path, names_files
 from hfshard.commit.hub_marker import absolute_address
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
 from hfshard.distributed.group_store import among, check_process_group, has_other_ranks
-from hfshard.errors import CheckpointNotFoundError
+from hfshard.distributed.push_together import push_together
+from hfshard.errors import CheckpointNotFoundError, HfshardError, InvalidArgumentError
 from hfshard.format.digests import Checksum
+from hfshard.hub.push_files import PushOptions
 from hfshard.saving.save_request import SaveOptions
 from hfshard.signing.check_signature import required_signature
 from hfshard.signing.signer import SignedBy
-from hfshard.training.collecting import collect, encode_components, save_options
-from hfshard.training.foreign.resuming import resume_foreign
-from hfshard.training.pushing.pusher import BackgroundPusher
-from hfshard.training.ranks import ALONE, Ranks
+from hfshard.training.interop.resume_foreign import resume_foreign
+from hfshard.training.replicas import SAME, OfEachRank
 from hfshard.training.restoring.resume import absolute_place, choose_checkpoint, resume
-from hfshard.training.run.finding import Level, newest_whole
-from hfshard.training.run.manifest import CheckpointManifest, plain_metrics
-from hfshard.training.run.places.opening import run_place
-from hfshard.training.run.rotation import MetricMode, Rotation
-from hfshard.training.run.run_checkpoint import RunCheckpoint, checkpoint_path
-from hfshard.training.run.writing import check_names
-from hfshard.training.run_pushes import RunPushes
-from hfshard.training.run_writer import RunWriter
-from hfshard.training.saving import RankContribution, agreed_step, save_on_all_ranks
-from hfshard.training.spread.replicas import SAME, OfEachRank
-from hfshard.training.spread.states import is_spread_state
-from hfshard.training.spread_saving import SpreadSave, save_spread
-from hfshard.training.state import TrainingState, check_state, refuse_meta
-from hfshard.training.step import RestoredStep
+from hfshard.training.run.find_checkpoint import (
+    Level,
+    checkpoint_of_step,
+    current_problems,
+    manifests_in,
+    newest_whole,
+    run_place,
+)
+from hfshard.training.run.manifest import (
+    CheckpointManifest,
+    MetricMode,
+    Rotation,
+    RunCheckpoint,
+    best_of,
+    checkpoint_path,
+    plain_metrics,
+)
+from hfshard.training.run.push_run import BackgroundPusher, found_to_push, push_run
+from hfshard.training.run.run_storage import RunPlace, check_names
+from hfshard.training.run.run_writer import RunWriter
+from hfshard.training.run_ranks import ALONE, Ranks, is_spread_state
+from hfshard.training.spread_save import RankContribution, SpreadSave, agreed_step, save_on_all_ranks, save_spread
+from hfshard.training.state.collect_state import collect, encode_components, save_options
+from hfshard.training.state.step import RestoredStep
+from hfshard.training.state.training_state import TrainingState, check_state, refuse_meta
+
+if TYPE_CHECKING:
+    from hfshard.hub.repo import PushResult
+    from hfshard.training.run.push_run import PushArguments
+
+
+# What can be asked of a run without restoring it: its steps, its best one, and whether its files are whole.
+
+
+class RunReader:
+    """The questions that a `CheckpointManager` answers about its run; each waits for a save of this process."""
+
+    root: str
+    keep_best: str | None
+    metric_mode: MetricMode
+    progress: bool | None
+    _writer: RunWriter
+    _place: RunPlace
+
+    @names_files("root")
+    def latest_step(self, verify: Level | None = None) -> int | None:
+        """Find the step of the checkpoint that was saved last.
+
+            start = manager.latest_step() or 0
+
+        Args:
+            verify: Check its files as `restore` does, and pass over damaged checkpoints with a warning. None: only
+                check that the save was finished.
+
+        Returns:
+            The step, or None where there is no checkpoint.
+
+        Raises:
+            DamagedCheckpointError: With `verify`, all checkpoints are damaged.
+        """
+        with self._writer.settled():
+            if verify is not None:
+                newest = newest_whole(self._place, verify, self.progress)
+                return None if newest is None else newest[0].step
+            return next((one.step for one in self._place.checkpoints() if one.is_finished), None)
+
+    @names_files("root")
+    def best_step(self) -> int | None:
+        """Find the step of the checkpoint with the best value of the metric that `keep_best` names.
+
+            manager.restore(state, manager.best_step())
+
+        Returns:
+            The step, or None where no checkpoint has the metric.
+
+        Raises:
+            InvalidArgumentError: The manager was made without `keep_best`.
+        """
+        if self.keep_best is None:
+            raise InvalidArgumentError("The manager has no metric: CheckpointManager(..., keep_best='eval_loss').")
+        with self._writer.settled():
+            best = best_of(manifests_in(self._place), self.keep_best, self.metric_mode)
+        return None if best is None else best.step
+
+    @names_files("root")
+    def all_steps(self) -> list[int]:
+        """List the steps of all checkpoints whose saves were finished, in ascending order.
+
+        for step in manager.all_steps():
+            print(manager.path_of(step))
+        """
+        with self._writer.settled():
+            return sorted(one.step for one in self._place.checkpoints() if one.is_finished)
+
+    def path_of(self, step: int | Literal["best", "latest"]) -> str:
+        """Return the directory or address of a step's checkpoint, whether it exists or not.
+
+        Args:
+            step: A step; or "best" or "latest", which must exist: see `best_step` and `latest_step`.
+
+        Raises:
+            CheckpointNotFoundError: There is no checkpoint, or none with the metric.
+            InvalidArgumentError: "best", and the manager was made without `keep_best`.
+
+        Example:
+            hfshard.load_model(model, manager.path_of("best"))
+        """
+        return checkpoint_path(self.root, self._step_called(step) if isinstance(step, str) else step)
+
+    def _step_called(self, word: str) -> int:
+        """The step of the best or the latest checkpoint."""
+        if word not in ("best", "latest"):
+            raise InvalidArgumentError(f"step must be a number, 'best' or 'latest', got {word!r}.")
+        step = self.best_step() if word == "best" else self.latest_step()
+        if step is None:
+            lacks = f"with the metric '{self.keep_best}' " if word == "best" else ""
+            raise CheckpointNotFoundError(f"There is no checkpoint {lacks}in '{self.root}'.", path=self.root)
+        return step
+
+    @names_files("root")
+    def verify(self, step: int | None = None, *, level: Level = "full") -> dict[int, list[HfshardError]]:
+        """Check every file of one checkpoint, or of all; damage is reported, not raised.
+
+            damaged = {step: errors for step, errors in manager.verify().items() if errors}
+
+        Args:
+            step: Which checkpoint; None: all of them.
+            level: What `verify` is in `restore`.
+
+        Returns:
+            Step -> what is wrong with its checkpoint; the list of a whole checkpoint is empty. What another process
+            removes meanwhile is left out.
+
+        Raises:
+            CheckpointNotFoundError: There is no checkpoint of this step.
+        """
+        with self._writer.settled():
+            checkpoints = self._place.checkpoints() if step is None else [checkpoint_of_step(self._place, step)]
+            problems = {one.step: current_problems(one, level) for one in sorted(checkpoints, key=lambda one: one.step)}
+            return {number: found for number, found in problems.items() if found is not None}
+
+
+# Pushes of a run's checkpoints to a hub that a caller asks for.
+
+
+class RunPushes(RunReader):
+    """What a `CheckpointManager` pushes when it is told to; other threads may save meanwhile."""
+
+    process_group: dist.ProcessGroup | None
+
+    @overload
+    def push(
+        self,
+        repo_id: str | os.PathLike[str],
+        step: int | Literal["best"] | None = None,
+        **options: Unpack[PushArguments],
+    ) -> PushResult: ...
+
+    @overload
+    def push(
+        self, repo_id: str | os.PathLike[str], step: Literal["all"], **options: Unpack[PushArguments]
+    ) -> list[PushResult]: ...
+
+    @names_files("root")
+    def push(
+        self,
+        repo_id: str | os.PathLike[str],
+        step: int | Literal["best", "all"] | None = None,
+        *,
+        revision: str | None = None,
+        private: bool | None = None,
+        token: str | bool | None = None,
+        commit_message: str | None = None,
+        create_pr: bool = False,
+        progress: bool | None = None,
+    ) -> PushResult | list[PushResult]:
+        """Push a checkpoint as one commit, its files at the top of the repo: stock transformers loads the model there.
+
+            manager.push("org/name", "best")
+
+        Its files are compared with its manifest first: a link is pushed as what it leads to, which must be what was
+        saved. Files that the hub has are not sent again. Files that the
+        checkpoint pushed before left there are deleted in the same commit; README and other files stay. If nothing
+        changed, no commit is made.
+
+        Args:
+            repo_id: "org/name", created if it is missing; or a path or file:// URL of a directory that serves as a hub.
+                With several ranks, all call and the first one pushes.
+            step: Which checkpoint; None: the one that was saved last; "best": see `best_step`; "all": all that the
+                branch has not had, in the order in which they were saved, with one commit each.
+            revision, private, token, create_pr: As in `push_checkpoint`.
+            commit_message: None: "Checkpoint at step 1200".
+            progress: Whether to show a bar on stderr; None: as the manager does.
+
+        Returns:
+            The commit, and whether it is a new one; for "all" a list of those that were made.
+
+        Raises:
+            CheckpointNotFoundError: There is no such checkpoint.
+            DamagedCheckpointError: It is damaged; nothing was pushed.
+            HubError: As in `push_checkpoint`.
+        """
+
+        def work() -> list[PushResult]:
+            options = PushOptions(
+                revision=revision,
+                private=private,
+                token=token,
+                commit_message=commit_message,
+                create_pr=create_pr,
+                progress=self.progress if progress is None else progress,
+            )
+            with self._writer.kept(lambda: found_to_push(self._place, step, self.best_step)) as found:
+                return push_run(found, place, step, options)
+
+        with among(self.process_group), push_together(is_collective=True) as together:
+            place = absolute_address(repo_id)
+            together.agree_on(place)
+            results = together.send(work)
+        return results if step == "all" else results[0]
+
 
 logger = logging.getLogger(__name__)
 

@@ -18,9 +18,8 @@ from hfshard.errors import AmbiguousWeightsError, CheckpointNotFoundError, Inval
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.places.source import CheckpointSource, open_source, open_source_by_ranges
 from hfshard.stores.open_store import open_store
-from hfshard.training.run.finding import checkpoint_of_step
-from hfshard.training.run.places.opening import run_place
-from hfshard.training.run.run_checkpoint import CHECKPOINT
+from hfshard.training.run.find_checkpoint import checkpoint_of_step, run_place
+from hfshard.training.run.manifest import CHECKPOINT
 
 _TRAINER_STATE: Final = "trainer_state.json"
 

@@ -8,12 +8,9 @@ from hfshard._util.addresses import is_address
 from hfshard._util.arguments import absolute_path, path_text
 from hfshard.checkpoint.verifier import Problem
 from hfshard.errors import HfshardError
-from hfshard.training.run.finding import current_problems
-from hfshard.training.run.manifest import MANIFEST
-from hfshard.training.run.places.opening import files_at
+from hfshard.training.run.find_checkpoint import current_problems, files_at
+from hfshard.training.run.manifest import MANIFEST, MetricMode, RunCheckpoint
 from hfshard.training.run.reports import as_problems, is_run
-from hfshard.training.run.rotation import MetricMode
-from hfshard.training.run.run_checkpoint import RunCheckpoint
 from hfshard.viewing.page.page import Page
 from hfshard.viewing.page.run_page import make_run_page
 from hfshard.viewing.page.step_data import with_problem, with_step

@@ -11,7 +11,7 @@ from hfshard._util.text import parse_size
 from hfshard.checkpoint.load_options import LoadOptions
 from hfshard.errors import InvalidArgumentError, InvalidPathError
 from hfshard.hub.resolve import CheckpointQuery
-from hfshard.training.run.rotation import MetricMode
+from hfshard.training.run.manifest import MetricMode
 from hfshard.viewing.diff.checkpoints import diff_checkpoints
 from hfshard.viewing.inspection import inspect_checkpoint
 from hfshard.viewing.page.checkpoint_page import make_checkpoint_page

@@ -33,7 +33,7 @@ BOUND = 1e-5
 """How far a loss may be off, as a part of it, where matrices are whole: sums have another order then."""
 IMPORTED_BEFORE_FORKS = (
     "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.launcher.api",
-    "transformers.models.llama.modeling_llama", "hfshard.training.manager", "hfshard.training.spread_saving",
+    "transformers.models.llama.modeling_llama", "hfshard.training.manager", "hfshard.training.spread_save",
 )  # fmt: skip
 """All of it would be imported anyway: here once, and not by every rank."""
 

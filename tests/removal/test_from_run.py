@@ -12,7 +12,7 @@ from torch import nn
 import hfshard
 from hfshard.errors import DirectoryLockedError, InvalidArgumentError
 from hfshard.training import CheckpointManager, TrainingState
-from hfshard.training.run import lock
+from hfshard.training.run import run_directory
 
 FILES = ["model.safetensors", "state.safetensors", "training_state.json", "checkpoint.json"]
 
@@ -110,7 +110,7 @@ def test_a_whole_run_is_refused(root: Path) -> None:
 
 
 def test_a_run_that_a_manager_saves_into_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock, "_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(run_directory, "_WAIT_SECONDS", 0.0)
     with CheckpointManager(root) as manager:
         manager.save(4, TrainingState(model=nn.Linear(2, 2)))
         with pytest.raises(DirectoryLockedError, match="Another CheckpointManager is saving into"):

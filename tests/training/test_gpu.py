@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hfshard.training import CheckpointManager, TrainingState, enable_gradient_checkpointing
-from hfshard.training.parts.rng import rng_state, set_rng_state
+from hfshard.training.state.rng import rng_state, set_rng_state
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,11 +10,11 @@ from importlib import import_module
 from typing import Any, Final
 
 from hfshard.errors import InvalidArgumentError
-from hfshard.training.data.loader_state import after_epoch
+from hfshard.training.data.dataloader import after_epoch
 from hfshard.training.manager import CheckpointManager
-from hfshard.training.parts.rng import rng_state, set_rng_state
-from hfshard.training.state import TrainingState
-from hfshard.training.step import RestoredStep
+from hfshard.training.state.rng import rng_state, set_rng_state
+from hfshard.training.state.step import RestoredStep
+from hfshard.training.state.training_state import TrainingState
 
 _NAMES: Final = ("lightning.pytorch", "pytorch_lightning")
 """Lightning goes by two names, whose classes are not each other's."""

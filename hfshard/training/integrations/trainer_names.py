@@ -15,9 +15,9 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, Trainer
 
 from hfshard.constants import CONFIG_NAME
 from hfshard.tensors.state_dict import parameter_names
-from hfshard.training.foreign.checkpoint import ForeignCheckpoint
-from hfshard.training.foreign.optimizers import LIKE_THEIR_PARAMETER, check_positions
-from hfshard.training.foreign.torch_keys import is_optimizer_state
+from hfshard.training.interop.foreign_checkpoint import ForeignCheckpoint
+from hfshard.training.interop.foreign_optimizer import LIKE_THEIR_PARAMETER, check_positions
+from hfshard.training.interop.foreign_readers import is_optimizer_state
 
 logger = logging.getLogger(__name__)
 

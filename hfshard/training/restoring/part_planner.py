@@ -1,26 +1,46 @@
-"""What a restore will change, and how each part of a training state is compared with what was saved of it."""
+"""Each part of a training state compared with what was saved of it, and all applied on every rank, or none."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
+import torch
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from hfshard._util.threads import deferred_interrupt
+from hfshard.checkpoint.into_module import match_to_model, refuse_expanded
 from hfshard.errors import StateDictMismatchError
+from hfshard.tensors.parameter_names import unwrap
+from hfshard.tensors.state_dict import (
+    assign,
+    collect_state_dict,
+    is_dtensor,
+    local_tensor,
+    refuse_freed,
+    refuse_offloaded,
+)
 from hfshard.training.data.external_loader import LoaderTracker
-from hfshard.training.parts.optimizers.inner import refuse_parted, with_inner
-from hfshard.training.parts.optimizers.optimizer import plan_optimizer
-from hfshard.training.parts.pending_loads import PendingLoad, StatefulLoad
-from hfshard.training.parts.scheduler import plan_scheduler
-from hfshard.training.ranks import ALONE, Ranks
-from hfshard.training.restoring.applying import all_or_nothing, load_all
-from hfshard.training.restoring.components import check_object
-from hfshard.training.restoring.modules import plan_module
-from hfshard.training.restoring.reorderings import find_reorderings, reordered_state
-from hfshard.training.state import PartKind, TrainingState
+from hfshard.training.run_ranks import ALONE, Ranks, stage_digest
+from hfshard.training.state.optimizer import group_names, plan_optimizer, refuse_parted, with_inner
+from hfshard.training.state.pending_loads import PendingLoad, StatefulLoad
+from hfshard.training.state.reordering import (
+    PER_GROUP,
+    Reordering,
+    find_in,
+    held_optimizers,
+    one_per_parameter,
+    related_positions,
+)
+from hfshard.training.state.rng import Gradients
+from hfshard.training.state.scheduler import plan_scheduler
+from hfshard.training.state.training_state import PartKind, TrainingState
 
 PART_ORDER: Final[Mapping[PartKind, int]] = {"module": 0, "optimizer": 1, "scheduler": 2, "stateful": 3, "loader": 3}
 """The order of comparison: if the model differs, its optimizer does too, and the model's error says more."""
@@ -127,3 +147,428 @@ class PartPlanner:
             reorderings = find_reorderings(name, self.state, self.saved, self.directory)
             load = plan_scheduler(part, value, name, self.directory, reorderings)
         restoration.pending_loads.append(load)
+
+
+# Applies a restoration on all ranks, or on none: whatever refuses, every part gets its old state back.
+
+
+logger = logging.getLogger(__name__)
+
+Undo = Callable[[], None]
+
+
+def load_all(
+    objects: Sequence[StatefulLoad], pending_loads: Sequence[PendingLoad], directory: str, ranks: Ranks
+) -> None:
+    """Load everything on every rank, or nothing on any. Every rank must call.
+
+    Args:
+        objects: The user's own objects.
+        pending_loads: The checked loads; those of weights have no undo.
+        directory: The checkpoint's, for messages.
+        ranks: This process among those that restore.
+
+    Raises:
+        StateDictMismatchError: One refused.
+        RankFailedError: One refused on another rank.
+    """
+    undo: list[Undo] = []
+    weights = [one for one in pending_loads if one.undo is None]
+    is_kept = any(ranks.all_of(any(one.may_refuse for one in weights)))
+    with all_or_nothing(ranks, undo):
+        _load_parts(objects, pending_loads, directory, undo, is_last=ranks.world_size == 1 and not is_kept)
+    with all_or_nothing(ranks, undo):
+        if is_kept:  # a copy in host memory, which weights that nothing can refuse do not need
+            undo += [one.keep() for one in weights if one.keep is not None]
+        for one in weights:
+            one.run(directory, "Nothing was restored" if is_kept else "It may be half restored")
+
+
+@contextmanager
+def all_or_nothing(ranks: Ranks, undo: Sequence[Undo] = ()) -> Iterator[None]:
+    """Raise what the block raises on one rank on every rank, after what was done is undone. Every rank must call.
+
+    Args:
+        ranks: This process among those that restore.
+        undo: Called in reverse if a rank fails, all of them, whatever one raises; the block may add to it.
+
+    Raises:
+        RankFailedError: Another rank failed. A rank that failed raises its own error.
+    """
+    error: BaseException | None = None
+    try:
+        yield
+    except BaseException as caught:  # noqa: BLE001 - raised by `agree`, when all ranks know
+        error = caught
+    try:
+        ranks.agree(error)
+    except BaseException:
+        for put_back in reversed(undo):
+            try:
+                put_back()
+            except Exception as failure:  # noqa: BLE001 - the first refusal is being raised, and the others are left
+                logger.error("A part of the state can't be put back as it was, and is mixed: %s", failure)
+        raise
+
+
+def _load_parts(
+    objects: Sequence[StatefulLoad],
+    pending_loads: Sequence[PendingLoad],
+    directory: str,
+    undo: list[Undo],
+    *,
+    is_last: bool,
+) -> None:
+    """Load all that may be refused, and note how it is put back.
+
+    The largest object comes last: where nothing may refuse after it (`is_last`), no copy of what it has is needed.
+    """
+    in_order = sorted(objects, key=lambda one: one.nbytes)
+    last = in_order[-1:] if is_last else []
+    for one in in_order[: len(in_order) - len(last)]:
+        undo.append(partial(one.put_back, one.now()))
+        one.load()
+    for pending_load in pending_loads:
+        if pending_load.undo is not None:
+            undo.append(pending_load.undo)
+            pending_load.run(directory)
+    for one in last:
+        one.load()
+
+
+# Compares the parts of a training state with those that a checkpoint has: which are there, and of which kind.
+
+
+def take_gradients(state: TrainingState, saved: dict[str, Any], saved_ranks: int, world_size: int) -> None:
+    """Take gradients of one process for those of ranks that share a model, and the other way round."""
+    for name, part in state.components.items():
+        kinds = saved.get(name, {}).get("kind"), state.kinds[name]
+        if isinstance(part, Gradients) and kinds in (("loader", "stateful"), ("stateful", "loader")):
+            processes = world_size if state.kinds[name] == "loader" else saved_ranks
+            if processes == 1:
+                saved[name] = {**saved[name], "kind": state.kinds[name]}
+
+
+def take_converted(state: TrainingState, saved: dict[str, Any]) -> None:
+    """Take a dict of tensors for a module's, and the other way round: a conversion of an old file can't tell them."""
+    alike = ("module", "stateful")
+    for name, kind in state.kinds.items():
+        if name != "model" and kind in alike and saved.get(name, {}).get("kind") in alike:
+            saved[name] = {**saved[name], "kind": kind}
+
+
+def parts_of_other_stages(state: TrainingState, own: Mapping[str, Any]) -> set[str]:
+    """What each stage of a pipeline has saved for itself, where this rank has another stage, or the whole model."""
+    alone = {name for name, entry in own["components"].items() if entry.get("kind") != "loader"}
+    alone |= {name for name, part in state.components.items() if isinstance(part, Gradients)} & own["components"].keys()
+    return alone if alone and own.get("stage") not in (None, stage_digest(state)) else set()
+
+
+def check_components(
+    state: TrainingState,
+    saved: Mapping[str, Any],
+    directory: str,
+    differences: list[str],
+    elsewhere: Collection[str],
+    *,
+    strict: bool,
+    may_lack: Collection[str] = (),
+) -> None:
+    """Find parts that the checkpoint or the state lacks, or has of another kind.
+
+    Args:
+        state: That is restored.
+        saved: The components of the checkpoint.
+        directory: The checkpoint's, for messages.
+        differences: Receives them, in words.
+        elsewhere: Parts that other stages have saved for themselves.
+        strict: Refuse any.
+        may_lack: Parts that the checkpoint need not have.
+
+    Raises:
+        StateDictMismatchError: strict, and there is one.
+    """
+    wanted = [name for name in state.components if name in saved or name not in may_lack]
+    for name in wanted:
+        if name in elsewhere:
+            differences.append(
+                f"Each stage of a pipeline has saved a '{name}' of its own in '{directory}', and this rank has another "
+                "stage, or the whole model. Restore on as many ranks with the same stages, or pass strict=False to "
+                "leave it as it was built."
+            )
+        elif name not in saved:
+            differences.append(
+                f"The checkpoint '{directory}' has no '{name}'. Build the state without it, or pass strict=False to "
+                "leave it as it was built."
+            )
+        elif saved[name].get("kind") != state.kinds[name]:
+            differences.append(
+                f"'{name}' has the kind {saved[name].get('kind')!r:.50} in '{directory}', and is a {state.kinds[name]} "
+                "here. Pass the kind of object that was saved, or strict=False to leave it as it was built."
+            )
+    for name in saved:
+        if name not in state.components:
+            differences.append(
+                f"The checkpoint '{directory}' has the state of '{name}', which the TrainingState lacks. "
+                f"Pass {name}=..., or strict=False to leave it out."
+            )
+    if strict and differences:
+        missing = tuple(name for name in wanted if name not in saved)
+        unexpected = tuple(name for name in saved if name not in state.components)
+        raise StateDictMismatchError(
+            " ".join(differences) + " Nothing was restored.",
+            path=directory,
+            missing_keys=missing,
+            unexpected_keys=unexpected,
+        )
+
+
+def never_held(state: TrainingState) -> frozenset[str]:
+    """The parts of a state that other programs do not save: positions of loaders, gradients between micro-batches."""
+    gradients = {name for name, part in state.components.items() if isinstance(part, Gradients)}
+    return frozenset(gradients.union(state.of_kind("loader")))
+
+
+def check_object(name: str, part: Any, value: Any, directory: str) -> None:
+    """Ask an object whether it would take its state.
+
+    Raises:
+        StateDictMismatchError: It would not.
+    """
+    if isinstance(part, torch.amp.GradScaler) and part.is_enabled() != bool(value):
+        raise StateDictMismatchError(
+            f"'{name}' is a GradScaler that is {'on' if part.is_enabled() else 'off'}, and was not when the checkpoint "
+            f"'{directory}' was saved. Build it with the enabled= of that run, or pass strict=False.",
+            path=directory,
+        )
+    check = getattr(part, "check_state_dict", None)
+    if not callable(check):
+        return
+    try:
+        check(value)
+    except StateDictMismatchError as error:
+        raise StateDictMismatchError(
+            f"'{name}' does not fit the checkpoint '{directory}', and nothing was restored: {error.message}",
+            path=directory,
+            expected=error.expected,
+            actual=error.actual,
+        ) from error
+
+
+# Compares a saved module with the one that was built, and plans how its tensors are assigned.
+
+
+_SHOWN: Final = 5
+"""How many dtypes a message lists."""
+
+
+def plan_module(
+    name: str, module: nn.Module, saved: dict[str, Any], directory: str, differences: list[str], *, strict: bool
+) -> PendingLoad:
+    """Compare the tensors of a module with those that were saved, and return what assigns them.
+
+    Args:
+        name: The module's name in the training state.
+        module: The module that was built; wrappers are looked through. It is not changed before the load.
+        saved: Name -> what was saved.
+        directory: The checkpoint's, for messages.
+        differences: Without strict, receives what does not fit, in words.
+        strict: Refuse any difference.
+
+    Raises:
+        StateDictMismatchError: strict, and something differs; or two different tensors would become one.
+    """
+    module = unwrap(module)
+    refuse_offloaded(module)
+    own = collect_state_dict(module)
+    refuse_freed(own)
+    tensors, difference = match_to_model(saved, own, directory, model_name=f"'{name}' that was built")
+    refuse_expanded(module, tensors, directory)
+    ignored = getattr(module, "_keys_to_ignore_on_save", None) or ()
+    missing = tuple(key for key in difference.missing if key not in ignored)
+    dtypes = _dtype_differences(tensors, own)
+    if missing or difference.unexpected or difference.mismatched or dtypes:
+        parts = [text for text in (difference.summary(), "; ".join(dtypes[:_SHOWN])) if text]
+        message = (
+            f"'{name}' does not fit the checkpoint '{directory}': {'; '.join(parts)}. "
+            "Build it as in the run that was saved, or pass strict=False to load what fits."
+        )
+        if strict:
+            raise StateDictMismatchError(
+                message + " Nothing was restored.",
+                path=directory,
+                missing_keys=missing,
+                unexpected_keys=difference.unexpected,
+                mismatched_keys=difference.mismatched,
+            )
+        differences.append(message)
+        mismatched = {key for key, _, _ in difference.mismatched}
+        tensors = {key: tensor for key, tensor in tensors.items() if key in own and key not in mismatched}
+    return PendingLoad(
+        name, lambda: assign(module, tensors), keep=partial(keep_module, module), may_refuse=may_refuse(module)
+    )
+
+
+def _dtype_differences(tensors: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+    """The tensors whose dtype is another one than the module's, in words."""
+    found: list[str] = []
+    for key, tensor in tensors.items():
+        current = own.get(key)
+        if not (isinstance(current, torch.Tensor) and isinstance(tensor, torch.Tensor)):
+            continue
+        if current.dtype != tensor.dtype:
+            found.append(f"{key} was {tensor.dtype}, and is {current.dtype}")
+    return found
+
+
+# A copy of a module's tensors in host memory, for the case that a hook of its own refuses those of a checkpoint.
+
+
+_METHODS: Final = ("load_state_dict", "_load_from_state_dict", "set_extra_state")
+"""What may refuse a state; torch's own layers do not."""
+
+
+def may_refuse(module: nn.Module) -> bool:
+    """Whether a hook, or a method that is not torch's, takes part in loading the module, and may raise."""
+    return any(_is_loaded_by_user(one) for one in module.modules())
+
+
+def keep_module(module: nn.Module) -> Callable[[], None]:
+    """Copy a module's tensors and extra states, and return what puts them back."""
+    held = list(_tensors(module))
+    copies = {id(tensor): _own_part(tensor).to("cpu", copy=True) for _, _, tensor in held if not tensor.is_meta}
+    extras = [(one, copy.deepcopy(one.get_extra_state())) for one in module.modules() if _has_extra_state(one)]
+
+    def put_back() -> None:
+        for owner, name, tensor in held:
+            if getattr(owner, name) is not tensor:
+                setattr(owner, name, tensor)
+            if id(tensor) in copies:
+                with torch.no_grad():
+                    _own_part(tensor).copy_(copies[id(tensor)])
+        for owner, state in extras:
+            _put_back_extra(owner, state)
+
+    return put_back
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+    """Each parameter and buffer with the module that holds it and its name there."""
+    for owner in module.modules():
+        for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
+            yield owner, name, parameter
+        for name, buffer in owner.named_buffers(recurse=False, remove_duplicate=False):
+            yield owner, name, buffer
+
+
+def _own_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor, in the same memory."""
+    return local_tensor(tensor) if is_dtensor(tensor) else tensor.detach()
+
+
+def _is_loaded_by_user(module: nn.Module) -> bool:
+    hooks = [*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values()]
+    if not all(_is_harmless(hook) for hook in hooks):
+        return True
+    return any(
+        name in vars(module) or not getattr(type(module), name).__module__.startswith("torch.nn.") for name in _METHODS
+    )
+
+
+def _is_harmless(hook: Any) -> bool:
+    """Whether a hook is torch's: it translates names for weight_norm, or lets go what `fully_shard` has gathered."""
+    module = getattr(getattr(hook, "hook", hook), "__module__", None)
+    return module == weight_norm.__module__ or str(module).startswith("torch.distributed.fsdp.")
+
+
+def _has_extra_state(module: nn.Module) -> bool:
+    return type(module).get_extra_state is not nn.Module.get_extra_state
+
+
+def _put_back_extra(module: nn.Module, state: Any) -> None:
+    try:
+        module.set_extra_state(state)
+    except Exception as error:  # noqa: BLE001 - the first refusal is being raised
+        logger.error("The extra state of a %s can't be put back as it was: %s", type(module).__name__, error)
+
+
+# Compares the orders of groups and parameters with those of a checkpoint, for all that is matched by position.
+
+
+_NONE: Final[frozenset[str]] = frozenset()
+
+
+def find_reorderings(
+    name: str, state: TrainingState, saved: Mapping[str, dict[str, Any]], path: str
+) -> list[Reordering]:
+    """Find the optimizers of a scheduler, or of another object, whose groups stand in another order than then.
+
+    Args:
+        name: The object's name in the training state.
+        state: The training state.
+        saved: The components of the checkpoint, as they were read.
+        path: The checkpoint's, for messages.
+    """
+    part = state.components[name]
+    names = state.parameter_names()
+    components = {id(one): component for component, one in state.of_kind("optimizer").items()}
+    held = held_optimizers(part)
+    if not held and state.kinds[name] == "scheduler":  # it may hold one where it is not seen
+        held = list(state.of_kind("optimizer").values())
+    own = getattr(part, "optimizer", None)
+    found: list[Reordering] = []
+    for optimizer in held:
+        component = components.get(id(optimizer), "")
+        before = saved[component]["state"]["groups"] if saved.get(component, {}).get("kind") == "optimizer" else None
+        if before is not None:
+            now = group_names(optimizer, names, component)
+            positions = related_positions(now, [group["params"] for group in before])
+            is_same = positions == tuple(range(len(now)))
+            counts = frozenset({len(now), len(before)})
+        else:
+            positions = None
+            is_same = _is_same_order(name, state, saved)
+            counts = frozenset({len(optimizer.param_groups)})
+        if not is_same:
+            known = PER_GROUP if len(held) == 1 or own is optimizer else _NONE
+            owners = f"groups of '{component}'" if component else "groups of its optimizer"
+            found.append(Reordering(name, owners, path, positions, counts, known))
+    return found
+
+
+def reordered_state(name: str, state: TrainingState, saved: Mapping[str, dict[str, Any]], path: str, value: Any) -> Any:
+    """Return the state of a user's object in the order of now.
+
+    Args:
+        name: The object's name in the training state.
+        state: The training state.
+        saved: The components of the checkpoint, as they were read.
+        path: The checkpoint's, for messages.
+        value: The object's state, decoded.
+
+    Raises:
+        StateDictMismatchError: It has an entry for each of some parameters, or groups, and these stand in another
+            order.
+    """
+    part = state.components[name]
+    for reordering in find_reorderings(name, state, saved, path):
+        value = reordering.apply(value, part.state_dict())
+    if _is_same_order(name, state, saved):
+        return value
+    models = [list(module.parameters()) for module in state.of_kind("module").values()]
+    tests = [one_per_parameter(parameters) for parameters in models]
+    place = find_in(value, lambda one: any(is_one_each(one) for is_one_each in tests))
+    if place is not None:
+        raise StateDictMismatchError(
+            f"'{place}' of '{name}' has entries for parameters by their position in the checkpoint '{path}', and these "
+            "stand in another order now. Build the model (or the optimizer that it holds) with them in the order of "
+            "that run, let its state_dict keep them by name, or pass strict=False to leave it as it was built.",
+            path=path,
+        )
+    return value
+
+
+def _is_same_order(name: str, state: TrainingState, saved: Mapping[str, dict[str, Any]]) -> bool:
+    """Whether the orders that an object's positions may refer to are those of the checkpoint, as far as it has them."""
+    before = saved[name].get("order")
+    return before is None or before == state.order_digest(name)

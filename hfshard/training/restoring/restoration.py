@@ -14,27 +14,26 @@ from torch.optim import Optimizer
 from hfshard.errors import DamagedCheckpointError, HfshardError
 from hfshard.format.file_names import MODEL_BASE
 from hfshard.format.strict_json import parse_json_object
-from hfshard.training.collecting import STATE_BASE, TRAINING_STATE_FORMAT
 from hfshard.training.data.external_loader import LoaderTracker
-from hfshard.training.parts.gradients import Gradients, refuse_unreduced
-from hfshard.training.parts.nested import decode
-from hfshard.training.parts.nested_decoding import tensor_names
-from hfshard.training.parts.rng import check_rng_state, seed_from_state, set_rng_state
-from hfshard.training.ranks import ALONE, Ranks
-from hfshard.training.restoring.components import (
+from hfshard.training.pipeline_stages import StageNames
+from hfshard.training.restoring.part_planner import (
+    PART_ORDER,
+    PartPlanner,
+    Restoration,
     check_components,
     never_held,
     parts_of_other_stages,
     take_converted,
     take_gradients,
 )
-from hfshard.training.restoring.part_files import ReadPart, part_reader
-from hfshard.training.restoring.part_planner import PART_ORDER, PartPlanner, Restoration
+from hfshard.training.restoring.read_state import ReadPart, part_reader
 from hfshard.training.run.manifest import CheckpointManifest
-from hfshard.training.run.places.protocols import CheckpointFiles
-from hfshard.training.run.writing import TRAINING_STATE
-from hfshard.training.spread.stages import StageNames
-from hfshard.training.state import TrainingState
+from hfshard.training.run.run_storage import TRAINING_STATE, CheckpointFiles
+from hfshard.training.run_ranks import ALONE, Ranks
+from hfshard.training.state.collect_state import STATE_BASE, TRAINING_STATE_FORMAT
+from hfshard.training.state.nested import decode, tensor_names
+from hfshard.training.state.rng import Gradients, check_rng_state, refuse_unreduced, seed_from_state, set_rng_state
+from hfshard.training.state.training_state import TrainingState
 
 logger = logging.getLogger(__name__)
 

@@ -22,19 +22,23 @@ from hfshard.errors import (
     HfshardError,
     InvalidArgumentError,
 )
-from hfshard.training.pushing.hubs import checked_at
-from hfshard.training.ranks import Ranks
+from hfshard.training.pipeline_stages import find_stage
 from hfshard.training.restoring.part_planner import Restoration
 from hfshard.training.restoring.restoration import plan_restoration
-from hfshard.training.run.finding import Level, check_run_checkpoint, checkpoint_of_step
-from hfshard.training.run.manifest import CheckpointManifest
-from hfshard.training.run.places.opening import checkpoint_at, files_at, has_changed
-from hfshard.training.run.places.protocols import RunPlace
-from hfshard.training.run.run_checkpoint import RunCheckpoint
-from hfshard.training.spread.stages import find_stage
-from hfshard.training.spread.states import is_spread_state
-from hfshard.training.state import TrainingState
-from hfshard.training.step import RestoredStep
+from hfshard.training.run.find_checkpoint import (
+    Level,
+    check_run_checkpoint,
+    checkpoint_at,
+    checkpoint_of_step,
+    files_at,
+    has_changed,
+)
+from hfshard.training.run.manifest import CheckpointManifest, RunCheckpoint
+from hfshard.training.run.push_run import checked_at
+from hfshard.training.run.run_storage import RunPlace
+from hfshard.training.run_ranks import Ranks, is_spread_state
+from hfshard.training.state.step import RestoredStep
+from hfshard.training.state.training_state import TrainingState
 
 logger = logging.getLogger(__name__)
 

@@ -1,17 +1,25 @@
-"""Runs one piece of work at a time in a thread: its error is raised by the next call, and the process waits for it."""
+"""One piece of work at a time in a thread, turns of threads, and host copies of what is written meanwhile."""
 
 from __future__ import annotations
 
 import concurrent.futures.thread  # noqa: F401 - its exit hook must be registered before ours: the last one is called first
+import ctypes
 import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Final
 
-from hfshard._util.threads import start_thread, wait_for
+import torch
+
+from hfshard._util.threads import in_threads, start_thread, wait_for
+from hfshard.errors import HfshardError
+from hfshard.tensors.stored_tensor import TensorLike, is_plain_type
+from hfshard.training.state.collect_state import SavePayload
 
 logger = logging.getLogger(__name__)
 
@@ -100,3 +108,167 @@ def _forget_in_child() -> None:
 _before_pools_close = threading._register_atexit  # type: ignore[attr-defined]
 _before_pools_close(_wait_for_all)
 os.register_at_fork(after_in_child=_forget_in_child)
+
+
+# Which thread's turn it is, and what a thread keeps as it is meanwhile; a forked process knows nothing of either.
+
+
+_all: Final[weakref.WeakSet[Turns | StepsInUse]] = weakref.WeakSet()
+
+
+class Turns:
+    """The turns of the threads that use one object."""
+
+    def __init__(self) -> None:
+        self._changing = ""
+        self.renew()
+        _all.add(self)
+
+    @contextmanager
+    def taken(self, changing: str = "") -> Iterator[None]:
+        """Wait until no other thread has the turn, and keep it. A thread that has it already may take it again.
+
+        Args:
+            changing: What the block does, where it must not be done within another such block of the same thread, as a
+                signal handler may try; empty: it only looks.
+
+        Raises:
+            HfshardError: This thread is in the middle of another change.
+        """
+        with self._lock:
+            before = self._changing
+            if changing and before:
+                raise HfshardError(
+                    f"{changing} was called in the middle of {before}, in the same thread: by a signal handler, a hook "
+                    "or a state_dict. Set a flag there, and look at it in the training loop."
+                )
+            self._changing = changing or before
+            try:
+                yield
+            finally:
+                self._changing = before
+
+    def renew(self) -> None:
+        """Forget whose turn it is."""
+        self._lock = threading.RLock()
+        self._changing = ""
+
+
+class StepsInUse:
+    """Steps whose checkpoints must stay where they are, and the threads that read them."""
+
+    def __init__(self) -> None:
+        self._used: list[tuple[int, int]] = []
+        self.renew()
+        _all.add(self)
+
+    @property
+    def steps(self) -> set[int]:
+        """All of them."""
+        with self._changed:
+            return {step for step, _ in self._used}
+
+    @contextmanager
+    def used(self, steps: Iterable[int]) -> Iterator[None]:
+        """Use the checkpoints of some steps while the block runs."""
+        mine = [(step, threading.get_ident()) for step in steps]
+        with self._changed:
+            self._used += mine
+        try:
+            yield
+        finally:
+            with self._changed:
+                for one in mine:
+                    self._used.remove(one)
+                self._changed.notify_all()
+
+    def wait_for(self, step: int) -> None:
+        """Wait until no other thread uses the checkpoint of a step."""
+        me = threading.get_ident()
+        with self._changed:
+            self._changed.wait_for(lambda: all(used != step or thread == me for used, thread in self._used))
+
+    def renew(self) -> None:
+        """Forget what is used."""
+        self._changed = threading.Condition()
+        self._used = []
+
+
+def _renew_in_child() -> None:
+    for one in list(_all):
+        one.renew()
+
+
+os.register_at_fork(after_in_child=_renew_in_child)
+
+
+# Copies the tensors of a state into reused host memory, so that training goes on while they are written.
+
+
+_THREADS: Final = 4
+"""Copies at a time, at most: two saturate a desktop's memory; new pages, which the kernel clears, need more."""
+
+
+class HostCopies:
+    """Buffers as large as the state, made at the first save and filled at each one."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[Hashable, torch.Tensor] = {}
+
+    def copy_of(self, payload: SavePayload) -> SavePayload:
+        """Return the payload with copies of all tensors; earlier copies are overwritten."""
+        tensors: dict[Hashable, torch.Tensor] = {
+            (base, name): tensor
+            for base, request in payload.requests.items()
+            for name, tensor in request.tensors.items()
+            if isinstance(tensor, torch.Tensor)
+        }
+        copies = self.copies_of(tensors)
+        requests = {}
+        for base, request in payload.requests.items():
+            copied: dict[str, TensorLike] = {
+                name: copies.get((base, name), tensor) for name, tensor in request.tensors.items()
+            }
+            requests[base] = replace(request, tensors=copied)
+        return replace(payload, requests=requests)
+
+    def copies_of(self, tensors: Mapping[Hashable, torch.Tensor]) -> dict[Hashable, torch.Tensor]:
+        """Copy tensors; earlier copies are overwritten.
+
+        Buffers of tensors that are no longer part of the state are freed. Tensors of an accelerator are copied into
+        page-locked memory, several at once.
+        """
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+        ):  # buffers that are made in inference mode are used outside of it, too
+            self._fill(tensors)
+        return dict(self._buffers)
+
+    def _fill(self, tensors: Mapping[Hashable, torch.Tensor]) -> None:
+        old = {key: buffer for key, buffer in self._buffers.items() if key in tensors}
+        self._buffers = {}  # free unused ones first: the copies must not come on top of them
+        self._buffers = {key: _buffer_for(tensor, old.pop(key, None)) for key, tensor in tensors.items()}
+        devices = {tensor.device for tensor in tensors.values() if tensor.device.type != "cpu"}
+        for device in devices:  # work that was started on any stream
+            torch.accelerator.synchronize(device)
+        pairs = [(self._buffers[key], tensor) for key, tensor in tensors.items()]
+        in_threads(lambda pair, _: _copy(*pair), pairs, min(_THREADS, os.cpu_count() or 1))
+        for device in devices:
+            torch.accelerator.synchronize(device)
+
+
+def _buffer_for(tensor: torch.Tensor, old: torch.Tensor | None) -> torch.Tensor:
+    if old is not None and old.shape == tensor.shape and old.dtype == tensor.dtype:
+        return old
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.device.type != "cpu")
+
+
+def _copy(buffer: torch.Tensor, tensor: torch.Tensor) -> None:
+    is_plain = is_plain_type(tensor) and tensor.device.type == "cpu" and tensor.is_contiguous()
+    is_plain = is_plain and not (tensor.is_conj() or tensor.is_neg())
+    if is_plain:  # bytes as they are, past the caches: torch's own copy takes half as long again
+        ctypes.memmove(buffer.data_ptr(), tensor.data_ptr(), tensor.nbytes)
+        return
+    with torch.no_grad():
+        buffer.copy_(tensor, non_blocking=True)

@@ -1,25 +1,36 @@
-"""`checkpoint.json`: the last file of a checkpoint, which makes it whole; it has the checksum of every other file."""
+"""`checkpoint.json`, the last file of a checkpoint of a run; checkpoints as they are found, and which of them stay."""
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from threading import Event
-from typing import Final, TypeGuard
+from typing import Final, Literal, TypeGuard
 
 from hfshard._util.threads import cancellable, in_threads
 from hfshard.constants import FILES_AT_ONCE, MANIFEST_NAME, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
 from hfshard.disk.byte_source import sha256_of_reader
 from hfshard.disk.safe_open import open_regular, read_small
-from hfshard.errors import DamagedCheckpointError, IntegrityError, InvalidArgumentError, UnsafePathError, remedy
+from hfshard.errors import (
+    DamagedCheckpointError,
+    HfshardError,
+    IntegrityError,
+    InvalidArgumentError,
+    MissingShardError,
+    UnsafePathError,
+    remedy,
+)
 from hfshard.format.digests import sha256_of
 from hfshard.format.file_names import check_file_name
 from hfshard.format.index import FileDigest, parse_file_digest
+from hfshard.format.stored_save import SaveId
 from hfshard.format.strict_json import dump_json, padded_json, parse_json_object
 from hfshard.shards.shard_file import SafetensorsFile
-from hfshard.training.parts.nested import decode, encode
+from hfshard.training.state.nested import decode, encode
 
 MANIFEST: Final = MANIFEST_NAME
 
@@ -227,3 +238,190 @@ def _are_metrics(value: object) -> bool:
 
 def _is_count(value: object) -> TypeGuard[int]:
     return type(value) is int and value >= 0
+
+
+# A checkpoint of a run as it is found: where it is, its step, and its manifest or what is wrong with that.
+
+
+CHECKPOINT: Final = re.compile(r"checkpoint-(\d{1,18})")
+"""What the folder of a checkpoint may be called."""
+
+
+class RunCheckpoint:
+    """What looks like a checkpoint. Its manifest is read when it is asked for, once.
+
+    Args:
+        path: Of its directory, or its address in a store.
+        step: In its name.
+        read: Reads the manifest.
+        save_id: In a store, the number and id in the names of its objects; None: the manifest tells the number.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        step: int,
+        read: Callable[[], CheckpointManifest],
+        *,
+        save_id: SaveId | None = None,
+    ) -> None:
+        self.path = path
+        self.step = step
+        self.save_id = save_id
+        self._read = read
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.path!r}, step={self.step})"
+
+    @classmethod
+    def of(cls, path: str, manifest: CheckpointManifest) -> RunCheckpoint:
+        """Return a checkpoint whose manifest is known."""
+        return cls(path, manifest.step, lambda: manifest)
+
+    @property
+    def manifest(self) -> CheckpointManifest | None:
+        """The manifest; None where it can't be read."""
+        return self._outcome[0]
+
+    @property
+    def problem(self) -> HfshardError | None:
+        """Why the manifest can't be read; None where it can."""
+        return self._outcome[1]
+
+    @property
+    def save_number(self) -> int:
+        """Which save of the run it is; 0 where that can't be read."""
+        if self.save_id is not None:
+            return self.save_id.number
+        return 0 if self.manifest is None else self.manifest.save_number
+
+    @property
+    def age(self) -> tuple[bool, int, str, int]:
+        """Sorts checkpoints by when they were saved; those that do not tell come last."""
+        return not self.is_finished, self.save_number, "" if self.save_id is None else self.save_id.id, self.step
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether it has no manifest, which comes last: a save or a copy has not got that far, or has been killed."""
+        return isinstance(self.problem, MissingShardError)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether its save was finished, as far as the place tells without reading more than it must."""
+        return self.save_id is not None or self.manifest is not None
+
+    @property
+    def is_own(self) -> bool:
+        """Whether a save has made it under this name; a copy that a user has made is never removed."""
+        return self.is_finished and is_own_name(os.path.basename(self.path), self.step)
+
+    @cached_property
+    def _outcome(self) -> tuple[CheckpointManifest | None, HfshardError | None]:
+        try:
+            manifest = self._read()
+            if manifest.step != self.step:
+                raise DamagedCheckpointError(
+                    f"'{self.path}' is the checkpoint of step {manifest.step}. Rename it to "
+                    f"'{os.path.basename(checkpoint_path('', manifest.step))}', or move it elsewhere.",
+                    path=self.path,
+                    expected=self.step,
+                    actual=manifest.step,
+                )
+        except HfshardError as error:
+            return None, error
+        return manifest, None
+
+
+def checkpoint_path(root: str, step: int) -> str:
+    """The path or address of the checkpoint of a step."""
+    return os.path.join(root, f"checkpoint-{step:08d}")
+
+
+def is_own_name(name: str, step: int) -> bool:
+    """Whether a save gives the checkpoint of a step this name."""
+    return name == os.path.basename(checkpoint_path("", step))
+
+
+def read_run_checkpoint(path: str, step: int, read: Callable[[], CheckpointManifest]) -> RunCheckpoint:
+    """Return a checkpoint whose manifest was read, or found to be unreadable."""
+    found = RunCheckpoint(path, step, read)
+    _ = found.manifest
+    return found
+
+
+def newest_first(found: Sequence[RunCheckpoint]) -> list[RunCheckpoint]:
+    """Sort checkpoints: the one that was saved last comes first.
+
+    Checkpoints whose manifest can't be read come before all others: nothing says when they were saved, and they must
+    not be skipped silently.
+    """
+    return sorted(found, key=lambda one: one.age, reverse=True)
+
+
+# Which checkpoints of a run stay: the newest, the best, and one every so many steps; a pure function.
+
+
+MetricMode = Literal["min", "max"]
+
+
+def best_of(manifests: Sequence[CheckpointManifest], metric: str, mode: MetricMode) -> CheckpointManifest | None:
+    """Find the checkpoint with the best value of a metric: the earliest of equal ones, never one without it or NaN.
+
+    Args:
+        manifests: The manifests of the whole checkpoints, in any order.
+        metric: The name of the metric.
+        mode: "min": lower is better; "max": higher is better.
+    """
+    known = [one for one in manifests if not math.isnan(one.metrics.get(metric, math.nan))]
+    sign = 1 if mode == "min" else -1
+    return min(known, key=lambda one: (sign * one.metrics[metric], one.save_number), default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """Which checkpoints of a run stay."""
+
+    max_to_keep: int | None = None
+    """How many of the newest; None: all."""
+    keep_best: str | None = None
+    """A metric: the checkpoint with its best value stays too."""
+    metric_mode: MetricMode = "min"
+    """As in `best_of`."""
+    keep_every: int | None = None
+    """Checkpoints whose step is a multiple of it stay too, and do not count."""
+
+    def __post_init__(self) -> None:
+        """Check the fields.
+
+        Raises:
+            InvalidArgumentError: A field would keep nothing, or is not one of the known values.
+        """
+        for name, value in (("max_to_keep", self.max_to_keep), ("keep_every", self.keep_every)):
+            if value is not None and (type(value) is not int or value < 1):
+                raise InvalidArgumentError(f"{name} must be a number of at least 1, or None, got {value!r}.")
+        if self.keep_best is not None and not (isinstance(self.keep_best, str) and self.keep_best):
+            raise InvalidArgumentError(
+                f"keep_best must be the name of a metric, such as 'eval_loss', or None, got {self.keep_best!r}."
+            )
+        if self.metric_mode not in ("min", "max"):
+            raise InvalidArgumentError(f"metric_mode must be 'min' or 'max', got {self.metric_mode!r}.")
+
+    @property
+    def does_remove(self) -> bool:
+        """Whether any checkpoint is ever removed."""
+        return self.max_to_keep is not None
+
+    def to_remove(self, found: Sequence[RunCheckpoint]) -> list[RunCheckpoint]:
+        """List the checkpoints that are to be removed, given all finished ones of a run in any order.
+
+        Their manifests are read only where a metric decides.
+        """
+        if self.max_to_keep is None:
+            return []
+        in_order = sorted(found, key=lambda one: one.age)
+        counted = [one for one in in_order if not (self.keep_every and one.step % self.keep_every == 0)]
+        removed = [one for one in counted[: -self.max_to_keep] if one is not in_order[-1]]
+        if not removed or self.keep_best is None:
+            return removed
+        best = best_of([one.manifest for one in found if one.manifest is not None], self.keep_best, self.metric_mode)
+        return [one for one in removed if best is None or one.manifest is not best]

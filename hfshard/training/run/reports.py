@@ -11,12 +11,10 @@ from hfshard.constants import BIN_SUFFIX, SAFETENSORS_SUFFIX
 from hfshard.errors import CheckpointChangedError, CheckpointNotFoundError, HfshardError
 from hfshard.format.file_names import INDEX_FILE, MODEL_BASE, WeightNames
 from hfshard.places.source import CheckpointSource
-from hfshard.training.run.finding import Level, checkpoint_problems
-from hfshard.training.run.manifest import MANIFEST, CheckpointManifest
-from hfshard.training.run.places.opening import files_at, run_place
-from hfshard.training.run.places.run_store import StoreCheckpoint, StorePlace
-from hfshard.training.run.run_checkpoint import RunCheckpoint
-from hfshard.training.run.writing import TRAINING_STATE
+from hfshard.training.run.find_checkpoint import Level, checkpoint_problems, files_at, run_place
+from hfshard.training.run.manifest import MANIFEST, CheckpointManifest, RunCheckpoint
+from hfshard.training.run.run_storage import TRAINING_STATE
+from hfshard.training.run.run_store import StoreCheckpoint, StorePlace
 
 
 def is_checkpoint(place: str) -> bool:

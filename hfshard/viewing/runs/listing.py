@@ -14,11 +14,17 @@ from hfshard._util.threads import in_threads
 from hfshard.checkpoint.verifier import Problem
 from hfshard.errors import CheckpointNotFoundError, HfshardError
 from hfshard.stores.open_store import open_store
-from hfshard.training.run.manifest import MANIFEST, CheckpointManifest
-from hfshard.training.run.places.opening import files_at, run_place
+from hfshard.training.run.find_checkpoint import files_at, run_place
+from hfshard.training.run.manifest import (
+    CHECKPOINT,
+    MANIFEST,
+    CheckpointManifest,
+    MetricMode,
+    RunCheckpoint,
+    best_of,
+    is_own_name,
+)
 from hfshard.training.run.reports import as_problems, is_checkpoint
-from hfshard.training.run.rotation import MetricMode, best_of
-from hfshard.training.run.run_checkpoint import CHECKPOINT, RunCheckpoint, is_own_name
 
 _MOST_FOLDERS: Final = 32
 """Folders that are looked into for a message."""

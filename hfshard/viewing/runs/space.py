@@ -12,10 +12,9 @@ from hfshard._util.addresses import is_address
 from hfshard.constants import SAFETENSORS_SUFFIX
 from hfshard.format.file_names import MODEL_BASE, WeightNames
 from hfshard.format.index import FileDigest
-from hfshard.training.collecting import STATE_BASE
-from hfshard.training.run.manifest import MANIFEST, CheckpointManifest
-from hfshard.training.run.places.opening import files_at
-from hfshard.training.run.run_checkpoint import RunCheckpoint
+from hfshard.training.run.find_checkpoint import files_at
+from hfshard.training.run.manifest import MANIFEST, CheckpointManifest, RunCheckpoint
+from hfshard.training.state.collect_state import STATE_BASE
 
 Part = Literal["model", "optimizer", "state", "other"]
 """Tensors of the model, of the optimizer, of what else is restored (random numbers, scalers, moving averages), and all

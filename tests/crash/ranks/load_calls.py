@@ -108,7 +108,7 @@ def warm(place: Path, names: Collection[str]) -> None:
     import torch.distributed.fsdp  # noqa: F401
 
     import hfshard.distributed.save_on_ranks
-    import hfshard.training.spread_saving  # noqa: F401
+    import hfshard.training.spread_save  # noqa: F401
 
     for name in names:
         call = CALLS[name]

@@ -19,7 +19,7 @@ from hfshard.format.file_names import WeightNames
 from hfshard.format.stored_save import SaveId, finished_saves, saves_among, split_object_name
 from hfshard.saving import pipeline
 from hfshard.shards.write_shards import digest_shard
-from hfshard.training.run.places import run_store
+from hfshard.training.run import run_store
 from tests.stores.exploring import programs
 from tests.stores.exploring.programs import Manager, Reader
 from tests.stores.exploring.spaces import FOURTH, HIGH, LOW, THIRD, Space, writer

@@ -37,7 +37,7 @@ from hfshard.saving.pipeline import save_into
 from hfshard.saving.save_request import SaveRequest
 from hfshard.stores.store import StoredObject
 from hfshard.training import CheckpointManager, TrainingState
-from hfshard.training.run.places import run_store
+from hfshard.training.run import run_store
 from tests.stores.runs.bucket_run import Net
 
 ADDRESS = StoreAddress("s3", "models", "explored")

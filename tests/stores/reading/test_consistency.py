@@ -28,7 +28,7 @@ from hfshard.places.source import CheckpointSource, with_checkpoint
 from hfshard.saving import copy_checkpoint
 from hfshard.saving.pipeline import save_into
 from hfshard.saving.save_request import SaveOptions, SaveRequest, request_from_state_dict
-from hfshard.training.run.places import run_store
+from hfshard.training.run import run_store
 from tests.stores.saving.memory_store import MemoryStore
 
 ADDRESS = "s3://models/bert"

@@ -12,7 +12,7 @@ import hfshard
 from hfshard.errors import HfshardError
 from hfshard.places import store_mirror
 from hfshard.saving import copy_checkpoint
-from hfshard.training.run.places import run_store
+from hfshard.training.run import run_store
 from tests.stores.reading.test_consistency import ADDRESS, generation_of, load_whole, save, save_loudly
 from tests.stores.saving.memory_store import MemoryStore
 

@@ -12,7 +12,7 @@ from hfshard.errors import UnsafePathError
 from hfshard.places import store_mirror
 from hfshard.saving import copy_checkpoint, pipeline
 from hfshard.stores.open_store import open_store
-from hfshard.training.run.places import run_store
+from hfshard.training.run import run_store
 from tests.stores.saving.memory_store import MemoryStore
 from tests.stores.services.buckets import Bucket
 

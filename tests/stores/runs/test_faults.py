@@ -17,7 +17,7 @@ from hfshard.commit import store_plan
 from hfshard.errors import CommitUnfinishedError, StoreError
 from hfshard.stores.retry import RETRY_VARIABLE
 from hfshard.training import CheckpointManager, TrainingState
-from hfshard.training.run.places.run_store import StorePlace
+from hfshard.training.run.run_store import StorePlace
 from tests.stores.runs.bucket_run import BucketRun, Net, save_steps
 from tests.stores.services.buckets import Bucket
 from tests.stores.services.fault_proxy import FaultProxy

@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from hfshard.errors import DamagedCheckpointError, InvalidArgumentError, StateDictMismatchError
 from hfshard.training import CheckpointManager, ResumableDataLoader, TrainingState
 from hfshard.training.data.external_loader import LoaderTracker, reset_after_iter, track
-from hfshard.training.parts.nested import decode, encode
-from hfshard.training.parts.rng import rng_state, set_rng_state
+from hfshard.training.state.nested import decode, encode
+from hfshard.training.state.rng import rng_state, set_rng_state
 from tests.training import processes
 
 # torchdata 0.11 with torch 2.13.

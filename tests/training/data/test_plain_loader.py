@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from hfshard.training import ResumableDataLoader
-from hfshard.training.data.plain_loader import plain_loader
+from hfshard.training.data.dataloader import plain_loader
 from tests.training.data.loader_child import BATCHES, SAMPLES, make
 from tests.training.data.samples import FORK, PERSISTENT, are_equal, rng_states
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hfshard.errors import HfshardError
-from hfshard.training.foreign.pickles.plain_files import read_plain_file
+from hfshard.training.interop.plain_values import read_plain_file
 from tests.attacks.files.torchfile import integer, of_one_hash
 
 UNKNOWN = b"\x80\x02cnot\nknown\n0}"

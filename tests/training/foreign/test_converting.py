@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 from hfshard import load_state_dict
 from hfshard.errors import DamagedCheckpointError, InvalidArgumentError, StateDictMismatchError, UnsafePickleError
 from hfshard.training import CheckpointManager, ResumableDataLoader, TrainingState
-from hfshard.training.foreign.converting import convert_foreign, is_foreign_run
+from hfshard.training.interop.convert_run import convert_foreign, is_foreign_run
 from tests.training.fingerprint import flatten
 from tests.training.foreign.programs import PROGRAMS, adamw, built, net, result, save_of, train
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import SGD, Adam
 
 from hfshard.training import CheckpointManager, TrainingState
-from hfshard.training.foreign.converting import convert_foreign
+from hfshard.training.interop.convert_run import convert_foreign
 from tests.training.foreign.refusing import refused
 
 

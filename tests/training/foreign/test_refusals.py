@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError
 from hfshard.training import CheckpointManager, Gradients, ResumableDataLoader, TrainingState
-from hfshard.training.foreign.converting import convert_foreign
+from hfshard.training.interop.convert_run import convert_foreign
 from tests.training.foreign.programs import adamw, net, save_of, stepped, train, two_groups
 from tests.training.foreign.refusing import refused
 

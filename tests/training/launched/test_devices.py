@@ -21,10 +21,10 @@ from torch.distributed.fsdp import fully_shard
 import hfshard
 from hfshard.distributed.save_on_ranks import cpu_group
 from hfshard.training import CheckpointManager, TrainingState
-from hfshard.training.run.places.opening import run_place
-from hfshard.training.run.rotation import Rotation
-from hfshard.training.run_writer import RunWriter
-from hfshard.training.spread_saving import SpreadSave, save_spread
+from hfshard.training.run.find_checkpoint import run_place
+from hfshard.training.run.manifest import Rotation
+from hfshard.training.run.run_writer import RunWriter
+from hfshard.training.spread_save import SpreadSave, save_spread
 from tests.training import processes
 from tests.training.spread.models import Net
 from tests.training.spread.test_spread_runs import assert_same

@@ -16,9 +16,8 @@ from hypothesis import given, settings
 
 from hfshard.errors import DamagedCheckpointError, UnstorableTensorError
 from hfshard.format.strict_json import padded_json, parse_json_object
-from hfshard.training.parts.nested import decode, encode
-from hfshard.training.parts.nested_types import NOT_STORED, ObjectState
-from hfshard.training.step import RestoredStep
+from hfshard.training.state.nested import NOT_STORED, ObjectState, decode, encode
+from hfshard.training.state.step import RestoredStep
 from tests.helpers.random_state_dicts import DTYPES, random_tensor
 from tests.helpers.tensor_bytes import bytes_of
 from tests.training import fingerprint

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hfshard.errors import DamagedCheckpointError
-from hfshard.training.parts.rng import check_rng_state, device_places, rng_state
+from hfshard.training.state.rng import check_rng_state, device_places, rng_state
 
 
 @pytest.mark.parametrize("place", [10**40, 625, -1, None])

@@ -339,7 +339,7 @@ def test_push_that_fails_stops_no_save_and_the_next_one_is_pushed(hub: RunHub, r
     assert outcome.result["error"] == ""  # the last one went well
     assert len(outcome.log) == 2
     assert outcome.log[0].startswith(
-        f"WARNING hfshard.training.pushing.pusher: The checkpoint of step 1 is saved, but was not pushed to '{repo}': "
+        f"WARNING hfshard.training.run.push_run: The checkpoint of step 1 is saved, but was not pushed to '{repo}': "
     )
     assert len(list((tmp_path / "run").glob("checkpoint-*/checkpoint.json"))) == 3
     assert hub.titles(repo, "runs") == [TITLES[0], TITLES[3]]

@@ -21,7 +21,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from hfshard.training.recompute.gradient_checkpointing import enable_gradient_checkpointing
+from hfshard.training.gradient_checkpointing import enable_gradient_checkpointing
 
 WORDS, LENGTH = 97, 16
 Model = Any  # a module, whose children are reached by name

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import BitConfig, BitForImageClassification, MobileViTConfig, MobileViTForImageClassification
 
 from hfshard.errors import InvalidArgumentError
-from hfshard.training.recompute.gradient_checkpointing import enable_gradient_checkpointing
+from hfshard.training.gradient_checkpointing import enable_gradient_checkpointing
 from tests.training.recompute.checkpointed import (
     LANGUAGE_MODELS,
     Model,

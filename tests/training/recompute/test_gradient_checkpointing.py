@@ -14,7 +14,7 @@ from torch import nn
 
 import hfshard
 from hfshard.errors import InvalidArgumentError
-from hfshard.training.recompute.gradient_checkpointing import enable_gradient_checkpointing
+from hfshard.training.gradient_checkpointing import enable_gradient_checkpointing
 from tests.training.recompute.checkpointed import (
     Model,
     Residual,

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from hfshard.errors import InvalidArgumentError
-from hfshard.training.recompute.gradient_checkpointing import enable_gradient_checkpointing
+from hfshard.training.gradient_checkpointing import enable_gradient_checkpointing
 from tests.training.recompute.checkpointed import (
     Model,
     Residual,

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from hfshard.training import CheckpointManager, TrainingState
-from hfshard.training.ranks import ALONE
-from hfshard.training.restoring.applying import all_or_nothing
+from hfshard.training.restoring.part_planner import all_or_nothing
+from hfshard.training.run_ranks import ALONE
 
 
 class Pressed:

@@ -12,7 +12,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from hfshard.errors import StateDictMismatchError
 from hfshard.training import CheckpointManager, TrainingState
-from hfshard.training.restoring.module_copy import may_refuse
+from hfshard.training.restoring.part_planner import may_refuse
 from tests.crash.runs.content import Counter
 
 

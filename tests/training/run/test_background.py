@@ -22,7 +22,7 @@ from torch import nn
 
 from hfshard.errors import DirectoryLockedError, NotEnoughSpaceError
 from hfshard.training import CheckpointManager, TrainingState
-from hfshard.training.run import lock as run_lock
+from hfshard.training.run import run_directory as run_lock
 from tests import REPOSITORY
 from tests.crash.runs.content import Save, Tiny, expected, generation_of, litter, perform, seed_all, steps_in, tiny
 from tests.helpers import forkserver

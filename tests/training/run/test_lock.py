@@ -13,7 +13,7 @@ import pytest
 
 from hfshard.errors import DirectoryLockedError
 from hfshard.training import CheckpointManager, TrainingState
-from hfshard.training.run import lock as run_lock
+from hfshard.training.run import run_directory as run_lock
 from tests import REPOSITORY
 from tests.crash.runs.content import Counter, litter, steps_in
 from tests.helpers import forkserver

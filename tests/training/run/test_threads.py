@@ -16,7 +16,7 @@ import pytest
 
 from hfshard.errors import DirectoryLockedError, HfshardError
 from hfshard.training import CheckpointManager, TrainingState
-from hfshard.training.run import lock as run_lock
+from hfshard.training.run import run_directory as run_lock
 from tests.crash.runs.content import Counter, Tiny, litter, steps_in, tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")

@@ -12,7 +12,7 @@ from accelerate.state import AcceleratorState, GradientState
 from torch import nn
 
 from hfshard.training import TrainingState
-from hfshard.training.state import unwrapped
+from hfshard.training.state.training_state import unwrapped
 from tests.training.fingerprint import of_model, of_optimizer, of_rngs, of_scheduler
 
 SAVED_AT, STEPS = 3, 6

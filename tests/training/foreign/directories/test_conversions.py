@@ -15,10 +15,10 @@ import hfshard
 from hfshard.cli.main import main
 from hfshard.errors import DamagedCheckpointError, InvalidArgumentError
 from hfshard.training import TrainingState
-from hfshard.training.foreign.checkpoint import ForeignRequest
-from hfshard.training.foreign.converting import convert_foreign
-from hfshard.training.foreign.directories.trainer import read_trainer_directory
 from hfshard.training.integrations.trainer_names import in_order_of_model
+from hfshard.training.interop.convert_run import convert_foreign
+from hfshard.training.interop.foreign_checkpoint import ForeignRequest
+from hfshard.training.interop.foreign_readers import read_trainer_directory
 from tests.training.foreign.directories.accelerate_runs import Parts, save_by_accelerate
 from tests.training.foreign.directories.trainer_runs import SAVED_AT, everything, parts_of, restore, train
 

@@ -10,7 +10,7 @@ import torch
 
 import hfshard
 from hfshard.training import ResumableDataLoader, TrainingState
-from hfshard.training.foreign.directories.data_position import position_after
+from hfshard.training.interop.resume_foreign import position_after
 
 DATA: Any = torch.arange(26.0)
 

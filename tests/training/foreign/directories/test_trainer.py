@@ -20,7 +20,7 @@ from hfshard.errors import (
     UnsafePickleError,
 )
 from hfshard.training import TrainingState
-from hfshard.training.foreign.checkpoint import NO_RNG
+from hfshard.training.interop.foreign_checkpoint import NO_RNG
 from tests.training.foreign.directories.accelerate_runs import RunsCode
 from tests.training.foreign.directories.trainer_runs import SAVED_AT, everything, new_trainer, parts_of, restore, train
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ConstantLR
 
-from hfshard.training.parts.optimizers.tensors import exact
-from hfshard.training.parts.scheduler import encode_scheduler, plan_scheduler
+from hfshard.training.state.optimizer import exact
+from hfshard.training.state.scheduler import encode_scheduler, plan_scheduler
 
 
 def _one(dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:

@@ -1,1 +1,0 @@
-"""Directories of many files that other programs save a run in: transformers' Trainer and Accelerate."""

@@ -1,0 +1,724 @@
+"""`CheckpointCallback`: transformers' Trainer saves and resumes through a CheckpointManager, exact to the last bit."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from accelerate import Accelerator
+from accelerate.data_loader import prepare_data_loader
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import HubStrategy, get_last_checkpoint
+from transformers.training_args import ParallelMode
+
+from hfshard._util.addresses import is_address
+from hfshard.checkpoint.load_options import LoadOptions
+from hfshard.commit.hub_marker import directory_of, has_hub_marker, split_address
+from hfshard.distributed.load_on_ranks import has_spread_state, load_into_spread_module
+from hfshard.errors import CheckpointNotFoundError, HfshardError, InvalidArgumentError, StateDictMismatchError
+from hfshard.hub.repo import RepoTree
+from hfshard.hub.resolve import CheckpointQuery
+from hfshard.load import load_model
+from hfshard.places.source import CheckpointSource
+from hfshard.training.data.dataloader import length_of, plain_loader
+from hfshard.training.integrations.accelerate import BatchShare
+from hfshard.training.manager import CheckpointManager
+from hfshard.training.run.find_checkpoint import files_at
+from hfshard.training.run.push_run import checked_at
+from hfshard.training.run_ranks import Ranks
+from hfshard.training.state.rng import rng_state, set_rng_state
+from hfshard.training.state.training_state import TrainingState
+
+logger = logging.getLogger(__name__)
+
+_LOSS: Final = "_tr_loss"
+"""Since it was last logged."""
+_LOGGED: Final = "_globalstep_last_logged"
+
+
+class CheckpointCallback(TrainerCallback):
+    """Lets a `transformers.Trainer` save and resume through a `CheckpointManager`.
+
+        trainer = Trainer(model=model, args=args, train_dataset=dataset)
+        checkpoints = CheckpointCallback(max_to_keep=3).attach(trainer)
+        trainer.train(resume_from_checkpoint=checkpoints.latest())
+
+    Trainer decides when to save, as always (`save_strategy`, `save_steps`, "best"), and `optimizer.pt`, `scheduler.pt`,
+    `rng_state.pth` and `training_args.bin` are not written. A resumed training equals the straight one, bit for bit:
+    weights, optimizer, scheduler, scaler, RNG, log. Without random augmentation it also equals that of Trainer alone.
+
+    Each batch is loaded under seeds of (`data_seed` or `seed`, epoch, batch), so what a dataset or a collator
+    draws from Python's, numpy's and torch's RNG is the same after a resume, for any number of workers. (Trainer alone
+    draws other numbers, which are not the same after a resume.) An IterableDataset is resumed as Trainer does it; what
+    persistent workers draw for an evaluation is not the same after a resume.
+
+    A save that is due at an epoch's last step waits until the end of the epoch was evaluated and logged.
+
+    `resume_from_checkpoint` also takes "org/name" on the Hub or a directory hub, either with "@revision": what the run
+    has pushed is downloaded, checked and resumed. True works where `output_dir` is the run's directory, and takes what
+    `push_to_hub` names where that has no checkpoint; it refuses a damaged newest checkpoint rather than going on from
+    the one before. A directory that Trainer alone has saved is resumed as usual.
+    """
+
+    def __init__(
+        self,
+        manager: CheckpointManager | None = None,
+        *,
+        blocking: bool = True,
+        seed_batches: bool = True,
+        **manager_arguments: Any,
+    ) -> None:
+        """Say where checkpoints go; nothing is created yet.
+
+        Args:
+            manager: None: one for the Trainer's `output_dir`, which keeps `save_total_limit` checkpoints and, with
+                `metric_for_best_model`, the best one too.
+            blocking: As in `CheckpointManager.save`.
+            seed_batches: Whether each batch gets seeds of its own. If not, a resume is exact only where loading draws
+                from no RNG.
+            manager_arguments: Arguments for the CheckpointManager: `max_to_keep`, `max_shard_size`, `checksum` ...
+
+        Raises:
+            InvalidArgumentError: There are both a manager and arguments for another.
+        """
+        if manager is not None and manager_arguments:
+            raise InvalidArgumentError(
+                f"CheckpointCallback was given a manager, and {', '.join(sorted(manager_arguments))} for another: "
+                "give them to that manager."
+            )
+        self.manager: CheckpointManager | None = manager
+        self.blocking = blocking
+        self.seed_batches = seed_batches
+        self._arguments = manager_arguments
+        self._is_own = manager is None
+        self._trainer: Trainer | None = None
+        self._originals: dict[str, Callable[..., Any]] = {}
+        self._metrics: tuple[int, dict[str, float]] = (-1, {})
+        """The step of the last evaluation, and its metrics."""
+        self._verified: str | None = None
+        """The checkpoint that `latest` has verified, or a download."""
+        self._resumed: tuple[int, str] | None = None
+        """The step that was restored, and the directory of its checkpoint."""
+        self._brought: tuple[str, str] = ("", "")
+        """The directory that Trainer resumes from, if it was brought here, and where the checkpoint itself is."""
+        self._rng: dict[str, Any] | None = None
+        """The RNG states of the checkpoint that is being resumed, until Trainer has skipped to its batch."""
+        self._progress: dict[str, Any] = {}
+        self._data: dict[str, int | None] = {}
+        """What the order of the batches depends on."""
+        self._is_save_deferred = False
+
+    def attach(self, trainer: Trainer) -> CheckpointCallback:
+        """Replace the Trainer's own saving and resuming, and become one of its callbacks.
+
+        Returns:
+            Itself.
+
+        Raises:
+            InvalidArgumentError: A setting of the Trainer is not supported; the message says which.
+        """
+        if self._trainer is not None and self._trainer is not trainer:
+            raise InvalidArgumentError("This CheckpointCallback is another Trainer's: make one for each.")
+        check_trainer(trainer)
+        manager = self.manager if self.manager is not None else manager_from_arguments(trainer.args, self._arguments)
+        check_rotation(trainer.args, manager)
+        if self._trainer is None:
+            replacements = (
+                self._save,
+                self._load,
+                self._load_rng,
+                self._load_weights,
+                self._load_best,
+                self._train_dataloader,
+                self._eval_dataloader,
+                self._train,
+            )
+            for name, replacement in zip(REPLACED, replacements, strict=True):
+                self._originals[name] = getattr(trainer, name)
+                setattr(trainer, name, replacement)
+        self.manager, self._trainer = manager, trainer
+        if self not in trainer.callback_handler.callbacks:
+            trainer.add_callback(self)
+        return self
+
+    def latest(self) -> str | None:
+        """The newest whole checkpoint, for `train(resume_from_checkpoint=)`; None where the run has none yet.
+
+        Every byte is compared with its checksum, by the first of several processes. Damaged checkpoints are passed
+        over, each with a warning. Every process must call.
+
+        Raises:
+            DamagedCheckpointError: All checkpoints are damaged.
+            RankFailedError: Of another process than the first one: so it says; or one died, or did not come.
+        """
+        manager, _ = self._attached()
+        with Ranks.meeting("latest") as ranks:
+            step = ranks.first(lambda: manager.latest_step(verify="full"))
+        self._verified = None if step is None else manager.path_of(step)
+        return self._verified
+
+    # What stands in for the Trainer's own
+
+    def _save(self, model: Any, trial: Any) -> None:
+        manager, trainer = self._attached()
+        state, step = trainer.state, trainer.state.global_step
+        if trial is not None:
+            raise InvalidArgumentError("A hyperparameter search has no one run to resume: search without the callback.")
+        trainer.store_flos()
+        if state.best_global_step is not None:
+            best = manager.path_of(state.best_global_step)
+            if state.best_global_step == step or files_at(best).is_there():
+                state.best_model_checkpoint = best
+        exportable = [*trainer.callback_handler.callbacks, trainer.control]
+        exportable = [callback for callback in exportable if isinstance(callback, ExportableState)]
+        state.stateful_callbacks = TrainerState(stateful_callbacks=exportable).stateful_callbacks
+        manager.save(
+            step,
+            self._training_state(UnloggedLoss(getattr(trainer, _LOSS).item())),
+            metric=self._metrics[1] if self._metrics[0] == step else None,
+            extra={"logged": getattr(trainer, _LOGGED), "data": self._data},
+            blocking=self.blocking or trainer.control.should_training_stop,
+            files=trainer_files(trainer) if trainer.is_world_process_zero() else None,
+        )
+
+    def _train(self, resume_from_checkpoint: Place | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Trainer reads its own progress from a directory before it calls anything else that could download one."""
+        manager, trainer = self._attached()
+        place = resume_from_checkpoint
+        if place and (here := bring_here(place, manager, trainer.args)) is not None:
+            self._verified = here
+            self._resumed = None
+            with near_checkpoint(here) as directory:
+                self._brought = (directory, here)
+                return self._originals["train"](directory, *args, **kwargs)
+        self._resumed = None
+        return self._originals["train"](place, *args, **kwargs)
+
+    def _load(self, checkpoint: str | None) -> None:
+        if checkpoint is None or is_stock_checkpoint(checkpoint):
+            self._originals["_load_optimizer_and_scheduler"](checkpoint)
+            return
+        manager, trainer = self._attached()
+        path = os.path.realpath(checkpoint)
+        if path == self._brought[0]:
+            path = self._brought[1]
+        is_verified = self._verified is not None and path in (self._verified, os.path.realpath(self._verified))
+        unlogged = UnloggedLoss()
+        restored = manager.restore(self._training_state(unlogged), path, verify="structure" if is_verified else "full")
+        if not trainer.args.ignore_data_skip:
+            check_same_data(restored.extra["data"], self._data, checkpoint)
+        self._resumed = (restored, path)
+        self._progress = {**restored.extra, "loss": unlogged.loss}
+        self._rng = rng_state()
+
+    def _load_weights(self, checkpoint: str, *args: Any) -> None:
+        """Trainer calls it before `_load`, which restores the weights with the rest, and reads each byte once."""
+        if is_stock_checkpoint(checkpoint):
+            self._originals["_load_from_checkpoint"](checkpoint, *args)
+
+    def _load_best(self) -> None:
+        """Trainer calls it on all ranks; its own way takes the weights of a whole model."""
+        _, trainer = self._attached()
+        best = trainer.state.best_model_checkpoint
+        if load_parts(trainer.model, best):
+            return
+        if best is not None and is_address(best):
+            load_model(trainer.model, best)
+        else:
+            self._originals["_load_best_model"]()
+
+    def _load_rng(self, checkpoint: str | None) -> None:
+        """Trainer calls it after the loader has drawn its random numbers: at a new epoch, or after skipping."""
+        if self._rng is None:
+            self._originals["_load_rng_state"](checkpoint)
+        else:
+            set_rng_state(self._rng)
+            self._rng = None
+
+    def _train_dataloader(self) -> Any:
+        loader = self._originals["get_train_dataloader"]()
+        _, trainer = self._attached()
+        self._data = data_settings(trainer.args, loader)
+        if not self.seed_batches or isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
+            return loader
+        return prepared_seeded_loader(trainer.accelerator, loader, batch_seed(trainer.args))
+
+    def _eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """With persistent workers, iter() draws from the RNG when they start, which happens again after a resume."""
+        loader = self._originals["get_eval_dataloader"](*args, **kwargs)
+        if loader.persistent_workers:
+            getattr(loader, "base_dataloader", loader).generator = torch.Generator()
+        return loader
+
+    # Events
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Continue the log where it was."""
+        manager, trainer = self._attached()
+        if state.is_hyper_param_search:
+            raise InvalidArgumentError("A hyperparameter search has no one run to resume: search without the callback.")
+        self._is_save_deferred = False
+        if self._progress:
+            getattr(trainer, _LOSS).add_(self._progress["loss"])
+            setattr(trainer, _LOGGED, self._progress["logged"])
+            self._progress = {}
+        if state.best_global_step is not None and files_at(best := manager.path_of(state.best_global_step)).is_there():
+            state.best_model_checkpoint = best  # the directory of the run may have been moved
+        elif self._resumed is not None and self._resumed[0] == state.best_global_step:
+            state.best_model_checkpoint = self._resumed[1]  # it was downloaded
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Check that the RNG was restored."""
+        if self._rng is not None:
+            raise HfshardError(
+                "This version of transformers no longer restores the random state when hfshard expects it: the "
+                "training would go on inexactly. Install one that is named in hfshard's requirements."
+            )
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Keep the metrics of all evaluation datasets for the checkpoint."""
+        before = self._metrics[1] if self._metrics[0] == state.global_step else {}
+        found = {name: value for name, value in kwargs.get("metrics", {}).items() if isinstance(value, int | float)}
+        self._metrics = (state.global_step, {**before, **found})
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Defer a save at an epoch's last step to the end of the epoch."""
+        if control.should_save and state.epoch == int(state.epoch):
+            control.should_save = False
+            self._is_save_deferred = True
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Make a deferred save; finish all saves before the best model is loaded."""
+        if self._is_save_deferred:
+            control.should_save = True
+            self._is_save_deferred = False
+        if control.should_training_stop:
+            with Ranks.meeting("training stops") as ranks:
+                ranks.on_each(self._attached()[0].wait_until_finished)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Wait for the last save."""
+        manager, _ = self._attached()
+        if self._is_own:
+            manager.close()
+        else:
+            manager.wait_until_finished()
+
+    def _training_state(self, unlogged: UnloggedLoss) -> TrainingState:
+        _, trainer = self._attached()
+        return TrainingState(
+            model=trainer.model,
+            optimizer=trainer.optimizer,
+            scheduler=trainer.lr_scheduler,
+            loader=unlogged,
+            scaler=getattr(trainer.accelerator, "scaler", None),
+        )
+
+    def _attached(self) -> tuple[CheckpointManager, Trainer]:
+        if self.manager is None or self._trainer is None:
+            raise InvalidArgumentError(
+                "A CheckpointCallback must know its Trainer: checkpoints.attach(trainer) before trainer.train()."
+            )
+        return self.manager, self._trainer
+
+
+# The batches of a Trainer: seeded one by one, and compared between a checkpoint and the training that resumes.
+
+
+_DATA: Final = {
+    "seed": "seed (or data_seed)",
+    "shuffled_by": "seed that torch had when the loader was made",
+    "samples": "number of samples",
+    "batches": "number of batches in an epoch",
+    "accumulated": "gradient_accumulation_steps",
+}
+"""What has to be the same again for the same batches, and what a message calls it."""
+
+
+def prepared_seeded_loader(accelerator: Accelerator, loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
+    """Return a prepared loader with the batches of another prepared one, each loaded under seeds of its own.
+
+    The other one gives this process its share of the batches already, so Accelerate must not share them out again.
+    """
+    share = BatchShare.of(accelerator)
+    seeded = _seeded_loader(loader, seed, share)
+    if share.count == 1:
+        return accelerator.prepare_data_loader(seeded)  # type: ignore[no-any-return]
+    return prepare_data_loader(  # type: ignore[no-any-return]
+        seeded,
+        accelerator.device,
+        num_processes=1,
+        process_index=0,
+        put_on_device=accelerator.device_placement,
+        rng_types=list(accelerator.rng_types),
+        dispatch_batches=False,
+        non_blocking=accelerator.non_blocking,
+    )
+
+
+def _seeded_loader(loader: DataLoader[Any], seed: int, share: BatchShare) -> DataLoader[Any]:
+    """Return a loader with the same batches in the same order, each loaded under seeds of its own.
+
+    It draws from the global RNGs as before, but not with persistent workers: see `CheckpointCallback._eval_dataloader`.
+    """
+    plain = plain_loader(share.loader(loader, loader.batch_sampler, seed))
+    if not loader.persistent_workers:
+        plain.generator = loader.generator
+    return plain
+
+
+def data_settings(args: TrainingArguments, loader: Any) -> dict[str, int | None]:
+    """Return the settings that the batches of a training and their order depend on."""
+    sampler = getattr(loader.batch_sampler, "sampler", None)
+    return {
+        "seed": batch_seed(args),
+        "shuffled_by": getattr(sampler, "initial_seed", None),  # of Accelerate's sampler
+        "samples": length_of(loader.dataset),
+        "batches": length_of(loader),
+        "accumulated": args.gradient_accumulation_steps,
+    }
+
+
+def batch_seed(args: TrainingArguments) -> int:
+    """Return the seed of what is drawn while data are loaded."""
+    return args.seed if args.data_seed is None else args.data_seed
+
+
+def check_same_data(was: dict[str, int | None], now: dict[str, int | None], checkpoint: str) -> None:
+    """Refuse to skip batches that are not those of the saved training.
+
+    Raises:
+        StateDictMismatchError: A setting differs; the message says which.
+    """
+    for name, title in _DATA.items():
+        if was.get(name) != now.get(name):
+            raise StateDictMismatchError(
+                f"The training of the checkpoint '{checkpoint}' had other batches than this one has: its {title} was "
+                f"{was.get(name)}, and is {now.get(name)}. Set it as it was; or set ignore_data_skip=True, which "
+                "begins the epoch anew.",
+                path=checkpoint,
+                expected=was.get(name),
+                actual=now.get(name),
+            )
+
+
+class UnloggedLoss:
+    """The sum of losses since one was last logged, which each rank has for its own batches.
+
+    It takes the place of the loader in the training state, of which each rank saves its own.
+    """
+
+    def __init__(self, loss: float = 0.0) -> None:
+        self.loss = loss
+
+    def state_dict(self) -> dict[str, float]:
+        """Return the sum."""
+        return {"loss": self.loss}
+
+    def load_state_dict(self, state_dict: Mapping[str, float]) -> None:
+        """Take the sum that was saved."""
+        self.loss = state_dict["loss"]
+
+
+# Checkpoints in stores for Trainer, which reads its own progress from a directory before it asks for anything else.
+
+
+_BEST: Final = "best_model_checkpoint"
+"""What Trainer gives up where it is no directory; `CheckpointCallback` knows it anyway."""
+
+
+@contextmanager
+def near_checkpoint(path: str) -> Iterator[str]:
+    """Give Trainer a directory: that of the checkpoint; or, of one in a store, one with Trainer's own progress alone.
+
+    Args:
+        path: A directory, or an address.
+
+    Raises:
+        MissingShardError: Trainer has not saved it.
+    """
+    if not is_address(path):
+        yield path
+        return
+    progress = json.loads(files_at(path).read_small(STATE_FILE))
+    with tempfile.TemporaryDirectory(prefix="hfshard-") as directory:
+        with open(os.path.join(directory, STATE_FILE), "w", encoding="utf-8") as file:
+            json.dump({**progress, _BEST: None}, file)
+        yield os.path.realpath(directory)
+
+
+# The small files that a Trainer's checkpoint has beside the state: its own progress and the tokenizer.
+
+
+STATE_FILE: Final = "trainer_state.json"
+"""The file that Trainer reads its own progress from."""
+
+
+def trainer_files(trainer: Trainer) -> dict[str, bytes]:
+    """Trainer's own progress, and the tokenizer's files, as Trainer would write them."""
+    tokenizer = trainer.processing_class
+    if tokenizer is None:
+        tokenizer = getattr(trainer.data_collator, "tokenizer", None)
+    with tempfile.TemporaryDirectory(prefix="hfshard-") as directory:
+        trainer.state.save_to_json(os.path.join(directory, STATE_FILE))
+        if tokenizer is not None:
+            tokenizer.save_pretrained(directory)
+        files = {path.name: path.read_bytes() for path in sorted(Path(directory).iterdir()) if path.is_file()}
+        if folders := sorted(path.name for path in Path(directory).iterdir() if path.is_dir()):
+            logger.warning("Not saved with the checkpoint: the tokenizer's %s.", ", ".join(folders))
+    return files
+
+
+# Where a Trainer resumes from: a checkpoint on a hub is brought to this machine before Trainer looks for its files.
+
+
+_STOCK_FOLDER: Final = re.compile(r"|last-checkpoint|checkpoint-\d+")
+"""Where Trainer pushes checkpoints, by `hub_strategy`; or at the top, if somebody has uploaded one."""
+
+Place = str | os.PathLike[str] | bool
+"""What `Trainer.train` takes as `resume_from_checkpoint`; True: the newest checkpoint."""
+
+
+def bring_here(place: Place, manager: CheckpointManager, args: TrainingArguments) -> str | None:
+    """Download a checkpoint, and compare every byte with its checksum; every rank must call.
+
+    The first rank does both, and so does each other one that does not see the directory which it used. What Trainer
+    alone has pushed has the Hub's checksums only.
+
+    Args:
+        place: A directory, an address of a store, "org/name" on the Hub, or a directory hub, the last two with
+            "@revision" for one other than main. True: of the run; if that has none, of the hub that the manager pushes
+            to.
+        manager: The run's.
+        args: The Trainer's, for its directory and token.
+
+    Returns:
+        The checkpoint's directory, or its address, from which nothing is downloaded yet; None where the place is for
+        Trainer to find: a directory, or what True means to it.
+
+    Raises:
+        CheckpointNotFoundError: There is no training checkpoint.
+        HubError: It could not be downloaded.
+        DamagedCheckpointError: It is damaged.
+        RankFailedError: Another rank has one of these errors.
+    """
+    with Ranks.meeting("resume_from_checkpoint") as ranks:
+        path = ranks.first(lambda: _fetched(place, manager, args))
+        if path is None:
+            return None
+        return ranks.on_each(lambda: path if os.path.isdir(path) else _fetched(place, manager, args))
+
+
+def _fetched(place: Place, manager: CheckpointManager, args: TrainingArguments) -> str | None:
+    address = _newest(manager, args) if isinstance(place, bool) else place
+    if address is None or (os.path.isdir(address) and not has_hub_marker(os.fspath(address))):
+        return None
+    try:
+        token = None if is_address(address) else args.hub_token  # of a store, it is for pushes
+        checkpoint, _ = checked_at(address, "full", token=token, progress=manager.progress, is_read_next=True)
+    except CheckpointNotFoundError:
+        if is_address(address):
+            raise
+        stock = _fetched_from_trainer(address, args.hub_token, manager.progress)
+        if stock is None:
+            raise
+        return stock
+    return checkpoint.path
+
+
+def _fetched_from_trainer(address: str | os.PathLike[str], token: str | None, progress: bool | None) -> str | None:
+    """Download what Trainer alone has pushed, which it then resumes as it always does; None where there is no such."""
+    repo_id, revision = split_address(address)
+    tree = _tree(repo_id, revision, token)
+    if tree is None:
+        return None
+    folders = [path.rpartition("/")[0] for path in tree.files if os.path.basename(path) == STATE_FILE]
+    found = [folder for folder in folders if _STOCK_FOLDER.fullmatch(folder)]
+    if not found:
+        return None
+    from hfshard.places.fetch import pull_from_hub
+
+    newest = max(found, key=_order)
+    query = CheckpointQuery(
+        revision=tree.commit, subfolder=newest, token=token, allow_patterns=["*"], needs_companions=True
+    )
+    return pull_from_hub(repo_id, None, query, progress=progress)
+
+
+def _tree(repo_id: str, revision: str | None, token: str | None) -> RepoTree | None:
+    """Ask a hub for its files; None where it can't be asked."""
+    from hfshard.hub.download import fetch_tree_for_reading, is_offline  # huggingface_hub's import takes time
+
+    if has_hub_marker(repo_id):
+        from hfshard.hub.directory.directory_hub import DirectoryHub
+
+        return DirectoryHub.open(repo_id).tree(revision)
+    if directory_of(repo_id) is not None or is_offline(local_files_only=False):
+        return None
+    return fetch_tree_for_reading(repo_id, revision, token)
+
+
+def _order(folder: str) -> tuple[bool, bool, int]:
+    """What is at the top comes before `last-checkpoint`, and that before those with numbers."""
+    number = folder.rpartition("-")[2]
+    return not folder, folder == "last-checkpoint", int(number) if number.isdecimal() else 0
+
+
+def _newest(manager: CheckpointManager, args: TrainingArguments) -> str | None:
+    """What True means, where Trainer does not find it by itself."""
+    if is_address(manager.root) and (step := manager.latest_step()) is not None:
+        return manager.path_of(step)
+    root = str(args.output_dir)
+    if os.path.isdir(root) and get_last_checkpoint(root) is not None:
+        return None
+    return manager.push_to_hub if manager.latest_step() is None else None
+
+
+# Translates a Trainer's arguments for its checkpoints, and refuses those that are not fully supported.
+
+
+REPLACED: Final = (
+    "_save_checkpoint",
+    "_load_optimizer_and_scheduler",
+    "_load_rng_state",
+    "_load_from_checkpoint",
+    "_load_best_model",
+    "get_train_dataloader",
+    "get_eval_dataloader",
+    "train",
+)
+"""Methods of a Trainer that are replaced. The first five are private: on another version of transformers,
+`check_trainer` finds that one is gone, and the tests fail where one is no longer called."""
+
+_PROCESSES: Final = (ParallelMode.NOT_PARALLEL, ParallelMode.NOT_DISTRIBUTED, ParallelMode.DISTRIBUTED)
+
+
+def manager_from_arguments(args: TrainingArguments, arguments: dict[str, Any]) -> CheckpointManager:
+    """Make the manager that the Trainer's arguments describe; those of the callback have precedence."""
+    known: dict[str, Any] = {}
+    if args.save_total_limit is not None and args.save_total_limit > 0:
+        known["max_to_keep"] = args.save_total_limit
+    if args.metric_for_best_model is not None:
+        known |= {"keep_best": _metric_name(args), "metric_mode": "max" if args.greater_is_better else "min"}
+    return CheckpointManager(str(args.output_dir), **{**known, **arguments})
+
+
+def _metric_name(args: TrainingArguments) -> str:
+    name = str(args.metric_for_best_model)
+    return name if name.startswith("eval_") else f"eval_{name}"
+
+
+def check_trainer(trainer: Trainer) -> None:
+    """Refuse a Trainer with settings that are not fully supported."""
+    args = trainer.args
+    if missing := [name for name in (*REPLACED, "store_flos") if not hasattr(trainer, name)]:
+        raise InvalidArgumentError(
+            f"{type(trainer).__name__} has no {', '.join(missing)}: CheckpointCallback does not know this version of "
+            "transformers. Install one that is named in hfshard's requirements."
+        )
+    _check_processes(trainer)
+    # Trainer itself demands save_only_model of a model that a distributed_config has spread.
+    if args.save_only_model and not getattr(trainer, "is_distributed_loading_by_transformers", False):
+        raise InvalidArgumentError(
+            "save_only_model=True leaves nothing to resume from: remove it, or train without the CheckpointCallback."
+        )
+    strategy = HubStrategy(args.hub_strategy)
+    if args.push_to_hub and strategy != HubStrategy.END:
+        raise InvalidArgumentError(
+            f"hub_strategy='{strategy.value}' would push what Trainer saves, which is nothing: set it to 'end', and "
+            "give CheckpointCallback push_to_hub='org/name' for a push of each checkpoint."
+        )
+    peft = sys.modules.get("peft")
+    if peft is not None and isinstance(trainer.model, peft.PeftModel):
+        raise InvalidArgumentError(
+            "CheckpointCallback saves whole models, and this one is a PeftModel, of which only the adapter is to be "
+            "saved. Train without it."
+        )
+
+
+def _check_processes(trainer: Trainer) -> None:
+    """Refuse what spreads a training over processes in a way that is not supported."""
+    args = trainer.args
+    if trainer.is_deepspeed_enabled or args.parallel_mode not in _PROCESSES:
+        name = "DeepSpeed" if trainer.is_deepspeed_enabled else args.parallel_mode.value
+        raise InvalidArgumentError(
+            "CheckpointCallback saves trainings of one process, DistributedDataParallel, FSDP2 and tensor parallelism. "
+            f"This Trainer uses {name}, which keeps parts of the state to itself: train without the callback."
+        )
+    if trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2:
+        raise InvalidArgumentError(
+            "This Trainer uses FSDP1, whose flat parameters have no names and shapes of their own. Use FSDP2: "
+            'TrainingArguments(fsdp=True, fsdp_config={"version": 2}).'
+        )
+    dispatches = trainer.accelerator.dispatch_batches and not isinstance(trainer.train_dataset, IterableDataset)
+    if args.world_size > 1 and dispatches:
+        raise InvalidArgumentError(
+            "With accelerator_config={'dispatch_batches': True} the first process loads the batches of all, which "
+            "CheckpointCallback can't seed one by one. Leave it out: each process then loads its own."
+        )
+
+
+def check_rotation(args: TrainingArguments, manager: CheckpointManager) -> None:
+    """Refuse settings by which Trainer and the manager would keep different checkpoints."""
+    limit = args.save_total_limit
+    if limit is not None and limit > 0 and limit != manager.max_to_keep:
+        raise InvalidArgumentError(
+            f"save_total_limit={limit}, and the CheckpointManager has max_to_keep={manager.max_to_keep}: remove one, "
+            "or make them equal."
+        )
+    if not args.load_best_model_at_end:
+        return
+    if limit == 1:
+        raise InvalidArgumentError(
+            "With save_total_limit=1 and load_best_model_at_end=True, Trainer itself removes the last checkpoint in "
+            "the end. Give max_to_keep=1 to CheckpointCallback instead, which keeps the last and the best."
+        )
+    mode = "max" if args.greater_is_better else "min"
+    if manager.max_to_keep is not None and (manager.keep_best, manager.metric_mode) != (_metric_name(args), mode):
+        raise InvalidArgumentError(
+            "load_best_model_at_end=True needs a CheckpointManager that keeps the best checkpoint: "
+            f"CheckpointManager(..., keep_best='{_metric_name(args)}', metric_mode='{mode}')."
+        )
+
+
+# The weights of a Trainer's checkpoints: who has saved them, and how each rank loads its part of them.
+
+
+_STOCK_FILES: Final = ("optimizer.pt", "scheduler.pt")
+"""A directory that has one of them was saved by Trainer alone. Under FSDP it writes the second only."""
+
+
+def is_stock_checkpoint(checkpoint: str) -> bool:
+    """Whether Trainer alone has saved a checkpoint."""
+    return any(os.path.isfile(os.path.join(checkpoint, name)) for name in _STOCK_FILES)
+
+
+def load_parts(model: Any, checkpoint: str | None) -> bool:
+    """Load a checkpoint of ours into a model that is spread over ranks. Every rank must call.
+
+    Returns:
+        False for other models and checkpoints, into which nothing was loaded.
+    """
+    if checkpoint is None or is_stock_checkpoint(checkpoint) or not has_spread_state(model):
+        return False
+    load_into_spread_module(model, CheckpointSource(checkpoint, CheckpointQuery()), LoadOptions(strict=True))
+    return True

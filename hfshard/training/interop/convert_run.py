@@ -1,0 +1,245 @@
+"""Makes a checkpoint of ours of another program's, without the model: what is by position gets names, or is refused."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+
+from hfshard._util.arguments import absolute_path, names_files
+from hfshard.constants import CONFIG_NAME, DEFAULT_MAX_SHARD_SIZE, GENERATION_CONFIG_NAME
+from hfshard.errors import CheckpointNotFoundError, HfshardError, InvalidArgumentError
+from hfshard.format.digests import Checksum
+from hfshard.format.file_names import MODEL_BASE
+from hfshard.saving.save_request import request_from_state_dict
+from hfshard.tensors.parameter_names import strip_compiled, without_common_wrappers
+from hfshard.tensors.tied import find_shared_tensors
+from hfshard.training.interop.foreign_checkpoint import ForeignCheckpoint, ForeignRequest
+from hfshard.training.interop.foreign_optimizer import (
+    are_sorted_by_name,
+    check_positions,
+    names_by_order,
+    stated_names,
+    unknown_owners,
+)
+from hfshard.training.interop.foreign_readers import is_optimizer_state, is_weights, reader_of
+from hfshard.training.run.find_checkpoint import files_at, run_place
+from hfshard.training.run.manifest import Rotation, checkpoint_path
+from hfshard.training.run.run_storage import check_names
+from hfshard.training.run.run_writer import RunWriter
+from hfshard.training.state.collect_state import Components, RankState, SavePayload, collect, rank_prefix, save_options
+from hfshard.training.state.nested import NotStored, encode
+from hfshard.training.state.step import checked_step
+
+_OF_MODEL: Final = (CONFIG_NAME, GENERATION_CONFIG_NAME)
+"""Companions that belong to the model, as in its own saves."""
+
+_NO_POSITION: Final = "the position in the data"
+_SCHEDULER: Final = re.compile(r"scheduler(?:_\d+)?")
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertedRun:
+    """A checkpoint that was made of another program's."""
+
+    path: str
+    """Its directory."""
+    step: int
+    parts: tuple[str, ...]
+    """The names of its parts."""
+    lacking: tuple[str, ...]
+    """As in `RestoredStep`."""
+    differences: tuple[str, ...]
+    """What was left out. Always empty with strict."""
+
+
+def is_foreign_run(place: str) -> bool:
+    """Whether a place has the state of an optimizer that another program has saved; False where it can't be read.
+
+    Example:
+        if is_foreign_run("checkpoint.pth.tar"):
+            convert_foreign("checkpoint.pth.tar", "run")
+    """
+    reader = reader_of(place)
+    if reader is None:
+        return False
+    try:
+        found = reader(place, ForeignRequest(strict=False, verify="structure"))
+    except HfshardError:  # whoever reads it next says what is wrong
+        return False
+    return any(is_optimizer_state(value) for value in found.components.values())
+
+
+@names_files("root")
+def convert_foreign(
+    path: str,
+    root: str | os.PathLike[str],
+    *,
+    keys: Mapping[str, str] | None = None,
+    in_order: Callable[[ForeignCheckpoint], ForeignCheckpoint] = lambda foreign: foreign,
+    step: int | None = None,
+    strict: bool = True,
+    max_shard_size: int | str = DEFAULT_MAX_SHARD_SIZE,
+    checksum: Checksum = "xxh3",
+    progress: bool | None = None,
+) -> ConvertedRun:
+    """Make a checkpoint of a run of what another program has saved.
+
+        convert_foreign("checkpoint.pth.tar", "run")
+        CheckpointManager("run").restore_latest(state)
+
+    Args:
+        path: The file or directory.
+        root: The run's directory, made if it is missing.
+        keys, strict: As in `CheckpointManager.restore`.
+        in_order: Puts what was read into the order of its model, as `trainer_names.in_order_of_model` does.
+        step: Of the checkpoint; None: the step that the file has, else its epoch, else 0.
+        max_shard_size, checksum, progress: As in `CheckpointManager`.
+
+    Raises:
+        CheckpointNotFoundError: It is no checkpoint of another program.
+        InvalidArgumentError: It has no weights; it is not known whose state is whose in its optimizer; or the run has a
+            checkpoint of this step. Nothing was written.
+        UnsafePickleError, DamagedCheckpointError: It can't be read.
+    """
+    root = absolute_path(root, "root")
+    reader = reader_of(path)
+    if reader is None:
+        raise CheckpointNotFoundError(f"'{path}' is no checkpoint of another program. Check the path.", path=path)
+    read = reader(path, ForeignRequest(keys=keys or {}, strict=strict))
+    _refuse_unknown_names(read)
+    foreign = in_order(read)
+    number = checked_step(foreign.step or 0 if step is None else step)
+    if not any(words.startswith(_NO_POSITION) for words in foreign.lacking):
+        foreign = replace(foreign, lacking=(*foreign.lacking, _NO_POSITION))
+    payload = _payload(foreign, max_shard_size, checksum, progress).of_one_process()
+    files = {name: raw for name, raw in foreign.companions.items() if name not in _OF_MODEL}
+    check_names(files, payload)
+    writer = RunWriter(run_place(root), Rotation(), None, progress)
+    try:
+        with writer.turn("convert"):
+            target = checkpoint_path(root, number)
+            if os.path.lexists(target) or files_at(target).is_there():
+                raise InvalidArgumentError(
+                    f"'{target}' is there already. Give another run, or another step.", path=root
+                )
+            writer.begin()
+            foreign.confirm()
+            saved = writer.write(number, payload, {}, files, blocking=True)
+    finally:
+        writer.close()
+    return ConvertedRun(saved.path, number, tuple(foreign.components), foreign.lacking, foreign.differences)
+
+
+def _payload(
+    foreign: ForeignCheckpoint, max_shard_size: int | str, checksum: Checksum, progress: bool | None
+) -> SavePayload:
+    weights = _weights_of(foreign)
+    components = Components({}, {}, {})
+    for name, value in foreign.components.items():
+        kind, encoded = _encoded(name, value, foreign, weights, components)
+        components.encoded[name] = {"kind": kind, "state": encoded}
+    tensors: dict[str, torch.Tensor] = {}
+    nested = {"rng": encode(foreign.rng, f"{rank_prefix(0)}rng", tensors), "components": {}}
+    options = save_options(max_shard_size, checksum, progress)
+    payload = collect(components, None, [RankState(nested, tensors)], foreign.extra, options, foreign.lacking)
+    only_tensors = {key: one for key, one in weights.items() if isinstance(one, torch.Tensor)}
+    of_model = {name: foreign.companions[name] for name in _OF_MODEL if name in foreign.companions}
+    request = request_from_state_dict(only_tensors, options)
+    request = replace(request, config=of_model.pop(CONFIG_NAME, None), model_files=of_model)
+    return replace(payload, requests={MODEL_BASE: request, **payload.requests})
+
+
+def _weights_of(foreign: ForeignCheckpoint) -> dict[str, Any]:
+    """The model's state by names without wrappers."""
+    stored: Mapping[str, Any] = foreign.components.get("model", {})
+    if not is_weights(stored):
+        raise InvalidArgumentError(
+            f"'{foreign.path}' has no weights under a usual key, and nothing was written. Say where they are: "
+            "keys={'model': ...}.",
+            path=foreign.path,
+        )
+    names = {name: strip_compiled(short) for name, short in without_common_wrappers(stored).items()}
+    return {names[name]: value for name, value in stored.items()}
+
+
+def _refuse_unknown_names(foreign: ForeignCheckpoint) -> None:
+    """Refuse an optimizer whose groups state names that the weights do not have: no restore would know them."""
+    weights = _weights_of(foreign)
+    for component, value in foreign.components.items():
+        groups = value["param_groups"] if is_optimizer_state(value) else []
+        unknown = [one for own in stated_names(groups, weights, {}) or () for one in own if one not in weights]
+        if unknown:
+            raise unknown_owners(
+                component, foreign.path, f"its groups name '{unknown[0]}', which is none of the weights"
+            )
+
+
+def _encoded(
+    name: str, value: Any, foreign: ForeignCheckpoint, weights: Mapping[str, Any], components: Components
+) -> tuple[str, Any]:
+    """The kind of a part, and its state in the form that ours has."""
+    if name == "model":
+        others = {key: one for key, one in weights.items() if not isinstance(one, torch.Tensor)}
+        return "module", encode(others, name, components.tensors)
+    if is_optimizer_state(value):
+        check_positions(value, name, foreign.path)
+        _check_one_owner(name, foreign)
+        stated = stated_names(value["param_groups"], weights, find_shared_tensors(weights))
+        by_order = stated is None
+        names = _names_by_order(name, value, foreign, weights) if stated is None else stated
+        own = name == "optimizer"
+        tensors = components.optimizer_tensors if own else components.tensors
+        encoded = _encoded_optimizer(value, names, tensors, "" if own else f"{name}/")
+        return "optimizer", {**encoded, "by_position": by_order}
+    if _SCHEDULER.fullmatch(name):
+        state = encode(dict(value), name, components.tensors, lambda one: one if isinstance(one, NotStored) else None)
+        return "scheduler", {"class": None, "state": state}
+    return "module" if is_weights(value) else "stateful", encode(value, name, components.tensors)
+
+
+def _check_one_owner(component: str, foreign: ForeignCheckpoint) -> None:
+    optimizers = [one for one in foreign.components.values() if is_optimizer_state(one)]
+    if len(optimizers) > 1 and sum(map(is_weights, foreign.components.values())) > 1:
+        raise unknown_owners(component, foreign.path, "there are several optimizers and models")
+
+
+def _names_by_order(
+    component: str, saved: Mapping[str, Any], foreign: ForeignCheckpoint, weights: Mapping[str, Any]
+) -> list[list[str]]:
+    if not foreign.has_order:
+        raise unknown_owners(component, foreign.path, "its weights, in safetensors, do not stand in the model's order")
+    if are_sorted_by_name(list(weights)):
+        raise unknown_owners(component, foreign.path, "its weights were sorted by name, and their order is not told")
+    return [names_by_order(saved, weights, component, foreign.path)]
+
+
+def _encoded_optimizer(
+    saved: Mapping[str, Any], names: Sequence[Sequence[str]], tensors: dict[str, torch.Tensor], prefix: str
+) -> dict[str, Any]:
+    groups = saved["param_groups"]
+    by_position = {key: name for group, own in zip(groups, names) for key, name in zip(group["params"], own)}
+    others = {key: value for key, value in saved["state"].items() if key not in by_position}
+    more = {key: value for key, value in saved.items() if key not in ("state", "param_groups")}
+    return {
+        "class": None,
+        "groups": [
+            {"params": own, "options": encode(_options(group), f"{prefix}param_groups/{number}", tensors)}
+            for number, (group, own) in enumerate(zip(groups, names))
+        ],
+        "state": {
+            by_position[key]: encode(value, f"{prefix}{by_position[key]}", tensors)
+            for key, value in saved["state"].items()
+            if key in by_position
+        },
+        "others": encode(others, f"{prefix}others", tensors),
+        "more": encode(more, f"{prefix}more", tensors),
+    }
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}

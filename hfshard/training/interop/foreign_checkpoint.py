@@ -1,0 +1,265 @@
+"""Another program's checkpoint: its directory read file by file, and what a reader makes of it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from hfshard.checkpoint.check_files import check_checksums, compare_pickles
+from hfshard.checkpoint.companion_files import find_companion_files
+from hfshard.checkpoint.load_options import read_tensors
+from hfshard.checkpoint.open_checkpoint import open_checkpoint
+from hfshard.constants import MAX_INDEX_BYTES
+from hfshard.disk.safe_open import Identity, identity_of, open_regular, read_small, refuse_links_to_outside
+from hfshard.errors import CheckpointChangedError, CheckpointNotFoundError, StateDictMismatchError, remedy
+from hfshard.format.strict_json import parse_json_object
+from hfshard.pickles.pickle_file import PickleFile
+from hfshard.shards.shard import SafetensorsShard
+from hfshard.training.interop.plain_values import read_plain_file
+from hfshard.training.run.find_checkpoint import Level
+from hfshard.training.run.manifest import MANIFEST
+from hfshard.training.run.run_storage import TRAINING_STATE
+from hfshard.training.state.training_state import PartKind
+
+_TAIL_BYTES: Final = 1 << 16
+"""The end of a file that tells it from another one: there a zip lists the checksums of its records."""
+
+
+NO_RNG: Final = "the random number generators (dropout and shuffling go on from those of this process)"
+NO_STEP: Final = "the number of steps (0 is taken)"
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignRequest:
+    """What is wanted of a foreign checkpoint."""
+
+    kinds: Mapping[str, PartKind] = field(default_factory=dict)
+    """The parts of the state that is restored: name -> kind. Empty where there is no state: a conversion."""
+    keys: Mapping[str, str] = field(default_factory=dict)
+    """Name of a part -> where its state lies in the file, with dots for what is nested: "ema.state_dict"."""
+    strict: bool = True
+    """Refuse a file if something in it can't be read without running code; else that is left out and reported."""
+    verify: Level = "full"
+    """"full": compare every byte with the checksums that the files have."""
+    rank: int = 0
+    world_size: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignCheckpoint:
+    """Another program's checkpoint, read and not yet compared with a training state.
+
+    What in its values was not read, such as a scheduler's bound method, is `nested_types.NOT_STORED`.
+    """
+
+    path: str
+    """The file or directory."""
+    files: Mapping[str, Identity]
+    """Path of each file that was read -> which one it was."""
+    step: int | None
+    """None where it has none."""
+    components: Mapping[str, Any]
+    """Name of a part -> what its own `state_dict()` returned; parameters of an optimizer are by position, still. Names
+    are those of the request where they were found, those of the file otherwise. Tensors of modules may be mapped files,
+    all others are in memory."""
+    files_of_rank: Mapping[str, Identity] = field(default_factory=dict)
+    """As `files`: those that this rank alone has read."""
+    has_order: bool = True
+    """Whether the tensors of modules stand in the order of their `state_dict()`: safetensors sorts them."""
+    epochs: float | None = None
+    """How many epochs were trained, whole ones and a part of one; None where it does not say."""
+    extra: Any = None
+    """What else it holds: epoch, loss, arguments."""
+    rng: dict[str, Any] | None = None
+    """This rank's random number generators, in the form of `parts.rng.rng_state`; None where it has none."""
+    companions: Mapping[str, bytes] = field(default_factory=dict)
+    """Small files that belong to the model, such as config.json: a conversion takes them along."""
+    lacking: tuple[str, ...] = ()
+    """What it does not hold, in words that follow on "lacks": "the position in the data"."""
+    differences: tuple[str, ...] = ()
+    """What was left out as it can't be read without running code, in sentences. Always empty with strict."""
+
+    def confirm(self) -> None:
+        """Check that no file was replaced or changed since it was read.
+
+        Raises:
+            CheckpointChangedError: One was.
+        """
+        for path, identity in {**self.files, **self.files_of_rank}.items():
+            try:
+                now = identity_of(os.stat(path))
+            except OSError:
+                now = None
+            if now != identity:
+                raise CheckpointChangedError(
+                    f"'{path}' was replaced while it was being read, and nothing was restored. Try again.", path=path
+                )
+
+    def fingerprint(self) -> str:
+        """Digest the names, the sizes and the ends of its files: the same on every rank that sees the same ones."""
+        digest = hashlib.sha256()
+        for path in sorted(self.files):
+            with open(path, "rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(0, size - _TAIL_BYTES))
+                digest.update(f"{os.path.basename(path)} {size} ".encode() + file.read(_TAIL_BYTES))
+        return digest.hexdigest()
+
+
+# A directory of another program's checkpoint, read file by file: weights, pickles and JSON, and what is not there.
+
+
+_OURS: Final = frozenset({MANIFEST, TRAINING_STATE})
+"""A directory that has one of these is a checkpoint of ours, maybe a damaged one."""
+
+_OF_MANY_RANKS: Final = re.compile(
+    r"global_step\d+|zero_to_fp32\.py|mp_rank_.*|iter_\d+|pytorch_model(?:_fsdp)?(?:_\d+)?|optimizer_\d+|"
+    r"pytorch_model_fsdp(?:_\d+)?\.bin|rank\d+-of-\d+-optimizer\.pt|optimizer\.pt_.*"
+)
+"""What DeepSpeed, FSDP, Megatron-LM and XLA leave: parts of tensors, for the ranks that saved them."""
+
+
+def names_in(place: object) -> frozenset[str]:
+    """The entries of a directory in which another program may have saved; none where it is none, or has ours."""
+    names = frozenset(os.listdir(place)) if isinstance(place, str) and os.path.isdir(place) else frozenset()
+    return frozenset() if names & _OURS else names
+
+
+_LINKS: Final = (
+    "the directory that is converted, and what they lead to would be published with the checkpoint. Put what belongs "
+    "to it in their place, or move the links away."
+)
+
+
+class ForeignDirectory:
+    """The files of one directory, and which of them were read.
+
+    Attributes:
+        path: The directory.
+        request: What is wanted of it.
+        names: Of all its entries.
+        files: Path of each file that was read -> which one it was.
+        files_of_rank: Those that this rank alone reads.
+        has_order: Whether tensors came in the order of a `state_dict()`.
+        differences: What was left out, in sentences.
+    """
+
+    def __init__(self, path: str, request: ForeignRequest) -> None:
+        """List the directory.
+
+        Raises:
+            StateDictMismatchError: Its tensors are spread over files of many ranks.
+        """
+        self.path = path
+        self.request = request
+        self.names = frozenset(os.listdir(path))
+        self.files: dict[str, Identity] = {}
+        self.files_of_rank: dict[str, Identity] = {}
+        self.has_order = True
+        self.differences: list[str] = []
+        self._refuse_parts_of_ranks()
+
+    def weights(self, base: str = "model") -> dict[str, Any] | None:
+        """Read the weights whose files begin with a word; None where there are none.
+
+        Raises:
+            DamagedCheckpointError, UnsafePickleError: A file is damaged, or asks for more than tensors.
+        """
+        try:
+            with open_checkpoint(self.path, base=base) as checkpoint:
+                if self.request.verify == "full" and checkpoint.pickles:
+                    compare_pickles(checkpoint.pickles)
+                elif self.request.verify == "full" and checkpoint.index.is_verifiable:
+                    weights_path = checkpoint.weights_path
+                    check_checksums(checkpoint.folder, weights_path, checkpoint.index, checkpoint.shards, None)
+                opened: list[SafetensorsShard | PickleFile] = [
+                    *checkpoint.shards.values(),
+                    *checkpoint.pickles.values(),
+                ]
+                self.has_order &= len(opened) == 1 and not checkpoint.shards
+                self.files |= {one.path: one.identity for one in opened}
+                return read_tensors(checkpoint, None, "cpu", "auto")
+        except CheckpointNotFoundError:
+            return None
+
+    def pickle(self, name: str, *, is_of_rank: bool = False) -> Any:
+        """Read a file of torch.save as plain values; None where it is missing.
+
+        Args:
+            name: The file's.
+            is_of_rank: Whether other ranks read another one in its place.
+
+        Raises:
+            UnsafePickleError: It asks for what runs code; or, with strict, for anything but plain data.
+            DamagedCheckpointError: It is not whole.
+        """
+        if name not in self.names:
+            return None
+        path = os.path.join(self.path, name)
+        file = read_plain_file(path, self.path, strict=self.request.strict, verify=self.request.verify)
+        (self.files_of_rank if is_of_rank else self.files)[path] = file.identity
+        self.differences += file.left_out()
+        return file.copied(file.value, name)
+
+    def json(self, name: str) -> dict[str, Any] | None:
+        """Read a JSON object, in which Python's json may have written NaN; None where the file is missing.
+
+        Raises:
+            DamagedCheckpointError: It is not one.
+        """
+        if name not in self.names:
+            return None
+        path = os.path.join(self.path, name)
+        raw, self.files[path] = read_small(path, self.path, MAX_INDEX_BYTES)
+        return parse_json_object(raw, path=path, what="Training state", remedy=remedy(path), takes_constants=True)
+
+    def companions(self, but: Collection[str]) -> dict[str, bytes]:
+        """Read the small files beside the weights, such as config.json and the tokenizer's, for a conversion alone.
+
+        Args:
+            but: Names to leave out.
+
+        Raises:
+            DamagedCheckpointError: One can't be read.
+        """
+        if self.request.kinds:
+            return {}
+        read = {}
+        companions = find_companion_files(self.path, but)
+        refuse_links_to_outside(self.path, companions, _LINKS)
+        for name, file in companions.items():
+            with os.fdopen(open_regular(file.path, file.root), "rb") as opened:
+                read[name] = opened.read()
+        return read
+
+    def components(self, parts: Mapping[str, Any]) -> dict[str, Any]:
+        """The parts that are there, by the names that the request has for them.
+
+        Raises:
+            StateDictMismatchError: It names one that is not there.
+        """
+        found = {name: state for name, state in parts.items() if state is not None}
+        for name, own in self.request.keys.items():
+            if own not in found:
+                raise StateDictMismatchError(
+                    f"'{self.path}' has no '{own}', which keys names for '{name}', and nothing was restored. It has: "
+                    f"{', '.join(found)}.",
+                    path=self.path,
+                )
+        taken = set(self.request.keys.values())
+        named = {name: found[own] for name, own in self.request.keys.items()}
+        return {name: state for name, state in found.items() if name not in taken} | named
+
+    def _refuse_parts_of_ranks(self) -> None:
+        found = sorted(name for name in self.names if _OF_MANY_RANKS.fullmatch(name))
+        if found:
+            raise StateDictMismatchError(
+                f"'{self.path}' has '{found[0]}', which DeepSpeed, FSDP or another way of spreading a model over ranks "
+                "saves: parts of tensors for the ranks that saved them. Resume it once in the program that saved it, "
+                "and save there: manager.save(step, state).",
+                path=self.path,
+            )

@@ -1,0 +1,309 @@
+"""Names for the parameters in another program's optimizer state, which has them by position."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch.optim import Optimizer
+
+from hfshard._util.text import list_some
+from hfshard.errors import DamagedCheckpointError, InvalidArgumentError, StateDictMismatchError
+from hfshard.tensors.parameter_names import match_prefixes
+from hfshard.tensors.tied import find_shared_tensors
+from hfshard.training.state.optimizer import group_names
+from hfshard.training.state.pending_loads import check_options
+from hfshard.training.state.reordering import Names
+
+LIKE_THEIR_PARAMETER: Final = frozenset(
+    ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta")
+    + ("sum", "prev", "ax")
+)
+"""Slots of torch's optimizers, and of many others, that have the shape of their parameter."""
+
+_SHOWN: Final = 5
+
+
+def named_optimizer_state(
+    optimizer: Optimizer,
+    saved: Mapping[str, Any],
+    names: Names,
+    kept_of: Mapping[str, str],
+    in_file: Sequence[str],
+    component: str,
+    path: str,
+) -> dict[str, Any]:
+    """Bring the state of an optimizer into the form that `encode_optimizer` writes, decoded: by name.
+
+    Names come from `param_names`, where the groups have them. Otherwise torch has the parameters by position: those of
+    each group are taken to be those of the group that was built. If the weights beside the state stand in another order
+    than the model's, and not sorted by names, a group that was built in the model's order may have been so in the file,
+    too: the shapes of the states must tell.
+
+    Args:
+        optimizer: The one that was built; it is not changed.
+        saved: What the `state_dict()` of the other one returned.
+        names: The names of the parameters that the optimizer has now.
+        kept_of: Each name of a tied parameter -> the one that is among `names`.
+        in_file: These names in the order in which the file has the weights; empty if it has none.
+        component: The optimizer's name in the training state, for messages.
+        path: The file's, for messages.
+
+    Raises:
+        DamagedCheckpointError: It is not what an optimizer saves.
+        StateDictMismatchError: It is the state of another optimizer, of other groups, or of parameters in another
+            order, so that it is not known which is whose.
+    """
+    check_positions(saved, component, path)
+    built = group_names(optimizer, names, component)
+    groups = saved["param_groups"]
+    check_options(optimizer, groups, component, path)
+    shapes = {names[id(one)]: tuple(one.shape) for one in _parameters(optimizer)}
+    stated = stated_names(groups, shapes, kept_of)
+    if stated is None:
+        _check_counts(groups, built, component, path)
+        in_model = list(dict.fromkeys(names.values()))
+        stated = []
+        for group, own in zip(groups, built):
+            states = [saved["state"].get(position, {}) for position in group["params"]]
+            stated.append(_names_of_group(own, states, shapes, in_model, in_file, component, path))
+    by_position = {position: name for group, own in zip(groups, stated) for position, name in zip(group["params"], own)}
+    state = {by_position[key]: value for key, value in saved["state"].items() if key in by_position}
+    _check_shapes(state, shapes, component, path)
+    return {
+        "class": None,
+        "groups": [
+            {"params": own, "options": {key: one for key, one in group.items() if key not in ("params", "param_names")}}
+            for group, own in zip(groups, stated)
+        ],
+        "state": state,
+        "others": {key: value for key, value in saved["state"].items() if key not in by_position},
+        "more": {key: value for key, value in saved.items() if key not in ("state", "param_groups")},
+    }
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def check_positions(saved: Mapping[str, Any], component: str, path: str) -> None:
+    """Refuse a state in which parameters have no numbers, or share one, or have something else than a dict of slots.
+
+    Raises:
+        DamagedCheckpointError: It is one.
+    """
+    positions = [position for group in saved["param_groups"] for position in group["params"]]
+    if not all(type(position) in (int, str) for position in positions) or len(set(positions)) < len(positions):
+        what = "its groups do not have a number for each parameter"
+    elif not all(isinstance(saved["state"].get(position, {}), Mapping) for position in positions):
+        what = "a parameter's state is no dict"
+    else:
+        return
+    raise DamagedCheckpointError(
+        f"'{path}' is damaged: its '{component}' is not what an optimizer saves ({what}). Use another checkpoint.",
+        path=path,
+    )
+
+
+def stated_names(
+    groups: Sequence[Mapping[str, Any]], known: Collection[str], kept_of: Mapping[str, str]
+) -> list[list[str]] | None:
+    """The names that the groups say themselves, without wrappers; None where not all of them do.
+
+    Args:
+        groups: The `param_groups` of a state.
+        known: The names of the model's parameters.
+        kept_of: Each name of a tied parameter -> the one by which it is known.
+    """
+    told = [group.get("param_names") for group in groups]
+    is_told = [
+        isinstance(own, list) and len(own) == len(group["params"]) and all(isinstance(one, str) for one in own)
+        for own, group in zip(told, groups)
+    ]
+    if not all(is_told):
+        return None
+    flat = [one for own in told for one in own or ()]
+    all_names = {**{name: name for name in known}, **kept_of}
+    matched = match_prefixes(flat, all_names)
+    if not all_names.keys() >= set(matched.values()):  # of `model.generator.named_parameters()`, maybe
+        prefixes = {name.removesuffix(flat[0]) for name in all_names if name.endswith((f".{flat[0]}", f":{flat[0]}"))}
+        fitting = [one for one in prefixes if {all_names.get(f"{one}{name}") for name in flat} == set(known)]
+        matched = {name: f"{one}{name}" for one in fitting for name in flat} or matched
+    return [[all_names.get(matched[one], matched[one]) for one in own or ()] for own in told]
+
+
+def _check_counts(
+    groups: Sequence[Mapping[str, Any]], built: Sequence[Sequence[str]], component: str, path: str
+) -> None:
+    before = [len(group["params"]) for group in groups]
+    now = [len(group) for group in built]
+    if before != now:
+        raise StateDictMismatchError(
+            f"The groups of '{component}' had {before} parameters in '{path}', and have {now}. Build the optimizer "
+            "with the same parameters in the same groups, or pass strict=False to let it start afresh.",
+            path=path,
+            expected=before,
+            actual=now,
+        )
+
+
+def _names_of_group(
+    built: Sequence[str],
+    states: Sequence[Mapping[str, Any]],
+    shapes: Mapping[str, tuple[int, ...]],
+    in_model: Sequence[str],
+    in_file: Sequence[str],
+    component: str,
+    path: str,
+) -> list[str]:
+    """The names that the positions of a group had in the file, where its states are by position."""
+    own = set(built)
+    before = [name for name in in_file if name in own]
+    in_both = set(before)
+    now = [name for name in in_model if name in in_both]
+    is_told_nothing = len(before) < len(built) and not _owners(built, states)
+    if before == now or are_sorted_by_name(in_file) or is_told_nothing:
+        return list(built)
+    why = ""
+    if list(built) == now and before != sorted(before):
+        fitting = [one for one in (before, now) if _misfit(dict(zip(one, states)), shapes) is None] or [before]
+        if len(fitting) == 1 or _owners(before, states) == _owners(now, states):
+            return fitting[0]
+        why = ", and the states fit both orders"
+    raise StateDictMismatchError(
+        f"'{path}' has the parameters of '{component}' by position, and its weights stand in another order than those "
+        f"of the model ({list_some(before, _SHOWN, quote=True)}; now {list_some(now, _SHOWN, quote=True)}){why}: it is "
+        "not known which state is whose. Build the model and the groups of its optimizer in the order of that run. Or "
+        "pass strict=False, which leaves the optimizer's state out and reports it; where its groups have the order "
+        "that they had, its own load_state_dict takes that state by position then.",
+        path=path,
+    )
+
+
+def _owners(names: Sequence[str], states: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The names of those whose states hold anything."""
+    return [name for name, slots in zip(names, states) if any(value is not None for value in slots.values())]
+
+
+def are_sorted_by_name(names: Sequence[str]) -> bool:
+    """Whether weights were sorted by their names, so that their order does not tell that of the model.
+
+    In the order of a model the weight of a layer comes before its bias.
+
+        assert are_sorted_by_name(["0.bias", "0.weight"])
+    """
+    known = set(names)
+    is_told = any(name.endswith("bias") and f"{name.removesuffix('bias')}weight" in known for name in names)
+    return is_told and list(names) == sorted(names)
+
+
+def _check_shapes(state: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], component: str, path: str) -> None:
+    """Refuse a state that has another parameter's shape."""
+    if (found := _misfit(state, shapes)) is not None:
+        name, slot, shape = found
+        raise StateDictMismatchError(
+            f"'{slot}' of '{name}' has the shape {shape} in '{path}', and the parameter {list(shapes[name])}: "
+            f"'{component}' had its parameters in another order, or had other ones. Build it as in that run, or pass "
+            "strict=False to let it start afresh.",
+            path=path,
+            fqn=name,
+        )
+
+
+def _misfit(state: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, str, list[int]] | None:
+    """A parameter, and a slot of its state that has another parameter's shape; None where all fit."""
+    for name, slots in state.items():
+        shape = shapes.get(name)
+        for slot, value in slots.items() if isinstance(slots, Mapping) else ():
+            if shape is None or not isinstance(value, torch.Tensor) or tuple(value.shape) == shape:
+                continue
+            if slot in LIKE_THEIR_PARAMETER or sorted(value.shape) == sorted(shape):
+                return name, slot, list(value.shape)
+    return None
+
+
+# Finds the names of an optimizer's parameters from the weights beside it, where no model is there to ask.
+
+
+_STATISTICS = ("running_mean", "running_var")
+"""Buffers of torch's normalizations, which are no parameters though they look like them."""
+
+
+def names_by_order(saved: Mapping[str, Any], weights: Mapping[str, Any], component: str, path: str) -> list[str]:
+    """The names of an optimizer's parameters, if there is only one way in which they can be the weights in their order.
+
+    Args:
+        saved: What its `state_dict()` returned, with one group.
+        weights: The model's, in their order.
+        component: The optimizer's name, for messages.
+        path: The file's, for messages.
+
+    Raises:
+        InvalidArgumentError: It has several groups; or there is no such way, or several.
+    """
+    groups = saved["param_groups"]
+    if len(groups) != 1:
+        raise unknown_owners(component, path, f"its {len(groups)} groups have numbers for parameters, not names")
+    names = _possible_parameters(weights)
+    shapes = [_shape_of(saved["state"].get(position)) for position in groups[0]["params"]]
+    first = _match(shapes, names, weights)
+    last = _match(shapes[::-1], names[::-1], weights)
+    if first is None or last is None:
+        raise unknown_owners(
+            component, path, f"its {len(shapes)} parameters are not {len(names)} of the weights in order"
+        )
+    if first != last[::-1]:
+        other = next(one for one, another in zip(first, last[::-1]) if one != another)
+        raise unknown_owners(component, path, f"its {len(shapes)} parameters may be with or without '{other}'")
+    return first
+
+
+def _possible_parameters(weights: Mapping[str, Any]) -> list[str]:
+    """Weights that can be trained; of several names for one tensor that by which a run knows it, where the first is."""
+    tensors = {name: one for name, one in weights.items() if isinstance(one, torch.Tensor)}
+    kept_of = find_shared_tensors(tensors)
+    return [
+        name
+        for name in dict.fromkeys(kept_of.get(name, name) for name in tensors)
+        if (tensors[name].is_floating_point() or tensors[name].is_complex()) and not _is_statistic(name, tensors)
+    ]
+
+
+def _is_statistic(name: str, tensors: Mapping[str, torch.Tensor]) -> bool:
+    prefix, _, last = name.rpartition(".")
+    return last in _STATISTICS and (f"{prefix}.num_batches_tracked" if prefix else "num_batches_tracked") in tensors
+
+
+def _shape_of(slots: Any) -> tuple[int, ...] | None:
+    """The shape of the parameter that a state is of; None where it does not tell."""
+    for slot, value in slots.items() if isinstance(slots, Mapping) else ():
+        if slot in LIKE_THEIR_PARAMETER and isinstance(value, torch.Tensor):
+            return tuple(value.shape)
+    return None
+
+
+def _match(
+    shapes: Sequence[tuple[int, ...] | None], names: Sequence[str], weights: Mapping[str, Any]
+) -> list[str] | None:
+    """The first names in order that have the shapes; None where there are none.
+
+    There is only one way to choose them if the first ones from the other end are the same.
+    """
+    found: list[str] = []
+    for name in names:
+        if len(found) < len(shapes) and shapes[len(found)] in (None, tuple(weights[name].shape)):
+            found.append(name)
+    return found if len(found) == len(shapes) else None
+
+
+def unknown_owners(component: str, path: str, why: str) -> InvalidArgumentError:
+    """The error for an optimizer whose parameters can't be named, and why."""
+    return InvalidArgumentError(
+        f"'{path}' can't be converted without the model: of '{component}' it is not known whose state is whose, as "
+        f"{why}. Build the model and the optimizer as in that run, and do it in Python: "
+        f"manager.restore(state, {path!r}); manager.save(step, state). Or take the weights alone: "
+        "hfshard convert --weights.",
+        path=path,
+    )

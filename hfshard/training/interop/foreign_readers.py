@@ -1,0 +1,601 @@
+"""Readers of what transformers' Trainer, Accelerate and tutorials' torch.save write, without these programs."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Never
+
+import torch
+
+from hfshard.errors import (
+    CheckpointNotFoundError,
+    DamagedCheckpointError,
+    InvalidArgumentError,
+    StateDictMismatchError,
+    remedy,
+)
+from hfshard.format.parts_of_ranks import refuse_partitioned_file
+from hfshard.training.interop.foreign_checkpoint import (
+    NO_RNG,
+    NO_STEP,
+    ForeignCheckpoint,
+    ForeignDirectory,
+    ForeignRequest,
+    names_in,
+)
+from hfshard.training.interop.plain_values import read_plain_file
+from hfshard.training.run.manifest import MANIFEST
+from hfshard.training.state.nested import NotStored
+from hfshard.training.state.rng import check_rng_state
+from hfshard.training.state.training_state import PartKind
+
+# Reads the directories that Accelerate's `save_state` writes, without Accelerate.
+
+
+_WEIGHTS: Final = re.compile(r"(?:pytorch_)?(model(?:_\d+)?)\.(?:safetensors|bin)")
+_ACCELERATE_PICKLES: Final = re.compile(
+    r"((?:optimizer|scheduler)(?:_\d+)?)\.bin|(scaler)\.pt|(custom_checkpoint_\d+)\.pkl"
+)
+_LOADERS: Final = re.compile(r"(dl_state_dict(?:_\d+)?)\.bin")
+_SAMPLERS: Final = re.compile(r"sampler(?:_\d+)?\.bin")
+_ACCELERATE_RNG: Final = re.compile(r"random_states_(\d+)\.pkl")
+_MARKS: Final = re.compile(r"random_states_\d+\.pkl|(?:optimizer|scheduler)(?:_\d+)?\.bin")
+
+_IN_EXTRA: Final = ", but for .extra['dl_state_dict'], which the loaders that Accelerate has prepared take"
+
+
+def is_accelerate_directory(place: object) -> bool:
+    """Whether a place is a directory in which `Accelerator.save_state` has saved, or a part of one."""
+    return any(_MARKS.fullmatch(name) for name in names_in(place))
+
+
+def read_accelerate_directory(path: str, request: ForeignRequest) -> ForeignCheckpoint:
+    """Read what `Accelerator.save_state` has saved.
+
+    Parts are named after their files: "model", "model_1", "optimizer", "custom_checkpoint_0". The state of a stateful
+    loader, "dl_state_dict", is in `extra`: only a loader that Accelerate has prepared takes it, which no TrainingState
+    does.
+
+    Args:
+        path: The directory.
+        request: What is wanted of it.
+
+    Raises:
+        DamagedCheckpointError: A file is damaged.
+        UnsafePickleError: A file can't be read without running code.
+        StateDictMismatchError: It was saved by FSDP or DeepSpeed, in parts.
+    """
+    directory = ForeignDirectory(path, request)
+    parts: dict[str, Any] = {}
+    loaders: dict[str, Any] = {}
+    for name in sorted(directory.names):
+        if match := _WEIGHTS.fullmatch(name):
+            parts[match.group(1)] = directory.weights(match.group(1))
+        elif match := _ACCELERATE_PICKLES.fullmatch(name):
+            parts[next(filter(None, match.groups()))] = directory.pickle(name)
+        elif match := _LOADERS.fullmatch(name):
+            loaders[match.group(1)] = directory.pickle(name)
+    lacking = [NO_STEP, "the position in the data" + (_IN_EXTRA if loaders else "")]
+    lacking += [
+        f"the order of shuffled data, as '{name}' is a pickle of Accelerate's own classes, which is not read"
+        for name in sorted(directory.names)
+        if _SAMPLERS.fullmatch(name)
+    ]
+    states = states_of_rank(directory, _ACCELERATE_RNG, ACCELERATE_KEYS)
+    if "accelerator" in request.kinds and "step" in states.others:
+        parts["accelerator"] = {"step": states.others["step"]}  # how many batches it has counted, see `prepared_state`
+    return ForeignCheckpoint(
+        path=path,
+        files=directory.files,
+        files_of_rank=directory.files_of_rank,
+        has_order=directory.has_order,
+        step=None,
+        components=directory.components(parts),
+        extra=loaders or None,
+        rng=states.rng,
+        lacking=(*lacking, *states.lacking),
+        differences=tuple(directory.differences),
+    )
+
+
+# Reads the `checkpoint-500/` that transformers' Trainer has saved, without transformers.
+
+
+_STATE: Final = "trainer_state.json"
+"""Trainer's own progress."""
+
+_TRAINER_PICKLES: Final = {"optimizer": "optimizer.pt", "scheduler": "scheduler.pt", "scaler": "scaler.pt"}
+"""Part -> its file. training_args.bin is not read: it is a pickle of transformers' own classes."""
+
+_TRAINER_RNG: Final = re.compile(r"rng_state(?:_(\d+))?\.pth")
+
+
+def is_trainer_directory(place: object) -> bool:
+    """Whether a place is a directory in which Trainer alone has saved a checkpoint, or a part of one."""
+    return not names_in(place).isdisjoint({_STATE, "optimizer.pt", "scheduler.pt"})
+
+
+def read_trainer_directory(path: str, request: ForeignRequest) -> ForeignCheckpoint:
+    """Read a checkpoint that Trainer has saved.
+
+    Args:
+        path: Its directory.
+        request: What is wanted of it.
+
+    Raises:
+        DamagedCheckpointError: A file is damaged.
+        UnsafePickleError: A file can't be read without running code.
+        StateDictMismatchError: It was saved by FSDP or DeepSpeed, in parts.
+    """
+    directory = ForeignDirectory(path, request)
+    parts = {"model": directory.weights(), **{part: directory.pickle(name) for part, name in _TRAINER_PICKLES.items()}}
+    progress = directory.json(_STATE) or {}
+    states = states_of_rank(directory, _TRAINER_RNG, TRAINER_KEYS)
+    step = _checked(progress, "global_step", int, path)
+    return ForeignCheckpoint(
+        path=path,
+        files=directory.files,
+        files_of_rank=directory.files_of_rank,
+        has_order=directory.has_order,
+        step=step,
+        components=directory.components(parts),
+        companions=directory.companions({_STATE}),
+        extra=progress,
+        rng=states.rng,
+        epochs=_checked(progress, "epoch", float, path),
+        lacking=states.lacking if step is not None else (NO_STEP, *states.lacking),
+        differences=tuple(directory.differences),
+    )
+
+
+def _checked(progress: Mapping[str, Any], key: str, kind: type, path: str) -> Any:
+    """A number from 0 in Trainer's own progress; None where it has none.
+
+    Raises:
+        DamagedCheckpointError: It is something else.
+    """
+    value = progress.get(key)
+    if value is None:
+        return None
+    is_number = type(value) in (int, kind) and math.isfinite(value) and value >= 0
+    if not is_number:
+        file = os.path.join(path, _STATE)
+        raise DamagedCheckpointError(
+            f"'{file}' is damaged: its {key} is {value!r:.50}, which is no number from 0. {remedy(file)}", path=file
+        )
+    return kind(value)
+
+
+# Directories that hold several checkpoints of another program: one of them has to be named.
+
+
+_NUMBER: Final = re.compile(r"(\d+)\Z")
+
+
+def is_run_directory(place: object) -> bool:
+    """Whether a place is a directory of such directories, and of no checkpoint of ours."""
+    return len(_checkpoints_below(place)) > 0
+
+
+def refuse_run_directory(path: str, request: ForeignRequest) -> Never:
+    """Say which checkpoint may be meant.
+
+    Raises:
+        CheckpointNotFoundError: Always.
+    """
+    raise CheckpointNotFoundError(
+        f"'{path}' is not a checkpoint, but holds checkpoints of another program: give one of them, such as "
+        f"'{_checkpoints_below(path)[-1]}'.",
+        path=path,
+    )
+
+
+def _checkpoints_below(place: Any) -> list[str]:
+    """The checkpoints of Trainer or Accelerate in a directory, those with the highest numbers last."""
+    below = [os.path.join(place, name) for name in names_in(place)]
+    if any(os.path.lexists(os.path.join(path, MANIFEST)) for path in below):
+        return []
+    found = [path for path in below if is_trainer_directory(path) or is_accelerate_directory(path)]
+    return sorted(found, key=lambda path: (int(match.group()) if (match := _NUMBER.search(path)) else -1, path))
+
+
+# The states of random number generators that transformers' Trainer and Accelerate save, in the form that ours have.
+
+
+TRAINER_KEYS: Final[Mapping[str, str]] = {
+    "python": "python",
+    "numpy": "numpy",
+    "cpu": "torch",
+    "cuda": "cuda",
+    "xpu": "xpu",
+}
+"""Trainer's names -> ours."""
+
+ACCELERATE_KEYS: Final[Mapping[str, str]] = {
+    "random_state": "python",
+    "numpy_random_seed": "numpy",
+    "torch_manual_seed": "torch",
+    "torch_cuda_manual_seed": "cuda",
+    "torch_xpu_manual_seed": "xpu",
+}
+"""Accelerate's names -> ours."""
+
+_COUNTS: Final = frozenset({"step"})
+"""What else Accelerate's file has."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankStates:
+    """What one process had for itself."""
+
+    rng: dict[str, Any] | None
+    """Its random number generators, in the form of `parts.rng.rng_state`; None where there are none for it."""
+    others: dict[str, Any]
+    """What else its file has: counts, and the generators of devices that are not restored."""
+    lacking: tuple[str, ...]
+    """What is not restored, in words."""
+
+
+def states_of_rank(directory: ForeignDirectory, files: re.Pattern[str], keys: Mapping[str, str]) -> RankStates:
+    """Read the random number generators of this rank, if so many processes saved theirs as there are now.
+
+    Args:
+        directory: Where they are.
+        files: Matches the names of the files, with the rank as its group; without one it is the only one.
+        keys: The names under which a file has the states -> ours.
+
+    Raises:
+        DamagedCheckpointError, UnsafePickleError: Its file is damaged, or asks for more than plain data.
+        StateDictMismatchError: numpy's global generator is another kind here.
+    """
+    matches = filter(None, map(files.fullmatch, directory.names))
+    names = {int(match.group(1) or 0): match.group() for match in matches}
+    here = directory.request.world_size
+    if names.keys() != set(range(here)):
+        are = "is" if here == 1 else "are"
+        held = f" (it has those of {len(names)} processes, and here {are} {here})" if names else ""
+        return RankStates(None, {}, (NO_RNG + held,))
+    name = names[directory.request.rank]
+    saved = directory.pickle(name, is_of_rank=True)
+    rng = own_rng_state(saved, keys, os.path.join(directory.path, name))
+    others = {str(key): value for key, value in saved.items() if key not in keys}
+    lacking = [f"a use for '{key}' of '{name}'" for key in others if key not in _COUNTS]
+    return RankStates(rng, others, tuple(lacking))
+
+
+def own_rng_state(saved: Any, keys: Mapping[str, str], path: str) -> dict[str, Any]:
+    """Turn the states of one process into what `set_rng_state` takes.
+
+        state = own_rng_state(torch.load("rng_state.pth"), TRAINER_KEYS, "rng_state.pth")
+
+    Args:
+        saved: What the file holds, as plain values.
+        keys: The names under which it has the states -> ours.
+        path: The file's, for messages.
+
+    Raises:
+        DamagedCheckpointError: It is not what they save.
+        StateDictMismatchError: numpy's global generator is another kind here.
+    """
+    try:
+        states = {own: saved[name] for name, own in keys.items() if name in saved}
+        state = {name: _CONVERTERS[name](value) for name, value in states.items()}
+    except (LookupError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise DamagedCheckpointError(
+            f"'{path}' is damaged: it does not hold the states of random number generators ({error!r:.200}). "
+            f"{remedy(path)}",
+            path=path,
+        ) from error
+    check_rng_state(state, path)
+    return state
+
+
+def _python(value: Any) -> dict[str, Any]:
+    version, words, gauss = value
+    return {"version": version, "words": torch.tensor(words, dtype=torch.uint32).view(torch.int32), "gauss": gauss}
+
+
+def _numpy(value: Any) -> dict[str, Any]:
+    kind, key, place, has_gauss, gauss = value
+    return {"bit_generator": kind, "state": {"key": key, "pos": place}, "has_gauss": has_gauss, "gauss": gauss}
+
+
+def _devices(value: Any) -> list[Any]:
+    return [value] if isinstance(value, torch.Tensor) else list(value)
+
+
+_CONVERTERS: Final[Mapping[str, Callable[[Any], Any]]] = {
+    "python": _python,
+    "numpy": _numpy,
+    "torch": lambda value: value,
+    "cuda": _devices,
+    "xpu": _devices,
+}
+
+
+# Reads the general checkpoint of tutorials: a dict of state dicts, epoch and loss, in one file of torch.save.
+
+
+def is_torch_file(path: object) -> bool:
+    """Whether a place is a file, which only other programs save runs in."""
+    return isinstance(path, str) and os.path.isfile(path)
+
+
+def read_torch_file(path: str, request: ForeignRequest) -> ForeignCheckpoint:
+    """Read a file of torch.save, and find the parts of a run in it.
+
+    Args:
+        path: The file.
+        request: What is wanted.
+
+    Raises:
+        UnsafePickleError: It asks for what runs code; or, with strict, for more than plain data.
+        DamagedCheckpointError: It is not whole, or no dict of states.
+        StateDictMismatchError: A part may be one of several entries.
+        CheckpointNotFoundError: Its weights are in other files, in parts.
+    """
+    file = read_plain_file(path, os.path.dirname(path) or os.curdir, strict=request.strict, verify=request.verify)
+    if not isinstance(file.value, Mapping):
+        raise DamagedCheckpointError(
+            f"'{path}' holds a {type(file.value).__name__}, not a dict of states by name. Load it with torch, and save "
+            "it as {'model': ..., 'optimizer': ..., 'epoch': ...}.",
+            path=path,
+        )
+    refuse_partitioned_file(file.value, path)
+    found = sort_entries(file.value, request.kinds, request.keys, path)
+    components = {}
+    for name, (at, state) in found.components.items():
+        is_module = request.kinds.get(name, "module" if name == "model" else None) == "module"
+        components[name] = state if is_module else file.copied(state, at)
+    extra = {key: file.copied(one, key) for key, one in found.extra.items() if not isinstance(one, NotStored)}
+    step, key = step_of(extra)
+    lacking = [NO_RNG]
+    if held := [f"'{name}'" for name in extra if is_generators(name)]:
+        lacking = [f"{NO_RNG[:-1]}; the file holds {', '.join(held)}, left in restored.extra and not set)"]
+    if key in ("", "epoch"):
+        lacking.append(f"the number of steps (that of the epoch, {step}, is taken)" if key else NO_STEP)
+    return ForeignCheckpoint(
+        path=path,
+        files={path: file.identity},
+        step=step,
+        components=components,
+        extra=extra,
+        lacking=tuple(lacking),
+        differences=file.left_out(),
+    )
+
+
+Reader = Callable[[str, ForeignRequest], ForeignCheckpoint]
+
+_READERS: Final[tuple[tuple[Callable[[Any], bool], Reader], ...]] = (
+    (is_torch_file, read_torch_file),
+    (is_run_directory, refuse_run_directory),
+    (is_trainer_directory, read_trainer_directory),
+    (is_accelerate_directory, read_accelerate_directory),
+)
+"""What tells whether a place is of a kind, and reads it. The first one that says yes reads."""
+
+
+def reader_of(place: object) -> Reader | None:
+    """Find what reads another program's checkpoint; None where the place is none, or one of ours.
+
+    Args:
+        place: A path, or anything else that `CheckpointManager.restore` takes as a step.
+    """
+    return next((reader for is_of_kind, reader in _READERS if is_of_kind(place)), None)
+
+
+# Under which keys programs save the parts of a run with torch.save.
+
+
+_ALIASES: Final[Mapping[str, tuple[str, ...]]] = {
+    "model": ("state_dict", "net", "network", "module", "weights", "params"),
+    "optimizer": ("optim", "optim_state_dict", "opt", "optimizer_states", "optimizers"),
+    "scheduler": ("lr_scheduler", "lr_scheduler_state_dict", "lr_sched", "sched", "lr_schedulers", "schedulers"),
+    "scaler": ("grad_scaler", "amp_scaler", "loss_scaler", "amp", "MixedPrecision"),
+    "ema": ("model_ema", "ema_model", "model_ema_state_dict"),
+}
+"""Part -> keys under which tutorials and much used programs save it, besides those of its own name."""
+
+_USUAL: Final[Mapping[str, PartKind]] = {
+    "model": "module",
+    "optimizer": "optimizer",
+    "scheduler": "scheduler",
+    "scaler": "stateful",
+    "ema": "module",
+}
+"""The parts that are looked for where there is no state to say which."""
+
+_FORMS: Final = ("{}", "{}_state_dict", "{}_state", "{}_dict", "state_dict_{}")
+"""How a key is made of a part's own name."""
+
+_LISTS: Final = frozenset({"optimizer_states", "optimizers", "lr_schedulers", "schedulers"})
+"""Keys that have a list of states, as Lightning saves them."""
+
+_STEPS: Final = ("global_step", "step", "iteration", "iter", "num_updates", "steps")
+"""Keys of the number of optimizer steps, the surest first."""
+
+_GENERATORS: Final = re.compile(
+    r"(?:\w+_)?(?:rng(?:_?states?)?|random_?states?)(?:_(?:all|dict|cpu|cuda|gpu|torch|numpy|np|python))?",
+    re.IGNORECASE,
+)
+"""Keys of the states of random number generators, which are in as many forms as there are programs."""
+
+
+@dataclass(frozen=True, slots=True)
+class SortedEntries:
+    """The entries of a file, sorted."""
+
+    components: dict[str, tuple[str, Any]]
+    """Part -> where it is in the file, and its state."""
+    extra: dict[str, Any]
+
+
+def sort_entries(
+    value: Mapping[str, Any], kinds: Mapping[str, PartKind], keys: Mapping[str, str], path: str
+) -> SortedEntries:
+    """Find the parts of a run in a dict.
+
+    Args:
+        value: What the file holds, with stand-ins.
+        kinds: The parts that are wanted: name -> kind. Empty: all that are known.
+        keys: Name of a part -> where its state lies, with dots for what is nested.
+        path: The file's, for messages.
+
+    Returns:
+        The parts by the names of the request; those that nobody asked for under their own keys.
+
+    Raises:
+        StateDictMismatchError: A part may be one of several entries; or `keys` names one that is not there.
+        InvalidArgumentError: `keys` names a part that is not wanted, or not known.
+    """
+    kinds, known = (kinds, "no part of the TrainingState") if kinds else (_USUAL, "none of the parts that are known")
+    unknown = [name for name in keys if name not in kinds]
+    if unknown:
+        raise InvalidArgumentError(f"keys names '{unknown[0]}', which is {known}: {', '.join(kinds)}.")
+    if is_weights(value) and not keys:
+        return SortedEntries({"model": ("", value)}, {})
+    entries = dict(_entries(value))
+    found: dict[str, tuple[str, Any]] = {}
+    for name, kind in kinds.items():
+        at = keys[name] if name in keys else _only_candidate(name, kind, entries, keys, path)
+        if at is not None:
+            found[name] = at, _at(value, at, path)
+    taken = {at for at, _ in found.values()}
+    rest = {at: one for at, one in entries.items() if not _is_taken(at, taken)}
+    parts = {at: one for at, one in rest.items() if _is_part(at, one)}
+    extra = {at: one for at, one in rest.items() if at not in parts and one is not None}
+    return SortedEntries(found | {at: (at, one) for at, one in parts.items()}, extra)
+
+
+def is_generators(key: str) -> bool:
+    """Whether a key is one of those under which programs save random number generators: "rng_state", "cuda_rng"."""
+    return _GENERATORS.fullmatch(key) is not None
+
+
+def step_of(extra: Mapping[str, Any]) -> tuple[int | None, str]:
+    """The step among what a file holds besides its parts, and under which key: of the epochs if there is no other."""
+    for key in (*_STEPS, "epoch"):
+        number = _whole_number(extra.get(key))
+        if number is not None:
+            return number, key
+    return None, ""
+
+
+def is_optimizer_state(value: Any) -> bool:
+    """Whether a value is what the `state_dict()` of an optimizer returns."""
+    if not isinstance(value, Mapping) or not isinstance(value.get("state"), Mapping):
+        return False
+    groups = value.get("param_groups")
+    return isinstance(groups, list) and all(
+        isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in groups
+    )
+
+
+def is_weights(value: Any) -> bool:
+    """Whether a value is the state dict of a module: names with tensors, and maybe states that are none."""
+    if not isinstance(value, Mapping) or not value or not all(isinstance(key, str) for key in value):
+        return False
+    others = [key for key, one in value.items() if not isinstance(one, torch.Tensor)]
+    return len(others) < len(value) and all(key.endswith("_extra_state") for key in others)
+
+
+def _entries(value: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The entries of a dict, and those of lists of states: "optimizer_states.0"."""
+    for key, one in value.items():
+        if key in _LISTS and isinstance(one, list):
+            yield from ((f"{key}.{number}", item) for number, item in enumerate(one))
+        else:
+            yield str(key), one
+
+
+def _only_candidate(
+    name: str, kind: PartKind, entries: Mapping[str, Any], keys: Mapping[str, str], path: str
+) -> str | None:
+    """The entry that is a part: the one of its name if there is one, else the only one under a usual key."""
+    fits = [at for at in _in_order(_keys_of(name), entries) if _fits(entries[at], kind)]
+    exact = [at for at in fits if at.split(".")[0] == name]
+    free = [at for at in exact or fits if at not in keys.values()]
+    if len(free) > 1:
+        listed = ", ".join(f"'{at}'" for at in free)
+        raise StateDictMismatchError(
+            f"'{name}' may be one of several entries of '{path}': {listed}. Nothing was restored. Say which: "
+            f"restore(..., keys={{'{name}': '{free[0]}'}}).",
+            path=path,
+        )
+    if not free:
+        return None
+    at = free[0]
+    return f"{at}.state_dict" if _is_nested(entries[at], kind) else at
+
+
+def _keys_of(name: str) -> list[str]:
+    """The keys under which a part of this name is saved."""
+    return [*(form.format(name) for form in _FORMS), *_ALIASES.get(name, ())]
+
+
+def _in_order(keys: list[str], entries: Mapping[str, Any]) -> list[str]:
+    """The entries under some keys, or in lists under them, each once."""
+    found: dict[str, None] = {}
+    for key in keys:
+        found |= {at: None for at in entries if at == key or (key in _LISTS and at.startswith(f"{key}."))}
+    return list(found)
+
+
+def _fits(value: Any, kind: PartKind) -> bool:
+    """Whether an entry has the form of a part's state."""
+    if kind == "module":
+        return is_weights(value) or _is_nested(value, kind)
+    if kind == "optimizer":
+        return is_optimizer_state(value)
+    return isinstance(value, Mapping)
+
+
+def _is_nested(value: Any, kind: PartKind) -> bool:
+    return kind == "module" and isinstance(value, Mapping) and is_weights(value.get("state_dict"))
+
+
+def _is_part(at: str, value: Any) -> bool:
+    """Whether an entry that nobody asked for is the state of a part, which a restore would leave out."""
+    if is_generators(at):
+        return False
+    usual = {key for name in ("scheduler", "scaler") for key in _keys_of(name)}
+    is_state = at.split(".")[0] in usual and isinstance(value, Mapping) and len(value) > 0
+    return is_state or is_optimizer_state(value) or is_weights(value) or _is_nested(value, "module")
+
+
+def _is_taken(at: str, taken: set[str]) -> bool:
+    return any(one == at or one.startswith(f"{at}.") for one in taken)
+
+
+def _at(value: Any, at: str, path: str) -> Any:
+    """The entry at a path with dots; keys that have dots themselves are found too."""
+    if isinstance(value, Mapping) and at in value:
+        return value[at]
+    first, _, rest = at.partition(".")
+    while rest:
+        if isinstance(value, Mapping) and first in value:
+            return _at(value[first], rest, path)
+        if isinstance(value, list) and first.isdecimal() and int(first) < len(value):
+            return _at(value[int(first)], rest, path)
+        more, _, rest = rest.partition(".")
+        first = f"{first}.{more}"
+    if isinstance(value, list) and at.isdecimal() and int(at) < len(value):
+        return value[int(at)]
+    known = ", ".join(map(str, value)) if isinstance(value, Mapping) else f"a {type(value).__name__}"
+    raise StateDictMismatchError(
+        f"'{path}' has no entry '{at}' where keys names one, and nothing was restored. There is: {known:.500}.",
+        path=path,
+    )
+
+
+def _whole_number(value: Any) -> int | None:
+    """A count of steps: an int, or a tensor or a number of numpy's with one; None for anything else."""
+    if isinstance(value, torch.Tensor) or (hasattr(value, "dtype") and hasattr(value, "item")):
+        value = value.item() if getattr(value, "ndim", 1) == 0 else None
+    is_whole = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return value if is_whole else None

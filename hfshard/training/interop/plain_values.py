@@ -1,0 +1,576 @@
+"""Read any file of torch.save as plain values: what was described becomes what it is, if it is only data."""
+
+from __future__ import annotations
+
+import io
+import math
+import mmap
+import os
+import re
+import struct
+import zipfile
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import IO, Any, Final, cast
+
+import torch
+
+from hfshard._util.text import list_some
+from hfshard.disk.safe_open import Identity, identity_of, open_regular
+from hfshard.errors import DamagedCheckpointError, UnsafePickleError
+from hfshard.pickles.pickle_opcodes import Described, Named, NameHashes, PickleDescription, checked_key, describe_pickle
+from hfshard.pickles.pickle_zip import check_archive, damaged_pickle
+from hfshard.pickles.read_pickle import read_pickle
+from hfshard.training.run.find_checkpoint import Level
+from hfshard.training.state.nested import NOT_STORED
+
+_MAX_DEPTH: Final = 100
+"""Real states have ten levels."""
+
+_MOST_ENTRIES: Final = 100_000_000
+"""Entries of all containers, those that occur several times counted each time: an optimizer has a few per parameter."""
+
+_AT_ONCE: Final = 1 << 20
+"""Entries, bytes and characters that the objects of any small file may have."""
+
+_KINDS: Final = (dict, OrderedDict, Counter, list, tuple, set, frozenset, torch.Size)
+"""Containers that are copied as what they are."""
+_SCALARS: Final = frozenset({int, float, bool, str, bytes, type(None)})
+"""What is its own copy, and may come in millions."""
+_CHOSEN_HASH: Final = (tuple, frozenset, complex)
+"""Names whose hash a file can choose: see `NameHashes`."""
+
+
+class PlainValues:
+    """Copies values of one file; what can't be had without running code becomes `NOT_STORED`, and is noted."""
+
+    def __init__(self, path: str, described: DescribedFile | None = None) -> None:
+        """Begin.
+
+        Args:
+            path: The file's, for messages.
+            described: The file, where its pickle was only described; it must stay open.
+        """
+        self.path = path
+        self.described = described
+        self.unread: dict[str, str] = {}
+        """Where an object was that is not read -> which class or function it is of."""
+        self._copies: dict[int, tuple[Any, int, Any]] = {}
+        self._above: set[int] = set()
+        self._storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self._left = _AT_ONCE + 4 * described.size if described is not None else 0
+        """How much of described objects may still be copied: they may have the same parts, each of which is copied."""
+
+    def of(self, value: Any, at: str = "") -> Any:
+        """Copy a value: tensors get memory of their own.
+
+        Args:
+            value: What the file holds.
+            at: Where it is in the file, for messages.
+
+        Raises:
+            DamagedCheckpointError: It contains itself, is larger than any real state, or not what it says.
+        """
+        return self._copied(value, at)[0]
+
+    def _copied(self, value: Any, at: str) -> tuple[Any, int]:
+        """The copy, and how many entries it has in all."""
+        make: Callable[[Any, str], tuple[Any, int]]
+        if isinstance(value, torch.Tensor):
+            make = self._tensor
+        elif isinstance(value, dict | list | tuple | set | frozenset):
+            make = self._container
+        elif isinstance(value, Named | Described):
+            make = self._object
+        else:
+            return value, 1
+        if id(value) in self._copies:
+            return self._copies[id(value)][:2]
+        if id(value) in self._above or len(self._above) > _MAX_DEPTH:
+            raise self._damaged(at, f"contains itself, or is nested deeper than {_MAX_DEPTH} levels")
+        self._above.add(id(value))
+        try:
+            copied, entries = make(value, at)
+        except DamagedCheckpointError:
+            raise
+        except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
+            raise self._damaged(at, f"has what such a value can't have ({error!r:.100})") from error
+        self._above.discard(id(value))
+        if entries > _MOST_ENTRIES:
+            raise self._damaged(at, "has more entries than any state of a run")
+        self._copies[id(value)] = copied, entries, value  # which stays alive, as its id is the key
+        return copied, entries
+
+    def _container(self, value: Any, at: str) -> tuple[Any, int]:
+        prefix = f"{at}." if at else ""
+        kind: Any = type(value) if type(value) in _KINDS else None
+        if isinstance(value, dict):
+            pairs = [
+                (self._copied(key, f"{prefix}{_shown(key)}")[0], *self._copied(one, f"{prefix}{_shown(key)}"))
+                for key, one in value.items()
+            ]
+            self._check_names([key for key, *_ in pairs], at)
+            return (kind or dict)({key: one for key, one, _ in pairs}), 1 + sum(count for *_, count in pairs)
+        items = [
+            (one, 1) if type(one) in _SCALARS else self._copied(one, f"{prefix}{number}")
+            for number, one in enumerate(value)
+        ]
+        if isinstance(value, set | frozenset):
+            self._check_names([one for one, _ in items], at)
+        return (kind or list)([one for one, _ in items]), 1 + sum(count for _, count in items)
+
+    def _check_names(self, names: list[Any], at: str) -> None:
+        """Refuse names of one hash, which some have only now that they are what was described."""
+        hashes = NameHashes()
+        for name in names:
+            if isinstance(name, _CHOSEN_HASH) and hashes.is_one_of_many(name):
+                raise self._damaged(at, "has names that take forever to be hashed")
+
+    def _tensor(self, value: torch.Tensor, at: str) -> tuple[Any, int]:
+        is_plain = value.layout is torch.strided and value.device.type != "meta"
+        if is_plain and value.numel() * value.element_size() > value.untyped_storage().nbytes():
+            raise self._damaged(at, "is a tensor with more elements than the file has bytes for")
+        return self._clone(value) if self.described is None else value, 1
+
+    def _clone(self, value: torch.Tensor) -> torch.Tensor:
+        """A copy; several views of one memory stay that."""
+        if value.layout is not torch.strided or value.device.type == "meta" or value.is_conj() or value.is_neg():
+            return value.detach().clone()
+        storage = value.untyped_storage()
+        if storage.data_ptr() not in self._storages:
+            self._storages[storage.data_ptr()] = storage.clone(), storage
+        copied, _ = self._storages[storage.data_ptr()]
+        made = torch.empty(0, dtype=value.dtype)
+        return made.set_(copied, value.storage_offset(), value.shape, value.stride())
+
+    def _object(self, value: Named | Described, at: str) -> tuple[Any, int]:
+        if isinstance(value, Described) and self.described is not None:
+            tensor = self.described.tensor(value)
+            if tensor is not None:
+                return self._tensor(tensor, at)
+        self._left -= size_of(value)
+        if self._left < 0:
+            raise self._damaged(at, "has more in all its objects than the file")
+        try:
+            found = meaning(value)
+        except (TypeError, ValueError, LookupError, OverflowError, AttributeError, RuntimeError) as error:
+            raise self._damaged(at, f"is not what {value.name} is saved as ({error!r:.100})") from error
+        if found is OTHER:
+            self.unread[at] = value.name
+            return NOT_STORED, 1
+        return self._container(found, at) if isinstance(found, dict | list) else (found, 1)
+
+    def _damaged(self, at: str, what: str) -> DamagedCheckpointError:
+        return DamagedCheckpointError(
+            f"'{self.path}' is damaged, or was made to do harm: its '{at}' {what}. Use another file.", path=self.path
+        )
+
+
+def _shown(key: Any) -> str:
+    return str(key)[:100] if isinstance(key, str | int | float) else type(key).__name__
+
+
+# Reads any file of torch.save as plain values: with weights_only=True, or by description where that refuses it.
+
+
+_SHOWN: Final = 10
+
+
+@dataclass(frozen=True, slots=True)
+class PlainFile:
+    """What a file of torch.save holds, as plain values."""
+
+    path: str
+    identity: Identity
+    """Which file it was."""
+    value: Any
+    """Containers, numbers, text, tensors and numpy's arrays; `NOT_STORED` for what is more than data."""
+    is_mapped: bool
+    """Whether tensors are mapped files, to be copied before the training goes on with them: see `copied`."""
+    unread: dict[str, str] = field(default_factory=dict)
+    """Where an object was that is more than data -> its class or function. Always empty with strict."""
+
+    def copied(self, value: Any, at: str) -> Any:
+        """A part of the value with memory of its own.
+
+        Raises:
+            DamagedCheckpointError: It contains itself, or is larger than any real state.
+        """
+        return PlainValues(self.path).of(value, at) if self.is_mapped else value
+
+    def left_out(self) -> tuple[str, ...]:
+        """What was not read, in sentences."""
+        return tuple(
+            f"'{at}' in '{self.path}' is of '{name}', which can't be read without running code, and was left out."
+            for at, name in self.unread.items()
+        )
+
+
+def read_plain_file(path: str, root: str, *, strict: bool, verify: Level) -> PlainFile:
+    """Read a file of torch.save without running anything in it.
+
+    Args:
+        path: The file.
+        root: The directory in which it, and what it links to, must lie.
+        strict: Refuse a file with objects that are more than data; else they are left out.
+        verify: "full": compare every byte with the checksums that torch.save writes.
+
+    Raises:
+        UnsafePickleError: It asks for what runs code; or strict, and it has objects that are more than data.
+        DamagedCheckpointError: It is not whole, or no file of torch.save.
+    """
+    try:
+        contents = read_pickle(path, root)
+    except UnsafePickleError as error:
+        return _read_described(path, root, error, strict=strict)
+    if verify == "full":
+        contents.check_every_byte()
+    return PlainFile(path, contents.identity, contents.value, is_mapped=True)
+
+
+def _read_described(path: str, root: str, error: UnsafePickleError, *, strict: bool) -> PlainFile:
+    """Read what `weights_only=True` refuses. Whatever is read of a zip is compared with its checksum, in any case."""
+    with described_file(path, root) as file:
+        refuse_code(path, file.names)
+        values = PlainValues(path, file)
+        value = values.of(file.value)
+        if strict and values.unread:
+            names = list_some(list(dict.fromkeys(values.unread.values())), _SHOWN, quote=True)
+            raise UnsafePickleError(
+                f"'{path}' has objects of {names}, which can't be read without running code "
+                f"({list_some(list(values.unread), _SHOWN)}). With strict=False they are left out, without running "
+                "anything, and the rest is read. Or load it in the program that made it, and save tensors, numbers, "
+                "text, lists and dicts.",
+                path=path,
+                actual=next(iter(values.unread.values())),
+            ) from error
+        return PlainFile(path, file.identity, value, is_mapped=False, unread=values.unread)
+
+
+# What the described objects of a pickle mean that are only data: containers, numbers, numpy's arrays, paths.
+
+
+OTHER: Final = object()
+"""What is returned for an object that is more than data."""
+
+_SIZED: Final = (str, bytes, bytearray, list, tuple, dict, set, frozenset)
+_BYTES: Final = ("_codecs.encode",)
+"""What protocol 2 makes the bytes of arrays from."""
+
+_NUMPY_DTYPE: Final = re.compile(r"[<>|=]?[biufc]\d{1,2}")
+"""numpy's numbers. Other dtypes hold objects, or fields that may lie outside of the bytes."""
+
+_ARRAY: Final = re.compile(r"numpy\.(_core|core)\.multiarray\._reconstruct")
+_SCALAR: Final = re.compile(r"numpy\.(_core|core)\.multiarray\.scalar")
+_PATH: Final = re.compile(r"pathlib\.(_local\.)?(Pure)?(Posix|Windows)?Path")
+_NAMESPACES: Final = ("argparse.Namespace", "types.SimpleNamespace")
+_DICTS: Final = ("collections.defaultdict", "builtins.dict")
+_LISTS: Final = ("collections.deque", "builtins.list")
+
+
+def size_of(value: Named | Described) -> int:
+    """How much is copied of the parts of an object that is only data: entries, bytes, or characters."""
+    if isinstance(value, Named):
+        return 0
+    parts = [value.arguments, value.state, value.items, value.pairs]
+    inner = [one for part in parts[:2] if isinstance(part, tuple | list) for one in part]
+    sizes = [len(one) for one in [*parts, *inner] if isinstance(one, _SIZED)]
+    return sum(sizes) + sum(size_of(one) for one in inner if isinstance(one, Described) and one.name in _BYTES)
+
+
+def meaning(value: Named | Described) -> Any:
+    """Return what an object is, with the parts of a container still as they were described; `OTHER` if it is more.
+
+    numpy's arrays and numbers become themselves, namespaces of arguments and defaultdicts dicts, deques lists, paths
+    text.
+
+    Raises:
+        TypeError, ValueError, LookupError, OverflowError, AttributeError: It is not saved like this.
+    """
+    if isinstance(value, Named):
+        dtype = getattr(torch, value.name.removeprefix("torch."), None) if value.name.startswith("torch.") else None
+        return dtype if isinstance(dtype, torch.dtype) else OTHER
+    name = value.name
+    if name in ("collections.OrderedDict", "collections.Counter"):
+        first = value.arguments[0] if value.arguments else {}
+        pairs = [*(first.items() if isinstance(first, dict) else first), *value.pairs]
+        keys = NameHashes()
+        pairs = [(checked_key(key, keys), one) for key, one in pairs]
+        return OrderedDict(pairs) if name.endswith("OrderedDict") else Counter(dict(pairs))
+    if name in _DICTS:
+        return dict(value.pairs)
+    if name in _LISTS:
+        first = value.arguments[0] if value.arguments else []
+        return [*first, *value.items]
+    if name in _NAMESPACES:
+        return dict(value.state or {}) | dict(value.arguments[0] if value.arguments else {})
+    if _PATH.fullmatch(name):
+        return "/".join(value.arguments).replace("//", "/", 1)
+    return _number(value)
+
+
+def _number(value: Described) -> Any:
+    name = value.name
+    arguments = value.arguments
+    if _ARRAY.fullmatch(name):
+        _version, shape, dtype, is_fortran, raw = value.state
+        if not isinstance(shape, tuple) or not all(type(size) is int for size in shape):
+            raise TypeError("a shape of more than numbers")
+        flat = _from_bytes(raw, _numpy_dtype(dtype), math.prod(shape))
+        return flat.reshape(shape, order="F" if is_fortran else "C")
+    if _SCALAR.fullmatch(name):
+        return _from_bytes(arguments[1], _numpy_dtype(arguments[0]), 1)[0]
+    if name == "numpy.dtype":
+        return _numpy_dtype(value)
+    if name == "_codecs.encode":
+        return _bytes_of(value)
+    if name == "torch.Size":
+        return torch.Size(arguments[0])
+    if name == "torch.device":
+        return torch.device(*arguments)
+    if name == "builtins.complex":
+        return complex(*arguments)
+    if name in ("builtins.set", "builtins.frozenset"):
+        keys = NameHashes()
+        items = [checked_key(item, keys) for item in arguments[0]]
+        return set(items) if name == "builtins.set" else frozenset(items)
+    return OTHER
+
+
+def _bytes_of(value: Any) -> bytes:
+    """Bytes, as they are or as protocol 2 writes them: text of which each character is a byte."""
+    if isinstance(value, bytes):
+        return value
+    text, encoding = value.arguments
+    if value.name != "_codecs.encode" or encoding not in ("latin1", "latin-1") or not isinstance(text, str):
+        raise TypeError(value.name)
+    return text.encode("latin-1")
+
+
+def _numpy_dtype(value: Any) -> Any:
+    """A numpy dtype of numbers.
+
+    Raises:
+        TypeError: It is another one.
+    """
+    import numpy
+
+    if not isinstance(value, Described) or value.name != "numpy.dtype":
+        raise TypeError("no dtype")
+    code = value.arguments[0]
+    order = value.state[1] if value.state is not None else "="
+    if not (isinstance(code, str) and isinstance(order, str) and _NUMPY_DTYPE.fullmatch(order + code)):
+        raise TypeError("a dtype of more than numbers")
+    return numpy.dtype(order + code)
+
+
+def _from_bytes(raw: Any, dtype: Any, count: int) -> Any:
+    import numpy
+
+    data = _bytes_of(raw)
+    if len(data) != count * dtype.itemsize:
+        raise ValueError("other bytes than elements")
+    return numpy.frombuffer(data, dtype=dtype).copy()
+
+
+# Tensors of a file of torch.save whose pickle was only described: their bytes from the file, nothing else of it.
+
+
+_PICKLE: Final = "/data.pkl"
+
+_ZIP_MARK: Final = b"PK\x03\x04"
+
+_STORAGES: Final = {
+    "torch.DoubleStorage": torch.float64,
+    "torch.FloatStorage": torch.float32,
+    "torch.HalfStorage": torch.float16,
+    "torch.BFloat16Storage": torch.bfloat16,
+    "torch.LongStorage": torch.int64,
+    "torch.IntStorage": torch.int32,
+    "torch.ShortStorage": torch.int16,
+    "torch.CharStorage": torch.int8,
+    "torch.ByteStorage": torch.uint8,
+    "torch.BoolStorage": torch.bool,
+    "torch.ComplexFloatStorage": torch.complex64,
+    "torch.ComplexDoubleStorage": torch.complex128,
+}
+"""How the classes of storages are called, and the dtypes of their tensors."""
+
+_REBUILT: Final = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor")
+
+
+class DescribedFile:
+    """A file of torch.save as `describe_pickle` sees it, and the bytes of its storages."""
+
+    def __init__(
+        self, path: str, identity: Identity, described: PickleDescription, read: Callable[[str], bytes]
+    ) -> None:
+        self.path = path
+        self.identity = identity
+        self.size = os.path.getsize(path)
+        self.value = described.value
+        self.names = described.names
+        self._read = read
+        self._storages: dict[str, bytearray] = {}
+
+    def tensor(self, described: Described) -> torch.Tensor | None:
+        """Make the tensor that was described; None where it is another object.
+
+        Raises:
+            DamagedCheckpointError: Its bytes are not in the file, or are fewer than it says.
+        """
+        if described.name == "torch._utils._rebuild_parameter":
+            inner = described.arguments[0]
+            return self.tensor(inner) if isinstance(inner, Described) else None
+        if described.name not in _REBUILT:
+            return None
+        try:
+            return self._made(*described.arguments[:4])
+        except zipfile.BadZipFile as error:
+            raise damaged_pickle(self.path, f"a record does not match its checksum: {error}") from error
+        except (TypeError, ValueError, LookupError, RuntimeError, OverflowError, AttributeError) as error:
+            raise damaged_pickle(self.path, f"it describes a tensor that it does not have: {error!r:.200}") from error
+
+    def _made(self, storage: Any, offset: int, size: Any, stride: Any) -> torch.Tensor:
+        _word, kind, key, _device, count, *_ = storage.arguments
+        dtype = _STORAGES[kind.name if isinstance(kind, Named) else ""]
+        if not isinstance(key, str):
+            raise TypeError("the name of a storage is not text")
+        if key not in self._storages:
+            self._storages[key] = bytearray(self._read(key))
+        raw = self._storages[key]
+        if type(count) is not int:
+            raise TypeError("a number of elements that is none")
+        if len(raw) != count * dtype.itemsize:
+            raise ValueError(f"{len(raw)} bytes for {count} elements")
+        flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+        return flat.as_strided(tuple(size), tuple(stride), offset)
+
+
+@contextmanager
+def described_file(path: str, root: str) -> Iterator[DescribedFile]:
+    """Open a file of torch.save, and describe its pickle.
+
+    Args:
+        path: The file; those older than the zip format too.
+        root: The directory in which it, and what it links to, must lie.
+
+    Raises:
+        UnsafePickleError: Its pickle does what no state of a run needs.
+        DamagedCheckpointError: It is not whole, or no file of torch.save.
+    """
+    with os.fdopen(open_regular(path, root), "rb") as file:
+        identity = identity_of(os.fstat(file.fileno()))
+        is_zip = file.read(len(_ZIP_MARK)) == _ZIP_MARK
+        file.seek(0)
+        if not is_zip:
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:  # which never gives more than it has
+                described, read = _describe_old_format(mapped, path)
+                yield DescribedFile(path, identity, described, read)
+            return
+        check_archive(file.fileno(), path)
+        with zipfile.ZipFile(file) as archive:
+            pickled = [name for name in archive.namelist() if name.endswith(_PICKLE) and name.count("/") == 1]
+            if len(pickled) != 1:
+                raise damaged_pickle(path, "it has no data.pkl, or several")
+            folder = pickled[0].removesuffix(_PICKLE)
+            order = f"{folder}/byteorder"
+            if order in archive.namelist() and _record(archive, order, path) != b"little":
+                raise damaged_pickle(path, "its numbers are big-endian")
+            described = describe_pickle(io.BytesIO(_record(archive, pickled[0], path)), path)
+            yield DescribedFile(path, identity, described, lambda key: archive.read(f"{folder}/data/{key}"))
+
+
+def _record(archive: zipfile.ZipFile, name: str, path: str) -> bytes:
+    try:
+        return archive.read(name)
+    except (zipfile.BadZipFile, RuntimeError) as error:  # an encrypted one, or without a checksum
+        raise damaged_pickle(path, f"its record '{name}' can't be read ({error})") from error
+
+
+class _Bounded:
+    """A file of which no more is read than it has: room for what a pickle only says that it has is not made."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._size = os.fstat(file.fileno()).st_size
+        self.readline = file.readline
+        self.tell = file.tell
+
+    def read(self, count: int) -> bytes:
+        return self._file.read(min(count, self._size))
+
+
+def _describe_old_format(file: mmap.mmap, path: str) -> tuple[PickleDescription, Callable[[str], bytes]]:
+    """Describe a file older than the zip format: pickles of a mark, a version, the machine, the value and its keys."""
+    stream = cast("IO[bytes]", file)
+    _mark, _version, machine = (describe_pickle(stream, path).value for _ in range(3))
+    described = describe_pickle(stream, path)
+    keys = describe_pickle(stream, path).value
+    places: dict[str, tuple[int, int]] = {}
+    try:
+        sizes = {one.arguments[2]: _STORAGES[one.arguments[1].name].itemsize for one in described.storages}
+        is_little = machine["little_endian"] is True
+        at = file.tell()
+        for key in keys:
+            (count,) = struct.unpack_from("<q", file, at)
+            if count < 0:
+                raise ValueError("a storage of fewer bytes than none")
+            places[key] = at + 8, count * sizes[key]
+            at += 8 + count * sizes[key]
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, struct.error) as error:
+        raise damaged_pickle(path, f"it does not hold the bytes of all its tensors ({error!r:.200})") from error
+    if not is_little:
+        raise damaged_pickle(path, "its numbers are big-endian")
+
+    def read(key: str) -> bytes:
+        begin, count = places[key]
+        return file[begin : begin + max(count, 0)]
+
+    return described, read
+
+
+def refuse_code(path: str, names: frozenset[str]) -> None:
+    """Refuse a file that names what runs code, in whatever part of it.
+
+    Raises:
+        UnsafePickleError: It does.
+    """
+    found = sorted(name for name in names if name.partition(".")[0] in _RUN_CODE and name not in _HARMLESS)
+    if found:
+        raise UnsafePickleError(
+            f"'{path}' asks for '{found[0]}', which no state of a run needs: it was made to run code on your machine, "
+            "and nothing of it was loaded. Do not use it.",
+            path=path,
+            actual=found[0],
+        )
+
+
+_RUN_CODE: Final = frozenset(
+    (
+        "_io",
+        "_pickle",
+        "builtins",
+        "cPickle",
+        "code",
+        "codeop",
+        "commands",
+        "ctypes",
+        "importlib",
+        "io",
+        "marshal",
+        "nt",
+    )
+    + ("os", "pdb", "pickle", "pip")
+    + ("posix", "pty", "runpy", "shutil", "signal", "socket", "subprocess", "sys", "timeit", "types", "webbrowser")
+)
+"""Modules that no state of a run needs anything of, but for what follows."""
+
+_HARMLESS: Final = frozenset(
+    ("builtins.getattr", "builtins.object", "builtins.list", "builtins.dict", "builtins.tuple", "builtins.frozenset")
+    + ("builtins.set", "builtins.int", "builtins.float", "builtins.bool", "builtins.str", "builtins.bytes")
+    + ("builtins.bytearray", "builtins.complex", "builtins.slice", "builtins.range", "types.SimpleNamespace")
+)
+"""What is in these modules and in honest files: bound methods, classes as values, namespaces of arguments."""

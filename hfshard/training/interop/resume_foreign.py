@@ -1,0 +1,288 @@
+"""Resume a run from another program's checkpoint: on all ranks, or on none."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+
+from hfshard._util.text import list_some
+from hfshard.errors import (
+    CheckpointChangedError,
+    DamagedCheckpointError,
+    HfshardError,
+    InvalidArgumentError,
+    StateDictMismatchError,
+)
+from hfshard.tensors.parameter_names import match_prefixes
+from hfshard.tensors.state_dict import collect_state_dict
+from hfshard.training.data.dataloader import ResumableDataLoader
+from hfshard.training.data.external_loader import LoaderTracker
+from hfshard.training.interop.foreign_checkpoint import ForeignCheckpoint, ForeignRequest
+from hfshard.training.interop.foreign_optimizer import named_optimizer_state
+from hfshard.training.interop.foreign_readers import Reader, reader_of
+from hfshard.training.pipeline_stages import find_stage
+from hfshard.training.restoring.part_planner import PART_ORDER, PartPlanner, Restoration, check_components, never_held
+from hfshard.training.run.find_checkpoint import Level
+from hfshard.training.run_ranks import Ranks, is_spread_state
+from hfshard.training.state.nested import NotStored
+from hfshard.training.state.reordering import find_in
+from hfshard.training.state.rng import Gradients, check_rng_state, set_rng_state
+from hfshard.training.state.step import RestoredStep
+from hfshard.training.state.training_state import TrainingState
+
+logger = logging.getLogger(__name__)
+
+_SHOWN = 20
+
+
+def resume_foreign(
+    state: TrainingState,
+    place: Any,
+    *,
+    keys: Mapping[str, str] | None,
+    strict: bool,
+    verify: Level,
+    ranks: Ranks,
+    must_be_signed: bool = False,
+) -> RestoredStep | None:
+    """Restore another program's checkpoint. Every rank must call, and must see the same files.
+
+    Args:
+        state: It is changed if every rank can restore it.
+        place: What was asked for; the first rank's decides whether it is another program's.
+        keys: Name of a part -> where its state lies; None: under the usual keys.
+        strict, verify: As in `CheckpointManager.restore`.
+        ranks: This process among those that restore.
+        must_be_signed: Refuse it, as such files are not held to a signature.
+
+    Returns:
+        The step; None where the place is none of another program's.
+
+    Raises:
+        InvalidArgumentError: The state is spread over ranks; or what is restored must be signed.
+        UnsafePickleError, StateDictMismatchError, DamagedCheckpointError: Nothing was changed.
+        RankFailedError: Another rank has one of these errors; nothing was changed.
+    """
+    reader = reader_of(place)
+    is_foreign = ranks.all_of(reader is not None)
+    if not any(is_foreign):
+        if keys is not None:
+            raise InvalidArgumentError("keys is for what other programs have saved: a checkpoint of hfshard has names.")
+        return None
+    differing = InvalidArgumentError(
+        f"All ranks must restore the same place, and this one is asked for {place!r:.500}."
+    )
+    ranks.agree(None if all(is_foreign) else differing)
+    if must_be_signed:
+        raise InvalidArgumentError(
+            f"public_key is for checkpoints of hfshard, and {place!r:.500} is another program's. Check it by "
+            "model_signing verify, and leave the key out."
+        )
+    with torch.inference_mode(False):  # what is restored will be trained
+        return _resume(state, place, reader, keys or {}, ranks, strict=strict, verify=verify)
+
+
+def _resume(
+    state: TrainingState,
+    path: str,
+    reader: Reader | None,
+    keys: Mapping[str, str],
+    ranks: Ranks,
+    *,
+    strict: bool,
+    verify: Level,
+) -> RestoredStep:
+    assert reader is not None  # as on every rank
+    is_spread = any(ranks.all_of(ranks.on_each(lambda: is_spread_state(state))))
+    stage = find_stage(state, ranks)
+    is_stage = stage is not None and stage.names.own != stage.names.everywhere
+    if any(ranks.all_of(is_spread or is_stage)):
+        raise InvalidArgumentError(
+            f"'{path}' is of another program, and the model is spread over ranks. Restore it in one process, with "
+            "the whole model: manager.restore(state, path); manager.save(step, state). Then restore that step on all "
+            "ranks.",
+            path=path,
+        )
+    request = ForeignRequest(state.kinds, keys, strict, verify, ranks.rank, ranks.world_size)
+
+    def planned() -> tuple[ForeignCheckpoint, Restoration, str]:
+        foreign = with_positions(reader(path, request), state)
+        restoration = plan_foreign(state, foreign, strict=strict)
+        foreign.confirm()
+        return foreign, restoration, foreign.fingerprint()
+
+    foreign, restoration, fingerprint = ranks.on_each(planned)
+    if len(set(ranks.all_of(fingerprint))) > 1:
+        raise CheckpointChangedError(
+            f"The ranks see different files in '{path}', and nothing was restored. Let all ranks see the same ones.",
+            path=path,
+        )
+    for difference in restoration.differences:
+        logger.warning("%s", difference)
+    if restoration.lacking:
+        logger.warning("'%s' lacks %s.", path, list_some(restoration.lacking, _SHOWN))
+    restoration.apply(ranks)
+    return _restored(foreign, restoration)
+
+
+def _restored(foreign: ForeignCheckpoint, restoration: Restoration) -> RestoredStep:
+    restored = RestoredStep(foreign.step or 0)
+    restored.path = foreign.path
+    restored.extra = foreign.extra
+    restored.metrics = {}
+    restored.differences = tuple(restoration.differences)
+    restored.lacking = restoration.lacking
+    return restored
+
+
+# Compares another program's checkpoint with a training state, by the checks that one of ours has.
+
+
+def plan_foreign(state: TrainingState, foreign: ForeignCheckpoint, *, strict: bool) -> Restoration:
+    """Compare another program's checkpoint with a training state, which is not changed.
+
+    What such a file never holds is no difference: random number generators, a loader's position, gradients.
+
+    Args:
+        state: Built as for the run that was saved.
+        foreign: What a reader has made of its checkpoint.
+        strict: Refuse any difference; else what differs stays as it was built, and is reported.
+
+    Raises:
+        StateDictMismatchError: strict, and something differs.
+        DamagedCheckpointError: The state of a part is not what such a part saves.
+    """
+    absent = never_held(state) - foreign.components.keys()
+    restoration = Restoration(
+        directory=foreign.path,
+        extra=foreign.extra,
+        differences=list(foreign.differences),
+        lacking=foreign.lacking + tuple(f"the state of '{name}'" for name in state.components if name in absent),
+    )
+    kinds: dict[str, Any] = dict(state.kinds)
+    saved = {name: {"kind": kinds.get(name), "state": value} for name, value in foreign.components.items()}
+    check_components(state, saved, foreign.path, restoration.differences, (), strict=strict, may_lack=never_held(state))
+    planner = PartPlanner(state, saved, foreign.path, restoration, strict=strict)
+    common = [name for name in state.components if name in saved]
+    for name in sorted(common, key=lambda name: PART_ORDER[state.kinds[name]]):
+        _plan(planner, name, foreign)
+    restoration.trackers = [one for name in common if isinstance(one := state.components[name], LoaderTracker)]
+    if not any(isinstance(part, Gradients) for part in state.components.values()):
+        modules = [state.components[name] for name in common if state.kinds[name] == "module"]
+        restoration.without_gradients = [parameter for module in modules for parameter in module.parameters()]
+    if foreign.rng is not None:
+        rng = foreign.rng
+        check_rng_state(rng, foreign.path)
+        restoration.set_rng = lambda: set_rng_state(rng)
+    return restoration
+
+
+def _plan(planner: PartPlanner, name: str, foreign: ForeignCheckpoint) -> None:
+    """Bring the state of one part into the form that ours has, and plan it."""
+    part = planner.state.components[name]
+    kind = planner.state.kinds[name]
+    value = foreign.components[name]
+    try:
+        if kind != "scheduler" and (place := find_in(value, lambda one: isinstance(one, NotStored))) is not None:
+            raise StateDictMismatchError(
+                f"'{name}' stays as it was built: '{place}' in its state in '{foreign.path}' was not read.",
+                path=foreign.path,
+            )
+        if kind == "optimizer":
+            kept_of = _kept_names(planner.state)
+            in_file = list(dict.fromkeys(_names_in_file(planner.state, foreign, kept_of))) if foreign.has_order else []
+            value = named_optimizer_state(part, value, planner.parameter_names, kept_of, in_file, name, foreign.path)
+        elif kind == "scheduler":
+            value = {"class": None, "state": dict(value)}
+        planner.saved[name]["state"] = value
+        planner.plan(name, value)
+    except HfshardError as error:
+        if planner.strict or not isinstance(error, StateDictMismatchError):
+            raise
+        planner.restoration.differences.append(error.message)
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise DamagedCheckpointError(
+            f"'{foreign.path}' is damaged: its '{name}' is not what a {type(part).__name__} saves ({error!r:.200}). "
+            "Use another checkpoint, or leave this part out of the TrainingState.",
+            path=foreign.path,
+        ) from error
+
+
+def _kept_names(state: TrainingState) -> dict[str, str]:
+    """Each name of a tied parameter -> the one by which optimizers know it."""
+    known = set(state.parameter_names().values())
+    return {name: kept for names in state.tied_parameters() for kept in known.intersection(names) for name in names}
+
+
+def _names_in_file(state: TrainingState, foreign: ForeignCheckpoint, kept_of: Mapping[str, str]) -> Iterator[str]:
+    """The names of parameters, as optimizers know them, in the order in which the file has the weights."""
+    known = set(state.parameter_names().values())
+    for component, module in state.of_kind("module").items():
+        tensors = foreign.components.get(component)
+        if not isinstance(tensors, Mapping):
+            continue
+        names = [name for name, value in tensors.items() if isinstance(value, torch.Tensor)]
+        matched = match_prefixes(names, collect_state_dict(module).keys())
+        prefix = "" if component == "model" else f"{component}:"
+        for name in names:
+            own = kept_of.get(f"{prefix}{matched[name]}", f"{prefix}{matched[name]}")
+            if own in known:
+                yield own
+
+
+# Gives a data loader the position that another program counted in epochs, which knows no loader of ours.
+
+
+_NEAR: Final = 1e-6
+"""Of a batch: epochs are a float64, whose fraction is rounded."""
+
+
+def with_positions(foreign: ForeignCheckpoint, state: TrainingState) -> ForeignCheckpoint:
+    """Bring the positions of loaders into the form that ours have; a number of epochs will do.
+
+    Args:
+        foreign: It is not changed.
+        state: That is restored; it is not changed either.
+    """
+    components = dict(foreign.components)
+    lacking = list(foreign.lacking)
+    for name, loader in state.of_kind("loader").items():
+        if name in components and isinstance(loader, LoaderTracker):
+            components[name] = loader.with_state(components[name])
+        elif name not in components and foreign.epochs is not None and isinstance(loader, ResumableDataLoader):
+            position, told = position_after(loader, foreign.epochs)
+            components |= {name: position} if position is not None else {}
+            lacking += [told] if told else []
+    return replace(foreign, components=components, lacking=tuple(lacking))
+
+
+def position_after(loader: ResumableDataLoader[Any], epochs: float) -> tuple[dict[str, Any] | None, str]:
+    """Find the state in which a loader goes on after so many epochs, whole ones and a part of one.
+
+        state, lacking = position_after(loader, 1.25)  # of 8 batches: the third one of the second epoch comes next
+
+    Args:
+        loader: It is not changed.
+        epochs: How many the run has trained.
+
+    Returns:
+        The state for its `load_state_dict`, and what is lacking for its batches to be those of the run, in words; no
+        state where the position is none of this loader's.
+    """
+    state = loader.state_dict()
+    batches = state["batches"]
+    epoch = int(epochs)
+    exact = (epochs - epoch) * (batches or 0)
+    batch = round(exact)
+    if not batches or abs(exact - batch) > _NEAR * batches:
+        return None, f"batches like this loader's, of which {epochs:.6g} epochs are no whole number"
+    if batch == batches:
+        epoch, batch = epoch + 1, 0
+    lacking = (
+        "" if state["sampler"] == "SequentialSampler" else "the order of shuffled data, which is this loader's own"
+    )
+    return {**state, "epoch": epoch, "batch": batch, "indexes_crc32": None}, lacking

@@ -1,0 +1,388 @@
+"""Stages of a pipeline: which names each rank has, and their parts made the parts of one whole model."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Final, Self
+
+import torch
+from torch.optim import LBFGS
+
+from hfshard.errors import DamagedCheckpointError, InvalidArgumentError
+from hfshard.format.digests import sha256_of
+from hfshard.tensors.state_dict import collect_state_dict, is_dtensor
+from hfshard.tensors.stored_tensor import iter_blocks
+from hfshard.training.run_ranks import Ranks, refuse_other_parts, stage_digest
+from hfshard.training.state.collect_state import Components
+from hfshard.training.state.nested import encoded_entries, tensor_names
+from hfshard.training.state.rng import Gradients
+from hfshard.training.state.training_state import TrainingState
+
+_PARAMETERS: Final = ""
+"""Stands for the names by which optimizers know parameters, beside those of the components."""
+
+NAMES_OPTION: Final = "param_names"
+"""The option of a group with an entry for each parameter, which torch sets where it is given `named_parameters()`."""
+
+Names = Mapping[str, frozenset[str]]
+"""Component -> the names in its state dict."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageNames:
+    """The names that the modules of this rank have, among those of all ranks."""
+
+    own: Names
+    everywhere: Names
+
+    def is_here(self, component: str, name: str) -> bool:
+        """Whether a name of a checkpoint concerns this rank: it has it, or none of them has."""
+        return name in self.own.get(component, ()) or name not in self.everywhere.get(component, ())
+
+    def of_this_rank(self, saved: Mapping[str, dict[str, Any]], path: str) -> dict[str, dict[str, Any]]:
+        """What of the saved components this rank restores: of modules, optimizers and gradients its own stage.
+
+        Args:
+            saved: As they were read; not changed.
+            path: Of their file, for messages.
+
+        Raises:
+            DamagedCheckpointError: They are not what hfshard writes.
+        """
+        try:
+            return {name: {**entry, "state": self._part(name, entry)} for name, entry in saved.items()}
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise DamagedCheckpointError(
+                f"'{path}' is damaged: the state of a component is not what hfshard writes ({error!r:.200}). "
+                "Restore another checkpoint, or download it again.",
+                path=path,
+            ) from error
+
+    def _part(self, component: str, entry: Mapping[str, Any]) -> Any:
+        state = entry["state"]
+        if entry.get("kind") == "optimizer":
+            return self._optimizer_part(state)
+        if component in self.own:
+            return {name: value for name, value in encoded_entries(state).items() if self.is_here(component, name)}
+        return state
+
+    def _optimizer_part(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        groups = []
+        for group in state["groups"]:
+            here = [number for number, name in enumerate(group["params"]) if self.is_here(_PARAMETERS, name)]
+            if here or not group["params"]:
+                groups.append(group_part(group, here))
+        slots = {name: value for name, value in state["state"].items() if self.is_here(_PARAMETERS, name)}
+        return {**state, "groups": groups, "state": slots}
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """The modules of this rank, where other ranks have others."""
+
+    state: TrainingState
+    """The same parts, whose parameters have the names that they have in the whole model."""
+    names: StageNames
+
+
+def find_stage(state: TrainingState, ranks: Ranks) -> Stage | None:
+    """Ask the other ranks which modules they have. Every rank must call.
+
+    Returns:
+        None where the modules of all ranks have the same names, as in everything but a pipeline.
+
+    Raises:
+        HfshardError: Another rank can't tell.
+    """
+    if ranks.world_size == 1:
+        return None
+    digest, ties, own = ranks.on_each(lambda: (stage_digest(state), state.tied_parameters(), _names_of(state)))
+    digests = ranks.all_of(digest)
+    if len(set(digests)) == 1:
+        return None
+    is_speaker = digests.index(digest) == ranks.rank
+    names_to_tell = {key: sorted(names) for key, names in own.items()} if is_speaker else {}
+    told = ranks.all_of((ties if is_speaker else [], names_to_tell))
+    stage = with_aliases(state, chain.from_iterable(ties for ties, _ in told))
+    everywhere = {
+        key: frozenset(name for _, names in told for name in _renamed(stage, key, names.get(key, ())))
+        for key in dict.fromkeys(key for _, names in told for key in names)
+    }
+    return Stage(stage, StageNames({key: _renamed(stage, key, names) for key, names in own.items()}, everywhere))
+
+
+def with_aliases(state: TrainingState, ties: Iterable[Sequence[str]]) -> TrainingState:
+    """The same parts, whose parameters have the names that they have in the whole model.
+
+    Args:
+        state: Of this rank; not changed.
+        ties: Of all ranks: the names of each parameter that has several.
+    """
+    groups: list[set[str]] = []
+    for names in ties:
+        joined = set(names).union(*(group for group in groups if group & set(names)))
+        groups = [*(group for group in groups if not group & joined), joined]
+    found = copy.copy(state)
+    found.aliases = {name: min(group) for group in groups for name in group}
+    return found
+
+
+def with_whole_gradients(state: TrainingState) -> TrainingState:
+    """The same parts, of which `Gradients` are those of the model, in parts on the ranks, and not a rank's own.
+
+    So it is where each stage is on one rank only: ranks that share one may have gradients that are not reduced yet.
+    """
+    found = copy.copy(state)
+    gradients = {name: "stateful" for name, part in state.components.items() if isinstance(part, Gradients)}
+    found.kinds = {**state.kinds, **gradients}  # type: ignore[dict-item]
+    return found
+
+
+def group_part(group: Mapping[str, Any], numbers: Sequence[int]) -> dict[str, Any]:
+    """Some of the parameters of an encoded group of an optimizer, with all its options."""
+    found = {**group, "params": [group["params"][number] for number in numbers]}
+    listed = group["options"].get(NAMES_OPTION)
+    if listed is not None:
+        found["options"] = {**group["options"], NAMES_OPTION: [listed[number] for number in numbers]}
+    return found
+
+
+def _renamed(stage: TrainingState, key: str, names: Iterable[str]) -> frozenset[str]:
+    return frozenset(stage.aliases.get(name, name) if key == _PARAMETERS else name for name in names)
+
+
+def _names_of(state: TrainingState) -> Names:
+    found = {_PARAMETERS: frozenset(state.parameter_names().values())}
+    for name, part in state.components.items():
+        if state.kinds[name] == "module":
+            found[name] = frozenset(collect_state_dict(part))
+        elif isinstance(part, Gradients):
+            found[name] = frozenset(part.names)
+    return found
+
+
+# One save of the stages of a pipeline: what the ranks say of their parts, made the parts of one whole model.
+
+
+_BLOCK_BYTES: Final = 1024 * 1024
+
+_SPREAD: Final = "spread"
+"""Stands for the bytes of a tensor of which each rank has a part."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageParts:
+    """What one rank of a pipeline says of the parts of its state."""
+
+    kinds: dict[str, str]
+    """Of all of them."""
+    by_name: dict[str, Any]
+    """Encoded, of those that have an entry for each parameter: modules, optimizers, gradients that are spread."""
+    values: dict[str, dict[str, str]]
+    """Component -> digests of its tensors that belong to no parameter, by name; what has parts has "spread"."""
+    others: dict[str, str]
+    """Of all other parts: digests of what is no tensor."""
+
+    @classmethod
+    def of(cls, state: TrainingState, components: Components, *, is_first: bool) -> Self:
+        """List the parts of this rank.
+
+        Args:
+            state: This rank's.
+            components: The same, encoded.
+            is_first: Whether it is the first rank with these modules, which speaks for them.
+
+        Raises:
+            InvalidArgumentError: An optimizer's state is of all parameters together.
+        """
+        parts = cls({name: entry["kind"] for name, entry in components.encoded.items()}, {}, {}, {})
+        for name, entry in components.encoded.items():
+            part = state.components[name]
+            is_by_name = entry["kind"] in ("module", "optimizer") or isinstance(part, Gradients)
+            if is_by_name and is_first:
+                parts.by_name[name] = entry
+            if not is_by_name:
+                parts.others[name] = sha256_of(json.dumps([entry["kind"], entry["state"]], sort_keys=True).encode())
+            if entry["kind"] == "optimizer":
+                _refuse_whole_state(name, part)
+                loose = {key: value for key, value in entry["state"].items() if key != "state"}
+                tensors = components.optimizer_tensors if name == "optimizer" else components.tensors
+                parts.values[name] = _digests(loose, tensors)
+            elif name in parts.others:
+                parts.values[name] = _digests(entry["state"], components.tensors)
+        return parts
+
+    def to_json(self) -> bytes:
+        """Encode it."""
+        return json.dumps([self.kinds, self.by_name, self.values, self.others]).encode()
+
+    @classmethod
+    def from_json(cls, raw: bytes) -> Self:
+        """Decode what another rank has told."""
+        return cls(*json.loads(raw))
+
+
+@dataclass(frozen=True, slots=True)
+class MergedParts:
+    """The parts of all stages."""
+
+    encoded: dict[str, dict[str, Any]]
+    """As `Components.encoded`."""
+    of_a_rank: list[str]
+    """Parts that are others on another rank: each rank saves its own."""
+
+
+def merge_parts(own: Components, told: Mapping[int, StageParts]) -> MergedParts:
+    """Make the parts of all stages those of one whole model.
+
+    Of modules and optimizers, the entries of all ranks are brought together by name; of a name that several ranks have,
+    the first one's counts. Groups of an optimizer with equal options become one. Everything else is stored once where
+    it is the same on all ranks, and for each rank otherwise.
+
+    Args:
+        own: Of the first rank; not changed.
+        told: Rank -> what it says, in the order of the ranks.
+
+    Raises:
+        InvalidArgumentError: Two ranks have optimizers that can't be those of one model, or a part that is another one
+            on each, and has DTensors.
+    """
+    refuse_other_parts({rank: parts.kinds for rank, parts in told.items()})
+    merged = MergedParts({}, [])
+    keeps_groups = True
+    for name, entry in own.encoded.items():
+        states = [(rank, parts.by_name[name]["state"]) for rank, parts in told.items() if name in parts.by_name]
+        if entry["kind"] == "optimizer":
+            _check_values(name, {rank: parts.values[name] for rank, parts in told.items()})
+            union = _OptimizerUnion(name, entry["state"])
+            for rank, state in states:
+                union.add(rank, state)
+            keeps_groups = keeps_groups and union.keeps_groups
+            merged.encoded[name] = {"kind": entry["kind"], "state": union.state}
+        elif states:
+            united = _first_of_each(encoded_entries(state) for _, state in states)
+            merged.encoded[name] = {"kind": entry["kind"], "state": united}
+    for name, entry in own.encoded.items():
+        if name not in merged.encoded and _is_same(name, told) and (keeps_groups or entry["kind"] != "scheduler"):
+            merged.encoded[name] = {"kind": entry["kind"], "state": entry["state"]}  # that is in no rank's order
+        elif name not in merged.encoded:
+            merged.of_a_rank.append(name)
+    return merged
+
+
+class _OptimizerUnion:
+    """The optimizers of stages as one: `state` is what `encode_optimizer` would give for the whole model."""
+
+    def __init__(self, name: str, first: Mapping[str, Any]) -> None:
+        self._name = name
+        self._homes: dict[str, int] = {}
+        self._taken: list[list[int]] = []
+        self.state: dict[str, Any] = {**first, "groups": [], "state": {}}
+
+    @property
+    def keeps_groups(self) -> bool:
+        """Whether each rank's groups are those of all, in this order."""
+        return all(taken == list(range(len(self.state["groups"]))) for taken in self._taken)
+
+    def add(self, rank: int, state: Mapping[str, Any]) -> None:
+        """Add the optimizer of a rank.
+
+        Raises:
+            InvalidArgumentError: It does not go together with those before.
+        """
+        for key in self.state.keys() - {"groups", "state"}:
+            if state[key] != self.state[key]:
+                raise _refusal(self._name, f"has another {key!r} on rank {rank}")
+        groups = self.state["groups"]
+        taken: list[int] = []
+        for number, group in enumerate(state["groups"]):
+            at = _place(groups, taken, number, group)
+            if at == len(groups):
+                groups.append(group_part(group, ()))
+            taken.append(at)
+            self._add_group(rank, at, group)
+        self._taken.append(taken)
+        self.state["state"] = _first_of_each([self.state["state"], state["state"]])
+
+    def _add_group(self, rank: int, at: int, group: Mapping[str, Any]) -> None:
+        new = []
+        for number, parameter in enumerate(group["params"]):
+            if parameter not in self._homes:
+                new.append(number)
+            if self._homes.setdefault(parameter, at) != at:
+                raise _refusal(self._name, f"has '{parameter}' in another group on rank {rank}")
+        added = group_part(group, new)
+        whole = self.state["groups"][at]
+        whole["params"] = whole["params"] + added["params"]
+        if NAMES_OPTION in added["options"]:
+            names = whole["options"][NAMES_OPTION] + added["options"][NAMES_OPTION]
+            whole["options"] = {**whole["options"], NAMES_OPTION: names}
+
+
+def _place(groups: Sequence[Mapping[str, Any]], taken: Sequence[int], number: int, group: Mapping[str, Any]) -> int:
+    """Which of the groups so far a rank's group is a part of: of equal options, best of the same number."""
+    in_order = sorted(range(len(groups)), key=lambda at: at != number)
+    free = (at for at in in_order if at not in taken and _options(groups[at]) == _options(group))
+    return next(free, len(groups))
+
+
+def _options(group: Mapping[str, Any]) -> list[Any]:
+    options = {key: value for key, value in group["options"].items() if key != NAMES_OPTION}
+    return [options, NAMES_OPTION in group["options"]]
+
+
+def _first_of_each(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for state in states:
+        for name, value in state.items():
+            found.setdefault(name, value)
+    return found
+
+
+def _digests(nested: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    return {name: _SPREAD if is_dtensor(tensors[name]) else _digest(tensors[name]) for name in tensor_names(nested)}
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    kind = f"{tensor.dtype} {tuple(tensor.shape)} "
+    return sha256_of(kind.encode() + b"".join(map(bytes, iter_blocks(tensor.detach(), _BLOCK_BYTES))))
+
+
+def _is_same(name: str, told: Mapping[int, StageParts]) -> bool:
+    """Whether a part is the same on all ranks.
+
+    Raises:
+        InvalidArgumentError: It is not, or may not be, as it has DTensors, which ranks can't store alone.
+    """
+    if any(_SPREAD in parts.values.get(name, {}).values() for parts in told.values()):
+        raise _refusal(name, "has DTensors of its own")
+    first = told[min(told)]
+    return all(
+        parts.others.get(name) == first.others[name] and parts.values.get(name) == first.values[name]
+        for parts in told.values()
+    )
+
+
+def _check_values(name: str, values: Mapping[int, Mapping[str, str]]) -> None:
+    """Refuse tensors of groups that are others on another rank: their names tell the groups' numbers only."""
+    known: dict[str, str] = {}
+    for rank, digests in values.items():
+        for tensor, digest in digests.items():
+            if known.setdefault(tensor, digest) != digest:
+                raise _refusal(name, f"has another tensor '{tensor}' on rank {rank}")
+
+
+def _refuse_whole_state(name: str, optimizer: Any) -> None:
+    if isinstance(optimizer, LBFGS):
+        raise _refusal(name, "(LBFGS) has a state of all parameters together")
+
+
+def _refusal(name: str, why: str) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"'{name}' {why}, and the ranks have different modules, as with the stages of a pipeline: it can't be made one "
+        "for the whole model. Build it alike on all ranks, or leave it out of the state."
+    )

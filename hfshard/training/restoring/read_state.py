@@ -1,0 +1,207 @@
+"""The tensors of a training checkpoint, read for the state that is restored: this rank's part of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from itertools import chain
+from typing import Any, Final, Protocol
+
+import torch
+
+from hfshard.checkpoint.load_options import read_tensors
+from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
+from hfshard.distributed.read_parts import read_parts, stored_tensors
+from hfshard.errors import UnstorableTensorError
+from hfshard.format.file_names import MODEL_BASE, WeightNames
+from hfshard.tensors.state_dict import collect_state_dict, is_dtensor
+from hfshard.training.run.manifest import CheckpointManifest
+from hfshard.training.run.run_storage import CheckpointFiles
+from hfshard.training.run_ranks import is_spread_state
+from hfshard.training.state.collect_state import STATE_BASE, is_of_a_rank, rank_prefix
+from hfshard.training.state.nested import encode
+from hfshard.training.state.optimizer import encode_optimizer
+from hfshard.training.state.rng import Gradients
+from hfshard.training.state.training_state import TrainingState
+
+
+class ReadPart(Protocol):
+    """Reads one set of tensors of a checkpoint."""
+
+    def __call__(
+        self, base: str, is_wanted: Callable[[str], bool] | None = None, *, is_copied: bool = False
+    ) -> dict[str, torch.Tensor]:
+        """Return name -> tensor, of the names that are wanted or of all.
+
+        Those that are only copied from (`is_copied`) may be mapped files.
+        """
+
+
+def part_reader(state: TrainingState, files: CheckpointFiles, manifest: CheckpointManifest, own_rank: int) -> ReadPart:
+    """What reads the tensors of one set of files.
+
+    Those that the training goes on with are read into memory: a mapped file would keep its space on the disk after it
+    was rotated away. Of a state that is spread over ranks, this rank's parts are read.
+
+    Args:
+        state: That is restored.
+        files: The checkpoint's.
+        manifest: The checkpoint's.
+        own_rank: Whose own random numbers and positions are wanted.
+    """
+    layouts = StateLayouts(state) if is_spread_state(state) else None
+
+    def read(
+        base: str, is_wanted: Callable[[str], bool] | None = None, *, is_copied: bool = False
+    ) -> dict[str, torch.Tensor]:
+        names = WeightNames(base=base)
+        entry = next((name for name in (names.single, names.index) if name in manifest.files), None)
+        if entry is None:
+            return {}
+        with files.open_part(base, entry) as checkpoint:
+            if layouts is not None:
+                return read_part_of_rank(checkpoint, base, layouts, own_rank, is_wanted)
+            return read_tensors(checkpoint, is_wanted, "cpu", "auto" if is_copied else "pread")
+
+    return read
+
+
+# How the tensors of a checkpoint are spread over the ranks that restore it: as those of the state that was built.
+
+
+_PLAIN_SLOT: Final = "step"
+"""Which torch's optimizers count in a plain number, whatever the parameter is."""
+
+
+class StateLayouts:
+    """The layouts of a state's tensors, by the names that a save gives them.
+
+    Args:
+        state: Its parameters are not gathered; it is not changed.
+    """
+
+    def __init__(self, state: TrainingState) -> None:
+        self._state = state
+        self._names = state.parameter_names()
+
+    def empty(self, base: str, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
+        """Make what this rank's part of a stored tensor is read into; None where it is read whole.
+
+        A tensor that the state has has the layout that it has there. One of an optimizer that has not run yet has the
+        layout of the parameter, where it has its shape; a number is plain; what is between (the rows' and columns'
+        statistics of Adafactor) is on every rank of the parameter's mesh.
+
+        Args:
+            base: The set of tensors.
+            name: The stored one.
+            shape: Of the whole tensor.
+            dtype: Of the stored tensor.
+        """
+        live = self._live[base].get(name)
+        if live is not None and tuple(live.shape) == shape:
+            return _empty_like(live, dtype) if is_dtensor(live) else None
+        parameter = self._parameter_of(base, name)
+        if parameter is None:
+            return None
+        is_count = not shape and (parameter.dim() > 0 or name.endswith(f"/{_PLAIN_SLOT}"))
+        if tuple(parameter.shape) == shape and not is_count:
+            return _empty_like(parameter, dtype)
+        return None if is_count or base == STATE_BASE else _empty_everywhere(parameter, shape, dtype)
+
+    @cached_property
+    def _parameters(self) -> dict[str, torch.Tensor]:
+        """The spread parameters by name."""
+        modules = self._state.of_kind("module").values()
+        parameters = chain.from_iterable(module.parameters() for module in modules)
+        return {self._names[id(one)]: one for one in parameters if is_dtensor(one)}
+
+    @cached_property
+    def _live(self) -> Mapping[str, dict[str, torch.Tensor]]:
+        """The tensors that the state has, by set and name."""
+        found: dict[str, dict[str, torch.Tensor]] = {MODEL_BASE: {}, "optimizer": {}, STATE_BASE: {}}
+        for name, part in self._state.components.items():
+            kind = self._state.kinds[name]
+            if name == MODEL_BASE:
+                state_dict = collect_state_dict(part)
+                found[MODEL_BASE] = {key: one for key, one in state_dict.items() if isinstance(one, torch.Tensor)}
+            elif kind == "optimizer":
+                base, prefix = ("optimizer", "") if name == "optimizer" else (STATE_BASE, f"{name}/")
+                encode_optimizer(part, self._names, name, found[base], prefix)
+            elif kind in ("module", "stateful"):
+                self._add(name, part, found[STATE_BASE])
+        return found
+
+    def _add(self, name: str, part: Any, tensors: dict[str, torch.Tensor]) -> None:
+        own: dict[str, torch.Tensor] = {}
+        try:
+            encode(collect_state_dict(part) if isinstance(part, torch.nn.Module) else part.state_dict(), name, own)
+        except UnstorableTensorError:
+            return  # an object that can't be saved now may be restored
+        tensors |= own
+
+    def _parameter_of(self, base: str, name: str) -> torch.Tensor | None:
+        """The spread parameter that a tensor of an optimizer, or of another object, is about."""
+        words = name.split("/")
+        if base == STATE_BASE:
+            component = words[1] if is_of_a_rank(name) and len(words) > 1 else words[0]
+            part = self._state.components.get(component)
+            if not (isinstance(part, Gradients) or self._state.kinds.get(component) in ("optimizer", "stateful")):
+                return None
+        found = (self._parameters.get(word) for word in words if base != MODEL_BASE)
+        return next((parameter for parameter in found if parameter is not None), None)
+
+
+def _empty_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The same part of a tensor of another dtype, without its values."""
+    return torch.empty_like(tensor.detach(), dtype=dtype, requires_grad=False)
+
+
+def _empty_everywhere(parameter: Any, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    from torch.distributed.tensor import DTensor, Replicate
+
+    local = torch.empty(shape, dtype=dtype, device=parameter.to_local().device)
+    placements = [Replicate()] * parameter.device_mesh.ndim
+    return DTensor.from_local(local, parameter.device_mesh, placements, run_check=False)
+
+
+# Reads the tensors of a checkpoint for a state that is spread over ranks: of each, this rank's part.
+
+
+def read_part_of_rank(
+    checkpoint: OpenCheckpoint,
+    base: str,
+    layouts: StateLayouts,
+    own_rank: int,
+    is_wanted: Callable[[str], bool] | None = None,
+) -> dict[str, torch.Tensor]:
+    """Read what this rank needs of one set of tensors into memory.
+
+    Args:
+        checkpoint: Open, of that set.
+        base: The set.
+        layouts: Of the state that is restored.
+        own_rank: Whose own random numbers and positions are wanted.
+        is_wanted: Which names are; None: all.
+
+    Returns:
+        Name -> a DTensor that has this rank's part, or the whole tensor where the state has it whole.
+    """
+    targets: dict[str, torch.Tensor] = {}
+    whole: list[str] = []
+    tied_names = checkpoint.index.tied_names
+    described = stored_tensors(checkpoint)
+    if is_wanted is not None:
+        described = {name: one for name, one in described.items() if is_wanted(name)}
+    for name, one in described.items():
+        if base == STATE_BASE and is_of_a_rank(name) and not name.startswith(rank_prefix(own_rank)):
+            continue
+        target = layouts.empty(base, name, tuple(one.shape), one.dtype)
+        if target is None:
+            whole.append(name)
+        elif tied_names.get(name, name) not in targets:
+            targets[tied_names.get(name, name)] = target
+    read_parts(checkpoint, targets.items())
+    found = {name: targets[tied_names.get(name, name)] for name in described if tied_names.get(name, name) in targets}
+    if whole:
+        found |= read_tensors(checkpoint, frozenset(whole).__contains__, "cpu", "pread")
+    return {name: found[name] for name in described if name in found}

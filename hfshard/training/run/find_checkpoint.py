@@ -1,0 +1,212 @@
+"""Find the checkpoints of a run, and tell whole ones from damaged ones."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Collection
+from typing import Final, Literal
+
+from hfshard._util.addresses import is_address
+from hfshard._util.progress import bytes_bar
+from hfshard.errors import (
+    CheckpointChangedError,
+    CheckpointNotFoundError,
+    DamagedCheckpointError,
+    HfshardError,
+    InvalidArgumentError,
+    StoreError,
+)
+from hfshard.format.file_names import WeightNames
+from hfshard.training.run.manifest import CheckpointManifest, RunCheckpoint, read_run_checkpoint
+from hfshard.training.run.run_directory import DirectoryCheckpoint, DirectoryPlace
+from hfshard.training.run.run_storage import CheckpointFiles, RunPlace
+from hfshard.training.run.run_store import StoreCheckpoint, StorePlace
+from hfshard.training.state.collect_state import PARTS
+
+logger = logging.getLogger(__name__)
+
+_TRIES: Final = 50
+"""How often a run is read again whose checkpoints are replaced meanwhile: one may save all the time and keep one."""
+
+Level = Literal["structure", "full"]
+
+
+def manifests_in(place: RunPlace) -> list[CheckpointManifest]:
+    """The manifests of all finished checkpoints; the one that was saved last comes first."""
+    return [one.manifest for one in place.checkpoints() if one.manifest is not None]
+
+
+def checkpoint_of_step(place: RunPlace, step: int) -> RunCheckpoint:
+    """Find the checkpoint of a step, damaged or not.
+
+    Raises:
+        CheckpointNotFoundError: There is none.
+    """
+    found = place.checkpoints()
+    if candidates := [one for one in found if one.step == step]:
+        return max(candidates, key=lambda one: one.manifest is not None)  # another tool's directory may be beside it
+    steps = ", ".join(str(one.step) for one in found) or "none"
+    raise CheckpointNotFoundError(
+        f"There is no checkpoint of step {step} in '{place.root}'. It has: {steps}.", path=place.root
+    )
+
+
+def check_run_checkpoint(
+    checkpoint: RunCheckpoint, verify: Level, progress: bool | None = None, *, is_read_next: bool = False
+) -> CheckpointManifest:
+    """Check that the files of a checkpoint are those that were saved, and return its manifest.
+
+    Args:
+        checkpoint: The one.
+        verify: "structure": sizes, headers and fingerprints; "full": every byte.
+        progress: Whether to show a bar with "full".
+        is_read_next: Whether what can be compared while it is read is left to that.
+
+    Raises:
+        DamagedCheckpointError, UnsafePathError: A file is missing or not the one that was saved.
+    """
+    if verify not in ("structure", "full"):
+        raise InvalidArgumentError(f"verify must be 'structure' or 'full', got {verify!r}.")
+    if checkpoint.manifest is None:
+        raise checkpoint.problem or RuntimeError(f"'{checkpoint.path}' has no manifest.")
+    files = files_at(checkpoint.path)
+    if is_read_next and files.is_compared_when_read:
+        return checkpoint.manifest
+    total = sum(record.size or 0 for record in checkpoint.manifest.files.values())
+    with bytes_bar("Verifying", total, progress if verify == "full" else False) as progress_callback:
+        files.check(checkpoint.manifest, is_full=verify == "full", progress_callback=progress_callback)
+    return checkpoint.manifest
+
+
+def newest_whole(
+    place: RunPlace,
+    verify: Level,
+    progress: bool | None = None,
+    *,
+    is_read_next: bool = False,
+    passed_over: Collection[str] = (),
+) -> tuple[RunCheckpoint, CheckpointManifest] | None:
+    """Find the whole checkpoint that was saved last, with a warning for each that is passed over; None in an empty run.
+
+    Args:
+        place: Of the run.
+        verify, progress, is_read_next: As in `check_run_checkpoint`.
+        passed_over: Paths of checkpoints that turned out to be damaged when they were read.
+
+    Raises:
+        DamagedCheckpointError: All of them are damaged.
+        StoreError: The store can't be asked.
+    """
+    for _ in range(_TRIES):
+        found = place.checkpoints()
+        damaged: list[tuple[RunCheckpoint, HfshardError]] = []
+        for one in (one for one in found if one.path not in passed_over):
+            try:
+                manifest = check_run_checkpoint(one, verify, progress, is_read_next=is_read_next)
+            except (InvalidArgumentError, StoreError):
+                raise  # a store that fails says nothing of the checkpoint
+            except HfshardError as error:
+                if has_changed(one):  # a run that is saving there has removed it, and has a newer one
+                    break
+                damaged.append((one, error))
+            else:
+                _warn_of(damaged)
+                return one, manifest
+        else:
+            _warn_of(damaged)
+            if not found:
+                return None
+            raise DamagedCheckpointError(
+                f"None of the {len(found)} checkpoints in '{place.root}' is whole: see the warnings for what is wrong "
+                "with each. To train from the beginning, give the manager another directory.",
+                path=place.root,
+            )
+    raise CheckpointChangedError(
+        f"The checkpoints in '{place.root}' were replaced while they were read. Try again.", path=place.root
+    )
+
+
+def _warn_of(damaged: list[tuple[RunCheckpoint, HfshardError]]) -> None:
+    for one, error in damaged:
+        logger.warning("The checkpoint '%s' is passed over: %s", one.path, error)
+
+
+def checkpoint_problems(
+    checkpoint: RunCheckpoint, level: Level, progress_callback: Callable[[int], object] | None = None
+) -> list[HfshardError]:
+    """List what is wrong with a checkpoint; `progress_callback` gets the bytes that were hashed."""
+    problems: list[HfshardError] = []
+    if checkpoint.manifest is not None:
+        files = files_at(checkpoint.path)
+        files.check(
+            checkpoint.manifest,
+            is_full=level == "full",
+            progress_callback=progress_callback,
+            on_problem=problems.append,
+        )
+        problems += _strays(files, checkpoint.manifest)
+    elif checkpoint.problem is not None:
+        problems.append(checkpoint.problem)
+    return problems
+
+
+def current_problems(checkpoint: RunCheckpoint, level: Level) -> list[HfshardError] | None:
+    """List what is wrong with a checkpoint now; None where a run that is saving there has removed it meanwhile.
+
+    Raises:
+        CheckpointChangedError: It was replaced again and again.
+    """
+    for _ in range(_TRIES):
+        problems = checkpoint_problems(checkpoint, level)
+        if not problems or not has_changed(checkpoint):
+            return problems
+        if not files_at(checkpoint.path).is_there():
+            return None
+        checkpoint = checkpoint_at(checkpoint.path, checkpoint.step)
+    raise CheckpointChangedError(
+        f"'{checkpoint.path}' was replaced while it was checked. Try again.", path=checkpoint.path
+    )
+
+
+def _strays(files: CheckpointFiles, manifest: CheckpointManifest) -> list[HfshardError]:
+    """Files in a checkpoint that other tools would load instead of its own."""
+    problems: list[HfshardError] = []
+    for base in PARTS:
+        names = WeightNames(base=base)
+        path = os.path.join(files.path, names.single)
+        if names.single not in manifest.files and files.has(names.single):
+            problems.append(
+                DamagedCheckpointError(
+                    f"'{path}' does not belong to the checkpoint, and other tools load it instead of the files that "
+                    "do. Move it elsewhere.",
+                    path=path,
+                )
+            )
+    return problems
+
+
+# Finds the place of a run, or the files of one checkpoint, by its path.
+
+
+def run_place(root: str) -> RunPlace:
+    """The place of a run; nothing is read or created yet."""
+    return StorePlace(root) if is_address(root) else DirectoryPlace(root)
+
+
+def files_at(path: str) -> CheckpointFiles:
+    """The files of the checkpoint at a path; nothing is read yet."""
+    return StoreCheckpoint(path) if is_address(path) else DirectoryCheckpoint(path)
+
+
+def checkpoint_at(path: str, step: int) -> RunCheckpoint:
+    """Read the manifest of one checkpoint, which must be of the step in its name."""
+    return read_run_checkpoint(path, step, files_at(path).manifest)
+
+
+def has_changed(checkpoint: RunCheckpoint) -> bool:
+    """Whether a checkpoint is no longer where it was found, or is another one: a run that saves has removed it."""
+    now = checkpoint_at(checkpoint.path, checkpoint.step).manifest
+    if now is None or checkpoint.manifest is None:
+        return now is not checkpoint.manifest or not files_at(checkpoint.path).is_there()
+    return (now.save_number, now.files) != (checkpoint.manifest.save_number, checkpoint.manifest.files)

@@ -1,1 +1,0 @@
-"""Where the checkpoints of a run lie: a directory, or a store."""

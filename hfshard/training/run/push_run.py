@@ -1,0 +1,514 @@
+"""Checkpoints of a run on hubs: read, pushed as one commit in the background, and fetched where no run is."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from threading import Event
+from typing import TYPE_CHECKING, Final, Literal, TypedDict
+
+from hfshard._util.addresses import is_address, refuse_hub_arguments
+from hfshard._util.arguments import absolute_path
+from hfshard._util.progress import bytes_bar
+from hfshard._util.threads import in_threads
+from hfshard.commit.hub_marker import directory_of, split_address
+from hfshard.constants import FILES_AT_ONCE, README, SAFETENSORS_SUFFIX
+from hfshard.disk.byte_source import ByteSource, BytesSource
+from hfshard.errors import (
+    CheckpointNotFoundError,
+    DamagedCheckpointError,
+    HubError,
+    IntegrityError,
+    InvalidArgumentError,
+    UnsafePathError,
+)
+from hfshard.format.digests import sha256_of
+from hfshard.format.file_names import MODEL_BASE, WeightNames
+from hfshard.format.index import FileDigest
+from hfshard.format.parts_of_ranks import describe_parts_in
+from hfshard.hub.push_files import PushOptions, PushRequest
+from hfshard.hub.resolve import CheckpointQuery, ResolvedCheckpoint
+from hfshard.places.source import CheckpointSource, no_directory_either
+from hfshard.training.run.background import Background
+from hfshard.training.run.find_checkpoint import Level, check_run_checkpoint, checkpoint_of_step, files_at, run_place
+from hfshard.training.run.manifest import MANIFEST, CheckpointManifest, RunCheckpoint, read_checkpoint_manifest
+from hfshard.training.run.run_storage import CheckpointFiles, RunPlace
+from hfshard.training.state.collect_state import PARTS
+from hfshard.training.state.step import checked_step
+
+if TYPE_CHECKING:
+    from hfshard.hub.repo import CommitFiles, PushResult, RemoteFile
+
+
+Hashes = dict[FileDigest, str]
+"""A file's digest in the manifest -> its sha256 from an earlier push: frozen weights are not hashed again."""
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedContents:
+    """A checkpoint that is pushed."""
+
+    files: CheckpointFiles
+    manifest: CheckpointManifest
+    raw: bytes
+    """The bytes of the manifest."""
+    contents: dict[str, ByteSource] = field(default_factory=dict)
+    """File name -> contents."""
+
+
+def read_manifest_of(found: RunCheckpoint) -> VerifiedContents:
+    """Read the manifest of a checkpoint, without the contents yet.
+
+    Raises:
+        DamagedCheckpointError: Its manifest can't be read.
+    """
+    if found.manifest is None:
+        raise found.problem or RuntimeError(f"'{found.path}' has no manifest.")
+    files = files_at(found.path)
+    raw = files.read_small(MANIFEST)
+    manifest = CheckpointManifest.from_json(raw, os.path.join(found.path, MANIFEST))
+    return VerifiedContents(files, manifest, raw)
+
+
+def read_whole(one: VerifiedContents, progress: bool | None = None, hashes: Hashes | None = None) -> VerifiedContents:
+    """Add the contents, compared and hashed in one reading.
+
+    Args:
+        one: The checkpoint.
+        progress: Whether to show a bar on stderr. None: on a terminal.
+        hashes: The hashes of earlier pushes, which are replaced by those of this one.
+
+    Raises:
+        DamagedCheckpointError, UnsafePathError: A file is not the one that was saved.
+    """
+    hashes = {} if hashes is None else hashes
+    recorded = one.manifest.files
+    one.files.check(one.manifest, is_full=False)
+    with bytes_bar("Verifying", sum(record.size or 0 for record in recorded.values()), progress) as progress_callback:
+        work = partial(_content, one.files, hashes=dict(hashes), progress_callback=progress_callback)
+        made = dict(zip(recorded, in_threads(work, recorded.items(), FILES_AT_ONCE), strict=True))
+    hashes.clear()
+    hashes.update({recorded[name]: content.sha256 for name, content in made.items() if content.sha256 is not None})
+    return replace(one, contents={MANIFEST: BytesSource(one.raw), **made})
+
+
+def _content(
+    files: CheckpointFiles,
+    item: tuple[str, FileDigest],
+    cancelled: Event,
+    *,
+    hashes: Hashes,
+    progress_callback: Callable[[int], object],
+) -> ByteSource:
+    name, record = item
+    sha256 = _checked_sha256(files, name, record, hashes) if name.endswith(SAFETENSORS_SUFFIX) else record.sha256
+    if cancelled.is_set():
+        raise InterruptedError("another file failed, or Ctrl-C came")
+    progress_callback(record.size or 0)
+    return files.source(name, sha256)
+
+
+def _checked_sha256(files: CheckpointFiles, name: str, record: FileDigest, hashes: Hashes) -> str:
+    shard = files.open_shard(name)
+    try:
+        # A file that holds its own checksum was hashed with zeros in its place.
+        known = hashes.get(record) or (None if shard.written_by_hfshard else record.sha256)
+        if known is None:
+            return shard.checked_sha256(record)
+        shard.check_contents(record)
+        return known
+    finally:
+        shard.close()
+
+
+# Runs on hubs: a checkpoint pushed as one commit, and fetched whole where no run directory is.
+
+
+# What uses huggingface_hub is imported where it is needed, as that takes time to import.
+
+logger = logging.getLogger(__name__)
+
+_KEPT: Final = frozenset({README, ".gitattributes", ".gitignore"})
+"""Files that stay on a hub even if the checkpoint that was pushed before had them: people edit them there."""
+
+
+_RESUME_THERE: Final = "The optimizer and the rest of the run are resumed only by the program that saved them."
+"""After a description of parts, from which hfshard restores no run."""
+
+
+class PushArguments(TypedDict, total=False):
+    """Keyword arguments of `CheckpointManager.push`."""
+
+    revision: str | None
+    private: bool | None
+    token: str | bool | None
+    commit_message: str | None
+    create_pr: bool
+    progress: bool | None
+
+
+def found_to_push(
+    place: RunPlace, step: int | Literal["best", "all"] | None, best_step: Callable[[], int | None]
+) -> list[RunCheckpoint]:
+    """Find the checkpoint of a run to push, or all; see `CheckpointManager.push`.
+
+    Raises:
+        InvalidArgumentError: `step` is not one.
+        CheckpointNotFoundError: There is no such checkpoint.
+    """
+    if isinstance(step, str) and step not in ("best", "all"):
+        raise InvalidArgumentError(f"step must be a number, 'best', 'all' or None, got {step!r}.")
+    found = place.checkpoints()
+    if not found:
+        raise CheckpointNotFoundError(f"There is no checkpoint in '{place.root}'. Check the path.", path=place.root)
+    if step == "all":
+        return found
+    if step is None:
+        return found[:1]  # even if it is damaged: an older one is never pushed silently
+    number = best_step() if step == "best" else checked_step(step)
+    if number is None:
+        raise CheckpointNotFoundError(
+            f"No checkpoint in '{place.root}' has the metric by which the best one is chosen. Pass it when you save: "
+            "manager.save(step, state, metric=...).",
+            path=place.root,
+        )
+    return [checkpoint_of_step(place, number)]
+
+
+def push_run(
+    found: Sequence[RunCheckpoint],
+    repo_id: str | os.PathLike[str],
+    step: int | Literal["best", "all"] | None,
+    options: PushOptions,
+) -> list[PushResult]:
+    """Push what `found_to_push` found; one result for each checkpoint that was pushed.
+
+    Raises:
+        Everything that `push_found` and `push_all` raise.
+    """
+    return push_all(found, repo_id, options) if step == "all" else [push_found(found[0], repo_id, options)]
+
+
+def push_found(
+    found: RunCheckpoint, repo_id: str | os.PathLike[str], options: PushOptions, hashes: Hashes | None = None
+) -> PushResult:
+    """Push one checkpoint as one commit, its files at the top of the repo; those of the previous one are deleted.
+
+    Raises:
+        DamagedCheckpointError: A file is not the one that was saved; nothing was sent.
+        HubError: The push failed, as in `push_checkpoint`.
+    """
+    return _push(read_whole(read_manifest_of(found), options.progress, hashes), repo_id, options)
+
+
+def push_all(found: Sequence[RunCheckpoint], repo_id: str | os.PathLike[str], options: PushOptions) -> list[PushResult]:
+    """Push checkpoints in the order in which they were saved, a commit each, except those that were pushed before.
+
+    The checkpoint at the branch tells which: if it is one of these, it and those before it are skipped; if it is
+    another one, those are skipped that are neither of a later save nor of a higher step.
+
+    Args:
+        found: The checkpoints, in any order.
+        repo_id, options: As in `push_found`.
+
+    Returns:
+        One result for each checkpoint that was pushed.
+
+    Raises:
+        InvalidArgumentError: A pull request was asked for, which is for one checkpoint.
+        HubError: The branch is at another checkpoint that is newer than all of these.
+        Everything that `push_found` raises; all are compared with their manifests before the first is pushed.
+    """
+    if options.create_pr:
+        raise InvalidArgumentError("A pull request is for one checkpoint: give its step, or push all to a branch.")
+    in_order = sorted(map(read_manifest_of, found), key=lambda one: one.manifest.save_number)
+    hashes: Hashes = {}
+    newer = _newer_than_remote(in_order, repo_id, options)
+    return [_push(one, repo_id, options) for one in [read_whole(one, options.progress, hashes) for one in newer]]
+
+
+def _newer_than_remote(
+    in_order: list[VerifiedContents], repo_id: str | os.PathLike[str], options: PushOptions
+) -> list[VerifiedContents]:
+    from hfshard.hub.push_files import open_hub
+
+    hub = open_hub(repo_id, options)
+    remote = hub.tree(options.revision) or hub.tree(None)  # a new branch begins at main
+    if remote is None or MANIFEST not in remote.files:
+        return in_order
+    raw = hub.read(MANIFEST, remote.commit)
+    raws = [one.raw for one in in_order]
+    if raw in raws:
+        return in_order[raws.index(raw) + 1 :]
+    try:
+        newest = CheckpointManifest.from_json(raw, MANIFEST)
+    except (DamagedCheckpointError, UnsafePathError) as error:
+        logger.warning("'%s' on '%s' can't be read, and all checkpoints are pushed: %s", MANIFEST, repo_id, error)
+        return in_order
+    newer = [
+        one for one in in_order if one.manifest.save_number > newest.save_number or one.manifest.step > newest.step
+    ]
+    if not newer:
+        raise HubError(
+            f"'{os.fspath(repo_id)}' is at the checkpoint of step {newest.step}, which is not one of these and "
+            "newer than all of them. Push to another revision; or, to put one in its place, give its step.",
+            path=os.fspath(repo_id),
+            actual=newest.step,
+        )
+    return newer
+
+
+def _push(pushed: VerifiedContents, repo_id: str | os.PathLike[str], options: PushOptions) -> PushResult:
+    from hfshard.hub.push_files import push_files
+
+    has_model = any(_is_of(MODEL_BASE, name) for name in pushed.contents)
+    request = PushRequest(
+        contents=pushed.contents,
+        variants=frozenset({None}) if has_model else frozenset(),
+        options=options,
+        default_message=f"Checkpoint at step {pushed.manifest.step}",
+        find_stale=partial(_stale, pushed),
+    )
+    return push_files(request, repo_id)
+
+
+def _stale(pushed: VerifiedContents, there: Mapping[str, RemoteFile], read: Callable[[str], bytes]) -> set[str]:
+    """Find what the checkpoint that was pushed before left: its weights by their names, and what its manifest names.
+
+    A file that its manifest names stays if somebody has changed it since.
+    """
+    parts = [base for base in PARTS if any(_is_of(base, name) for name in pushed.contents)]
+    stale = {name for name in there if name not in pushed.contents and any(_is_of(base, name) for base in parts)}
+    left = there.keys() - stale - pushed.contents.keys() - _KEPT
+    if MANIFEST not in there or not left:
+        return stale
+    try:
+        before = CheckpointManifest.from_json(read(MANIFEST), MANIFEST)
+    except (DamagedCheckpointError, UnsafePathError) as error:
+        logger.warning(
+            "'%s' on the hub can't be read, and the files that it may name are left alone: %s", MANIFEST, error
+        )
+        return stale
+    return stale | {
+        name for name in left & before.files.keys() if _is_as_recorded(there[name], before.files[name], name, read)
+    }
+
+
+def _is_of(base: str, name: str) -> bool:
+    names = WeightNames(base=base)
+    return name in (names.single, names.index) or names.is_shard(name)
+
+
+def _is_as_recorded(file: RemoteFile, digest: FileDigest, name: str, read: Callable[[str], bytes]) -> bool:
+    if file.size != digest.size:
+        return False
+    if name.endswith(SAFETENSORS_SUFFIX):
+        return True  # the sizes are equal, and its checksum is of another kind
+    return (file.sha256 or sha256_of(read(name))) == digest.sha256
+
+
+def checked_at(
+    place: str | os.PathLike[str],
+    verify: Level,
+    *,
+    token: str | bool | None = None,
+    progress: bool | None = None,
+    is_read_next: bool = False,
+) -> tuple[RunCheckpoint, CheckpointManifest]:
+    """Find and check the checkpoint in a directory, a directory hub, or a repo of the Hub, from which it is downloaded.
+
+    Args:
+        place: A path, an address or `file://` URL, or "org/name"; on a hub with "@revision" unless it is main.
+        verify: As in `finding.check_run_checkpoint`.
+        token: A token, as in huggingface_hub.
+        progress: Whether to show a bar on stderr. None: on a terminal.
+        is_read_next: As in `finding.check_run_checkpoint`.
+
+    Raises:
+        InvalidArgumentError: `place` is not one, or is the address of a store, for which there is no token.
+        CheckpointNotFoundError: There is no training checkpoint; a model alone is not one.
+        HubNotFoundError, HubAccessError, HubConnectionError, HubError: The repo can't be read.
+        DamagedCheckpointError, UnsafePathError: It is damaged.
+    """
+    if isinstance(place, str) and place.isdecimal() and not os.path.isdir(place):
+        raise InvalidArgumentError(f"'{place}' is neither a place nor a step: give a step as a number, {int(place)}.")
+    if is_address(place):
+        place = absolute_path(place, "place")
+        refuse_hub_arguments(place, token=token)
+        found = _in(place)
+        return found, check_run_checkpoint(found, verify, progress, is_read_next=is_read_next)
+    path, revision = split_address(place)
+    query = CheckpointQuery(revision=revision, token=token)
+    local = CheckpointSource(path, query).find_local()
+    if local is not None:
+        found = _in(local.directory)
+    else:
+        from hfshard.hub.download import fetch
+
+        with no_directory_either(path):
+            found = _in(fetch(path, _resolve_run_checkpoint, query, progress).directory)
+    try:
+        return found, check_run_checkpoint(found, verify, progress)
+    except IntegrityError as error:
+        if local is not None:
+            raise
+        at = f" --revision {revision}" if revision is not None else ""
+        raise IntegrityError(
+            f"{error.message} What is in the cache may be damaged; to download it again, run: "
+            f"hfshard pull {path}{at} --include '*' --force-download",
+            path=error.path,
+            expected=error.expected,
+            actual=error.actual,
+        ) from error
+
+
+def check_repo(repo_id: str) -> None:
+    """Check that a name can be that of a repo of the Hub.
+
+    Raises:
+        HubNotFoundError: It can't.
+    """
+    from hfshard.hub.download import check_repo_id
+
+    check_repo_id(repo_id)
+
+
+def _resolve_run_checkpoint(files: CommitFiles) -> ResolvedCheckpoint:
+    """Find all files of a training checkpoint, and download them."""
+    from hfshard.hub.resolve import ResolvedCheckpoint
+
+    if not files.has(MANIFEST):
+        if (parts := files.parts("")) is not None:
+            raise CheckpointNotFoundError(f"{parts} {_RESUME_THERE}")
+        what, todo = files.description()
+        raise _no_checkpoint(what, f"{todo}. A model alone is loaded by hfshard.load_model.")
+    files.download([MANIFEST])
+    paths = [MANIFEST, *read_checkpoint_manifest(files.snapshot()).files]
+    files.download(paths)
+    return ResolvedCheckpoint(files.snapshot(), files.commit, tuple(paths), None, ())
+
+
+def _no_checkpoint(what: str, todo: str, path: str | None = None) -> CheckpointNotFoundError:
+    return CheckpointNotFoundError(f"{what} holds no training checkpoint: there is no {MANIFEST}. {todo}", path=path)
+
+
+def _in(directory: str) -> RunCheckpoint:
+    """The checkpoint in a directory or at an address, which must be one."""
+    files = files_at(directory)
+    if files.has(MANIFEST):
+        manifest = files.manifest()
+        return RunCheckpoint.of(directory, manifest)
+    checkpoints = [one.path for one in run_place(directory).checkpoints()]
+    parts = None if checkpoints or is_address(directory) else describe_parts_in(directory)
+    if parts is not None:
+        raise CheckpointNotFoundError(f"{parts} {_RESUME_THERE}", path=directory)
+    todo = (
+        f"It is a run: give one of its checkpoints, such as '{checkpoints[0]}'."
+        if checkpoints
+        else "If it holds a model, hfshard.load_model loads that."
+    )
+    raise _no_checkpoint(f"'{directory}'", todo, directory)
+
+
+# Pushes what a manager saves to one repo, in the background: one push at a time, and always the newest checkpoint.
+
+
+_all: Final[weakref.WeakSet[BackgroundPusher]] = weakref.WeakSet()
+
+
+class BackgroundPusher:
+    """Pushes checkpoints; a failure is a warning, as the checkpoint is on disk, and `wait` raises the last one."""
+
+    def __init__(self, address: str | os.PathLike[str], progress: bool | None) -> None:
+        """Check the address; no request is sent yet.
+
+        Args:
+            address: "org/name", or a path or `file://` URL of a directory hub; with "@branch" unless it is main.
+            progress: Whether to show a bar during a push that blocks.
+
+        Raises:
+            InvalidArgumentError, HubNotFoundError: The address is not a valid one.
+        """
+        self._repo_id, revision = split_address(address)
+        if directory_of(self._repo_id) is None:
+            check_repo(self._repo_id)
+        self._options = PushOptions(revision=revision, progress=progress)
+        self._hashes: Hashes = {}
+        self._thread = Background()
+        self._lock = threading.RLock()  # a signal handler may save amid a look
+        self._pushing: RunCheckpoint | None = None
+        self._waiting: RunCheckpoint | None = None
+        self._error: Exception | None = None
+        """The last push's."""
+        _all.add(self)
+
+    @property
+    def steps_in_use(self) -> set[int]:
+        """Steps whose checkpoints must stay where they are."""
+        with self._lock:
+            return {one.step for one in (self._pushing, self._waiting) if one is not None}
+
+    def push(self, found: RunCheckpoint, *, blocking: bool) -> None:
+        """Push a checkpoint now; or in the background, after the push that is running.
+
+        A checkpoint that is still waiting is not pushed any more, as this one is newer.
+        """
+        if blocking:
+            self.join()
+            self._push(found, self._options)
+            return
+        with self._lock:
+            if self._pushing is not None:
+                self._waiting = found
+                return
+            self._pushing = found
+        self._thread.wait()
+        self._thread.start(self._work, f"Pushing to '{self._repo_id}'")
+
+    def forget(self) -> None:
+        """Forget the pushes in a forked process, where the thread does not exist."""
+        self._lock = threading.RLock()  # a signal handler may save amid a look
+        self._pushing = self._waiting = self._error = None
+
+    def join(self) -> None:
+        """Wait for the running push."""
+        self._thread.wait()
+
+    def wait(self) -> None:
+        """Wait for the running push, and raise the last push's error, once."""
+        self.join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _work(self) -> None:
+        found = self._pushing
+        while found is not None:
+            self._push(found, replace(self._options, progress=False))
+            with self._lock:
+                found = self._pushing = self._waiting
+                self._waiting = None
+
+    def _push(self, found: RunCheckpoint, options: PushOptions) -> None:
+        try:
+            push_found(found, self._repo_id, options, self._hashes)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the training goes on
+            logger.warning(
+                "The checkpoint of step %d is saved, but was not pushed to '%s': %s", found.step, self._repo_id, error
+            )
+            self._error = error
+        else:
+            self._error = None
+
+
+def _forget_in_child() -> None:
+    for one in list(_all):
+        one.forget()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -1,0 +1,538 @@
+"""A run in a directory: locked while a manager lives, each checkpoint a folder that appears by one rename."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+import shutil
+import stat
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import replace
+from datetime import UTC, datetime
+from functools import partial
+from typing import Final
+
+from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
+from hfshard.commit.hub_marker import refuse_hub
+from hfshard.constants import MARKS, MAX_INDEX_BYTES
+from hfshard.disk.byte_source import ByteSource, FileSource
+from hfshard.disk.fsops import OwnDescriptor, holder_of, lock, make_directories, sync_directory, unlock
+from hfshard.disk.safe_open import read_small
+from hfshard.errors import (
+    AccessDeniedError,
+    DamagedCheckpointError,
+    DirectoryLockedError,
+    HfshardError,
+    RunRemovedError,
+    SaveDirectoryError,
+)
+from hfshard.format.stored_save import split_object_name
+from hfshard.shards.shard import SafetensorsShard
+from hfshard.shards.shard_file import SafetensorsFile
+from hfshard.training.run.manifest import (
+    CHECKPOINT,
+    MANIFEST,
+    CheckpointManifest,
+    RunCheckpoint,
+    check_files,
+    checkpoint_path,
+    is_own_name,
+    newest_first,
+    read_checkpoint_manifest,
+    read_run_checkpoint,
+)
+from hfshard.training.run.run_storage import CheckpointOrder, ReusableShards, write_checkpoint
+
+logger = logging.getLogger(__name__)
+
+_WRITING: Final = re.compile(r"\.tmp-(\d+)-(\d+)")
+_REPLACED: Final = re.compile(r"\.replaced-(\d+)-(\d+)")
+"""A checkpoint that another save of the same step is replacing; it counts until the new one is in place."""
+_REMOVED: Final = re.compile(r"\.removed-(\d+)-(\d+)")
+
+_LOOKS: Final = 100
+"""How often a run is listed again, at most, while another process saves into it."""
+
+
+def writing_path(root: str, step: int) -> str:
+    """The path where a checkpoint is written until it is complete."""
+    return os.path.join(root, f".tmp-{step}-{os.getpid()}")
+
+
+def checkpoints_in(root: str) -> list[RunCheckpoint]:
+    """List every checkpoint in a run directory, damaged ones too, as `newest_first` sorts them."""
+    found: list[RunCheckpoint] = []
+    for _ in range(_LOOKS):
+        names = _names_in(root)
+        gone: list[str] = []
+        found = [_read(os.path.join(root, name), step) for name, step in _step_directories(root, names, gone)]
+        if not gone and _names_in(root) == names:
+            break
+    return newest_first(found)
+
+
+def _read(path: str, step: int) -> RunCheckpoint:
+    return read_run_checkpoint(path, step, partial(read_checkpoint_manifest, path))
+
+
+def _names_in(root: str) -> list[str]:
+    return sorted(name for name in names_in(root) if CHECKPOINT.fullmatch(name) or _REPLACED.fullmatch(name))
+
+
+def _step_directories(root: str, names: list[str], gone: list[str]) -> Iterator[tuple[str, int]]:
+    """The name and step of each directory among some names that is a checkpoint; those that vanished come to `gone`.
+
+    A name may have a directory again by the time the names are compared, that of the next save.
+
+    Those that were moved aside count where nothing has replaced them, and those of other names, such as a user's copy
+    `checkpoint-4`, where the step has no other and they have a manifest: without one, they are another tool's.
+    """
+    steps: set[int] = set()
+    for name in names:
+        match = CHECKPOINT.fullmatch(name)
+        if match is not None and is_own_name(name, step := int(match[1])):
+            steps.add(step)
+            if _is_directory(root, name, gone):
+                yield name, step
+    for name in names:
+        match = _REPLACED.fullmatch(name)
+        if match is not None and (step := int(match[1])) not in steps and _is_directory(root, name, gone):
+            yield name, step
+    for name in names:
+        match = CHECKPOINT.fullmatch(name)
+        if match is None or (step := int(match[1])) in steps:
+            continue
+        if os.path.lexists(os.path.join(root, name, MANIFEST)):
+            steps.add(step)
+            yield name, step
+
+
+def _is_directory(root: str, name: str, gone: list[str]) -> bool:
+    path = os.path.join(root, name)
+    try:
+        return stat.S_ISDIR(os.stat(path).st_mode)
+    except FileNotFoundError:
+        if not os.path.islink(path):
+            gone.append(name)
+    except OSError:
+        pass  # it is nothing that can be read, now and later
+    return False
+
+
+def clean_up_run(root: str) -> None:
+    """Remove what killed saves left, and put back what they had moved aside; the caller holds the run's lock."""
+    for one in _moved_aside(root):
+        target = checkpoint_path(root, one.step)
+        logger.info("Putting '%s' back, which a killed save was about to replace.", target)
+        os.rename(one.path, target)
+        sync_directory(root)
+    for name in leftovers_in(root)[0]:
+        path = os.path.join(root, name)
+        logger.info("Removing '%s', left by a save that was killed.", path)
+        if (replaced := _REPLACED.fullmatch(name)) is not None:  # it must not come back when its successor is removed
+            _remove(path, root, int(replaced[1]))
+        else:
+            _remove_tree(path)
+    _remove_marks(root)
+
+
+def _remove_marks(root: str) -> None:
+    """Remove the marks of saves of a run that was synced from a store: in a directory nobody reads them."""
+    folder = os.path.join(root, MARKS)
+    for name in os.listdir(folder) if os.path.isdir(folder) and not os.path.islink(folder) else ():
+        split = split_object_name(name)
+        if split is not None and CHECKPOINT.fullmatch(split[0]):
+            os.unlink(os.path.join(folder, name))
+    with suppress(OSError):  # there is none, or files of others are in it
+        os.rmdir(folder)
+
+
+def leftovers_in(root: str) -> tuple[list[str], list[str]]:
+    """Name what killed saves left in a run: the folders that `clean_up_run` removes, and those that it puts back."""
+    put_back = [os.path.basename(one.path) for one in _moved_aside(root)]
+    patterns = (_WRITING, _REPLACED, _REMOVED)
+    left = [name for name in sorted(os.listdir(root)) if any(pattern.fullmatch(name) for pattern in patterns)]
+    return [name for name in left if name not in put_back], put_back
+
+
+def _moved_aside(root: str) -> list[RunCheckpoint]:
+    """Find the checkpoints that nothing has replaced yet; of several of one step, the one that was saved last."""
+    aside: dict[int, RunCheckpoint] = {}
+    for one in checkpoints_in(root):
+        if _REPLACED.fullmatch(os.path.basename(one.path)) and not os.path.lexists(checkpoint_path(root, one.step)):
+            aside.setdefault(one.step, one)
+    return list(aside.values())
+
+
+def put_in_place(written: str, root: str, step: int) -> str:
+    """Make a written checkpoint the one of its step, by one rename; then remove the one that was there before.
+
+    Returns:
+        The path of the checkpoint.
+    """
+    target = checkpoint_path(root, step)
+    aside: str | None = None
+    try:
+        if os.path.lexists(target):
+            aside = _free_name(root, "replaced", step)
+            os.rename(target, aside)
+            sync_directory(root)
+        os.rename(written, target)
+    except BaseException:
+        if aside is not None and os.path.lexists(aside) and not os.path.lexists(target):
+            os.rename(aside, target)
+        raise
+    sync_directory(root)
+    if aside is not None:
+        _remove(aside, root, step)
+    return target
+
+
+def remove_checkpoint(checkpoint: RunCheckpoint, root: str) -> None:
+    """Remove a checkpoint: first by one rename, then its files. What can't be removed is logged as a warning."""
+    for name in _names_in(root):  # what it replaced must not come back in its place
+        replaced = _REPLACED.fullmatch(name)
+        if replaced is not None and int(replaced[1]) == checkpoint.step:
+            _remove(os.path.join(root, name), root, checkpoint.step)
+    _remove(checkpoint.path, root, checkpoint.step)
+
+
+def _remove(path: str, root: str, step: int) -> None:
+    aside = _free_name(root, "removed", step)
+    try:
+        os.rename(path, aside)
+        sync_directory(root)  # or a power cut could leave it in place with half of its files
+    except OSError as error:
+        logger.warning("'%s' can't be removed (%s); the next save tries again.", path, error)
+        return
+    _remove_tree(aside)
+
+
+def _free_name(root: str, what: str, step: int) -> str:
+    """A name that is free: what could not be removed before may still be there."""
+    number = os.getpid()
+    while os.path.lexists(path := os.path.join(root, f".{what}-{step}-{number}")):
+        number += 1
+    return path
+
+
+def _remove_tree(path: str) -> None:
+    try:
+        if os.path.islink(path) or not os.path.isdir(path):
+            os.unlink(path)
+        else:
+            shutil.rmtree(path)
+    except OSError as error:
+        logger.warning("'%s' can't be removed (%s); the next run tries again.", path, error)
+
+
+# A run in a directory: locked while a manager lives, each checkpoint a folder that appears by one rename.
+
+
+class DirectoryCheckpoint:
+    """The files of a checkpoint in a directory."""
+
+    is_compared_when_read = False
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def is_there(self) -> bool:
+        """Whether it is a directory."""
+        return os.path.isdir(self.path)
+
+    def has(self, name: str) -> bool:
+        """Whether the directory has such a name."""
+        return os.path.lexists(os.path.join(self.path, name))
+
+    def names(self) -> list[str]:
+        """List the directory."""
+        return names_in(self.path)
+
+    def size(self, name: str) -> int:
+        """As the file system says."""
+        return os.stat(os.path.join(self.path, name)).st_size
+
+    def saved_at(self) -> datetime | None:
+        """As the file system says."""
+        return datetime.fromtimestamp(os.stat(os.path.join(self.path, MANIFEST)).st_mtime, UTC)
+
+    def manifest(self) -> CheckpointManifest:
+        """Read its manifest."""
+        return read_checkpoint_manifest(self.path)
+
+    def check(
+        self,
+        manifest: CheckpointManifest,
+        *,
+        is_full: bool,
+        progress_callback: Callable[[int], object] | None = None,
+        on_problem: Callable[[DamagedCheckpointError], object] | None = None,
+    ) -> None:
+        """Compare every file with the manifest, several at once."""
+        check_files(self.path, manifest, is_full=is_full, progress_callback=progress_callback, on_problem=on_problem)
+
+    def read_small(self, name: str) -> bytes:
+        """Read a small file, through no link that leads elsewhere."""
+        return read_small(os.path.join(self.path, name), self.path, MAX_INDEX_BYTES)[0]
+
+    def open_shard(self, name: str) -> SafetensorsShard:
+        """Open it, through no link that leads elsewhere."""
+        return SafetensorsFile(os.path.join(self.path, name), self.path)
+
+    def source(self, name: str, sha256: str | None) -> ByteSource:
+        """Read it when it is asked for."""
+        path = os.path.join(self.path, name)
+        return FileSource(path, os.stat(path).st_size, sha256)
+
+    def open_part(self, base: str, entry: str) -> AbstractContextManager[OpenCheckpoint]:
+        """Open its files, or map them."""
+        return open_checkpoint(self.path, use_safetensors=True, base=base, weights_name=entry)
+
+
+class DirectoryPlace:
+    """A run in a directory."""
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+        self._lock: RunLock | None = None
+        self._save_number = 0
+        """The highest number that was seen: a manifest that can't be read for a moment has one, too."""
+
+    def known_checkpoints(self) -> list[RunCheckpoint]:
+        """List the folders and read their manifests."""
+        return self.checkpoints()
+
+    def checkpoints(self) -> list[RunCheckpoint]:
+        """List the folders and read their manifests."""
+        return checkpoints_in(self.root)
+
+    def saving(self) -> AbstractContextManager[None]:
+        """See `saving_into`.
+
+        Raises:
+            SaveDirectoryError, AccessDeniedError, RunRemovedError: As there.
+        """
+        return saving_into(self.root, self._is_there)
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether this process holds the lock."""
+        return self._lock is not None and self._lock.is_held
+
+    def take(self) -> bool:
+        """Make the directory where it is missing, and lock it.
+
+        Raises:
+            DirectoryLockedError: Another manager, in this process or another one, holds the lock.
+            RunRemovedError: The directory that was locked is not there any more.
+        """
+        if not self._is_there():
+            raise removed(self.root)
+        if self.is_taken:
+            return False
+        refuse_hub(self.root)
+        make_directories(self.root)
+        self._lock = RunLock(self.root)  # a forked process needs one of its own
+        weakref.finalize(self, self._lock.release)
+        return True
+
+    def release(self) -> None:
+        """Release the lock."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def clean_up(self) -> None:
+        """See `clean_up_run`."""
+        clean_up_run(self.root)
+
+    def write(self, order: CheckpointOrder) -> RunCheckpoint:
+        """Write it into a hidden folder and flush that to the disk; one rename makes it the checkpoint."""
+        step = order.manifest.step
+        found = self.checkpoints()
+        order = order.over(next((one for one in found if one.step == step and one.is_own), None))
+        save_number = max([self._save_number, *(one.save_number for one in found)]) + 1
+        newest = next((one for one in found if one.manifest is not None), None)
+        reusable = ReusableShards.of(newest.path, newest.manifest) if newest and newest.manifest else ReusableShards()
+        directory = writing_path(self.root, step)
+        try:
+            os.mkdir(directory)
+            manifest = write_checkpoint(
+                directory,
+                order.payload,
+                replace(order.manifest, save_number=save_number),
+                order.files,
+                reusable,
+                order.progress_callback,
+                order.writer,
+            )
+            self._save_number = save_number
+            order.before_commit()
+            path = put_in_place(directory, self.root, step)
+        except BaseException:
+            shutil.rmtree(directory, ignore_errors=True)  # the next save tries again
+            raise
+        return RunCheckpoint.of(path, manifest)
+
+    def remove(self, checkpoints: Sequence[RunCheckpoint]) -> None:
+        """Remove each: first by one rename, then its files."""
+        for one in checkpoints:
+            if _is_current(one):
+                remove_checkpoint(one, self.root)
+
+    def _is_there(self) -> bool:
+        """Whether the directory is the one that was locked; if not, the next save locks another one."""
+        is_there = self._lock is None or not self._lock.is_held or self._lock.is_of_the_run
+        if not is_there:
+            self.release()
+        return is_there
+
+
+def _is_current(checkpoint: RunCheckpoint) -> bool:
+    """Whether a checkpoint is where it was found, and is not another one by now."""
+    found = read_run_checkpoint(checkpoint.path, checkpoint.step, partial(read_checkpoint_manifest, checkpoint.path))
+    was, now = checkpoint.manifest, found.manifest
+    if was is None or now is None:
+        return was is now and os.path.isdir(checkpoint.path)
+    return (now.save_number, now.files) == (was.save_number, was.files)
+
+
+# Errors of a run's own directory, which is a file, was removed, or may not be written: one each, which names it.
+
+
+_DENIED: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+_NO_DIRECTORY: Final = frozenset({errno.ENOTDIR, errno.EEXIST})
+
+
+@contextmanager
+def saving_into(root: str, is_there: Callable[[], bool] = lambda: True) -> Iterator[None]:
+    """Save into a run's directory.
+
+    Args:
+        root: The directory.
+        is_there: Whether it is still the one that was locked, which is asked when something failed.
+
+    Raises:
+        SaveDirectoryError: It is a file, or below one.
+        AccessDeniedError: It may not be written.
+        RunRemovedError: It was removed meanwhile.
+        OSError: The disk failed.
+    """
+    try:
+        yield
+    except HfshardError:
+        raise
+    except OSError as error:
+        if error.errno in _DENIED:
+            raise AccessDeniedError(
+                f"'{root}' can't be saved into ({error}). Give the user the right to write there, or give the "
+                "CheckpointManager another directory.",
+                path=root,
+            ) from error
+        if not is_there():
+            raise removed(root) from error
+        if error.errno in _NO_DIRECTORY and not os.path.isdir(root):
+            raise _no_directory(root) from error
+        raise
+
+
+def names_in(root: str) -> list[str]:
+    """List a run's directory; nothing where there is none yet.
+
+    Raises:
+        SaveDirectoryError: It is a file, or below one, or a link that leads nowhere.
+        AccessDeniedError: It may not be read.
+    """
+    try:
+        return os.listdir(root)
+    except FileNotFoundError as error:
+        if os.path.islink(root):
+            raise _no_directory(root) from error
+        return []
+    except NotADirectoryError as error:
+        raise _no_directory(root) from error
+    except PermissionError as error:
+        raise AccessDeniedError(
+            f"'{root}' can't be read ({error}), so nothing says whether it holds checkpoints. Give the user the right "
+            "to read it.",
+            path=root,
+        ) from error
+
+
+def removed(root: str) -> RunRemovedError:
+    """The error of a run whose directory is not there any more, or is another one."""
+    return RunRemovedError(
+        f"The run's directory '{root}' was removed or renamed while this run was saving into it. Put it back, or save "
+        "again, which makes a new one.",
+        path=root,
+    )
+
+
+def _no_directory(root: str) -> SaveDirectoryError:
+    return SaveDirectoryError(
+        f"'{root}' can't be the directory of a run: it, or something above it, is a file or a link that leads nowhere. "
+        "Remove or rename it, or give the CheckpointManager another directory.",
+        path=root,
+    )
+
+
+# The lock of a run directory: held by one manager while it lives, and never by the processes that it forks.
+
+
+_WAIT_SECONDS: Final = 5.0
+"""How long a manager waits for another one: a killed process may take as long to disappear."""
+
+
+class RunLock:
+    """The lock of a directory (flock on its descriptor: there is no lock file, and it dies with the process)."""
+
+    def __init__(self, directory: str) -> None:
+        """Take the lock.
+
+        Raises:
+            DirectoryLockedError: Another manager, in this process or another one, holds it.
+        """
+        self.directory = directory
+        self._own = OwnDescriptor(directory)
+        try:
+            lock(self._own.fd, directory, _WAIT_SECONDS)
+        except BlockingIOError as error:
+            holder = holder_of(self._own.fd)
+            self._own.close()
+            raise DirectoryLockedError(
+                f"Another CheckpointManager is saving into '{directory}': {holder}. Stop the other run, or close() its "
+                "manager, or give this one another directory. (A failed cell of a notebook may hold it: restart the "
+                "kernel.)",
+                path=directory,
+            ) from error
+        except BaseException:
+            self._own.close()
+            raise
+
+    @property
+    def is_held(self) -> bool:
+        """Whether this process holds the lock; a forked one does not."""
+        return self._own.is_open
+
+    @property
+    def is_of_the_run(self) -> bool:
+        """Whether the directory that is locked is still the one at its path: it may have been removed or renamed."""
+        try:
+            locked, found = os.fstat(self._own.fd), os.stat(self.directory)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        if os.path.samestat(locked, found):
+            return True
+        # Some network file systems give a directory another number each time: then it holds what is found there.
+        return locked.st_nlink > 0 and sorted(os.listdir(self._own.fd)) == sorted(os.listdir(self.directory))
+
+    def release(self) -> None:
+        """Release the lock; a second call does nothing, nor does one in a forked process."""
+        if self._own.is_open:
+            unlock(self._own.fd, self.directory)
+            self._own.close()

@@ -1,0 +1,296 @@
+"""What a run asks of the place where its checkpoints lie, and how one is written into a new directory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from typing import Final, Protocol
+
+from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
+from hfshard.commit.transaction import KnownFile, OwnShardWriter, ShardWriter
+from hfshard.constants import (
+    CONFIG_NAME,
+    GENERATION_CONFIG_NAME,
+    INDEX_SUFFIX,
+    MAX_INDEX_BYTES,
+    SAFETENSORS_SUFFIX,
+)
+from hfshard.disk.byte_source import ByteSource
+from hfshard.disk.fsops import Unflushed, require_space
+from hfshard.errors import DamagedCheckpointError, InvalidArgumentError
+from hfshard.format.digests import Checksum
+from hfshard.format.index import FileDigest
+from hfshard.saving.pipeline import index_of, plan_request, shard_jobs
+from hfshard.shards.shard import SafetensorsShard
+from hfshard.shards.write_shards import WriteJob, await_devices, writer_threads
+from hfshard.tensors.stored_tensor import tensor_nbytes
+from hfshard.training.run.manifest import MANIFEST, CheckpointManifest, RunCheckpoint, shard_record, small_record
+from hfshard.training.state.collect_state import SavePayload
+
+
+class CheckpointFiles(Protocol):
+    """The files of one checkpoint."""
+
+    @property
+    def path(self) -> str:
+        """Of its directory, or its address."""
+
+    @property
+    def is_compared_when_read(self) -> bool:
+        """Whether tensors are compared with their checksums while they are read: then nothing is read only for that."""
+
+    def is_there(self) -> bool:
+        """Whether there is such a folder."""
+
+    def has(self, name: str) -> bool:
+        """Whether it has a file of this name, whatever is in it."""
+
+    def names(self) -> list[str]:
+        """Name the files that lie directly in it."""
+
+    def size(self, name: str) -> int:
+        """Bytes of a file."""
+
+    def saved_at(self) -> datetime | None:
+        """When the manifest was written; None where the place does not say."""
+
+    def manifest(self) -> CheckpointManifest:
+        """Read its manifest; the other files are not checked.
+
+        Raises:
+            MissingShardError: There is none: the checkpoint was never finished, or is another tool's.
+            DamagedCheckpointError, UnsafePathError: It is damaged.
+        """
+
+    def check(
+        self,
+        manifest: CheckpointManifest,
+        *,
+        is_full: bool,
+        progress_callback: Callable[[int], object] | None = None,
+        on_problem: Callable[[DamagedCheckpointError], object] | None = None,
+    ) -> None:
+        """Compare every file with the manifest, as `manifest.check_files` does."""
+
+    def read_small(self, name: str) -> bytes:
+        """Read a small file.
+
+        Raises:
+            MissingShardError, DamagedCheckpointError, UnsafePathError: It is missing, or can't be one of a checkpoint.
+        """
+
+    def open_shard(self, name: str) -> SafetensorsShard:
+        """Open one file of weights; the caller closes it."""
+
+    def source(self, name: str, sha256: str | None) -> ByteSource:
+        """The contents of a file, whose sha256 is this one."""
+
+    def open_part(self, base: str, entry: str) -> AbstractContextManager[OpenCheckpoint]:
+        """Open one set of tensors for reading.
+
+        Args:
+            base: How the names of its files begin.
+            entry: Its index or single file.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointOrder:
+    """What is asked of a save."""
+
+    payload: SavePayload
+    manifest: CheckpointManifest
+    """Without files, and without the number of the save, which the place gives."""
+    files: Mapping[str, bytes]
+    """More small files."""
+    progress_callback: Callable[[int], object] | None
+    """Gets the bytes that were written, from any thread."""
+    writer: ShardWriter | None
+    """Writes the shards, where other ranks take part; None: this process does."""
+    before_commit: Callable[[], None]
+    """Called when all is written and nothing is visible yet: the last moment to raise."""
+    keeps_metrics: bool = False
+    """Whether it has the metrics of the checkpoint of its step that it replaces."""
+
+    def over(self, replaced: RunCheckpoint | None) -> CheckpointOrder:
+        """Return what is asked for where it replaces this checkpoint, which is read only where it has to be."""
+        if not self.keeps_metrics or replaced is None or replaced.manifest is None:
+            return self
+        return replace(self, manifest=replace(self.manifest, metrics=replaced.manifest.metrics))
+
+
+class RunPlace(Protocol):
+    """Where the checkpoints of a run lie; `take` comes before all that changes it."""
+
+    @property
+    def root(self) -> str:
+        """The run's directory, or its address."""
+
+    def checkpoints(self) -> list[RunCheckpoint]:
+        """List every checkpoint, damaged ones too, as `newest_first` sorts them."""
+
+    def saving(self) -> AbstractContextManager[None]:
+        """Change it while the block runs: what it refuses is one error each, which names it."""
+
+    def take(self) -> bool:
+        """Become the only writer, where this process is not that yet.
+
+        Returns:
+            Whether it has just become that, so that others may have left something there.
+        """
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether this process is its only writer."""
+
+    def release(self) -> None:
+        """Let others become its writer; a second call does nothing."""
+
+    def clean_up(self) -> None:
+        """Remove what killed saves left, and put back what they had moved aside."""
+
+    def known_checkpoints(self) -> list[RunCheckpoint]:
+        """List the checkpoints as `checkpoints` does; what only this writer changes need not be asked for again."""
+
+    def write(self, order: CheckpointOrder) -> RunCheckpoint:
+        """Write a checkpoint, durably and all or nothing; one of its step that was there before is replaced."""
+
+    def remove(self, checkpoints: Sequence[RunCheckpoint]) -> None:
+        """Remove checkpoints, each at once, and then its files; not what another save has put in its place meanwhile.
+
+        What can't be removed is logged as a warning.
+        """
+
+
+# Writes one checkpoint into a new directory: shards that did not change are linked, all others are written.
+
+
+TRAINING_STATE: Final = "training_state.json"
+
+_OWN_SUFFIXES: Final = (SAFETENSORS_SUFFIX, INDEX_SUFFIX)
+
+
+@dataclass
+class ReusableShards:
+    """Files of the checkpoint before, by fingerprint: weights that did not change need not be written again."""
+
+    files: dict[str, KnownFile] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, directory: str, manifest: CheckpointManifest) -> ReusableShards:
+        """Index the shards of a checkpoint."""
+        return cls(
+            {
+                record.fingerprint: KnownFile(os.path.join(directory, name), record)
+                for name, record in manifest.files.items()
+                if name.endswith(SAFETENSORS_SUFFIX) and record.fingerprint is not None and record.is_verifiable
+            }
+        )
+
+
+def write_checkpoint(
+    directory: str,
+    payload: SavePayload,
+    manifest: CheckpointManifest,
+    files: Mapping[str, bytes],
+    reusable: ReusableShards,
+    progress_callback: Callable[[int], object] | None,
+    writer: ShardWriter | None = None,
+) -> CheckpointManifest:
+    """Write all files of a checkpoint durably, its manifest last.
+
+    Args:
+        directory: The directory, which is empty.
+        payload: What to write.
+        manifest: The manifest without files.
+        files: More small files to write.
+        reusable: The files of the checkpoint before.
+        progress_callback: Gets the bytes that were written, from any thread.
+        writer: Writes and links the shards; None: this process does.
+
+    Returns:
+        The manifest with all files.
+
+    Raises:
+        NotEnoughSpaceError: Before the first byte is written.
+        OSError: The disk failed; the caller removes what was written.
+    """
+    plans = {base: plan_request(request) for base, request in payload.requests.items()}
+    small = {**files, TRAINING_STATE: payload.training_state}
+    jobs: dict[str, WriteJob] = {}
+    for base, request in payload.requests.items():
+        names = [shard.file for shard in plans[base].shards]
+        paths = [os.path.join(directory, name) for name in names]
+        jobs |= zip(names, shard_jobs(plans[base], request, paths))
+        small |= request.small_files
+    checksum = next((request.options.checksum for request in payload.requests.values()), None)
+    records = _link_or_write(directory, jobs, checksum, reusable, progress_callback, writer or OwnShardWriter())
+    for base, request in payload.requests.items():
+        if plans[base].is_sharded:
+            own = [records[shard.file] for shard in plans[base].shards]
+            small[request.options.names.index] = index_of(plans[base], request, own).to_json()
+    table = {name: shard_record(record) for name, record in records.items()}
+    table |= {name: small_record(raw) for name, raw in small.items()}
+    whole = replace(manifest, files=table)
+    with Unflushed() as unflushed:
+        for name, raw in small.items():
+            unflushed.write_file(os.path.join(directory, name), raw)
+        unflushed.write_file(os.path.join(directory, MANIFEST), whole.to_json())
+        unflushed.add_directory(directory)
+        unflushed.flush(writer_threads())
+    return whole
+
+
+def _link_or_write(
+    directory: str,
+    jobs: Mapping[str, WriteJob],
+    checksum: Checksum | None,
+    reusable: ReusableShards,
+    progress_callback: Callable[[int], object] | None,
+    writer: ShardWriter,
+) -> dict[str, FileDigest]:
+    """Link the shards that did not change, write all others, and return the digests of both by file name."""
+    await_devices(list(jobs.values()))  # a step that still runs must not change what is compared and written
+    records: dict[str, FileDigest] = {}
+    if checksum is not None and reusable.files:
+        linked = writer.link(list(jobs.values()), reusable.files, checksum)
+        records = {name: record for name, record in zip(jobs, linked, strict=True) if record is not None}
+    left = {name: job for name, job in jobs.items() if name not in records}
+    require_space(
+        directory,
+        sum(tensor_nbytes(tensor) for job in left.values() for tensor in job.tensors.values()),
+        doing=f"Saving into '{os.path.dirname(directory)}'",
+        todo=". Free some space, or keep fewer checkpoints: max_to_keep.",
+    )
+    written = writer.write(list(left.values()), checksum, progress_callback)
+    return records | dict(zip(left, written))
+
+
+def check_names(files: Mapping[str, bytes], payload: SavePayload) -> None:
+    """Refuse small files whose names lead elsewhere or are used by a checkpoint, and plain values that are too long.
+
+    Raises:
+        InvalidArgumentError: A name is refused, or the plain values are longer than a restore reads.
+    """
+    if len(payload.training_state) > MAX_INDEX_BYTES:
+        raise InvalidArgumentError(
+            f"The plain values of the state take {len(payload.training_state):,} bytes, and a restore reads "
+            f"{MAX_INDEX_BYTES:,}. Put long lists of numbers into tensors."
+        )
+    own = {MANIFEST, TRAINING_STATE, CONFIG_NAME, GENERATION_CONFIG_NAME}
+    for request in payload.requests.values():
+        own |= request.model_files.keys()
+    for name in files:
+        if (
+            not isinstance(name, str)
+            or name in own
+            or os.path.basename(name) != name
+            or name.startswith(".")
+            or name.endswith(_OWN_SUFFIXES)
+        ):
+            raise InvalidArgumentError(
+                f"A file of a checkpoint can't be called {name!r}: give it a plain name that is not one of its own."
+            )

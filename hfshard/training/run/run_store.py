@@ -1,0 +1,671 @@
+"""A run in a store: one order of saves over all its folders, without a lock, and the highest manifest is the latest.
+
+Each save puts a mark with its number and id below `.saves/` before anything else, and the mark goes only when
+that of a higher save is there. So one listing of a few marks tells the highest number of any object of the run: after
+its first save a manager need not list all checkpoints again. hfshard/stores/GUIDE.md has the rules.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from functools import cached_property, partial
+from threading import Event
+from typing import Any, Final
+
+from hfshard._util.addresses import parse_address
+from hfshard._util.threads import cancellable, deferred_interrupt, in_threads
+from hfshard.checkpoint.folder import StoreFolder
+from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
+from hfshard.commit import store_plan
+from hfshard.commit.store_commit import (
+    StoreTransaction,
+    delete_or_warn,
+    overtaken,
+    put_copies,
+    settle_copies,
+)
+from hfshard.commit.store_plan import KnownShard, highest_index
+from hfshard.commit.transaction import OwnShardWriter
+from hfshard.constants import FILES_AT_ONCE, INDEX_SUFFIX, MARKS, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
+from hfshard.disk.byte_source import ByteSource, BytesSource
+from hfshard.errors import (
+    CheckpointChangedError,
+    CommitUnfinishedError,
+    DamagedCheckpointError,
+    IntegrityError,
+    StoreError,
+    UnsafePathError,
+    remedy,
+)
+from hfshard.format.digests import sha256_of
+from hfshard.format.file_names import WeightNames
+from hfshard.format.index import CheckpointIndex, FileDigest
+from hfshard.format.stored_save import (
+    SaveId,
+    StoredSave,
+    checkpoint_save,
+    finished_saves,
+    plain_index,
+    save_in_name,
+    saves_among,
+    split_object_name,
+)
+from hfshard.saving.pipeline import index_of, plan_request, shard_jobs
+from hfshard.shards.shard import SafetensorsShard
+from hfshard.shards.shard_plan import ShardPlan
+from hfshard.shards.write_shards import WriteJob
+from hfshard.stores.byte_budget import store_memory_bytes
+from hfshard.stores.open_store import open_store
+from hfshard.stores.store import Store, StoredObject, StoredSource
+from hfshard.training.run.manifest import (
+    CHECKPOINT,
+    MANIFEST,
+    CheckpointManifest,
+    RunCheckpoint,
+    checkpoint_path,
+    is_own_name,
+    newest_first,
+    read_run_checkpoint,
+    shard_record,
+    small_record,
+)
+from hfshard.training.run.run_storage import TRAINING_STATE, CheckpointOrder
+
+logger = logging.getLogger(__name__)
+
+_INDEX: Final = SAFETENSORS_SUFFIX + INDEX_SUFFIX
+
+_MARK: Final = re.compile(r"(checkpoint-\d{8,18})-(\d{8,15})-([0-9a-f]{16})")
+
+Folders = Mapping[str, Mapping[str, StoredObject]]
+"""Name of a folder of the run -> name of an object in it -> what was listed."""
+
+
+class StoreCheckpoint:
+    """The files of a checkpoint in a store, under their usual names."""
+
+    is_compared_when_read = True
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    @cached_property
+    def _store(self) -> Store:
+        return open_store(self.path)
+
+    @cached_property
+    def _folder(self) -> StoreFolder:
+        folder = StoreFolder(self._store, self.path, store_memory_bytes())
+        folder.look()
+        folder.enter(WeightNames())
+        return folder
+
+    def is_there(self) -> bool:
+        """Whether it has any object, or had one when this was first asked for something."""
+        return bool(self._folder.listed_objects())
+
+    def usual_names(self) -> set[str]:
+        """Name all objects directly there, without the numbers and ids of saves; nothing is read."""
+        names = self._folder.listed_objects()
+        return {split[0] if (split := split_object_name(name)) is not None else name for name in names}
+
+    def has(self, name: str) -> bool:
+        """Whether there is such a file."""
+        return self._folder.has(name)
+
+    def names(self) -> list[str]:
+        """Name the files."""
+        return self._folder.names()
+
+    def size(self, name: str) -> int:
+        """Return the bytes of a file."""
+        return self._folder.size(name)
+
+    def saved_at(self) -> datetime | None:
+        """Return when the manifest was put, by the store's clock."""
+        found: StoredObject | None = self._folder.entry_object(MANIFEST)
+        return None if found is None else found.put_at
+
+    def manifest(self) -> CheckpointManifest:
+        """Read its manifest."""
+        return CheckpointManifest.from_json(self.read_small(MANIFEST), f"{self.path}/{MANIFEST}")
+
+    def check(
+        self,
+        manifest: CheckpointManifest,
+        *,
+        is_full: bool,
+        progress_callback: Callable[[int], object] | None = None,
+        on_problem: Callable[[DamagedCheckpointError], object] | None = None,
+    ) -> None:
+        """Compare all files with the manifest, several at once: weights by their listed sizes, or in full."""
+        try:
+            self._folder.names()  # reads the index of the save, once, before several threads ask for it
+        except DamagedCheckpointError as error:
+            if on_problem is None:
+                raise
+            on_problem(error)
+            return
+        check = partial(self._check_one, is_full=is_full, progress_callback=progress_callback, on_problem=on_problem)
+        in_threads(check, sorted(manifest.files.items(), key=lambda item: -(item[1].size or 0)), FILES_AT_ONCE)
+
+    def read_small(self, name: str) -> bytes:
+        """Read a small file."""
+        return self._folder.read_small(name, MAX_INDEX_BYTES)
+
+    def open_shard(self, name: str) -> SafetensorsShard:
+        """Read its header."""
+        return self._folder.open_shards([name])[name]
+
+    def source(self, name: str, sha256: str | None) -> ByteSource:
+        """Return the contents of a file, read by ranges when they are asked for."""
+        found = self._folder.content(name)
+        return BytesSource(found) if isinstance(found, bytes) else StoredSource(self._store, found, sha256)
+
+    def open_part(self, base: str, entry: str) -> AbstractContextManager[OpenCheckpoint]:
+        """Read the headers; every tensor is compared with its checksum while it is read."""
+        return open_checkpoint(self._folder, use_safetensors=True, base=base, weights_name=entry, verify="full")
+
+    def _check_one(
+        self,
+        item: tuple[str, FileDigest],
+        cancelled: Event,
+        *,
+        is_full: bool,
+        progress_callback: Callable[[int], object] | None,
+        on_problem: Callable[[DamagedCheckpointError], object] | None,
+    ) -> None:
+        name, record = item
+        try:
+            self._compare(name, record, cancellable(progress_callback, cancelled), is_full=is_full)
+        except DamagedCheckpointError as error:
+            if on_problem is None:
+                raise
+            on_problem(error)
+
+    def _compare(
+        self, name: str, record: FileDigest, progress_callback: Callable[[int], object], *, is_full: bool
+    ) -> None:
+        path = self._folder.path_of(name)
+        size = self._folder.size(name) if self._folder.has(name) else None
+        if size != record.size:
+            found = "missing" if size is None else f"of {size} bytes"
+            raise IntegrityError(
+                f"'{path}' is {found}, and {record.size} bytes were saved. {remedy(path)}",
+                path=path,
+                expected=record.size,
+                actual=size,
+            )
+        if name.endswith(SAFETENSORS_SUFFIX):
+            if is_full:
+                self.open_shard(name).check_contents(record, progress_callback)
+            return
+        with self.source(name, None).open() as reader:
+            sha256 = sha256_of(reader.read())
+        if sha256 != record.sha256:
+            raise IntegrityError(
+                f"'{path}' is not the file that was saved: its sha256 is {sha256}, but was {record.sha256}. "
+                f"{remedy(path)}",
+                path=path,
+                expected=record.sha256,
+                actual=sha256,
+            )
+
+
+@dataclass
+class _Seen:
+    """What a manager knows of its run."""
+
+    folders: dict[str, dict[str, StoredObject]] = field(default_factory=lambda: defaultdict(dict))
+    """As `Folders`, of the checkpoints."""
+    marks: set[SaveId] = field(default_factory=set)
+    """Those that were listed."""
+    suspects: dict[SaveId, str] = field(default_factory=dict)
+    """Saves of which a listing of the whole run showed no manifest, or nothing else, and their folders."""
+    own: SaveId | None = None
+    """The last one of this manager, which is whole."""
+    highest_uploaded: int = 0
+    """The highest number of a save in a checkpoint that another tool has uploaded, such as a run from a directory."""
+    process: int = field(default_factory=os.getpid)
+
+    def ids(self) -> set[SaveId]:
+        """Return all saves of which there is, or was, an object."""
+        return self.marks.union(*(saves_among(files) for files in self.folders.values()))
+
+
+class StorePlace:
+    """A run in a store."""
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+        self._address = parse_address(root, "root")
+        self._seen: _Seen | None = None
+        """None before the first save, and after one that failed: the whole run is listed then."""
+
+    @cached_property
+    def _store(self) -> Store:
+        return open_store(self._address)
+
+    def checkpoints(self) -> list[RunCheckpoint]:
+        """List the whole run with one request or a few. Manifests are read when they are asked for.
+
+        Raises:
+            StoreError: The store refused or failed.
+        """
+        return self._checkpoints_in(self.listed_folders())
+
+    def has_folders(self) -> bool:
+        """Tell whether it has a folder with the name of a checkpoint's, by one listing of one level."""
+        return any(map(CHECKPOINT.fullmatch, self._store.folders()))
+
+    def known_checkpoints(self) -> list[RunCheckpoint]:
+        """List the checkpoints that the last save has seen; only others can have changed them since."""
+        return self.checkpoints() if self._seen is None else self._checkpoints_in(self._seen.folders)
+
+    def saving(self) -> AbstractContextManager[None]:
+        """Nothing is to be translated: a store's errors name it."""
+        return nullcontext()
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether this process has saved into it."""
+        return self._seen is not None and self._seen.process == os.getpid()
+
+    def take(self) -> bool:
+        """Nothing is taken: any number of managers may save into a run in a store."""
+        return False
+
+    def release(self) -> None:
+        """Forget what was seen: the next save lists the whole run."""
+        self._seen = None
+
+    def clean_up(self) -> None:
+        """Nothing: the next save deletes what killed ones have left."""
+
+    def write(self, order: CheckpointOrder) -> RunCheckpoint:
+        """Put a mark, all shards, and the manifest last.
+
+        Raises:
+            RemoteChangedError: Another manager has saved at the same time, and its checkpoint is the newer one.
+            CommitUnfinishedError: Nobody can tell whether the manifest was put, or will be; or the checkpoint is saved,
+                and the plain copies for other tools are not.
+            StoreError: The store refused or failed. What was sent stays, for the next save to delete.
+        """
+        order = replace(order, payload=order.payload.without_adapter())
+        seen = self._look()
+        self._seen = None  # until the save is done
+        if order.keeps_metrics:
+            step = order.manifest.step
+            order = order.over(next((one for one in self._checkpoints_in(seen.folders) if one.step == step), None))
+        save_id = SaveId.after(seen.ids(), seen.highest_uploaded)
+        folder = checkpoint_path("", order.manifest.step)
+        self._store.put(f"{MARKS}/{folder}-{save_id}", str(save_id).encode())
+        place = open_store(self._address.joined(folder))
+        known = self._known_shards(seen)
+        transaction = StoreTransaction(place, MANIFEST, save_id, known, self._store, folder)
+        manifest = self._send(transaction, order)
+        order.before_commit()
+        with deferred_interrupt():
+            transaction.put_index(transaction.contents({}), self._names_of_run)
+            try:
+                found = self._put_copies(transaction)
+                marks = self.listed_marks()
+                self._refuse_overtaken(transaction, marks, found)
+                seen.folders[folder] = found
+                self._delete_lower(seen, transaction, marks, order.payload.requests.keys())
+            except StoreError as error:
+                raise CommitUnfinishedError(
+                    f"The checkpoint '{place.address}' is saved, and hfshard restores it; but the plain copies that "
+                    f"other tools read could not be put, or other saves not be looked for: {error} Nothing was "
+                    "deleted; the next save goes on.",
+                    path=str(place.address),
+                ) from error
+            seen.marks.add(save_id)
+            seen.own = save_id
+        self._seen = seen
+        return RunCheckpoint(
+            checkpoint_path(self.root, manifest.step),
+            manifest.step,
+            lambda: manifest,
+            save_id=save_id,
+        )
+
+    def remove(self, checkpoints: Sequence[RunCheckpoint]) -> None:
+        """Delete the objects of each, its manifest first."""
+        names: list[str] = []
+        for one in checkpoints:
+            folder = one.path.rpartition("/")[2]
+            objects = self._objects_of(one, folder)
+            names += [f"{folder}/{name}" for name in objects]
+            if self._seen is not None:
+                left = {name: found for name, found in self._seen.folders[folder].items() if name not in objects}
+                self._seen.folders[folder] = left
+        if names:
+            logger.info("Deleting %d objects of %d checkpoints in '%s'.", len(names), len(checkpoints), self.root)
+            delete_or_warn(self._store, names, None)
+
+    def _look(self) -> _Seen:
+        """Find out which saves there are; with one listing of the marks, if nobody else has saved meanwhile."""
+        if self._seen is not None and self._seen.process == os.getpid():
+            marks = self.listed_marks()
+            if marks.keys() <= self._seen.marks:
+                return self._seen
+        listed = self._store.list_objects(recursive=True)
+        seen = _Seen(marks=set(_marks_among(listed)))
+        for folder, files in _folders_among(listed).items():
+            seen.folders[folder] = dict(files)
+            seen.suspects |= dict.fromkeys(saves_among(files) - finished_saves(files), folder)
+        uploaded = [one for one in self._checkpoints_in(seen.folders) if one.save_id is None]
+        seen.highest_uploaded = max((one.save_number for one in uploaded), default=0)
+        return seen
+
+    def listed_marks(self) -> dict[SaveId, str]:
+        """List the marks: save -> the folder that it is for."""
+        return _marks_among(self._store.list_objects(MARKS))
+
+    def listed_folders(self) -> Folders:
+        """List the folders of checkpoints, also those without a manifest."""
+        return _folders_among(self._store.list_objects(recursive=True))
+
+    def shown_saves(self, folders: Folders) -> dict[str, SaveId]:
+        """Return the save that is the checkpoint of each folder.
+
+        A manifest alone is that of a save whose other objects are deleted. It counts only if it is the highest of the
+        run, and its folder has no other: then that is damage.
+        """
+        highest = {folder: highest_index(files, MANIFEST) for folder, files in folders.items()}
+        latest = max((one for one in highest.values() if one is not None), default=None)
+        shown = {folder: self._shown_in(folder, folders[folder]) or one for folder, one in highest.items()}
+        return {
+            folder: one
+            for folder, one in shown.items()
+            if one is not None and (one == latest or one in finished_saves(folders[folder]))
+        }
+
+    def _shown_in(self, folder: str, files: Mapping[str, StoredObject]) -> SaveId | None:
+        return checkpoint_save(files, lambda one: not self._is_unfinished(one, folder, files))
+
+    def _names_of_run(self) -> Collection[str]:
+        return [name for files in self.listed_folders().values() for name in files]
+
+    def _checkpoints_in(self, folders: Folders) -> list[RunCheckpoint]:
+        steps: set[int] = set()
+        found = []
+        shown = self.shown_saves(folders)
+        for folder, step in _own_names_first(folders):
+            one = self._checkpoint(folder, step, folders[folder], shown.get(folder))
+            if one is not None and step not in steps:
+                steps.add(step)
+                found.append(one)
+        return newest_first(found)
+
+    def _checkpoint(
+        self, folder: str, step: int, files: Mapping[str, StoredObject], shown: SaveId | None
+    ) -> RunCheckpoint | None:
+        """Return the checkpoint in a folder; None where there is no manifest."""
+        path = f"{self.root.rstrip('/')}/{folder}"
+        if shown is not None:
+            manifest = files[shown.object_name(MANIFEST)]
+            read = partial(self._read_manifest, folder, manifest, shown)
+            return RunCheckpoint(path, step, read, save_id=shown)
+        if MANIFEST in files:  # uploaded by another tool: it tells its number itself
+            found = read_run_checkpoint(path, step, partial(self._read_plain_manifest, folder, files[MANIFEST]))
+            is_copy = found.manifest is not None and bool(saves_among(found.manifest.files))
+            return None if is_copy else found  # one that has outlived its save
+        return None
+
+    def _read_manifest(self, folder: str, found: StoredObject, save_id: SaveId) -> CheckpointManifest:
+        save = self._read_save(folder, found, save_id)
+        return CheckpointManifest.from_json(save.small_files.get(MANIFEST, b""), f"{self.root}/{folder}/{found.name}")
+
+    def _read_save(self, folder: str, found: StoredObject, save_id: SaveId) -> StoredSave:
+        return StoredSave.from_json(self._read(folder, found), f"{self.root}/{folder}/{found.name}", save_id)
+
+    def _read_plain_manifest(self, folder: str, found: StoredObject) -> CheckpointManifest:
+        if found.size > MAX_INDEX_BYTES:
+            raise DamagedCheckpointError(
+                f"'{self.root}/{folder}/{MANIFEST}' has more than {MAX_INDEX_BYTES} bytes, which no manifest has. "
+                "Restore another checkpoint.",
+                path=f"{self.root}/{folder}/{MANIFEST}",
+            )
+        return CheckpointManifest.from_json(self._read(folder, found), f"{self.root}/{folder}/{MANIFEST}")
+
+    def _read(self, folder: str, found: StoredObject) -> bytes:
+        in_run = replace(found, name=f"{folder}/{found.name}")
+        known = store_plan.known(self._store, in_run)
+        if known is None:
+            known = self._store.read(in_run)
+            store_plan.note_put(self._store, in_run, known)
+        return known
+
+    def _known_shards(self, seen: _Seen) -> dict[str, KnownShard]:
+        """Return the shards of the newest checkpoint, by fingerprint: those that still have the ETag that they got."""
+        newest = next(iter(self._checkpoints_in(seen.folders)), None)
+        if newest is None or newest.save_id is None:
+            return {}
+        folder = newest.path.rpartition("/")[2]
+        files = seen.folders[folder]
+        found = files[newest.save_id.object_name(MANIFEST)]
+        try:
+            save = self._read_save(folder, found, newest.save_id)
+        except (CheckpointChangedError, DamagedCheckpointError, UnsafePathError):
+            return {}  # all is sent
+        known = {}
+        for name, digest in ({} if newest.manifest is None else newest.manifest.files).items():
+            there, record = files.get(newest.save_id.object_name(name)), save.objects.get(name)
+            if there is None or record is None or (there.etag, there.size) != (record.etag, digest.size):
+                continue
+            if digest.fingerprint is not None and digest.is_verifiable:
+                known[digest.fingerprint] = KnownShard(replace(there, name=f"{folder}/{there.name}"), digest)
+        return known
+
+    def _send(self, transaction: StoreTransaction, order: CheckpointOrder) -> CheckpointManifest:
+        """Copy and send all files but the manifest, and return that."""
+        writer = order.writer or OwnShardWriter()
+        small = {**order.files, TRAINING_STATE: order.payload.training_state}
+        plans: dict[str, ShardPlan] = {}
+        jobs: dict[str, WriteJob] = {}
+        for base, request in order.payload.requests.items():
+            plan = plan_request(request)
+            names = request.options.names.shards(len(plan.shards))
+            shards = [replace(shard, file=name) for shard, name in zip(plan.shards, names, strict=True)]
+            plans[base] = replace(plan, shards=tuple(shards))
+            address = transaction.store.address
+            paths = [str(address.joined(transaction.save_id.object_name(name))) for name in names]
+            jobs |= zip(names, shard_jobs(plans[base], request, paths, has_index=True), strict=True)
+            small |= request.small_files
+        checksum = next((request.options.checksum for request in order.payload.requests.values()), None)
+        transaction.copy_unchanged(jobs, writer, checksum)
+        transaction.send(jobs, writer, checksum, order.progress_callback)
+        for base, request in order.payload.requests.items():
+            own = [transaction.digests[shard.file] for shard in plans[base].shards]
+            small[request.options.names.index] = index_of(plans[base], request, own).to_json()
+        table = {name: shard_record(record) for name, record in transaction.digests.items()}
+        table |= {name: small_record(raw) for name, raw in small.items()}
+        manifest = replace(order.manifest, save_number=transaction.save_id.number, files=table)
+        transaction.add_small_files(small)
+        transaction.small_files[MANIFEST] = manifest.to_json()
+        return manifest
+
+    def _put_copies(self, transaction: StoreTransaction) -> dict[str, StoredObject]:
+        """Put the plain copies, which make the folder a run's checkpoint for other tools; return its last listing."""
+        place, save_id = transaction.store, transaction.save_id
+        put_copies(place, _plain_copies(transaction.small_files, save_id), {})
+        return settle_copies(place, MANIFEST, save_id, _plain_copies)[0]
+
+    def _refuse_overtaken(
+        self, transaction: StoreTransaction, marks: Collection[SaveId], found: Mapping[str, StoredObject]
+    ) -> None:
+        """Raise if another manager has begun a higher save, and finished it.
+
+        Args:
+            transaction: That of this save.
+            marks: Listed after its manifest was put.
+            found: The objects of its folder, listed after that, too.
+        """
+        if max(marks, default=transaction.save_id) > transaction.save_id:
+            highest = highest_index(self._names_of_run(), MANIFEST)
+            if highest is not None and highest > transaction.save_id:
+                self._withdraw_incomplete(transaction, found)
+                raise overtaken(transaction.store)
+
+    def _withdraw_incomplete(self, transaction: StoreTransaction, found: Mapping[str, StoredObject]) -> None:
+        """Delete what an overtaken save has put, unless it is a complete checkpoint.
+
+        Another save may have taken it for one of a killed process, and deleted its shards; or rotation has removed it;
+        or the other save is of the same step. It can't become the highest any more, so nothing of it is needed.
+        """
+        save_id, folder = transaction.save_id, transaction.folder
+        highest = highest_index(found, MANIFEST)
+        if highest == save_id and not self._is_unfinished(save_id, folder, found):
+            return
+        own = {name for name in found if save_in_name(name) == save_id}
+        if highest in (None, save_id):
+            own |= transaction.small_files.keys() & found.keys()  # its plain copies
+        names = _manifests_first(own)
+        delete_or_warn(self._store, [*(f"{folder}/{name}" for name in names), f"{MARKS}/{folder}-{save_id}"], None)
+
+    def _delete_lower(
+        self, seen: _Seen, transaction: StoreTransaction, marks: Mapping[SaveId, str], bases: Collection[str]
+    ) -> None:
+        """Delete what the save has replaced: its step's earlier saves, and what unfinished ones have left."""
+        save_id, folder = transaction.save_id, transaction.folder
+        own = [WeightNames(base=base) for base in bases]
+        plain = [name for name in seen.folders[folder] if split_object_name(name) is None]
+        uploaded = [name for name in plain if any(name == one.single or one.is_shard(name) for one in own)]
+        names = [f"{folder}/{name}" for name in (*_lower(seen.folders[folder], save_id), *uploaded)]
+        marks = {mark: target for mark, target in marks.items() if mark < save_id}
+        suspects = {one: target for one, target in seen.suspects.items() if one < save_id and target != folder}
+        others = {one: target for one, target in marks.items() if one != seen.own}
+        suspects |= {
+            one: target for one, target in others.items() if self._is_unfinished(one, target, seen.folders[target])
+        }
+        seen.suspects = {}
+        # By a listing from after the commit: a save without its manifest by now never is the highest.
+        for target in sorted(set(suspects.values())):
+            seen.folders[target] = _in_folder(self._store.list_objects(target))
+        unfinished = {
+            one: target for one, target in suspects.items() if self._is_unfinished(one, target, seen.folders[target])
+        }
+        for one, target in sorted(unfinished.items()):
+            names += [f"{target}/{name}" for name in seen.folders[target] if save_in_name(name) == one]
+        for target in sorted(set(marks.values()) - {folder}):
+            names += [f"{target}/{name}" for name in self._replaced_in(target, seen)]
+        for path in names:
+            target, _, name = path.partition("/")
+            seen.folders[target].pop(name, None)
+        seen.marks = {mark for mark in seen.marks if mark >= save_id}
+
+        def is_unfinished(name: str) -> bool:
+            return save_in_name(name) in unfinished
+
+        # Marks last: they tell the next save where to look for what could not be deleted.
+        if delete_or_warn(self._store, list(dict.fromkeys(names)), is_unfinished if unfinished else None):
+            delete_or_warn(self._store, [f"{MARKS}/{target}-{mark}" for mark, target in sorted(marks.items())], None)
+
+    def _replaced_in(self, folder: str, seen: _Seen) -> list[str]:
+        """Name the objects of a folder that are lower than its checkpoint: an overtaken save has not deleted them."""
+        highest = highest_index(seen.folders[folder], MANIFEST)
+        if highest is None or not _lower(seen.folders[folder], highest):
+            return []
+        files = seen.folders[folder] = _in_folder(self._store.list_objects(folder))
+        shown = self._shown_in(folder, files)
+        if shown is None:
+            return []
+        try:
+            self._read_save(folder, files[shown.object_name(MANIFEST)], shown)
+        except (CheckpointChangedError, DamagedCheckpointError, UnsafePathError):
+            return []  # then those below it may be the good ones
+        return _lower(files, shown)
+
+    def _is_unfinished(self, save_id: SaveId, folder: str, files: Mapping[str, StoredObject]) -> bool:
+        """Whether a listing shows no manifest of a save, or not all that it names: it can't be a checkpoint any more.
+
+        Its manifest may be late, and its other objects deleted by then.
+        """
+        if save_id not in finished_saves(files):
+            return True
+        found = files.get(save_id.object_name(MANIFEST))
+        if found is None:
+            return False  # a model that was saved there by hand
+        try:
+            save = self._read_save(folder, found, save_id)
+        except CheckpointChangedError:
+            return True  # it was deleted
+        except (DamagedCheckpointError, UnsafePathError):
+            return False
+        return not files.keys() >= set(map(save_id.object_name, save.objects))
+
+    def _objects_of(self, checkpoint: RunCheckpoint, folder: str) -> list[str]:
+        """Name the objects of a checkpoint, its manifest first: all of its folder, as a directory's would be removed.
+
+        Where a higher save has begun in the folder, its objects stay, and so do plain ones.
+        """
+        files = self._seen.folders[folder] if self._seen is not None else {}
+        files = files or _in_folder(self._store.list_objects(folder))
+        own = set(files)
+        save_id = checkpoint.save_id
+        if save_id is not None and max(saves_among(files), default=save_id) > save_id:
+            own = {name for name in files if (one := save_in_name(name)) is not None and one <= save_id}
+        return _manifests_first(own)
+
+
+def _plain_copies(small_files: Mapping[str, bytes], save_id: SaveId) -> dict[str, bytes]:
+    """Return the plain copies of a checkpoint's small files, its manifest last: in a directory they make a checkpoint.
+
+    Indexes and manifest name the objects of the save, whose names stay in a copy of the folder.
+    """
+    copies = {
+        name: plain_index(CheckpointIndex.from_json(raw, name), save_id) if name.endswith(_INDEX) else raw
+        for name, raw in small_files.items()
+        if name != MANIFEST
+    }
+    manifest = CheckpointManifest.from_json(small_files[MANIFEST], MANIFEST)
+    shards = {name: record for name, record in manifest.files.items() if name.endswith(SAFETENSORS_SUFFIX)}
+    table = {save_id.object_name(name): record for name, record in shards.items()}
+    table |= {name: small_record(raw) for name, raw in copies.items()}
+    return {**copies, MANIFEST: replace(manifest, files=table).to_json()}
+
+
+def _lower(files: Mapping[str, Any], save_id: SaveId) -> list[str]:
+    """Name the objects of earlier saves in a folder, manifests first."""
+    return _manifests_first(name for name in files if (one := save_in_name(name)) is not None and one < save_id)
+
+
+def _manifests_first(names: Iterable[str]) -> list[str]:
+    """Sort names of one folder's objects in the order in which they are deleted."""
+    return sorted(names, key=lambda name: (not name.startswith("checkpoint"), name))
+
+
+def _marks_among(paths: Iterable[str]) -> dict[SaveId, str]:
+    """Return the saves that objects are marks of, and the folders that they are for."""
+    names = (path.removeprefix(f"{MARKS}/") for path in paths if path.startswith(f"{MARKS}/"))
+    matches = (_MARK.fullmatch(name) for name in names)
+    return {SaveId(int(match[2]), match[3]): match[1] for match in matches if match is not None}
+
+
+def _folders_among(listed: Mapping[str, StoredObject]) -> Folders:
+    folders: dict[str, dict[str, StoredObject]] = {}
+    for path, one in listed.items():
+        folder, _, name = path.partition("/")
+        if name and "/" not in name and CHECKPOINT.fullmatch(folder):
+            folders.setdefault(folder, {})[name] = replace(one, name=name)
+    return folders
+
+
+def _in_folder(listed: Mapping[str, StoredObject]) -> dict[str, StoredObject]:
+    """Return listed objects by their names in their folder."""
+    return {(name := path.rpartition("/")[2]): replace(one, name=name) for path, one in listed.items()}
+
+
+def _own_names_first(folders: Iterable[str]) -> list[tuple[str, int]]:
+    """Folders and their steps: those that saves name first, then copies that users have made."""
+    found = [(folder, int(match[1])) for folder in folders if (match := CHECKPOINT.fullmatch(folder))]
+    return sorted(found, key=lambda one: (not is_own_name(*one), one[0]))

@@ -1,0 +1,224 @@
+"""Writes the checkpoints of one run: takes its place, writes one after another, and removes old ones."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+
+from hfshard._util.progress import bytes_bar
+from hfshard.commit.transaction import ShardWriter
+from hfshard.training.run.background import Background, HostCopies, StepsInUse, Turns
+from hfshard.training.run.manifest import CheckpointManifest, Rotation, RunCheckpoint
+from hfshard.training.run.push_run import BackgroundPusher
+from hfshard.training.run.run_storage import CheckpointOrder, RunPlace
+from hfshard.training.state.collect_state import SavePayload
+
+logger = logging.getLogger(__name__)
+
+
+class RunWriter:
+    """The only writer of a run, whose place it takes at the first save."""
+
+    def __init__(
+        self, place: RunPlace, rotation: Rotation, pusher: BackgroundPusher | None, progress: bool | None
+    ) -> None:
+        self.root = place.root
+        self._place = place
+        self._rotation = rotation
+        self._pusher = pusher
+        self._progress = progress
+        self._turns = Turns()
+        self._background = Background()
+        self.host_copies = HostCopies()
+        self._is_clean = False
+        """Whether nothing is left of saves that failed or were killed; Ctrl-C may end one anywhere."""
+        self._in_use = StepsInUse()
+        """What callers push."""
+
+    def turn(self, changing: str = "") -> AbstractContextManager[None]:
+        """Keep other threads out while the block runs; see `Turns.taken`."""
+        return self._turns.taken(changing)
+
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """Keep other threads out, and wait for a save that is under way; raises its error, once."""
+        with self._turns.taken():
+            self._background.wait()
+            yield
+
+    @contextmanager
+    def kept(self, choose: Callable[[], list[RunCheckpoint]]) -> Iterator[list[RunCheckpoint]]:
+        """Choose checkpoints that stay as they are while the block runs, though other threads save meanwhile."""
+        self.wait_for_all()
+        with ExitStack() as use:
+            use.callback(self._rotate_again)
+            with self.settled():
+                found = choose()
+                use.enter_context(self._in_use.used(one.step for one in found))
+            yield found
+
+    def save(
+        self,
+        step: int,
+        payload: SavePayload,
+        metrics: dict[str, float] | None,
+        files: dict[str, bytes],
+        *,
+        blocking: bool,
+    ) -> None:
+        """Write a checkpoint; if it does not block, from a copy in a thread.
+
+        The caller has the turn, and no other save is under way. The metrics are as in `write`.
+
+        Raises:
+            SaveDirectoryError, AccessDeniedError, RunRemovedError, StoreError: The place refuses it.
+        """
+        self.begin()
+        if not blocking:
+            payload = self.host_copies.copy_of(payload)
+
+        def work() -> None:
+            self.push_saved(self.write(step, payload, metrics, files, blocking=blocking), blocking=blocking)
+
+        if blocking:
+            work()
+        else:
+            self.start(step, work)
+
+    def begin(self) -> None:
+        """Take the run's place, and make it where it is missing.
+
+        Raises:
+            As `save`.
+        """
+        with self._place.saving():
+            self._begin()
+
+    def write(
+        self,
+        step: int,
+        payload: SavePayload,
+        metrics: dict[str, float] | None,
+        files: dict[str, bytes],
+        *,
+        blocking: bool,
+        writer: ShardWriter | None = None,
+    ) -> RunCheckpoint:
+        """Write a checkpoint, after `begin`; it is to be pushed by `push_saved`.
+
+        Args:
+            step, payload, metrics, files: Of the checkpoint; metrics=None: those of the one of this step that it
+                replaces, if any.
+            blocking: Whether the caller waits for it.
+            writer: Writes the shards, where other ranks take part; None: this process does.
+
+        Raises:
+            As `save`.
+        """
+        with self._place.saving():
+            return self._write(step, payload, metrics, files, writer, blocking=blocking)
+
+    def push_saved(self, saved: RunCheckpoint, *, blocking: bool) -> None:
+        """Push a checkpoint that was just written, if each one is to be."""
+        if self._pusher is not None:
+            self._pusher.push(saved, blocking=blocking)
+
+    def start(self, step: int, work: Callable[[], object]) -> None:
+        """Do the work of a save in a thread; the next call waits for it, and raises its error."""
+        self._background.start(work, f"Saving the checkpoint of step {step} into '{self.root}'")
+
+    def join(self) -> None:
+        """Wait for a save that is under way; its error is left to `wait`."""
+        with self._turns.taken():
+            self._background.join()
+
+    def wait(self) -> None:
+        """Wait for a save that is under way, and raise its error, once."""
+        with self.settled():
+            pass
+
+    def wait_for_all(self) -> None:
+        """Wait for a save and a push that are under way, and raise the save's error, once."""
+        try:
+            self.wait()
+        finally:
+            if self._pusher is not None:
+                self._pusher.join()  # without the turn: other threads may save meanwhile
+                self._rotate_again()
+
+    def wait_until_finished(self) -> None:
+        """Wait as `wait_for_all` does, and raise the last push's error, once."""
+        self.wait_for_all()
+        if self._pusher is not None:
+            self._pusher.wait()
+
+    def close(self) -> None:
+        """Wait as `wait_until_finished` does, and let others become the writer."""
+        with self._turns.taken("close()"):
+            try:
+                self.wait_until_finished()
+            finally:
+                if not self._background.is_running:  # Ctrl-C ends the wait, and the save goes on
+                    self._place.release()
+
+    def _begin(self) -> None:
+        """At the first save: take the place, and remove what killed saves left."""
+        if self._place.take():
+            self._is_clean = False
+        if not self._is_clean:
+            self._place.clean_up()
+            self._is_clean = True
+
+    def _write(
+        self,
+        step: int,
+        payload: SavePayload,
+        metrics: dict[str, float] | None,
+        files: dict[str, bytes],
+        writer: ShardWriter | None,
+        *,
+        blocking: bool,
+    ) -> RunCheckpoint:
+        def before_commit() -> None:
+            self._wait_for_pushes_of(step)
+            if writer is not None:
+                writer.confirm()
+
+        self._is_clean = False
+        with bytes_bar("Saving", payload.nbytes, self._progress if blocking else False) as progress_callback:
+            order = CheckpointOrder(
+                payload=payload,
+                manifest=CheckpointManifest(step, 0, metrics or {}),
+                keeps_metrics=metrics is None,
+                files=files,
+                progress_callback=progress_callback,
+                writer=writer,
+                before_commit=before_commit,
+            )
+            saved = self._place.write(order)
+        logger.info("Saved the checkpoint of step %d, %d bytes of tensors, as '%s'.", step, payload.nbytes, saved.path)
+        self._rotate()
+        self._is_clean = True
+        return saved
+
+    def _wait_for_pushes_of(self, step: int) -> None:
+        """Wait until no other thread is reading the checkpoint that is to be replaced."""
+        if self._pusher is not None and step in self._pusher.steps_in_use:
+            self._pusher.join()
+        self._in_use.wait_for(step)
+
+    def _rotate_again(self) -> None:
+        """Remove what had to stay while it was pushed; a save that is under way does so itself."""
+        with self._turns.taken():
+            if self._place.is_taken and not self._background.is_running:
+                self._rotate()
+
+    def _rotate(self) -> None:
+        if not self._rotation.does_remove:
+            return
+        own = [one for one in self._place.known_checkpoints() if one.is_own]
+        in_use = self._in_use.steps
+        if self._pusher is not None:
+            in_use |= self._pusher.steps_in_use
+        self._place.remove([one for one in self._rotation.to_remove(own) if one.step not in in_use])

@@ -1,0 +1,312 @@
+"""The processes of a run: values gathered and shared, one outcome for all, and whose states are spread."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Final, TypeVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from hfshard._util.addresses import is_address
+from hfshard._util.text import error_words
+from hfshard.distributed.group_store import has_other_ranks
+from hfshard.distributed.rendezvous import SaveStatus, gather_participants
+from hfshard.errors import InvalidArgumentError, RankFailedError
+from hfshard.format.digests import sha256_of
+from hfshard.tensors.state_dict import RUN_REMEDY, collect_state_dict, is_dtensor, is_partitioned, refuse_partitioned
+from hfshard.training.state.training_state import TrainingState
+
+_Value = TypeVar("_Value")
+
+
+def names_of_place(path: str) -> list[str]:
+    """What a place is called on this rank: ranks that have one of these names in common mean the same."""
+    return [path] if is_address(path) else sorted({path, os.path.realpath(path)})
+
+
+def refuse_other_places(names: Mapping[int, Sequence[str]], does: str) -> None:
+    """Refuse ranks that do not mean the same place, though they make one call together.
+
+    Args:
+        names: Rank -> what `names_of_place` returned there.
+        does: What they do with it, in words.
+
+    Raises:
+        InvalidArgumentError: It names two ranks, and their places.
+    """
+    first, *others = names
+    for rank in others:
+        if not {*names[rank]} & {*names[first]}:
+            raise InvalidArgumentError(
+                f"Rank {rank} {does} '{names[rank][0]}', and rank {first} {does} '{names[first][0]}': all ranks of a "
+                "process group make one call together, for one place. Give them the same one, on a file system that "
+                "all of them see; or, for a run of each rank by itself, a process group of that rank alone: "
+                "CheckpointManager(..., process_group=...)."
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """This process among those of its run. Where it is alone, all calls are local."""
+
+    rank: int = 0
+    """Among those of the run, from 0; see `number`."""
+    world_size: int = 1
+    status: SaveStatus | None = None
+    """Of an operation of all ranks: values go by its store, and a rank that dies is an error. None: it is alone."""
+
+    @classmethod
+    @contextmanager
+    def meeting(cls, what: str) -> Iterator[Ranks]:
+        """The ranks of the call's process group while the block runs, all of which take part in one operation.
+
+        Args:
+            what: They do; where another rank does something else, this raises.
+
+        Raises:
+            RankFailedError: A rank failed, died, or did not come.
+        """
+        if not has_other_ranks():
+            yield ALONE
+            return
+        with all_ranks() as status:
+            status.meet(what)
+            yield cls.of(status)
+
+    @classmethod
+    def of(cls, status: SaveStatus) -> Ranks:
+        """The ranks of an operation that is under way."""
+        return cls(status.place, len(status.ranks), status)
+
+    def number(self, rank: int) -> int:
+        """The number that a rank of the run has in torch.distributed, by which errors name it."""
+        return rank if self.status is None else self.status.ranks[rank]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the process that writes."""
+        return self.rank == 0
+
+    def gather(self, value: _Value) -> list[_Value]:
+        """Return the values of all ranks in order on the first rank, an empty list on others.
+
+        Every rank must call, once in an operation.
+        """
+        if self.status is None:
+            return [value]
+        self.status.tell("value", pickle.dumps(value))
+        speakers = self.status.ranks if self.is_first else []
+        return [pickle.loads(self.status.wait_for("value", rank)) for rank in speakers]
+
+    def share(self, value: _Value) -> _Value:
+        """Return the first rank's value, of those that JSON has, on every rank. Every rank must call."""
+        if self.status is None:
+            return value
+        told = self.status.meet("share", json.dumps(value if self.is_first else None).encode())
+        return json.loads(told[self.status.leader])  # type: ignore[no-any-return]
+
+    def all_of(self, value: _Value) -> list[_Value]:
+        """Return the values of all ranks in order, of those that JSON has, on every rank. Every rank must call."""
+        if self.status is None:
+            return [value]
+        return [json.loads(raw) for raw in self.status.meet("gather", json.dumps(value).encode()).values()]
+
+    def refuse_other_places(self, path: str, does: str) -> None:
+        """Refuse ranks that do not mean the same place; see the function. Every rank must call."""
+        names = self.all_of(names_of_place(path))
+        refuse_other_places({self.number(rank): one for rank, one in enumerate(names)}, does)
+
+    def first(self, work: Callable[[], _Value]) -> _Value:
+        """Call a function on the first rank, and return its result on every rank. Every rank must call.
+
+        Raises:
+            RankFailedError: On the other ranks, when the function failed. On the first rank its own error.
+        """
+        value: Any = None
+        error: BaseException | None = None
+        if self.is_first:
+            try:
+                value = work()
+            except BaseException as caught:  # noqa: BLE001 - raised below: the other ranks wait for the outcome
+                error = caught
+        value, told = self.share([value, None if error is None else error_words(error)])
+        if error is not None:
+            raise error
+        if told is not None:
+            raise self._failed(0, told)
+        return value  # type: ignore[no-any-return]
+
+    def last(self, work: Callable[[], str]) -> str:
+        """As `first`, at the end of what the ranks do: where the function is done, a rank that dies does not matter."""
+        if self.status is None:
+            return self.first(work)
+        if not self.is_first:
+            return self.status.finish().decode()
+        try:
+            return self.status.finish(work().encode()).decode()
+        except Exception:
+            raise
+        except BaseException:
+            self.status.begin_step()  # Ctrl-C may come after the work
+            raise
+
+    def on_each(self, work: Callable[[], _Value]) -> _Value:
+        """Call a function on every rank, and return each rank's own result if none failed. Every rank must call.
+
+        Raises:
+            RankFailedError: It failed on another rank. A rank where it failed raises its own error.
+        """
+        made: list[_Value] = []
+        error: Exception | None = None
+        try:
+            made.append(work())
+        except Exception as caught:  # noqa: BLE001 - raised by `agree`, when all ranks know
+            error = caught
+        self.agree(error)
+        return made[0]
+
+    def agree(self, error: BaseException | None) -> None:
+        """Go on only if no rank has an error. Every rank must call.
+
+        Raises:
+            RankFailedError: Another rank has an error. A rank with an error of its own raises that.
+        """
+        if self.world_size > 1:
+            told = _first_of(self.all_of(None if error is None else error_words(error)))
+            if error is None and told is not None:
+                rank, text = told
+                raise self._failed(rank, text)
+        if error is not None:
+            raise error
+
+    def _failed(self, rank: int, text: str) -> RankFailedError:
+        number = self.number(rank)
+        return RankFailedError(f"Rank {number} failed, so all {self.world_size} ranks stop: {text}", rank=number)
+
+
+ALONE: Final = Ranks()
+
+
+@contextmanager
+def all_ranks() -> Iterator[SaveStatus]:
+    """Wait for all ranks of the call's process group, which do the block together: one such block at a time.
+
+    It is the same for all runs, as ranks that need not see one directory may name it differently.
+
+    Raises:
+        RankFailedError: A rank failed, died, or did not come.
+    """
+    with gather_participants("the run", needs_all=True) as participation:
+        status = participation.status
+        assert status is not None  # that of a rank that takes part
+        yield status
+
+
+def _first_of(errors: list[str | None]) -> tuple[int, str] | None:
+    return next(((rank, text) for rank, text in enumerate(errors) if text is not None), None)
+
+
+# Which training states are spread over ranks (FSDP2, tensor parallel), so that every rank has to take part.
+
+
+_DIGEST_CHARACTERS: Final = 16
+
+
+def is_spread_state(state: TrainingState) -> bool:
+    """Whether a parameter or buffer is a DTensor. Parameters that a forward pass has gathered are let go first.
+
+    Args:
+        state: Of its modules, those under `fully_shard` are resharded; the next pass gathers them again.
+
+    Raises:
+        InvalidArgumentError: A module is wrapped by FSDP1; or DeepSpeed has partitioned a part.
+    """
+    _refuse_deepspeed(state)
+    modules = list(state.of_kind("module").values())
+    for module in modules:
+        _reshard(module)
+    trained = (group["params"] for optimizer in state.of_kind("optimizer").values() for group in optimizer.param_groups)
+    tensors = chain(*(chain(module.parameters(), module.buffers()) for module in modules), *trained)
+    return any(is_dtensor(tensor) for tensor in tensors)
+
+
+def shared_kinds(state: TrainingState) -> dict[str, str]:
+    """The kinds of the parts, by name, that all ranks must have: but for loaders, of which each rank saves its own."""
+    return {name: kind for name, kind in state.kinds.items() if kind != "loader"}
+
+
+def refuse_other_parts(kinds: Mapping[int, Mapping[str, str]]) -> None:
+    """Refuse to save ranks together whose states have other parts: only those of the first rank would be stored.
+
+    Args:
+        kinds: Rank -> what `shared_kinds` gave there.
+
+    Raises:
+        InvalidArgumentError: They differ.
+    """
+    first = min(kinds)
+    for rank, other in kinds.items():
+        if other != kinds[first]:
+            raise InvalidArgumentError(
+                f"The state of rank {rank} has the parts {dict(other)}, and that of rank {first} has "
+                f"{dict(kinds[first])}. Give the states of all ranks the same parts."
+            )
+
+
+def stage_digest(state: TrainingState) -> str:
+    """What tells the modules of this rank from those of another: the names and shapes of their tensors."""
+    lines = [
+        f"{component}/{name} {tuple(tensor.shape)}"
+        for component, module in sorted(state.of_kind("module").items())
+        for name, tensor in collect_state_dict(module).items()
+        if isinstance(tensor, torch.Tensor)
+    ]
+    return short_digest("\n".join(lines))
+
+
+def short_digest(text: str) -> str:
+    """What tells a text from a few others; all ranks hear that of each."""
+    return sha256_of(text.encode(errors="surrogateescape"))[:_DIGEST_CHARACTERS]
+
+
+def _refuse_deepspeed(state: TrainingState) -> None:
+    """Refuse parameters that ZeRO-3 has partitioned, and optimizers of which each rank has a part under no name.
+
+    An optimizer that was given to `deepspeed.initialize` has no parameters between two steps, and knows its state by
+    the flat tensors in which DeepSpeed keeps them.
+    """
+    for name, part in state.components.items():
+        if state.kinds[name] == "module":
+            refuse_partitioned(part, "run")
+        trained = [part.state, *(group["params"] for group in part.param_groups)] if isinstance(part, Optimizer) else []
+        is_of_deepspeed = any(base.__name__ == "ZeROOptimizer" for base in type(part).__mro__)
+        if is_of_deepspeed or any(map(is_partitioned, chain(*trained))):
+            raise InvalidArgumentError(
+                f"Cannot save or restore a run with '{name}' ({type(part).__qualname__}): DeepSpeed ZeRO has "
+                f"partitioned its state across the ranks. Nothing was changed. {RUN_REMEDY}"
+            )
+
+
+def _reshard(module: nn.Module) -> None:
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return
+    for name, one in module.named_modules():
+        if isinstance(one, fsdp.FullyShardedDataParallel):
+            raise InvalidArgumentError(
+                f"{f'{name!r} of the model' if name else 'The model'} is wrapped by FullyShardedDataParallel (FSDP1), "
+                "whose flat parameters have no names and shapes of their own. Shard it by "
+                "torch.distributed.fsdp.fully_shard instead."
+            )
+        if isinstance(one, fsdp.FSDPModule):
+            with torch.no_grad():
+                one.reshard()

@@ -1,1 +1,0 @@
-"""Training states whose tensors are spread over ranks: each rank saves and restores its part."""

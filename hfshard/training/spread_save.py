@@ -1,0 +1,550 @@
+"""Save a training state that is spread over ranks: every rank its part, the first one commits."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any, Final
+
+from hfshard._util.progress import ProgressCallback
+from hfshard._util.text import error_words
+from hfshard.commit.transaction import KnownFile
+from hfshard.distributed.rank_writer import RankWriter
+from hfshard.distributed.rendezvous import SaveStatus
+from hfshard.distributed.save_on_ranks import cpu_group, refuse_absent, share_listings
+from hfshard.distributed.spread_tensor import SpreadTensor, with_spread_tensors
+from hfshard.distributed.tensor_owners import HeldTensor, Holders, Listing, RankGroup, list_tensors
+from hfshard.errors import HfshardError, InvalidArgumentError, RankFailedError
+from hfshard.format.digests import Checksum
+from hfshard.format.file_names import MODEL_BASE
+from hfshard.format.index import FileDigest
+from hfshard.saving.save_request import SaveRequest
+from hfshard.shards.write_shards import WriteJob
+from hfshard.stores.store import Store
+from hfshard.tensors.stored_tensor import RawTensor, TensorLayout
+from hfshard.training.pipeline_stages import StageParts, merge_parts, with_aliases, with_whole_gradients
+from hfshard.training.replicas import SAME, OfEachRank, Replicas, differ, of_each_rank
+from hfshard.training.run.background import HostCopies
+from hfshard.training.run.manifest import checkpoint_path
+from hfshard.training.run.run_storage import check_names
+from hfshard.training.run.run_writer import RunWriter
+from hfshard.training.run_ranks import (
+    Ranks,
+    all_ranks,
+    is_spread_state,
+    names_of_place,
+    refuse_other_parts,
+    refuse_other_places,
+    shared_kinds,
+    stage_digest,
+)
+from hfshard.training.state.collect_state import (
+    STATE_BASE,
+    Components,
+    RankState,
+    SavePayload,
+    collect,
+    collect_rank,
+    encode_components,
+    is_of_a_rank,
+    rank_prefix,
+    save_options,
+)
+from hfshard.training.state.step import checked_step
+from hfshard.training.state.training_state import TrainingState
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpreadSave:
+    """What is asked of a save, on one rank."""
+
+    state: TrainingState
+    step: int
+    extra: Any
+    """The first rank's is stored, and so are its metrics and files."""
+    metrics_of: Callable[[int], dict[str, float] | None]
+    files: Mapping[str, bytes]
+    max_shard_size: int | str
+    checksum: Checksum | None
+    progress: bool | None
+    blocking: bool
+    allow_different_replicas: bool = False
+
+
+def save_spread(order: SpreadSave, writer: RunWriter, save_replicated: Callable[[Ranks, OfEachRank], str]) -> str:
+    """Save what all ranks hold together. Every rank must call.
+
+    A save that does not block copies each rank's part in host memory; the parts are exchanged and written by a thread,
+    over a process group of its own.
+
+    Args:
+        order: What to save.
+        writer: Of the run; it locks and changes the directory on the first rank only.
+        save_replicated: Called where every rank has all of the same modules.
+
+    Returns:
+        The checkpoint's directory.
+
+    Raises:
+        RankFailedError: Another rank failed, died, or did not come; older checkpoints are still there.
+        Everything that `CheckpointManager.save` raises.
+    """
+    writer.join()
+    with ExitStack() as stack:
+        status = stack.enter_context(all_ranks())
+        stages, own = _find_stages(order, writer, status)
+        if stages is None:
+            return save_replicated(Ranks.of(status), own)
+        writer.wait()
+        is_pipeline = len(set(stages)) > 1
+        if is_pipeline:
+            order = replace(order, state=_as_stage(order.state, status, stages))
+        components, of_a_rank = _share_components(order, status, stages) if is_pipeline else (None, own.objects)
+        ranks = _share_states(order, status, of_a_rank, stages[status.place] if is_pipeline else "", own.buffers)
+        payload = collect(
+            components or encode_components(order.state, of_a_rank),
+            order.state.components.get(MODEL_BASE),
+            ranks,
+            order.extra if status.rank == status.leader else None,
+            save_options(order.max_shard_size, order.checksum, order.progress),
+        )
+        payload = with_whole_order(payload) if is_pipeline else payload
+        parts = held_parts(payload, status.place, is_stage=is_pipeline)
+        holders = _share_holders(status, parts)
+        if status.rank == status.leader:
+            payload = united_payload(payload, holders)
+        work = _planned(order, writer, status, payload, parts, holders)
+        path = checkpoint_path(writer.root, checked_step(order.step))
+        if order.blocking:
+            work()
+        else:
+            _start(order, writer, work, stack.pop_all())
+        return path
+
+
+def _find_stages(order: SpreadSave, writer: RunWriter, status: SaveStatus) -> tuple[list[str] | None, OfEachRank]:
+    """What tells the modules of each rank, None where no rank has a part only; and what is not the same on all.
+
+    Raises:
+        InvalidArgumentError: A module is wrapped by FSDP1; or the ranks have other parts, or save into different
+            directories; or copies of a parameter differ.
+    """
+    is_spread = is_spread_state(order.state)
+    replicas = Replicas.of(order.state)
+    own = [is_spread, stage_digest(order.state), replicas.summary()]
+    said = json.dumps([own, shared_kinds(order.state), names_of_place(writer.root)]).encode()
+    meeting = status.meet("save", said)
+    told, kinds, roots = zip(*map(json.loads, meeting.values()), strict=True)
+    refuse_other_parts(dict(zip(meeting, kinds, strict=True)))
+    refuse_other_places(dict(zip(meeting, roots, strict=True)), "saves into")
+    stages = [stage for _, stage, _ in told]
+    if len(set(stages)) > 1:
+        return stages, OfEachRank()
+    summaries = {rank: summary for rank, (_, _, summary) in zip(meeting, told, strict=True)}
+    details: dict[int, Any] = {}
+    if differ(summaries.values()):
+        said = json.dumps(replicas.details()).encode()
+        details = {rank: json.loads(raw) for rank, raw in status.meet("copies that differ", said).items()}
+    each = of_each_rank(summaries, details, allow_different_replicas=order.allow_different_replicas)
+    return (stages if any(is_spread for is_spread, _, _ in told) else None), each
+
+
+def _as_stage(state: TrainingState, status: SaveStatus, stages: Sequence[str]) -> TrainingState:
+    """The same parts, with the names that parameters have in the whole model, and its gradients where they are that."""
+    is_speaker = stages.index(stages[status.place]) == status.place
+    told = status.meet("ties", json.dumps(state.tied_parameters() if is_speaker else []).encode())
+    state = with_aliases(state, chain.from_iterable(map(json.loads, told.values())))
+    return with_whole_gradients(state) if len(set(stages)) == len(stages) else state
+
+
+def _share_components(order: SpreadSave, status: SaveStatus, stages: Sequence[str]) -> tuple[Components, Sequence[str]]:
+    """Make the parts of all stages those of one model, on the first rank.
+
+    Returns:
+        This rank's components, on the first rank those of all; and the parts of which each rank saves its own.
+
+    Raises:
+        InvalidArgumentError: They can't be those of one model.
+    """
+    components = encode_components(order.state)
+    is_first = stages.index(stages[status.place]) == status.place
+    own = StageParts.of(order.state, components, is_first=is_first)
+    if status.rank != status.leader:
+        status.tell("parts", own.to_json())
+        of_a_rank = json.loads(status.wait_for("parts of a rank", status.leader))
+        return encode_components(order.state, of_a_rank), of_a_rank
+    told = {status.rank: own}
+    for rank in status.ranks[1:]:
+        told[rank] = StageParts.from_json(status.wait_for("parts", rank))
+    merged = merge_parts(components, told)
+    status.tell("parts of a rank", json.dumps(merged.of_a_rank).encode())
+    return replace(encode_components(order.state, merged.of_a_rank), encoded=merged.encoded), merged.of_a_rank
+
+
+def _planned(
+    order: SpreadSave,
+    writer: RunWriter,
+    status: SaveStatus,
+    payload: SavePayload,
+    parts: HeldParts,
+    holders: Holders,
+) -> Callable[[], None]:
+    """Check all that can be checked before the first byte is written, and return what is left to do."""
+    is_leader = status.rank == status.leader
+    if is_leader:
+        metrics = order.metrics_of(order.step)
+        check_names(order.files, payload)
+        writer.begin()
+    status.meet("ready to write")
+    group = cpu_group(status.tag, for_thread=not order.blocking)
+    held = parts.held if order.blocking else _host_copies(parts.held, writer.host_copies)
+    ranks = RankWriter(status, holders, held, group, name_of_key)
+
+    def work() -> None:
+        if is_leader:
+            saved = writer.write(
+                order.step, payload, metrics, dict(order.files), blocking=order.blocking, writer=KeyedWriter(ranks)
+            )
+            ranks.end()
+            status.finish()
+            writer.push_saved(saved, blocking=order.blocking)  # the other ranks go on meanwhile
+        else:
+            ranks.follow()
+            status.finish()
+
+    return work
+
+
+def _start(order: SpreadSave, writer: RunWriter, work: Callable[[], None], stack: ExitStack) -> None:
+    """Do the rest in a thread, which leaves the operation at the end."""
+
+    def run() -> None:
+        with stack:
+            work()
+
+    writer.start(order.step, run)
+
+
+def _share_states(
+    order: SpreadSave, status: SaveStatus, of_a_rank: Sequence[str], stage: str, buffers: Sequence[str]
+) -> list[RankState]:
+    """Tell the first rank this rank's own state, but for its tensors, which are exchanged with all others.
+
+    Args:
+        order: What to save.
+        status: Of the save.
+        of_a_rank: Parts of which each rank saves its own.
+        stage, buffers: As in `collect_rank`.
+
+    Returns:
+        On the first rank the states of all, elsewhere this one's; only this one's has tensors.
+
+    Raises:
+        InvalidArgumentError: The ranks save different steps, or not in the same way.
+    """
+    own = collect_rank(order.state, status.place, of_a_rank, stage, buffers)
+    asked = [checked_step(order.step), order.blocking]
+    status.tell("state", json.dumps([*asked, own.nested]).encode())
+    if status.rank != status.leader:
+        return [own]
+    states = [own]
+    for rank in status.ranks[1:]:
+        step, blocking, nested = json.loads(status.wait_for("state", rank))
+        if [step, blocking] != asked:
+            raise InvalidArgumentError(
+                f"All ranks must save the same step in the same way, got {asked[0]} with blocking={asked[1]} on rank "
+                f"{status.rank}, and {step} with blocking={blocking} on rank {rank}."
+            )
+        states.append(RankState(nested, {}))
+    return states
+
+
+def _share_holders(status: SaveStatus, parts: HeldParts) -> Holders:
+    """Find what each rank holds. Of what each has alone, one tells the names, in which the rank's number is left out.
+
+    Raises:
+        InvalidArgumentError: The ranks disagree about a tensor, or have not all of it.
+    """
+    listing, meshes = list_tensors(parts.common, _tensors(parts.common.tensors))
+    groups, listings = share_listings(status, listing, meshes)
+    refuse_absent(status)
+    own, _ = list_tensors(parts.own, _tensors(parts.own.tensors))
+    own_groups, own_listings = share_listings(status, own, (), " of a rank")
+    for group in own_groups:
+        for rank in group.ranks:
+            digest = f"{group.digest} of rank {rank}"
+            listings[digest] = with_rank(own_listings[group.digest], status.ranks.index(rank))
+            groups.append(RankGroup((rank,), digest, ()))
+    return Holders.unite(groups, listings, parts.common.name_order)
+
+
+def _tensors(tensors: Mapping[str, Any]) -> Mapping[str, HeldTensor]:
+    return tensors
+
+
+def _host_copies(held: Mapping[str, HeldTensor], copies: HostCopies) -> dict[str, HeldTensor]:
+    """This rank's parts in host memory, where the training does not change them."""
+    tensors = {key: one.local if isinstance(one, SpreadTensor) else one for key, one in held.items()}
+    copied = copies.copies_of(tensors)  # type: ignore[arg-type]  # a training state has no raw tensors
+    return {
+        key: replace(one, local=copied[key]) if isinstance(one, SpreadTensor) else copied[key]
+        for key, one in held.items()
+    }
+
+
+# Brings together what each rank of a run adds to a checkpoint, so that the first rank can write it.
+
+
+@dataclass(frozen=True, slots=True)
+class RankContribution:
+    """What one rank sends to the first one when a checkpoint is saved."""
+
+    step: int = -1
+    state: RankState | None = None
+    """None where the rank could not collect it."""
+    problem: str = ""
+    """Why it could not, in words."""
+    number: int = 0
+    """That of the rank in torch.distributed."""
+
+
+def save_on_all_ranks(
+    step: int,
+    state: TrainingState,
+    write: Callable[[Sequence[RankContribution]], str],
+    ranks: Ranks,
+    own: OfEachRank = SAME,
+) -> str:
+    """Collect every rank's own state, and have the first rank write the checkpoint. Every rank must call.
+
+    Args:
+        step: The step of the run.
+        state: What to save.
+        write: Called on the first rank, with the contributions of all ranks in their order.
+        ranks: Those that save together.
+        own: What is not the same on all of them.
+
+    Returns:
+        What `write` returned, on every rank.
+
+    Raises:
+        RankFailedError: A rank failed; each rank raises its own error if it has one.
+    """
+    number = ranks.number(ranks.rank)
+    contribution = RankContribution(number=number)
+    error: Exception | None = None
+    try:
+        of_rank = collect_rank(state, ranks.rank, own.objects, buffers=own.buffers)
+        contribution = RankContribution(checked_step(step), of_rank, number=number)
+    except Exception as caught:  # noqa: BLE001 - raised below, when the first rank knows
+        error = caught
+        contribution = RankContribution(problem=error_words(error), number=number)
+    gathered = ranks.gather(contribution)
+    try:
+        return ranks.last(lambda: write(gathered))
+    except HfshardError:
+        if error is not None:
+            raise error from None
+        raise
+
+
+def agreed_step(contributions: Sequence[RankContribution]) -> tuple[int, list[RankState]]:
+    """The step that all ranks save, and what each of them adds.
+
+    Raises:
+        RankFailedError: A rank could not collect its state.
+        InvalidArgumentError: The ranks save different steps.
+    """
+    states: list[RankState] = []
+    for contribution in contributions:
+        if contribution.state is None:
+            number = contribution.number
+            raise RankFailedError(f"Rank {number} can't save: {contribution.problem}", rank=number)
+        states.append(contribution.state)
+    steps = [contribution.step for contribution in contributions]
+    if any(other != steps[0] for other in steps):
+        raise InvalidArgumentError(f"All ranks must save the same step, got {steps}.")
+    return steps[0], states
+
+
+# One save of all ranks' tensors: what this rank says that it has, and what the first rank writes for all.
+
+
+_NUMBERLESS: Final = "rank*/"
+"""Stands for the beginning of the names of what belongs to one rank alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldParts:
+    """The tensors of this rank, by keys: the set of tensors, and the name in it."""
+
+    common: SaveRequest
+    """What all ranks have, or have parts of; and what the model says of its names."""
+    own: SaveRequest
+    """What this rank alone gives; names lack its number, see `with_rank`."""
+    held: dict[str, HeldTensor]
+    """Both, by their own names."""
+
+
+@dataclass(frozen=True, slots=True)
+class _KeyedTensor(RawTensor):
+    """A tensor that owners write, with the key by which all ranks know it."""
+
+    key: str = field(kw_only=True)
+
+
+def key_of(base: str, name: str) -> str:
+    """The key of a tensor: names of different sets may be the same."""
+    return f"{base}/{name}"
+
+
+def name_of_key(key: str) -> str:
+    """The name under which the tensor of a key is stored."""
+    return key.partition("/")[2]
+
+
+def held_parts(payload: SavePayload, rank: int, *, is_stage: bool = False) -> HeldParts:
+    """List what this rank has for a save of all ranks.
+
+    Of what is not spread, the model's and the optimizer's tensors are the same everywhere; all else is the first
+    rank's, or this rank's own (random numbers, the position of its loader).
+
+    Args:
+        payload: What the rank would save if it were alone.
+        rank: This one.
+        is_stage: Whether ranks have different modules: then what else is not a rank's own may be on any of them.
+
+    Raises:
+        UnstorableTensorError: A tensor can't be stored.
+    """
+    prefix = rank_prefix(rank)
+    common: dict[str, HeldTensor] = {}
+    own: dict[str, HeldTensor] = {}
+    held: dict[str, HeldTensor] = {}
+    for base, request in payload.requests.items():
+        for name, tensor in with_spread_tensors(request.tensors).items():
+            is_shared = base != STATE_BASE or isinstance(tensor, SpreadTensor)
+            if is_shared or (is_stage and not is_of_a_rank(name)):
+                common[key_of(base, name)] = tensor
+            elif name.startswith(prefix):
+                own[key_of(base, _NUMBERLESS + name.removeprefix(prefix))] = tensor
+            elif rank == 0:
+                own[key_of(base, name)] = tensor
+            else:
+                continue
+            held[key_of(base, name)] = tensor
+    options = next(iter(payload.requests.values())).options
+    plain = SaveRequest(options=options)
+    model = payload.requests.get(MODEL_BASE, plain)
+    of_common = SaveRequest(
+        options=options,
+        tied_names={key_of(MODEL_BASE, tied): key_of(MODEL_BASE, name) for tied, name in model.tied_names.items()},
+        undeclared_ties=tuple(key_of(MODEL_BASE, name) for name in model.undeclared_ties),
+        separate_names=frozenset(key_of(MODEL_BASE, name) for name in model.separate_names),
+        name_order=tuple(key_of(MODEL_BASE, name) for name in model.name_order),
+    )
+    return HeldParts(replace(of_common, tensors=_typed(common)), replace(plain, tensors=_typed(own)), held)
+
+
+def with_whole_order(payload: SavePayload) -> SavePayload:
+    """The payload of a stage that also knows all names and parameters of the whole model, if these can be known."""
+    request = payload.requests.get(MODEL_BASE)
+    if request is None or request.name_order:
+        return payload
+    whole = None if request.look_at_whole is None else request.look_at_whole()
+    total = None if whole is None else whole.total_parameters
+    request = replace(request, name_order=() if whole is None else whole.names, total_parameters=total)
+    return replace(payload, requests={**payload.requests, MODEL_BASE: request})
+
+
+def with_rank(listing: Listing, rank: int) -> Listing:
+    """The listing of what a rank has alone, with its number in the names."""
+    numberless = key_of(STATE_BASE, _NUMBERLESS)
+    numbered = key_of(STATE_BASE, rank_prefix(rank))
+    entries = {
+        numbered + key.removeprefix(numberless) if key.startswith(numberless) else key: entry
+        for key, entry in listing.entries.items()
+    }
+    return replace(listing, entries=entries)
+
+
+def united_payload(payload: SavePayload, holders: Holders) -> SavePayload:
+    """What the first rank saves: its own payload, with the tensors of all ranks."""
+    some_options = next(iter(payload.requests.values())).options
+    by_base: dict[str, dict[str, RawTensor]] = {}
+    for key, layout in holders.layouts.items():
+        base = key.partition("/")[0]
+        by_base.setdefault(base, {})[name_of_key(key)] = _KeyedTensor(layout, _no_bytes(key, layout), key=key)
+    requests = {}
+    for base in dict.fromkeys([*payload.requests, *by_base]):
+        request = payload.requests.get(base) or SaveRequest(options=replace(some_options, base=base, progress=None))
+        if base == MODEL_BASE:
+            is_known = not request.name_order or by_base.get(base, {}).keys() <= set(request.name_order)
+            request = replace(
+                request,
+                tied_names={name_of_key(tied): name_of_key(kept) for tied, kept in holders.tied_names.items()},
+                undeclared_ties=tuple(map(name_of_key, holders.undeclared_ties)),
+                separate_names=frozenset(map(name_of_key, holders.separate_names)),
+                total_parameters=request.total_parameters if is_known else None,
+            )
+        requests[base] = replace(request, tensors=by_base.get(base, {}))
+    return replace(payload, requests=requests)
+
+
+class KeyedWriter:
+    """The `ShardWriter` of the first rank: it orders files of all sets of tensors at once.
+
+    Args:
+        ranks: What all ranks take part in; it knows the tensors by their keys.
+    """
+
+    def __init__(self, ranks: RankWriter) -> None:
+        self._ranks = ranks
+
+    def fingerprints(self, jobs: Sequence[WriteJob], checksum: str | None) -> Iterable[str]:
+        """As in `ShardWriter`."""
+        return self._ranks.fingerprints(_keyed(jobs), checksum)
+
+    def link(self, jobs: Sequence[WriteJob], known: Mapping[str, KnownFile], checksum: str) -> list[FileDigest | None]:
+        """As in `ShardWriter`."""
+        return self._ranks.link(_keyed(jobs), known, checksum)
+
+    def write(
+        self,
+        jobs: Sequence[WriteJob],
+        checksum: str | None,
+        progress_callback: ProgressCallback | None,
+        store: Store | None = None,
+    ) -> list[FileDigest]:
+        """As in `ShardWriter`."""
+        return self._ranks.write(_keyed(jobs), checksum, progress_callback, store)
+
+    def confirm(self) -> None:
+        """As in `ShardWriter`."""
+        self._ranks.confirm()
+
+
+def _keyed(jobs: Sequence[WriteJob]) -> list[WriteJob]:
+    keyed = []
+    for job in jobs:
+        tensors = {tensor.key: tensor for tensor in job.tensors.values() if isinstance(tensor, _KeyedTensor)}
+        keyed.append(replace(job, tensors=tensors))
+    return keyed
+
+
+def _no_bytes(key: str, layout: TensorLayout) -> Callable[[int], Iterator[memoryview]]:
+    def blocks(_: int) -> Iterator[memoryview]:
+        raise AssertionError(f"'{key}' of {layout.nbytes} bytes is on other ranks, too, and only their owners read it")
+
+    return blocks
+
+
+def _typed(tensors: Mapping[str, HeldTensor]) -> Mapping[str, Any]:
+    """A request of this room holds parts of tensors, too."""
+    return tensors

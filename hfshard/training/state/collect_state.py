@@ -1,0 +1,254 @@
+"""Collects what one save writes: three sets of tensors, and one JSON file of everything else."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+
+from hfshard.distributed.save_on_ranks import whole_tensors
+from hfshard.errors import InvalidArgumentError
+from hfshard.format.digests import Checksum
+from hfshard.format.file_names import MODEL_BASE
+from hfshard.format.strict_json import padded_json
+from hfshard.models.model_kinds import is_pretrained, request_from_model
+from hfshard.saving.save_request import SaveOptions, SaveRequest, request_from_state_dict
+from hfshard.tensors.parameter_names import unwrap
+from hfshard.tensors.state_dict import collect_state_dict, parameter_names
+from hfshard.tensors.stored_tensor import tensor_nbytes, tensor_specs
+from hfshard.training.state.adapter import ADAPTER_BASE, adapter_request
+from hfshard.training.state.nested import encode
+from hfshard.training.state.optimizer import encode_optimizer, refuse_unsaved
+from hfshard.training.state.rng import rng_state
+from hfshard.training.state.scheduler import encode_scheduler
+from hfshard.training.state.training_state import PartKind, TrainingState
+
+TRAINING_STATE_FORMAT: Final = 1
+"""The format of `training_state.json`."""
+
+STATE_BASE: Final = "state"
+
+PARTS: Final = (MODEL_BASE, "optimizer", STATE_BASE)
+"""The sets of tensors, by the first word of their files' names."""
+
+_OF_A_RANK: Final = re.compile(r"rank\d+/")
+
+_FROZEN_SHARE: Final = 0.1
+"""The share of a model's bytes from which frozen weights get files of their own; below it there is little to save."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavePayload:
+    """Everything that one save writes."""
+
+    requests: dict[str, SaveRequest]
+    """By set of tensors; sets without tensors and config are left out."""
+    training_state: bytes
+    """The contents of `training_state.json`."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor_nbytes(tensor) for request in self.requests.values() for tensor in request.tensors.values())
+
+    def without_adapter(self) -> SavePayload:
+        """The same, without the files that PEFT reads: in a store, whose names it can't read."""
+        return replace(self, requests={base: one for base, one in self.requests.items() if base != ADAPTER_BASE})
+
+    def of_one_process(self) -> SavePayload:
+        """The same, for a process that stores all tensors itself, which are checked before anything is copied.
+
+        Raises:
+            UnstorableTensorError: It can't store one.
+            InvalidArgumentError: Other ranks have parts of one, or other layers of the model.
+        """
+        model = self.requests.get(MODEL_BASE)
+        if model is not None and model.name_order:
+            raise InvalidArgumentError(
+                "The model is one of several pipeline stages, and there is no process group to save the others with. "
+                "Save before destroy_process_group(), on every rank."
+            )
+        requests = {
+            base: replace(request, tensors=whole_tensors(request.tensors)) for base, request in self.requests.items()
+        }
+        for request in requests.values():
+            tensor_specs(request.tensors)
+        return replace(self, requests=requests)
+
+
+@dataclass(frozen=True, slots=True)
+class Components:
+    """The parts of a state that all ranks share, or have parts of: encoded, and their tensors."""
+
+    encoded: dict[str, dict[str, Any]]
+    """Name -> its kind and state."""
+    optimizer_tensors: dict[str, torch.Tensor]
+    """Of the component `optimizer`."""
+    tensors: dict[str, torch.Tensor]
+    """Of all others, but for the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """What one rank adds to a checkpoint: its random state and the positions of its loaders."""
+
+    nested: dict[str, Any]
+    tensors: dict[str, torch.Tensor]
+
+
+def rank_prefix(rank: int) -> str:
+    """Begins the names of the tensors that belong to one rank alone."""
+    return f"rank{rank}/"
+
+
+def is_of_a_rank(name: str) -> bool:
+    """Whether a tensor of the set `STATE_BASE` belongs to one rank alone."""
+    return _OF_A_RANK.match(name) is not None
+
+
+def collect_rank(
+    state: TrainingState, rank: int, more: Collection[str] = (), stage: str = "", buffers: Collection[str] = ()
+) -> RankState:
+    """Collect what belongs to this rank alone; nothing is changed, drawn or copied.
+
+    Args:
+        state: The parts.
+        rank: This one.
+        more: Parts that are others on each stage of a pipeline, or on each rank.
+        stage: What tells this rank's stage from others; empty where there is no pipeline.
+        buffers: Those of modules that are others on each rank, as `OfEachRank` names them.
+
+    Raises:
+        UnstorableTensorError: A value can't be stored; the message says where it is.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    prefix = rank_prefix(rank)
+    components = {
+        name: {"kind": kind, "state": encode_alone(name, kind, state, f"{prefix}{name}", tensors)}
+        for name, kind in state.kinds.items()
+        if kind == "loader" or name in more
+    }
+    nested: dict[str, Any] = {"rng": encode(rng_state(), f"{prefix}rng", tensors), "components": components}
+    if buffers:
+        own: dict[str, dict[str, Any]] = {}
+        for component, module in state.of_kind("module").items():
+            held = collect_state_dict(module)
+            own[component] = {name: held[name] for name in held if f"{component}/{name}" in buffers}
+        nested["buffers"] = encode(own, f"{prefix}buffers", tensors)
+    return RankState({**nested, "stage": stage} if stage else nested, tensors)
+
+
+def encode_components(state: TrainingState, left_out: Collection[str] = ()) -> Components:
+    """Encode all parts that do not belong to each rank alone; nothing is changed, drawn or copied.
+
+    Args:
+        state: The parts.
+        left_out: Those that are others on each stage of a pipeline, or on each rank, see `collect_rank`.
+
+    Raises:
+        UnstorableTensorError: A value can't be stored; the message says where it is. (Tensors are checked later.)
+        InvalidArgumentError: An optimizer has a parameter without a name.
+    """
+    found = Components({}, {}, {})
+    names = state.parameter_names()
+    for name, kind in state.kinds.items():
+        if kind != "loader" and name not in left_out:
+            found.encoded[name] = {"kind": kind, "state": _encode_component(name, kind, state, names, found)}
+            if (order := state.order_digest(name)) is not None:
+                found.encoded[name]["order"] = order
+    return found
+
+
+def collect(
+    components: Components,
+    model: torch.nn.Module | None,
+    ranks: Sequence[RankState],
+    extra: Any,
+    options: SaveOptions,
+    lacking: Sequence[str] = (),
+) -> SavePayload:
+    """Collect every part of a training state; nothing is changed, drawn or copied.
+
+    Args:
+        components: Those that all ranks share; receives the tensors of the rest.
+        model: The one of the state.
+        ranks: What belongs to each rank alone.
+        extra: More to store: anything that `nested.encode` takes.
+        options: Of each set of tensors.
+        lacking: What another program's checkpoint did not hold that this one is made of.
+
+    Raises:
+        UnstorableTensorError: A value can't be stored; the message says where it is. (Tensors are checked later.)
+    """
+    tensors = components.tensors
+    for rank in ranks:
+        tensors |= rank.tensors
+    extras = encode(extra, "extra", tensors)
+    nested_ranks = [rank.nested for rank in ranks]
+    state = {"format": TRAINING_STATE_FORMAT, "components": components.encoded, "ranks": nested_ranks, "extra": extras}
+    raw = padded_json({**state, "lacking": list(lacking)} if lacking else state)
+    requests = {}
+    if model is not None:
+        requests[MODEL_BASE] = _model_request(model, options)
+        if (adapter := adapter_request(model, options)) is not None:
+            requests[ADAPTER_BASE] = adapter
+    for base, part_tensors in (("optimizer", components.optimizer_tensors), (STATE_BASE, tensors)):
+        if part_tensors:
+            requests[base] = request_from_state_dict(part_tensors, replace(options, base=base, progress=None))
+    return SavePayload(requests, raw)
+
+
+def save_options(max_shard_size: int | str, checksum: Checksum | None, progress: bool | None) -> SaveOptions:
+    """How the files of a checkpoint are written, for each set of tensors."""
+    return SaveOptions(max_shard_size=max_shard_size, checksum=checksum, save_original_format=False, progress=progress)
+
+
+def _encode_component(
+    name: str, kind: PartKind, state: TrainingState, names: Mapping[int, str], found: Components
+) -> Any:
+    part = state.components[name]
+    if name == "model":
+        return encode(_no_tensors(collect_state_dict(part)), name, found.tensors)
+    if kind == "optimizer":
+        refuse_unsaved(part, name, state.components.values())
+    if kind == "optimizer" and name == "optimizer":
+        return encode_optimizer(part, names, name, found.optimizer_tensors)
+    if kind == "optimizer":
+        return encode_optimizer(part, names, name, found.tensors, f"{name}/")
+    if kind == "module":
+        return encode(collect_state_dict(part), name, found.tensors)
+    return encode_alone(name, kind, state, name, found.tensors)
+
+
+def encode_alone(name: str, kind: PartKind, state: TrainingState, path: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """Encode a part that is no module and no optimizer; `tensors` receives what `path` begins the names of."""
+    part = state.components[name]
+    return encode_scheduler(part, path, tensors) if kind == "scheduler" else encode(part.state_dict(), path, tensors)
+
+
+def _model_request(model: torch.nn.Module, options: SaveOptions) -> SaveRequest:
+    # Under the model's own names, not those of the original checkpoint: transformers loads both, and a resume finds
+    # each tensor where it was.
+    own = None
+    if not is_pretrained(unwrap(model)):
+        own = {name: value for name, value in collect_state_dict(model).items() if isinstance(value, torch.Tensor)}
+    request = request_from_model(model, own, options)
+    return replace(request, separate_names=_frozen(model, request))
+
+
+def _frozen(model: torch.nn.Module, request: SaveRequest) -> frozenset[str]:
+    """The weights that are not trained, if they are a large part: their files are linked and not written again."""
+    names = parameter_names(model)
+    not_trained = {names[id(parameter)] for parameter in model.parameters() if not parameter.requires_grad}
+    frozen = frozenset(not_trained & request.tensors.keys())
+    total_bytes = sum(map(tensor_nbytes, request.tensors.values()))
+    frozen_bytes = sum(tensor_nbytes(request.tensors[name]) for name in frozen)
+    return frozen if frozen_bytes >= _FROZEN_SHARE * total_bytes else frozenset()
+
+
+def _no_tensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """What a module's `get_extra_state` returned that is not a tensor."""
+    return {name: value for name, value in state_dict.items() if not isinstance(value, torch.Tensor)}

@@ -1,0 +1,495 @@
+"""An optimizer's state by parameter name, in the dtypes that it had; it is restored completely or refused."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import LBFGS, Optimizer
+
+from hfshard._util.text import list_some
+from hfshard.errors import InvalidArgumentError, StateDictMismatchError
+from hfshard.training.state.nested import encode
+from hfshard.training.state.pending_loads import PendingLoad, check_class, check_options
+from hfshard.training.state.reordering import (
+    Names,
+    Reordering,
+    find_in,
+    find_ordered_state,
+    matched_positions,
+    one_per_parameter,
+)
+
+_SHOWN = 5
+"""How many names a message lists."""
+
+
+def encode_optimizer(
+    optimizer: Optimizer, names: Names, component: str, tensors: dict[str, torch.Tensor], prefix: str = ""
+) -> dict[str, Any]:
+    """Encode the state of an optimizer (see `nested.encode`); its tensors are named "<parameter>/<slot>".
+
+    Args:
+        optimizer: Any optimizer; it is not changed.
+        names: The names of all parameters that it may have.
+        component: Its name in the training state, for messages.
+        tensors: Receives its tensors by name.
+        prefix: Put before the names of the tensors.
+
+    Raises:
+        InvalidArgumentError: A parameter has no name.
+        UnstorableTensorError: A value in its state can't be stored.
+    """
+    state_dict = optimizer.state_dict()
+    position_names = _position_names(optimizer, state_dict, names, component)
+    groups = []
+    for number, (packed, group) in enumerate(zip(state_dict["param_groups"], optimizer.param_groups)):
+        options = {key: value for key, value in packed.items() if key != "params"}
+        groups.append(
+            {
+                "params": [_name_of(parameter, names, component, number) for parameter in group["params"]],
+                "options": encode(options, f"{prefix}param_groups/{number}", tensors),
+            }
+        )
+    state = {
+        position_names[key]: encode(value, f"{prefix}{position_names[key]}", tensors)
+        for key, value in state_dict["state"].items()
+        if key in position_names
+    }
+    others = {key: value for key, value in state_dict["state"].items() if key not in position_names}
+    more = {key: value for key, value in state_dict.items() if key not in ("state", "param_groups")}
+    return {
+        "class": type(optimizer).__qualname__,
+        "groups": groups,
+        "state": state,
+        "others": encode(others, f"{prefix}others", tensors),
+        "more": encode(more, f"{prefix}more", tensors),
+    }
+
+
+def plan_optimizer(optimizer: Optimizer, saved: dict[str, Any], names: Names, component: str, path: str) -> PendingLoad:
+    """Check a state against an optimizer, and return what loads it.
+
+    Args:
+        optimizer: Built as for the run that was saved; parameters and groups may be in another order. It is not changed
+            before the load.
+        saved: What `encode_optimizer` returned, decoded. Of another program's its class is None; and `by_position` is
+            true if its parameters got their names by their order.
+        names: The names of the parameters that it has now.
+        component: Its name in the training state, for messages.
+        path: The checkpoint's, for messages.
+
+    Raises:
+        StateDictMismatchError: It is of another class, or its groups have other parameters; or these stand in another
+            order, and a part of the state depends on it.
+    """
+    _check_form(saved)
+    check_class(saved["class"], optimizer, "optimizer", component, path)
+    if saved["class"] is None:
+        check_options(optimizer, [group["options"] for group in saved["groups"]], component, path)
+    current = optimizer.state_dict()
+    position_names = _position_names(optimizer, current, names, component)
+    matched = _matched_groups(optimizer, saved["groups"], names, component, path)
+    positions = {name: position for position, name in position_names.items()}
+    unknown = [name for name in saved["state"] if name not in positions]
+    if unknown:
+        shown = list_some(unknown, _SHOWN, quote=True)
+        raise StateDictMismatchError(
+            f"The checkpoint '{path}' has a state of {shown}, which '{component}' does not train. "
+            "Give the optimizer the parameters that it had.",
+            path=path,
+            unexpected_keys=tuple(unknown),
+        )
+    state = {positions[name]: value for name, value in saved["state"].items()} | saved["others"]
+    _refuse_ordered_state(optimizer, saved, names, component, path)
+    groups = [
+        {**now, **moved_like(_options_in_order(optimizer, number, before, names, component, path), now)}
+        | {**_kept_options(now), "params": now["params"]}
+        for number, (now, before) in enumerate(zip(current["param_groups"], matched))
+    ]
+    loaded = {**saved["more"], "state": state, "param_groups": groups}
+    if type(optimizer).load_state_dict is Optimizer.load_state_dict:
+        _twin(optimizer).load_state_dict(loaded)
+
+    before = dict(vars(optimizer))
+
+    filled: list[Callable[[], None]] = []
+
+    def load() -> None:
+        held, options = optimizer.state, [*_groups(optimizer)]
+        optimizer.load_state_dict(loaded)
+        filled.append(fill_options([*_groups(optimizer)], options))
+        for parameter in _all_parameters(optimizer):
+            kept = saved["state"].get(names[id(parameter)])
+            if kept is not None and parameter in optimizer.state:
+                slots = exact(optimizer.state[parameter], kept, held.get(parameter))
+                if isinstance(slots, dict):
+                    slots = {key: lying_like(parameter, value) for key, value in slots.items()}
+                optimizer.state[parameter] = slots
+
+    def undo() -> None:
+        vars(optimizer).update(before)
+        for put_back in filled:
+            put_back()
+
+    return PendingLoad(component, load, undo)
+
+
+def _twin(optimizer: Optimizer) -> Optimizer:
+    """Another optimizer of the same parameters and attributes, which loads a state for itself, and calls no hooks.
+
+    (`copy.copy` leaves out the attributes of a user's class, which its `__setstate__` may need.)
+    """
+    twin: Optimizer = object.__new__(type(optimizer))
+    vars(twin).update(vars(optimizer))
+    for hooks in ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"):
+        vars(twin)[hooks] = OrderedDict()
+    return twin
+
+
+def group_names(optimizer: Optimizer, names: Names, component: str) -> list[list[str]]:
+    """The names of the parameters in each group of an optimizer.
+
+    Raises:
+        InvalidArgumentError: A parameter has no name.
+
+    Example:
+        assert group_names(optimizer, parameter_names(model), "optimizer") == [["weight", "bias"]]
+    """
+    return [
+        [_name_of(one, names, component, number) for one in group["params"]]
+        for number, group in enumerate(_groups(optimizer))
+    ]
+
+
+def _check_form(saved: dict[str, Any]) -> None:
+    """Refuse what `encode_optimizer` does not write, before it changes anything.
+
+    Raises:
+        TypeError, KeyError: It is something else.
+    """
+    groups = saved["groups"]
+    if not isinstance(groups, list) or not all(isinstance(group["params"], list) for group in groups):
+        raise TypeError("the groups, or the names of a group's parameters, must be lists")
+    dicts = [saved["state"], saved["others"], saved["more"]]
+    dicts += [group["options"] for group in groups]
+    names = [name for group in groups for name in group["params"]]
+    if not all(isinstance(one, dict) for one in dicts) or not all(isinstance(name, str) for name in names):
+        raise TypeError("a state, a group or its options is not a dict, or a parameter's name is not text")
+
+
+def _position_names(
+    optimizer: Optimizer, state_dict: Mapping[str, Any], names: Names, component: str
+) -> dict[Any, str]:
+    """Map the keys of parameters in an optimizer's state dict to their names."""
+    return {
+        key: _name_of(parameter, names, component, number)
+        for number, (packed, group) in enumerate(zip(state_dict["param_groups"], optimizer.param_groups))
+        for key, parameter in zip(packed["params"], group["params"])
+    }
+
+
+def _name_of(parameter: torch.Tensor, names: Names, component: str, group: int) -> str:
+    if id(parameter) not in names:
+        raise InvalidArgumentError(
+            f"Group {group} of '{component}' has a parameter of shape {list(parameter.shape)} that belongs to no "
+            "module of the training state, and so has no name. Pass its module too: TrainingState(..., other=module)."
+        )
+    return names[id(parameter)]
+
+
+def _matched_groups(
+    optimizer: Optimizer, saved: list[dict[str, Any]], names: Names, component: str, path: str
+) -> list[dict[str, Any]]:
+    """Find the saved group for each of the optimizer's groups: the one with the same parameters, in any order."""
+    current = group_names(optimizer, names, component)
+    positions = matched_positions(current, [group["params"] for group in saved])
+    if positions is not None:
+        return [saved[position] for position in positions]
+    before = {name: number for number, group in enumerate(saved) for name in group["params"]}
+    now = {name: number for number, group in enumerate(current) for name in group}
+    missing = [name for name in now if name not in before]
+    unexpected = [name for name in before if name not in now]
+    parts = []
+    if len(saved) != len(current):
+        parts.append(f"it had {len(saved)} groups of parameters, and has {len(current)}")
+    if missing:
+        parts.append(f"{list_some(missing, _SHOWN, quote=True)} {_were(missing)} not trained by it")
+    if unexpected:
+        shown = list_some(unexpected, _SHOWN, quote=True)
+        parts.append(f"{shown} {_were(unexpected)} trained by it, and {_are(unexpected)} not now")
+    moved = [name for name in now if name in before and before[name] != now[name]]
+    if moved and not (missing or unexpected):
+        shown = list_some(moved, _SHOWN, quote=True)
+        change = f"'{moved[0]}': {before[moved[0]]}, now {now[moved[0]]}"
+        parts.append(f"{shown} {_were(moved)} in another group ({change})")
+    raise StateDictMismatchError(
+        f"The groups of '{component}' are not those of the checkpoint '{path}': {'; '.join(parts)}. "
+        "Build the optimizer with the same parameters in the same groups, or pass strict=False to let it start afresh.",
+        path=path,
+        missing_keys=tuple(missing),
+        unexpected_keys=tuple(unexpected),
+    )
+
+
+def _refuse_ordered_state(optimizer: Optimizer, saved: dict[str, Any], names: Names, component: str, path: str) -> None:
+    """Refuse a state that is not of one parameter, but of all in their order, where that is another one now."""
+    before = [group["params"] for group in saved["groups"]]
+    if group_names(optimizer, names, component) == before:
+        return
+    if saved.get("by_position"):
+        raise _ordered("state", optimizer, [name for group in before for name in group], component, path)
+    parameters = {names[id(one)]: one for one in _all_parameters(optimizer)}
+    place = find_ordered_state(saved, parameters)
+    if isinstance(optimizer, LBFGS) and saved["state"]:
+        place = f"state.{next(iter(saved['state']))}"
+    if place is not None:
+        raise _ordered(place, optimizer, [name for group in before for name in group], component, path)
+
+
+def _ordered(
+    place: str, optimizer: Optimizer, in_order: list[str], component: str, path: str
+) -> StateDictMismatchError:
+    return StateDictMismatchError(
+        f"The '{place}' of '{component}' ({type(optimizer).__qualname__}) depends on the order of its parameters, "
+        f"which is another one than in the checkpoint '{path}'. Give it the parameters in the order of that run "
+        f"({list_some(in_order, _SHOWN, quote=True)}), or pass strict=False to let it start afresh.",
+        path=path,
+    )
+
+
+def _options_in_order(
+    optimizer: Optimizer, number: int, saved: dict[str, Any], names: Names, component: str, path: str
+) -> dict[str, Any]:
+    """The saved options of a group; those with an entry for each parameter in the order of now."""
+    group = _groups(optimizer)[number]
+    current = [names[id(one)] for one in group["params"]]
+    if current == saved["params"]:
+        return dict(saved["options"])
+    before = {name: position for position, name in enumerate(saved["params"])}
+    is_one_each = one_per_parameter(group["params"])
+    reordering = Reordering(
+        part=component,
+        owners=f"parameters of its group {number}",
+        path=path,
+        positions=tuple(before[name] for name in current),
+        counts=frozenset({len(current)}),
+        known=frozenset({"param_names"}),
+    )
+    # What has a default is the same for groups of any size: betas are not one for each of two parameters.
+    own = {key: value for key, value in saved["options"].items() if key not in optimizer.defaults}
+    place = find_in(own, lambda value: hasattr(value, "shape") and is_one_each(value), f"group {number}")
+    if place is not None:
+        raise _ordered(place, optimizer, saved["params"], component, path)
+    options: dict[str, Any] = saved["options"] | reordering.apply(own, group, f".group {number}")
+    return options
+
+
+def _groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+    return optimizer.param_groups
+
+
+def _all_parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    for group in _groups(optimizer):
+        yield from group["params"]
+
+
+def _kept_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Options that depend on the current order of the parameters."""
+    return {"param_names": group["param_names"]} if "param_names" in group else {}
+
+
+def _were(names: list[str]) -> str:
+    return "was" if len(names) == 1 else "were"
+
+
+def _are(names: list[str]) -> str:
+    return "is" if len(names) == 1 else "are"
+
+
+# Tensors of an optimizer's state as they were saved: dtypes, devices and the order in memory.
+
+
+def moved_like(options: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
+    """The saved options, with tensors (a learning rate) on the devices of the current ones."""
+    moved = {}
+    for key, value in options.items():
+        now = group.get(key)
+        is_elsewhere = isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor)
+        moved[key] = value.to(now.device) if is_elsewhere and now is not None else value
+    return moved
+
+
+def fill_options(groups: Sequence[dict[str, Any]], held: Sequence[Mapping[str, Any]]) -> Callable[[], None]:
+    """Put tensors of options into the tensors that the groups had: the program may hold these, and change them.
+
+    Args:
+        groups: As loaded; tensors of the groups before take the place of what they can hold. One that several groups
+            had can't where these now have different numbers.
+        held: The groups before, in the same order.
+
+    Returns:
+        What puts the old numbers back.
+    """
+    uses: dict[int, list[tuple[torch.Tensor, dict[str, Any], str]]] = {}
+    for options, group in zip(groups, held, strict=False):
+        for key, own in group.items():
+            if isinstance(own, torch.Tensor) and isinstance(options.get(key), torch.Tensor):
+                uses.setdefault(id(own), []).append((own, options, key))
+    before: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for found in uses.values():
+        own = found[0][0]
+        values = [options[key] for _, options, key in found]
+        if any((one.shape, one.dtype) != (own.shape, own.dtype) or not torch.equal(one, values[0]) for one in values):
+            continue
+        before.append((own, own.detach().clone()))
+        _fill(own, values[0])
+        for _, options, key in found:
+            options[key] = own
+
+    def put_back() -> None:
+        for own, numbers in before:
+            _fill(own, numbers)
+
+    return put_back
+
+
+def _fill(tensor: torch.Tensor, numbers: torch.Tensor) -> None:
+    with torch.no_grad():
+        tensor.copy_(numbers)
+
+
+def exact(loaded: Any, saved: Any, now: Any = None) -> Any:
+    """Undo what `load_state_dict` did: torch casts a state to the dtype of its parameter, and moves it to its device.
+
+    Args:
+        loaded: A parameter's state after `load_state_dict`.
+        saved: What was given to it.
+        now: The state that the optimizer had before, if any: what it kept elsewhere than the parameter stays there.
+    """
+    if isinstance(loaded, torch.Tensor) and isinstance(saved, torch.Tensor):
+        device = now.device if isinstance(now, torch.Tensor) else loaded.device
+        return (loaded if loaded.dtype == saved.dtype else saved).to(device)
+    if isinstance(loaded, dict) and isinstance(saved, dict):
+        others = now if isinstance(now, dict) else {}
+        for key in loaded.keys() & saved.keys():
+            loaded[key] = exact(loaded[key], saved[key], others.get(key))
+        return loaded
+    if isinstance(loaded, list) and isinstance(saved, list) and len(loaded) == len(saved):
+        return [exact(mine, theirs) for mine, theirs in zip(loaded, saved)]
+    if type(loaded) is tuple and type(saved) is tuple and len(loaded) == len(saved):
+        return tuple(exact(mine, theirs) for mine, theirs in zip(loaded, saved))
+    return loaded
+
+
+def lying_like(parameter: torch.Tensor, value: Any) -> Any:
+    """Give a state the memory format of its parameter: fused optimizers go through memory, not through indexes."""
+    if not isinstance(value, torch.Tensor) or value.shape != parameter.shape or value.stride() == parameter.stride():
+        return value
+    alike = torch.empty_like(parameter, dtype=value.dtype, device=value.device, requires_grad=False)
+    return alike.copy_(value) if alike.stride() == parameter.stride() else value
+
+
+# Optimizers that step by another one which they hold: its state is saved, and what they share stays shared.
+
+
+"""How many slots a message lists."""
+
+
+def refuse_unsaved(optimizer: Optimizer, component: str, parts: Iterable[object]) -> None:
+    """Refuse an optimizer that holds another one, whose state neither its state_dict has nor another part is.
+
+    Args:
+        optimizer: Any.
+        component: Its name in the training state, for messages.
+        parts: All of the training state.
+
+    Raises:
+        InvalidArgumentError: The state would be lost, or each rank has a part of it.
+    """
+    refuse_parted(optimizer, component)
+    saved = {id(part) for part in parts}
+    inner = {name: one for name, one in _inner_optimizers(optimizer) if one.state and id(one) not in saved}
+    keys = set(_keys_in(optimizer.state_dict())) if inner else set()
+    for name, one in inner.items():
+        slots = {key: value for held in one.state.values() if isinstance(held, dict) for key, value in held.items()}
+        lost = [key for key, value in slots.items() if value is not None and key not in keys]
+        if lost:
+            raise InvalidArgumentError(
+                f"'{component}' ({type(optimizer).__qualname__}) steps by its {name} ({type(one).__qualname__}), whose "
+                f"{list_some(lost, _SHOWN, quote=True)} its state_dict does not hold: a resume would go on without. "
+                f"Pass that optimizer, too: TrainingState(..., inner=optimizer.{name})."
+            )
+
+
+def refuse_parted(optimizer: Optimizer, component: str) -> None:
+    """Refuse an optimizer of which each rank has a part of the state, under no name.
+
+    Raises:
+        InvalidArgumentError: It is a ZeroRedundancyOptimizer.
+    """
+    if any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(optimizer).__mro__):
+        raise InvalidArgumentError(
+            f"'{component}' is a ZeroRedundancyOptimizer: each rank has a part of its state, and the whole is known "
+            "only as it was when it was last consolidated. Spread the model and a plain optimizer instead: "
+            "torch.distributed.fsdp.fully_shard(model)."
+        )
+
+
+def with_inner(load: PendingLoad, optimizer: Optimizer, optimizers: Iterable[Optimizer]) -> PendingLoad:
+    """Let the optimizers that an optimizer holds, or shares its groups with, follow its load and its undo.
+
+    A load makes new groups: those that had the same list of them have the same again, so that a learning rate which a
+    scheduler sets reaches both.
+
+    Args:
+        load: Of the optimizer.
+        optimizer: Which is not changed before the load.
+        optimizers: All of the training state.
+    """
+    groups = optimizer.param_groups
+    sharing = [one for one in optimizers if one is not optimizer and one.param_groups is groups]
+    partners = {id(one): one for one in [*sharing, *(one for _, one in _inner_optimizers(optimizer))]}
+    if not partners:
+        return load
+    joined = [one for one in partners.values() if one.param_groups is groups]
+    before = [(one, dict(vars(one))) for one in partners.values()]
+
+    def load_all() -> None:
+        load.load()
+        lists = [one.param_groups for one in (optimizer, *joined)]
+        loaded = next((held for held in lists if held is not groups), groups)  # one may hand its load on to another
+        for one in (optimizer, *joined):
+            if one.param_groups is not loaded:
+                one.param_groups = loaded
+
+    def undo() -> None:
+        if load.undo is not None:
+            load.undo()
+        for one, attributes in before:
+            vars(one).update(attributes)
+
+    return PendingLoad(load.name, load_all, undo)
+
+
+def _inner_optimizers(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
+    """The optimizers among the attributes of one, or in lists and dicts there, each with its place."""
+    for name, value in vars(optimizer).items():
+        if isinstance(value, Optimizer):
+            yield name, value
+        elif isinstance(value, list | tuple):
+            yield from ((f"{name}[{at}]", one) for at, one in enumerate(value) if isinstance(one, Optimizer))
+        elif isinstance(value, dict):
+            yield from ((f"{name}[{key!r:.50}]", one) for key, one in value.items() if isinstance(one, Optimizer))
+
+
+def _keys_in(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping):
+        yield from value
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        return
+    for item in value:
+        yield from _keys_in(item)

@@ -1,0 +1,224 @@
+"""Loads that were planned and may still fail, what takes them back, and objects of the class that was saved."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch.optim import Optimizer
+
+from hfshard._util.text import list_some
+from hfshard.errors import DamagedCheckpointError, HfshardError, StateDictMismatchError, UnstorableTensorError
+from hfshard.training.state.nested import decode, encode
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StatefulLoad:
+    """An object of the user's own, and the state that it is to load."""
+
+    name: str
+    part: Any
+    state: Any
+    directory: str
+    """The checkpoint's, for messages."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors in the state.
+
+        Raises:
+            DamagedCheckpointError: The state is not one that a save writes.
+        """
+        tensors: dict[str, torch.Tensor] = {}
+        try:
+            encode(self.state, self.name, tensors)
+        except UnstorableTensorError as error:
+            raise DamagedCheckpointError(
+                f"The state of '{self.name}' in the checkpoint '{self.directory}' is not what hfshard writes: "
+                f"{error.message} Restore another checkpoint, or download it again.",
+                path=self.directory,
+            ) from error
+        return sum(tensor.nbytes for tensor in tensors.values())
+
+    def load(self) -> None:
+        """Load the state.
+
+        Raises:
+            StateDictMismatchError: The object raised an error, whatever it was.
+        """
+        try:
+            self.part.load_state_dict(self.state)
+        except HfshardError:
+            raise
+        except Exception as error:
+            raise StateDictMismatchError(
+                f"'{self.name}' ({type(self.part).__name__}) refused its state in the checkpoint '{self.directory}': "
+                f"{error}. Nothing else was restored. Build it as in the run that was saved.",
+                path=self.directory,
+            ) from error
+
+    def now(self) -> Any:
+        """Copy the state that the object has now."""
+        tensors: dict[str, torch.Tensor] = {}
+        nested = encode(self.part.state_dict(), self.name, tensors)
+        return decode(nested, {name: tensor.clone() for name, tensor in tensors.items()}, self.name)
+
+    def put_back(self, before: Any) -> None:
+        """Load what `now` returned; if the object refuses that too, it stays as it is, which is logged."""
+        try:
+            self.part.load_state_dict(before)
+        except Exception as error:  # noqa: BLE001 - the first refusal is being raised
+            logger.error("'%s' (%s) can't be put back as it was: %s", self.name, type(self.part).__name__, error)
+
+
+@dataclass(frozen=True, slots=True)
+class PendingLoad:
+    """A load that was checked but may still raise, in a hook or a load_state_dict of the user's own."""
+
+    name: str
+    """The part's."""
+    load: Callable[[], None]
+    undo: Callable[[], None] | None = None
+    """Puts the part back as it was, whether it was loaded or not; None for weights, of which that needs a copy."""
+    keep: Callable[[], Callable[[], None]] | None = None
+    """For weights: copies them, and returns what puts them back."""
+    may_refuse: bool = False
+    """For weights: whether a hook or a method of the user's own may refuse them."""
+
+    def run(self, directory: str, outcome: str = "Nothing was restored") -> None:
+        """Load.
+
+        Args:
+            directory: The checkpoint's, for messages.
+            outcome: What an error leaves behind, in words.
+
+        Raises:
+            StateDictMismatchError: The part raised an error, whatever it was.
+        """
+        try:
+            self.load()
+        except HfshardError:
+            raise
+        except Exception as error:
+            raise StateDictMismatchError(
+                f"'{self.name}' refused its state in the checkpoint '{directory}': {error}. {outcome}. "
+                "Build it as in the run that was saved.",
+                path=directory,
+            ) from error
+
+
+# Checks that a state is restored into an object of the class that it was taken from, or of one with such states.
+
+
+_LATER: Final = frozenset({"foreach", "maximize", "capturable", "differentiable", "fused", "decoupled_weight_decay"})
+"""Options that torch's optimizers did not always have; torch adds them to a state that lacks them."""
+
+_OF_SCHEDULERS: Final = frozenset(
+    {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "max_beta1", "swa_lr", "param_names", "params"}
+)
+"""Options that schedulers put into groups."""
+
+_OF_VERSIONS: Final = frozenset(
+    ("_is_initial", "_get_lr_called_within_step", "_initial_step", "_step_count", "_last_lr", "verbose", "mode_worse")
+    + ("_scale_fn_ref", "_scale_fn_custom", "scale_fn", "_anneal_func_type", "anneal_func", "default_min_lr")
+)
+"""Entries that torch's schedulers have in some versions, or at some times."""
+
+_OF_OPTIMIZERS: Final = frozenset(
+    ("amsgrad", "momentum", "dampening", "nesterov", "betas", "alpha", "centered", "rho", "etas", "step_sizes")
+    + ("momentum_decay", "lr_decay", "initial_accumulator_value", "lambd", "t0", "ns_steps", "beta2_decay")
+)
+"""Options of torch's optimizers that others of them do not have."""
+
+_SHOWN: Final = 5
+"""How many names a message lists."""
+
+
+def check_class(saved: str | None, part: object, kind: str, name: str, path: str) -> None:
+    """Refuse an object of another class; its module may have moved since.
+
+    Args:
+        saved: The qualified name of the class that was saved; None where the program that saved it did not note it.
+        part: What was built.
+        kind: "optimizer" or "scheduler", for messages.
+        name: Its name in the training state.
+        path: The checkpoint's.
+
+    Raises:
+        StateDictMismatchError: The classes differ.
+    """
+    found = type(part).__qualname__
+    if saved is not None and saved != found:
+        raise StateDictMismatchError(
+            f"'{name}' is {_a(found)}, and the checkpoint '{path}' has the state of {_a(saved)}. "
+            f"Build the {kind} as in the run that was saved, or pass strict=False to let this one start afresh.",
+            path=path,
+            expected=saved,
+            actual=found,
+        )
+
+
+def check_options(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], name: str, path: str) -> None:
+    """Refuse the state of another class of optimizers, of which only the options of its groups tell.
+
+    Args:
+        optimizer: That was built.
+        groups: The options of each group that was saved.
+        name: Its name in the training state.
+        path: The checkpoint's.
+
+    Raises:
+        StateDictMismatchError: Options of its class are missing; or it is one of torch's, and there are another one's.
+    """
+    own = set(optimizer.defaults)
+    known = own.union(_OF_SCHEDULERS, _LATER, *optimizer.param_groups)
+    for group in groups:
+        missing = sorted(own - group.keys() - _LATER)
+        others = _OF_OPTIMIZERS & (group.keys() - known) if type(optimizer).__module__.startswith("torch.optim") else ()
+        if missing or others:
+            raise _other_class(optimizer, "optimizer", missing, group.keys() - known, name, path)
+
+
+def check_entries(scheduler: Any, saved: Mapping[str, Any], name: str, path: str) -> None:
+    """Refuse the state of another class of schedulers, of which only its entries tell.
+
+    Args:
+        scheduler: That was built.
+        saved: What the `state_dict()` of the other one returned.
+        name: Its name in the training state.
+        path: The checkpoint's.
+
+    Raises:
+        StateDictMismatchError: Entries are missing; or it is one of torch's, and there are others.
+    """
+    fresh = scheduler.state_dict()
+    missing = sorted(str(key) for key in fresh.keys() - saved.keys() - _OF_VERSIONS)
+    unexpected = saved.keys() - fresh.keys() - _OF_VERSIONS
+    if missing or (unexpected and type(scheduler).__module__.startswith("torch.optim.")):
+        raise _other_class(scheduler, "scheduler", missing, unexpected, name, path)
+    for part, its_own in zip(getattr(scheduler, "_schedulers", ()), saved.get("_schedulers", ())):
+        check_entries(part, its_own, name, path)
+
+
+def _other_class(
+    part: object, kind: str, missing: Sequence[str], unexpected: Iterable[object], name: str, path: str
+) -> StateDictMismatchError:
+    others = sorted(str(key) for key in unexpected)
+    parts = [f"it lacks {list_some(missing, _SHOWN, quote=True)}"] if missing else []
+    parts += [f"it has {list_some(others, _SHOWN, quote=True)}"] if others else []
+    return StateDictMismatchError(
+        f"'{name}' is {_a(type(part).__qualname__)}, and the state in '{path}' is another {kind}'s: "
+        f"{', and '.join(parts)}. Build the {kind} of that run, or pass strict=False to let this one start afresh.",
+        path=path,
+        missing_keys=tuple(missing),
+        unexpected_keys=tuple(others),
+    )
+
+
+def _a(name: str) -> str:
+    return f"an {name}" if name[:1] in "AEIOU" else f"a {name}"

@@ -1,0 +1,228 @@
+"""`TrainingState`: the parts of a training run by name."""
+
+from __future__ import annotations
+
+import copy
+import re
+import sys
+from collections.abc import Collection
+from typing import Any, Final, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from hfshard.errors import InvalidArgumentError
+from hfshard.tensors.state_dict import parameter_names, tied_parameter_names
+from hfshard.training.data.external_loader import track
+from hfshard.training.state.reordering import order_digest
+from hfshard.training.state.rng import Gradients
+from hfshard.training.state.scheduler import is_scheduler
+
+PartKind = Literal["module", "optimizer", "scheduler", "loader", "stateful"]
+"""What a part is. Each rank saves its own parts of the kind "loader" (data positions, gradients that are accumulating);
+parts of the other kinds are the same on every rank, or have DTensors, which are spread over the ranks."""
+
+_RESERVED: Final = re.compile(r"rng|extra|rank\d+")
+"""Names that a checkpoint uses for what is not a component."""
+
+
+class TrainingState:
+    """The parts of a run that are saved and restored together; the objects themselves, not copies.
+
+        state = TrainingState(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader, ema=ema)
+
+    Python's, numpy's and torch's random number generators belong to it without being named.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        optimizer: Optimizer | None = None,
+        scheduler: Any = None,
+        loader: Any = None,
+        scaler: Any = None,
+        **stateful: Any,
+    ) -> None:
+        """Name the parts of a run.
+
+        Args:
+            model: Any module; wrappers (DataParallel, DistributedDataParallel, torch.compile) are looked through.
+            optimizer: One of torch's, one derived from these, or one prepared by Accelerate.
+            scheduler: One of torch's, one derived from these, one prepared by Accelerate, or one with a state_dict.
+            loader: A `ResumableDataLoader`, or another loader with state_dict and load_state_dict.
+            scaler: A GradScaler.
+            stateful: More parts under names of your own: modules (an EMA), optimizers, schedulers, and other objects
+                with state_dict and load_state_dict; and a `torch.Generator`.
+
+        Raises:
+            InvalidArgumentError: A part has no state_dict. (An optimizer with parameters of a module that is not part
+                of the state is refused when it is saved or restored.)
+        """
+        named = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader, "scaler": scaler}
+        named |= stateful
+        parts = {name: _taken(part) for name, part in named.items() if part is not None}
+        self.kinds: dict[str, PartKind] = {name: _part_kind(name, part) for name, part in parts.items()}
+        self.components: dict[str, Any] = {
+            name: track(part) if self.kinds[name] == "loader" else part for name, part in parts.items()
+        }
+        """The parts by name; a loader of another library is tracked from now on (see `external_loader.py`)."""
+        self.left_out: dict[str, Any] = {}
+        """Parts that stay as they are: their modules still name the parameters of an optimizer."""
+        self.aliases: dict[str, str] = {}
+        """Names of parameters -> those by which another stage of a pipeline, where they are tied, knows them."""
+
+    def without(self, names: Collection[str]) -> TrainingState:
+        """Return the same parts without some of them, and this state itself where there are none to leave out.
+
+        Raises:
+            InvalidArgumentError: It has no such part.
+
+        Example:
+            manager.restore(state, 1200, without=["loader"])  # which calls it
+        """
+        if isinstance(names, str):
+            raise InvalidArgumentError(f"without must be a list of names, such as [{names!r}].")
+        unknown = sorted({*names} - self.components.keys())
+        if unknown:
+            raise InvalidArgumentError(
+                f"The state has no part '{unknown[0]}' to leave out. It has: {', '.join(self.components)}."
+            )
+        if not names:
+            return self
+        left = copy.copy(self)
+        left.kinds = {name: kind for name, kind in self.kinds.items() if name not in names}
+        left.components = {name: part for name, part in self.components.items() if name not in names}
+        left.left_out = self.left_out | {name: self.components[name] for name in names}
+        return left
+
+    def of_kind(self, kind: PartKind) -> dict[str, Any]:
+        """Return the parts of one kind, by name.
+
+        Example:
+            modules = state.of_kind("module")
+        """
+        return {name: part for name, part in self.components.items() if self.kinds[name] == kind}
+
+    def order_digest(self, name: str) -> str | None:
+        """Return a digest of the orders of parameters and groups that a part may have matched its state to by position.
+
+        None for a part that has no such state.
+
+        Example:
+            assert state.order_digest("model") is None and state.order_digest("scheduler") is not None
+        """
+        if self.kinds[name] not in ("scheduler", "stateful"):
+            return None
+        modules = self._naming_modules() if self.kinds[name] == "stateful" else None
+        return order_digest(self.components[name], self.parameter_names(), modules)
+
+    def parameter_names(self) -> dict[int, str]:
+        """Return the id of every parameter -> its name, which is "component:name" outside of the model."""
+        names: dict[int, str] = {}
+        modules = self._naming_modules()
+        for component in sorted(modules, key=lambda name: (name != "model", name)):  # not as they were passed
+            prefix = "" if component == "model" else f"{component}:"
+            for key, name in parameter_names(modules[component]).items():
+                names.setdefault(key, self.aliases.get(prefix + name, prefix + name))
+        return names
+
+    def _naming_modules(self) -> dict[str, nn.Module]:
+        left_out = {name: part for name, part in self.left_out.items() if isinstance(part, nn.Module)}
+        return self.of_kind("module") | left_out
+
+    def tied_parameters(self) -> list[list[str]]:
+        """Return the names of each parameter that has several in one module."""
+        found = []
+        for component, module in self.of_kind("module").items():
+            prefix = "" if component == "model" else f"{component}:"
+            found += [[prefix + name for name in names] for names in tied_parameter_names(module)]
+        return found
+
+
+def check_state(state: object) -> None:
+    """Refuse what is no `TrainingState`.
+
+    Raises:
+        InvalidArgumentError: It says what to write instead.
+    """
+    if not isinstance(state, TrainingState):
+        names = [name for name in state if isinstance(name, str)] if isinstance(state, dict) else []
+        parts = ", ".join(f"{name}=..." for name in names if name.isidentifier()) or "model=model, optimizer=optimizer"
+        raise InvalidArgumentError(
+            f"state must be a TrainingState, got a {type(state).__name__}. Write: TrainingState({parts})."
+        )
+
+
+def refuse_meta(state: TrainingState) -> None:
+    """Refuse an optimizer of parameters without numbers: a load makes new ones, which the optimizer would never see.
+
+    Raises:
+        InvalidArgumentError: It names the first one.
+    """
+    for name, optimizer in state.of_kind("optimizer").items():
+        parameters = [one for group in optimizer.param_groups for one in group["params"] if one.is_meta]
+        if parameters:
+            parameter = state.parameter_names().get(id(parameters[0]), "a parameter")
+            raise InvalidArgumentError(
+                f"'{name}' trains '{parameter}', which is on the device meta. A restore would put another parameter in "
+                "its place, and the optimizer would go on without it. Nothing was restored. Make the optimizer of real "
+                "parameters: model.to_empty(device=...) first."
+            )
+
+
+class GeneratorPart:
+    """A `torch.Generator` as a part of a state."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = generator
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return its state."""
+        return {"state": self.generator.get_state()}
+
+    def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
+        """Set it."""
+        self.generator.set_state(state_dict["state"])
+
+
+def _taken(part: Any) -> Any:
+    return GeneratorPart(part) if isinstance(part, torch.Generator) else unwrapped(part)
+
+
+def unwrapped(part: Any) -> Any:
+    """Return what Accelerate has wrapped, or the object itself, without importing Accelerate."""
+    for module, name, attribute in (
+        ("accelerate.optimizer", "AcceleratedOptimizer", "optimizer"),
+        ("accelerate.scheduler", "AcceleratedScheduler", "scheduler"),
+    ):
+        loaded = sys.modules.get(module)
+        if loaded is not None and isinstance(part, getattr(loaded, name)):
+            return getattr(part, attribute)
+    return part
+
+
+def _part_kind(name: str, part: Any) -> PartKind:
+    if _RESERVED.fullmatch(name):
+        raise InvalidArgumentError(f"'{name}' is a name that hfshard uses itself: give the part another name.")
+    if isinstance(part, nn.Module):
+        return "module"
+    if name == "model":
+        raise InvalidArgumentError(f"model must be an nn.Module, got a {type(part).__name__}.")
+    if isinstance(part, Optimizer):
+        return "optimizer"
+    if is_scheduler(part):
+        return "scheduler"
+    if callable(getattr(part, "state_dict", None)) and callable(getattr(part, "load_state_dict", None)):
+        if isinstance(part, Gradients) and part.is_spread:
+            return "stateful"
+        if name == "loader" or isinstance(part, DataLoader | Gradients):
+            return "loader"
+        return "scheduler" if name == "scheduler" else "stateful"
+    is_loader = name == "loader" or isinstance(part, DataLoader)
+    hint = " Use hfshard.training.ResumableDataLoader, which takes the same arguments." if is_loader else ""
+    raise InvalidArgumentError(
+        f"'{name}' is a {type(part).__name__}, which has no state_dict and load_state_dict to save and restore it by."
+        + hint
+    )
