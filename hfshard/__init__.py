@@ -53,7 +53,7 @@ __version__ = VERSION
 # Public name -> the module that defines it. Imported when it is first used: `import hfshard` takes no time, and none
 # of them imports transformers, but in a call with a model or a class of it.
 _HOMES = {
-    "CheckpointDiff": "viewing.diff.report",
+    "CheckpointDiff": "viewing.diff_tensors",
     "CheckpointIndex": "format.index",
     "CheckpointManager": "training.manager",
     "FileDigest": "format.index",
@@ -64,10 +64,10 @@ _HOMES = {
     "RemovalReport": "removal.removal_plan",
     "ShardPlan": "shards.shard_plan",
     "ShardedModelMixin": "models.mixin",
-    "TensorDiff": "viewing.diff.report",
+    "TensorDiff": "viewing.diff_tensors",
     "TensorSpec": "tensors.stored_tensor",
     "VerifyReport": "checkpoint.verifier",
-    "diff_checkpoints": "viewing.diff.checkpoints",
+    "diff_checkpoints": "viewing.diff_checkpoints",
     "distributed": "distributed",
     "errors": "errors",
     "hub": "hub",
@@ -124,9 +124,9 @@ if TYPE_CHECKING:
     from hfshard.tensors.stored_tensor import TensorSpec as TensorSpec
     from hfshard.training.manager import CheckpointManager as CheckpointManager
     from hfshard.verify import verify_checkpoint as verify_checkpoint
-    from hfshard.viewing.diff.checkpoints import diff_checkpoints as diff_checkpoints
-    from hfshard.viewing.diff.report import CheckpointDiff as CheckpointDiff
-    from hfshard.viewing.diff.report import TensorDiff as TensorDiff
+    from hfshard.viewing.diff_checkpoints import diff_checkpoints as diff_checkpoints
+    from hfshard.viewing.diff_tensors import CheckpointDiff as CheckpointDiff
+    from hfshard.viewing.diff_tensors import TensorDiff as TensorDiff
     from hfshard.viewing.show import show_checkpoint as show_checkpoint
 else:
     __getattr__, __dir__ = lazy_exports(__name__, _HOMES)

@@ -18,8 +18,8 @@ from playwright.sync_api import Browser, sync_playwright
 import hfshard
 from hfshard.viewing.inspection import inspect_checkpoint
 from hfshard.viewing.page.checkpoint_page import make_checkpoint_page
-from hfshard.viewing.page.rendering import render_page
-from hfshard.viewing.stills import require_chromium
+from hfshard.viewing.page.page import render_page
+from hfshard.viewing.screenshot import require_chromium
 
 PICTURES: Final = Path(__file__).resolve().parent.parent / ".github" / "pictures"
 THEMES: Final[tuple[Literal["light", "dark"], ...]] = ("light", "dark")

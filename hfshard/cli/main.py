@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from typing import Final
 
 from hfshard._util.addresses import check_slashes, is_address
-from hfshard.cli.arguments.parser import make_parser
+from hfshard.cli.arguments import make_parser
 from hfshard.cli.output import drop_output, print_message, replace_closed_streams, use_any_encoding
-from hfshard.cli.run.words import COMMAND, split_words
+from hfshard.cli.run_command import COMMAND, split_words
 from hfshard.errors import HfshardError, InvalidArgumentError, InvalidPathError, InvalidSizeError, InvalidSizeTypeError
 
 EXIT_DONE: Final = 0
@@ -82,30 +82,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run_command(arguments: argparse.Namespace) -> int:
     # Only now: `hfshard --help` does not wait for torch.
     if arguments.command == COMMAND:
-        from hfshard.cli.run.launch import run as become
+        from hfshard.cli.run_command import run as become
 
         become(arguments)
-    from hfshard.cli import (
-        commands,
-        hub_commands,
-        remove_command,
-        reshard_commands,
-        show_commands,
-        sign_command,
-        training_commands,
-    )
-    from hfshard.cli.diff import command as diff_command
+    from hfshard.cli import check_commands, hub_commands, rewrite_commands
+    from hfshard.cli import diff_command as diff_command
 
     run = {
-        "inspect": commands.inspect,
-        "show": show_commands.show,
+        "inspect": check_commands.inspect,
+        "show": check_commands.show,
         "diff": diff_command.diff,
-        "verify": commands.verify,
-        "sign": sign_command.sign,
-        "checkpoints": training_commands.checkpoints,
-        "remove": remove_command.remove,
-        "reshard": reshard_commands.reshard,
-        "convert": training_commands.convert,
+        "verify": check_commands.verify,
+        "sign": check_commands.sign,
+        "checkpoints": rewrite_commands.checkpoints,
+        "remove": rewrite_commands.remove,
+        "reshard": rewrite_commands.reshard,
+        "convert": rewrite_commands.convert,
         "push": hub_commands.push,
         "pull": hub_commands.pull,
         "revisions": hub_commands.revisions,

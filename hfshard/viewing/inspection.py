@@ -1,22 +1,30 @@
-"""What a checkpoint consists of, as plain data: `hfshard inspect` and its page are made from it."""
+"""What a checkpoint consists of, as plain data: its headers are read, and no tensor."""
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import Counter
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
 from math import prod
-from typing import Any
+from typing import Any, Final, NamedTuple
 
-from hfshard._util.arguments import absolute_path
+from hfshard._util.addresses import is_address, parse_address
+from hfshard._util.arguments import absolute_path, path_text
 from hfshard.checkpoint.load_options import LoadOptions
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
+from hfshard.commit.hub_marker import split_address
 from hfshard.constants import SIGNATURE_NAME
+from hfshard.errors import AmbiguousWeightsError, CheckpointNotFoundError, InvalidArgumentError
 from hfshard.format.index import FileDigest
 from hfshard.hub.resolve import CheckpointQuery
+from hfshard.places.source import CheckpointSource, open_source, open_source_by_ranges
+from hfshard.stores.open_store import open_store
 from hfshard.tensors.stored_tensor import stored_dtype_name
-from hfshard.viewing.opening import ViewedCheckpoint, open_to_view
-from hfshard.viewing.tensor_entry import TensorEntry
+from hfshard.training.run.find_checkpoint import checkpoint_of_step, run_place
+from hfshard.training.run.manifest import CHECKPOINT
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,3 +193,179 @@ def _tensors(checkpoint: OpenCheckpoint) -> list[TensorEntry]:
             dtype = stored_dtype_name(tensor.dtype) or str(tensor.dtype).removeprefix("torch.")
             entries.append(TensorEntry(name, dtype, tuple(tensor.shape), tensor.nbytes, file))
     return entries
+
+
+# Opens a checkpoint to be looked at, wherever hfshard reads one from: its headers are read, and no tensor.
+
+
+_TRAINER_STATE: Final = "trainer_state.json"
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ViewedCheckpoint:
+    """A checkpoint that is open, and where it was found."""
+
+    place: str
+    """An absolute path, an address of a store, or "org/name@revision", with the subfolder behind it; of a run, that of
+    its checkpoint."""
+    checkpoint: OpenCheckpoint
+    is_of_hub: bool = False
+    """Whether its files are read from the Hub by ranges, so that their ETags are what the Hub lists."""
+
+
+class Opening(NamedTuple):
+    """What `open_to_view` is asked for."""
+
+    place: str | os.PathLike[str]
+    query: CheckpointQuery
+    options: LoadOptions
+
+
+@contextmanager
+def open_to_view(
+    place: str | os.PathLike[str], query: CheckpointQuery, options: LoadOptions
+) -> Iterator[ViewedCheckpoint]:
+    """Open the checkpoint at a place.
+
+    Of the Hub, headers are read by ranges, and nothing is downloaded, unless the weights are pickled.
+
+    Args:
+        place: A directory, a file of weights, an address of a store, "org/name" or the directory of a hub, either
+            with "@revision"; a run, also of transformers' Trainer, whose latest checkpoint is opened; or one of its
+            checkpoints, "run/checkpoint-30". In each may be an adapter of PEFT in place of a model.
+        query: What else is known of it; a revision in the place comes first.
+        options: How it is checked.
+
+    Raises:
+        CheckpointNotFoundError: There are no weights.
+        DamagedCheckpointError: The manifest of a run's latest checkpoint can't be read.
+        Everything that `open_source` and `open_source_by_ranges` raise.
+    """
+    path, revision = _split_place(place)
+    query = replace(query, revision=query.revision if revision is None else revision, opens_adapter=True)
+    with ExitStack() as stack:
+        try:
+            viewed = _opened(stack, path, query, options)
+        except CheckpointNotFoundError as error:
+            step_path = _checkpoint_of_run(path)
+            if step_path is None:
+                raise
+            logger.info("%s Its checkpoint '%s' is opened.", error, step_path)
+            viewed = _opened(stack, step_path, query, options)
+        yield viewed
+
+
+def open_with_one_key(stack: ExitStack, openings: Sequence[Opening]) -> list[ViewedCheckpoint]:
+    """Open checkpoints with a key that is for those of them that are files of torch.save.
+
+    Args:
+        stack: Closes them.
+        openings: With the key in their options.
+
+    Raises:
+        InvalidArgumentError: It is for none of them.
+        Everything that `open_to_view` raises.
+    """
+    refusals: list[InvalidArgumentError] = []
+    found = [_opened_with_key(stack, opening, refusals) for opening in openings]
+    if len(refusals) == len(openings):
+        raise refusals[0]
+    return found
+
+
+def _opened_with_key(stack: ExitStack, opening: Opening, refusals: list[InvalidArgumentError]) -> ViewedCheckpoint:
+    try:
+        return stack.enter_context(open_to_view(*opening))
+    except AmbiguousWeightsError:
+        raise
+    except InvalidArgumentError as error:
+        keyless = opening._replace(options=replace(opening.options, key=None))
+        try:
+            viewed = stack.enter_context(open_to_view(*keyless))
+        except AmbiguousWeightsError:
+            raise error from None
+        if viewed.checkpoint.weights.kind == "bin":
+            raise
+        refusals.append(error)
+        return viewed
+
+
+def _opened(stack: ExitStack, path: str, query: CheckpointQuery, options: LoadOptions) -> ViewedCheckpoint:
+    source = CheckpointSource(path, query, takes_files=True)
+    local = source.find_local()
+    if local is not None:
+        checkpoint = stack.enter_context(open_source(source, options, local))
+        return ViewedCheckpoint(_place(source.path, query), checkpoint)
+    from hfshard.hub.download import is_offline  # imports huggingface_hub, which takes time
+
+    place = _place(path, query)
+    if not is_offline(query.local_files_only):
+        try:
+            checkpoint = stack.enter_context(open_source_by_ranges(source, options))
+        except InvalidArgumentError as error:
+            logger.info("%s They are downloaded.", error)  # pickles; whatever else it is, is raised again
+        else:
+            return ViewedCheckpoint(place, checkpoint, is_of_hub=True)
+    return ViewedCheckpoint(place, stack.enter_context(open_source(source, options)))
+
+
+def _split_place(place: str | os.PathLike[str]) -> tuple[str, str | None]:
+    text = path_text(place)
+    if is_address(text) or os.path.exists(os.path.expanduser(text)):
+        return absolute_path(place), None
+    return split_address(place)
+
+
+def _place(path: str, query: CheckpointQuery) -> str:
+    subfolder = query.subfolder.strip("/")
+    revision = "" if query.revision is None else f"@{query.revision}"
+    return f"{path}{revision}/{subfolder}" if subfolder else f"{path}{revision}"
+
+
+def _checkpoint_of_run(path: str) -> str | None:
+    """The latest checkpoint of the run at a path; or the one of the step in its name, however many zeros that has."""
+    root, _, name = path.rpartition("/")
+    named = CHECKPOINT.fullmatch(name)
+    if not is_address(path) and not os.path.isdir(path if named is None else root):
+        return None
+    if named is not None:
+        try:
+            found = checkpoint_of_step(run_place(root), int(named[1])).path
+        except CheckpointNotFoundError:
+            return None
+        return None if found == path else found
+    checkpoints = run_place(path).checkpoints()
+    if not checkpoints:
+        return _latest_of_trainer(path)
+    if checkpoints and checkpoints[0].problem is not None:
+        raise checkpoints[0].problem
+    return checkpoints[0].path
+
+
+def _latest_of_trainer(path: str) -> str | None:
+    """The latest checkpoint of a run of transformers' Trainer, which writes its state after the model."""
+    if is_address(path):
+        store = open_store(parse_address(path))
+        named = [folder for folder in store.folders() if CHECKPOINT.fullmatch(folder)]
+        folders = [folder for folder in named if store.find(f"{folder}/{_TRAINER_STATE}") is not None]
+    else:
+        folders = [name for name in os.listdir(path) if os.path.isfile(os.path.join(path, name, _TRAINER_STATE))]
+    found = {int(match[1]): name for name in folders if (match := CHECKPOINT.fullmatch(name))}
+    return f"{path}/{found[max(found)]}" if found else None
+
+
+# One tensor of a checkpoint that is looked at or compared.
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One stored tensor."""
+
+    name: str
+    dtype: str
+    """The format's name: "F32", "BF16"."""
+    shape: tuple[int, ...]
+    nbytes: int
+    file: str

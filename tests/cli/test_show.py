@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import hfshard
+from hfshard.cli.check_commands import default_output
 from hfshard.cli.main import main
-from hfshard.cli.show_commands import default_output
 from hfshard.errors import InvalidArgumentError, InvalidPathError
-from hfshard.viewing.stills import find_chromium
+from hfshard.viewing.screenshot import find_chromium
 from tests.cli.conftest import Run
 
 

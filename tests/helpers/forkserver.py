@@ -38,7 +38,7 @@ from tests.hub import any_hub
 _TORCH = (
     "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.launcher.api",
     "torch.nn.attention.flex_attention", "sympy", "jinja2", "yaml", "regex", "tokenizers", "safetensors.torch",
-    "hfshard.cli.commands",
+    "hfshard.cli.check_commands",
 )  # fmt: skip
 """What no setting of huggingface_hub reaches."""
 WARM_UP = "tests.helpers.tiny_bert:warm_up"

@@ -21,8 +21,8 @@ def run_commands(example: Example) -> None:
     """Run each `hfshard` command of a block, which must not fail; of those that need the network, and
     of `hfshard run`, the arguments are parsed alone.
     """
-    from hfshard.cli.arguments.parser import make_parser
-    from hfshard.cli.run.words import split_words
+    from hfshard.cli.arguments import make_parser
+    from hfshard.cli.run_command import split_words
 
     for words in hfshard_commands(example):
         own, program = split_words(words[1:])

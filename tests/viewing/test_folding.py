@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from hfshard.viewing.folding import fold_names, fold_rows, number_ranges
+from hfshard.viewing.module_tree import fold_names, fold_rows, number_ranges
 
 
 def rows(marks: dict[str, str], most: int = 30) -> list[tuple[str, dict[str, int]]]:

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from hfshard.viewing.layers import layer_grid, natural_order
+from hfshard.viewing.module_tree import layer_grid, natural_order
 
 
 def test_layers_and_kinds_of_a_llama_in_natural_order() -> None:

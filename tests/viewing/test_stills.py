@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from hfshard.errors import BrowserError, InvalidArgumentError
-from hfshard.viewing import stills
-from hfshard.viewing.stills import CHROMIUM, Still, find_chromium, parse_still_size, take_still
+from hfshard.viewing import screenshot
+from hfshard.viewing.screenshot import CHROMIUM, Still, find_chromium, parse_still_size, take_still
 
 needs_chromium = pytest.mark.skipif(find_chromium() is None, reason="no chromium: apt-get install chromium")
 
@@ -56,7 +56,7 @@ def test_a_browser_that_fails_is_told_with_what_it_said(monkeypatch: pytest.Monk
 
 
 def test_a_browser_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(stills, "_SECONDS", 0.2)
+    monkeypatch.setattr(screenshot, "_SECONDS", 0.2)
     monkeypatch.setenv(CHROMIUM, _program(tmp_path, f"sleep 600 & echo $! > {tmp_path}/pid; wait"))
     os.mkfifo(tmp_path / "pid")
     ends: list[int] = []

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice, pairwise
 from math import prod
 from typing import Any, Final
 
 from hfshard._util.text import format_size
-from hfshard.viewing.inspection import FileEntry, Inspection
-from hfshard.viewing.page.name_tree import NameTree, coded_labels, make_name_tree
+from hfshard.training.run.manifest import CheckpointManifest
+from hfshard.viewing.inspection import FileEntry, Inspection, TensorEntry
+from hfshard.viewing.module_tree import natural_order, split_name
 from hfshard.viewing.page.page import NO_NAME, Fact, Page, shown, shown_value
-from hfshard.viewing.page.values_data import values_data, values_fact
-from hfshard.viewing.tensor_entry import TensorEntry
-from hfshard.viewing.values.measuring import MeasuredValues
+from hfshard.viewing.run_listing import Part
+from hfshard.viewing.tensor_values import MeasuredValues, ValueSummary
 
 _MOST_FILES: Final = 500
 _MOST_TIES: Final = 200
@@ -174,3 +174,167 @@ def _short_count(number: int) -> str:
         if number >= 10**power:
             return f"{number / 10**power:.1f} {unit}"
     return f"{number:,}"
+
+
+# Dotted names as a tree in columns, so that a page has each prefix once.
+
+
+_MOST_CHARACTERS: Final = 2_500_000
+"""Of all labels of a page, as they are coded. What has more is no model's: each label is cut to its share."""
+_SHORTEST_SHARE: Final = 20
+
+
+@dataclass(frozen=True, slots=True)
+class NameTree:
+    """The nodes of a tree of modules, each before what is in it, siblings in natural order; the root is the first.
+
+    A module with nothing but one other module or tensor in it is one node with that: "encoder.layer", "lm_head.weight".
+    """
+
+    labels: list[str]
+    """Every label that a node has, once, made fit to be shown."""
+    label: list[int]
+    """Of each node: where its label stands in `labels`."""
+    depth: list[int]
+    """Of each node: how many are above it."""
+    node_of: dict[str, int]
+    """Name -> its node, which may have others below it."""
+
+
+def coded_labels(labels: Sequence[str]) -> list[int | str]:
+    """Write labels so that each has only what the one before it does not begin with.
+
+    Returns:
+        Of each label two entries: how many characters (UTF-16) it has in common with the one before, and the rest.
+    """
+    coded = _coded(labels)
+    if sum(len(rest) for rest in coded[1::2] if isinstance(rest, str)) <= _MOST_CHARACTERS:
+        return coded
+    most = max(_SHORTEST_SHARE, _MOST_CHARACTERS // len(labels))
+    return _coded([label if len(label) <= most else f"{label[:most]}…" for label in labels])
+
+
+def _coded(labels: Sequence[str]) -> list[int | str]:
+    coded: list[int | str] = []
+    for before, label in pairwise(("", *labels)):
+        common = _common(before, label) if before.isascii() and label.isascii() else 0
+        coded += (common, label[common:])
+    return coded
+
+
+def _common(one: str, other: str) -> int:
+    differing = (at for at, (left, right) in enumerate(zip(one, other, strict=False)) if left != right)
+    return next(differing, min(len(one), len(other)))
+
+
+@dataclass(slots=True)
+class _Branch:
+    """A node while the tree is built."""
+
+    name: str | None = None
+    """The whole name that ends here."""
+    parts: dict[str, _Branch] = field(default_factory=dict)
+
+
+def make_name_tree(names: Iterable[str]) -> NameTree:
+    """Make the tree of these names, in time that is linear but for sorting siblings."""
+    root = _Branch()
+    for name in names:
+        branch = root
+        for part in split_name(name):
+            following = branch.parts.get(part)
+            if following is None:
+                following = branch.parts[part] = _Branch()
+            branch = following
+        branch.name = name
+    return _in_columns(root)
+
+
+def _in_columns(root: _Branch) -> NameTree:
+    tree = NameTree([], [], [], {})
+    places: dict[str, int] = {}
+    stack = [("", root, 0)]
+    while stack:
+        label, branch, depth = stack.pop()
+        while branch is not root and branch.name is None and len(branch.parts) == 1:
+            ((part, only),) = branch.parts.items()
+            label = f"{label}.{part}"
+            branch = only
+        if branch.name is not None:
+            tree.node_of[branch.name] = len(tree.label)
+        tree.label.append(places.setdefault(label, len(places)))
+        tree.depth.append(depth)
+        below = sorted(branch.parts, key=natural_order, reverse=True)
+        stack += [(part, branch.parts[part], depth + 1) for part in below]
+    tree.labels.extend(map(shown, places))
+    return tree
+
+
+# Histograms of tensors on the page of a checkpoint: they are drawn when a tensor is chosen.
+
+
+_DIGITS: Final = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+"""Heights of bins in 61 steps, a character each: what has any is at least 1."""
+
+
+def values_fact(measured: MeasuredValues) -> Fact:
+    """Tell at the top of a page whether any number is none."""
+    nan = sum(one.nan for one in measured.tensors.values())
+    inf = sum(one.inf for one in measured.tensors.values())
+    odd = sum(bool(one.nan or one.inf) for one in measured.tensors.values())
+    note = f"in {odd:,} tensor{'s' if odd > 1 else ''}" if odd else ""
+    return Fact("NaN, inf", f"{nan:,}, {inf:,}" if odd else "none", note)
+
+
+def values_data(measured: MeasuredValues, tree: NameTree) -> dict[str, Any]:
+    """Lay out what the numbers of tensors are like, by the tensors' nodes: two names may look alike when shown."""
+    return {
+        "rows": [_row(tree.node_of[name], one) for name, one in measured.tensors.items() if name in tree.node_of],
+        "leftOut": measured.left_out,
+        "unknown": measured.unknown,
+    }
+
+
+def _row(node: int, one: ValueSummary) -> list[Any]:
+    most = max(one.bins, default=1)
+    heights = "".join(_DIGITS[-(-count * (len(_DIGITS) - 1) // most)] for count in one.bins)
+    numbers = [_short(number) for number in (one.minimum, one.maximum, one.mean, one.std, one.low, one.high)]
+    return [node, one.elements, one.nan, one.inf, *numbers, heights, most]
+
+
+def _short(number: float | None) -> float | None:
+    return None if number is None else float(f"{number:.5g}")
+
+
+# What a step of a run has beside its model, on the page of its checkpoint: the optimizer, the state, other files.
+
+
+@dataclass(frozen=True, slots=True)
+class _PartRow:
+    part: Part
+    nbytes: int
+    files: int
+    percent: float
+    """Of the checkpoint."""
+
+
+def with_step(page: Page, manifest: CheckpointManifest, parts: Mapping[Part, int], counts: Mapping[Part, int]) -> Page:
+    """Add to the page of a model what was saved with it.
+
+    Args:
+        page: Of the checkpoint's model.
+        manifest: Of the checkpoint.
+        parts: The bytes of each part of it.
+        counts: The files of each.
+    """
+    total = sum(parts.values())
+    rows = [_PartRow(part, size, counts[part], round(100 * size / max(1, total), 2)) for part, size in parts.items()]
+    metrics = ", ".join(f"{name} {value:.6g}" for name, value in sorted(manifest.metrics.items()))
+    fact = Fact("step of a run", f"{manifest.step:,}", shown_value(metrics)[:200])
+    step = {"rows": rows, "nbytes": total, "problem": None}
+    return replace(page, facts=(*page.facts, fact), view={**page.view, "step": step})
+
+
+def with_problem(page: Page, message: str) -> Page:
+    """Add to the page of a model why nothing is known of what was saved with it."""
+    return replace(page, view={**page.view, "step": {"rows": (), "nbytes": 0, "problem": shown_value(message)}})

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from typing import Any, Final
 
 from hfshard._util.text import format_size
-from hfshard.viewing.diff.headline import headline
-from hfshard.viewing.diff.report import CheckpointDiff, DiffKind, TensorDiff, ValueDiff
-from hfshard.viewing.layers import LayerStack, layer_grid
+from hfshard.viewing.describe import headline
+from hfshard.viewing.diff_tensors import CheckpointDiff, DiffKind, TensorDiff, ValueDiff
+from hfshard.viewing.diff_values import NormScale, norm_scale
+from hfshard.viewing.inspection import TensorEntry
+from hfshard.viewing.module_tree import LayerStack, layer_grid
 from hfshard.viewing.page.page import Fact, Page, shown, shown_value
-from hfshard.viewing.page.short_names import short_names
-from hfshard.viewing.tensor_entry import TensorEntry
-from hfshard.viewing.values.norm_scale import NormScale, norm_scale
 
 _KINDS: Final[tuple[DiffKind, ...]] = (
     "same",
@@ -182,3 +181,34 @@ def _norm(values: ValueDiff) -> float | str:
 def _number(value: float) -> float | str:
     """A number that JSON can hold, with the digits that are shown."""
     return float(f"{value:.4g}") if math.isfinite(value) else str(value)
+
+
+# Short names of two places, by which they can be told apart.
+
+
+_LONGEST: Final = 60
+"""Characters of one name; the middle of a longer one is left out."""
+
+
+def short_names(a: str, b: str) -> tuple[str, str]:
+    """Leave out the folders above what two places differ in.
+
+    Args:
+        a: A path, an address, or "org/name@revision".
+        b: The same.
+
+    Example:
+        >>> short_names("/models/v1/base", "/models/v2/base")
+        ('v1/base', 'v2/base')
+    """
+    parts_a, parts_b = ([part for part in place.split("/") if part] for place in (a, b))
+    pairs = zip_longest(reversed(parts_a), reversed(parts_b))
+    count = next((number for number, (one, other) in enumerate(pairs, 1) if one != other), 1)
+    return _joined(parts_a[-count:]) or a, _joined(parts_b[-count:]) or b
+
+
+def _joined(parts: list[str]) -> str:
+    """The first part, in which they differ, and the last one; those between them if there is room."""
+    whole = "/".join(parts)
+    text = whole if len(whole) <= _LONGEST or len(parts) < 3 else f"{parts[0]}/…/{parts[-1]}"
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]}…{text[-_LONGEST // 2 + 1 :]}"

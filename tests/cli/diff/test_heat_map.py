@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from math import inf
 
-from hfshard.cli.diff.heat_map import HeatMapStyle, heat_maps
-from hfshard.viewing.diff.report import CheckpointDiff
+from hfshard.cli.diff_command import HeatMapStyle, heat_maps
+from hfshard.viewing.diff_tensors import CheckpointDiff
 from tests.viewing.diff.reports import renamed, report_of, tensor_diff, values_of
 
 DIGITS = HeatMapStyle(80, has_shades=False, has_colors=False)

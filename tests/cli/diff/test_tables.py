@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from hfshard.cli.diff.as_json import diff_as_json
-from hfshard.cli.diff.tables import (
+from hfshard.cli.diff_command import (
+    diff_as_json,
     modules_table,
     not_finite_lines,
     renames_table,
     tensors_table,
     zero_before_lines,
 )
-from hfshard.viewing.diff.report import ValueDiff
+from hfshard.viewing.diff_tensors import ValueDiff
 from tests.viewing.diff.reports import BERT, marked, renamed, report_of, tensor_diff, values_of
 
 

@@ -10,7 +10,7 @@ import torch
 from transformers import BertModel
 
 import hfshard
-from hfshard.viewing.diff.headline import headline
+from hfshard.viewing.describe import headline
 from tests.cli.conftest import Run
 
 

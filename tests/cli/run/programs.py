@@ -57,4 +57,4 @@ def startup_folder() -> str:
     """The folder that `hfshard run` puts first on PYTHONPATH."""
     import hfshard
 
-    return os.path.join(os.path.dirname(hfshard.__file__), "cli", "run", "startup")
+    return os.path.join(os.path.dirname(hfshard.__file__), "cli", "startup")

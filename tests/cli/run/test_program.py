@@ -165,7 +165,7 @@ def test_folder_that_pythonpath_cannot_name_starts_nothing(tmp_path: Path, envir
     done = by_python(["-c", code, "run", "-c", "print(1)"], tmp_path, environment)
 
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"hfshard: hfshard lies in {tmp_path}/a:b/hfshard/cli/run/startup, and PYTHONPATH ")
+    assert done.stderr.startswith(f"hfshard: hfshard lies in {tmp_path}/a:b/hfshard/cli/startup, and PYTHONPATH ")
 
 
 def test_help_is_that_of_run(tmp_path: Path, environment: dict[str, str]) -> None:

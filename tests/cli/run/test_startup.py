@@ -88,7 +88,7 @@ def test_checkout_that_is_not_installed_is_found(tmp_path: Path, environment: di
         timeout=110,
     )
 
-    home = Path(startup_folder()).parents[2] / "__init__.py"
+    home = Path(startup_folder()).parents[1] / "__init__.py"
     assert (done.returncode, done.stdout, done.stderr) == (0, f"done\n{home}\n", "")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hfshard.cli.run.words import split_python_options, split_words
+from hfshard.cli.run_command import split_python_options, split_words
 
 
 @pytest.mark.parametrize(

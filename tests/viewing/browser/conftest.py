@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hfshard.viewing.stills import CHROMIUM, find_chromium
+from hfshard.viewing.screenshot import CHROMIUM, find_chromium
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from hfshard.viewing.inspection import Inspection
 from hfshard.viewing.page.checkpoint_page import make_checkpoint_page
-from hfshard.viewing.page.rendering import render_page
+from hfshard.viewing.page.page import render_page
 from tests.viewing.page.checkpoints import hostile_checkpoint, inspection_of, large_page, small_checkpoint, tensor
 
 if TYPE_CHECKING:

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hfshard.viewing.page.checkpoint_page import make_checkpoint_page
-from hfshard.viewing.page.rendering import render_page
+from hfshard.viewing.page.page import render_page
 from hfshard.viewing.show import show_checkpoint
-from hfshard.viewing.values.measuring import MeasuredValues
-from hfshard.viewing.values.running import ValueSummary
+from hfshard.viewing.tensor_values import MeasuredValues, ValueSummary
 from tests.viewing.browser.diffs import make_two
 from tests.viewing.browser.runs import make_run
 from tests.viewing.page.checkpoints import small_checkpoint

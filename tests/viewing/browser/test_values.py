@@ -10,8 +10,8 @@ import torch
 
 import hfshard
 from hfshard.errors import InvalidPathError
+from hfshard.viewing.screenshot import find_chromium
 from hfshard.viewing.show import show_checkpoint
-from hfshard.viewing.stills import find_chromium
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from hfshard.viewing.diff.report import CheckpointDiff, DiffKind, TensorDiff, ValueDiff
-from hfshard.viewing.tensor_entry import TensorEntry
+from hfshard.viewing.diff_tensors import CheckpointDiff, DiffKind, TensorDiff, ValueDiff
+from hfshard.viewing.inspection import TensorEntry
 
 
 def facts(name: str, dtype: str = "F32", file: str = "model.safetensors") -> TensorEntry:

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from hfshard.tensors.stored_tensor import memory_of
-from hfshard.viewing.diff.chunk_sums import ChunkAdder, can_add
-from hfshard.viewing.diff.measures import ValueMeasure
-from hfshard.viewing.diff.report import ValueDiff
+from hfshard.viewing.diff_tensors import ValueDiff
+from hfshard.viewing.diff_values import ChunkAdder, ValueMeasure, can_add
 
 SHORT = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.int16, torch.bool)
 LONG = (torch.float32, torch.float64, torch.int32)

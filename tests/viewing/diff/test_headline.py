@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from hfshard.viewing.diff.headline import headline
-from hfshard.viewing.diff.report import TensorDiff
+from hfshard.viewing.describe import headline
+from hfshard.viewing.diff_tensors import TensorDiff
 from tests.viewing.diff.reports import BERT, facts, marked, renamed, report_of, tensor_diff
 
 LLAMA = [f"model.layers.{n}.self_attn.{part}_proj.weight" for n in range(24) for part in "qkvo"] + ["lm_head.weight"]

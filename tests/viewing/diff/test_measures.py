@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hfshard.tensors.stored_tensor import memory_of
-from hfshard.viewing.diff.measures import ValueMeasure
-from hfshard.viewing.diff.report import ValueDiff
+from hfshard.viewing.diff_tensors import ValueDiff
+from hfshard.viewing.diff_values import ValueMeasure
 
 
 def measured(a: torch.Tensor, b: torch.Tensor) -> ValueDiff:

@@ -5,12 +5,10 @@ from __future__ import annotations
 from functools import cache
 
 from hfshard.format.index import FileDigest
-from hfshard.viewing.inspection import FileEntry, Inspection
+from hfshard.viewing.inspection import FileEntry, Inspection, TensorEntry
 from hfshard.viewing.page.checkpoint_page import make_checkpoint_page
-from hfshard.viewing.page.rendering import render_page
-from hfshard.viewing.tensor_entry import TensorEntry
-from hfshard.viewing.values.measuring import MOST_TENSORS, MeasuredValues
-from hfshard.viewing.values.running import ValueSummary
+from hfshard.viewing.page.page import render_page
+from hfshard.viewing.tensor_values import MOST_TENSORS, MeasuredValues, ValueSummary
 
 HOSTILE_NAMES = (
     "</script><script>window.attacked=1</script>",

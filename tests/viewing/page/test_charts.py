@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from hfshard.viewing.page.charts import Bar, bars_of, labels_of_bars, line_of
+from hfshard.viewing.page.run_page import Bar, bars_of, labels_of_bars, line_of
 
 
 def test_bars_stand_on_each_other() -> None:

@@ -13,9 +13,8 @@ import pytest
 
 from hfshard.viewing.inspection import Inspection
 from hfshard.viewing.page.checkpoint_page import make_checkpoint_page
-from hfshard.viewing.page.rendering import json_for_html, render_page
-from hfshard.viewing.values.measuring import MeasuredValues
-from hfshard.viewing.values.running import ValueSummary
+from hfshard.viewing.page.page import json_for_html, render_page
+from hfshard.viewing.tensor_values import MeasuredValues, ValueSummary
 from tests.viewing.page.checkpoints import (
     HOSTILE_NAMES,
     hostile_checkpoint,

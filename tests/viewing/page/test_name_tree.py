@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hfshard.errors import escaped
-from hfshard.viewing.page.name_tree import NameTree, make_name_tree
+from hfshard.viewing.page.checkpoint_page import NameTree, make_name_tree
 
 
 def lines_of(tree: NameTree) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hfshard.viewing.page.short_names import short_names
+from hfshard.viewing.page.diff_page import short_names
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,7 @@ import pytest
 
 from hfshard.errors import FileError, InvalidPathError
 from hfshard.viewing.page.checkpoint_page import make_checkpoint_page
-from hfshard.viewing.page.rendering import render_page
-from hfshard.viewing.page.writing import checked_output, write_page
+from hfshard.viewing.page.page import checked_output, render_page, write_page
 from tests.viewing.page.checkpoints import small_checkpoint
 
 PAGE = render_page(make_checkpoint_page(small_checkpoint()))

@@ -14,9 +14,9 @@ from hfshard._util.text import format_size
 from hfshard.checkpoint.verifier import Problem
 from hfshard.errors import InvalidArgumentError
 from hfshard.training import CheckpointManager, TrainingState
-from hfshard.viewing.page.rendering import render_page
+from hfshard.viewing.page.page import render_page
 from hfshard.viewing.page.run_page import make_run_page
-from hfshard.viewing.runs.listing import ListedCheckpoint
+from hfshard.viewing.run_listing import ListedCheckpoint
 from hfshard.viewing.show import show_checkpoint
 from tests.stores.services.buckets import Bucket
 

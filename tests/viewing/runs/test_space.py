@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from hfshard.training import CheckpointManager, TrainingState
-from hfshard.viewing.runs.listing import checkpoints_of
-from hfshard.viewing.runs.space import CheckpointSpace, part_of, spaces_of
+from hfshard.viewing.run_listing import CheckpointSpace, checkpoints_of, part_of, spaces_of
 
 
 @pytest.fixture(scope="module")

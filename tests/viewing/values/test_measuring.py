@@ -12,7 +12,7 @@ import hfshard
 from hfshard.checkpoint.load_options import LoadOptions
 from hfshard.errors import IntegrityError
 from hfshard.hub.resolve import CheckpointQuery
-from hfshard.viewing.values.measuring import MeasuredValues, measure_values
+from hfshard.viewing.tensor_values import MeasuredValues, measure_values
 from tests.helpers.memory import MIB, peak_during
 
 MOST_MIB = 30

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from hfshard.viewing.values.running import RunningValues, ValueSummary
+from hfshard.viewing.tensor_values import RunningValues, ValueSummary
 
 
 def summary_of(*blocks: torch.Tensor) -> ValueSummary:

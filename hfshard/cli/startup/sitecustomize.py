@@ -14,7 +14,7 @@ import sys
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
 _SETTINGS = "HFSHARD_RUN"
-"""The variable with the options of `hfshard run`, as JSON: see `hfshard.cli.run.launch`."""
+"""The variable with the options of `hfshard run`, as JSON: see `hfshard.cli.run_command`."""
 
 
 class _Waiting:  # not a class of importlib.abc: that would be imported in every Python
@@ -59,7 +59,7 @@ def _turn_on():  # type: () -> None
 
 def _package_parent():  # type: () -> str
     folder = _FOLDER
-    for _ in ("startup", "run", "cli", "hfshard"):
+    for _ in ("startup", "cli", "hfshard"):
         folder = os.path.dirname(folder)
     return folder
 

@@ -1,12 +1,91 @@
-"""A histogram of numbers that come in blocks: each is seen once, and nobody knows the least and the greatest before."""
+"""What the numbers of tensors are like: histograms and summaries, block by block, the largest tensors first."""
 
 from __future__ import annotations
 
 import math
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Generic, TypeVar
 
 import torch
+
+from hfshard._util.progress import ProgressCallback, bytes_bar
+from hfshard._util.threads import cancellable, in_threads
+from hfshard.checkpoint.load_options import LoadOptions
+from hfshard.hub.resolve import CheckpointQuery
+from hfshard.viewing.diff_tensors import ComparedTensor, side_of
+from hfshard.viewing.inspection import open_to_view
+
+MOST_TENSORS: Final = 10_000
+"""Whose numbers are read: a page has some 150 bytes of each, so that it stays small whatever the checkpoint is."""
+
+_THREADS: Final = 2
+_PIECE_BYTES: Final = 1024 * 1024
+"""Of a block, that is converted at once: an 8-bit number takes eight bytes then, and there are some copies."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredValues:
+    """What the numbers of a checkpoint are like."""
+
+    tensors: dict[str, ValueSummary]
+    """By name, the largest tensors first."""
+    left_out: int
+    """Tensors that were not read, because there are more than `MOST_TENSORS`."""
+    unknown: int
+    """Tensors that were not read, because torch can't convert their dtype: numbers of fewer than 8 bits."""
+
+
+def measure_values(
+    place: str | os.PathLike[str], query: CheckpointQuery, options: LoadOptions, *, most: int = MOST_TENSORS
+) -> MeasuredValues:
+    """Read the largest tensors of a checkpoint.
+
+    What is read is compared with its digests, where there are some.
+
+    Args:
+        place, query, options: As in `open_to_view`.
+        most: How many tensors.
+
+    Raises:
+        IntegrityError: A tensor is not the one that was saved.
+        Everything that `open_to_view` raises.
+    """
+    with open_to_view(place, query, options) as viewed:
+        tensors = side_of(viewed).tensors
+        known = [tensor for tensor in tensors if _is_known(tensor)]
+        largest = sorted(known, key=lambda tensor: -tensor.facts.nbytes)[:most]
+        jobs = [ReadJob((0, tensor.position), tensor.facts.nbytes, _Measuring(tensor)) for tensor in largest]
+        summaries = do_jobs(jobs, _THREADS, options.progress, "Reading values")
+        found = {tensor.facts.name: summary for tensor, summary in zip(largest, summaries, strict=True)}
+        return MeasuredValues(found, len(known) - len(largest), len(tensors) - len(known))
+
+
+def _is_known(tensor: ComparedTensor) -> bool:
+    return tensor.torch_dtype is not None and tensor.torch_dtype != torch.float4_e2m1fn_x2
+
+
+@dataclass(frozen=True, slots=True)
+class _Measuring:
+    """Measures one tensor."""
+
+    tensor: ComparedTensor
+
+    def __call__(self, report: ProgressCallback) -> ValueSummary:
+        assert self.tensor.torch_dtype is not None
+        running = RunningValues()
+        for block in self.tensor.blocks():
+            report(len(block))
+            for start in range(0, len(block), _PIECE_BYTES):
+                piece = torch.frombuffer(block[start : start + _PIECE_BYTES], dtype=self.tensor.torch_dtype)
+                running.add(torch.view_as_real(piece) if piece.is_complex() else piece)
+        return running.summary()
+
+
+# A histogram of numbers that come in blocks: each is seen once, and nobody knows the least and the greatest before.
+
 
 _BINS: Final = 2**16
 """Of equal width between -2**n and 2**n, where no number is larger. Norms are near 1 and differ in the third digit:
@@ -139,3 +218,66 @@ def _scaled(number: float, exponent: int) -> float:
 
 def _or_none(number: float) -> float | None:
     return number if math.isfinite(number) else None
+
+
+# Does what needs bytes of tensors, several at once, each thread in the order of the files; with a bar.
+
+
+_RUN_BYTES: Final = 64 * 1024 * 1024
+"""Bytes that one thread reads in a row: from far away, small tensors that follow each other come in one request."""
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, slots=True)
+class ReadJob(Generic[_Result]):
+    """Something to do with the bytes of one tensor or two."""
+
+    order: tuple[int, int]
+    """Jobs of neighbours in a file are neighbours, too."""
+    nbytes: int
+    """That are read, at most."""
+    work: Callable[[ProgressCallback], _Result]
+    """Gets what it calls with the bytes of each block, and what ends it early by raising."""
+
+
+def do_jobs(
+    jobs: Sequence[ReadJob[_Result]], threads: int, progress: bool | None, title: str = "Comparing"
+) -> list[_Result]:
+    """Do all jobs; the first error of one ends the others.
+
+    Args:
+        jobs: In any order.
+        threads: That read at once.
+        progress: A bar on stderr; None: on a terminal.
+        title: Of the bar.
+
+    Returns:
+        What each returned.
+
+    Raises:
+        What a job raises.
+    """
+    results: dict[int, _Result] = {}
+    total = sum(job.nbytes for job in jobs)
+    with bytes_bar(title, total, progress if total else False) as progress_callback:
+
+        def do_run(run: Sequence[int], cancelled: threading.Event) -> None:
+            for number in run:
+                results[number] = jobs[number].work(cancellable(progress_callback, cancelled))
+
+        in_threads(do_run, list(_runs(jobs)), threads)
+    return [results[number] for number in range(len(jobs))]
+
+
+def _runs(jobs: Sequence[ReadJob[_Result]]) -> Iterator[list[int]]:
+    run: list[int] = []
+    run_bytes = 0
+    for number in sorted(range(len(jobs)), key=lambda number: jobs[number].order):
+        run.append(number)
+        run_bytes += jobs[number].nbytes
+        if run_bytes >= _RUN_BYTES:
+            yield run
+            run, run_bytes = [], 0
+    if run:
+        yield run

@@ -1,9 +1,11 @@
-"""The commands that look at a checkpoint: inspect, verify. Each prints, and returns the exit code."""
+"""The commands that look at a checkpoint: inspect, verify, sign, show. Each prints, and returns the exit code."""
 
 from __future__ import annotations
 
 import argparse
+import getpass
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from math import prod
@@ -21,11 +23,13 @@ from hfshard.cli.output import (
     printable,
     table,
 )
-from hfshard.errors import readable
+from hfshard.errors import InvalidArgumentError, readable
+from hfshard.signing.sign import sign_checkpoint
 from hfshard.signing.signer import SignedBy
 from hfshard.verify import verify_checkpoint
-from hfshard.viewing.inspection import Inspection, inspect_checkpoint
-from hfshard.viewing.tensor_entry import TensorEntry
+from hfshard.viewing.inspection import Inspection, TensorEntry, inspect_checkpoint
+from hfshard.viewing.screenshot import Still, parse_still_size
+from hfshard.viewing.show import show_checkpoint
 
 _LARGEST: Final = 5
 """Tensors that `inspect` shows without `--tensors`."""
@@ -180,3 +184,120 @@ def _verdict(report: VerifyReport) -> str:
     if report.checked_bytes:
         return f"{checked}, {format_size(report.checked_bytes)} compared with their checksums"
     return f"{checked}, in structure; no bytes were compared with checksums"
+
+
+# The command that makes a page or a picture of one: show. It prints where that is, and returns the exit code.
+
+
+_NAME_BYTES: Final = 250
+"""Of a file's name without ".html"; in a store, names have up to 1,024."""
+
+
+def show(arguments: argparse.Namespace) -> int:
+    """Write the page of a checkpoint, or, where only a picture is asked for, that alone."""
+    output = arguments.output
+    is_picture = output is None and arguments.png is not None
+    if output is None and not is_picture:
+        output = default_output(arguments.checkpoint)
+    width, height = parse_still_size(arguments.png_size)
+    path = show_checkpoint(
+        arguments.checkpoint,
+        output,
+        variant=arguments.variant,
+        key=arguments.key,
+        subfolder=arguments.subfolder,
+        revision=arguments.revision,
+        token=arguments.token,
+        max_shard_size=arguments.max_shard_size,
+        best=arguments.best,
+        metric_mode=arguments.metric_mode,
+        against=arguments.against,
+        values=arguments.values,
+        png=arguments.png,
+        still=Still(width=width, height=height, theme=arguments.png_theme),
+        progress=arguments.progress,
+    )
+    nbytes = os.path.getsize(path)
+    if arguments.format == "json":
+        print_json({"png" if is_picture else "page": path, "size": nbytes})
+    else:
+        print_text(printable(f"{path}: {format_size(nbytes)}"))
+    return 0
+
+
+def default_output(checkpoint: str) -> str:
+    """Name the page after the last part of a path, an address or a name, in the working directory.
+
+    Example:
+        >>> default_output("s3://bucket/bert/")
+        'bert.html'
+    """
+    if "://" not in checkpoint:
+        checkpoint = os.path.abspath(os.path.expanduser(checkpoint))  # of ".": the directory's own name
+    name = checkpoint.rstrip("/").rpartition("/")[2].partition("?")[0]
+    name = name.encode(errors="ignore")[:_NAME_BYTES].decode(errors="ignore")
+    return f"{name or 'checkpoint'}.html"
+
+
+# The command that signs a checkpoint.
+
+
+PASSWORD_VARIABLE: Final = "HFSHARD_KEY_PASSWORD"
+"""Where the password of a private key is taken from: every user of a machine can read its command lines."""
+
+_ENCRYPTED: Final = b"ENCRYPTED"
+"""What the PEM of a key says that has a password."""
+
+
+def sign(arguments: argparse.Namespace) -> int:
+    """Sign a checkpoint, and say what was read for it."""
+    result = sign_checkpoint(
+        arguments.directory,
+        private_key=arguments.private_key,
+        password=_password(arguments.private_key),
+        signing_certificate=arguments.signing_certificate,
+        certificate_chain=arguments.certificate_chain,
+        sigstore=_sigstore(arguments),
+        verify=arguments.verify,
+        progress=arguments.progress,
+    )
+    if arguments.format == "json":
+        print_json(asdict(result))
+        return 0
+    recorded = f", {format_size(result.recorded_bytes)} by the sha256 of the save" if result.recorded_bytes else ""
+    files = count_of(len(result.files), "file")
+    print_text(printable(f"{result.signature}: {files} signed; {format_size(result.read_bytes)} read{recorded}"))
+    return 0
+
+
+def _sigstore(arguments: argparse.Namespace) -> dict[str, Any] | None:
+    given = {
+        "use_ambient_credentials": arguments.use_ambient_credentials,
+        "use_staging": arguments.use_staging,
+        "trust_config": arguments.trust_config,
+    }
+    if not arguments.sigstore:
+        for name, value in given.items():
+            if value:
+                raise InvalidArgumentError(f"--{name.replace('_', '-')} is for --sigstore.")
+        return None
+    return given
+
+
+def _password(private_key: str | None) -> str | None:
+    """The password of a key that has one: from the environment, or asked for on a terminal."""
+    if private_key is None or not os.path.isfile(private_key):
+        return None
+    with open(private_key, "rb") as file:
+        if _ENCRYPTED not in file.read():
+            return None
+    password = os.environ.get(PASSWORD_VARIABLE)
+    if password is None and sys.stdin.isatty():
+        password = getpass.getpass(f"Password of {printable(private_key)}: ")
+    if password is None:
+        raise InvalidArgumentError(
+            f"'{private_key}' has a password: put it into the environment variable {PASSWORD_VARIABLE}, or run this "
+            "on a terminal.",
+            path=private_key,
+        )
+    return password

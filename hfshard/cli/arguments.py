@@ -1,0 +1,590 @@
+"""The arguments of all commands, and the help that lists the commands in groups; importing it loads no torch."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any, Final, NoReturn
+
+from hfshard._util.text import parse_size, without_url_secrets
+from hfshard.cli.output import printable
+from hfshard.cli.run_command import COMMAND
+from hfshard.constants import DEFAULT_MAX_SHARD_SIZE, VERSION
+
+
+class _Parser(argparse.ArgumentParser):
+    """Shows an argument that it refuses without the passwords and the control characters in it; so do its commands'."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(printable(without_url_secrets(message)))
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Build the parser; each command stands in one group of its help."""
+    parser = _Parser(
+        prog="hfshard",
+        usage="hfshard [-h] [--version] COMMAND ...",
+        epilog="`hfshard COMMAND --help` shows the arguments of a command.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"hfshard {VERSION}")
+    commands = Commands(parser)
+    look = commands.group("look")
+    add_inspect(look)
+    add_show(look)
+    add_diff(look)
+    add_checkpoints(look)
+    check = commands.group("check")
+    add_verify(check)
+    add_sign(check)
+    move = commands.group("move")
+    add_push(move)
+    add_pull(move)
+    add_revisions(move)
+    rewrite = commands.group("rewrite")
+    add_reshard(rewrite)
+    add_convert(rewrite)
+    add_remove(rewrite)
+    add_run(commands.group("run"))
+    parser.description = f"Sharded checkpoints: look at them, check, move and rewrite them.\n\n{commands.show()}"
+    return parser
+
+
+# The commands of `hfshard` in groups, and the help that lists them.
+
+
+_GAP: Final = 2
+"""Spaces before a command, and between the longest one and its line."""
+
+
+class Commands:
+    """The commands of a parser, in groups that its help shows in the order in which they were made."""
+
+    def __init__(self, parser: argparse.ArgumentParser) -> None:
+        # Its own list of commands would stand below "positional arguments", in one piece: the groups take its place.
+        self._parsers: Any = parser.add_subparsers(
+            dest="command", metavar="COMMAND", required=True, prog=parser.prog, help=argparse.SUPPRESS
+        )
+        self._groups: list[CommandGroup] = []
+
+    def group(self, title: str) -> CommandGroup:
+        """Begin a group; commands are added to it."""
+        group = CommandGroup(title, self._parsers)
+        self._groups.append(group)
+        return group
+
+    def show(self) -> str:
+        """List every command with its line, group by group."""
+        width = max(len(name) for group in self._groups for name in group.lines)
+        return "\n\n".join(group.show(width) for group in self._groups)
+
+
+class CommandGroup:
+    """Commands that stand together in the help."""
+
+    def __init__(self, title: str, parsers: Any) -> None:
+        self._title = title
+        self._parsers = parsers
+        self.lines: dict[str, str] = {}
+        """Command -> what the help says of it, in the order in which they were added."""
+
+    def add_parser(self, name: str, *, help: str, **options: Any) -> argparse.ArgumentParser:
+        """Add a command.
+
+        Args:
+            name: The command.
+            help: Its line in the help of `hfshard`.
+            options: For its own parser.
+        """
+        self.lines[name] = help
+        parser: argparse.ArgumentParser = self._parsers.add_parser(name, **options)
+        return parser
+
+    def show(self, width: int) -> str:
+        """Write the title, and a line for each command, its name in so many columns."""
+        gap = " " * _GAP
+        lines = [f"{gap}{name:{width}}{gap}{line}" for name, line in self.lines.items()]
+        return "\n".join([f"{self._title}:", *lines])
+
+
+# Arguments that several commands have.
+
+
+REPO = "org/name on the Hub, or a path or file:// URL of a directory that serves as a hub"
+STORE = "s3://bucket/prefix, gs://..., az://... or hf://buckets/org/name/prefix"
+OR_STORE = f"; or in a store: {STORE}"
+
+
+def add_directory(parser: argparse.ArgumentParser, text: str, *, takes_address: bool = True) -> None:
+    """Take a directory."""
+    parser.set_defaults(needs_directory=True, takes_file=False, takes_address=takes_address)
+    parser.add_argument("directory", metavar="DIR", help=f"{text}{OR_STORE if takes_address else ''}")
+
+
+def add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    """Take a directory or one file of weights."""
+    parser.set_defaults(needs_directory=True, takes_file=True, takes_address=True)
+    parser.add_argument(
+        "directory", metavar="PATH", help=f"the checkpoint's directory, or one file of weights{OR_STORE}"
+    )
+
+
+def add_key(parser: argparse.ArgumentParser) -> None:
+    """Take the place of the weights in a file of torch.save."""
+    parser.add_argument("--key", help="where the weights lie in a file of torch.save that holds several, as model_ema")
+
+
+def add_variant(parser: argparse.ArgumentParser) -> None:
+    """Take the variant of the weights."""
+    parser.add_argument("--variant", help='the variant of the weights, for example "fp16"')
+
+
+def add_format(parser: argparse.ArgumentParser) -> None:
+    """Take the form of what is printed."""
+    parser.add_argument("--format", choices=("text", "json"), default="text", help="json: one document on stdout")
+
+
+def add_token(parser: argparse.ArgumentParser) -> None:
+    """Take a token for the Hub."""
+    parser.add_argument("--token", help="token for the Hub (default: HF_TOKEN, or the saved one)")
+
+
+def add_no_progress(parser: argparse.ArgumentParser) -> None:
+    """Take the wish for no progress bar."""
+    parser.add_argument(
+        "--no-progress",
+        dest="progress",
+        action="store_const",
+        const=False,
+        help="show no progress bar on the terminal",
+    )
+
+
+def shard_size(text: str) -> int | str:
+    """Check a size as `max_shard_size` is checked; digits alone are bytes."""
+    try:
+        size = int(text) if text.isascii() and text.isdigit() else text
+        parse_size(size)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return size
+
+
+# Arguments of the commands that show what is there.
+
+
+def add_inspect(commands: CommandGroup) -> None:
+    """Add `inspect`."""
+    inspect = commands.add_parser(
+        "inspect",
+        help="shards, dtypes, the largest tensors, tied names, metadata",
+        description="Show what a checkpoint consists of, from its index and headers; no tensor is read.",
+    )
+    add_checkpoint(inspect)
+    add_variant(inspect)
+    add_key(inspect)
+    add_format(inspect)
+    inspect.add_argument("--tensors", action="store_true", help="list every tensor, not only the largest")
+
+
+def add_show(commands: CommandGroup) -> None:
+    """Add `show`."""
+    show = commands.add_parser(
+        "show",
+        help="a page to look at: a map of the modules, files, search",
+        description="Write one HTML file that shows what a checkpoint consists of: modules by bytes, files, dtypes, "
+        "ties, the largest tensors, metadata, search by name. Of a training run, show its checkpoints beside each "
+        "other: bytes, metrics, what is damaged. It needs no network and nothing beside it.",
+    )
+    show.set_defaults(needs_directory=False)
+    show.add_argument("checkpoint", metavar="CHECKPOINT", help=f"a directory, or one file of weights; {REPO}{OR_STORE}")
+    show.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        help="the page (default: the checkpoint's name with .html, in this directory; with --png: none)",
+    )
+    add_variant(show)
+    add_key(show)
+    show.add_argument("--revision", help="revision on a hub: branch, tag, commit or refs/pr/N (default: main)")
+    show.add_argument("--subfolder", default="", help="folder of CHECKPOINT")
+    show.add_argument(
+        "--max-shard-size", type=shard_size, metavar="SIZE", help="measure the files by this size, not by the largest"
+    )
+    show.add_argument("--values", action="store_true", help="read the tensors, and show what their numbers are like")
+    show.add_argument("--png", metavar="FILE", help="draw a picture of the page by an installed Chromium; with -o both")
+    show.add_argument("--png-size", default="1280x800", metavar="WxH", help="its pixels (default: %(default)s)")
+    show.add_argument(
+        "--png-theme", choices=("light", "dark"), default="light", help="its theme (default: %(default)s)"
+    )
+    show.add_argument("--against", metavar="BASE", help="show what differs from another checkpoint")
+    _add_best(show, "of a run: mark")
+    add_token(show)
+    add_format(show)
+    add_no_progress(show)
+
+
+def add_diff(commands: CommandGroup) -> None:
+    """Add `diff`."""
+    diff = commands.add_parser(
+        "diff",
+        help="what differs between two checkpoints, and where",
+        description="Show which tensors of two checkpoints are the same, changed, cast, reshaped, renamed or in one "
+        "only, however they are sharded. What has digests in both is not read. Exit 0: nothing differs, 1: something "
+        "does, 2: bad usage, or one of them is damaged or can't be read.",
+    )
+    diff.set_defaults(needs_directory=False, exit_failed=2)
+    place = f"a directory, one file of weights, a run or a checkpoint of it; {REPO}, also with @revision; or {STORE}"
+    diff.add_argument("a", metavar="A", help=place)
+    diff.add_argument("b", metavar="B", help="the same")
+    diff.add_argument(
+        "--values", action="store_true", help="also by how much: what changed is read, block by block, and measured"
+    )
+    diff.add_argument("--all", action="store_true", help="list every tensor that differs, with its whole name")
+    diff.add_argument(
+        "--verify",
+        choices=("none", "structure", "full"),
+        default="structure",
+        help="full: believe no digest, and read and compare every byte of both (default: %(default)s)",
+    )
+    add_variant(diff)
+    diff.add_argument(
+        "--key",
+        action="append",
+        help="where the weights lie in files of torch.save that hold several, as model_ema; twice: in A, in B",
+    )
+    diff.add_argument("--subfolder", action="append", help="folder of both; twice: of A, of B")
+    add_token(diff)
+    add_format(diff)
+    add_no_progress(diff)
+
+
+def add_checkpoints(commands: CommandGroup) -> None:
+    """Add `checkpoints`."""
+    checkpoints = commands.add_parser(
+        "checkpoints",
+        help="the checkpoints of a training run, and what is wrong with them",
+        description="Show the checkpoints of a training run in the order in which they were saved, and what is wrong "
+        "with them. Exit 0: none is damaged or unfinished, 1: one is, or there is none, 2: bad usage.",
+    )
+    add_directory(checkpoints, "the run's directory")
+    checkpoints.add_argument("--verify", action="store_true", help="compare every byte with its checksum")
+    _add_best(checkpoints, "mark")
+    add_format(checkpoints)
+    add_no_progress(checkpoints)
+
+
+def _add_best(parser: argparse.ArgumentParser, mark: str) -> None:
+    parser.add_argument("--best", metavar="METRIC", help=f"{mark} the one with the best value of this metric")
+    parser.add_argument(
+        "--metric-mode", choices=("min", "max"), default="min", help="which value is best (default: %(default)s)"
+    )
+
+
+# Arguments of the commands that say whether a checkpoint is whole and whose it is.
+
+
+def add_verify(commands: CommandGroup) -> None:
+    """Add `verify`."""
+    verify = commands.add_parser(
+        "verify",
+        help="every file of a checkpoint or of a training run",
+        description="Check every file of a checkpoint: of a training checkpoint also the optimizer's and all others; "
+        "of a run all its checkpoints. Exit 0: it is whole, 1: it is damaged, 2: bad usage.",
+    )
+    add_checkpoint(verify)
+    add_variant(verify)
+    add_format(verify)
+    verify.add_argument(
+        "--level",
+        choices=("full", "structure"),
+        default="full",
+        help="full: every byte against its checksum (default); structure: what can be checked without reading tensors",
+    )
+    signed = verify.add_argument_group(
+        "signature", "Who must have signed every file (model.sig, see `hfshard sign`): one of these."
+    )
+    signed.add_argument("--public-key", metavar="FILE", help="the holder of this key: elliptic curve, PEM")
+    signed.add_argument(
+        "--certificate-chain",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="who has a certificate of this root, PEM; may be repeated",
+    )
+    signed.add_argument("--identity", help="this Sigstore identity; with --oidc-issuer")
+    signed.add_argument("--oidc-issuer", metavar="URL", help="who vouches for the identity")
+    signed.add_argument("--use-staging", action="store_true", help="of Sigstore's staging instance")
+    signed.add_argument("--trust-config", metavar="FILE", help="of another Sigstore: its keys, JSON")
+    add_no_progress(verify)
+
+
+def add_sign(commands: CommandGroup) -> None:
+    """Add `sign`."""
+    sign = commands.add_parser(
+        "sign",
+        help="every file of a checkpoint, as OpenSSF Model Signing does",
+        description="Sign every file of a directory: writes model.sig beside them, which `hfshard verify` and "
+        "`model_signing verify` check. Shards that hfshard saved are not read again. The password of a key is taken "
+        "from HFSHARD_KEY_PASSWORD, or asked for.",
+    )
+    add_directory(sign, "the checkpoint's directory", takes_address=False)
+    who = sign.add_mutually_exclusive_group(required=True)
+    who.add_argument("--private-key", metavar="FILE", help="an elliptic curve key (P-256, P-384, P-521), PEM")
+    who.add_argument("--sigstore", action="store_true", help="with a Sigstore identity; asks in the browser")
+    sign.add_argument("--signing-certificate", metavar="FILE", help="the certificate of the key, PEM")
+    sign.add_argument(
+        "--certificate-chain",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="a certificate between that one and the root, PEM; may be repeated",
+    )
+    sign.add_argument(
+        "--use-ambient-credentials", action="store_true", help="Sigstore: the identity of this workflow, as in CI"
+    )
+    sign.add_argument("--use-staging", action="store_true", help="Sigstore: its staging instance")
+    sign.add_argument("--trust-config", metavar="FILE", help="another Sigstore: its keys, JSON")
+    sign.add_argument(
+        "--verify",
+        choices=("structure", "full"),
+        default="structure",
+        help="full: read the shards too, and compare every byte before it is signed (default: %(default)s)",
+    )
+    add_format(sign)
+    add_no_progress(sign)
+
+
+# Arguments of the commands that take checkpoints from one place to another.
+
+
+def add_push(commands: CommandGroup) -> None:
+    """Add `push`."""
+    push = commands.add_parser(
+        "push",
+        help="a checkpoint to a hub as one commit, or to a store",
+        description="Push a directory, or what a store holds, as one commit: what the hub has is not sent, and old "
+        "weights are removed. To a store, the checkpoint is copied as a save puts it there.",
+    )
+    add_directory(push, "the checkpoint's directory")
+    push.add_argument("repo_id", metavar="REPO", help=f"{REPO}; or, without commits, {STORE}")
+    push.add_argument("--revision", help="the branch to push to, made if it is missing (default: main)")
+    push.add_argument("--create-pr", action="store_true", help="open a pull request instead of pushing to the branch")
+    push.add_argument("--path-in-repo", default="", help="folder of the repo")
+    push.add_argument("--message", "--commit-message", dest="commit_message", help="title of the commit")
+    push.add_argument(
+        "--description", "--commit-description", dest="commit_description", help="description of the commit"
+    )
+    push.add_argument("--private", action="store_true", default=None, help="make the repo private if it is new")
+    push.add_argument("--include", action="append", metavar="GLOB", help="push only these files; may be repeated")
+    push.add_argument("--exclude", action="append", metavar="GLOB", help="leave these files out; may be repeated")
+    push.add_argument(
+        "--follow-links", action="store_true", help="push also what links lead to outside of DIR, else refused"
+    )
+    add_token(push)
+    add_format(push)
+    add_no_progress(push)
+
+
+def add_pull(commands: CommandGroup) -> None:
+    """Add `pull`."""
+    pull = commands.add_parser(
+        "pull",
+        help="a checkpoint from a hub or a store, and check it",
+        description="Pull a checkpoint into the cache, into a directory or to a store, check it, and print where it is."
+        " What is there already is not fetched again.",
+    )
+    pull.set_defaults(needs_directory=False)
+    pull.add_argument("repo_id", metavar="REPO", help=f"{REPO}; or {STORE}")
+    pull.add_argument(
+        "directory",
+        metavar="DIR",
+        nargs="?",
+        help=f"the directory to write (default: huggingface_hub's cache){OR_STORE}",
+    )
+    pull.add_argument("--revision", help="branch, tag, commit or refs/pr/N (default: main)")
+    pull.add_argument("--subfolder", default="", help="folder of the repo")
+    pull.add_argument("--include", action="append", metavar="GLOB", help="pull only these files; may be repeated")
+    pull.add_argument("--exclude", action="append", metavar="GLOB", help="leave these files out; may be repeated")
+    pull.add_argument(
+        "--force", action="store_true", help="replace files of yours in DIR that have other contents, else refused"
+    )
+    pull.add_argument(
+        "--force-download", action="store_true", help="fetch again what is in the cache, which may be damaged"
+    )
+    pull.add_argument("--local-files-only", action="store_true", help="use the cache alone, not the network")
+    pull.add_argument(
+        "--verify",
+        choices=("none", "structure", "full"),
+        default="structure",
+        help="what is checked, as in from_pretrained (default: %(default)s)",
+    )
+    add_variant(pull)
+    add_token(pull)
+    add_format(pull)
+    add_no_progress(pull)
+
+
+def add_revisions(commands: CommandGroup) -> None:
+    """Add `revisions`."""
+    revisions = commands.add_parser(
+        "revisions",
+        help="list, tag or delete what a directory hub keeps",
+        description="Show the branches, tags and commits of a directory that serves as a hub.",
+    )
+    add_directory(revisions, "the directory that serves as a hub", takes_address=False)
+    change = revisions.add_mutually_exclusive_group()
+    change.add_argument("--delete", metavar="REV", help="delete a branch, a tag, or a commit that none leads to")
+    change.add_argument("--tag", nargs=2, metavar=("NAME", "REV"), help="give a revision a name that stays")
+    change.add_argument("--prune", action="store_true", help="delete every commit that no branch or tag leads to")
+    revisions.add_argument("--force", action="store_true", help="with --delete: main too")
+    add_format(revisions)
+
+
+# Arguments of the commands that write a checkpoint in other files.
+
+
+def add_reshard(commands: CommandGroup) -> None:
+    """Add `reshard`."""
+    reshard = commands.add_parser(
+        "reshard",
+        help="a checkpoint in files of another size",
+        description="Copy the tensors of a checkpoint into files of another size, bit for bit, and compare them with "
+        "their checksums on the way. What lies in the target stays loadable until the new files are whole.",
+    )
+    _add_source_and_target(reshard)
+    reshard.add_argument("--dtype", choices=("bfloat16", "float16", "float32", "float64"), help="cast floating tensors")
+    reshard.add_argument(
+        "--low-disk", action="store_true", help="in place only: keep at most one shard on the disk twice at any time"
+    )
+
+
+def add_convert(commands: CommandGroup) -> None:
+    """Add `convert`."""
+    convert = commands.add_parser(
+        "convert",
+        help="pytorch_model.bin, .pt, .pth.tar ... into safetensors",
+        description="Write pickled weights as safetensors, of a directory or of one file; of what another program has "
+        "saved with an optimizer, make a checkpoint of the run DST (of SRC in a store, convert the weights alone). A "
+        "pickle that asks for more than plain data is "
+        "refused. In place, the pickles are removed when the safetensors are whole.",
+    )
+    _add_source_and_target(convert)
+    convert.set_defaults(dtype=None)
+    convert.add_argument("--weights", action="store_true", help="write the weights alone, though SRC has an optimizer")
+    convert.add_argument("--step", type=int, metavar="N", help="of a run: the checkpoint's step (default: SRC's own)")
+    convert.add_argument(
+        "--part",
+        action="append",
+        type=_part,
+        default=[],
+        metavar="NAME=KEY",
+        help='of a run: where SRC has a part, such as model=ema.state_dict or optimizer="optim.0"; may be repeated',
+    )
+    convert.add_argument(
+        "--not-strict", dest="strict", action="store_false", help="of a run: leave out what can't be read, and say so"
+    )
+
+
+def add_remove(commands: CommandGroup) -> None:
+    """Add `remove`."""
+    remove = commands.add_parser(
+        "remove",
+        help="a checkpoint, one of a run, or what killed saves have left",
+        description="Remove a checkpoint: its weights, indexes and configs, and nothing else. What goes, with sizes, "
+        "and what stays is listed before it asks. In a store, nothing may save there meanwhile. Exit 0: it is removed, "
+        "or there are no leftovers, 1: it is not, 2: bad usage.",
+    )
+    remove.set_defaults(needs_directory=False)
+    remove.add_argument(
+        "directory", metavar="PLACE", help=f"the checkpoint's directory, a run's, or a checkpoint of one{OR_STORE}"
+    )
+    remove.add_argument("--step", type=int, metavar="N", help="of a run: the checkpoint of this step")
+    add_variant(remove)
+    remove.add_argument(
+        "--leftovers", action="store_true", help="no checkpoint, but what killed saves have left in PLACE"
+    )
+    remove.add_argument(
+        "--unfinished",
+        action="store_true",
+        help="of a store: also objects of a newer save, which is under way or was killed",
+    )
+    remove.add_argument("--dry-run", action="store_true", help="list what goes and what stays, and remove nothing")
+    remove.add_argument("--yes", action="store_true", help="do not ask")
+    add_format(remove)
+
+
+def _add_source_and_target(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(needs_directory=False)
+    parser.add_argument("source", metavar="SRC", help=f"a directory, or one file of weights; {REPO}; or {STORE}")
+    parser.add_argument("target", metavar="DST", help=f"the directory to write; the same one: in place{OR_STORE}")
+    parser.add_argument(
+        "--max-shard-size", type=shard_size, default=DEFAULT_MAX_SHARD_SIZE, metavar="SIZE",
+        help="the most that a file may have, such as 5GB or 500MiB (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--packing", choices=("greedy", "balanced"), default="greedy",
+        help="greedy: in the order of the tensors (default); balanced: fewer files where it can, levelled",
+    )  # fmt: skip
+    parser.add_argument(
+        "--checksum",
+        choices=("sha256", "xxh3", "none"),
+        default="sha256",
+        help="checksum of the files that are written (default: %(default)s)",
+    )
+    add_variant(parser)
+    add_key(parser)
+    parser.add_argument("--revision", help="revision of SRC on a hub: branch, tag, commit or refs/pr/N (default: main)")
+    parser.add_argument("--subfolder", default="", help="folder of SRC")
+    parser.add_argument(
+        "--local-files-only", action="store_true", help="read SRC on the Hub from the cache alone, not from the network"
+    )
+    parser.add_argument(
+        "--follow-links",
+        action="store_true",
+        help="copy also what links beside the weights lead to outside of the checkpoint, else refused",
+    )
+    parser.add_argument(
+        "--drop-signature",
+        action="store_true",
+        help="remove model.sig of DST, which no longer holds; without it, a signed checkpoint is refused in place",
+    )
+    add_token(parser)
+    add_format(parser)
+    add_no_progress(parser)
+
+
+def _part(text: str) -> tuple[str, str]:
+    """Split the name of a part from its key in a file."""
+    name, equals, key = text.partition("=")
+    if not name or not equals or not key:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=KEY")
+    return name, key
+
+
+# Arguments of `hfshard run`.
+
+
+def add_run(commands: CommandGroup) -> None:
+    """Add `run`."""
+    run = commands.add_parser(
+        COMMAND,
+        help="a program as it is, with hfshard on in it",
+        usage="hfshard run [OPTIONS] SCRIPT | -m MODULE | -c CODE | COMMAND  [ARGUMENT ...]",
+        description="Run a Python program, or a command such as torchrun, as it is, with hfshard.install() in it and "
+        "in the Python processes that it starts. What follows the options is given to Python as it stands.",
+        allow_abbrev=False,
+    )
+    run.set_defaults(needs_directory=False)
+    run.add_argument(
+        "--verify",
+        choices=("none", "structure", "full"),
+        default="structure",
+        help="what from_pretrained checks (default: %(default)s)",
+    )
+    run.add_argument(
+        "--checksum",
+        choices=("sha256", "xxh3", "none"),
+        default="sha256",
+        help="checksum of the files that save_pretrained writes (default: %(default)s)",
+    )
+    run.add_argument("--quiet", action="store_true", help="do not say on stderr that hfshard is on")

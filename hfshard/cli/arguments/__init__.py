@@ -1,1 +1,0 @@
-"""The commands of `hfshard`, in groups, and their arguments."""

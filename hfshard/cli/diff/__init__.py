@@ -1,1 +1,0 @@
-"""`hfshard diff`: what differs between two checkpoints, on the terminal and as JSON."""

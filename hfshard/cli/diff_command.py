@@ -1,0 +1,406 @@
+"""The command that compares two checkpoints: a table, a heat map, or JSON."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final, get_args
+
+from hfshard._util.arguments import absolute_path
+from hfshard._util.text import format_size, list_some
+from hfshard.cli.output import count_of, has_colors, print_json, print_text, printable, shortened, table
+from hfshard.viewing.describe import headline, rename_rules
+from hfshard.viewing.diff_checkpoints import diff_checkpoints
+from hfshard.viewing.diff_tensors import CheckpointDiff, DiffKind, TensorDiff, ValueDiff
+from hfshard.viewing.diff_values import LEAST, NormScale, norm_scale
+from hfshard.viewing.inspection import TensorEntry
+from hfshard.viewing.module_tree import FoldedRow, LayerStack, fold_names, fold_rows, layer_grid, natural_order
+
+_EXIT_SAME = 0
+_EXIT_DIFFERENT = 1
+
+
+def diff(arguments: argparse.Namespace) -> int:
+    """Show what differs between two checkpoints; 0 when nothing does, 1 when something does."""
+    found = diff_checkpoints(
+        arguments.a,
+        arguments.b,
+        values=arguments.values,
+        variant=arguments.variant,
+        key=_one_or_each(arguments.key),
+        subfolder=_one_or_each(arguments.subfolder) or "",
+        verify=arguments.verify,
+        token=arguments.token,
+        progress=arguments.progress,
+    )
+    if arguments.format == "json":
+        print_json(diff_as_json(found))
+    else:
+        places = (_shown_place(arguments.a, found.a), _shown_place(arguments.b, found.b))
+        print_diff(found, places, lists_all=arguments.all)
+    return _EXIT_SAME if found.is_same else _EXIT_DIFFERENT
+
+
+def print_diff(found: CheckpointDiff, places: tuple[str, str], *, lists_all: bool) -> None:
+    """Print a report as text: one sentence first, then more and more of it.
+
+    Args:
+        found: The report.
+        places: Both checkpoints, as they are shown.
+        lists_all: Whether to list every tensor that differs.
+    """
+    columns = shutil.get_terminal_size().columns
+    print_text(printable(headline(found)))
+    print_text("\n" + places_table(found, *places))
+    print_text(f"\n{_how_it_was_told(found)}")
+    for line in (*not_finite_lines(found), *zero_before_lines(found)):
+        print_text(line)
+    if all(tensor.kind == "same" for tensor in found.tensors):
+        return
+    renames = renames_table(found)
+    if renames:
+        print_text("\n" + renames)
+    print_text("\n" + (tensors_table(found) if lists_all else modules_table(found, columns)))
+    has_shades = sys.stdout.isatty() and sys.stdout.encoding.lower().startswith("utf")
+    for drawn in heat_maps(found, HeatMapStyle(columns, has_shades, has_colors(sys.stdout))):
+        print_text("\n" + drawn)
+
+
+def _one_or_each(values: list[str] | None) -> Any:
+    """What an option was given: once for both checkpoints, or for each."""
+    return None if not values else values[0] if len(values) == 1 else tuple(values)
+
+
+def _shown_place(given: str, found: str) -> str:
+    """A place as it was typed, unless it led to another one, as a run does to its latest checkpoint."""
+    return given if absolute_path(given) == found else found
+
+
+def _how_it_was_told(found: CheckpointDiff) -> str:
+    if found.read_bytes == 0:
+        return "Told from names and digests; no tensor was read."
+    return f"{format_size(found.read_bytes)} of tensors were read."
+
+
+# A diff as one JSON document.
+
+
+def diff_as_json(found: CheckpointDiff) -> dict[str, Any]:
+    """Everything, for `--format json`; numbers that JSON lacks (infinity) are null."""
+    counts = found.counts
+    return {
+        "a": found.a,
+        "b": found.b,
+        "is_same": found.is_same,
+        "headline": headline(found),
+        "counts": {kind: counts.get(kind, 0) for kind in get_args(DiffKind)},
+        "read_bytes": found.read_bytes,
+        "retied": list(found.retied),
+        "ties_a": found.ties_a,
+        "ties_b": found.ties_b,
+        "tensors": [
+            {
+                "kind": tensor.kind,
+                "a": _facts_as_json(tensor.a),
+                "b": _facts_as_json(tensor.b),
+                "values": _values_as_json(tensor.values),
+            }
+            for tensor in found.tensors
+        ],
+    }
+
+
+def _facts_as_json(facts: TensorEntry | None) -> dict[str, Any] | None:
+    return None if facts is None else {**asdict(facts), "shape": list(facts.shape)}
+
+
+def _values_as_json(values: ValueDiff | None) -> dict[str, Any] | None:
+    if values is None:
+        return None
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in asdict(values).items()
+    }
+
+
+# How much each tensor of each layer changed, drawn with characters: kinds of tensors x layers.
+
+
+_LEVELS: Final = 9
+_SHADES: Final = "░░▒▒▓▓███"
+_COLORS: Final = (229, 228, 221, 214, 208, 202, 196, 160, 124)
+"""Of the 256 of a terminal, from light yellow to dark red; who can't tell them apart sees the shades."""
+_MOST_LABEL: Final = 36
+_MOST_KINDS: Final = 40
+_MOST_STACKS: Final = 4
+_NOT_MEASURED: Final = math.ulp(0.0)
+"""Stands for what differs in another way than by its numbers: in shape, or it is in one of the two only."""
+_DIFFERENT: Final = "?"
+_SAME_CELL: Final = "·"
+_LACKING: Final = " "
+_RULER: Final = 5
+"""Columns from one number of a layer to the next."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeatMapStyle:
+    """How a heat map is drawn."""
+
+    columns: int
+    """Characters in a line."""
+    has_shades: bool
+    """Whether levels are shades; else digits, which a file keeps and a program reads."""
+    has_colors: bool
+
+
+def heat_maps(found: CheckpointDiff, style: HeatMapStyle) -> Iterator[str]:
+    """Draw a map of each stack of layers in which values were compared.
+
+    Args:
+        found: With values; without, nothing is drawn.
+        style: How.
+
+    Yields:
+        Lines, of the stacks with the largest changes first.
+    """
+    norms: dict[str, float] = {}
+    for one in found.tensors:  # a name may be in several pairs
+        norms[one.name] = max(_heat(one), norms.get(one.name, 0.0))
+    scale = norm_scale(norms.values())
+    stacks = [
+        stack
+        for stack in layer_grid(tensor.name for tensor in found.tensors).stacks
+        if _hottest(stack, norms) > _NOT_MEASURED
+    ]
+    stacks.sort(key=lambda stack: -_hottest(stack, norms))
+    for stack in stacks[:_MOST_STACKS]:
+        yield _map(stack, norms, scale, style)
+    if len(stacks) > _MOST_STACKS:
+        yield f"{count_of(len(stacks) - _MOST_STACKS, 'more stack')} of layers with smaller changes"
+    if stacks:
+        yield _legend(scale, style, has_others=_NOT_MEASURED in norms.values())
+
+
+def _heat(tensor: TensorDiff) -> float:
+    """The relative norm; not zero where what differs is not finite, too little for a norm, or the sign of a zero."""
+    if tensor.values is None:
+        return 0.0 if tensor.kind in ("same", "renamed") else _NOT_MEASURED
+    is_changed = tensor.kind == "changed" or tensor.values.changed > 0
+    return max(tensor.values.relative_norm, LEAST if is_changed else 0.0)
+
+
+def _hottest(stack: LayerStack, norms: dict[str, float]) -> float:
+    return max((norms.get(name, 0.0) for names in stack.cells.values() for name in names), default=0.0)
+
+
+def _map(stack: LayerStack, norms: dict[str, float], scale: NormScale, style: HeatMapStyle) -> str:
+    cells = {cell: max(norms.get(name, 0.0) for name in names) for cell, names in stack.cells.items()}
+    heat: dict[str, float] = {}
+    for (_, kind), norm in cells.items():
+        heat[kind] = max(norm, heat.get(kind, 0.0))
+    hot = {kind for kind in sorted(heat, key=lambda kind: -heat[kind])[:_MOST_KINDS] if heat[kind]}
+    labels = {kind: shortened(printable(kind), _MOST_LABEL) for kind in stack.kinds if kind in hot}
+    title = shortened(printable(f"{stack.name}.*" if stack.name else "*"), _MOST_LABEL)
+    width = max(len(title), *map(len, labels.values()))
+    per_column = max(1, math.ceil(len(stack.layers) / max(1, style.columns - width - 2)))
+    groups = [stack.layers[start : start + per_column] for start in range(0, len(stack.layers), per_column)]
+    lines = [f"{title:<{width}}  {_ruler(groups)}"]
+    for kind, label in labels.items():
+        drawn = (_drawn([cells.get((layer, kind)) for layer in group], scale, style) for group in groups)
+        lines.append(f"{label:<{width}}  {''.join(drawn)}".rstrip())
+    left = sum(norm > 0 for kind, norm in heat.items() if kind not in hot)
+    if left:
+        lines.append(f"... and {count_of(left, 'kind')} of tensors that changed less")
+    if per_column > 1:
+        lines.append(f"(each column: the most of {per_column} layers)")
+    return "\n".join(lines)
+
+
+def _ruler(groups: Sequence[Sequence[int]]) -> str:
+    """Numbers of layers over their columns."""
+    ruler = ""
+    for column in range(0, len(groups), _RULER):
+        if column >= len(ruler):
+            ruler = f"{ruler:<{column}}{groups[column][0]} "
+    return ruler.rstrip()
+
+
+def _drawn(norms: Sequence[float | None], scale: NormScale, style: HeatMapStyle) -> str:
+    present = [norm for norm in norms if norm is not None]
+    if not present:
+        return _LACKING
+    norm = max(present)
+    if norm == 0:
+        return _SAME_CELL if style.has_shades else "."
+    if norm == _NOT_MEASURED:
+        return _DIFFERENT
+    return _level_text(scale.level(norm, _LEVELS), style)
+
+
+def _level_text(level: int, style: HeatMapStyle) -> str:
+    text = _SHADES[level - 1] if style.has_shades else str(level)
+    return f"\x1b[38;5;{_COLORS[level - 1]}m{text}\x1b[0m" if style.has_colors else text
+
+
+def _legend(scale: NormScale, style: HeatMapStyle, *, has_others: bool) -> str:
+    levels = (1, _LEVELS) if not style.has_shades else (1, 3, 5, 7)
+    texts = []
+    for level in levels:
+        texts.append(f"{_level_text(level, style)} {scale.norm_of(level, _LEVELS):.1e}")
+    same = _SAME_CELL if style.has_shades else "."
+    others = f"  {_DIFFERENT} differs otherwise" if has_others else ""
+    return f"relative norm |B-A| / |A|:  {same} same  {'  '.join(texts)}{others}"
+
+
+# The tables of `hfshard diff`.
+
+
+_MOST_ROWS: Final = 30
+"""Of a table of modules: about what a terminal shows at once."""
+_MOST_RULES: Final = 8
+_MOST_DTYPES: Final = 4
+_SAME: Final = "same"
+_VALUES: Final = (">elements", ">norm", ">largest")
+_MODULE_VALUES: Final = 2
+"""Of these, so many in a table of modules: their names need the space."""
+_FROM_ZERO: Final = "from 0"
+"""In place of a relative norm."""
+
+
+def places_table(found: CheckpointDiff, place_a: str, place_b: str) -> str:
+    """Both checkpoints: where they are, how large, of which dtypes."""
+    in_a = [tensor.a for tensor in found.tensors if tensor.a]
+    in_b = [tensor.b for tensor in found.tensors if tensor.b]
+    rows = []
+    for side, place, facts in (("A", place_a, in_a), ("B", place_b, in_b)):
+        dtypes = [dtype for dtype, _ in Counter(one.dtype for one in facts).most_common()]
+        more = [f"{len(dtypes) - _MOST_DTYPES} more"] if len(dtypes) > _MOST_DTYPES else []
+        size = format_size(sum(one.nbytes for one in facts))
+        rows.append([side, f"{len(facts):,}", size, ", ".join([*dtypes[:_MOST_DTYPES], *more]), place])
+    return table(["", ">tensors", ">size", "dtypes", "place"], rows)
+
+
+def renames_table(found: CheckpointDiff) -> str:
+    """By which rules names differ; "" where none does."""
+    pairs = [(one.a.name, one.b.name) for one in found.tensors if one.kind == "renamed" and one.a and one.b]
+    rules = rename_rules(pairs)
+    rows = [[f"{count:,}", shortened(rule.as_text(), 60)] for rule, count in rules[:_MOST_RULES]]
+    left = sum(count for _, count in rules[_MOST_RULES:])
+    if left:
+        rows.append([f"{left:,}", f"in {len(rules) - _MOST_RULES:,} other ways"])
+    return table([">renamed", "how"], rows) if rows else ""
+
+
+def modules_table(found: CheckpointDiff, columns: int) -> str:
+    """What differs, in as few rows as tell it; modules that are alike share one."""
+    tree = fold_names({tensor.name: _difference(tensor) for tensor in found.tensors})
+    rows = fold_rows(tree, hidden=_SAME, most=_MOST_ROWS)
+    by_name = {tensor.name: tensor for tensor in found.tensors}
+    has_values = any(tensor.values for tensor in found.tensors)
+    cells = []
+    for row in rows:
+        values = _values_of(row, by_name)[:_MODULE_VALUES] if has_values else []
+        cells.append([_marks_text(row.marks), _count_text(row.marks), *values, row.path or "(everywhere)"])
+    same = found.counts.get("same", 0)
+    if same:
+        cells.append([_SAME, f"{same:,}", *([""] * _MODULE_VALUES if has_values else []), "the rest"])
+    titles = ["difference", ">tensors", *(_VALUES[:_MODULE_VALUES] if has_values else []), "where"]
+    return _fitted(titles, cells, columns)
+
+
+def tensors_table(found: CheckpointDiff) -> str:
+    """Every tensor that differs, by name."""
+    differing = sorted((one for one in found.tensors if one.kind != "same"), key=lambda one: natural_order(one.name))
+    has_values = any(tensor.values for tensor in differing)
+    rows = []
+    for tensor in differing:
+        values = _values_cells([tensor]) if has_values else []
+        rows.append([_difference(tensor), _shapes_text(tensor), *values, _names_text(tensor)])
+    titles = ["difference", "shape", *(_VALUES if has_values else []), "tensor"]
+    return table(titles, rows)
+
+
+def not_finite_lines(found: CheckpointDiff) -> list[str]:
+    """What one has of NaN and infinity that the other lacks."""
+    lines = []
+    for side, other in (("B", "A"), ("A", "B")):
+        more: dict[str, int] = {}
+        for tensor in found.tensors:
+            if tensor.values:
+                in_a, in_b = tensor.values.nan_a + tensor.values.inf_a, tensor.values.nan_b + tensor.values.inf_b
+                more[tensor.name] = in_b - in_a if side == "B" else in_a - in_b
+        names = [name for name, count in more.items() if count > 0]
+        if names:
+            count = count_of(sum(more[name] for name in names), "element")
+            text = list_some([shortened(printable(name), 60) for name in names], 3)
+            lines.append(f"NaN or infinite in {side} and not in {other}: {count} of {text}")
+    return lines
+
+
+def zero_before_lines(found: CheckpointDiff) -> list[str]:
+    """What was zero in A and is not in B, which has no relative norm."""
+    names = [tensor.name for tensor in found.tensors if tensor.values and tensor.values.was_zero]
+    if not names:
+        return []
+    text = list_some([shortened(printable(name), 60) for name in names], 3)
+    return [f"Zero in A and not in B: {count_of(len(names), 'tensor')}: {text}"]
+
+
+def _difference(tensor: TensorDiff) -> str:
+    """What a table calls it."""
+    if tensor.kind == "cast" and tensor.a and tensor.b:
+        return f"cast {tensor.a.dtype}→{tensor.b.dtype}"
+    return tensor.kind.replace("only_in_a", "only in A").replace("only_in_b", "only in B")
+
+
+def _marks_text(marks: Counter[str]) -> str:
+    return ", ".join(mark for mark in marks if mark != _SAME)
+
+
+def _count_text(marks: Counter[str]) -> str:
+    differing = marks.total() - marks[_SAME]
+    return f"{differing:,} of {marks.total():,}" if marks[_SAME] else f"{differing:,}"
+
+
+def _values_of(row: FoldedRow, by_name: dict[str, TensorDiff]) -> list[str]:
+    return _values_cells(by_name[name] for module in row.modules for name in module.tensors())
+
+
+def _values_cells(tensors: Iterable[TensorDiff]) -> list[str]:
+    """How many elements changed, the largest relative norm that is finite, and the largest change of an element."""
+    values = [tensor.values for tensor in tensors if tensor.values]
+    elements = sum(value.elements for value in values)
+    if not elements:
+        return ["", "", ""]
+    changed = sum(value.changed for value in values)
+    share = "none" if not changed else f"{max(changed / elements, 0.001):.1%}"
+    norms = [value.relative_norm for value in values if not value.was_zero]
+    norm = f"{max(norms):.1e}" if norms else _FROM_ZERO
+    return [share, norm, f"{max(value.max_abs for value in values):.1e}"]
+
+
+def _shapes_text(tensor: TensorDiff) -> str:
+    texts = [_shape_text(facts) for facts in (tensor.a, tensor.b) if facts]
+    return texts[0] if len(set(texts)) == 1 else "→".join(texts)
+
+
+def _shape_text(facts: TensorEntry) -> str:
+    return "×".join(map(str, facts.shape)) or "scalar"
+
+
+def _names_text(tensor: TensorDiff) -> str:
+    if tensor.a and tensor.b and tensor.a.name != tensor.b.name:
+        return f"{tensor.a.name} → {tensor.b.name}"
+    return tensor.name
+
+
+def _fitted(titles: Sequence[str], rows: Sequence[Sequence[str]], columns: int) -> str:
+    """A table whose last column takes what the others leave of a line."""
+    others = table(titles[:-1], [row[:-1] for row in rows]).split("\n")
+    width = max(20, columns - max(map(len, others)) - 2)
+    return table(titles, [[*row[:-1], shortened(printable(row[-1]), width)] for row in rows])

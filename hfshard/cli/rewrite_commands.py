@@ -1,0 +1,336 @@
+"""The commands that rewrite or remove: reshard, convert, checkpoints, remove."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any, Final
+
+from hfshard._util.addresses import is_address
+from hfshard._util.text import format_size
+from hfshard.checkpoint.locate import locate_checkpoint
+from hfshard.checkpoint.verifier import Problem
+from hfshard.cli.check_commands import print_problems
+from hfshard.cli.output import (
+    checksum_text,
+    count_of,
+    is_confirmed,
+    print_json,
+    print_message,
+    print_text,
+    printable,
+    table,
+)
+from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError
+from hfshard.format.file_names import WeightNames
+from hfshard.format.index import FileDigest
+from hfshard.hub.resolve import CheckpointQuery
+from hfshard.places.source import CheckpointSource
+from hfshard.removal.removal_plan import RemovalReport
+from hfshard.remove import plan_removal
+from hfshard.saving.resharding import ReshardResult, reshard_source
+from hfshard.saving.save_request import SaveOptions
+from hfshard.training.interop.convert_run import ConvertedRun, convert_foreign, is_foreign_run
+from hfshard.training.interop.foreign_checkpoint import ForeignCheckpoint
+from hfshard.training.interop.foreign_readers import is_trainer_directory
+from hfshard.training.run.manifest import RunCheckpoint
+from hfshard.training.run.reports import report_of
+from hfshard.viewing.run_listing import ListedCheckpoint, checkpoints_of, list_checkpoints
+
+
+def reshard(arguments: argparse.Namespace) -> int:
+    """Write a checkpoint in files of another size, and show them."""
+    result = _rewrite(arguments, use_safetensors=None, low_disk=arguments.low_disk)
+    return _print_result(result, arguments)
+
+
+def _convert_weights(arguments: argparse.Namespace) -> int:
+    """Write pickled weights as safetensors, and show the files."""
+    try:
+        result = _rewrite(arguments, use_safetensors=False, low_disk=False)
+    except CheckpointNotFoundError as error:
+        if _has_safetensors(arguments):
+            raise InvalidArgumentError(
+                f"'{arguments.source}' has no pickles to convert: its weights are safetensors. For files of another "
+                f"size, run: hfshard reshard {arguments.source} {arguments.target}",
+                path=arguments.source,
+            ) from error
+        raise
+    return _print_result(result, arguments)
+
+
+def _rewrite(arguments: argparse.Namespace, *, use_safetensors: bool | None, low_disk: bool) -> ReshardResult:
+    query = CheckpointQuery(
+        subfolder=arguments.subfolder,
+        variant=arguments.variant,
+        use_safetensors=use_safetensors,
+        revision=arguments.revision,
+        token=arguments.token,
+        local_files_only=arguments.local_files_only,
+    )
+    options = SaveOptions(
+        max_shard_size=arguments.max_shard_size,
+        variant=arguments.variant,
+        packing=arguments.packing,
+        checksum=None if arguments.checksum == "none" else arguments.checksum,
+        drop_signature=arguments.drop_signature,
+        progress=arguments.progress,
+    )
+    return reshard_source(
+        CheckpointSource(arguments.source, query, takes_files=True),
+        arguments.target,
+        options,
+        dtype=arguments.dtype,
+        low_disk=low_disk,
+        key=arguments.key,
+        follow_links=arguments.follow_links,
+    )
+
+
+def _has_safetensors(arguments: argparse.Namespace) -> bool:
+    """Whether a directory or a store has weights that need no conversion; of a hub it is not known."""
+    try:
+        local = CheckpointSource(arguments.source, CheckpointQuery(subfolder=arguments.subfolder)).find_local()
+        if local is None:
+            return False
+        if local.folder is not None:
+            local.folder.look()
+        place = local.directory if local.folder is None else local.folder
+        locate_checkpoint(place, WeightNames(arguments.variant), use_safetensors=True)
+    except (CheckpointNotFoundError, InvalidArgumentError):
+        return False
+    return True
+
+
+def _print_result(result: ReshardResult, arguments: argparse.Namespace) -> int:
+    if arguments.format == "json":
+        print_json(_result_as_json(result))
+    else:
+        print_text(_result_as_text(result, arguments.variant))
+    if not result.is_compared:
+        print_message(
+            f"note: '{result.source}' has no checksums of its tensors: "
+            "its structure was checked, its bytes could not be."
+        )
+    return 0
+
+
+def _written_weights(result: ReshardResult) -> dict[str, FileDigest]:
+    """The files of weights that were written, those that hold no tensor too, with what is recorded of them."""
+    found = {name: digest for name, digest in result.index.files.items() if not name.endswith(".json")}
+    return dict(sorted(found.items()))
+
+
+def _result_as_json(result: ReshardResult) -> dict[str, Any]:
+    counts = Counter(result.index.weight_map.values())
+    weights = _written_weights(result)
+    return {
+        "directory": result.directory,
+        "source": result.source,
+        "is_compared": result.is_compared,
+        "total_size": result.index.total_size,
+        "files_before": [{"name": name, "size": size} for name, size in sorted(result.files_before.items())],
+        "files": [{"name": name, **asdict(digest), "tensors": counts[name]} for name, digest in weights.items()],
+        "tied_names": result.index.tied_names,
+        "copied": list(result.companion_files),
+    }
+
+
+def _result_as_text(result: ReshardResult, variant: str | None) -> str:
+    counts = Counter(result.index.weight_map.values())
+    weights = _written_weights(result)
+    before = sum(result.files_before.values())
+    after = sum(digest.size or 0 for digest in weights.values())
+    compared = ", every copied byte compared with its checksum" if result.is_compared else ""
+    rows = [
+        ["read", f"{result.source}: {format_size(before)} in {count_of(len(result.files_before), 'file')}{compared}"],
+        ["written", f"{result.directory}: {format_size(after)} in {count_of(len(weights), 'file')}"],
+    ]
+    if result.companion_files:
+        rows.append(["copied", ", ".join(result.companion_files)])
+    files = [
+        [name, format_size(digest.size or 0), f"{counts[name]:,}", checksum_text(digest.sha256, digest.xxh3)]
+        for name, digest in weights.items()
+    ]
+    parts = [table(["", ""], rows).lstrip("\n"), table(["file", ">size", ">tensors", "checksum"], files)]
+    command = shlex.join(["hfshard", "verify", result.directory, *(["--variant", variant] if variant else [])])
+    return "\n\n".join([*parts, printable(f"To check it at any time, run: {command}")])
+
+
+# The commands for checkpoints of training runs: checkpoints, and convert where it makes one.
+
+
+def checkpoints(arguments: argparse.Namespace) -> int:
+    """Show the checkpoints of a run; 0 when none is damaged or unfinished, 1 when one is, or there is none."""
+    listed = _list_checkpoints(arguments)
+    if arguments.format == "json":
+        print_json({"directory": arguments.directory, "checkpoints": [_listed_as_json(entry) for entry in listed]})
+    else:
+        print_text(_listed_table(listed))
+        if any(entry.problems for entry in listed):
+            print_text()
+        for entry in listed:
+            print_problems(entry.problems, "UNFINISHED" if entry.is_unfinished else "DAMAGED")
+    known = sorted({name for entry in listed for name in entry.metrics})
+    if arguments.best is not None and arguments.best not in known:
+        print_message(
+            f"note: no checkpoint has the metric '{arguments.best}'. They have: {', '.join(known) or 'none'}."
+        )
+    return 1 if any(entry.problems for entry in listed) else 0
+
+
+def _list_checkpoints(arguments: argparse.Namespace) -> list[ListedCheckpoint]:
+    def check(found: RunCheckpoint) -> Sequence[Problem]:
+        return report_of(found.path, "full", progress=arguments.progress).problems
+
+    return list_checkpoints(
+        checkpoints_of(arguments.directory),
+        check if arguments.verify else None,
+        best=arguments.best,
+        metric_mode=arguments.metric_mode,
+    )
+
+
+def _listed_table(listed: Sequence[ListedCheckpoint]) -> str:
+    rows = [
+        [
+            str(entry.step),
+            "" if entry.save_number is None else str(entry.save_number),
+            "" if entry.saved is None else f"{entry.saved:%Y-%m-%d %H:%M}",
+            "" if entry.size is None else format_size(entry.size),
+            "" if entry.files is None else str(entry.files),
+            ", ".join(f"{name} {value:.6g}" for name, value in sorted(entry.metrics.items())),
+            entry.state,
+        ]
+        for entry in listed
+    ]
+    return table([">step", ">save", "saved (UTC)", ">size", ">files", "metrics", ""], rows)
+
+
+def _listed_as_json(entry: ListedCheckpoint) -> dict[str, Any]:
+    saved = None if entry.saved is None else entry.saved.isoformat()
+    metrics = {name: value if abs(value) < float("inf") else str(value) for name, value in entry.metrics.items()}
+    return {**asdict(entry), "saved": saved, "metrics": metrics, "is_damaged": entry.is_damaged}
+
+
+def convert(arguments: argparse.Namespace) -> int:
+    """Make a checkpoint of a run, where the source has an optimizer; else write its weights as safetensors."""
+    source = os.path.expanduser(arguments.source)
+    is_weights = arguments.weights or arguments.key is not None or _is_in_place(source, arguments.target)
+    if is_weights or not is_foreign_run(source):
+        return _convert_weights(arguments)
+    if arguments.checksum == "none":
+        raise InvalidArgumentError("A checkpoint of a run always has checksums: --checksum xxh3 or sha256.")
+    converted = convert_foreign(
+        source,
+        arguments.target,
+        keys=dict(arguments.part),
+        in_order=_order_of_model(source),
+        step=arguments.step,
+        strict=arguments.strict,
+        max_shard_size=arguments.max_shard_size,
+        checksum=arguments.checksum,
+        progress=arguments.progress,
+    )
+    if arguments.format == "json":
+        print_json({"source": source, **asdict(converted)})
+    else:
+        print_text(_converted_text(source, converted))
+    for difference in converted.differences:
+        print_message(f"note: {difference}")
+    return 0
+
+
+def _order_of_model(source: str) -> Callable[[ForeignCheckpoint], ForeignCheckpoint]:
+    """What puts a checkpoint into the order of its model, where config.json says which that is."""
+    if not is_trainer_directory(source):
+        return lambda foreign: foreign
+    from hfshard.training.integrations.trainer_names import in_order_of_model  # imports transformers: that takes time
+
+    return in_order_of_model
+
+
+def _is_in_place(source: str, target: str) -> bool:
+    return os.path.exists(target) and os.path.exists(source) and os.path.samefile(source, target)
+
+
+def _converted_text(source: str, converted: ConvertedRun) -> str:
+    rows = [
+        ["read", source],
+        ["written", converted.path],
+        ["step", str(converted.step)],
+        ["parts", ", ".join(converted.parts)],
+        *(["lacking", words] for words in converted.lacking),
+    ]
+    command = printable(f"To check it at any time, run: {shlex.join(['hfshard', 'verify', converted.path])}")
+    return "\n\n".join([table(["", ""], rows).lstrip("\n"), command])
+
+
+# The command that removes checkpoints: it lists what goes and what stays, and asks.
+
+
+_SHOWN: Final = 30
+"""Files in a list; JSON has all of them."""
+
+
+def remove(arguments: argparse.Namespace) -> int:
+    """List what goes and what stays, ask, and remove it; 0 when it is done, 1 when the user said no."""
+    is_asked = not (arguments.yes or arguments.dry_run)
+    if is_asked and (arguments.format == "json" or not sys.stdin.isatty()):
+        raise InvalidArgumentError(
+            "hfshard remove asks on a terminal before it removes anything. Pass --yes to remove it without a question, "
+            "or --dry-run to see what would go."
+        )
+    removal = plan_removal(
+        arguments.directory,
+        variant=arguments.variant,
+        step=arguments.step,
+        leftovers=arguments.leftovers,
+        unfinished=arguments.unfinished,
+    )
+    report = removal.report
+    if arguments.format == "text":
+        _print_report(report)
+    if is_asked and not report.is_empty and not _ask(report):
+        print_message("Nothing was removed.")
+        return 1
+    if not arguments.dry_run:
+        removal.carry_out()
+        report = replace(report, is_done=True)
+    if arguments.format == "json":
+        print_json({**asdict(report), "size": report.size})
+    elif report.is_done and not report.is_empty:
+        print_text("\n" + printable(f"{report.place}: {_describe(report)} removed"))
+    return 0
+
+
+def _print_report(report: RemovalReport) -> None:
+    if report.is_empty:
+        print_text(printable(f"{report.place}: nothing to remove"))
+    else:
+        print_text(_list(">size", "goes", {name: format_size(size) for name, size in report.removed.items()}))
+        for name in report.unfinished_uploads:
+            print_text(printable(f"{name}  (an unfinished upload)"))
+    if report.kept:
+        print_text("\n" + _list("why", "stays", report.kept))
+
+
+def _list(title: str, what: str, files: Mapping[str, str]) -> str:
+    rows = [[name, text] for name, text in list(files.items())[:_SHOWN]]
+    more = f"\n... and {len(files) - _SHOWN:,} more: --format json lists all" if len(files) > _SHOWN else ""
+    return table([what, title], rows) + more
+
+
+def _ask(report: RemovalReport) -> bool:
+    care = " Nothing may save there meanwhile." if is_address(report.place) else ""
+    question = "\n" + printable(f"Remove {_describe(report)} from '{report.place}'?{care} [y/N] ")
+    return is_confirmed(question)
+
+
+def _describe(report: RemovalReport) -> str:
+    return f"{count_of(len(report.removed), 'file')} ({format_size(report.size)})"

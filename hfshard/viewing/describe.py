@@ -1,0 +1,415 @@
+"""What differs between two checkpoints, in one sentence: which part of the model, which layers, which names."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Final, NamedTuple
+
+from hfshard.viewing.diff_tensors import CheckpointDiff, DiffKind, TensorDiff
+from hfshard.viewing.module_tree import (
+    LayerStack,
+    fold_names,
+    fold_rows,
+    is_number,
+    layer_grid,
+    number_ranges,
+    split_name,
+)
+
+_HEADS: Final = frozenset(
+    {"classification_head", "classifier", "cls", "embed_out", "fc", "head", "heads", "lm_head", "logits"}
+    | {"output_projection", "qa_outputs", "score"}
+)
+"""What architectures call the part that is made for a task."""
+_FEW: Final = 10
+"""A tenth of all: if less than that has not changed, the sentence names it in place of what has."""
+
+
+def headline(found: CheckpointDiff) -> str:
+    """Say in one sentence what differs, and where.
+
+    Args:
+        found: By `diff_checkpoints`.
+
+    Returns:
+        A sentence with names from the checkpoints in it, which are to be escaped where it is shown.
+    """
+    by_kind: dict[DiffKind, list[TensorDiff]] = {}
+    for tensor in found.tensors:
+        by_kind.setdefault(tensor.kind, []).append(tensor)
+    if set(by_kind) <= {"only_in_a", "only_in_b"} and by_kind:
+        return _capitalized(_nothing_in_common(by_kind))
+    clauses = [clause(by_kind[kind], found) for kind, clause in _CLAUSES.items() if kind in by_kind]
+    if found.retied:
+        clauses.append(f"tied to other tensors: {_some(found.retied)}")
+    if not clauses:
+        if not found.tensors:
+            return "Both are empty."
+        return f"The same {_count(len(found.tensors))}{_files_text(found)}."
+    if set(by_kind) - {"same"} == {"renamed"} and len(clauses) == 1 and "same" not in by_kind:
+        return f"The same {_count(len(found.tensors))} under other names: {_names_text(by_kind['renamed'])}."
+    ending = _ending(by_kind, clauses)
+    return f"{_capitalized('; '.join(clauses))}{ending}."
+
+
+def _nothing_in_common(by_kind: dict[DiffKind, list[TensorDiff]]) -> str:
+    texts = []
+    for side, tensors in (("A", by_kind.get("only_in_a", [])), ("B", by_kind.get("only_in_b", []))):
+        names = [tensor.name for tensor in tensors]
+        if not names:
+            continue
+        adapter = adapter_in_words(names, is_alone=True)
+        count = _count(len(names))
+        texts.append(f"{count} only in {side}" if adapter is None else f"{side} is an {adapter}: {count}")
+    return f"no tensor in common; {'; '.join(texts)}."
+
+
+def _changed(tensors: Sequence[TensorDiff], found: CheckpointDiff) -> str:
+    shared = [tensor for tensor in found.tensors if tensor.kind not in ("only_in_a", "only_in_b")]
+    count = f"{len(tensors):,} of {_count(len(shared))}"
+    names = {tensor.name for tensor in tensors}
+    others = [tensor.name for tensor in shared if tensor.name not in names]
+    if not others:
+        one = "the only tensor" if len(found.tensors) == 1 else "the one tensor in both"
+        return f"{one if len(shared) == 1 else f'all {_count(len(shared))}'} changed"
+    every = [tensor.name for tensor in shared]
+    if len(others) * _FEW <= len(shared) and len(others) == found.counts.get("same", 0):
+        return f"all but {describe_tensors(others, every)} changed: {count}"
+    adapter = adapter_in_words(names, is_alone=False)
+    where = describe_tensors(names, every) if adapter is None else f"the {adapter}"
+    if all(map(_is_head, names)):
+        where = f"the head ({where})"
+    if len(others) == found.counts.get("same", 0):
+        return f"only {where} changed: {count}"
+    return f"{count} changed: {where}"
+
+
+def _cast(tensors: Sequence[TensorDiff], found: CheckpointDiff) -> str:
+    dtypes = Counter((tensor.a.dtype, tensor.b.dtype) for tensor in tensors if tensor.a and tensor.b)
+    text = join_words([f"from {short_name(a)} to {short_name(b)}" for (a, b), _ in dtypes.most_common(3)])
+    left = [
+        tensor for tensor in found.tensors if tensor.kind == "same" and tensor.b and tensor.b.dtype in _sources(dtypes)
+    ]
+    if not left and len(tensors) + found.counts.get("same", 0) == len(found.tensors):
+        return f"cast {text}"
+    every = [tensor.name for tensor in found.tensors]
+    where = describe_tensors({tensor.name for tensor in tensors}, every)
+    return f"{len(tensors):,} of {_count(len(every))} cast {text} ({where})"
+
+
+def _sources(dtypes: Counter[tuple[str, str]]) -> set[str]:
+    return {a for a, _ in dtypes}
+
+
+def _reshaped(tensors: Sequence[TensorDiff], found: CheckpointDiff) -> str:
+    return f"{_count(len(tensors))} in another shape ({_where(tensors, found)})"
+
+
+def _renamed(tensors: Sequence[TensorDiff], found: CheckpointDiff) -> str:
+    return f"{_count(len(tensors))} renamed: {_names_text(tensors)}"
+
+
+def _only_in_a(tensors: Sequence[TensorDiff], found: CheckpointDiff) -> str:
+    return _only_in("A", tensors, found)
+
+
+def _only_in_b(tensors: Sequence[TensorDiff], found: CheckpointDiff) -> str:
+    return _only_in("B", tensors, found)
+
+
+def _only_in(side: str, tensors: Sequence[TensorDiff], found: CheckpointDiff) -> str:
+    adapter = adapter_in_words([tensor.name for tensor in tensors], is_alone=True)
+    if adapter is not None:
+        return f"{side} has an {adapter}: {_count(len(tensors))}"
+    return f"{_count(len(tensors))} only in {side} ({_where(tensors, found)})"
+
+
+_CLAUSES: Final[dict[DiffKind, Callable[[Sequence[TensorDiff], CheckpointDiff], str]]] = {
+    "changed": _changed,
+    "cast": _cast,
+    "reshaped": _reshaped,
+    "renamed": _renamed,
+    "only_in_a": _only_in_a,
+    "only_in_b": _only_in_b,
+}
+
+
+def _ending(by_kind: dict[DiffKind, list[TensorDiff]], clauses: Sequence[str]) -> str:
+    """What is true of the rest."""
+    if len(clauses) > 1 or clauses[0].startswith(("only", "the o", "all")):
+        return ""
+    if clauses[0].startswith("cast "):
+        return ", nothing else"
+    return "; the rest is the same" if "same" in by_kind else ""
+
+
+def _where(tensors: Sequence[TensorDiff], found: CheckpointDiff) -> str:
+    return describe_tensors({tensor.name for tensor in tensors}, [tensor.name for tensor in found.tensors])
+
+
+def _names_text(renamed: Sequence[TensorDiff]) -> str:
+    pairs = [(tensor.a.name, tensor.b.name) for tensor in renamed if tensor.a and tensor.b]
+    if is_wrapping(pairs):
+        return "with what PEFT puts into names"
+    if is_wrapping((old, new) for new, old in pairs):
+        return "without what PEFT puts into names"
+    rules = rename_rules(pairs)
+    texts = [rule.as_text() for rule, _ in rules[:2]]
+    more = len(rules) - len(texts)
+    return "; ".join(texts) + (f"; and {more} more ways" if more else "")
+
+
+def _files_text(found: CheckpointDiff) -> str:
+    """How the files differ that hold the same tensors; "" where they don't."""
+    files_a = {tensor.a.file for tensor in found.tensors if tensor.a}
+    files_b = {tensor.b.file for tensor in found.tensors if tensor.b}
+    if all(tensor.a and tensor.b and tensor.a.file == tensor.b.file for tensor in found.tensors):
+        return ""
+    if len(files_a) != len(files_b):
+        return f", in {_count(len(files_b), 'file')} instead of {len(files_a):,}"
+    return ", in other files"
+
+
+def _is_head(name: str) -> bool:
+    """Whether a tensor lies in a head, and in no layer."""
+    parts = split_name(name)
+    return not _HEADS.isdisjoint(parts[:2]) and not any(map(is_number, parts[:2]))
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = [short_name(name) for name in names[:3]]
+    return join_words(shown if len(names) <= 3 else [*shown, f"{len(names) - 3:,} more"])
+
+
+def _count(number: int, noun: str = "tensor") -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _capitalized(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+# By which rules the tensors of one checkpoint are called otherwise in another.
+
+
+class RenameRule(NamedTuple):
+    """What is replaced in names, in whole parts; a "*" stands for a number."""
+
+    old: str
+    new: str
+    is_in_front: bool
+    """Whether names begin with it."""
+
+    def as_text(self) -> str:
+        """Say it in words."""
+        old, new = short_name(self.old), short_name(self.new)
+        where = " in front" if self.is_in_front else ""
+        if not old:
+            return f"with '{new}.'{where}"
+        if not new:
+            return f"without '{old}.'{where}"
+        return f"'{old}' is '{new}'"
+
+
+def rename_rules(pairs: Iterable[tuple[str, str]]) -> list[tuple[RenameRule, int]]:
+    """Find what was replaced in names.
+
+    Args:
+        pairs: The old and the new name of a tensor.
+
+    Returns:
+        Rules and how many of the pairs each is true of, the most frequent first.
+
+    Example:
+        >>> rename_rules([("h.0.bias", "model.h.0.bias"), ("ln.bias", "model.ln.bias")])
+        [(RenameRule(old='', new='model', is_in_front=True), 2)]
+    """
+    return Counter(_rule(split_name(old), split_name(new)) for old, new in pairs).most_common()
+
+
+def _rule(old: list[str], new: list[str]) -> RenameRule:
+    last = _common(old[::-1], new[::-1])
+    old, new = old[: len(old) - last], new[: len(new) - last]
+    first = _common(old, new)
+    return RenameRule(_wild(old[first:]), _wild(new[first:]), first == 0)
+
+
+def _common(one: list[str], other: list[str]) -> int:
+    """How many first parts are the same."""
+    count = 0
+    while count < min(len(one), len(other)) and one[count] == other[count]:
+        count += 1
+    return count
+
+
+def _wild(parts: list[str]) -> str:
+    return ".".join("*" if is_number(part) else part for part in parts)
+
+
+# Which part of a model some tensors are, in a few words: "query and value of all 6 layers".
+
+
+_MOST_KINDS: Final = 4
+"""Kinds of tensors in a layer that are named."""
+_MOST_PLACES: Final = 3
+"""Modules beside the layers that are named."""
+_MOST_LETTERS: Final = 40
+"""Of one name; the middle of a longer one is left out."""
+
+
+def describe_tensors(chosen: Collection[str], every: Iterable[str], *, names_kinds: bool = False) -> str:
+    """Say which part of a model some of its tensors are.
+
+    Args:
+        chosen: FQNs of tensors; at least one.
+        every: All tensors of the model, these included.
+        names_kinds: Whether kinds of tensors are named where all of them are chosen, too.
+
+    Example:
+        >>> every = [f"h.{layer}.{kind}.weight" for layer in range(6) for kind in "qkv"]
+        >>> describe_tensors({name for name in every if "q" in name}, every)
+        'q of all 6 layers'
+    """
+    chosen = set(chosen)
+    grid = layer_grid(every)
+    texts = []
+    for stack in grid.stacks:
+        text = _in_stack(stack, chosen, names_kinds)
+        if text:
+            texts.append(f"{text} of {short_name(stack.name)}" if stack.name and len(grid.stacks) > 1 else text)
+    if not chosen.isdisjoint(grid.others):
+        texts.append(_in_others(chosen, grid.others))
+    return join_words(texts)
+
+
+def join_words(words: Sequence[str]) -> str:
+    """Join words as in a sentence: "a, b and c"."""
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def short_name(name: str) -> str:
+    """Leave out the middle of a name that is too long for a sentence."""
+    if len(name) <= _MOST_LETTERS:
+        return name
+    return f"{name[: _MOST_LETTERS // 2]}…{name[-_MOST_LETTERS // 2 + 1 :]}"
+
+
+def _in_stack(stack: LayerStack, chosen: set[str], names_kinds: bool) -> str:
+    """The layers, and what in them; "" where none is chosen."""
+    whole = {cell for cell, names in stack.cells.items() if chosen.issuperset(names)}
+    partly = {cell for cell, names in stack.cells.items() if not chosen.isdisjoint(names)}
+    if not partly:
+        return ""
+    layers = {layer for layer, _ in partly}
+    kinds = {kind for _, kind in partly}
+    where = _layers_text(layers, stack)
+    if whole != {(layer, kind) for layer, kind in stack.cells if layer in layers and kind in kinds}:
+        return f"parts of {where}"
+    in_layers = {kind for layer, kind in stack.cells if layer in layers}
+    return f"{_kinds_text(kinds, stack)} of {where}" if names_kinds or kinds != in_layers else where
+
+
+def _layers_text(layers: set[int], stack: LayerStack) -> str:
+    if len(layers) == len(stack.layers):
+        return f"all {len(layers)} layers"
+    return f"layer{'s' if len(layers) > 1 else ''} {number_ranges(layers)} of {len(stack.layers)}"
+
+
+def _kinds_text(kinds: set[str], stack: LayerStack) -> str:
+    """The modules that are chosen as a whole, and the tensors of others; each by as little of its name as tells it."""
+    tensors: dict[str, set[str]] = {}
+    for kind in stack.kinds:
+        tensors.setdefault(kind.rpartition(".")[0] or kind, set()).add(kind)
+    chosen: list[str] = []
+    for module, held in tensors.items():
+        if held <= kinds:
+            chosen.append(_short_among(module, tensors))
+        else:
+            tail = (kind.removeprefix(module) for kind in stack.kinds if kind in held & kinds)
+            chosen += [_short_among(module, tensors) + tensor for tensor in tail]
+    if len(chosen) > _MOST_KINDS:
+        return f"{len(kinds)} of {len(stack.kinds)} tensors"
+    return join_words([short_name(name) for name in chosen])
+
+
+def _short_among(module: str, modules: Collection[str]) -> str:
+    """The last parts of a module's name, as many as no other of the modules ends with."""
+    parts = module.split(".")
+    for count in range(1, len(parts)):
+        tail = ".".join(parts[-count:])
+        if sum(f".{other}".endswith(f".{tail}") for other in modules) == 1:
+            return tail
+    return module
+
+
+def _in_others(chosen: set[str], others: Sequence[str]) -> str:
+    tree = fold_names({name: "chosen" if name in chosen else "" for name in others})
+    rows = fold_rows(tree, hidden="", most=_MOST_PLACES)
+    if any(set(row.marks) != {"chosen"} for row in rows):
+        count = sum(row.marks["chosen"] for row in rows)
+        return f"{count} of {len(others)} tensors beside the layers"
+    return join_words([short_name(row.path) for row in rows])
+
+
+# What PEFT makes of names, in words: an adapter and the modules that are saved with it.
+
+
+_LORA = ".lora_"
+"""How the parts of names begin that PEFT gives to what it adds to a module."""
+_FRONT = "base_model.model."
+"""Before all names of a model that PEFT wraps."""
+_SAVED = ".modules_to_save."
+"""Behind the name of a module that is trained as a whole; a file of an adapter alone leaves it out."""
+_WRAPPED = (".base_layer", ".original_module")
+"""Behind the name of a module that has an adapter, or a trained one in its place."""
+
+
+def adapter_in_words(names: Collection[str], *, is_alone: bool) -> str | None:
+    """Say what an adapter is for, and which modules are trained with it.
+
+    Args:
+        names: FQNs; at least one.
+        is_alone: Whether they may be those of a file of an adapter, in which a trained module has its own name.
+
+    Returns:
+        None where these are not the tensors of an adapter.
+
+    Example:
+        >>> names = [f"base_model.model.{name}" for name in ("q.lora_A.weight", "q.lora_B.weight", "head.bias")]
+        >>> adapter_in_words(names, is_alone=True)
+        'adapter (LoRA) for q, with head'
+    """
+    adapted = {f"{name.removeprefix(_FRONT).split(_LORA)[0]}.weight" for name in names if _LORA in name}
+    others = [name for name in names if _LORA not in name]
+    if not adapted or not all(_is_trained_with(name, is_alone=is_alone) for name in others):
+        return None
+    text = f"adapter (LoRA) for {describe_tensors(adapted, adapted, names_kinds=True)}"
+    if others:
+        trained = {_trained_name(name) for name in others}
+        text = f"{text}, with {describe_tensors(trained, trained, names_kinds=True)}"
+    return text
+
+
+def is_wrapping(pairs: Iterable[tuple[str, str]]) -> bool:
+    """Whether each second name is the first one in a model that PEFT wraps, and one at least has a module wrapped."""
+    wraps = False
+    for plain, wrapped in pairs:
+        bare = wrapped.removeprefix(_FRONT)
+        for part in _WRAPPED:
+            bare = f"{bare}.".replace(f"{part}.", ".").removesuffix(".")
+        if bare != plain or bare == wrapped:
+            return False
+        wraps = wraps or f"{_FRONT}{bare}" != wrapped
+    return wraps
+
+
+def _is_trained_with(name: str, *, is_alone: bool) -> bool:
+    if _SAVED in name:
+        return True
+    return is_alone and name.startswith(_FRONT) and not any(f"{part}." in name for part in _WRAPPED)
+
+
+def _trained_name(name: str) -> str:
+    module, found, rest = name.removeprefix(_FRONT).partition(_SAVED)
+    return f"{module}.{rest.partition('.')[2]}" if found else module

@@ -1,1 +1,0 @@
-"""What differs between two checkpoints, tensor by tensor."""

@@ -1,0 +1,380 @@
+"""What is compared in a diff: the tensors of both sides, the pairs of them, and the report as plain data."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, Literal, NamedTuple
+
+import torch
+
+from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, raw_tensors
+from hfshard.constants import CONFIG_NAME
+from hfshard.disk.direct_io import BLOCK_BYTES
+from hfshard.format.index import FileDigest
+from hfshard.shards.ranged_shard import RangedShard
+from hfshard.shards.shard import SafetensorsShard
+from hfshard.tensors.stored_tensor import (
+    TORCH_DTYPES,
+    RawTensor,
+    TensorLike,
+    check_storable,
+    iter_blocks,
+    tensor_layout,
+)
+from hfshard.tensors.tied import find_shared_tensors
+from hfshard.viewing.inspection import TensorEntry, ViewedCheckpoint
+
+DiffKind = Literal["same", "renamed", "cast", "reshaped", "changed", "only_in_a", "only_in_b"]
+"""How a tensor of two checkpoints relates. The same: dtype, shape and bytes. A cast has another dtype and nothing but
+rounding, a reshape another shape and the same bytes; whatever else differs under one name has changed, be it only the
+sign of a zero. Renamed: the same dtype, shape and bytes under another name, where each name is in one checkpoint only.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class ValueDiff:
+    """How the values of a tensor differ, over the elements that are finite in both.
+
+    Computed in float64; where both have numbers of 8 or 16 bits, in float32: then `max_abs` is right to 7 digits, the
+    norms and the cosine are to 6. Counts are exact.
+    """
+
+    elements: int
+    changed: int
+    """Elements that are not equal; two NaN are equal here."""
+    max_abs: float
+    """The largest |b - a|."""
+    relative_norm: float
+    """|b - a| / |a|, each the 2-norm; inf where only a is zero, 0.0 where both are."""
+    cosine: float | None
+    """Of the angle between a and b; None where one of them is zero."""
+    nan_a: int
+    nan_b: int
+    inf_a: int
+    inf_b: int
+
+    @property
+    def was_zero(self) -> bool:
+        """Whether only a is zero, so that the change has no relative norm."""
+        return math.isinf(self.relative_norm)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDiff:
+    """One tensor, or one name, of the two checkpoints."""
+
+    kind: DiffKind
+    a: TensorEntry | None
+    """None: it is only in b."""
+    b: TensorEntry | None
+    """None: it is only in a."""
+    values: ValueDiff | None = None
+    """Where values were asked for, and it changed or was cast or reshaped; both have the same number of elements, and
+    torch knows how to read them as numbers (not F4, F6)."""
+
+    @property
+    def name(self) -> str:
+        """The FQN in b, or in a where b has none."""
+        facts = self.b or self.a
+        assert facts is not None
+        return facts.name
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointDiff:
+    """What `diff_checkpoints` found."""
+
+    a: str
+    """As it was given, made absolute."""
+    b: str
+    tensors: tuple[TensorDiff, ...]
+    """In the order of b, then those that are only in a, in its order. Names that are tied to one of these in a and in b
+    have no entry of their own."""
+    ties_a: dict[str, str]
+    """Names of a that are stored as another tensor."""
+    ties_b: dict[str, str]
+    read_bytes: int
+    """Bytes of tensors that were read to tell; not those that are compared with fingerprints when a file is opened."""
+    retied: tuple[str, ...] = ()
+    """Names that share a tensor with other names in one than in the other, or are tied in one and not in the other at
+    all. Not those that the config of a model of transformers ties by itself, where the other does not name them."""
+
+    @property
+    def is_same(self) -> bool:
+        """Whether both hold the same tensors under the same names, tied names included."""
+        return not self.retied and all(tensor.kind == "same" for tensor in self.tensors)
+
+    @property
+    def counts(self) -> dict[DiffKind, int]:
+        """How many tensors there are of each kind that occurs."""
+        return dict(Counter(tensor.kind for tensor in self.tensors))
+
+
+# One of two checkpoints that are compared: its stored tensors, and all names of each.
+
+
+_COMPLEX_DTYPES = {"F64": torch.complex128, "F16": torch.complex32}
+"""What real pairs of the format may stand for."""
+
+_COMPLEX_NAMES = {"F64": "C128", "F16": "C32"}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ComparedTensor:
+    """A stored tensor of one side."""
+
+    position: int
+    """Among the tensors of its side."""
+    facts: TensorEntry
+    value: TensorLike
+    names: frozenset[str]
+    """Its own, and those that are tied to it."""
+    torch_dtype: torch.dtype | None
+    """None: this torch does not have it."""
+    digest: str | None
+    """The xxh3 of its bytes, where it is known without reading them."""
+    places: frozenset[Hashable]
+    """What its bytes lie in: tensors with one in common have the same bytes."""
+
+    @property
+    def form(self) -> tuple[str, tuple[int, ...]]:
+        """Dtype and shape."""
+        return self.facts.dtype, self.facts.shape
+
+    def blocks(self) -> Iterator[memoryview]:
+        """Read its bytes, and compare them with the digest if there is one; each block is valid until the next one."""
+        return iter_blocks(self.value, BLOCK_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One of the two checkpoints."""
+
+    place: str
+    tensors: tuple[ComparedTensor, ...]
+    """In the order of the files and of the bytes in them."""
+    ties: dict[str, str]
+    optional_names: frozenset[str]
+    """Tied names that a model has whether or not they are in the checkpoint, as its config ties them."""
+    is_far: bool
+    """Whether bytes come over a network."""
+
+    def by_name(self) -> dict[str, ComparedTensor]:
+        """Every name, tied ones included -> its tensor."""
+        return {name: tensor for tensor in self.tensors for name in tensor.names}
+
+
+def side_of(viewed: ViewedCheckpoint) -> Side:
+    """Describe an open checkpoint; nothing more is read.
+
+    Raises:
+        UnstorableTensorError: A pickle holds a tensor that the format has no form for: sparse, quantized.
+    """
+    checkpoint = viewed.checkpoint
+    values = raw_tensors(checkpoint, checks_files=False)
+    ties = _ties(checkpoint)
+    names: dict[str, set[str]] = defaultdict(set)
+    for name, kept in ties.items():
+        names[kept].add(name)
+    files = {name: file for file, shard in checkpoint.shards.items() for name in shard.header.tensors}
+    files |= {name: file for file, pickled in checkpoint.pickles.items() for name in pickled.tensors}
+    places = _places(viewed)
+    index = checkpoint.index
+    stored = [name for name in values if name not in ties]
+    optional = set(ties) - set(index.undeclared_ties) if CONFIG_NAME in index.files else set()
+    return Side(
+        viewed.place,
+        tuple(
+            _compared(position, name, values[name], files[name], {name, *names[name]}, places.get(name, ()))
+            for position, name in enumerate(stored)
+        ),
+        ties,
+        frozenset(optional),
+        checkpoint.is_ranged,
+    )
+
+
+def _ties(checkpoint: OpenCheckpoint) -> dict[str, str]:
+    return {**checkpoint.index.tied_names, **find_shared_tensors(checkpoint.pickled_tensors())}
+
+
+def _compared(
+    position: int, name: str, value: TensorLike, file: str, names: Iterable[str], places: Iterable[Hashable]
+) -> ComparedTensor:
+    if not isinstance(value, RawTensor):
+        check_storable(name, value)
+    layout = tensor_layout(value)
+    dtype, shape = layout.dtype, layout.shape
+    torch_dtype = TORCH_DTYPES.get(dtype)
+    if layout.complex_as_real:
+        torch_dtype = _COMPLEX_DTYPES[dtype]
+        dtype, shape = _COMPLEX_NAMES[dtype], shape[:-1]
+    facts = TensorEntry(name, dtype, shape, layout.nbytes, file)
+    digest = value.digest if isinstance(value, RawTensor) else None
+    return ComparedTensor(position, facts, value, frozenset(names), torch_dtype, digest, frozenset(places))
+
+
+def _places(viewed: ViewedCheckpoint) -> dict[str, list[Hashable]]:
+    """Name -> where its bytes lie: in which file or in a file of which sha256, and at which of its bytes."""
+    found: dict[str, list[Hashable]] = {}
+    for file, shard in viewed.checkpoint.shards.items():
+        recorded = viewed.checkpoint.index.files.get(file, FileDigest())
+        contents = _contents(shard, recorded, is_of_hub=viewed.is_of_hub)
+        start = shard.header.data_start
+        for info in shard.header.tensors.values():
+            stretch = start + info.begin, start + info.end
+            found[info.name] = [(one, stretch) for one in contents]
+    return found
+
+
+def _contents(shard: SafetensorsShard, recorded: FileDigest, *, is_of_hub: bool) -> list[Hashable]:
+    """What tells that another file has the same bytes."""
+    contents: list[Hashable] = []
+    states_its_own = shard.hfshard_metadata.digests != FileDigest()  # its sha256 is that of another header
+    if recorded.sha256 is not None and not states_its_own:
+        contents.append(recorded.sha256)
+    if not isinstance(shard, RangedShard):
+        contents.append(shard.identity)
+    elif is_of_hub:
+        contents.append(shard.identity[0])  # the sha256 that the Hub lists
+    return contents
+
+
+# Which tensor of one checkpoint is compared with which of another: by their names, and the rest by their contents.
+
+
+_MOST_PARTS: Final = 16
+"""Parts of a dotted name that are looked at, from either end; those of models have up to ten."""
+
+TensorKey = Hashable
+"""Is equal for tensors that are the same but for their names."""
+
+
+class TensorPair(NamedTuple):
+    """Two tensors that are compared, and the names by which they were found."""
+
+    a: ComparedTensor
+    b: ComparedTensor
+    name_a: str
+    name_b: str
+
+    @property
+    def nbytes(self) -> int:
+        """Of both."""
+        return self.a.facts.nbytes + self.b.facts.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class NamePairs:
+    """The tensors of two checkpoints, paired by name."""
+
+    pairs: tuple[TensorPair, ...]
+    """In the order of b."""
+    only_in_a: tuple[ComparedTensor, ...]
+    only_in_b: tuple[ComparedTensor, ...]
+    retied: tuple[str, ...]
+
+
+def pair_by_name(a: Side, b: Side) -> NamePairs:
+    """Pair the tensors that have a name in common, be it a tied one.
+
+    A pair is found by the name under which b stores it, else a, else the first one. Where a name shares a tensor with
+    other names in b than in a, a tensor is in several pairs.
+    """
+    names_a, names_b = a.by_name(), b.by_name()
+    pairs: list[TensorPair] = []
+    only_in_b: list[ComparedTensor] = []
+    for tensor in b.tensors:
+        others = {id(other): other for name in sorted(tensor.names) if (other := names_a.get(name)) is not None}
+        if not others:
+            only_in_b.append(tensor)
+        for other in others.values():
+            name = _common_name(other, tensor)
+            pairs.append(TensorPair(other, tensor, name, name))
+    paired = {id(pair.a) for pair in pairs}
+    only_in_a = tuple(tensor for tensor in a.tensors if id(tensor) not in paired)
+    return NamePairs(tuple(pairs), only_in_a, tuple(only_in_b), tuple(_retied(a, b, names_a, names_b)))
+
+
+def _common_name(a: ComparedTensor, b: ComparedTensor) -> str:
+    common = a.names & b.names
+    return next((name for name in (b.facts.name, a.facts.name) if name in common), min(common))
+
+
+def _retied(
+    a: Side, b: Side, names_a: Mapping[str, ComparedTensor], names_b: Mapping[str, ComparedTensor]
+) -> Iterator[str]:
+    needless_a = a.optional_names - names_b.keys()
+    needless_b = b.optional_names - names_a.keys()
+    for name in sorted({*a.ties, *b.ties} - needless_a - needless_b):
+        in_a = names_a[name].names - needless_a if name in names_a else frozenset()
+        in_b = names_b[name].names - needless_b if name in names_b else frozenset()
+        if in_a != in_b:
+            yield name
+
+
+def pair_by_contents(
+    only_in_a: Sequence[ComparedTensor],
+    only_in_b: Sequence[ComparedTensor],
+    key_of: Callable[[ComparedTensor], TensorKey],
+) -> list[TensorPair]:
+    """Pair tensors that are the same but for their names, as many as there are.
+
+    Of several that are equal to each other, those are paired first whose names have the most last parts in common
+    ("h.0.bias" and "layers.0.bias" have two), then those with the most first parts, then the others in their order.
+
+    Args:
+        only_in_a: Each is paired once at most.
+        only_in_b: The same.
+        key_of: What must be equal.
+    """
+    groups: dict[TensorKey, tuple[list[ComparedTensor], list[ComparedTensor]]] = defaultdict(lambda: ([], []))
+    for side, tensors in enumerate((only_in_a, only_in_b)):
+        for tensor in tensors:
+            groups[key_of(tensor)][side].append(tensor)
+    return [pair for ours, theirs in groups.values() if ours and theirs for pair in _pair_twins(ours, theirs)]
+
+
+def _pair_twins(ours: list[ComparedTensor], theirs: list[ComparedTensor]) -> Iterator[TensorPair]:
+    for key_of in _likenesses() if len(ours) > 1 or len(theirs) > 1 else ():
+        waiting: dict[Hashable, list[ComparedTensor]] = defaultdict(list)
+        for one in reversed(ours):
+            if (key := key_of(one.facts.name)) is not None:
+                waiting[key].append(one)
+        paired = set()
+        for other in theirs:
+            if found := waiting.get(key_of(other.facts.name)):
+                one = found.pop()
+                paired |= {id(one), id(other)}
+                yield _renamed(one, other)
+        ours = [one for one in ours if id(one) not in paired]
+        theirs = [other for other in theirs if id(other) not in paired]
+        if not ours or not theirs:
+            return
+    yield from map(_renamed, ours, theirs)
+
+
+def _renamed(a: ComparedTensor, b: ComparedTensor) -> TensorPair:
+    return TensorPair(a, b, a.facts.name, b.facts.name)
+
+
+def _likenesses() -> Iterator[Callable[[str], Hashable]]:
+    """What names may have in common, from much to little; None where a name does not have as much."""
+    for count in range(_MOST_PARTS, 0, -1):
+        yield partial(_last_parts, count)
+    for count in range(_MOST_PARTS, 0, -1):
+        yield partial(_first_parts, count)
+
+
+def _last_parts(count: int, name: str) -> Hashable:
+    parts = name.rsplit(".", count)
+    return tuple(parts[-count:]) if len(parts) >= count else None
+
+
+def _first_parts(count: int, name: str) -> Hashable:
+    parts = name.split(".", count)
+    return tuple(parts[:count]) if len(parts) >= count else None
