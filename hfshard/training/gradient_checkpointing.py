@@ -95,7 +95,7 @@ def enable_gradient_checkpointing(
 
     Raises:
         InvalidArgumentError: The model has no such blocks, or can't recompute them; nothing was changed. Later, when
-            a block is called: it changes its input or a parameter in place; see `recomputation.py`.
+            a block is called: it changes its input or a parameter in place; see below.
 
     Example:
         handle = enable_gradient_checkpointing(bert)
@@ -562,8 +562,8 @@ def _is_same_state(one: Any, other: Any) -> bool:
 
 # Calls a block now and once more in the backward pass, which recomputes its activations exactly.
 #
-# `torch.utils.checkpoint` runs the block a second time. `block_state.py` puts back what the first run read and
-# changed before the second one, so that both runs compute the same.
+# `torch.utils.checkpoint` runs the block a second time. What the first run read and changed is put back before the
+# second one, so that both runs compute the same.
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # dynamo would trace one run and not know of the other

@@ -4,12 +4,12 @@
     <root>/commits/<id>.json       what the commit is: files with size and sha256, parents, message, description
     <root>/snapshots/<id>/...      its files, read-only, a plain directory; unchanged ones are hard links
     <root>/refs/heads/<branch>     an id; so refs/tags/<tag> and refs/pr/<number>
-    <root>/deleted/                notes of names and commits that were deleted, until `prune`; see `deleted.py`
+    <root>/deleted/                notes of names and commits that were deleted, until `prune`; see `commit_graph.py`
     <root>/.staging/               what is not complete yet; absent at rest
 
 An id is the first 40 hex digits of the sha256 of the manifest, which has no time and no host in it: the same files on
 the same parent with the same message are the same commit. The date that is shown is the manifest's modification time.
-How a change is made crash-safe stands in `locked_hub.py`.
+How a change is made crash-safe stands in `hub_writer.py`.
 
 Readers take no lock: a snapshot never changes, and a ref is replaced by a rename. One that opens a commit while `prune`
 removes it finds all of it or gets an error, never silently a part of it.

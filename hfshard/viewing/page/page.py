@@ -24,7 +24,7 @@ from hfshard.disk.fsops import rename, unlink_if_there, write_file
 from hfshard.errors import InvalidPathError, escaped
 
 PageKind = Literal["checkpoint", "run", "diff"]
-"""A kind has a template of its own, `templates/KIND.html`, and scripts and styles that `rendering.py` lists."""
+"""A kind has a template of its own, `templates/KIND.html`, and scripts and styles that are listed below."""
 
 LONGEST_TEXT: Final = 4000
 """Characters of one value that a page shows: a value may have megabytes, and nobody reads them here."""
