@@ -95,7 +95,7 @@ def enable_gradient_checkpointing(
 
     Raises:
         InvalidArgumentError: The model has no such blocks, or can't recompute them; nothing was changed. Later, when
-            a block is called: it changes its input or a parameter in place; see below.
+            a block is called: it changes its input or a parameter in place.
 
     Example:
         handle = enable_gradient_checkpointing(bert)
