@@ -9,7 +9,7 @@ Save and load any module or state dict; a save is all or nothing, and a load che
     hfshard.save_model(model, "out", max_shard_size="5GB")
     hfshard.load_model(model, "out", verify="full")
 
-Put the mixin before a transformers model's class, and its own methods do the same:
+Add the mixin before a transformers model's class, and its own methods do the same:
 
     from transformers import BertConfig, BertModel
 
@@ -30,7 +30,7 @@ Save a training run, and resume it bit for bit:
         first_step = manager.restore_latest(state) or 0
         manager.save(first_step + 1, state)
 
-Errors are in `hfshard.errors`, more about hubs in `hfshard.hub`, more about training runs in `hfshard.training`.
+See `hfshard.errors` for errors, `hfshard.hub` for hubs, and `hfshard.training` for training runs.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ from hfshard.constants import VERSION
 
 __version__ = VERSION
 
-# Public name -> the module that defines it. Imported when it is first used: `import hfshard` takes no time, and none
-# of them imports transformers, but in a call with a model or a class of it.
+# Public name -> the module that defines it. Each is imported on first use, so that `import hfshard` takes no time.
+# transformers is imported only in a call with one of its models or classes.
 _HOMES = {
     "CheckpointDiff": "viewing.diff_tensors",
     "CheckpointIndex": "format.index",

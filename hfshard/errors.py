@@ -1,45 +1,45 @@
-"""Every error that hfshard raises on purpose. A message says what happened, where, and what to do about it.
+"""Errors that hfshard raises on purpose. A message says what happened, where, and what to do.
 
 HfshardError
-├── InvalidSizeError (ValueError)              a size that `parse_size` can't parse
+├── InvalidSizeError (ValueError)              a size that `parse_size` cannot parse
 ├── InvalidSizeTypeError (TypeError)           a size that is neither an int nor a str
 ├── InvalidArgumentError (ValueError)          an argument with a value that is not allowed
-│   ├── AmbiguousWeightsError                  a file of torch.save with several sets of weights: `key` says which
+│   ├── AmbiguousWeightsError                  a file of torch.save with several sets of weights: `key` selects one
 │   └── InvalidPathError (OSError)             "", bytes, a path with NUL, or a relative one that leads nowhere
-├── UnknownArgumentError (TypeError)           an unknown keyword; suggests a near one
+├── UnknownArgumentError (TypeError)           an unknown keyword; suggests the nearest one
 ├── SaveDirectoryError (NotADirectoryError)    the place to save to is a file
-├── RunRemovedError (FileNotFoundError)        a run's directory was removed while it was saved into
-├── UnstorableTensorError (ValueError)         a value that the format can't store
-├── NotEnoughSpaceError (OSError)              the disk is too full: nothing was written, or a pull can go on
-├── CommitUndoneError (OSError)                a step of the commit failed; all is as it was
+├── RunRemovedError (FileNotFoundError)        a run's directory was removed during a save
+├── UnstorableTensorError (ValueError)         a value that the format cannot store
+├── NotEnoughSpaceError (OSError)              the disk is too full: nothing was written, or a pull can be continued
+├── CommitUndoneError (OSError)                a step of the commit failed; the directory is unchanged
 ├── FileError (OSError)                        the operating system refused a file, or failed
 │   └── AccessDeniedError (PermissionError)    the system does not let this user read or write there
 ├── CommitUnfinishedError (OSError)            committed, but not cleaned up; or neither done nor undone
 ├── DirectoryLockedError (BlockingIOError)     another process is saving there
-├── CheckpointNotFoundError (FileNotFoundError)  no weights where they were looked for
+├── CheckpointNotFoundError (FileNotFoundError)  no weights in that place
 ├── HubError (OSError)                         a hub refused, or failed
-│   ├── HubAccessError (PermissionError)       the token is wrong, missing, or may not do that
+│   ├── HubAccessError (PermissionError)       the token is wrong, missing, or lacks the permission
 │   ├── HubNotFoundError (FileNotFoundError)   no such repo, revision or file for this token
-│   ├── HubConnectionError (ConnectionError)   it can't be reached, or stopped answering
-│   └── RemoteChangedError                     somebody else pushed, or saved, there first
+│   ├── HubConnectionError (ConnectionError)   the hub cannot be reached, or stopped responding
+│   └── RemoteChangedError                     another process pushed, or saved, there first
 ├── StoreError (OSError)                       an object store or bucket refused, or failed
 │   ├── StoreAccessError (PermissionError)     no credentials, or they do not permit it
 │   ├── StoreNotFoundError (FileNotFoundError)  no such bucket
-│   ├── StoreConnectionError (ConnectionError)  it can't be reached, or stopped answering
+│   ├── StoreConnectionError (ConnectionError)  the store cannot be reached, or stopped responding
 │   ├── MissingObjectError                     no such object
-│   ├── ChangedObjectError                     an object that is locked, or another one than it was
-├── BrowserError (RuntimeError)                the browser that draws pictures is missing, or failed
-├── CheckpointChangedError (RuntimeError)      it kept changing while it was being read
+│   └── ChangedObjectError                     an object is locked, or was replaced
+├── BrowserError (RuntimeError)                the browser for screenshots is missing, or failed
+├── CheckpointChangedError (RuntimeError)      the checkpoint was replaced while it was in use
 ├── DamagedCheckpointError (ValueError)        a file is not valid
 │   ├── MissingShardError (FileNotFoundError)  a file that the index names is missing
 │   └── IntegrityError                         the bytes are not those that were saved
-├── SignatureError (ValueError)                not signed by whom it must be, or changed since
+├── SignatureError (ValueError)                not signed by the required signer, or changed since
 ├── UnsafePathError (ValueError)               a name that leaves the checkpoint's directory
 ├── UnsafePickleError (ValueError)             a pickle that asks for more than tensors
-├── RankFailedError (RuntimeError)             another rank failed, died, hangs or can't be reached
+├── RankFailedError (RuntimeError)             another rank failed, died, hangs or cannot be reached
 │   └── RankMissingError                       a rank that is needed has not called
 ├── StateDictMismatchError (RuntimeError)      names, shapes or dtypes do not fit the model
-└── StaleIteratorError (RuntimeError)          an iterator of a loader that a newer one replaced
+└── StaleIteratorError (RuntimeError)          a loader's iterator that was replaced by a newer one
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ import re
 from typing import Any, Final
 
 _LONG_WORD: Final = re.compile(r"\S{1200,}")
-"""A name longer than any of a sane checkpoint, which would flood a terminal."""
+"""A name longer than any in a sane checkpoint, which would flood a terminal."""
 _LONGEST_MESSAGE: Final = 4000
 """Characters."""
 
 
 class HfshardError(Exception):
-    """The base of all of hfshard's own errors.
+    """Base class of all of hfshard's errors.
 
     Attributes:
         path: The file or directory in question, or None.
@@ -87,7 +87,7 @@ class HfshardError(Exception):
 
 
 def readable(message: str) -> str:
-    """Make a message fit to be shown, whatever names a hostile file put into it.
+    """Make a message printable, even if it contains names from a hostile file.
 
     Unprintable characters (escape codes of a terminal, lone surrogates) are escaped, and extremely long names are cut
     in the middle.
@@ -99,7 +99,7 @@ def readable(message: str) -> str:
 
 
 def escaped(text: str, *, keep: str) -> str:
-    """Escape every character that does not print, except those to keep."""
+    """Escape every unprintable character, except those to keep."""
     if text.isprintable():
         return text
     return "".join(
@@ -109,7 +109,7 @@ def escaped(text: str, *, keep: str) -> str:
 
 
 class InvalidSizeError(HfshardError, ValueError):
-    """A size that `parse_size` can't parse."""
+    """A size that `parse_size` cannot parse."""
 
 
 class InvalidSizeTypeError(HfshardError, TypeError):
@@ -121,10 +121,10 @@ class InvalidArgumentError(HfshardError, ValueError):
 
 
 class AmbiguousWeightsError(InvalidArgumentError):
-    """A file of torch.save holds several sets of weights, such as a model's and their moving average.
+    """A file of torch.save has several sets of weights, such as a model's and their moving average.
 
     Attributes:
-        keys: Those under which they lie, for the argument `key`.
+        keys: Their keys in the file, for the argument `key`.
     """
 
     def __init__(self, message: str, *, keys: tuple[str, ...] = (), **data: Any) -> None:
@@ -133,7 +133,7 @@ class AmbiguousWeightsError(InvalidArgumentError):
 
 
 class InvalidPathError(InvalidArgumentError, OSError):
-    """What is no path, or a relative one in a working directory that is gone."""
+    """A value that is not a path, or a relative path in a working directory that is gone."""
 
 
 class UnknownArgumentError(HfshardError, TypeError):
@@ -141,7 +141,7 @@ class UnknownArgumentError(HfshardError, TypeError):
 
 
 class SaveDirectoryError(HfshardError, NotADirectoryError):
-    """The place to save to is a file, or can't be a directory."""
+    """The place to save to is a file, or cannot be a directory."""
 
 
 class RunRemovedError(HfshardError, FileNotFoundError):
@@ -149,7 +149,7 @@ class RunRemovedError(HfshardError, FileNotFoundError):
 
 
 class UnstorableTensorError(HfshardError, ValueError):
-    """A value in a state dict that the format can't store."""
+    """A value in a state dict that the format cannot store."""
 
 
 class NotEnoughSpaceError(HfshardError, OSError):
@@ -161,7 +161,7 @@ class NotEnoughSpaceError(HfshardError, OSError):
 
 
 class CommitUndoneError(HfshardError, OSError):
-    """A step of the commit failed, and all were taken back: the directory is as it was. `errno` is the system's."""
+    """A step of the commit failed, and hfshard rolled back: the directory is unchanged. `errno` is the system's."""
 
     def __init__(self, message: str, *, error_number: int | None = None, **data: Any) -> None:
         super().__init__(message, **data)
@@ -169,11 +169,11 @@ class CommitUndoneError(HfshardError, OSError):
 
 
 class FileError(HfshardError, OSError):
-    """The operating system refused a file, or failed; `errno` says how, as in the OSError that is the cause."""
+    """The operating system refused a file, or failed; `errno` is that of the OSError that is the cause."""
 
 
 class AccessDeniedError(FileError, PermissionError):
-    """The system does not let this user read or write there. `errno` is EACCES."""
+    """The system does not let this user read or write there. `errno` is EACCES or the cause's, such as EPERM."""
 
     def __init__(self, message: str, **data: Any) -> None:
         super().__init__(message, **data)
@@ -181,10 +181,10 @@ class AccessDeniedError(FileError, PermissionError):
 
 
 class CommitUnfinishedError(HfshardError, OSError):
-    """Every reader loads the new checkpoint, but a step of cleaning up failed.
+    """Every reader loads the new checkpoint, but a step of the cleanup failed.
 
-    Or, where one step moves some readers to the new checkpoint and the next one the others: the first step could be
-    neither completed nor taken back. Then the message says who loads which.
+    Or, if one step moves some readers to the new checkpoint and the next one moves the others: the first step could be
+    neither completed nor rolled back. Then the message says which readers load which checkpoint.
     """
 
 
@@ -193,7 +193,7 @@ class DirectoryLockedError(HfshardError, BlockingIOError):
 
 
 class CheckpointNotFoundError(HfshardError, FileNotFoundError):
-    """No weights in the place where they were looked for."""
+    """The given place has no weights."""
 
 
 class HubError(HfshardError, OSError):
@@ -201,27 +201,27 @@ class HubError(HfshardError, OSError):
 
 
 class HubAccessError(HubError, PermissionError):
-    """The token is wrong or missing, or its user may not do that."""
+    """The token is wrong or missing, or its user lacks the permission."""
 
 
 class HubNotFoundError(HubError, FileNotFoundError):
-    """No such repo, revision or file; the Hub says the same about a private repo to users who may not see it."""
+    """No such repo, revision or file; the Hub reports the same for a private repo that the user may not see."""
 
 
 class HubConnectionError(HubError, ConnectionError):
-    """The hub can't be reached, or stopped answering."""
+    """The hub cannot be reached, or stopped responding."""
 
 
 class RemoteChangedError(HubError):
-    """Somebody else pushed to, or saved into, the same files in the meantime; nothing was changed."""
+    """Another process pushed to, or saved into, the same files first; nothing was changed."""
 
 
 class StoreError(HfshardError, OSError):
     """An object store or a bucket refused a request or failed.
 
     Attributes:
-        may_be_done: Whether a change that was asked for may have been made all the same, or may be made later: no
-            response told.
+        may_be_done: Whether the requested change may still have been made, or may be made later, because no response
+            arrived.
     """
 
     may_be_done = False
@@ -232,11 +232,11 @@ class StoreAccessError(StoreError, PermissionError):
 
 
 class StoreNotFoundError(StoreError, FileNotFoundError):
-    """The store has no such bucket, or does not say so to these credentials."""
+    """The store has no such bucket, or does not show it to these credentials."""
 
 
 class StoreConnectionError(StoreError, ConnectionError):
-    """The store can't be reached, or stopped answering."""
+    """The store cannot be reached, or stopped responding."""
 
 
 class MissingObjectError(StoreError):
@@ -244,15 +244,15 @@ class MissingObjectError(StoreError):
 
 
 class ChangedObjectError(StoreError):
-    """An object is locked, as by a lease, or is another one than it was."""
+    """An object is locked, for example by a lease, or was replaced."""
 
 
 class BrowserError(HfshardError, RuntimeError):
-    """The browser that draws a page as a picture is missing, failed, or took too long."""
+    """The browser for screenshots is missing, failed, or took too long."""
 
 
 class CheckpointChangedError(HfshardError, RuntimeError):
-    """The checkpoint was replaced again and again while it was being opened."""
+    """The checkpoint was replaced while it was in use, or on every attempt to open it."""
 
 
 class DamagedCheckpointError(HfshardError, ValueError):
@@ -268,7 +268,7 @@ class IntegrityError(DamagedCheckpointError):
 
 
 class SignatureError(HfshardError, ValueError):
-    """A checkpoint is not signed by whom it must be, or a file is not as it was signed; or it can't be signed."""
+    """A checkpoint lacks the required signer's signature, a file has changed since it was signed, or signing failed."""
 
 
 class UnsafePathError(HfshardError, ValueError):
@@ -280,10 +280,10 @@ class UnsafePickleError(HfshardError, ValueError):
 
 
 class RankFailedError(HfshardError, RuntimeError):
-    """Another rank failed, was killed, hangs or can't be reached, so this one gave up, too.
+    """Another rank failed, was killed, hangs or cannot be reached, so this one gave up too.
 
     Attributes:
-        rank: In the default process group; None: none in particular, or not known.
+        rank: Its rank in the default process group; None: none in particular, or not known.
     """
 
     def __init__(self, message: str, *, rank: int | None = None, **data: Any) -> None:
@@ -292,19 +292,19 @@ class RankFailedError(HfshardError, RuntimeError):
 
 
 class RankMissingError(RankFailedError):
-    """A rank whose part is needed has not called, though the others waited for it."""
+    """A rank whose part is needed has not made the call, though the others waited for it."""
 
 
 class StaleIteratorError(HfshardError, RuntimeError):
-    """An iterator of a loader that a newer iterator or a restore has replaced."""
+    """A loader's iterator that was replaced by a newer iterator or a restore."""
 
 
 class StateDictMismatchError(HfshardError, RuntimeError):
     """Names, shapes or dtypes of the checkpoint do not fit the model.
 
     Attributes:
-        missing_keys: Names that are in the model, but not in the checkpoint.
-        unexpected_keys: Names that are in the checkpoint, but not in the model.
+        missing_keys: Names in the model, but not in the checkpoint.
+        unexpected_keys: Names in the checkpoint, but not in the model.
         mismatched_keys: (name, shape in the checkpoint, shape in the model).
     """
 
@@ -324,6 +324,6 @@ class StateDictMismatchError(HfshardError, RuntimeError):
 
 
 def remedy(path: str) -> str:
-    """What to do about a damaged file: the last sentence of an error."""
+    """Return what to do about a damaged file: the last sentence of an error."""
     folder = path.rsplit("/", 1)[0] if "/" in path else "."
     return f"Download or save it again, or run 'hfshard verify {folder}'."

@@ -1,4 +1,4 @@
-"""Load a checkpoint as a state dict, or into a model."""
+"""Load a checkpoint as a state dict or into a model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from hfshard.tensors.parameter_names import KeySelection
 _QUERY_ARGUMENTS: Final = frozenset(
     ("variant", "subfolder", "use_safetensors", "revision", "token", "cache_dir", "local_files_only")
 )
-"""What `load_model` takes for a module beside its named arguments."""
+"""Keyword arguments that `load_model` accepts for a module in addition to its named ones."""
 
 
 @names_files("path")
@@ -66,32 +66,33 @@ def load_state_dict(
 
     Args:
         path: A directory, an address of a store ("s3://bucket/prefix"), or a repo of the Hub ("org/name"); or one file:
-            safetensors, one of torch.save (.pt, .pth, .pth.tar, .ckpt, .bin), or an index. Then it is
-            loaded whatever else lies beside it.
-        keys: Which names to load: names, globs ("*.bias"), or a function of the name. None: all. Only they are
-            loaded, and only the shards that hold them are downloaded, opened and checked.
-        key: Of a file of torch.save that holds more than weights, the key that they have in it: "model_state_dict", or
-            "ema.state_dict" for one in another. None: they are found, where there is only one candidate.
-        like: A state dict: its names are loaded, as new tensors of its shapes, dtypes and devices; where it has a
-            DTensor, as one of the same mesh and placements, of which each rank reads its part. Then every rank of the
-            default process group must call, and all load or none.
-        device: Where the tensors go; with `like`, only those whose like is a plain tensor on the meta device.
+            safetensors, one of torch.save (.pt, .pth, .pth.tar, .ckpt, .bin), or an index. A file is loaded regardless
+            of other files next to it.
+        keys: The names to load: names, globs ("*.bias"), or a function of the name. None: all. Only these tensors are
+            loaded, and only their shards are downloaded, opened and checked.
+        key: The key of the weights in a file of torch.save that has more than weights: "model_state_dict", or
+            "ema.state_dict" for a nested one. None: they are found, if there is only one candidate.
+        like: A state dict: its names are loaded, as new tensors of its shapes, dtypes and devices. For a DTensor, the
+            new one has the same mesh and placements, and each rank reads its part; then every rank of the default
+            process group must call, and all load or none.
+        device: The device of the tensors; with `like`, only of those whose counterpart is a plain meta tensor.
         variant, subfolder, revision, token, cache_dir, local_files_only: As in transformers' `from_pretrained`.
         use_safetensors: None: safetensors before pickles; True: only them; False: only pickles.
         verify: "none": only what reading needs; "structure": names, sizes, headers and fingerprints; "full" (or
-            "sha256"): every byte against its checksum, which hfshard writes, and torch.save since 1.6; files
-            without one are refused. What is read from a store is compared, tensor by tensor, at every level but "none".
+            "sha256"): every byte against its checksum, which hfshard writes, and torch.save since 1.6; files without
+            one are rejected. From a store, each tensor is compared with its own, at every level except "none".
         public_key: The file of a public key, or a `hfshard.signing.SignedBy`: its holder must have signed every file
             that is read (`model.sig`, of `sign_checkpoint` or OpenSSF Model Signing). Every byte of the weights is
-            hashed, whatever `verify` says; in a store each shard is read once more for that. Not with `ranges`.
+            hashed, regardless of `verify`; in a store, each shard is read once more for that. Not with `ranges`.
         disable_mmap: As in transformers: True is read="pread".
-        read: "auto": on the CPU the tensors are mapped (a page is read when it is touched), and what is not in the page
-            cache is read ahead; for a GPU, and from network file systems, several threads read them at once. "mmap" or
-            "pread": always that one. From a store, ranges of files are read at once, straight into the tensors.
-        ranges: From the Hub, download only headers and the bytes of the tensors, not whole shards, and put nothing into
-            the cache. Each tensor is compared with its own checksum, which hfshard writes; "full" refuses tensors
+        read: "auto": on the CPU the tensors are mapped (a page is read when it is touched), and pages that are not in
+            the page cache are read ahead; for a GPU, and from network file systems, several threads read them at once.
+            "mmap" or "pread": always that one. From a store, ranges of files are read in parallel, straight into the
+            tensors.
+        ranges: From the Hub, download only headers and the bytes of the tensors, not complete shards, and write nothing
+            into the cache. Each tensor is compared with its own checksum, which hfshard writes; "full" rejects tensors
             without one.
-        process_group: For `like` with DTensors: whose ranks load together; None: those of the default process group.
+        process_group: For `like` with DTensors: the group whose ranks load together; None: the default process group.
         progress: Whether to show a bar on stderr while files are downloaded and checksums computed; None: only on a
             terminal.
 
@@ -100,14 +101,14 @@ def load_state_dict(
 
     Raises:
         CheckpointNotFoundError: There are no weights.
-        AmbiguousWeightsError: A file of torch.save holds several sets of weights, and `key` does not say which.
+        AmbiguousWeightsError: A file of torch.save has several sets of weights, and `key` does not select one.
         DamagedCheckpointError, UnsafePathError, UnsafePickleError: Before any tensor is returned.
         SignatureError: There is no such signature; or a file differs, is missing, or was added. Nothing was returned.
-        CheckpointChangedError: It kept being replaced in a store.
-        StoreError: The store refuses, or can't be reached.
-        StateDictMismatchError: `keys` or `like` names something that is not there; or it is there in another shape than
-            in `like`, or in a dtype that can't be cast to that one's (`torch.can_cast`).
-        RankFailedError: Another rank refused, failed, died, or did not come.
+        CheckpointChangedError: It was replaced in a store on every attempt.
+        StoreError: The store refused, or cannot be reached.
+        StateDictMismatchError: `keys` or `like` names a missing tensor, or one with another shape than in `like`, or
+            with a dtype that cannot be cast to the one in `like` (`torch.can_cast`).
+        RankFailedError: Another rank refused, failed, died, or did not call.
 
     Example:
         biases = hfshard.load_state_dict("out", keys="*bias", verify="full")
@@ -168,37 +169,38 @@ def load_model(
     """Load a checkpoint into a module, or build a transformers model from it.
 
     Args:
-        model: An `nn.Module` to load into, in place (wrappers are looked through); or a class to build: of
-            transformers, concrete or Auto, or a plain module's with the mixin. Of a module with DTensors (fully_shard,
-            parallelize_module) each rank reads its part: every rank of the default process group must call, and all
+        model: An `nn.Module` to load into, in place (also inside wrappers); or a class to build: one of transformers,
+            concrete or Auto, or a plain module's class with the mixin. For a module with DTensors (fully_shard,
+            parallelize_module), each rank reads its part: every rank of the default process group must call, and all
             load or none.
-        path: A directory, a store, a repo of the Hub, or one file, as in `load_state_dict`. A class takes its config
+        path: A directory, a store, a repo of the Hub, or one file, as in `load_state_dict`. A class reads its config
             from the directory of the file, or from `config=`.
         key: As in `load_state_dict`.
         model_args: For a class: passed to its `from_pretrained`.
-        strict: For a module, True (the default) refuses missing and unexpected names, False ignores them; shapes must
-            agree, and at least one name must. For a class, None does as transformers, True refuses any difference.
-            Two different tensors that a module ties are refused in any case; a class unties them, as transformers does.
-        verify, public_key, read: As in `load_state_dict`. With a key, code and config of the checkpoint must be signed
-            too, and are compared before they are read.
+        strict: For a module, True (the default) rejects missing and unexpected names, False ignores them; shapes must
+            agree, and at least one name must. For a class, None does as transformers, True rejects any difference. Two
+            different tensors that a module ties are always rejected; a class unties them, as transformers does.
+        verify, public_key, read: As in `load_state_dict`. With a public key, the checkpoint's code and config must be
+            signed too, and are compared before they are read.
         progress: As in `load_state_dict`.
         output_loading_info: Return (model, {"missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"}).
         parallelize: For a class: a function that spreads the model over ranks (`fully_shard` ...) and returns it. It is
-            called before the model has data; then each rank reads its parts. What the checkpoint lacks is drawn on each
-            rank: seed them alike. Every rank of the default process group must call, and all build the model or none.
-        process_group: Whose ranks must call, in place of those of the default process group.
+            called before the model has data; then each rank reads its parts. Weights that the checkpoint lacks are
+            drawn on each rank: use the same seed. Every rank of the default process group must call, and all build the
+            model or none.
+        process_group: The group whose ranks must call; None: the default process group.
         kwargs: For a module: variant, subfolder, use_safetensors, revision, token, cache_dir, local_files_only. For a
-            class: everything that its `from_pretrained` takes.
+            class: everything that its `from_pretrained` accepts.
 
     Returns:
-        The model, or (model, info). Of a class, names that shared a tensor when they were saved are one parameter. A
-        module's parameters stay its own: those that it ties are one, and the others get a copy each.
+        The model, or (model, info). For a class, names that shared a tensor when they were saved are one parameter. A
+        module keeps its own parameters: those that it ties are one, and the others get a copy each.
 
     Raises:
         StateDictMismatchError: Names or shapes do not fit; nothing was assigned.
-        RankFailedError: Another rank refused, failed, died, or did not come.
+        RankFailedError: Another rank refused, failed, died, or did not call.
         Everything that `load_state_dict` raises. A module that is filled from a store, or spread over ranks, is half
-        loaded where a read fails after all, or brings other bytes than were saved: load it again.
+        loaded if a read fails late or returns other bytes than were saved: load it again.
 
     Example:
         hfshard.load_model(model, "out")
@@ -234,7 +236,7 @@ def load_model(
             key=key,
             signature=signature,
         )
-        if output_loading_info:  # some classes look whether the argument is there, not whether it is true
+        if output_loading_info:  # some classes check whether the argument is present, not whether it is true
             kwargs["output_loading_info"] = True
         with among(process_group):
             return load_class(model, path, model_args, kwargs, options)

@@ -1,4 +1,4 @@
-"""Pulls a checkpoint from a hub or a store: complete, of one save, and checked."""
+"""Pull a checkpoint from a hub or a store: complete, of one save, and checked."""
 
 from __future__ import annotations
 
@@ -32,41 +32,40 @@ def pull_checkpoint(
     verify: Verify = "structure",
     progress: bool | None = None,
 ) -> str:
-    """Bring a checkpoint from a hub or a store, and check that it is complete.
+    """Pull a checkpoint from a hub or a store, and check that it is complete.
 
-    The other files of its folder are pulled too: config, tokenizer, code, README, and the weights in folders further
-    down; but not the weights of other variants and formats, except those that a class of transformers reads beside its
-    own (`spk_dict.pt` of Qwen2.5-Omni). All files are of one commit. A pull that was interrupted continues where it
-    stopped.
+    The other files of its folder are pulled too: config, tokenizer, code, README, and the weights in subfolders; but
+    not the weights of other variants and formats, except those that a transformers class reads along with its own
+    (`spk_dict.pt` of Qwen2.5-Omni). All files are from one commit. An interrupted pull continues where it stopped.
 
-    From a store, tensors are read by ranges and compared with their checksums on the way, straight into the files of
-    the directory, or of another store; the tensors of each file stay together. So are those that come from a hub and
-    go to a store, by way of the cache.
+    From a store, tensors are read by ranges, straight into the files of the directory or of another store, and compared
+    with their checksums in transit; the tensors of each file stay together. So are those that are pulled from a hub
+    into a store, through the cache.
 
-    What `local_dir` has already: a checkpoint (of the same variant) is replaced as by a save, with all that belongs to
-    it. That is its weights and indexes, config.json, generation_config.json, model.sig, and the files of a tokenizer or
-    processor that have the names which transformers gives them. Every other file is yours, even if an earlier pull
-    brought it: if the pull would replace it by other contents, it raises, names all such files, and changes nothing.
-    Code and other files that changed on the hub since the last pull are refused so, too. A README.md is not refused,
-    and stays as it is; a warning says so. `overwrite` replaces all of these.
+    An existing checkpoint in `local_dir` (of the same variant) is replaced as by a save, with everything that belongs
+    to it: its weights and indexes, config.json, generation_config.json, model.sig, and tokenizer and processor files
+    with the names that transformers gives them. Every other file is yours, even if an earlier pull wrote it: if the
+    pull would replace it by other contents, it raises, names all such files, and changes nothing. This includes code
+    and other files that changed on the hub since the last pull. A README.md causes no error: it stays as it is, with a
+    warning. `overwrite` replaces all of these.
 
     Args:
         repo_id: "org/name" on the Hugging Face Hub; or a directory hub, as a path or a `file://` URL; or the address of
-            a store, as "s3://bucket/prefix".
-        local_dir: Plain directory for the files, or the address of a store; what it held before can be loaded until the
-            pull is complete. None: the files stay in huggingface_hub's cache, where other tools find them.
+            a store, such as "s3://bucket/prefix".
+        local_dir: Plain directory for the files, or the address of a store; its previous contents can be loaded until
+            the pull is complete. None: the files stay in huggingface_hub's cache, where other tools find them.
         revision: A branch, tag, commit, or "refs/pr/1". None: main.
-        variant, subfolder: Which checkpoint, as in transformers' `from_pretrained`.
+        variant, subfolder: The checkpoint to pull, as in transformers' `from_pretrained`.
         token: A token, as in huggingface_hub. None: the saved one.
         cache_dir: Directory of the cache. None: that of HF_HUB_CACHE.
-        local_files_only: Send no request; use what the cache holds.
-        force_download: Download files even if the cache holds them.
-        allow_patterns, ignore_patterns: Globs of paths: which of the other files are pulled; the checkpoint always is.
-            `allow_patterns` may name any file, except other weights of the same checkpoint.
-        overwrite: Replace files of `local_dir` that don't belong to a checkpoint there but have other contents than
-            those that are pulled, README.md too; and remove shards there that no index names.
-        verify: How the files are checked afterwards: "none", "structure", or "full" for every byte. From a directory
-            hub, every file is compared with its sha256 in any case, before it is copied.
+        local_files_only: Send no request; use the files in the cache.
+        force_download: Download files even if the cache has them.
+        allow_patterns, ignore_patterns: Globs of paths that select the other files to pull; the checkpoint is always
+            pulled. `allow_patterns` may name any file, except other weights of the same checkpoint.
+        overwrite: Replace files in `local_dir` that do not belong to a checkpoint there but differ from the pulled
+            ones, including README.md; and remove shards there that no index names.
+        verify: How to check the files afterwards: "none", "structure", or "full" for every byte. From a directory hub,
+            every file is always compared with its sha256 before it is copied.
         progress: Whether to show a bar on stderr. None: on a terminal.
 
     Returns:
@@ -74,16 +73,16 @@ def pull_checkpoint(
         subfolder).
 
     Raises:
-        HubNotFoundError, HubAccessError, HubConnectionError, HubError: The hub can't be asked, or refuses.
-        CheckpointNotFoundError: There are no weights; or, with local_files_only, the cache does not hold all files.
-        IntegrityError: A file was damaged on the way, or in the directory hub; nothing of it was kept.
-        NotEnoughSpaceError: The disk is too full. What arrived before it became full is kept in the cache, and the next
-            pull continues there.
-        SaveDirectoryError: `local_dir` has files of yours that would be replaced; or it is a file, is or lies in a
-            directory hub, or has a link where a folder is needed; or, for a pull from a hub, what is there can't stay
+        HubNotFoundError, HubAccessError, HubConnectionError, HubError: The hub cannot be reached, or refused.
+        CheckpointNotFoundError: There are no weights; or, with local_files_only, the cache does not have all files.
+        IntegrityError: A file was damaged in transit, or in the directory hub; nothing of it was kept.
+        NotEnoughSpaceError: The disk is too full. Files that arrived before are kept in the cache, and the next pull
+            continues there.
+        SaveDirectoryError: `local_dir` has files of yours that would be replaced; or it is a file, a directory hub or
+            inside one, or has a link in place of a folder; or, for a pull from a hub, its checkpoint cannot stay
             loadable until the pull is complete: pickles, or shards of the same names on a file system without links.
-        InvalidArgumentError: From a store, what only a hub has (a revision, a cache), or no `local_dir`.
-        UnsafePathError: A store has an object whose name leads out of the directory, or can't be that of a file.
+        InvalidArgumentError: For a store, an argument that only a hub has (a revision, a cache), or no `local_dir`.
+        UnsafePathError: A store has an object whose name leads out of the directory, or cannot be a file's name.
         StoreError: A store refused or failed.
 
     Example:

@@ -1,4 +1,4 @@
-"""Pushes a saved checkpoint to a hub as one commit, or copies it to a store."""
+"""Push a saved checkpoint to a hub as one commit, or copy it to a store."""
 
 from __future__ import annotations
 
@@ -32,45 +32,45 @@ def push_checkpoint(
 ) -> PushResult:
     """Push a saved checkpoint: to a hub as one commit, or to a store.
 
-    The directory is pushed as it is: checkpoint, config, tokenizer, README and what else is there, but for `.git`,
-    `.cache` and `__pycache__`. Files that the hub holds already are not sent. Shards, indexes and pickles that earlier
-    pushes of the same variants left in the repo are deleted in the same commit; all other files stay. Of more than 256
-    files, shards with new names are committed first: a push that fails in between leaves some that no index names.
+    The directory is pushed as it is: checkpoint, config, tokenizer, README and everything else except `.git`, `.cache`
+    and `__pycache__`. Files that the hub already has are not sent. Shards, indexes and pickles that earlier pushes of
+    the same variants left in the repo are deleted in the same commit; all other files stay. With more than 256 files,
+    shards with new names are committed first: a push that fails in between leaves some that no index names.
 
-    What a store holds is pushed in the same way: its bytes go through memory, compared with their checksums, and shards
-    get the names that they have in a directory.
+    A checkpoint in a store is pushed in the same way: its bytes go through memory, compared with their checksums, and
+    shards get the names that they have in a directory.
 
-    To the address of a store, every checkpoint of the directory is copied as `reshard_checkpoint` would write it there,
-    but in the same files: bit for bit, by one commit of a save for each variant; with the other files of at most
-    256 MiB, which replace those of the same names. What the store has is not sent. There are no commits and branches to
-    look back at: what they are for is refused.
+    To a store address, every checkpoint of the directory is copied as `reshard_checkpoint` would write it there, but in
+    the same files, bit for bit, with one save for each variant. Other files of at most 256 MiB are copied too, and
+    replace those of the same names. Files that the store already has are not sent. A store has no commits or branches,
+    so arguments for them are rejected.
 
     Args:
-        directory: A directory with at least one checkpoint, written by hfshard or any other tool; or an address, as
-            "s3://bucket/prefix".
-        repo_id: "org/name", made if it is missing; or a path or `file://` URL of a directory that serves as a hub; or
-            the address of a store.
+        directory: A directory with at least one checkpoint, written by hfshard or any other tool; or an address, such
+            as "s3://bucket/prefix".
+        repo_id: "org/name", created if it is missing; or a path or `file://` URL of a directory that serves as a hub;
+            or the address of a store.
         commit_message: Title of the commit. None: "Upload checkpoint".
         commit_description: Further text of the commit.
-        private: Whether a repo that is made is private. None: the organisation's default.
+        private: Whether a newly created repo is private. None: the organization's default.
         token: A token, as in huggingface_hub. None: the saved one.
-        revision: A branch, made if it is missing, or "refs/pr/N". None: main.
+        revision: A branch, created if it is missing, or "refs/pr/N". None: main.
         create_pr: Open a pull request on main instead of pushing; not together with another revision.
-        path_in_repo: Folder of the repo, or below the address.
+        path_in_repo: Folder in the repo, or below the address.
         allow_patterns, ignore_patterns: Globs of paths in the directory, as in huggingface_hub's `upload_folder`.
-        follow_links: Push also what symbolic links lead to outside of the directory; without it they are refused.
+        follow_links: Also push the targets of symbolic links to outside of the directory; without it they are rejected.
         progress: Whether to show a bar on stderr. None: on a terminal.
 
     Returns:
-        The commit; where the hub holds everything already, none is made, and `is_new` is false. Of a store `commit` is
-        "", and `url` the address.
+        The commit. If the hub already has everything, none is created, and `is_new` is false. For a store, `commit` is
+        "", and `url` is the address.
 
     Raises:
-        CheckpointNotFoundError, DamagedCheckpointError: The directory holds no checkpoint, or one that can't be loaded.
-        InvalidArgumentError: An argument can't be served, such as create_pr together with another branch; or a link
+        CheckpointNotFoundError, DamagedCheckpointError: The directory has no checkpoint, or one that cannot be loaded.
+        InvalidArgumentError: An argument is not supported, such as create_pr together with another branch; or a link
             leaves the directory.
-        HubAccessError, HubNotFoundError, HubConnectionError: The repo can't be pushed to; nothing was committed.
-        RemoteChangedError: Somebody else pushed other weights at the same time; nothing was committed.
+        HubAccessError, HubNotFoundError, HubConnectionError: The repo cannot be pushed to; nothing was committed.
+        RemoteChangedError: Another push wrote other weights at the same time; nothing was committed.
         IntegrityError: A file differs from its checksum; nothing was committed.
         StoreError: A store refused or failed.
 
@@ -119,7 +119,7 @@ def push_anywhere(
 
 
 def _refuse_commits(options: PushOptions, address: str) -> None:
-    """Refuse what only a hub has."""
+    """Reject options that only a hub has."""
     given = {
         "revision": options.revision,
         "create_pr": options.create_pr,

@@ -1,4 +1,4 @@
-"""Remove a checkpoint, a checkpoint of a run, or what killed saves have left, from a directory or a store."""
+"""Remove a checkpoint, a run checkpoint, or leftovers of killed saves from a directory or a store."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from hfshard.training.run.manifest import CHECKPOINT
 from hfshard.training.run.reports import is_checkpoint, is_run
 
 _REPO_ID: Final = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
-"""What may be the name of a repo, and not that of a directory."""
+"""A possible name of a repo, as opposed to a directory."""
 
 _CACHE: Final = re.compile(r"/models--[^/]+/snapshots/")
-"""In huggingface_hub's cache."""
+"""Part of a path in huggingface_hub's cache."""
 
 _TRIES: Final = 5
-"""Times that a place is listed because a save replaced what was listed before it was read."""
+"""The most times that a place is listed, if a save replaces the listed files before they are read."""
 
 _SHOWN: Final = 5
-"""Steps in a message."""
+"""The most steps in a message."""
 
 
 @names_files("path")
@@ -55,34 +55,35 @@ def remove_checkpoint(
     unfinished: bool = False,
     dry_run: bool = False,
 ) -> RemovalReport:
-    """Remove a checkpoint from a directory or a store, a checkpoint of a run, or what killed saves have left.
+    """Remove a checkpoint, a run checkpoint, or leftovers of killed saves from a directory or a store.
 
-    A checkpoint is its weights and indexes, and config.json, generation_config.json and model.sig where no other
-    weights stay next to them; in a store also its other small files, and what its earlier saves have left. Everything
-    else stays, as tokenizers, code and other variants do, and the report lists it. At every moment, readers find the
-    whole checkpoint or none, never other weights in its place; a removal that was killed is finished by another one.
+    A checkpoint is its weights and indexes, and config.json, generation_config.json and model.sig if no other weights
+    stay next to them; in a store also its other small files, and leftovers of its earlier saves. Everything else stays,
+    such as tokenizers, code and other variants, and the report lists it. At every moment, readers find the complete
+    checkpoint or none, never other weights in its place; another removal finishes one that was killed.
 
-    On a disk, the directory or the run is locked as by a save. A store has no locks: nothing may save there meanwhile.
+    On disk, the directory or the run is locked as by a save. A store has no locks: nothing may save there at that time.
 
     Args:
-        path: A directory or an address of a store; or that of one checkpoint of a run. Hubs are refused.
+        path: A directory or an address of a store, or of one checkpoint of a run. Hubs are rejected.
         variant: As in `save_model`. Other variants stay.
-        step: Of a run at `path`: the checkpoint of this step.
-        leftovers: Remove what killed saves have left, and no checkpoint. In a store that is what is lower than the
-            newest index, or manifest of a run.
-        unfinished: In a store, also remove what is higher than that: a save is under way, or was killed. A save that
-            is under way then fails, or loses its checkpoint.
+        step: For a run at `path`: remove the checkpoint of this step.
+        leftovers: Remove what killed saves have left, and no checkpoint. In a store, these are the objects of saves
+            before the newest index, or the newest manifest of a run.
+        unfinished: In a store, also remove objects of later saves, which are still running or were killed. A running
+            save then fails, or loses its checkpoint.
         dry_run: Remove nothing.
 
     Returns:
-        What was removed, or would be, with sizes, and what stays.
+        The removed files, or those that would be removed, with sizes, and the files that stay.
 
     Raises:
         CheckpointNotFoundError: There is none.
         CheckpointChangedError: Files have changed since they were listed. Nothing was removed.
-        DirectoryLockedError: Another process saves into the directory or the run. Nothing was removed.
+        DirectoryLockedError: Another process is saving into the directory or the run. Nothing was removed.
         SaveDirectoryError: It is in a hub.
-        InvalidArgumentError: `step` or `path` names no single checkpoint, or what was asked for contradicts itself.
+        InvalidArgumentError: `step` or `path` does not name a single checkpoint, or arguments contradict each other.
+        RemoteChangedError: A store was replaced each time it was inspected. Nothing was removed.
         StoreError: The store refused, or failed: remove again to finish.
 
     Example:
@@ -104,7 +105,7 @@ def plan_removal(
     leftovers: bool = False,
     unfinished: bool = False,
 ) -> Removal:
-    """Find out what `remove_checkpoint` would remove; arguments and errors are those of it."""
+    """Find out what `remove_checkpoint` would remove, with the same arguments and errors."""
     if step is not None and (leftovers or variant is not None):
         raise InvalidArgumentError("step is for one checkpoint of a run: leave out leftovers and variant.")
     if step is not None and (type(step) is not int or step < 0):
@@ -133,10 +134,12 @@ def plan_removal(
 
 
 def _check_directory(directory: str, given: str) -> None:
-    """Refuse what is no directory, or in a hub.
+    """Reject a path that is not a directory, or is in a hub or its cache.
 
     Raises:
-        CheckpointNotFoundError, InvalidArgumentError, SaveDirectoryError: As it is.
+        CheckpointNotFoundError: There is no such directory.
+        InvalidArgumentError: It is a file.
+        SaveDirectoryError: It is in a directory hub, or in the cache of huggingface_hub.
     """
     if os.path.isfile(directory):
         raise InvalidArgumentError(
@@ -204,7 +207,7 @@ def _leftovers_in_store(address: str, names: WeightNames, *, unfinished: bool) -
 
 
 def _is_folder_of_run(store: Store) -> bool:
-    """Whether a place is a folder of a run, be there a manifest or not."""
+    """Return whether a place is a folder of a run, with or without a manifest."""
     parent, _, name = store.address.prefix.rpartition("/")
     if CHECKPOINT.fullmatch(name) is None:
         return False
@@ -212,7 +215,7 @@ def _is_folder_of_run(store: Store) -> bool:
 
 
 def _refuse_run(place: str) -> None:
-    """Refuse a run, of which one checkpoint is to be named.
+    """Reject a run: the caller must name one of its checkpoints.
 
     Raises:
         InvalidArgumentError: It is one.

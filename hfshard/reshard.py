@@ -1,4 +1,4 @@
-"""Re-shard a checkpoint: the bytes of its tensors go into files of another size, and are never decoded."""
+"""Re-shard a checkpoint: copy the bytes of its tensors, without decoding them, into files of another size."""
 
 from __future__ import annotations
 
@@ -41,52 +41,53 @@ def reshard_checkpoint(
 ) -> CheckpointIndex:
     """Save a checkpoint again in files of another size, durably and all or nothing; pickles become safetensors.
 
-    The bytes of the tensors are copied through a few buffers and compared with the checksums that the source has for
-    them. Of a checkpoint that hfshard did not save, only the structure can be checked. In an empty directory,
-    the files are, bit for bit, those that a save of the same tensors with the same arguments writes.
+    The bytes of the tensors are copied through a few buffers and compared with the source's checksums of them. For a
+    checkpoint that hfshard did not save, only the structure can be checked. In an empty directory, the files are, bit
+    for bit, those that a save of the same tensors with the same arguments writes.
 
     The tensors keep the order of the source's files and of the bytes in them (in a pickle, that of its state dict).
-    This is the order of the state dict that was saved, except where dtypes of several sizes are mixed, or a tensor was
-    too large for its file. Tied names, complex tensors, and the metadata of index and files are kept; the
-    `__metadata__` of a single file also goes into the index.
+    This is the order of the saved state dict, unless dtypes of several sizes are mixed, or a tensor was too large for
+    its file. Tied names, complex tensors, and the metadata of index and files are kept; the `__metadata__` of a single
+    file also goes into the index.
 
     config.json and generation_config.json go with the weights. Other files at the top level that are not weights and
-    have at most 256 MiB are copied into another directory too: tokenizer, code, README (if `dst` has none). If `dst`
+    have at most 256 MiB are also copied into another directory: tokenizer, code, README (if `dst` has none). If `dst`
     has a different file with one of these names, nothing is written.
 
     Args:
         src: A directory, a repo of the Hub, a directory hub, or the address of a store ("s3://bucket/prefix"); or one
-            file of weights, or an index, as in `load_state_dict`: then `dst` is another place, and gets the weights
-            alone.
-        dst: The directory, or the address of a store, to write. The same as `src`: in place; the old files load until
-            the new ones are complete.
+            file of weights, or an index, as in `load_state_dict`: then `dst` must be another place, and gets only the
+            weights.
+        dst: The directory or store address to write. If it is the same as `src`, the checkpoint is replaced in place;
+            the old files load until the new ones are complete.
         max_shard_size, packing, checksum, progress: As in `save_state_dict`.
-        dtype: Cast the floating tensors ("bfloat16", "float16", "float32", "float64"), block by block, and say so in
-            config.json. Integers and complex numbers stay; a quantized checkpoint, as with fp8, is refused.
+        dtype: Cast the floating tensors ("bfloat16", "float16", "float32", "float64"), block by block, and record it in
+            config.json. Integers and complex numbers stay; a quantized checkpoint, such as fp8, is rejected.
         low_disk: Only in place, and only for sharded safetensors: work in groups of files, so that never more than one
-            shard (of the old or the new size, whichever is larger) is on the disk twice. Each group is committed by
-            itself: a run that was killed leaves a complete checkpoint, and another run goes on. A new file consists of
-            whole old ones, or of parts of one, so there may be a few more files than without.
-        drop_signature: Remove the `model.sig` of `dst` when it no longer holds. In place, a signed checkpoint is
-            refused without it, as nobody could check the signature any more. A copy is made without the signature.
+            shard (of the old or the new size, whichever is larger) is on disk twice. Each group is committed
+            separately: a killed run leaves a complete checkpoint, and another run continues. A new file consists of
+            complete old ones, or of parts of one, so there may be a few more files than otherwise.
+        drop_signature: Remove the `model.sig` of `dst` if it is no longer valid. Without this option, a signed
+            checkpoint is rejected in place, since its signature could not be verified any more. A copy is created
+            without the signature.
         key: As in `load_state_dict`.
-        follow_links: Copy also what links of other files than weights lead to outside of `src`; without it they are
-            refused, as a push refuses them.
-        variant: Of the source, and of what is written.
+        follow_links: Also copy files other than weights that are links to outside of `src`; without this option they
+            are rejected, as in a push.
+        variant: The variant of the source, and of the written checkpoint.
         use_safetensors: None: safetensors before pickles; True: only them; False: only pickles. Pickles of torch 1.5
-            and older are read into memory as a whole.
+            and older are read into memory completely.
         subfolder, revision, token, cache_dir, local_files_only: As in `load_state_dict`.
 
     Returns:
-        The index of what was written.
+        The index of the written checkpoint.
 
     Raises:
-        InvalidSizeError, InvalidArgumentError: Nothing was written: `dst` lies in `src`, `low_disk` with another
-            directory, a dtype that nothing is cast to.
-        SignatureError: In place, and it is signed.
-        SaveDirectoryError: `dst` has different files with the names of those that are copied; or see `save_state_dict`.
+        InvalidSizeError, InvalidArgumentError: Nothing was written: `dst` is inside `src`, `low_disk` with another
+            directory, or an unsupported dtype.
+        SignatureError: The checkpoint is signed, and would be replaced in place.
+        SaveDirectoryError: `dst` has different files with the names of copied ones; or as in `save_state_dict`.
         IntegrityError: A tensor of the source is damaged; nothing was changed (with low_disk: nothing in its group).
-        CheckpointChangedError: Another process saved over the source meanwhile; nothing was changed.
+        CheckpointChangedError: Another process saved over the source during the call; nothing was changed.
         Everything that `load_state_dict` and `save_state_dict` raise.
 
     Example:

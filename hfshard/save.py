@@ -41,33 +41,33 @@ def save_state_dict(
 ) -> CheckpointIndex:
     """Save a state dict as one or more safetensors files, durably and all or nothing.
 
-    The checkpoint that is there loads until the new one is complete; then the old weights of the same variant are
-    removed. Other files stay.
+    The existing checkpoint loads until the new one is complete; then the old weights of the same variant are removed.
+    Other files stay.
 
-    Where the state dict has DTensors, every rank of the default process group calls this: each file is written whole by
-    one rank, from the parts that all of them have, and the files are those of a single process. The first rank's
-    arguments count, and its copy of what every rank has whole. Of replicated tensors any rank may call, alone or with
-    others: ranks that come at about the same time, within a second, make one save, which the first of them writes.
+    If the state dict has DTensors, every rank of the default process group must call this. One rank writes each file,
+    from all ranks' parts, and the files are the same as those of a single process. The first rank's arguments and
+    replicated tensors count. If all tensors are replicated, any rank may call, alone or with others: ranks that call
+    within about a second make one save, which the first of them writes.
 
     Args:
         state_dict: FQN -> tensor: any shape, strides and device, and any dtype that safetensors has (complex128 is
             stored as pairs of real numbers). Names that share one tensor are stored once, and `load_state_dict`
             returns one tensor for them. Not mutated.
-        save_directory: Created if it is missing. "~" is the home directory; a relative path is taken when the call
-            begins, and a change of the working directory leads nowhere else. Or the address of a place in an object
-            store, such as "s3://bucket/prefix": then nothing is written to the disk.
-        max_shard_size: Bytes, or a string such as "5GB" or "500MiB": the most that a file has, header included, unless
-            it holds exactly one tensor.
-        packing: "greedy": in the order of the state dict, as transformers; "balanced": fewer files where it can,
-            of similar size.
+        save_directory: Created if it is missing. "~" is the home directory; a relative path is resolved when the call
+            begins, and later changes of the working directory have no effect. Or the address of a place in an object
+            store, such as "s3://bucket/prefix": then nothing is written to disk.
+        max_shard_size: Bytes, or a string such as "5GB" or "500MiB": the largest size of a file, header included,
+            unless it contains exactly one tensor.
+        packing: "greedy": in the order of the state dict, like transformers; "balanced": files of similar size, and
+            fewer of them if possible.
         variant: Part of the files' names, as in transformers: "fp16" gives `model.fp16.safetensors`.
         metadata: JSON values to add to the index's `metadata`, or as text to the `__metadata__` of a single file.
         checksum: "sha256" (which the Hub uses), "xxh3" (as fast as memory), or None.
-        collective: True: every rank of the default process group calls, and each is waited for, as with DTensors.
-            For ranks that have different plain tensors, such as the stages of a pipeline, whenever each of them comes.
-        process_group: Whose ranks make this call, in place of those of the default process group: an actor on ranks 0
-            and 1 and a critic on 2 and 3 may be saved at once, each into a directory of its own. A rank that is not in
-            the group is refused.
+        collective: True: every rank of the default process group must call, and the save waits for each, as with
+            DTensors. For ranks with different plain tensors, such as the stages of a pipeline, however late they call.
+        process_group: The group whose ranks make this call; None: the default process group. An actor on ranks 0 and 1
+            and a critic on 2 and 3 may be saved at once, each into its own directory. A rank outside the group is
+            rejected.
         progress: Whether to show a bar on stderr; None: only on a terminal.
 
     Returns:
@@ -75,15 +75,15 @@ def save_state_dict(
 
     Raises:
         InvalidSizeError, InvalidArgumentError, UnstorableTensorError: Nothing was written.
-        SaveDirectoryError: The directory is a file, or is or lies in a directory hub.
+        SaveDirectoryError: The directory is a file, a directory hub, or inside one.
         NotEnoughSpaceError: Nothing was written.
         DirectoryLockedError: Another process, or thread, is saving there.
-        RemoteChangedError: Somebody else saved into the store meanwhile: theirs is there.
+        RemoteChangedError: Another process saved into the store during the call; its checkpoint stays.
         StoreError: The store refused, or failed: the old checkpoint stays.
-        OSError: The disk failed; the directory is as it was. (While files are put in place: CommitUndoneError.)
-        CommitUnfinishedError: Every reader loads the new checkpoint, but what is left of the old one could not be
-            removed; or, if taking a failed step back failed too, the message says who loads which.
-        RankFailedError: Another rank failed, died or did not come; it is named. (RankMissingError: it did not come.)
+        OSError: The disk failed; the directory is unchanged. (While files are moved into place: CommitUndoneError.)
+        CommitUnfinishedError: Every reader loads the new checkpoint, but the rest of the old one could not be removed;
+            or, if the rollback of a failed step failed too, the message says which readers load which checkpoint.
+        RankFailedError: Another rank failed, died or did not call; it is named. (RankMissingError: it did not call.)
 
     Example:
         index = hfshard.save_state_dict(state_dict, "out", max_shard_size="1GB")
@@ -124,31 +124,32 @@ def save_model(
 ) -> CheckpointIndex | None:
     """Save any module; a transformers model with its config, generation config and custom code.
 
-    Of a transformers model with adapters, the files of the active adapter are saved, by transformers and as its
-    `save_pretrained` does: the base model is not. Weights that accelerate has offloaded are read from where they are.
+    For a transformers model with adapters, transformers saves the files of the active adapter, as in its
+    `save_pretrained`, and the base model is not saved. Weights that accelerate has offloaded are read from where they
+    are.
 
-    Wrappers (DataParallel, DistributedDataParallel, torch.compile) are looked through.
+    If the model is wrapped (DataParallel, DistributedDataParallel, torch.compile), the inner model is saved.
 
-    A model that is spread over ranks (FSDP2, tensor parallelism) is saved as a state dict of DTensors is: by every
-    rank. So are the stages of a pipeline. Of those that the user made, with plain tensors under different names,
-    nothing tells that others belong to them: pass `collective=True`. Else all ranks must call at the same time, as one
-    that came a second later would make a save of its own.
+    A model that is spread over ranks (FSDP2, tensor parallelism) is saved like a state dict of DTensors: every rank
+    must call. So are the stages of a pipeline. Pass `collective=True` for your own stages, with plain tensors under
+    different names, since nothing shows that they belong together. Otherwise, all ranks must call at the same time: one
+    that calls a second later makes a separate save.
 
     Args:
         model: Any module. Not changed, except that the config of a transformers model gets `dtype` and
             `architectures`, as in transformers.
-        save_directory: As in `save_state_dict`, and so are max_shard_size, variant, packing, checksum, collective,
+        save_directory: As in `save_state_dict`, like max_shard_size, variant, packing, checksum, collective,
             process_group and progress.
         is_main_process: False saves nothing, because another process does; unless the model is spread over ranks, or
             the call is `collective`.
-        state_dict: What to save in place of the model's own; not mutated.
+        state_dict: Tensors to save in place of the model's own; not mutated.
         metadata: JSON values to add to the index's `metadata`.
         save_original_format: Save a transformers model under the names of the original checkpoint, as transformers
             does.
 
     Returns:
-        The index, or None where `is_main_process` is False; and where the `save_pretrained` that the model's class has
-        for itself leaves the saving to transformers.
+        The index. None if `is_main_process` is False, or if the model's class has its own `save_pretrained` that leaves
+        the saving to transformers.
 
     Raises:
         Everything that `save_state_dict` raises.

@@ -1,4 +1,4 @@
-"""Check a checkpoint, a run or a directory hub, and report everything that is wrong, not only the first thing."""
+"""Check a checkpoint, a run or a directory hub, and report all problems, not only the first."""
 
 from __future__ import annotations
 
@@ -55,36 +55,36 @@ def verify_checkpoint(
 ) -> VerifyReport:
     """Check a checkpoint or a run in a directory or a store, and report each file and tensor that is damaged.
 
-    Of a training checkpoint, all files that its manifest names are checked, the optimizer's too. Of a run (a directory
-    or an address with folders checkpoint-<step>), each checkpoint, and a model that lies next to them; `checkpoints` of
-    the report has the report of each.
+    For a training checkpoint, all files that its manifest names are checked, including the optimizer's. For a run (a
+    directory or an address with folders checkpoint-<step>), each checkpoint is checked, and a model next to them; the
+    report's `checkpoints` has the report of each.
 
-    Of a directory hub, the checkpoint on its `main` is checked, with the sha256 of every file of the commit; and
-    whether commits have lost their manifests, or weights lie beside the commits.
+    For a directory hub, the checkpoint on its `main` is checked, with the sha256 of every file of the commit; commits
+    without manifests, and weights outside the commits, are reported too.
 
     Args:
         path: A directory, an address of a store, or a directory hub; or one file of weights, or an index, which is
-            checked whatever else lies beside it. The checksum of one of several shards is in their index. Of a file of
-            torch.save all bytes are compared, and every set of weights in it is looked at.
+            checked regardless of other files next to it. The checksum of one of several shards is in their index. For a
+            file of torch.save, all bytes are compared, and every set of weights in it is checked.
         variant, subfolder: As in `from_pretrained`. With a variant, only its weights and configs are checked.
-        level: "structure": names, sizes, headers and, of a directory, fingerprints; "full": the checksum of every file
-            too. Safetensors files that hfshard did not write have none: that is a warning. Of .bin files, those in the
-            zip are compared.
+        level: "structure": names, sizes, headers and, in a directory, fingerprints; "full": the checksum of every file
+            too. Safetensors files that hfshard did not write have none, which is a warning. For .bin files, the
+            checksums in the zip are compared.
         public_key: The file of a public key, or a `hfshard.signing.SignedBy`: its holder must have signed every file of
-            the directory or below the address (`model.sig`); what differs, is missing or was added is in the report.
-            None: signatures are not looked at.
+            the directory or below the address (`model.sig`); changed, missing and added files are reported. None:
+            signatures are not checked.
         progress: Whether to show a bar on stderr; None: only on a terminal.
 
     Returns:
         The report. Damage is reported there, not raised.
 
     Raises:
-        CheckpointNotFoundError: There is no such directory, or it holds no weights.
-        CheckpointChangedError: It kept being replaced in a store.
-        StoreError: The store refuses, or can't be reached.
-        InvalidArgumentError: `level` has another value, or the path is a file that is no checkpoint; or `public_key`
-            is none, or what is in a store was signed in a way that is only checked on a disk, or model-signing is not
-            installed.
+        CheckpointNotFoundError: There is no such directory, or it has no weights.
+        CheckpointChangedError: It was replaced in a store on every attempt.
+        StoreError: The store refused, or cannot be reached.
+        InvalidArgumentError: `level` has another value; the path is a file that is not a checkpoint; `public_key` is
+            not a public key; a checkpoint in a store was signed in a way that can only be checked on disk; or
+            model-signing is not installed.
 
     Example:
         report = hfshard.verify_checkpoint("out")
@@ -103,7 +103,7 @@ def verify_checkpoint(
 
 
 def _folder_at(path: str | os.PathLike[str], subfolder: str) -> str | None:
-    """The directory or address in which training checkpoints may be; None for a file, a hub, or nothing."""
+    """Return the directory or address that may have training checkpoints; None for a file, a hub, or a missing one."""
     if is_address(path):
         return f"{absolute_path(path)}/{subfolder}".rstrip("/")
     root = absolute_path(directory_of(path) or path)
@@ -138,7 +138,7 @@ def _verify_step(
 
 
 def _united(root: str, reports: Sequence[VerifyReport]) -> VerifyReport:
-    """One report of all checkpoints of a run; files by their paths in it."""
+    """Merge the reports of a run's checkpoints; files have their paths in the run."""
     folders = [one.directory.removeprefix(root).strip("/") for one in reports]
     files = [f"{folder}/{name}".lstrip("/") for folder, one in zip(folders, reports, strict=True) for name in one.files]
     signers = {one.signed_by for one in reports}
@@ -161,7 +161,7 @@ def _verify_signed(
     signed_by: SignedBy | None,
     progress: bool | None,
 ) -> VerifyReport:
-    """Check a checkpoint of a model, and its signature if that is asked for."""
+    """Check a model's checkpoint, and its signature if requested."""
     if signed_by is None:
         return _verify(path, variant, subfolder, level, progress)[0]
     if is_address(path):
@@ -181,7 +181,7 @@ def _verify_signed(
     if has_hub_marker(directory):
         try:
             snapshot = DirectoryHub.open(directory).snapshot(None)
-        except DamagedCheckpointError:  # such as a manifest that is lost
+        except DamagedCheckpointError:  # such as a lost manifest
             if report.ok:
                 raise
             return report
@@ -196,7 +196,7 @@ def _verify(
     level: Level,
     progress: bool | None,
 ) -> tuple[VerifyReport, str]:
-    """Check what was saved; and tell where it is: of a directory hub, the hub."""
+    """Check a checkpoint's files; return the report and the directory or address: for a directory hub, the hub."""
     if is_address(path):
         query = CheckpointQuery(variant=variant, subfolder=subfolder)
         local = CheckpointSource(str(path), query, takes_files=True).find_local()
@@ -213,11 +213,11 @@ def _verify(
     return verify_directory(directory, WeightNames(variant), level, progress, weights_name), directory
 
 
-# Checks a revision of a directory hub, and the hub around it, and reports everything that is wrong.
+# Checks of a revision of a directory hub, and of the hub around it, with all problems in the report.
 
 
 _OWN: Final = frozenset({HUB_MARKER, COMMITS, SNAPSHOTS, DELETED, "refs"})
-"""What lies in a hub's directory; names that begin with a dot are looked over."""
+"""Files and folders of a hub in its directory; names that begin with a dot are ignored."""
 
 
 def verify_hub(
@@ -228,7 +228,7 @@ def verify_hub(
     level: Literal["structure", "full"],
     progress: bool | None = None,
 ) -> VerifyReport:
-    """Check the checkpoint on the `main` of a directory hub, all other files of the commit, and what lies beside it.
+    """Check the checkpoint on a directory hub's `main`, all other files of the commit, and the hub around it.
 
     Args:
         path: The hub.
@@ -255,7 +255,7 @@ def verify_hub(
         return VerifyReport(folder, (), tuple(problems), warnings, 0)
     checkpoint = os.path.join(folder, subfolder) if subfolder else folder
     wrong = _differences(folder, manifest, level, progress)
-    # Of what is whole, only pickles say more of their bytes: a push takes them as they are.
+    # Among intact files, only pickles need another check of their bytes: a push accepts them as they are.
     is_read_again = bool(wrong) or any(name.endswith(BIN_SUFFIX) for name in manifest.files)
     report = verify_directory(checkpoint, names, level if is_read_again else "structure", progress)
     known = {problem.file for problem in report.problems}
@@ -272,7 +272,7 @@ def verify_hub(
 
 
 def _differences(folder: str, manifest: CommitManifest, level: str, progress: bool | None) -> list[HfshardError]:
-    """What differs between a snapshot and its manifest: sizes, with "full" the hashes, and files that are not in it."""
+    """Compare a snapshot with its manifest: sizes, hashes with "full", and files that the manifest does not name."""
     found = check_snapshot(folder, {})
     errors: list[HfshardError] = []
     whole = {}

@@ -1,1 +1,1 @@
-"""Small helpers: paths, the progress bar, refused arguments, and work in threads."""
+"""Small helpers: paths, the progress bar, rejected arguments, and work in threads."""

@@ -1,4 +1,4 @@
-"""Addresses of stores, such as "s3://bucket/prefix": told apart from paths, checked, split; and hints on wrong ones."""
+"""Store addresses, such as "s3://bucket/prefix": recognized, checked and split, with hints for wrong ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FORMS: Final = {
     "az": "az://container/prefix",
     "hf": "hf://buckets/org/name/prefix",
 }
-"""Scheme -> what an address looks like."""
+"""Scheme -> form of an address."""
 
 SCHEMES: Final = frozenset(_FORMS)
 """"s3", "gs", "az" and "hf"."""
@@ -28,12 +28,12 @@ _BUCKETS: Final = "buckets"
 _WEB: Final = frozenset({"http", "https"})
 
 _SECRETS: Final = re.compile(r"(?<=://)[^/]*@|\?.*", re.DOTALL)
-"""Where credentials and signed queries stand in a URL."""
+"""Credentials and signed queries in a URL."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreAddress:
-    """Where in a store: a bucket, and the beginning of the names of the objects in it."""
+    """A place in a store: a bucket, and the prefix of the object names in it."""
 
     scheme: str
     """"s3", "gs", "az" or "hf"."""
@@ -43,23 +43,23 @@ class StoreAddress:
     """Without slashes at its ends; empty for the bucket itself."""
 
     def __str__(self) -> str:
-        """The address as users write it."""
+        """Return the address as users write it."""
         owner = f"{_BUCKETS}/" if self.scheme == "hf" else ""
         below = f"/{self.prefix}" if self.prefix else ""
         return f"{self.scheme}://{owner}{self.bucket}{below}"
 
     def joined(self, name: str) -> StoreAddress:
-        """The address of what is below this one."""
+        """Return the address of a name below this one."""
         return replace(self, prefix=f"{self.prefix}/{name}" if self.prefix else name)
 
 
 def is_address(place: Any) -> bool:
-    """Whether something is the text of an address of a store, valid or not, and no path or repo_id."""
+    """Return whether something is text in the form of a store address, valid or not, and not a path or repo_id."""
     return isinstance(place, str) and _URL.match(place) is not None and not place.lower().startswith("file:")
 
 
 def names_store(place: Any) -> bool:
-    """Whether something is an address whose scheme is that of a store; a URL of another kind may be a wrong repo_id."""
+    """Return whether something is an address with the scheme of a store; another URL may be a wrong repo_id."""
     return is_address(place) and place.partition("://")[0].lower() in SCHEMES
 
 
@@ -67,11 +67,11 @@ def parse_address(text: str, argument: str = "path") -> StoreAddress:
     """Check and split an address.
 
     Args:
-        text: Such as "s3://bucket/prefix".
+        text: The address, such as "s3://bucket/prefix".
         argument: Its name, for the message.
 
     Raises:
-        InvalidPathError: An unknown scheme, no bucket, or a prefix that could lead elsewhere.
+        InvalidPathError: It has an unknown scheme, no bucket, or a prefix that could lead elsewhere.
 
     Example:
         >>> parse_address("s3://models//bert/")
@@ -114,15 +114,15 @@ def parse_address(text: str, argument: str = "path") -> StoreAddress:
 
 
 def refuse_hub_arguments(address: str, *, revision: str | None = None, token: str | bool | None = None) -> None:
-    """Refuse what only a repo of a hub has, where an address was given: it would be ignored.
+    """Reject arguments for a hub's repo together with a store address, which would ignore them.
 
     Args:
-        address: Of a place in a store.
-        revision: That of the call; "main", the default of transformers' functions, is none.
-        token: That of the call. True, the saved one, is what buckets of the Hub use; False, none, what others do.
+        address: The address of a place in a store.
+        revision: The call's revision; "main", the default of transformers' functions, counts as none.
+        token: The call's token. True (the saved one) is what the Hub's buckets use; False (none) is what others use.
 
     Raises:
-        InvalidArgumentError: It names the argument, and what to do.
+        InvalidArgumentError: There is one; the message names it, and says what to do.
     """
     if revision not in (None, "", "main"):
         raise InvalidArgumentError(
@@ -139,18 +139,18 @@ def refuse_hub_arguments(address: str, *, revision: str | None = None, token: st
         )
 
 
-# What to write in place of an address that hfshard does not take: other tools' schemes, web pages, a lost slash.
+# Suggestions in place of an address that hfshard does not accept: other tools' schemes, web pages, a lost slash.
 
 
 _LOST_SLASH: Final = re.compile(r"(?i)(s3|s3a|s3n|gs|gcs|az|azure|abfss?|wasbs?|hf|https?|file):/(?!/)")
-"""What is left of an address by `str(Path("s3://bucket"))`, which is then the name of a folder."""
+"""The result of `str(Path("s3://bucket"))`, which is the name of a folder."""
 
 _SAME: Final = {"s3a": "s3", "s3n": "s3", "gcs": "gs"}
-"""Schemes of Hadoop and of fsspec -> those of the services' own tools."""
+"""Schemes of Hadoop and fsspec -> schemes of the services' own tools."""
 _AZURE: Final = frozenset({"abfs", "abfss", "wasb", "wasbs", "azure"})
 
 _S3_BUCKET: Final = re.compile(r"(?:(.+)\.)?s3(?:[.-](?:dualstack\.)?[a-z0-9-]+)?\.amazonaws\.com(?:\.cn)?")
-"""A bucket in front of a host of S3; nothing, where it begins the path."""
+"""A bucket in front of an S3 host; the group is empty if the path begins with the bucket."""
 _GCS_BUCKET: Final = re.compile(r"(?:(.+)\.)?storage\.(?:googleapis|cloud\.google)\.com")
 _AZURE_ACCOUNT: Final = re.compile(r"([a-z0-9-]+)\.(?:blob|dfs)\.core\.[a-z.]+")
 _HUB_HOSTS: Final = frozenset({"huggingface.co", "www.huggingface.co", "hf.co"})
@@ -159,24 +159,24 @@ _CONSOLE_FOLDER: Final = "/storage/browser/"
 
 _NO_MODELS: Final = frozenset({"datasets", "spaces", "kernels"})
 _IN_REPO: Final = frozenset({"tree", "blob", "resolve", "raw"})
-"""What follows the name of a repo in the addresses of its files; then come a revision and a path."""
+"""Words after a repo's name in the addresses of its files; a revision and a path follow."""
 
 
 def has_lost_slash(path: object) -> bool:
-    """Tell what was an address until it became a path, such as "s3:/bucket", from a path."""
+    """Return whether a path is an address that lost a slash when it became a path, such as "s3:/bucket"."""
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else ""
     return isinstance(text, str) and _LOST_SLASH.match(text) is not None
 
 
 def check_slashes(text: str, argument: str) -> None:
-    """Refuse what was an address until it became a path, which lost a slash: it would be a folder called "s3:".
+    """Reject an address that lost a slash when it became a path: it would name a folder called "s3:".
 
     Args:
-        text: A path, as a user gives it.
+        text: A path, as the user passes it.
         argument: Its name, for the message.
 
     Raises:
-        InvalidPathError: It says what to write.
+        InvalidPathError: It is one; the message says what to write.
 
     Example:
         >>> check_slashes("s3:/models/bert", "save_directory")
@@ -202,10 +202,10 @@ def check_slashes(text: str, argument: str) -> None:
 
 
 def suggest_address(text: str) -> str | None:
-    """Say what to write for an address of another tool, or of a web page; None where nobody can tell.
+    """Suggest what to write for another tool's address, or for a web page; None if it cannot be inferred.
 
     Args:
-        text: With a scheme; secrets in it are not repeated.
+        text: An address with a scheme; secrets in it are not repeated.
 
     Example:
         >>> suggest_address("s3a://models/bert"), suggest_address("https://bert.s3.amazonaws.com/x")
@@ -244,7 +244,7 @@ def _web_page(text: str) -> str | None:
 
 
 def _azure(rest: str) -> str | None:
-    """`container@account.dfs.core.windows.net/path`, or `container/path` as fsspec has it."""
+    """Convert `container@account.dfs.core.windows.net/path`, or fsspec's `container/path`."""
     place, _, path = rest.partition("/")
     container, at, host = place.partition("@")
     if ":" in container:
@@ -254,7 +254,7 @@ def _azure(rest: str) -> str | None:
 
 
 def _repo(parts: list[str], *, is_page: bool) -> str | None:
-    """The repo, or the bucket, that a page of the Hub or an address of huggingface_hub's file system is about."""
+    """Find the repo or bucket of a Hub page, or of an address of huggingface_hub's file system."""
     if parts[:1] == [_BUCKETS]:
         below = parts[3:] if parts[3:4] != ["tree"] else parts[4:]
         return _written("hf", "/".join([_BUCKETS, *parts[1:3], *below])) if len(parts) > 2 else None

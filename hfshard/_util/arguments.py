@@ -1,4 +1,4 @@
-"""Arguments of public functions, checked: unknown keywords, paths, and errors of the system that name their file."""
+"""Checks of public functions' arguments: unknown keywords and paths; and system errors that name their file."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from hfshard.errors import (
 
 
 def refuse_unknown(names: Iterable[str], known: Collection[str], function: str) -> None:
-    """Refuse unknown keyword arguments.
+    """Reject unknown keyword arguments.
 
     Args:
-        names: Those that were passed.
-        known: Those that the function takes.
+        names: The passed ones.
+        known: The function's own ones.
         function: Its name, for the message.
 
     Raises:
-        UnknownArgumentError: The message names the nearest one that is known.
+        UnknownArgumentError: There is one; the message names the nearest known one.
     """
     for name in names:
         if name not in known:
@@ -39,7 +39,7 @@ def refuse_unknown(names: Iterable[str], known: Collection[str], function: str) 
 
 
 def refuse_pickles(kwargs: MutableMapping[str, Any]) -> None:
-    """Take `safe_serialization` of older code out of keyword arguments; False asks for a pickle, and is refused.
+    """Remove `safe_serialization` of older code from keyword arguments; reject False, which asks for a pickle.
 
     Raises:
         InvalidArgumentError: It is False.
@@ -49,10 +49,10 @@ def refuse_pickles(kwargs: MutableMapping[str, Any]) -> None:
 
 
 def check_texts(**values: object) -> None:
-    """Refuse arguments that are neither None nor text that can be sent and can be part of a path.
+    """Reject arguments that are neither None nor text that can be sent and can be part of a path.
 
     Raises:
-        InvalidArgumentError: It names the argument.
+        InvalidArgumentError: There is one; the message names it.
     """
     for name, value in values.items():
         if value is not None and not (isinstance(value, str) and "\0" not in value and _is_unicode(value)):
@@ -63,25 +63,25 @@ def _is_unicode(text: str) -> bool:
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
-# Paths as users give them: checked, with "~" as the home directory, and absolute from the first line of a call on.
+# Users' paths: checked, with "~" as the home directory, and made absolute at the beginning of a call.
 
 
 _FILE_SCHEME: Final = "file://"
 
 
 def absolute_path(path: str | os.PathLike[str], argument: str = "path") -> str:
-    """Make a path absolute, once and for all: a later `os.chdir`, by any thread, leads nowhere else.
+    """Make a path absolute, so that a later `os.chdir`, by any thread, does not change where it leads.
 
     "~" is the home directory. The path is not normalized, because ".." after a symbolic link does not lead to the part
-    before it. The working directory is asked for relative paths only, so that others work where it was removed.
+    before it. Only relative paths need the working directory, so that others work if it was removed.
 
     Args:
-        path: Need not exist.
+        path: It need not exist.
         argument: Its name, for the message.
 
     Raises:
-        InvalidPathError: It is no path, or it is relative and the working directory is gone; or it is an address of an
-            unknown kind, without a bucket, or that has lost a slash.
+        InvalidPathError: It is not a path, or it is relative and the working directory is gone; or it is an address of
+            an unknown kind, without a bucket, or that has lost a slash.
 
     Example:
         >>> absolute_path("/srv//models/./bert/")
@@ -109,7 +109,7 @@ def absolute_path(path: str | os.PathLike[str], argument: str = "path") -> str:
 
 
 def absolute_directory(path: str | os.PathLike[str], argument: str) -> str:
-    """Make the path of a directory absolute that can't be in a store; raises as `absolute_path`, and for an address.
+    """Make a directory's path absolute. Raise `InvalidPathError` for an address too: it cannot be in a store.
 
     Example:
         >>> absolute_directory("/srv/cache/", "cache_dir")
@@ -127,8 +127,8 @@ def path_text(path: str | os.PathLike[str], argument: str = "path") -> str:
     """Check a path, or a name that may be one, and return it as text.
 
     Raises:
-        InvalidPathError: It is empty, bytes or no path at all, or no file can have such a name; or it was an address
-            that lost a slash.
+        InvalidPathError: It is empty, bytes or not a path, or no file can have such a name; or it is an address that
+            has lost a slash.
     """
     try:
         text = os.fspath(path)
@@ -153,7 +153,7 @@ def _refused(path: object, argument: str) -> InvalidPathError:
     )
 
 
-# Turns errors of the operating system into hfshard's own, which name the file and are what they were, too.
+# Errors of the operating system, converted to hfshard's own, which name the file and keep the errno.
 
 
 _P = ParamSpec("_P")
@@ -166,10 +166,10 @@ _TODO = {
 
 
 def names_files(argument: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Let a public function raise a `FileError` where the operating system refuses a file.
+    """Make a public function raise a `FileError` if the operating system refuses a file.
 
     Args:
-        argument: The parameter with the path that is named where the system names none; or an attribute of `self`.
+        argument: The parameter whose path is named if the system names none; or an attribute of `self`.
     """
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -192,7 +192,7 @@ def names_files(argument: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]
 
 
 def file_error(error: OSError, place: Any) -> FileError:
-    """Make the error that names the file which an error of the system is about, or else `place`."""
+    """Create the error that names the file of a system error, or else `place`."""
     named = [os.fsdecode(name) for name in (error.filename, error.filename2) if isinstance(name, str | bytes)]
     path = named[0] if named else os.fsdecode(os.fspath(place)) if isinstance(place, str | os.PathLike) else None
     kind = AccessDeniedError if isinstance(error, PermissionError) else FileError

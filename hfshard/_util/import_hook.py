@@ -1,4 +1,4 @@
-"""Work to be done when a module has been imported, and the one line on stderr that says that hfshard is on."""
+"""Functions to call when a module is imported, and the one line on stderr that reports that hfshard is on."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 def when_imported(name: str, work: Work) -> None:
-    """Call a function with a module: now, where it has been imported, and each time that it is, or is reloaded.
+    """Call a function with a module each time it is imported or reloaded, and now if it is already imported.
 
     Args:
-        name: The module's, with its packages.
-        work: Called in the thread that imports, before that goes on; to give the same function twice is to give it
-            once. What it raises, the import raises. Where threads import and wait at once, it may be called twice.
+        name: The module's full name.
+        work: Called in the importing thread before that continues. Registering the same function twice has no effect.
+            Its errors are raised by the import. If threads import and wait at the same time, it may be called twice.
     """
     finder = next((one for one in sys.meta_path if isinstance(one, _HookedFinder)), None)
     if finder is None:
@@ -41,7 +41,7 @@ def when_imported(name: str, work: Work) -> None:
 
 
 def _wait_for_import(name: str) -> None:
-    """Wait for another thread that is importing a module, and may have asked the finders before ours was there.
+    """Wait for another thread that is importing a module, and may have asked the finders before hfshard's was added.
 
     Python has no public way to wait for a module without importing it.
     """
@@ -49,12 +49,12 @@ def _wait_for_import(name: str) -> None:
 
     lock = getattr(_bootstrap, "_ModuleLockManager", None)
     if lock is not None:
-        with suppress(RuntimeError), lock(name):  # that thread waits for this one
+        with suppress(RuntimeError), lock(name):  # raised if that thread waits for this one
             pass
 
 
 class _HookedFinder:
-    """Finds the modules that are waited for, as the other finders do, and adds the work to their loaders."""
+    """A finder that finds the awaited modules through the other finders, and adds the work to their loaders."""
 
     def __init__(self) -> None:
         self.works: dict[str, list[Work]] = {}
@@ -62,7 +62,7 @@ class _HookedFinder:
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find a module as Python's import asks for it; None, so that the other finders are asked, for all others."""
+        """Find an awaited module for Python's import; return None for all others, so that other finders are asked."""
         if fullname not in self.works:
             return None
         for finder in sys.meta_path:
@@ -74,7 +74,7 @@ class _HookedFinder:
         return None
 
     def _add_work(self, spec: ModuleSpec) -> None:
-        """Let the loader of one module, which is made for it alone, call the functions when it has run it."""
+        """Have a module's loader, which exists for this module alone, call the functions after it has run it."""
         loader = spec.loader
         run_module = getattr(loader, "exec_module", None)
         if run_module is None:
@@ -88,20 +88,17 @@ class _HookedFinder:
         vars(loader)["exec_module"] = run_and_call
 
 
-# The one line on stderr that says that hfshard is on.
-
-
 ANNOUNCED: Final = "HFSHARD_ANNOUNCED"
-"""The environment variable by which a process tells those that it starts that the line has been shown."""
+"""The environment variable by which child processes know that the line has been shown."""
 _RANKS: Final = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
-"""In which torchrun, Slurm and MPI tell a process its rank; the first that is there counts."""
+"""Variables in which torchrun, Slurm and MPI pass a process its rank; the first one that is set counts."""
 
 
 def announce(where: str = "") -> None:
-    """Say that it is on: once, in the first process, and where a launcher started ranks, on the first of them.
+    """Report that hfshard is on: once, in the first process; of ranks that a launcher started, on the first one.
 
     Args:
-        where: In what, where it is not just this process: " in train.py".
+        where: The program, if it is not just this process: " in train.py".
     """
     ranks = [os.environ[name] for name in _RANKS if name in os.environ]
     if os.environ.get(ANNOUNCED) or ranks[:1] not in ([], ["0"]) or sys.stderr is None:

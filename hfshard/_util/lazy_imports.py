@@ -9,7 +9,7 @@ from typing import Any
 
 
 def lazy_exports(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Make the `__getattr__` and the `__dir__` of a package whose names are imported when they are first used.
+    """Create the `__getattr__` and the `__dir__` of a package whose names are imported when they are first used.
 
     Args:
         package: Its `__name__`.

@@ -1,4 +1,4 @@
-"""A progress bar of bytes on stderr: by default only on a terminal, and it can be turned off."""
+"""A progress bar of bytes on stderr, by default only on a terminal. It can be disabled."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 DISABLE_VARIABLE: Final = "HF_HUB_DISABLE_PROGRESS_BARS"
-"""The environment variable by which users of Hugging Face's libraries turn bars off."""
+"""The environment variable with which users of Hugging Face's libraries disable bars."""
 
 _TRUE: Final = {"1", "ON", "YES", "TRUE", "Y", "T"}
-"""What counts as true in it: the values that huggingface_hub takes, and their first letters."""
+"""Values that count as true: those that huggingface_hub accepts, and their first letters."""
 
 _COLUMNS: Final = 80
-"""The width of a bar if the terminal does not report one: for a width of 0, which some report, tqdm draws nothing."""
+"""Width of a bar if the terminal does not report one: for a width of 0, which some report, tqdm draws nothing."""
 
 ProgressCallback = Callable[[int], object]
-"""Is called with a number of bytes that were read or written."""
+"""A function that is called with the number of bytes read or written."""
 
 
 @contextmanager
@@ -27,14 +27,14 @@ def bytes_bar(description: str, total_bytes: int, progress: bool | None = None) 
     """Show a bar of bytes while the block runs.
 
     Args:
-        description: What is being done, in a word or two: "Saving".
-        total_bytes: Bytes until it is done.
+        description: The work in a word or two: "Saving".
+        total_bytes: Bytes of all the work.
         progress: None shows the bar if stderr is a terminal, True always, False never. The variable
-            HF_HUB_DISABLE_PROGRESS_BARS turns it off in any case.
+            HF_HUB_DISABLE_PROGRESS_BARS overrides it and disables the bar.
 
     Yields:
-        A function that takes the bytes done since it was last called; any thread may call it. It never raises: a
-        terminal that goes away does not stop a save.
+        A function that takes the bytes done since its last call; any thread may call it. It never raises: a closed
+        terminal does not stop a save.
     """
     if not is_bar_wanted(progress):
         yield _ignore
@@ -47,7 +47,7 @@ def bytes_bar(description: str, total_bytes: int, progress: bool | None = None) 
 
 
 def is_bar_wanted(progress: bool | None = None) -> bool:
-    """Whether `bytes_bar` shows a bar: by the variable, the argument and stderr, in this order."""
+    """Return whether `bytes_bar` shows a bar: by the variable, the argument and stderr, in this order."""
     if os.environ.get(DISABLE_VARIABLE, "").upper() in _TRUE:
         return False
     return _is_terminal() if progress is None else bool(progress)
@@ -72,7 +72,7 @@ def _ignore(done_bytes: int) -> None:
 
 
 class _Bar:
-    """A tqdm bar that threads share, and that silently gives up when its terminal is gone."""
+    """A tqdm bar that threads share, and that silently stops when its terminal is gone."""
 
     def __init__(self, description: str, total_bytes: int) -> None:
         self._lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""Words and sizes for messages, and sizes as people write them, such as "5GB" and "5GiB"."""
+"""Text and sizes for messages, and sizes as people write them, such as "5GB" and "5GiB"."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ _USER: Final = re.compile(
     r"(?:(?<=://)|(?<=\w\w:/))(?:[^\s/?#\"'<>]*@|[^\s/?#\"'<>@:]+:(?!\d+[/?#])[^\s?#\"'<>]*@)"
     r"|(?<![\w/.~-])[^\s/:@\"'<>]+:[^\s/\"'<>]+@"
 )
-"""Of a URL, whose password may have slashes, or that has lost one in a pathlib.Path; and of an endpoint that lacks its
-scheme, which does not come after a folder."""
+"""The user part of a URL, whose password may contain slashes, or which lost a slash in a pathlib.Path; and of an
+endpoint without its scheme, which does not follow a folder."""
 _QUERY: Final = re.compile(r"(https?:/{1,2}[^\s?\"'<>]*)\?[^\s\"'<>)]*")
 
 
 def list_some(items: Collection[str], most: int, *, quote: bool = False) -> str:
-    """Join the first items of a collection for a message, and say how many were left out.
+    """Join the first items of a collection for a message, and add the number of omitted ones.
 
     Args:
         items: In the order in which to show them.
-        most: How many of them to show.
-        quote: Whether to put each between quotes.
+        most: The number of items to show.
+        quote: Whether to quote each.
 
     Example:
         >>> list_some(["a", "b", "c"], 2, quote=True)
@@ -36,7 +36,7 @@ def list_some(items: Collection[str], most: int, *, quote: bool = False) -> str:
 
 
 def nearest_first(name: str, others: Sequence[str]) -> list[str]:
-    """Sort names by how much they resemble one that may have been misspelled; those that do not, by name.
+    """Sort names by similarity to one that may be misspelled; then dissimilar ones, alphabetically.
 
     Example:
         >>> nearest_first("brt", ["run", "albert", "bert"])
@@ -47,7 +47,7 @@ def nearest_first(name: str, others: Sequence[str]) -> list[str]:
 
 
 def without_url_secrets(text: str) -> str:
-    """Drop users and passwords from the URLs in a text, and cut their queries: those of storage servers are signed.
+    """Remove users, passwords and queries from the URLs in a text: storage servers' queries contain signatures.
 
     Example:
         >>> without_url_secrets("GET http://someone:secret@mirror/a?sig=secret failed, as someone:secret@mirror does")
@@ -57,7 +57,7 @@ def without_url_secrets(text: str) -> str:
 
 
 def error_words(error: BaseException) -> str:
-    """Say which error it is and what it says, if it says something: Ctrl-C does not.
+    """Describe an error by its class and its message, if it has one: Ctrl-C does not.
 
     Example:
         >>> error_words(KeyError("x")), error_words(KeyboardInterrupt())
@@ -67,7 +67,7 @@ def error_words(error: BaseException) -> str:
     return f"{type(error).__name__}: {words}" if words else type(error).__name__
 
 
-# Converts sizes as people write them, such as "5GB" and "5GiB", to bytes and back.
+# Sizes as people write them, such as "5GB" and "5GiB": conversion to bytes and back.
 
 
 _UNIT_BYTES: Final = {
@@ -83,12 +83,12 @@ _UNIT_BYTES: Final = {
     "TIB": 2**40,
     "PIB": 2**50,
 }
-"""Upper-case unit -> bytes. A lower-case b is a byte too: nobody measures files in bits."""
+"""Upper-case unit -> bytes. A lower-case b is a byte too: files are not measured in bits."""
 
 _SIZE: Final = re.compile(r"([0-9]+)(?:\.([0-9]+))?[ \t]*([KMGTP]?B|[KMGTP]IB)", re.IGNORECASE | re.ASCII)
 
 _MAX_TEXT: Final = 64
-"""Characters that a size may have; Python refuses to convert more than 4,300 digits."""
+"""The most characters of a size; Python refuses to convert more than 4,300 digits."""
 
 _GRAMMAR: Final = (
     "A size is an int of bytes above zero, or digits with an optional fraction and a unit: "
@@ -102,7 +102,7 @@ def parse_size(size: int | str) -> int:
 
     Args:
         size: Bytes, or digits with an optional fraction, optional blanks and a unit: B, KB, MB, GB, TB, PB (powers of
-            1000), KiB, MiB, GiB, TiB, PiB (powers of 1024), in any case: `"5GB"`, `"5 gib"`, `"1.5GB"`.
+            1000), KiB, MiB, GiB, TiB, PiB (powers of 1024), in upper or lower case: `"5GB"`, `"5 gib"`, `"1.5GB"`.
 
     Returns:
         Bytes, at least 1; a fraction of a byte is cut off.
@@ -131,7 +131,7 @@ def _text_to_bytes(text: str) -> int:
     if match is None:
         raise InvalidSizeError(f"Invalid size {_shown(text)}. {_GRAMMAR}", actual=text)
     whole, fraction, unit = match.groups(default="")
-    # In integers: by way of a float, "2.01 GB" is 2,009,999,999 bytes.
+    # In integers: through a float, "2.01 GB" would be 2,009,999,999 bytes.
     scale: int = 10 ** len(fraction)
     return int(whole + fraction) * _UNIT_BYTES[unit.upper()] // scale
 

@@ -1,7 +1,7 @@
-"""Threads that end early together and in the caller's modes of torch; Ctrl-C and garbage collection held back.
+"""Threads that end early together and run in the caller's torch modes; delayed Ctrl-C and garbage collection.
 
-Where no thread can be started, the calling thread does the work: Python takes none while it exits (in `atexit`, thread
-pools take no work, and since 3.12 no thread starts), and a system has a limit. Hence no `ThreadPoolExecutor` here.
+If no thread can be started, the calling thread does the work: while Python exits, thread pools accept no work (in
+`atexit`) and since 3.12 no thread starts, and the system has a limit. So this module has no `ThreadPoolExecutor`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from types import FrameType
 from typing import Any, Final, Generic, TypeVar
 
 _LOOK_SECONDS: Final = 0.2
-"""How often the main thread, while it waits, looks whether Ctrl-C came."""
+"""Interval at which the main thread checks for Ctrl-C while it waits."""
 
 _LENDING_SECONDS: Final = 0.05
-"""How often a thread that waits for a `LendingLock` looks whether its holder waits for it."""
+"""Interval at which a thread that waits for a `LendingLock` checks whether the lock's holder waits for it."""
 
 _of_thread = threading.local()
 """`cancelled`: the event of the `in_threads` that this thread works for."""
@@ -50,19 +50,19 @@ def in_threads(
     *,
     cancelled: threading.Event | None = None,
 ) -> list[_Result]:
-    """Do some work for all items, several at once; an error or Ctrl-C sets the event that the others check.
+    """Process all items, several at once; an error or Ctrl-C sets the event that the others check.
 
     Args:
         work: Gets an item and the event.
-        items: Begun in this order.
-        threads: At most so many; with one, or one item, the calling thread does everything.
-        cancelled: The event; None: one of its own.
+        items: Started in this order.
+        threads: The largest number of threads; with one, or one item, the calling thread does everything.
+        cancelled: The event; None: a new one.
 
     Returns:
-        What the work returned for each item, in order.
+        The results of the items, in order.
 
     Raises:
-        The first error of any item, when all that was begun has ended.
+        The first error of any item, after every started item has ended.
     """
     all_items = list(items)
     run = _Run(work, all_items, cancelled or threading.Event())
@@ -88,15 +88,15 @@ def in_threads(
 def wait_for(futures: Collection[Future[Any]]) -> None:
     """Wait until all have ended, or Ctrl-C comes.
 
-    Not by one long wait: Python's main thread looks for signals and then goes to sleep, and one that comes in between
-    does not wake it (measured on a busy machine: 2 of 1,065 were lost); nor does one that another thread has taken.
+    One long wait would not do: Python's main thread checks for signals and then goes to sleep, and a signal in between
+    does not wake it (measured on a busy machine: 2 of 1,065 were lost); nor does one that another thread has received.
     """
     while wait(futures, _LOOK_SECONDS).not_done:
         pass
 
 
 def result_of(future: Future[_Result]) -> _Result:
-    """Wait until it has ended, or Ctrl-C comes (see `wait_for`); give its result, or raise its error."""
+    """Wait until it has ended, or Ctrl-C comes (see `wait_for`); return its result, or raise its error."""
     wait_for([future])
     return future.result()
 
@@ -105,7 +105,7 @@ def pause(seconds: float) -> None:
     """Sleep; in a thread of `in_threads` only until another item fails, or Ctrl-C comes.
 
     Raises:
-        InterruptedError: It did.
+        InterruptedError: Another item failed, or Ctrl-C came.
     """
     cancelled = cancellation()
     if cancelled is None:
@@ -115,16 +115,16 @@ def pause(seconds: float) -> None:
 
 
 def cancellation() -> threading.Event | None:
-    """The event that `in_threads` sets where this thread's item shall end early; None in other threads."""
+    """Return the event that `in_threads` sets to end this thread's item early; None in other threads."""
     return getattr(_of_thread, "cancelled", None)
 
 
 def start_thread(work: Callable[[], _Result], name: str, *, daemon: bool = False) -> Future[_Result] | None:
-    """Start a thread that does some work in the caller's modes of torch; None where no thread can be started.
+    """Start a thread that does some work in the caller's torch modes; return None if no thread can be started.
 
     Args:
-        work: What to do.
-        name: The thread's.
+        work: The function to run.
+        name: The thread's name.
         daemon: Whether Python may exit before it has ended.
     """
     future: Future[_Result] = Future()
@@ -141,7 +141,7 @@ def start_thread(work: Callable[[], _Result], name: str, *, daemon: bool = False
 
 
 def pools_take_work() -> bool:
-    """Whether a `ThreadPoolExecutor` of another library would work: not while Python exits."""
+    """Return whether another library's `ThreadPoolExecutor` would work: it does not while Python exits."""
     try:
         from concurrent.futures import ThreadPoolExecutor  # its first import fails while Python exits
 
@@ -166,10 +166,10 @@ def _work_in(
 
 
 def _modes_of_caller() -> Callable[[], AbstractContextManager[object]]:
-    """What brings another thread into the caller's modes of torch, which belong to a thread: inference and gradients.
+    """Capture the caller's torch modes, inference and gradients, for use in another thread: they are per thread.
 
-    A tensor that was made in inference mode can only be filled in inference mode. The default device belongs to a
-    thread, too, but can't be asked for: whoever makes a tensor in the package says on which device.
+    A tensor that was created in inference mode can only be filled in inference mode. The default device is per thread
+    too, but cannot be queried: all code in the package that creates a tensor passes its device.
     """
     torch: Any = sys.modules.get("torch")
     if torch is None:
@@ -177,7 +177,7 @@ def _modes_of_caller() -> Callable[[], AbstractContextManager[object]]:
     is_inference, has_gradients = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 
     def enter() -> ExitStack:
-        with ExitStack() as stack:  # leaves the first where the second can't be entered
+        with ExitStack() as stack:  # leaves the first if the second cannot be entered
             stack.enter_context(torch.inference_mode(is_inference))
             stack.enter_context(torch.set_grad_enabled(has_gradients))
             return stack.pop_all()
@@ -198,7 +198,7 @@ class _Run(Generic[_Item, _Result]):
         self._error: BaseException | None = None
         self._is_stopped = False
         self.begun: list[Future[None]] = []
-        """Of each thread that began, also of one whose start was interrupted."""
+        """One for each thread that began, even if its start was interrupted."""
 
     def do_items(self) -> None:
         """Do one item after another, until none is left, or one has failed."""
@@ -210,7 +210,7 @@ class _Run(Generic[_Item, _Result]):
             _of_thread.cancelled = outer
 
     def do_items_beside(self) -> None:
-        """The same, in a thread that Ctrl-C does not come to."""
+        """Do the same in a thread that does not receive Ctrl-C."""
         ended: Future[None] = Future()
         self.begun.append(ended)
         try:
@@ -229,12 +229,12 @@ class _Run(Generic[_Item, _Result]):
                 self.stop()
 
     def stop(self) -> None:
-        """Begin no more items, and tell those that are under way."""
+        """Begin no more items, and signal the running ones."""
         self._is_stopped = True
         self._cancelled.set()
 
     def outcome(self) -> list[_Result]:
-        """The results in the order of the items, or the first error."""
+        """Return the results in the order of the items, or raise the first error."""
         error = self._error
         if error is not None:
             self._error = None  # its traceback holds this object
@@ -250,7 +250,7 @@ class _Run(Generic[_Item, _Result]):
 
 
 class ProcessLock:
-    """A re-entrant lock that a forked process has anew: the thread that held it in its parent does not exist there."""
+    """A re-entrant lock that is new in a forked process, where the thread that held it in the parent does not exist."""
 
     def __init__(self) -> None:
         self._renew()
@@ -261,19 +261,19 @@ class ProcessLock:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Hold it; who forks meanwhile releases, in either process, the lock that was taken."""
+        """Hold the lock; after a fork inside the block, each process releases the lock that was acquired."""
         with self._lock:
             yield
 
 
 class LendingLock:
-    """A re-entrant lock that a thread lends to one that it waits for: else they would wait for each other.
+    """A re-entrant lock that a thread lends to one that it waits for; otherwise they would wait for each other.
 
-    A thread waits for another where it joins it, or waits for the result of a future that the other works for, without
-    a timeout: it goes on once the other has ended, so what the other does under the lock is done within its own block.
-    Of other means (events, queues) Python does not tell who waits for whom.
+    A thread waits for another if it joins it, or waits for the result of a future that the other works for, without a
+    timeout. It continues once the other has ended, so what the other does under the lock happens within its own block.
+    For other means (events, queues), Python does not record which thread waits for which.
 
-    A forked process has it anew, as a `ProcessLock`.
+    It is new in a forked process, as a `ProcessLock` is.
     """
 
     def __init__(self) -> None:
@@ -287,7 +287,7 @@ class LendingLock:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Hold it; who forks meanwhile releases, in either process, the lock that was taken."""
+        """Hold the lock; after a fork inside the block, each process releases the lock that was acquired."""
         changed, holders, own = self._changed, self._holders, threading.get_ident()
         with changed:
             while holders and holders[-1] != own and not _is_waiting_for(holders[-1], own):
@@ -296,14 +296,14 @@ class LendingLock:
         try:
             yield
         finally:
-            if holders is self._holders:  # else this is a forked process, where nobody else has taken it
+            if holders is self._holders:  # else this is a forked process, where no other thread has acquired it
                 with changed:
                     del holders[len(holders) - 1 - holders[::-1].index(own)]
                     changed.notify_all()
 
 
 def _is_waiting_for(thread: int, other: int) -> bool:
-    """Whether a thread goes on only when another has ended, or has a result; by way of others, too."""
+    """Return whether a thread waits, directly or through others, until another has ended or has a result."""
     frames = sys._current_frames()
     try:
         seen: set[int | None] = set()
@@ -315,11 +315,11 @@ def _is_waiting_for(thread: int, other: int) -> bool:
                 return True
         return False
     finally:
-        frames.clear()  # it has this frame, too: what all threads hold would stay until a collection of garbage
+        frames.clear()  # it includes this frame: all threads' objects would stay alive until a garbage collection
 
 
 def _awaited_thread(thread: int, frames: Mapping[int, FrameType]) -> int | None:
-    """The thread that another one joins, or whose result it waits for."""
+    """Find the thread that another one joins, or whose result it waits for."""
     for frame in _stack(frames.get(thread)):
         if frame.f_code not in (threading.Thread.join.__code__, Future.result.__code__):
             continue
@@ -333,7 +333,7 @@ def _awaited_thread(thread: int, frames: Mapping[int, FrameType]) -> int | None:
 
 
 def _works_for(top: FrameType, future: Any) -> bool:
-    """Whether a thread is in a call of an object that has the future, as the work items of an executor."""
+    """Return whether a thread runs a method of an object that has the future, such as an executor's work item."""
     for frame in _stack(top):
         if frame.f_code.co_name == "run" and getattr(frame.f_locals.get("self"), "future", None) is future:
             return True
@@ -346,14 +346,14 @@ def _stack(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-# Python's garbage collection, put off while many objects are made that no cycle holds.
+# Garbage collection: paused while many objects are created, none of them in a cycle.
 
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Put off garbage collection in a short block that makes a million objects, none of them in a cycle.
+    """Pause garbage collection in a short block that creates a million objects, none of them in a cycle.
 
-    Looking through them again and again took half of the time in which 100,000 tensors are planned or loaded.
+    Scanning them again and again took half of the time for planning or loading 100,000 tensors.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -364,12 +364,12 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
-# Hold Ctrl-C back while the steps of a commit run.
+# Ctrl-C: delayed while the steps of a commit run.
 
 
 @contextmanager
 def deferred_interrupt() -> Iterator[Callable[[], bool]]:
-    """Hold Ctrl-C back while a block runs that must not end half done, and soon ends; yield whether it was pressed."""
+    """Delay Ctrl-C during a short block that must not end half done; yield a function that tells whether it came."""
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False
         return

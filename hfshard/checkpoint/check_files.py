@@ -1,4 +1,4 @@
-"""Check an index against its files: every key is in its file, every file is the one that was saved."""
+"""Checks of an index against its files: every key is in its file, every file is the one that was saved."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def check_keys(weights_path: str, weight_map: Mapping[str, str], contents: Mappi
 
     Args:
         weights_path: Path of the index.
-        weight_map: What the index says: name -> file.
-        contents: What the files hold: file -> names.
+        weight_map: Contents of the index: name -> file.
+        contents: Contents of the files: file -> names.
 
     Raises:
         DamagedCheckpointError: A key is in two files, in a wrong one, in none, or not in the index.
@@ -53,13 +53,13 @@ def check_keys(weights_path: str, weight_map: Mapping[str, str], contents: Mappi
 
 
 def find_places(weight_map: Mapping[str, str], contents: Mapping[str, Collection[str]]) -> dict[str, str] | None:
-    """Find the file of each key, where an index that `check_keys` has refused misplaces some, and nothing is lost.
+    """Find the file of each key, for an index that `check_keys` has rejected but whose keys all exist.
 
     Args:
-        weight_map, contents: As for `check_keys`.
+        weight_map, contents: The arguments of `check_keys`.
 
     Returns:
-        Name -> file, of all that the files hold; None: a key is in none of them, or in two, which may be of two saves.
+        Name -> file, for all keys of the files; None: a key is in no file, or in two, which may be of two saves.
     """
     found = {name: file for file, names in contents.items() for name in names}
     is_whole = len(found) == sum(map(len, contents.values())) and weight_map.keys() <= found.keys()
@@ -69,7 +69,7 @@ def find_places(weight_map: Mapping[str, str], contents: Mapping[str, Collection
 def check_fingerprints(weights_path: str, index: CheckpointIndex, shards: Mapping[str, SafetensorsShard]) -> None:
     """Check the size and the fingerprint of every file, and the total size.
 
-    Of a file that is read by ranges not the fingerprint: it would take a request for each tensor.
+    The fingerprint of a file that is read by ranges is not checked, as it would take a request for each tensor.
 
     Raises:
         IntegrityError: A file is not the one that was saved.
@@ -83,12 +83,12 @@ def check_fingerprints(weights_path: str, index: CheckpointIndex, shards: Mappin
 
 
 def check_total(weights_path: str, index: CheckpointIndex, actual: int) -> None:
-    """Check that the tensors of all files are together as large as the index says.
+    """Check that the tensors of all files add up to the total size in the index.
 
     Raises:
-        DamagedCheckpointError: They are not.
+        DamagedCheckpointError: They do not.
     """
-    # Other libraries count views and ties in their own ways: their totals are not compared.
+    # Other libraries count views and ties differently, so their totals are not compared.
     if index.files and index.total_size is not None and index.total_size != actual:
         raise DamagedCheckpointError(
             f"Index '{weights_path}' is damaged: its total_size is {index.total_size}, "
@@ -111,12 +111,12 @@ def check_checksums(
     """Check every byte of every file against its checksum, several files at once.
 
     Args:
-        folder: Where they lie.
+        folder: The folder of the files.
         weights_path: Path of the index or single file, for messages.
-        index: With the checksums.
+        index: The index, with the checksums.
         shards: The files, open.
         progress_callback: Called with the number of bytes of each block that was hashed.
-        cancelled: If somebody sets it, the check ends with an InterruptedError.
+        cancelled: Event that ends the check early, with an InterruptedError.
 
     Raises:
         DamagedCheckpointError: There are no checksums.
@@ -135,7 +135,7 @@ def check_checksums(
 
 
 def check_small_files(folder: CheckpointFolder, index: CheckpointIndex) -> None:
-    """Compare config.json and generation_config.json with what was recorded when they were saved.
+    """Compare config.json and generation_config.json with the digests recorded when they were saved.
 
     Raises:
         DamagedCheckpointError: One is missing, or differs.
@@ -146,10 +146,10 @@ def check_small_files(folder: CheckpointFolder, index: CheckpointIndex) -> None:
 
 
 def refuse_unverifiable(weights_path: str, index: CheckpointIndex, shards: Mapping[str, SafetensorsShard]) -> None:
-    """Refuse a checkpoint that has no checksums.
+    """Reject a checkpoint that has no checksums.
 
     Raises:
-        DamagedCheckpointError: A file has none.
+        DamagedCheckpointError: A file has no checksum.
     """
     if not index.is_verifiable:
         lacking = sorted(file for file in shards if file not in index.files or not index.files[file].is_verifiable)
@@ -194,10 +194,10 @@ def check_pickles(pickles: Mapping[str, PickleFile], progress_callback: Progress
 
 
 def check_small_file(folder: CheckpointFolder, name: str, recorded: FileDigest) -> None:
-    """Compare config.json or generation_config.json with what was recorded when it was saved.
+    """Compare config.json or generation_config.json with the digest recorded when it was saved.
 
-    A variant shares these files with the weights beside it, and the last save of either writes them: what any
-    checkpoint in the directory recorded is right for all of them.
+    A variant shares these files with the weights next to it, and the last save of either writes them. So a digest that
+    any checkpoint in the directory recorded is right for all of them.
 
     Raises:
         DamagedCheckpointError: It is missing (`MissingShardError`), or differs (`IntegrityError`).
@@ -216,7 +216,7 @@ def check_small_file(folder: CheckpointFolder, name: str, recorded: FileDigest) 
 
 
 def _recorded_by_others(folder: CheckpointFolder, name: str) -> set[str | None]:
-    """The sha256 values that the checkpoints in a folder recorded for a small file; damaged ones are skipped."""
+    """Collect the sha256 values that a folder's checkpoints recorded for a small file; damaged ones are skipped."""
     found: set[str | None] = set()
     for file in folder.names():
         path = os.path.join(folder.path, file)

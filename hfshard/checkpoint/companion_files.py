@@ -1,4 +1,4 @@
-"""The files that go along with a checkpoint: tokenizer, README, code."""
+"""Companion files, which go along with a checkpoint: tokenizer, README, code."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class CompanionFile:
-    """A file beside the weights of a checkpoint in the directory `root`."""
+    """A file next to the weights of a checkpoint in the directory `root`."""
 
     path: str
     root: str
@@ -48,7 +48,7 @@ class CompanionFile:
 def copy_companion(
     file: ByteSource, target: str, like: os.stat_result | None, progress_callback: ProgressCallback | None
 ) -> None:
-    """Copy a file, wherever it is, into a new file on the disk, durably; mode and group are those of `like`."""
+    """Copy a file from any place into a new file on disk, durably; mode and group are those of `like`."""
     with file.open() as reading, open(target, "xb") as writing:
         while block := reading.read(COPY_BYTES):
             writing.write(block)
@@ -60,9 +60,9 @@ def copy_companion(
 
 
 def find_companion_files(directory: str, but: Collection[str]) -> dict[str, CompanionFile]:
-    """Find the files at the top level of a checkpoint's directory that are not weights.
+    """List the files at the top level of a checkpoint's directory that are not weights.
 
-    Left out are weights and indexes of any library, what a save into a store has named, files over 256 MiB (data sets),
+    Left out are weights and indexes of any library, objects of a save into a store, files over 256 MiB (data sets),
     names that begin with a dot (git's files, secrets), folders, and the config of an adapter, whose weights do not go
     along. A link is followed.
 
@@ -94,26 +94,26 @@ def find_companion_files(directory: str, but: Collection[str]) -> dict[str, Comp
 
 
 def is_companion(name: str, but: Collection[str]) -> bool:
-    """Whether the name of a file directly beside a checkpoint is that of a file which goes along with it."""
+    """Return whether a file of this name, directly next to a checkpoint, is a companion file."""
     if "/" in name or name.startswith(".") or name == ADAPTER_CONFIG_NAME or name in but:
         return False
     return not (name.endswith(WEIGHTS_SUFFIXES) or INDEX_FILE.fullmatch(name))
 
 
 def fits_beside(path: str, size: int) -> bool:
-    """Whether a file is small enough to go along with a checkpoint; if not, a warning says so."""
+    """Return whether a file is small enough to go along with a checkpoint; warn if it is not."""
     if size > MAX_COMPANION_BYTES:
         logger.warning("'%s' has %d bytes, too many for a file beside the weights: it is not copied.", path, size)
     return size <= MAX_COMPANION_BYTES
 
 
 def refuse_conflicts(files: Mapping[str, ByteSource], directory: str, taken: Mapping[str, ByteSource]) -> None:
-    """Refuse to replace a file of a directory by a different one; a README there is kept, and no conflict.
+    """Reject files that would replace a different file of a directory; a README there is kept, and is no conflict.
 
     Args:
-        files: What is to be copied, by name.
-        directory: Where to, for the message.
-        taken: What is there under these names.
+        files: The files to copy, by name.
+        directory: The target, for the message.
+        taken: The existing files of these names.
 
     Raises:
         SaveDirectoryError: A name is taken.
@@ -127,11 +127,11 @@ def refuse_conflicts(files: Mapping[str, ByteSource], directory: str, taken: Map
             )
 
 
-# The files beside a checkpoint that is saved elsewhere: those that go along, and those that are in their way.
+# Companion files of a checkpoint that is saved elsewhere, and the existing files that they would replace.
 
 
 def companions_at(place: str, but: Collection[str]) -> dict[str, ByteSource]:
-    """Find the files directly in a directory or a store that go along with the checkpoint there.
+    """List the files directly in a directory or a store that go along with the checkpoint there.
 
     Args:
         place: A directory, or an address.
@@ -147,7 +147,7 @@ def companions_at(place: str, but: Collection[str]) -> dict[str, ByteSource]:
 
 
 def taken_at(place: str, names: Collection[str]) -> dict[str, ByteSource]:
-    """What has one of these names in a directory or a store already."""
+    """List the existing files of these names in a directory or a store."""
     if not is_address(place):
         paths = {name: os.path.join(place, name) for name in names}
         return {name: _contents_of(path) for name, path in paths.items() if os.path.lexists(path)}
@@ -156,5 +156,5 @@ def taken_at(place: str, names: Collection[str]) -> dict[str, ByteSource]:
 
 
 def _contents_of(path: str) -> ByteSource:
-    """The contents of what is in the way; a folder or a broken link has none."""
+    """Return the contents of an existing file; a folder or a broken link has size -1, which equals nothing."""
     return file_source(path) if os.path.isfile(path) else FileSource(path, size=-1)

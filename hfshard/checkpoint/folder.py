@@ -1,4 +1,4 @@
-"""Where the files of a checkpoint lie: a directory, or a place whose files are read by ranges."""
+"""The folder of a checkpoint's files: a directory, or a place whose files are read by ranges."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ from hfshard.shards.shard_file import SafetensorsFile
 logger = logging.getLogger(__name__)
 
 _HEADERS_AT_ONCE: Final = 16
-"""Files whose headers are asked for at once."""
+"""Number of files whose headers are requested at once."""
 
 FAR_TRIES: Final = 20
-"""Times that a reader starts again when a checkpoint is replaced far away: each costs requests."""
+"""Number of tries of a reader if a remote checkpoint is replaced while it reads; each costs requests."""
 
 _FAR_WAIT_SECONDS: Final = 0.05
 
@@ -65,72 +65,72 @@ _CONFIGS: Final = (CONFIG_NAME, GENERATION_CONFIG_NAME, ADAPTER_CONFIG_NAME)
 
 _MOST_FOLDERS: Final = 32
 _LEVELS_BELOW: Final = 2
-"""Folders of a level, and levels, that are looked into for a message."""
+"""Limits of the folders of a level, and of the levels, that are searched for a message."""
 
 _GENERATE_FOLDER: Final = "custom_generate"
-"""Where transformers looks for a checkpoint's own way to generate."""
+"""Folder in which transformers looks for a checkpoint's own generation code."""
 
 
 class CheckpointFolder(Protocol):
-    """The files in which a checkpoint is looked for, by name."""
+    """Files by name, among which a checkpoint is looked for."""
 
     path: str
-    """For messages; with "/" and a name behind it, that of a file."""
+    """Path for messages; followed by "/" and a name, that of a file."""
     most_tries: int
-    """Times that a reader starts again when the checkpoint is replaced meanwhile."""
+    """Number of tries of a reader if the checkpoint is replaced while it reads."""
     wait_seconds: float
-    """Between two such tries."""
+    """Wait between two tries."""
     memory_bytes: int
-    """What a read of tensors by ranges may take beside them."""
+    """Memory that a read of tensors by ranges may use in addition to the tensors."""
 
     @property
     def is_pinned(self) -> bool:
-        """Whether the files of the checkpoint that was entered are never replaced under their names."""
+        """True if the files of the entered checkpoint are never replaced under their names."""
 
     def enter(self, names: WeightNames) -> None:
-        """Show the files of the newest save of a checkpoint, where each save has objects of its own."""
+        """Show the files of a checkpoint's newest save, if each save has objects of its own."""
 
     def look(self) -> None:
-        """See what is there now."""
+        """List the current files."""
 
     def has_changed(self) -> bool:
-        """Whether what is there is not what the last look found, where files are only known by it."""
+        """Return whether the files differ from the last listing, if files are known only by a listing."""
 
     def names(self) -> list[str]:
-        """Name the files that lie directly in it; none where there is no such place."""
+        """List the names of the files directly in the folder; none if there is no such place."""
 
     def has(self, name: str) -> bool:
-        """Whether something has this name."""
+        """Return whether there is anything of this name."""
 
     def identity(self, name: str) -> Hashable:
-        """What tells a file from one that replaces it; None where there is none."""
+        """Return a value that differs between a file and one that replaces it; None if there is none."""
 
     def size(self, name: str) -> int:
-        """Bytes of a file; 0 where there is none."""
+        """Return the bytes of a file; 0 if there is none."""
 
     def pass_over(self, error: HfshardError) -> None:
-        """Take note of what a checkpoint should not have, though nothing of it is lost by that; or raise it."""
+        """Log a defect that loses no data of the checkpoint, or raise it."""
 
     def read_small(self, name: str, limit: int) -> bytes:
-        """Read a whole text file of at most `limit` bytes.
+        """Read a text file of at most `limit` bytes.
 
         Raises:
             DamagedCheckpointError: It is larger, or contains zero bytes.
-            MissingShardError: There is none.
+            MissingShardError: There is no such file.
         """
 
     def open_shards(self, names: Collection[str]) -> dict[str, SafetensorsShard]:
         """Open safetensors files, and check their headers."""
 
     def open_pickle(self, name: str, key: str | None) -> PickleFile:
-        """Read a file of torch.save; `key` says which weights of it."""
+        """Read a file of torch.save; `key` selects the weights in it."""
 
     def still_holds(self, shards: Mapping[str, SafetensorsShard]) -> bool:
-        """Whether open files are those that were there at the last look."""
+        """Return whether the open files are those of the last listing."""
 
 
 class LocalFolder:
-    """A directory."""
+    """A directory as a folder."""
 
     most_tries = CHANGED_RETRIES
     wait_seconds = CHANGED_WAIT_SECONDS
@@ -145,29 +145,29 @@ class LocalFolder:
         """Show the directory as it is."""
 
     def look(self) -> None:
-        """Each file is looked at when it is asked for."""
+        """Do nothing: each file is inspected on demand."""
 
     def has_changed(self) -> bool:
-        """No: what is open stays what it is."""
+        """Return False: open files stay what they are."""
         return False
 
     def names(self) -> list[str]:
-        """Name what lies directly in it."""
+        """List the names of everything directly in the directory."""
         return sorted(os.listdir(self.path)) if os.path.isdir(self.path) else []
 
     def has(self, name: str) -> bool:
-        """Whether something has this name, be it a broken link."""
+        """Return whether there is anything of this name, broken links included."""
         return os.path.lexists(os.path.join(self.path, name))
 
     def identity(self, name: str) -> Hashable:
-        """Device, inode, size and time of its last change."""
+        """Return device, inode, size and time of the last change; None if there is no such file."""
         try:
             return identity_of(os.stat(os.path.join(self.path, name)))
         except OSError:
             return None
 
     def size(self, name: str) -> int:
-        """Bytes of a file; 0 where there is none."""
+        """Return the bytes of a file; 0 if there is none."""
         path = os.path.join(self.path, name)
         return os.path.getsize(path) if os.path.isfile(path) else 0
 
@@ -176,7 +176,7 @@ class LocalFolder:
         return read_small(os.path.join(self.path, name), self.path, limit)[0]
 
     def pass_over(self, error: HfshardError) -> None:
-        """Raise it."""
+        """Raise the error."""
         raise error
 
     def open_shards(self, names: Collection[str]) -> dict[str, SafetensorsShard]:
@@ -200,19 +200,19 @@ class LocalFolder:
         return PickleFile(os.path.join(self.path, name), self.path, key)
 
     def still_holds(self, shards: Mapping[str, SafetensorsShard]) -> bool:
-        """What is open stays what it is."""
+        """Return True: open files stay what they are."""
         return True
 
 
 class StockFolder(LocalFolder):
-    """A directory whose checkpoint is loaded as transformers loads it: one warning names what is passed over."""
+    """A directory whose checkpoint is loaded as transformers loads it, with a warning for each tolerated defect."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
         self._passed_over: set[tuple[type, Any]] = set()
 
     def pass_over(self, error: HfshardError) -> None:
-        """Log it; of several files in one place outside, the first one."""
+        """Log the error; of several files in one place outside, only the first."""
         found = type(error), error.path if error.actual is None else error.actual
         if found not in self._passed_over:
             self._passed_over.add(found)
@@ -237,23 +237,23 @@ class StockFolder(LocalFolder):
 
 
 def folder_of(place: str | CheckpointFolder) -> CheckpointFolder:
-    """The folder that is a directory, or one that is given."""
+    """Return a folder as it is, or the folder of a directory's path."""
     return LocalFolder(place) if isinstance(place, str) else place
 
 
 class RangedFolder:
-    """A place whose files are read by ranges: what was listed is read, or an error says that it changed."""
+    """A place whose files are read by ranges. A read returns the bytes of the listed file, or raises if it changed."""
 
     most_tries = FAR_TRIES
     wait_seconds = _FAR_WAIT_SECONDS
 
     def __init__(self, files: RangedFiles, path: str, memory_bytes: int = DEFAULT_MEMORY) -> None:
-        """Look at nothing yet.
+        """Set up the folder without listing it.
 
         Args:
-            files: What lists and reads them.
+            files: Lists and reads the files.
             path: The address, for messages.
-            memory_bytes: What a read of tensors may take beside them.
+            memory_bytes: Memory that a read of tensors may use in addition to the tensors.
         """
         self.path = path
         self.memory_bytes = memory_bytes
@@ -261,42 +261,42 @@ class RangedFolder:
         self._was_just_listed = False
         self._listed: Mapping[str, Any] = {}
         self._listed_below: set[str] = set()
-        """Folders that were listed since the last look."""
+        """Folders below that were listed since the folder itself was."""
         self._small: dict[str, tuple[Hashable, bytes]] = {}
         """Small files that were read: name of the object -> identity and bytes."""
 
     @property
     def is_pinned(self) -> bool:
-        """No: a name may get other contents."""
+        """False: a name may get other contents."""
         return False
 
     def enter(self, names: WeightNames) -> None:
         """Show the files as they are."""
 
     def look(self) -> None:
-        """List all files that lie directly in it; not at once after `look_early`."""
+        """List all files directly in the folder; skipped once after `look_early`."""
         if not self._was_just_listed:
             self._list()
         self._was_just_listed = False
 
     def look_early(self) -> None:
-        """List the files for what comes before the checkpoint is opened, and for its opening."""
+        """List the files, for use before and during the opening of the checkpoint."""
         self._list()
         self._was_just_listed = True
 
     def has_changed(self) -> bool:
-        """Whether another listing differs from that of the last look."""
+        """Return whether a new listing differs from the last one."""
         return {name: one for name, one in self._listed.items() if "/" not in name} != self._files.list_objects()
 
     def find(self, name: str) -> bool:
-        """Ask whether there is a file of this name, without a listing."""
+        """Return whether there is a file of this name, without listing."""
         return self._files.find(name) is not None
 
     def code_names(self, folders: Collection[str]) -> list[str]:
-        """Name the Python files that lie directly in it, and in folders; each takes a listing.
+        """List the Python files directly in this folder, and in folders below; each folder takes a listing.
 
         Args:
-            folders: Besides the one with what transformers runs to generate.
+            folders: Folders to list, in addition to the one with generation code.
         """
         for folder in sorted({_GENERATE_FOLDER, *folders}):
             self.look_into(folder)
@@ -304,25 +304,25 @@ class RangedFolder:
         return sorted(name for name in {*self.names(), *nested} if name.endswith(".py"))
 
     def look_into(self, folder: str) -> None:
-        """List a folder below it, too, if it was not listed since the last look."""
+        """List a folder below this one, too, unless it was listed since the last listing of this one."""
         if folder and folder not in self._listed_below:
             self._listed = {**self._listed, **self._files.list_objects(folder)}
             self._listed_below.add(folder)
 
     def was_listed(self, folder: str) -> bool:
-        """Whether a folder below it was listed since the last look; "" is itself."""
+        """Return whether a folder below this one was listed since the last listing; True for "", the folder itself."""
         return not folder or folder in self._listed_below
 
     def names(self) -> list[str]:
-        """Name what the last look found directly in it."""
+        """List the names directly in the folder, as last listed."""
         return sorted(name for name in self._listed if "/" not in name)
 
     def paths(self) -> list[str]:
-        """List all files that the last look found, also those in folders below it."""
+        """List the paths of all listed files, also those in folders below."""
         return list(self._listed)
 
     def folders_with(self, names: Collection[str]) -> list[str]:
-        """Name the folders below it that hold a file of one of these names; where there are none, those in them."""
+        """List the folders below that have a file of one of these names, or a save; if none has, try the next level."""
         above = [""]
         for _ in range(_LEVELS_BELOW):
             listed = in_threads(lambda folder, _: self._files.folders(folder), above, _HEADERS_AT_ONCE)
@@ -336,24 +336,24 @@ class RangedFolder:
         return []
 
     def has(self, name: str) -> bool:
-        """Whether the last look found this name."""
+        """Return whether this name was listed, or is inlined."""
         return self._inlined(name) is not None or self._find(name) is not None
 
     def identity(self, name: str) -> Hashable:
-        """ETag and size, as listed."""
+        """Return ETag and size, as listed; None if there is no such file."""
         entry = self._find(name)
         return None if entry is None else (entry.etag, entry.size)
 
     def path_of(self, name: str) -> str:
-        """Return the address of what has, or had, the contents of a file."""
+        """Return the address at which a file's contents are, or were."""
         return self._path(name)
 
     def listed(self, name: str) -> Any:
-        """What the last look found under this name, as the place describes it; None where there is none."""
+        """Return the listed file of this name, as the place describes it; None if there is none."""
         return self._find(name)
 
     def size(self, name: str) -> int:
-        """Bytes, as listed; 0 where there is none."""
+        """Return the bytes of a file, as listed; 0 if there is none."""
         inlined = self._inlined(name)
         if inlined is not None:
             return len(inlined)
@@ -361,11 +361,11 @@ class RangedFolder:
         return 0 if entry is None else int(entry.size)
 
     def pass_over(self, error: HfshardError) -> None:
-        """Raise it."""
+        """Raise the error."""
         raise error
 
     def read_small(self, name: str, limit: int) -> bytes:
-        """Read a text file as it was listed; once, as long as it is the same."""
+        """Read a text file as it was listed; an unchanged file is read only once."""
         inlined = self._inlined(name)
         raw = self._read_object(self._entry(name), limit) if inlined is None else inlined
         if b"\0" in raw:
@@ -382,7 +382,7 @@ class RangedFolder:
         return dict(zip(names, opened, strict=True))
 
     def open_pickle(self, name: str, key: str | None) -> PickleFile:
-        """Read a file as it was listed, as a whole and into memory, which its tensors then are."""
+        """Read a listed file into memory as a whole; its tensors use that memory."""
         entry = self._entry(name)
         path = self._path(name)
         if not hasattr(os, "memfd_create"):
@@ -395,7 +395,7 @@ class RangedFolder:
         return PickleFile(path, self.path, key, held.open)
 
     def still_holds(self, shards: Mapping[str, SafetensorsShard]) -> bool:
-        """Whether the last look found the files that are open, and no others in their place."""
+        """Return whether the last listing has the open files, and no others in their place."""
         return all(self.identity(name) == shard.identity for name, shard in shards.items())
 
     def _list(self) -> None:
@@ -403,11 +403,11 @@ class RangedFolder:
         self._listed_below = set()
 
     def _inlined(self, name: str) -> bytes | None:
-        """Return the contents of a file that need not be read."""
+        """Return the contents of an inlined file, which need not be read; None for any other."""
         return None
 
     def _find(self, name: str) -> Any:
-        """Return what was listed of a file."""
+        """Return the listed entry of a file; None if there is none."""
         return self._listed.get(name)
 
     def _read_object(self, entry: RangedEntry, limit: int) -> bytes:
@@ -440,11 +440,11 @@ class RangedFolder:
 
 
 class StoreFolder(RangedFolder):
-    """A folder of a store: once entered, it shows the files of its newest save, under their usual names.
+    """A folder of a store. Once entered, it shows the files of its newest save, under their usual names.
 
     Every object of a save has the save's number and id in its name, and the save with the highest index is the
-    checkpoint. Small files are inlined in that index. Plain objects (a tokenizer, what other tools uploaded) are shown
-    next to them; a plain copy of a small file that a user has edited counts in place of the inlined one.
+    checkpoint. Small files are inlined in that index. Plain objects (a tokenizer, uploads of other tools) are shown
+    next to them; a plain copy of a small file that a user has edited replaces the inlined one.
     """
 
     def __init__(self, store: FilesInStore, path: str, memory_bytes: int = DEFAULT_MEMORY) -> None:
@@ -452,23 +452,23 @@ class StoreFolder(RangedFolder):
         self._store = store
         self._names: tuple[WeightNames, ...] = ()
         self._entered: tuple[str, SaveId] | None = None
-        """Usual name of the index that was entered, and its save."""
+        """Usual name of the entered index, and its save."""
         self._parsed: tuple[Hashable, StoredSave | None] = (None, None)
-        """Name and ETag of an index that was read, and what it holds."""
+        """Name and ETag of an index that was read, and its contents."""
 
     @property
     def is_pinned(self) -> bool:
-        """Whether a save of hfshard was entered: its objects keep their contents as long as they exist."""
+        """True if a save of hfshard was entered: its objects keep their contents as long as they exist."""
         return self._entered is not None
 
     @property
     def save_id(self) -> SaveId | None:
-        """The save that is shown; None where the objects are shown as they are."""
+        """The save that is shown; None if the objects are shown as they are."""
         return None if self._entered is None else self._entered[1]
 
     @property
     def save(self) -> StoredSave | None:
-        """The contents of the index of the save that is shown.
+        """Index contents of the save that is shown; None if the objects are shown as they are.
 
         Raises:
             DamagedCheckpointError, UnsafePathError: It is damaged.
@@ -486,12 +486,12 @@ class StoreFolder(RangedFolder):
         return save
 
     def enter(self, names: WeightNames) -> None:
-        """Show the newest save of a checkpoint, of the last look and of later ones."""
+        """Show a checkpoint's newest save, in the last listing and in later ones."""
         self._names = (names,)
         self._choose()
 
     def show(self, listed: Mapping[str, Any], names: WeightNames) -> None:
-        """Show the newest save of a checkpoint among objects that were listed."""
+        """Show a checkpoint's newest save among listed objects."""
         self._listed = listed
         self.enter(names)
 
@@ -500,20 +500,20 @@ class StoreFolder(RangedFolder):
         self._names, self._entered = (), None
 
     def as_listed(self) -> StoreFolder:
-        """Return a folder that shows the objects of the last look as they are."""
+        """Return a folder that shows the listed objects as they are."""
         other = StoreFolder(self._store, self.path, self.memory_bytes)
         other._listed, other._small = self._listed, self._small
         return other
 
     def neighbors(self) -> list[str]:
-        """Name the folders next to it, for a message; none where the store does not let them be listed."""
+        """List the folders next to this one, for a message; none if the store does not allow the listing."""
         try:
             return self._store.neighbors()
         except StoreError:
             return []
 
     def note(self, found: RangedEntry, raw: bytes) -> None:
-        """Note the contents of a listed object, which need not be read then."""
+        """Record the contents of a listed object, so that it need not be read."""
         self._small[found.name] = (found.etag, found.size), raw
 
     def look(self) -> None:
@@ -527,7 +527,7 @@ class StoreFolder(RangedFolder):
         self._choose()
 
     def names(self) -> list[str]:
-        """Name the files that are shown."""
+        """List the names of the files that are shown."""
         save = self.save
         if save is None:
             return super().names()
@@ -537,7 +537,7 @@ class StoreFolder(RangedFolder):
         return sorted(plain | save.small_files.keys() | {name for name in save.objects if self._find(name) is not None})
 
     def describe_plain_weights(self) -> str | None:
-        """Say that another tool has uploaded weights next to the save that counts; None where none has."""
+        """Describe weights that another tool has uploaded next to the save that counts; None if there are none."""
         plain = [name for name in super().names() if split_object_name(name) is None]
         if self._entered is None or not any(name.endswith(SAFETENSORS_SUFFIX) for name in plain):
             return None
@@ -553,19 +553,19 @@ class StoreFolder(RangedFolder):
         return None
 
     def identity(self, name: str) -> Hashable:
-        """ETag and size, as listed; of the index that was entered, those of its object."""
+        """Return ETag and size, as listed; for the entered index, name, ETag and size of its object."""
         if self._entered is not None and name == self._entered[0]:
             entry = self._listed[self._entered[1].object_name(name)]
             return entry.name, entry.etag, entry.size
         return super().identity(name)
 
     def path_of(self, name: str) -> str:
-        """Return the address of the object that has, or had, the contents of a file."""
+        """Return the address of the object that has, or had, a file's contents."""
         save = self.save
         return self._path(name if save is None or name not in save.objects else save.save_id.object_name(name))
 
     def stale_copies(self) -> list[str]:
-        """Name the plain copies of small files that are those of another save; other tools read them."""
+        """List the plain copies of another save's small files; other tools read them."""
         save = self.save
         if save is None:
             return []
@@ -576,7 +576,7 @@ class StoreFolder(RangedFolder):
         return stale + [name for name in indexes if self._copied_save(name) not in (None, save.save_id)]
 
     def plain_contents(self, name: str) -> bytes | None:
-        """Return the contents of a plain object that may be a copy of a small file; None where there is none."""
+        """Return the contents of a plain object that may be a copy of a small file; None if there is none."""
         entry = self._listed.get(name)
         if entry is None:
             return None
@@ -588,7 +588,7 @@ class StoreFolder(RangedFolder):
         return self._read_object(entry, MAX_CONFIG_BYTES)
 
     def content(self, name: str) -> bytes | Any:
-        """Return the contents of a file that is inlined, or the object that has them.
+        """Return the contents of an inlined file, or the object of any other file.
 
         Raises:
             MissingShardError: There is no such file.
@@ -597,13 +597,13 @@ class StoreFolder(RangedFolder):
         return self._entry(name) if inlined is None else inlined
 
     def entry_object(self, name: str) -> Any:
-        """Return the listed object that is, or has, a file by which the folder is entered; None where there is none."""
+        """Return the listed object of a file by which the folder is entered; None if there is none."""
         if self._entered is not None and name == self._entered[0]:
             return self._listed[self._entered[1].object_name(name)]
         return self._listed.get(name)
 
     def listed_objects(self) -> Mapping[str, Any]:
-        """Return what the last look found, by the names of the objects."""
+        """Return the listed objects by their names."""
         return self._listed
 
     def _choose(self) -> None:
@@ -616,7 +616,7 @@ class StoreFolder(RangedFolder):
             self._entered = highest if save_id is None else (MANIFEST_NAME, save_id)
 
     def _is_whole(self, save_id: SaveId) -> bool:
-        """Whether all objects were listed that a manifest names; one that can't be read is not passed over."""
+        """Return whether all objects that a manifest names were listed; True for an unreadable one, so it is kept."""
         self._entered = (MANIFEST_NAME, save_id)
         try:
             save = self.save
@@ -627,9 +627,9 @@ class StoreFolder(RangedFolder):
         return save is None or all(save_id.object_name(name) in self._listed for name in save.objects)
 
     def _copied_save(self, name: str) -> SaveId | None:
-        """Return the save that a plain index is a copy of; None where another tool has uploaded it, or other weights.
+        """Return the save that a plain index is a copy of; None if another tool uploaded it, or it is not an index.
 
-        An index that can't be read leads nobody to weights: it counts as a copy of the save that is shown.
+        An index that can't be read leads no reader to weights, so it counts as a copy of the save that is shown.
         """
         if not name.endswith(".json"):
             return None
@@ -640,11 +640,11 @@ class StoreFolder(RangedFolder):
             return self.save_id
 
     def _is_hidden(self, name: str) -> bool:
-        """Whether a plain object has the name of weights of the checkpoint, which the save that is shown replaces."""
+        """Return whether a plain object has the name of weights that the save shown here replaces."""
         return any(name in (one.index, one.single) or one.is_shard(name) for one in self._names)
 
     def _is_dropped(self, name: str) -> bool:
-        """Whether a plain object is of an earlier save, and is no file of the save that is shown."""
+        """Return whether a plain object is of an earlier save, and is not a file of the save that is shown."""
         save = self.save
         if save is None or name not in self._listed or name not in (*_CONFIGS, *save.replaced):
             return False
@@ -654,7 +654,7 @@ class StoreFolder(RangedFolder):
         return mark_of(plain) is not None or sha256_of(plain) == save.replaced.get(name)
 
     def _editable(self) -> list[str]:
-        """Name the inlined files whose plain copies users may edit: none in a run, whose manifest has their digests."""
+        """List the inlined files whose plain copies users may edit; none in a run, whose manifest has their digests."""
         save = self.save
         if save is None or self._entered is None or self._entered[0] == MANIFEST_NAME:
             return []
@@ -679,5 +679,5 @@ class StoreFolder(RangedFolder):
 
 
 def _has_entry(names: Collection[str]) -> bool:
-    """Whether one of the objects is the index of a save."""
+    """Return whether one of the objects is the index of a save."""
     return any(map(is_save_index, names))

@@ -1,4 +1,4 @@
-"""A checkpoint loaded into a module: its names matched to the module's, its tensors assigned."""
+"""Load a checkpoint into a module: match its names to the module's, and assign its tensors."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from hfshard.tensors.state_dict import assign, collect_state_dict, refuse_offloa
 from hfshard.tensors.tied import find_expanded_names, find_merged_names, find_shared_tensors, names_to_compare
 
 ValuesOf = Callable[[Mapping[str, torch.Tensor]], dict[str, torch.Tensor]]
-"""Reads tensors that are described on the meta device, by any names."""
+"""Function that reads tensors described on the meta device, by any names."""
 
 Fill = Callable[[nn.Module, Mapping[str, torch.Tensor]], None]
-"""Gives a module the tensors that a checkpoint has for it, by the names that `collect_state_dict` gives."""
+"""Function that assigns a checkpoint's tensors to a module, by the names that `collect_state_dict` gives."""
 
 
 def match_to_model(
@@ -35,10 +35,10 @@ def match_to_model(
     Args:
         tensors: Under the names that they were saved with.
         model_state: The model's tensors, under the names that `collect_state_dict` gives.
-        path: The checkpoint's, for messages.
-        model_name: What messages call the model.
-        values_of: Reads the tensors whose values have to be compared, where `tensors` has only descriptions on the
-            meta device.
+        path: The checkpoint's path, for messages.
+        model_name: Name of the model in messages.
+        values_of: Reads the tensors whose values must be compared, if `tensors` has only descriptions on the meta
+            device.
 
     Raises:
         StateDictMismatchError: Two different tensors are one in the model, so that one of them would be lost.
@@ -57,7 +57,7 @@ def match_to_model(
 def _in_need_of_values(
     tensors: Mapping[str, torch.Tensor], model_state: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """The tensors that are one in the model, at least in part, and two in the checkpoint."""
+    """Select the tensors that are one in the model, at least in part, but two in the checkpoint."""
     names = names_to_compare(tensors, model_state)
     return {name: tensors[name] for name in names if tensors[name].shape == model_state[name].shape}
 
@@ -75,13 +75,13 @@ def load_into_module(
     Args:
         model: Changed; wrappers around it are looked through.
         checkpoint: Open.
-        options: How; `strict=False` passes over missing and unexpected names.
-        stored: Its tensors, tied names included; None: they are read as the options say.
-        fill: Assigns what fits, once everything is checked.
-        values_of: As for `match_to_model`.
+        options: Options of the load; `strict=False` ignores missing and unexpected names.
+        stored: The checkpoint's tensors, tied names included; None: they are read according to the options.
+        fill: Assigns the matching tensors, once everything is checked.
+        values_of: Passed to `match_to_model`.
 
     Returns:
-        What differs, in the form of transformers' `output_loading_info`.
+        The differences, in the form of transformers' `output_loading_info`.
 
     Raises:
         StateDictMismatchError: Names or shapes do not fit; nothing was assigned.
@@ -107,15 +107,15 @@ def load_into_module(
 
 
 def refuse_expanded(model: nn.Module, tensors: Mapping[str, torch.Tensor], path: str) -> None:
-    """Refuse to load into tensors that torch can't assign to, before the first one is assigned.
+    """Reject a load into tensors that torch can't assign to, before the first one is assigned.
 
     Args:
         model: Unwrapped.
         tensors: By the model's names.
-        path: The checkpoint's, for messages.
+        path: The checkpoint's path, for messages.
 
     Raises:
-        StateDictMismatchError: The checkpoint has a name of the model's whose tensor is expanded.
+        StateDictMismatchError: The checkpoint has a tensor for an expanded tensor of the model.
     """
     expanded = [name for name in find_expanded_names(model) if name in tensors]
     if expanded:
@@ -145,7 +145,7 @@ def _refuse_merging(
 def _with_tied_names(
     tensors: dict[str, torch.Tensor], model_state: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Add the names that the model ties to one that the checkpoint has: they are not missing."""
+    """Add the names that the model ties to a name of the checkpoint, so that they are not missing."""
     tied = {}
     for tied_name, kept in find_shared_tensors(model_state).items():
         if tied_name not in tensors and kept in tensors:

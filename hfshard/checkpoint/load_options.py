@@ -1,4 +1,4 @@
-"""How a checkpoint is loaded, checked once; and which of its tensors are read, by which names."""
+"""Options of a load, checked once, and the selection of the tensors to read by name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hfshard.tensors.parameter_names import KeySelection, select_keys
 
 
 class SignedFiles(Protocol):
-    """The files of a directory, and a signature over them that was checked."""
+    """Files of a checkpoint, and a verified signature over them."""
 
     def check_all(self, progress: bool | None = None) -> None:
         """Compare every file."""
@@ -28,21 +28,21 @@ class SignedFiles(Protocol):
         """Compare the files of weights that are open."""
 
     def confirm(self) -> None:
-        """Look once more at the files that were compared by their names."""
+        """Check once more the files that were compared by their names."""
 
 
 class FilesBeside(Protocol):
-    """The small files of a checkpoint in a store that a load reads beside its weights."""
+    """The small files of a checkpoint in a store that a load reads along with its weights."""
 
     def read_all(self) -> dict[str, bytes]:
-        """Read them as they were at the folder's last look: name -> contents."""
+        """Read the files as the folder last listed them: name -> contents."""
 
 
 class SignatureDemand(Protocol):
-    """What a load asks for that must be signed (`hfshard.signing`)."""
+    """The signature that a load requires (`hfshard.signing`)."""
 
     def find(self, directory: str, subfolder: str = "", *, has_code: bool = False) -> SignedFiles:
-        """Check the signature, and all files that a load reads beside the weights."""
+        """Check the signature, and all files that a load reads along with the weights."""
 
     def find_in_store(self, folder: StoreFolder, beside: FilesBeside, *, has_code: bool = False) -> SignedFiles:
         """Do the same in a store."""
@@ -50,38 +50,38 @@ class SignatureDemand(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """How a checkpoint is loaded.
+    """Options for loading a checkpoint.
 
     Raises:
-        InvalidArgumentError: A value is not one of those that are allowed, or two contradict each other.
+        InvalidArgumentError: A value is not allowed, or two values contradict each other.
     """
 
     is_lenient: bool = False
-    """For a class of transformers: what transformers takes, and no file is damaged, is not refused but left to it."""
+    """For a class of transformers: accept what transformers accepts, unless a file is damaged."""
     strict: bool | None = None
-    """Whether missing and unexpected names are refused; None: as the function that loads does by default."""
+    """Reject missing and unexpected names; None: the default of the function that loads."""
     verify: Verify = "structure"
-    """What is checked before any tensor is returned."""
+    """Level of the checks before any tensor is returned."""
     read: ReadMode = "auto"
-    """How the bytes come into memory; "pread" where `disable_mmap` asks for it."""
+    """Method of reading bytes into memory; "pread" if `disable_mmap` asks for it."""
     disable_mmap: bool | None = None
-    """As in transformers."""
+    """The argument of the same name in transformers."""
     progress: bool | None = None
     """A bar on stderr; None: on a terminal."""
     key: str | None = None
-    """Of a file of torch.save: the key under which it has the weights; None: there must be only one candidate."""
+    """Key of the weights in a file of torch.save; None: there must be only one candidate."""
     signature: SignatureDemand | None = None
-    """By whom every file must be signed that is read; None: nobody need sign. Then every byte of the weights is hashed,
-    and `verify` need not ask for it."""
+    """Signature that must cover every file that is read; None: no signature is needed. If set, every byte of the
+    weights is hashed, whatever `verify` asks for."""
     parallelize: Callable[[Any], Any] | None = None
-    """Spreads a model of transformers over ranks, before it has data; each rank then reads its parts."""
+    """Function that spreads a transformers model over ranks before it has data; each rank then reads its parts."""
 
     def __post_init__(self) -> None:
         """Check every value."""
         check_verify_level(self.verify)
         check_texts(key=self.key)
         if self.signature is not None:
-            object.__setattr__(self, "is_lenient", False)  # nothing is left to who does not check it
+            object.__setattr__(self, "is_lenient", False)  # transformers would not check the signature
         object.__setattr__(self, "read", check_read_mode(self.read, disable_mmap=self.disable_mmap))
 
 
@@ -89,7 +89,7 @@ def checked_device(device: Any) -> torch.device:
     """Parse a device, and try it.
 
     Raises:
-        InvalidArgumentError: It is none, or this machine or this torch does not have it.
+        InvalidArgumentError: It is not a device, or this machine or this torch does not have it.
     """
     try:
         if not isinstance(device, str | int | torch.device):
@@ -104,20 +104,20 @@ def checked_device(device: Any) -> torch.device:
     return parsed
 
 
-# Which tensors of a checkpoint are read, and by which names.
+# Selection of a checkpoint's tensors by name.
 
 
 def files_holding(index: CheckpointIndex, keys: KeySelection) -> set[str]:
-    """Find the files that hold the tensors of these names, tied names included.
+    """Find the files that contain the tensors of these names, tied names included.
 
     Raises:
-        StateDictMismatchError: A name or glob that matches nothing.
+        StateDictMismatchError: A name or glob matches nothing.
     """
     return {index.weight_map[name] for name in stored_names(index, keys)}
 
 
 def stored_names(index: CheckpointIndex, keys: KeySelection | None) -> set[str]:
-    """Find the stored names of these tensors: their own, or those that they are tied to."""
+    """Find the stored names of these tensors: their own, or the names that they are tied to."""
     selected = select_keys([*index.weight_map, *index.tied_names], keys)
     return {index.tied_names.get(name, name) for name in selected}
 
@@ -129,9 +129,9 @@ def read_tensors(
 
     Args:
         checkpoint: Open.
-        keys: Which; None: all.
-        device: Where they go.
-        read: How the bytes come into memory.
+        keys: Names of the tensors; None: all.
+        device: Target device.
+        read: Method of reading bytes into memory.
     """
     tied_names = checkpoint.index.tied_names
     selected = select_keys([*checkpoint.keys, *tied_names], keys)

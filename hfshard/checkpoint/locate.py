@@ -1,4 +1,4 @@
-"""Find the file by which a checkpoint is entered, as transformers does, and notice when it is replaced."""
+"""Find the entry of a checkpoint, as transformers does, and notice when it is replaced."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ from hfshard.format.parts_of_ranks import describe_parts, describe_parts_in
 from hfshard.format.strict_json import PassOver, parse_json_object
 
 _SHOWN: Final = 5
-"""Names of files in a message."""
+"""Maximum number of file names in a message."""
 
 ADAPTER_WEIGHTS: Final = (f"adapter_model{SAFETENSORS_SUFFIX}", f"adapter_model{BIN_SUFFIX}")
-"""How PEFT calls the weights of an adapter; the first one that is there is read."""
+"""PEFT's file names for the weights of an adapter; the first existing one is read."""
 
 WeightsKind = Literal["single", "index", "bin", "bin_index"]
 
 _PICKLE_SUFFIXES: Final = (BIN_SUFFIX, ".pt", ".pth", ".ckpt", ".tar")
-"""How files of torch.save are called; ".pth.tar" by many programs, though they are no tars."""
+"""Suffixes of torch.save files; many programs write ".pth.tar", although the files are not tars."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightsEntry:
-    """The file by which a reader enters a checkpoint: its only file of weights, or its index."""
+    """The file by which a reader enters a checkpoint: its single file of weights, or its index."""
 
     kind: WeightsKind
     name: str
 
     @property
     def is_index(self) -> bool:
-        """Whether it is an index, of whatever kind of weights."""
+        """True for an index, of any kind of weights."""
         return self.kind in ("index", "bin_index")
 
 
@@ -56,7 +56,7 @@ def locate_checkpoint(
     """Find the file by which transformers enters a checkpoint.
 
     Raises:
-        CheckpointNotFoundError: There is none.
+        CheckpointNotFoundError: There is no such file.
         DamagedCheckpointError, UnsafePathError: config.json is not JSON, or names weights outside the directory.
     """
     folder = folder_of(place)
@@ -67,9 +67,9 @@ def locate_checkpoint(
 def candidate_weights(
     names: WeightNames, use_safetensors: bool | None, weights_override: str | None = None
 ) -> list[WeightsEntry]:
-    """List the files by which a checkpoint may be entered, in the order in which transformers looks for them.
+    """List the possible entries of a checkpoint, in the order in which transformers looks for them.
 
-    Of a variant, huggingface_hub's index comes after transformers' own, which does not know it.
+    For a variant, huggingface_hub's index, which transformers does not know, comes after transformers' own.
 
     Args:
         names: The checkpoint's file names.
@@ -89,12 +89,12 @@ def candidate_weights(
 
 
 def is_weights_name(name: str) -> bool:
-    """Whether a file of this name can be a checkpoint, or the index of one."""
+    """Return whether a file of this name can be a checkpoint, or the index of one."""
     return name.endswith((SAFETENSORS_SUFFIX, *_PICKLE_SUFFIXES)) or INDEX_FILE.fullmatch(name) is not None
 
 
 def entry_of(name: str) -> WeightsEntry:
-    """Describe the file that was named, by its suffix."""
+    """Build the entry for a file name, judging its kind by the suffix."""
     if name.endswith(".json"):
         return WeightsEntry("bin_index" if f"{BIN_SUFFIX}.index" in name else "index", name)
     return WeightsEntry("bin" if name.endswith(_PICKLE_SUFFIXES) else "single", name)
@@ -104,7 +104,7 @@ def split_weights_path(path: str) -> tuple[str, str | None]:
     """Split the path of a file of weights, or of an index, into its directory and its name.
 
     Args:
-        path: That of a directory is returned as it is, with None.
+        path: The path; that of a directory, or a missing one, is returned unchanged, with None.
 
     Raises:
         InvalidArgumentError: It is a file of another kind.
@@ -124,29 +124,29 @@ def split_weights_path(path: str) -> tuple[str, str | None]:
 def find_weights(
     folder: CheckpointFolder, names: WeightNames, use_safetensors: bool | None, weights_override: str | None
 ) -> WeightsEntry:
-    """Find the file like `locate_checkpoint`, but with the config read already: it names `weights_override`."""
+    """Find the entry like `locate_checkpoint`, given the `weights_override` that the config names."""
     candidates = candidate_weights(names, use_safetensors, weights_override)
     for candidate in candidates:
-        # What the config names is not looked for: opening it says that it is missing.
+        # The existence of the file that the config names is not checked: opening it reports that it is missing.
         if weights_override is not None or folder.has(candidate.name):
             return candidate
     raise _not_found(folder, names, [candidate.name for candidate in candidates])
 
 
 def directory_not_found(directory: str) -> CheckpointNotFoundError:
-    """The error for a path where there is no directory."""
+    """Return the error for a path where there is no directory."""
     return CheckpointNotFoundError(f"There is no directory '{directory}'. Check the path.", path=directory)
 
 
 def adapter_weights(directory: str) -> str | None:
-    """The file of weights of an adapter of PEFT in a directory; None where there is none."""
+    """Find the weights file of a PEFT adapter in a directory; None if there is none."""
     if not os.path.isfile(os.path.join(directory, ADAPTER_CONFIG_NAME)):
         return None
     return next((name for name in ADAPTER_WEIGHTS if os.path.isfile(os.path.join(directory, name))), None)
 
 
 def adapter_alone(folder: CheckpointFolder, names: WeightNames) -> str | None:
-    """The file of weights of an adapter in a folder that has no model; None where it has one, or no adapter either."""
+    """Find the weights file of an adapter in a folder without a model; None if there is a model, or no adapter."""
     if names.variant is not None or any(folder.has(one.name) for one in candidate_weights(names, None)):
         return None
     return next(filter(folder.has, ADAPTER_WEIGHTS), None)
@@ -185,7 +185,7 @@ def _not_found(folder: CheckpointFolder, names: WeightNames, looked_for: list[st
 
 
 def _folders_with(directory: str, names: Collection[str]) -> list[str]:
-    """The folders in a directory that have one of these files, as a run has; the last one by name first."""
+    """List the folders in a directory that have one of these files, as in a run; the last one by name first."""
     folders = [one.name for one in os.scandir(directory) if one.is_dir() and not one.name.startswith(".")]
     paths = {one: [os.path.join(directory, one, name) for name in names] for one in sorted(folders, reverse=True)}
     return [one for one, files in paths.items() if any(map(os.path.isfile, files))]
@@ -202,27 +202,27 @@ def _describe_parts(folder: CheckpointFolder) -> str | None:
 
 
 def weights_bytes(place: str | CheckpointFolder, suffixes: tuple[str, ...] = (SAFETENSORS_SUFFIX, BIN_SUFFIX)) -> int:
-    """The size of all files of weights in a directory or folder, in bytes; 0 where there is none."""
+    """Return the total size of the weights files in a directory or folder, in bytes; 0 if there are none."""
     folder = folder_of(place)
     return sum(folder.size(name) for name in folder.names() if name.endswith(suffixes))
 
 
 def read_config(directory: str) -> bytes | None:
-    """The bytes of config.json in a directory, or None where there is none."""
+    """Read the bytes of config.json in a directory; None if there is none."""
     return config_in(LocalFolder(directory))
 
 
 def config_in(folder: CheckpointFolder) -> bytes | None:
-    """The bytes of config.json, or None where there is none."""
+    """Read the bytes of a folder's config.json; None if there is none."""
     return folder.read_small(CONFIG_NAME, MAX_CONFIG_BYTES) if folder.has(CONFIG_NAME) else None
 
 
 def check_generation_config(directory: str, pass_over: PassOver | None = None) -> None:
-    """Refuse a generation_config.json that transformers would hang on, follow outside, or silently ignore.
+    """Reject a generation_config.json that transformers would hang on, follow outside, or silently ignore.
 
     Args:
-        directory: Where it may be.
-        pass_over: As for `parse_json_object`.
+        directory: The directory that may contain it.
+        pass_over: Passed to `parse_json_object`.
 
     Raises:
         DamagedCheckpointError, UnsafePathError: It is not a JSON object, or not a file of the checkpoint.
@@ -237,7 +237,7 @@ def check_generation_config(directory: str, pass_over: PassOver | None = None) -
 def checked_weights_override(
     config: bytes | None, directory: str, names: WeightNames, pass_over: PassOver | None = None
 ) -> str | None:
-    """The weights file that config.json tells every reader to load, if there is one; `parse_json_object` parses it."""
+    """Find the weights file that config.json names for all readers, if any; `parse_json_object` parses the config."""
     if config is None or names.base != MODEL_BASE:
         return None
     path = os.path.join(directory, CONFIG_NAME)
@@ -257,12 +257,12 @@ def checked_weights_override(
         )
     check_file_name(value, index_path=path, suffix=".json" if value.endswith(".json") else SAFETENSORS_SUFFIX)
     if names.variant is not None and "-hfshard-" in value and not names.is_transient(value):
-        return None  # an unfinished commit of the weights beside this variant
+        return None  # an unfinished commit of the weights next to this variant
     return value
 
 
 def state_token(folder: CheckpointFolder, names: WeightNames, weights_override: str | None) -> tuple[Hashable, ...]:
-    """The identities of all files by which a replaced checkpoint is noticed."""
+    """Collect the identities of all files by which a replaced checkpoint is noticed."""
     files = [CONFIG_NAME, names.single, names.index, names.hub_index, names.bin_single, names.bin_index]
     if weights_override:
         files.append(weights_override)

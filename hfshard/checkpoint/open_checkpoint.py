@@ -1,4 +1,4 @@
-"""A checkpoint opened for reading: checked as a whole, all of one save, its tensors read or passed on as bytes."""
+"""Open a checkpoint for reading: check that all files belong to one save, and read its tensors or their bytes."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ from hfshard.tensors.stored_tensor import (
     tensor_nbytes,
 )
 
-# The open files of a checkpoint: what reads its tensors, and notices that it was replaced.
+# Open files of a checkpoint, for reading its tensors and noticing that it was replaced.
 
 
 @dataclass
@@ -75,12 +75,12 @@ class OpenCheckpoint:
     """A checkpoint whose files are open and checked.
 
     Attributes:
-        folder: Where its files lie.
+        folder: The folder of its files.
         weights: The file by which it was entered.
-        index: Which file holds which tensor; for a single file, what the file says about itself.
-        shards: File -> open safetensors file; all of this machine, or all read by ranges.
+        index: The index; for a single file, one built from the file's own header.
+        shards: File -> open safetensors file; all on this machine, or all read by ranges.
         pickles: File -> tensors of a pickled file.
-        raw_index: The bytes of the index, where whoever opened it asked to keep them.
+        raw_index: The bytes of the index, if `keeps_index` was passed.
     """
 
     folder: CheckpointFolder
@@ -95,20 +95,20 @@ class OpenCheckpoint:
     state_token: tuple[Hashable, ...] = ()
     """The identities of the files by which a replaced checkpoint is noticed."""
     check: Future[None] | None = None
-    """The check of every byte that is under way in another thread, if one is."""
+    """Running check of every byte in another thread, if any."""
     level: Verify = "none"
-    """What is compared while tensors are read by ranges."""
+    """Level of the checks while tensors are read by ranges."""
     progress: bool | None = False
     """A bar while tensors are read by ranges."""
 
     @property
     def directory(self) -> str:
-        """Where it is: the path of a directory, or an address."""
+        """The path of its directory, or its address."""
         return self.folder.path
 
     @property
     def is_ranged(self) -> bool:
-        """Whether its files are read by ranges, so that reading is a matter of requests, and can fail at any time."""
+        """True if its files are read by ranges, so that each read sends requests, and can fail at any time."""
         return any(isinstance(shard, RangedShard) for shard in self.shards.values())
 
     @property
@@ -125,12 +125,12 @@ class OpenCheckpoint:
     def read(
         self, names: Collection[str], read: ReadMode = "auto", device: str | torch.device = "cpu"
     ) -> dict[str, torch.Tensor]:
-        """Read stored tensors, in the order of the names (see `tensor_reader.read_from`).
+        """Read stored tensors, in the order of the names (see `read_tensors.read_from`).
 
-        Where they are not mapped, this waits for a check that is under way: no byte is read from the disk twice.
+        Unless they are mapped, this waits for a running check, so that no byte is read from disk twice.
 
         Raises:
-            IntegrityError: That check found a file damaged.
+            IntegrityError: That check found a damaged file.
         """
         device, wanted = torch.device(device), set(names)
         if self.is_ranged:
@@ -168,17 +168,17 @@ class OpenCheckpoint:
         return {name: tensors[name] for name in names}
 
     def pickled_tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors of all pickles, mapped: to tell which of them share memory."""
+        """Return the tensors of all pickles, mapped, for finding those that share memory."""
         return {name: tensor for pickled in self.pickles.values() for name, tensor in pickled.tensors.items()}
 
     def is_unchanged(self) -> bool:
-        """Whether the folder still holds this checkpoint."""
+        """Return whether the folder still has this checkpoint."""
         self.folder.look()
         now = state_token(self.folder, self.names, self.weights_override)
         return self.state_token == now and self.folder.still_holds(self.shards)
 
     def is_of_one_save(self) -> bool:
-        """Whether the small files that were read since it was opened belong to it: no save has come between."""
+        """Return whether the small files read since the opening belong to it, as no save has replaced it."""
         return self.folder.is_pinned or self.is_unchanged()
 
     def close(self) -> None:
@@ -190,10 +190,10 @@ class OpenCheckpoint:
 
 
 FilesOf = Callable[[CheckpointIndex], Collection[str]]
-"""Chooses the files that are needed, of those that an index names."""
+"""Function that chooses the needed files among those that an index names."""
 
 WhenOpen = Callable[[OpenCheckpoint], None]
-"""Reads what else belongs to a checkpoint; a CheckpointChangedError of it has all of it opened again."""
+"""Function that reads other files of a checkpoint; if it raises CheckpointChangedError, everything is opened again."""
 
 _FULL: Final = ("full", "sha256")
 
@@ -215,30 +215,30 @@ def open_checkpoint(
     keeps_index: bool = False,
     opens_adapter: bool = False,
 ) -> Iterator[OpenCheckpoint]:
-    """Open a checkpoint: its structure is checked, and with verify="full" every byte.
+    """Open a checkpoint, and check its structure; with verify="full", check every byte.
 
     If a save replaces it meanwhile, it is opened again, until all its files belong to one save.
 
     Args:
-        directory: Where it is: the path of a directory, or a folder.
-        variant: Which variant; see `from_pretrained`.
-        use_safetensors: None: safetensors before pickles; True: only them; False: only pickles.
-        verify: "none": only what reading needs; "structure": sizes, fingerprints and the total too; "full" (or
-            "sha256"): the checksums of all files too.
-        progress_callback: Called from any thread with numbers of bytes that were checked.
-        files_of: Chooses which files of an index to open and check; the others may be missing.
+        directory: The path of a directory, or a folder.
+        variant: Name of the variant; see `from_pretrained`.
+        use_safetensors: None: safetensors before pickles; True: only safetensors; False: only pickles.
+        verify: "none": only what reading needs; "structure": also sizes, fingerprints and the total; "full" (or
+            "sha256"): also the checksums of all files.
+        progress_callback: Called from any thread with the number of bytes that were checked.
+        files_of: Chooses the files of an index to open and check; the others may be missing.
         base: The beginning of the names of its files.
-        weights_name: The index or single file to open, whatever else lies there. None: the one that transformers finds.
-        check_beside: Compare the checksums while the block runs, not before it: what is damaged is raised at its end,
-            also in place of an error of its own. For a block that keeps nothing of what it read if that happens.
-        key: Of a single pickle: the key of the weights in it, as for `choose_weights`.
-        when_open: Called with what was opened, before it is sure that all of it is of one save; again where it is not.
+        weights_name: The index or single file to open, regardless of other files. None: the one transformers finds.
+        check_beside: Compare the checksums while the block runs, not before it. Damage is raised at the end of the
+            block, also in place of an error of its own. For a block that discards everything it read in that case.
+        key: Key of the weights in a single pickle, as for `choose_weights`.
+        when_open: Called with the open checkpoint before all of it is known to be of one save; again if it is not.
         keeps_index: Keep the bytes of the index, for `raw_index`.
-        opens_adapter: Open the weights of an adapter where there is no model.
+        opens_adapter: Open the weights of an adapter if there is no model.
 
     Raises:
         CheckpointNotFoundError: There are no weights.
-        InvalidArgumentError: `key` does not say which weights of a pickle; or it is no single pickle.
+        InvalidArgumentError: `key` does not identify the weights of a pickle; or there is no single pickle for a `key`.
         CheckpointChangedError: It kept changing.
         DamagedCheckpointError, UnsafePathError, UnsafePickleError: Something is wrong with a file.
     """
@@ -284,7 +284,7 @@ def _check_contents(
 
 @contextmanager
 def _checked_beside(checkpoint: OpenCheckpoint, progress_callback: ProgressCallback | None) -> Iterator[None]:
-    """Compare every byte in another thread while the block runs; what is found is raised at its end."""
+    """Compare every byte in another thread while the block runs, and raise damage at its end."""
     cancelled = threading.Event()
     checking = start_thread(partial(_check_contents, checkpoint, progress_callback, cancelled), "hfshard-check")
     if checking is None:
@@ -296,7 +296,7 @@ def _checked_beside(checkpoint: OpenCheckpoint, progress_callback: ProgressCallb
         try:
             yield
         except Exception:
-            result_of(checking)  # damage is the cause of what it brings about
+            result_of(checking)  # damage may be the cause of the block's error
             raise
         result_of(checking)
     finally:
@@ -345,7 +345,7 @@ def _open_until_whole(
 
 
 def _token(folder: CheckpointFolder, names: WeightNames, weights_override: str | None) -> tuple[Hashable, ...]:
-    """Return what `state_token` does; of the index of a save that can't be read, what is wrong with it."""
+    """Return the result of `state_token`; if the index of a save can't be read, the error's message."""
     try:
         return state_token(folder, names, weights_override)
     except CheckpointChangedError:
@@ -355,7 +355,7 @@ def _token(folder: CheckpointFolder, names: WeightNames, weights_override: str |
 
 
 def _name_in(folder: CheckpointFolder, names: WeightNames, given: str | None, *, opens_adapter: bool) -> str | None:
-    """The file to open, whatever else lies there; None: the one that transformers finds."""
+    """Return the name of the file to open, regardless of other files; None: the one that transformers finds."""
     found = given or checked_weights_override(config_in(folder), folder.path, names, folder.pass_over)
     return adapter_alone(folder, names) if found is None and opens_adapter else found
 
@@ -455,28 +455,28 @@ def _open_single(folder: CheckpointFolder, names: WeightNames, weights: WeightsE
     return OpenCheckpoint(folder, names, weights, index, shards={weights.name: shard})
 
 
-# The tensors of an open checkpoint as bytes for a save, compared with their digests while they are read.
+# Tensors of an open checkpoint as bytes for a save, compared with their digests while they are read.
 
 
 _CAST_DTYPES = frozenset({"F16", "BF16", "F32", "F64"})
-"""What a cast changes: 8-bit floats and smaller are packed weights, which mean nothing without their scales."""
+"""Dtypes that a cast changes: 8-bit floats and smaller are packed weights, meaningless without their scales."""
 
 _PACKED_BITS = 8
 
 _LEAST_READ_BYTES: Final = 16 * 1024
-"""Smaller tensors of pickles stay mapped."""
+"""Size below which tensors of pickles stay mapped."""
 
 
 def raw_tensors(checkpoint: OpenCheckpoint, *, checks_files: bool = True) -> dict[str, TensorLike]:
-    """The stored tensors by name, in the order of the files and of the bytes in them; nothing is read yet.
+    """Return the stored tensors by name, in the order of the files and of the bytes in them; nothing is read yet.
 
-    The bytes of a safetensors file are read when a block is asked for, whether torch knows their dtype or not, and
-    compared with the tensor's digest after the last block. So are the large ones of a pickle that lie in it in a
-    row, but have no digests; the others are torch's.
+    The bytes of a safetensors file are read when a block is requested, whether torch knows their dtype or not, and
+    compared with the tensor's digest after the last block. Large contiguous tensors of a pickle are read in the same
+    way, but have no digests; its other tensors are torch tensors.
 
     Args:
         checkpoint: Open.
-        checks_files: Whether a file that has a checksum, and no digests of its tensors, is compared with it here.
+        checks_files: Compare a file that has a checksum, but no digests of its tensors, with the checksum here.
 
     Raises:
         IntegrityError: A file without tensor digests differs from its checksum. (While reading: a tensor differs.)
@@ -494,7 +494,7 @@ def raw_tensors(checkpoint: OpenCheckpoint, *, checks_files: bool = True) -> dic
 
 
 def is_compared(checkpoint: OpenCheckpoint) -> bool:
-    """Whether every byte is compared with a checksum: of pickles here and now, of safetensors files by `raw_tensors`.
+    """Return whether every byte is compared with a checksum: pickles right here, safetensors files by `raw_tensors`.
 
     Raises:
         IntegrityError: A pickle is damaged.
@@ -536,7 +536,7 @@ def _checked_blocks(
 
 
 def is_packed(value: TensorLike) -> bool:
-    """Whether a tensor has floats too small to be weights by themselves (fp8, fp6, fp4)."""
+    """Return whether a tensor has floats too small to be weights by themselves (fp8, fp6, fp4)."""
     dtype = tensor_layout(value).dtype
     return dtype.startswith("F") and DTYPE_BITS[dtype] <= _PACKED_BITS
 
@@ -554,7 +554,7 @@ def cast(value: TensorLike, dtype: torch.dtype) -> TensorLike:
 def _cast_blocks(
     value: TensorLike, dtype: torch.dtype, new_dtype: torch.dtype, block_bytes: int
 ) -> Iterator[memoryview]:
-    # An old block makes at most one new block, and less where the new elements are smaller.
+    # An old block yields at most one new block, and less if the new elements are smaller.
     source_bytes = block_bytes * dtype.itemsize // max(dtype.itemsize, new_dtype.itemsize)
     room = own_memory((min(source_bytes, tensor_nbytes(value)) // dtype.itemsize,), new_dtype)
     for block in iter_blocks(value, source_bytes):

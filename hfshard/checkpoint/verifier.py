@@ -1,4 +1,4 @@
-"""Read a checkpoint from end to end, and report everything that is wrong with it, not only the first thing."""
+"""Full check of a checkpoint: report everything that is wrong with it, not only the first problem."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ from hfshard.shards.shard import SafetensorsShard
 
 @dataclass
 class _Findings:
-    """The problems and warnings of one file, or of all."""
+    """The problems and warnings of one file, or of all files."""
 
     problems: list[Problem] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     checked_bytes: int = 0
     data_bytes: int = 0
-    """Bytes of tensor data, whether they were checked or not."""
+    """Bytes of tensor data, checked or not."""
 
     def add_tensor(self, shard: SafetensorsShard, tensor: str, what: str) -> None:
         """Add a problem with one tensor."""
@@ -52,10 +52,10 @@ class _Findings:
         self.problems.append(Problem(shard.path, tensor, message))
 
     def add_error(self, error: HfshardError, directory: str) -> None:
-        """Add a check that failed.
+        """Add the error of a failed check.
 
         Raises:
-            StoreError: That of a store that can't be asked, which says nothing of the checkpoint.
+            StoreError: The error itself, if a store can't be asked, which says nothing about the checkpoint.
         """
         if isinstance(error, StoreError):
             raise error
@@ -79,17 +79,17 @@ def verify_directory(
     progress: bool | None,
     weights_name: str | None = None,
 ) -> VerifyReport:
-    """Check the checkpoint in a directory, with a bar on the way; see `hfshard.verify_checkpoint`.
+    """Check the checkpoint in a directory, with a progress bar; see `hfshard.verify_checkpoint`.
 
     Args:
-        directory: Where it is: the path of a directory, or or a folder.
-        names: Those of its files.
+        directory: The path of a directory, or a folder.
+        names: The checkpoint's file names.
         level: "structure" or "full".
         progress: A bar on stderr; None: on a terminal.
-        weights_name: The index or single file to check, whatever else lies there. None: what transformers finds.
+        weights_name: The index or single file to check, regardless of other files. None: the one transformers finds.
 
     Raises:
-        CheckpointNotFoundError: There is no such directory, or it holds no weights.
+        CheckpointNotFoundError: There is no such directory, or it has no weights.
         CheckpointChangedError: It kept being replaced in a store.
         InvalidArgumentError: `level` is neither "structure" nor "full".
     """
@@ -117,7 +117,7 @@ def verify_directory(
 
 
 class Verifier:
-    """Collects problems file by file, several at once, then those that only all files together show."""
+    """Checker that collects problems file by file, several at once, then those that only all files together show."""
 
     def __init__(
         self, folder: CheckpointFolder, names: WeightNames, level: str, weights_name: str | None = None
@@ -133,7 +133,7 @@ class Verifier:
         """File -> the tensors that the index names for it."""
 
     def report(self) -> VerifyReport:
-        """Return what was found."""
+        """Return the report of all findings."""
         return VerifyReport(
             directory=self.directory,
             files=tuple(self.files),
@@ -314,7 +314,7 @@ class Verifier:
 
     @contextmanager
     def _opened_pickles(self) -> Iterator[OpenCheckpoint]:
-        """Open the pickles; of one that holds several sets of weights, each is looked at, and the last stays open."""
+        """Open the pickles. If one has several sets of weights, each is checked, and the last stays open."""
         opened = partial(open_checkpoint, self.folder, variant=self.names.variant, weights_name=self.weights_name)
         key = None
         try:
@@ -341,7 +341,7 @@ class Verifier:
         return findings
 
     def _warn_of_plain_objects(self, folder: StoreFolder) -> None:
-        """Say what other tools would read next to, or in place of, the save that hfshard reads."""
+        """Warn of objects that other tools would read next to, or in place of, the save that hfshard reads."""
         for name in folder.stale_copies():
             self.findings.warnings.append(
                 f"'{name}' is the plain copy of an earlier save, which other tools read; hfshard reads the right one. "
@@ -364,7 +364,7 @@ class Verifier:
                 )
 
 
-# The report of a check of a whole checkpoint.
+# Report of a check.
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,30 +374,30 @@ class Problem:
     file: str
     """Path of the file."""
     tensor: str | None
-    """FQN, if it is about one tensor."""
+    """FQN, if the problem is about one tensor."""
     message: str
-    """What, where, and what to do."""
+    """Description of the problem, its location, and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What `verify_checkpoint` found."""
+    """Findings of `verify_checkpoint`."""
 
     directory: str
     files: tuple[str, ...]
     """Names of the files that were checked."""
     problems: tuple[Problem, ...]
     warnings: tuple[str, ...]
-    """What could not be checked, and files that belong to no checkpoint."""
+    """Checks that were not possible, and files that belong to no checkpoint."""
     checked_bytes: int
     """Bytes whose checksum was compared."""
     signed_by: str | None = None
-    """Who has signed all of it, where that was asked, every byte was compared, and nothing is wrong."""
+    """Signer of all files, if a signature was required, every byte was compared, and nothing is wrong."""
     checkpoints: tuple[VerifyReport, ...] = ()
-    """Of a run: the report of each checkpoint, in the order in which they were saved, then that of a model next to
-    them. All that they say is in this report too, with paths in the run for files."""
+    """For a run: the report of each checkpoint, in the order in which they were saved, then that of a model next to
+    them. This report includes all their findings, with the files' paths in the run."""
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
+        """True if nothing is wrong."""
         return not self.problems

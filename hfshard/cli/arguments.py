@@ -1,4 +1,4 @@
-"""The arguments of all commands, and the help that lists the commands in groups; importing it loads no torch."""
+"""The arguments of all commands, and the help that lists the commands in groups; importing it does not load torch."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from hfshard.constants import DEFAULT_MAX_SHARD_SIZE, VERSION
 
 
 class _Parser(argparse.ArgumentParser):
-    """Shows an argument that it refuses without the passwords and the control characters in it; so do its commands'."""
+    """Parser, also of each command, that shows a rejected argument without its passwords and control characters."""
 
     def error(self, message: str) -> NoReturn:
         super().error(printable(without_url_secrets(message)))
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Build the parser; each command stands in one group of its help."""
+    """Build the parser; each command is in one group of its help."""
     parser = _Parser(
         prog="hfshard",
         usage="hfshard [-h] [--version] COMMAND ...",
@@ -57,10 +57,10 @@ _GAP: Final = 2
 
 
 class Commands:
-    """The commands of a parser, in groups that its help shows in the order in which they were made."""
+    """The commands of a parser, in groups that its help shows in the order of their creation."""
 
     def __init__(self, parser: argparse.ArgumentParser) -> None:
-        # Its own list of commands would stand below "positional arguments", in one piece: the groups take its place.
+        # argparse would list all commands together below "positional arguments": the groups replace that list.
         self._parsers: Any = parser.add_subparsers(
             dest="command", metavar="COMMAND", required=True, prog=parser.prog, help=argparse.SUPPRESS
         )
@@ -79,13 +79,13 @@ class Commands:
 
 
 class CommandGroup:
-    """Commands that stand together in the help."""
+    """Commands that the help lists together."""
 
     def __init__(self, title: str, parsers: Any) -> None:
         self._title = title
         self._parsers = parsers
         self.lines: dict[str, str] = {}
-        """Command -> what the help says of it, in the order in which they were added."""
+        """Command -> its line in the help, in the order in which they were added."""
 
     def add_parser(self, name: str, *, help: str, **options: Any) -> argparse.ArgumentParser:
         """Add a command.
@@ -100,7 +100,7 @@ class CommandGroup:
         return parser
 
     def show(self, width: int) -> str:
-        """Write the title, and a line for each command, its name in so many columns."""
+        """Return the title, and a line for each command, with its name in `width` columns."""
         gap = " " * _GAP
         lines = [f"{gap}{name:{width}}{gap}{line}" for name, line in self.lines.items()]
         return "\n".join([f"{self._title}:", *lines])
@@ -115,13 +115,13 @@ OR_STORE = f"; or in a store: {STORE}"
 
 
 def add_directory(parser: argparse.ArgumentParser, text: str, *, takes_address: bool = True) -> None:
-    """Take a directory."""
+    """Add a directory as an argument."""
     parser.set_defaults(needs_directory=True, takes_file=False, takes_address=takes_address)
     parser.add_argument("directory", metavar="DIR", help=f"{text}{OR_STORE if takes_address else ''}")
 
 
 def add_checkpoint(parser: argparse.ArgumentParser) -> None:
-    """Take a directory or one file of weights."""
+    """Add a directory or one file of weights as an argument."""
     parser.set_defaults(needs_directory=True, takes_file=True, takes_address=True)
     parser.add_argument(
         "directory", metavar="PATH", help=f"the checkpoint's directory, or one file of weights{OR_STORE}"
@@ -129,27 +129,27 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
 
 
 def add_key(parser: argparse.ArgumentParser) -> None:
-    """Take the place of the weights in a file of torch.save."""
+    """Add `--key`, the place of the weights in a file of torch.save."""
     parser.add_argument("--key", help="where the weights lie in a file of torch.save that holds several, as model_ema")
 
 
 def add_variant(parser: argparse.ArgumentParser) -> None:
-    """Take the variant of the weights."""
+    """Add `--variant`."""
     parser.add_argument("--variant", help='the variant of the weights, for example "fp16"')
 
 
 def add_format(parser: argparse.ArgumentParser) -> None:
-    """Take the form of what is printed."""
+    """Add `--format`, text or JSON."""
     parser.add_argument("--format", choices=("text", "json"), default="text", help="json: one document on stdout")
 
 
 def add_token(parser: argparse.ArgumentParser) -> None:
-    """Take a token for the Hub."""
+    """Add `--token` for the Hub."""
     parser.add_argument("--token", help="token for the Hub (default: HF_TOKEN, or the saved one)")
 
 
 def add_no_progress(parser: argparse.ArgumentParser) -> None:
-    """Take the wish for no progress bar."""
+    """Add `--no-progress`."""
     parser.add_argument(
         "--no-progress",
         dest="progress",
@@ -160,7 +160,7 @@ def add_no_progress(parser: argparse.ArgumentParser) -> None:
 
 
 def shard_size(text: str) -> int | str:
-    """Check a size as `max_shard_size` is checked; digits alone are bytes."""
+    """Check a size like `max_shard_size`; digits alone are bytes."""
     try:
         size = int(text) if text.isascii() and text.isdigit() else text
         parse_size(size)
@@ -169,7 +169,7 @@ def shard_size(text: str) -> int | str:
     return size
 
 
-# Arguments of the commands that show what is there.
+# Arguments of the commands that show checkpoints: inspect, show, diff, checkpoints.
 
 
 def add_inspect(commands: CommandGroup) -> None:
@@ -280,7 +280,7 @@ def _add_best(parser: argparse.ArgumentParser, mark: str) -> None:
     )
 
 
-# Arguments of the commands that say whether a checkpoint is whole and whose it is.
+# Arguments of the commands that check whether a checkpoint is intact, and sign it: verify, sign.
 
 
 def add_verify(commands: CommandGroup) -> None:
@@ -354,7 +354,7 @@ def add_sign(commands: CommandGroup) -> None:
     add_no_progress(sign)
 
 
-# Arguments of the commands that take checkpoints from one place to another.
+# Arguments of the commands that copy checkpoints between places: push, pull; and revisions.
 
 
 def add_push(commands: CommandGroup) -> None:
@@ -440,7 +440,7 @@ def add_revisions(commands: CommandGroup) -> None:
     add_format(revisions)
 
 
-# Arguments of the commands that write a checkpoint in other files.
+# Arguments of the commands that rewrite or remove: reshard, convert, remove.
 
 
 def add_reshard(commands: CommandGroup) -> None:

@@ -1,4 +1,4 @@
-"""The commands that look at a checkpoint: inspect, verify, sign, show. Each prints, and returns the exit code."""
+"""The commands that show, check or sign a checkpoint. Each prints, and returns the exit code."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def inspect(arguments: argparse.Namespace) -> int:
 
 
 def verify(arguments: argparse.Namespace) -> int:
-    """Check a checkpoint, and name everything that is wrong with it; 0 when it is whole, 1 when not."""
+    """Check a checkpoint, and print everything that is wrong with it; return 0 if it is intact, else 1."""
     report = verify_checkpoint(
         arguments.directory,
         variant=arguments.variant,
@@ -75,7 +75,7 @@ def verify(arguments: argparse.Namespace) -> int:
 
 
 def _signed_by(arguments: argparse.Namespace) -> SignedBy | None:
-    """Who must have signed, as the arguments say; None: nobody."""
+    """Return the required signer from the arguments; None if no signature is required."""
     given = {
         "public_key": arguments.public_key,
         "certificate_chain": arguments.certificate_chain,
@@ -103,7 +103,7 @@ def _print_report(report: VerifyReport, arguments: argparse.Namespace) -> None:
 
 
 def print_problems(problems: Sequence[Problem], word: str = "DAMAGED") -> None:
-    """Print what is wrong, file by file, with the word for it."""
+    """Print the problems, file by file, each after the word."""
     for problem in problems:
         tensor = "" if problem.tensor is None else f", tensor {readable(problem.tensor)}"
         print_text(f"{word}  {printable(problem.file + tensor)}\n         {printable(problem.message)}")
@@ -186,15 +186,15 @@ def _verdict(report: VerifyReport) -> str:
     return f"{checked}, in structure; no bytes were compared with checksums"
 
 
-# The command that makes a page or a picture of one: show. It prints where that is, and returns the exit code.
+# `show`: writes a page or a picture of a checkpoint, prints its path, and returns the exit code.
 
 
 _NAME_BYTES: Final = 250
-"""Of a file's name without ".html"; in a store, names have up to 1,024."""
+"""Maximum for a file's name without ".html"; in a store, names have up to 1,024."""
 
 
 def show(arguments: argparse.Namespace) -> int:
-    """Write the page of a checkpoint, or, where only a picture is asked for, that alone."""
+    """Write the page of a checkpoint; if only a picture is requested, write that alone."""
     output = arguments.output
     is_picture = output is None and arguments.png is not None
     if output is None and not is_picture:
@@ -239,18 +239,18 @@ def default_output(checkpoint: str) -> str:
     return f"{name or 'checkpoint'}.html"
 
 
-# The command that signs a checkpoint.
+# `sign`: writes a signature, prints what was read, and returns the exit code.
 
 
 PASSWORD_VARIABLE: Final = "HFSHARD_KEY_PASSWORD"
-"""Where the password of a private key is taken from: every user of a machine can read its command lines."""
+"""Environment variable with the password of a private key: every user of a machine can read its command lines."""
 
 _ENCRYPTED: Final = b"ENCRYPTED"
-"""What the PEM of a key says that has a password."""
+"""Text in the PEM of a key that has a password."""
 
 
 def sign(arguments: argparse.Namespace) -> int:
-    """Sign a checkpoint, and say what was read for it."""
+    """Sign a checkpoint, and print how much was read for it."""
     result = sign_checkpoint(
         arguments.directory,
         private_key=arguments.private_key,
@@ -285,7 +285,7 @@ def _sigstore(arguments: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def _password(private_key: str | None) -> str | None:
-    """The password of a key that has one: from the environment, or asked for on a terminal."""
+    """Return the password of a key that has one, from the environment or a question on the terminal."""
     if private_key is None or not os.path.isfile(private_key):
         return None
     with open(private_key, "rb") as file:

@@ -26,7 +26,7 @@ _EXIT_DIFFERENT = 1
 
 
 def diff(arguments: argparse.Namespace) -> int:
-    """Show what differs between two checkpoints; 0 when nothing does, 1 when something does."""
+    """Show the differences between two checkpoints; return 0 if there are none, else 1."""
     found = diff_checkpoints(
         arguments.a,
         arguments.b,
@@ -47,11 +47,11 @@ def diff(arguments: argparse.Namespace) -> int:
 
 
 def print_diff(found: CheckpointDiff, places: tuple[str, str], *, lists_all: bool) -> None:
-    """Print a report as text: one sentence first, then more and more of it.
+    """Print a report as text: one sentence first, then more and more detail.
 
     Args:
         found: The report.
-        places: Both checkpoints, as they are shown.
+        places: The displayed names of both checkpoints.
         lists_all: Whether to list every tensor that differs.
     """
     columns = shutil.get_terminal_size().columns
@@ -72,12 +72,12 @@ def print_diff(found: CheckpointDiff, places: tuple[str, str], *, lists_all: boo
 
 
 def _one_or_each(values: list[str] | None) -> Any:
-    """What an option was given: once for both checkpoints, or for each."""
+    """Return the value of an option that was passed once for both checkpoints, or the values for each."""
     return None if not values else values[0] if len(values) == 1 else tuple(values)
 
 
 def _shown_place(given: str, found: str) -> str:
-    """A place as it was typed, unless it led to another one, as a run does to its latest checkpoint."""
+    """Return a place as it was typed, unless it led to another one, as a run does to its latest checkpoint."""
     return given if absolute_path(given) == found else found
 
 
@@ -91,7 +91,7 @@ def _how_it_was_told(found: CheckpointDiff) -> str:
 
 
 def diff_as_json(found: CheckpointDiff) -> dict[str, Any]:
-    """Everything, for `--format json`; numbers that JSON lacks (infinity) are null."""
+    """Return everything, for `--format json`; numbers that JSON lacks (infinity) are null."""
     counts = found.counts
     return {
         "a": found.a,
@@ -128,33 +128,33 @@ def _values_as_json(values: ValueDiff | None) -> dict[str, Any] | None:
     }
 
 
-# How much each tensor of each layer changed, drawn with characters: kinds of tensors x layers.
+# Heat maps of how much each tensor of each layer changed, drawn with characters: kinds of tensors x layers.
 
 
 _LEVELS: Final = 9
 _SHADES: Final = "░░▒▒▓▓███"
 _COLORS: Final = (229, 228, 221, 214, 208, 202, 196, 160, 124)
-"""Of the 256 of a terminal, from light yellow to dark red; who can't tell them apart sees the shades."""
+"""Colors of the 256 of a terminal, from light yellow to dark red; users who can't distinguish them see the shades."""
 _MOST_LABEL: Final = 36
 _MOST_KINDS: Final = 40
 _MOST_STACKS: Final = 4
 _NOT_MEASURED: Final = math.ulp(0.0)
-"""Stands for what differs in another way than by its numbers: in shape, or it is in one of the two only."""
+"""Represents a difference that is not one of numbers: another shape, or a tensor in only one of the two."""
 _DIFFERENT: Final = "?"
 _SAME_CELL: Final = "·"
 _LACKING: Final = " "
 _RULER: Final = 5
-"""Columns from one number of a layer to the next."""
+"""Columns from one layer's number to the next."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeatMapStyle:
-    """How a heat map is drawn."""
+    """Style of a heat map."""
 
     columns: int
     """Characters in a line."""
     has_shades: bool
-    """Whether levels are shades; else digits, which a file keeps and a program reads."""
+    """Whether levels are shades; else they are digits, for files and programs."""
     has_colors: bool
 
 
@@ -162,11 +162,11 @@ def heat_maps(found: CheckpointDiff, style: HeatMapStyle) -> Iterator[str]:
     """Draw a map of each stack of layers in which values were compared.
 
     Args:
-        found: With values; without, nothing is drawn.
-        style: How.
+        found: A report with values; without them nothing is drawn.
+        style: How to draw.
 
     Yields:
-        Lines, of the stacks with the largest changes first.
+        Lines: maps of the stacks with the largest changes first, then the legend.
     """
     norms: dict[str, float] = {}
     for one in found.tensors:  # a name may be in several pairs
@@ -187,7 +187,7 @@ def heat_maps(found: CheckpointDiff, style: HeatMapStyle) -> Iterator[str]:
 
 
 def _heat(tensor: TensorDiff) -> float:
-    """The relative norm; not zero where what differs is not finite, too little for a norm, or the sign of a zero."""
+    """Return the relative norm; not zero for a change that is not finite, too small for a norm, or a zero's sign."""
     if tensor.values is None:
         return 0.0 if tensor.kind in ("same", "renamed") else _NOT_MEASURED
     is_changed = tensor.kind == "changed" or tensor.values.changed > 0
@@ -222,7 +222,7 @@ def _map(stack: LayerStack, norms: dict[str, float], scale: NormScale, style: He
 
 
 def _ruler(groups: Sequence[Sequence[int]]) -> str:
-    """Numbers of layers over their columns."""
+    """Write the numbers of layers over their columns."""
     ruler = ""
     for column in range(0, len(groups), _RULER):
         if column >= len(ruler):
@@ -261,19 +261,19 @@ def _legend(scale: NormScale, style: HeatMapStyle, *, has_others: bool) -> str:
 
 
 _MOST_ROWS: Final = 30
-"""Of a table of modules: about what a terminal shows at once."""
+"""Rows of a table of modules: about what a terminal shows at once."""
 _MOST_RULES: Final = 8
 _MOST_DTYPES: Final = 4
 _SAME: Final = "same"
 _VALUES: Final = (">elements", ">norm", ">largest")
 _MODULE_VALUES: Final = 2
-"""Of these, so many in a table of modules: their names need the space."""
+"""The number of these in a table of modules, whose names need the space."""
 _FROM_ZERO: Final = "from 0"
-"""In place of a relative norm."""
+"""Text in place of a relative norm."""
 
 
 def places_table(found: CheckpointDiff, place_a: str, place_b: str) -> str:
-    """Both checkpoints: where they are, how large, of which dtypes."""
+    """Describe both checkpoints: tensors, size, dtypes and place."""
     in_a = [tensor.a for tensor in found.tensors if tensor.a]
     in_b = [tensor.b for tensor in found.tensors if tensor.b]
     rows = []
@@ -286,7 +286,7 @@ def places_table(found: CheckpointDiff, place_a: str, place_b: str) -> str:
 
 
 def renames_table(found: CheckpointDiff) -> str:
-    """By which rules names differ; "" where none does."""
+    """List the rules by which names differ; "" if none does."""
     pairs = [(one.a.name, one.b.name) for one in found.tensors if one.kind == "renamed" and one.a and one.b]
     rules = rename_rules(pairs)
     rows = [[f"{count:,}", shortened(rule.as_text(), 60)] for rule, count in rules[:_MOST_RULES]]
@@ -297,7 +297,7 @@ def renames_table(found: CheckpointDiff) -> str:
 
 
 def modules_table(found: CheckpointDiff, columns: int) -> str:
-    """What differs, in as few rows as tell it; modules that are alike share one."""
+    """List the differences in as few rows as possible; modules that are alike share one."""
     tree = fold_names({tensor.name: _difference(tensor) for tensor in found.tensors})
     rows = fold_rows(tree, hidden=_SAME, most=_MOST_ROWS)
     by_name = {tensor.name: tensor for tensor in found.tensors}
@@ -314,7 +314,7 @@ def modules_table(found: CheckpointDiff, columns: int) -> str:
 
 
 def tensors_table(found: CheckpointDiff) -> str:
-    """Every tensor that differs, by name."""
+    """List every tensor that differs, by name."""
     differing = sorted((one for one in found.tensors if one.kind != "same"), key=lambda one: natural_order(one.name))
     has_values = any(tensor.values for tensor in differing)
     rows = []
@@ -326,7 +326,7 @@ def tensors_table(found: CheckpointDiff) -> str:
 
 
 def not_finite_lines(found: CheckpointDiff) -> list[str]:
-    """What one has of NaN and infinity that the other lacks."""
+    """Report the NaN and infinite elements of one checkpoint that the other lacks."""
     lines = []
     for side, other in (("B", "A"), ("A", "B")):
         more: dict[str, int] = {}
@@ -343,7 +343,7 @@ def not_finite_lines(found: CheckpointDiff) -> list[str]:
 
 
 def zero_before_lines(found: CheckpointDiff) -> list[str]:
-    """What was zero in A and is not in B, which has no relative norm."""
+    """Report tensors that were zero in A and are not in B, which have no relative norm."""
     names = [tensor.name for tensor in found.tensors if tensor.values and tensor.values.was_zero]
     if not names:
         return []
@@ -352,7 +352,7 @@ def zero_before_lines(found: CheckpointDiff) -> list[str]:
 
 
 def _difference(tensor: TensorDiff) -> str:
-    """What a table calls it."""
+    """Return a table's name for the difference."""
     if tensor.kind == "cast" and tensor.a and tensor.b:
         return f"cast {tensor.a.dtype}→{tensor.b.dtype}"
     return tensor.kind.replace("only_in_a", "only in A").replace("only_in_b", "only in B")
@@ -372,7 +372,7 @@ def _values_of(row: FoldedRow, by_name: dict[str, TensorDiff]) -> list[str]:
 
 
 def _values_cells(tensors: Iterable[TensorDiff]) -> list[str]:
-    """How many elements changed, the largest relative norm that is finite, and the largest change of an element."""
+    """Return the share of changed elements, the largest finite relative norm, and the largest change of an element."""
     values = [tensor.values for tensor in tensors if tensor.values]
     elements = sum(value.elements for value in values)
     if not elements:
@@ -400,7 +400,7 @@ def _names_text(tensor: TensorDiff) -> str:
 
 
 def _fitted(titles: Sequence[str], rows: Sequence[Sequence[str]], columns: int) -> str:
-    """A table whose last column takes what the others leave of a line."""
+    """Lay out a table whose last column takes the space that the others leave."""
     others = table(titles[:-1], [row[:-1] for row in rows]).split("\n")
     width = max(20, columns - max(map(len, others)) - 2)
     return table(titles, [[*row[:-1], shortened(printable(row[-1]), width)] for row in rows])

@@ -1,4 +1,4 @@
-"""The commands that speak to a hub: push, pull, revisions."""
+"""The commands that use a hub: push, pull, revisions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hfshard.push import push_anywhere
 
 
 def push(arguments: argparse.Namespace) -> int:
-    """Push a checkpoint, and show the commit, or where it is."""
+    """Push a checkpoint, and print the address of its commit, or of its place in a store."""
     options = PushOptions(
         commit_message=arguments.commit_message,
         commit_description=arguments.commit_description,
@@ -67,7 +67,7 @@ def pull(arguments: argparse.Namespace) -> int:
 
 
 def revisions(arguments: argparse.Namespace) -> int:
-    """Show what a directory hub keeps, after deleting, tagging or pruning if that is asked for."""
+    """Show the revisions of a directory hub, after deleting, tagging or pruning if that is requested."""
     hub = DirectoryHub.open(arguments.directory)
     freed = None
     if arguments.delete is not None:

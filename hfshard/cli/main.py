@@ -22,9 +22,9 @@ EXIT_FAILED: Final = 1
 EXIT_USAGE: Final = 2
 """The arguments are wrong; argparse uses the same number."""
 _USAGE_ERRORS: Final = (InvalidArgumentError, InvalidSizeError, InvalidSizeTypeError, InvalidPathError)
-"""An argument that only the work itself could refuse, such as a target that lies in the source."""
+"""Errors about arguments that only the work itself can reject, such as a target inside the source."""
 _REPO_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
-"""What may be the name of a repo, and not that of a directory."""
+"""A possible name of a repo, in the place of a directory."""
 _EXIT_SIGNAL: Final = 128
 """Added to a signal's number, as shells do."""
 _SIGINT: Final = 2
@@ -35,21 +35,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Args:
-        argv: The arguments without the program's name; None takes those of the process.
+        argv: The arguments without the program's name. None: those of the process.
 
     Returns:
-        The exit code: 0 done and whole, 1 damaged or failed, 2 bad usage; of `diff` 1 is different, and 2 failed too.
-        Of `run`, nothing: the process becomes the program.
+        The exit code: 0 done and intact, 1 damaged or failed, 2 bad usage; from `diff`, 1 different, 2 also failed.
+        `run` does not return: the program replaces the process.
     """
     replace_closed_streams()
     use_any_encoding()
     parser = make_parser()
-    parser.set_defaults(exit_failed=EXIT_FAILED)  # of `diff` another one: its 1 says that something differs
+    parser.set_defaults(exit_failed=EXIT_FAILED)  # `diff` sets another one: its 1 means that something differs
     own, program = split_words(sys.argv[1:] if argv is None else argv)
     arguments = parser.parse_args(own)
     arguments.program = program
     if arguments.needs_directory and not (arguments.takes_address and is_address(arguments.directory)):
-        arguments.directory = os.path.expanduser(arguments.directory)  # not absolute: it is shown as it was typed
+        arguments.directory = os.path.expanduser(arguments.directory)  # not absolute: messages show it as it was typed
         is_there = os.path.exists if arguments.takes_file else os.path.isdir
         if not is_there(arguments.directory):
             parser.error(_no_directory(arguments.directory))
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _EXIT_SIGNAL + _SIGINT
     except Exception:
-        if arguments.exit_failed == EXIT_FAILED:  # Python's own exit code for what nobody expected
+        if arguments.exit_failed == EXIT_FAILED:  # Python's own exit code for an unexpected error
             raise
         traceback.print_exc()
         return int(arguments.exit_failed)

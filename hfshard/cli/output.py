@@ -1,4 +1,4 @@
-"""How the commands print: aligned tables, bars and JSON to stdout, messages to stderr."""
+"""Output of the commands: aligned tables, bars and JSON to stdout, messages to stderr."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _HASH_DIGITS: Final = 12
 def replace_closed_streams() -> None:
     """Open the null device in place of standard streams that the caller has closed (`hfshard verify DIR >&-`).
 
-    A file that is opened later would take a closed stream's number, and be written to as one.
+    Otherwise a file that is opened later would get a closed stream's number, and the stream's output.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
@@ -30,14 +30,14 @@ def replace_closed_streams() -> None:
 
 
 def drop_output() -> None:
-    """Lead stdout, which can't be written to, into the null device: Python would complain of the rest at exit."""
+    """Redirect a stdout that can't be written to into the null device: Python would report the rest at exit."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, sys.stdout.fileno())
     os.close(null)
 
 
 def use_any_encoding() -> None:
-    """Let stdout and stderr take every character: what their encoding lacks is written as an escape."""
+    """Make stdout and stderr accept every character: those that their encoding lacks are written as escapes."""
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
@@ -50,18 +50,18 @@ def print_text(text: str = "") -> None:
 
 
 def print_json(value: Any) -> None:
-    """Write one JSON document to stdout: sorted, so that two of them can be compared."""
+    """Write one JSON document to stdout, sorted so that two of them can be compared."""
     print(json.dumps(value, indent=2, sort_keys=True))
 
 
 def print_message(text: str) -> None:
     """Write a message for the user to stderr, without the password of an address that was typed."""
-    with contextlib.suppress(OSError):  # the terminal or pipe is gone: nobody is there to be told
+    with contextlib.suppress(OSError):  # the terminal or pipe is gone
         print(f"hfshard: {printable(without_url_secrets(text))}", file=sys.stderr)
 
 
 def is_confirmed(question: str) -> bool:
-    """Ask on stderr, and tell whether the user has typed yes."""
+    """Ask on stderr, and return whether the user has typed yes."""
     print(question, end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
@@ -72,7 +72,7 @@ def printable(text: str) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """Leave out the middle of a text with more than so many characters; both its ends tell tensors apart."""
+    """Cut the middle out of a text with more than `most` characters; both ends distinguish tensors."""
     if len(text) <= most:
         return text
     first = (most - 1) // 2
@@ -80,22 +80,22 @@ def shortened(text: str, most: int) -> str:
 
 
 def has_colors(stream: TextIO) -> bool:
-    """Whether to colour what goes to a stream: it is a terminal that can, and the user has not said no."""
+    """Return whether to color output to a stream: it is a terminal with colors, and NO_COLOR is not set."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def count_of(number: int, noun: str) -> str:
-    """A number with its noun: "1 file", "2,000 files"."""
+    """Format a number with its noun: "1 file", "2,000 files"."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def short_hash(digest: str) -> str:
-    """The first digits of a hash or commit."""
+    """Return the first digits of a hash or commit."""
     return digest[:_HASH_DIGITS]
 
 
 def checksum_text(sha256: str | None, xxh3: str | None) -> str:
-    """The checksum that was recorded of a file, as a table shows it; "" where there is none."""
+    """Format the recorded checksum of a file for a table; "" if there is none."""
     for kind, digest in (("sha256", sha256), ("xxh3", xxh3)):
         if digest is not None:
             return f"{kind} {short_hash(digest)}…"
@@ -129,7 +129,7 @@ def bar(part: int, whole: int) -> str:
 
     Args:
         part: How much of it is filled, from 0 to `whole`.
-        whole: What a full bar means.
+        whole: The value of a full bar.
     """
     if whole <= 0 or part <= 0:
         return ""

@@ -44,13 +44,13 @@ from hfshard.viewing.run_listing import ListedCheckpoint, checkpoints_of, list_c
 
 
 def reshard(arguments: argparse.Namespace) -> int:
-    """Write a checkpoint in files of another size, and show them."""
+    """Write a checkpoint in files of another size, and print them."""
     result = _rewrite(arguments, use_safetensors=None, low_disk=arguments.low_disk)
     return _print_result(result, arguments)
 
 
 def _convert_weights(arguments: argparse.Namespace) -> int:
-    """Write pickled weights as safetensors, and show the files."""
+    """Write pickled weights as safetensors, and print the files."""
     try:
         result = _rewrite(arguments, use_safetensors=False, low_disk=False)
     except CheckpointNotFoundError as error:
@@ -93,7 +93,7 @@ def _rewrite(arguments: argparse.Namespace, *, use_safetensors: bool | None, low
 
 
 def _has_safetensors(arguments: argparse.Namespace) -> bool:
-    """Whether a directory or a store has weights that need no conversion; of a hub it is not known."""
+    """Return whether a directory or a store has weights that need no conversion; False for a repo of the Hub."""
     try:
         local = CheckpointSource(arguments.source, CheckpointQuery(subfolder=arguments.subfolder)).find_local()
         if local is None:
@@ -121,7 +121,7 @@ def _print_result(result: ReshardResult, arguments: argparse.Namespace) -> int:
 
 
 def _written_weights(result: ReshardResult) -> dict[str, FileDigest]:
-    """The files of weights that were written, those that hold no tensor too, with what is recorded of them."""
+    """Return the written weight files, including those without tensors, with their records."""
     found = {name: digest for name, digest in result.index.files.items() if not name.endswith(".json")}
     return dict(sorted(found.items()))
 
@@ -162,11 +162,11 @@ def _result_as_text(result: ReshardResult, variant: str | None) -> str:
     return "\n\n".join([*parts, printable(f"To check it at any time, run: {command}")])
 
 
-# The commands for checkpoints of training runs: checkpoints, and convert where it makes one.
+# The commands for checkpoints of training runs: checkpoints, and convert if it creates one.
 
 
 def checkpoints(arguments: argparse.Namespace) -> int:
-    """Show the checkpoints of a run; 0 when none is damaged or unfinished, 1 when one is, or there is none."""
+    """Show the checkpoints of a run; exit 0 if none is damaged or unfinished, 1 if one is, or there is none."""
     listed = _list_checkpoints(arguments)
     if arguments.format == "json":
         print_json({"directory": arguments.directory, "checkpoints": [_listed_as_json(entry) for entry in listed]})
@@ -219,7 +219,7 @@ def _listed_as_json(entry: ListedCheckpoint) -> dict[str, Any]:
 
 
 def convert(arguments: argparse.Namespace) -> int:
-    """Make a checkpoint of a run, where the source has an optimizer; else write its weights as safetensors."""
+    """Create a checkpoint of a run if the source has an optimizer; else write its weights as safetensors."""
     source = os.path.expanduser(arguments.source)
     is_weights = arguments.weights or arguments.key is not None or _is_in_place(source, arguments.target)
     if is_weights or not is_foreign_run(source):
@@ -247,7 +247,7 @@ def convert(arguments: argparse.Namespace) -> int:
 
 
 def _order_of_model(source: str) -> Callable[[ForeignCheckpoint], ForeignCheckpoint]:
-    """What puts a checkpoint into the order of its model, where config.json says which that is."""
+    """Return a function that puts a Trainer's checkpoint into the order of its model; it leaves others unchanged."""
     if not is_trainer_directory(source):
         return lambda foreign: foreign
     from hfshard.training.integrations.trainer_names import in_order_of_model  # imports transformers: that takes time
@@ -271,7 +271,7 @@ def _converted_text(source: str, converted: ConvertedRun) -> str:
     return "\n\n".join([table(["", ""], rows).lstrip("\n"), command])
 
 
-# The command that removes checkpoints: it lists what goes and what stays, and asks.
+# `remove`: lists what goes and what stays, and asks before it removes anything.
 
 
 _SHOWN: Final = 30
@@ -279,7 +279,7 @@ _SHOWN: Final = 30
 
 
 def remove(arguments: argparse.Namespace) -> int:
-    """List what goes and what stays, ask, and remove it; 0 when it is done, 1 when the user said no."""
+    """List what goes and what stays, ask, and remove it; return 0 if it is done, 1 if the user declined."""
     is_asked = not (arguments.yes or arguments.dry_run)
     if is_asked and (arguments.format == "json" or not sys.stdin.isatty()):
         raise InvalidArgumentError(

@@ -1,4 +1,4 @@
-"""`hfshard run`: start a program in the place of this process, with hfshard on in every Python of it."""
+"""`hfshard run`: replace this process with a program, with hfshard enabled in every Python process of it."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ _FOLDER: Final = os.path.join(os.path.dirname(os.path.abspath(__file__)), "start
 _SETTINGS: Final = "HFSHARD_RUN"
 """The variable with the options, as JSON: `sitecustomize.py` reads it."""
 _IGNORING: Final = "IES"
-"""Letters of Python's options with which it looks at no PYTHONPATH, or runs no sitecustomize."""
+"""Letters of the options that make Python ignore PYTHONPATH, or run no sitecustomize."""
 _FIRST_LINE_BYTES: Final = 256
-"""Of a script, as much as Linux reads of the line that names its interpreter."""
+"""Bytes that Linux reads of the line that names a script's interpreter."""
 _FILE_ENDINGS: Final = (".py", ".pyc", ".pyw", ".pyz", ".zip")
-"""Of files that Python runs: a word with one of them is a file, whatever commands there are."""
+"""Endings of files that Python runs: a word with one of them is a file, even if there is a command of that name."""
 
 
 def run(arguments: argparse.Namespace) -> NoReturn:
-    """Become the program: the process id, the streams and the directory stay, and its exit code is its own.
+    """Replace the process with the program: process id, streams and directory stay, and the exit code is its own.
 
     Args:
-        arguments: `program` are the words for Python, or a command of this environment with its own.
+        arguments: `program` has the words for Python, or a command of this environment with its words.
 
     Raises:
         InvalidArgumentError: There is no program, or Python is told to ignore its environment.
-        InvalidPathError: hfshard lies in a folder that can't be on PYTHONPATH; or the program is an address.
+        InvalidPathError: hfshard is in a folder that can't be on PYTHONPATH; or the program is an address.
         OSError: The program can't be started.
     """
     given_options, target, letters = split_python_options(arguments.program)
@@ -70,10 +70,10 @@ def run(arguments: argparse.Namespace) -> NoReturn:
 
 
 def _find_command(name: str) -> str | None:
-    """The program that a name means where it is none for Python: one of the environment's, or a file of its own.
+    """Find the program of a name that is not one for Python: a command of the environment, or an executable file.
 
-    As in a shell, a bare word is a command first: a file `torchrun` in a directory that somebody else filled is
-    not run in its place. `./torchrun` is that file.
+    As in a shell, a bare word is a command first: a file `torchrun` in a directory that another user filled is not run
+    in its place. `./torchrun` is that file.
     """
     if name.startswith("-"):
         return None
@@ -90,10 +90,10 @@ def _find_command(name: str) -> str | None:
 
 
 def _does_python_find(target: Sequence[str]) -> bool:
-    """Whether there is such a file, directory or module, where the program is one for Python."""
+    """Return whether the file, directory or module of a program for Python exists."""
     if target[0].startswith("-m"):
         words = (target[0][2:], *target[1:])
-        name = next(filter(None, words), "").partition(".")[0]  # a look for a submodule would import the package
+        name = next(filter(None, words), "").partition(".")[0]  # looking for a submodule would import the package
         if not name or name in sys.modules:
             return bool(name)
         return (PathFinder.find_spec(name, [os.getcwd()]) or find_spec(name)) is not None
@@ -101,13 +101,13 @@ def _does_python_find(target: Sequence[str]) -> bool:
 
 
 def _letters_of_command(path: str, command: Sequence[str]) -> str:
-    """The letters of the options with which a command runs Python, where it does so itself."""
+    """Return the letters of the options with which a command runs Python; "" if it does not run it directly."""
     is_python = re.fullmatch(r"python[\d.]*", os.path.basename(command[0]))
     return split_python_options(command[1:] if is_python else _words_for_python(path)[1:])[2]
 
 
 def _words_for_python(path: str) -> list[str]:
-    """Python and the options that the first line of a script names; none where it does not name Python."""
+    """Return Python and its options from the first line of a script; none if the line does not name Python."""
     line = _first_line(path)
     words = line.removeprefix("#!").split() if line.startswith("#!") else []
     is_python = [os.path.basename(word).startswith("python") for word in words]  # the second word of /usr/bin/env
@@ -139,8 +139,8 @@ def _refuse_folder() -> None:
 
 
 def _environment(environment: Mapping[str, str], arguments: argparse.Namespace) -> dict[str, str]:
-    """The environment of the program: its Pythons find our `sitecustomize.py` before any other."""
-    paths = environment.get("PYTHONPATH", "")  # an empty one means nothing, but an empty part: the directory
+    """Build the environment of the program, whose Python processes find hfshard's `sitecustomize.py` first."""
+    paths = environment.get("PYTHONPATH", "")  # an empty one means nothing, an empty part the working directory
     others = [path for path in paths.split(os.pathsep) if path != _FOLDER] if paths else []
     checksum = None if arguments.checksum == "none" else arguments.checksum
     settings = {"prefix": sys.prefix, "verify": arguments.verify, "checksum": checksum}
@@ -152,25 +152,25 @@ def _environment(environment: Mapping[str, str], arguments: argparse.Namespace) 
     }
 
 
-# Which words of `hfshard run` are hfshard's own, which are Python's options, and which are the program.
+# Words of `hfshard run`: hfshard's own, Python's options, and the program.
 
 
 COMMAND: Final = "run"
 OPTIONS_WITH_VALUE: Final = ("--verify", "--checksum")
-"""hfshard's own; all others, such as `--quiet`, stand alone."""
+"""hfshard's own; all others, such as `--quiet`, have no value."""
 _PROGRAM_LETTERS: Final = "mc"
 """Options of Python that end its options: what follows is the program's."""
 _LETTERS_WITH_VALUE: Final = "WX"
 
 
 def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Cut `run --quiet train.py --verify` behind hfshard's own words; those of the program may look like them.
+    """Cut `run --quiet train.py --verify` after hfshard's own words; the program's words may look like them.
 
     Args:
         words: The arguments of `hfshard`.
 
     Returns:
-        Those for hfshard, and those for Python, which are none for any command but `run`.
+        The words for hfshard, and the words for Python, which are none for any command but `run`.
     """
     if list(words[:1]) != [COMMAND]:
         return list(words), []
@@ -183,14 +183,14 @@ def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def split_python_options(words: Sequence[str]) -> tuple[list[str], list[str], str]:
-    """Cut the words for Python behind its options.
+    """Cut the words for Python after its options.
 
     Args:
-        words: As Python takes them: `-X dev -um MODULE`, `-W error SCRIPT`.
+        words: As Python accepts them: `-X dev -um MODULE`, `-W error SCRIPT`.
 
     Returns:
         The options alone; the program, beginning with `-m`, `-c`, `-` or a path; the letters of the options
-        (`XuW`). A program's letter that stands with others (`-um`) is cut from them.
+        (`XuW`). A program's letter that follows others (`-um`) is cut from them.
     """
     options: list[str] = []
     letters = ""

@@ -1,18 +1,18 @@
-"""Plan the steps from one checkpoint in a directory to the next, so that a whole one loads after each of them.
+"""Plan the steps from one checkpoint in a directory to the next, so that a complete one loads after each of them.
 
-Two kinds of readers must find a whole checkpoint at every moment. They look for, in this order:
+Two kinds of readers must find a complete checkpoint at every moment. They look for, in this order:
 
 - transformers and hfshard: `transformers_weights` in config.json, `model.safetensors`, the index, pickles;
 - huggingface_hub: the index, else the only `*.safetensors` file (several without an index are an error).
 
-Three rules follow. An index must stand wherever two `*.safetensors` files do. Where the config changes, one rename must
-switch config and weights together. And a file of the old checkpoint may go only when neither kind of reader looks at it
-any more.
+Three rules follow. An index must exist wherever two `*.safetensors` files do. If the config changes, one rename must
+switch config and weights together. And a file of the old checkpoint may be removed only when neither kind of reader
+looks at it any more.
 
-Where no single step moves both kinds of readers, one step moves the first, and the next one the other: that is the
-commit, and an error between the two takes the first one back.
+If no single step moves both kinds of readers, one step moves the first, and the next step moves the other. The second
+step is the commit; an error between the two rolls back the first.
 
-GUIDE.md beside this file shows each path as a table; `scripts/crash_sweep` kills saves at every system call.
+GUIDE.md next to this file shows each path as a table; `scripts/crash_sweep` kills saves at every system call.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from hfshard.format.index import CheckpointIndex, with_weights_override, without
 
 
 def plan_commit(old: DirectoryState, new: NewCheckpoint) -> CommitPlan:
-    """Plan the commit of a new checkpoint over whatever is in the directory.
+    """Plan the commit of a new checkpoint over the existing files of the directory.
 
-    A pure function: it looks only at its arguments, except for the names in a single file (see `single_keys`).
+    A pure function: it uses only its arguments, except for the names in a single file (see `single_keys`).
     """
     if not old.has_weights:
         return _into_empty(old, new)
     config = changed_config(old, new)
-    # A variant shares config.json with the weights beside it, which must not be led to the variant's files.
+    # A variant shares config.json with the weights next to it, which must not be redirected to the variant's files.
     if config is None or old.shares_config:
         return _sharded_by_index(old, new, config) if new.is_sharded else _single_by_rename(old, new, config)
     plan = CommitPlan()
@@ -47,16 +47,16 @@ def plan_commit(old: DirectoryState, new: NewCheckpoint) -> CommitPlan:
 
 
 def needs_links(old: DirectoryState, new: NewCheckpoint) -> bool:
-    """Whether the plan gives a file two names for a while, which some file systems can't."""
+    """Return whether the plan temporarily gives a file two names, which some file systems cannot."""
     return any(step.kind == "link" for step in plan_commit(old, new).steps)
 
 
 def _into_empty(old: DirectoryState, new: NewCheckpoint) -> CommitPlan:
-    """Commit into a directory without weights: there is nothing to protect, but half a save must not load."""
+    """Commit into a directory without weights. There is nothing to protect, but half a save must not load."""
     plan = CommitPlan()
 
     # Announce: config and index come before the weights that they name, so that half a save is an error to every
-    # reader. Without the index, huggingface_hub would take the first of three shards for the whole checkpoint.
+    # reader. Without the index, huggingface_hub would take the first of three shards for the complete checkpoint.
     config = changed_config(old, new)
     if config is not None:
         put_config(plan, new, config)
@@ -65,15 +65,15 @@ def _into_empty(old: DirectoryState, new: NewCheckpoint) -> CommitPlan:
     plan.rename(new.companion_files)
     if new.index is not None:
         plan.write_small(old.names.index, new.index)
-    elif old.strays:  # beside them, huggingface_hub needs to be told which file counts
+    elif old.strays:  # next to them, huggingface_hub needs an index that names the file that counts
         plan.write_small(old.names.index, compat_index(new.keys, old.names.single))
     plan.sync()
 
-    # Commit: the last file of weights makes the checkpoint whole.
+    # Commit: the last file of weights makes the checkpoint complete.
     plan.rename(new.shards, is_commit=True)
     plan.sync()
 
-    # Clean up: files with names that only a commit under way gives, and shards of a stock save that was killed.
+    # Clean up: files with names that only an unfinished commit gives, and shards of a killed stock save.
     plan.remove(outdated_files(old, new))
     plan.sync()
     if new.index is None and old.strays:
@@ -83,7 +83,7 @@ def _into_empty(old: DirectoryState, new: NewCheckpoint) -> CommitPlan:
 
 
 def _sharded_by_index(old: DirectoryState, new: NewCheckpoint, config: bytes | None) -> CommitPlan:
-    """Commit shards by the rename of the index: the config stays as it is, or is shared with other weights."""
+    """Commit shards by renaming the index. The config is unchanged, or shared with other weights."""
     plan = CommitPlan()
 
     # Prepare: the shards get names that no file has, so that both readers still load the old checkpoint.
@@ -108,7 +108,7 @@ def _sharded_by_index(old: DirectoryState, new: NewCheckpoint, config: bytes | N
 
 
 def _sharded_by_config(plan: CommitPlan, old: DirectoryState, new: NewCheckpoint, config: bytes) -> CommitPlan:
-    """Commit shards and a changed config by the rename of config.json, which names the new index for a while."""
+    """Commit shards and a changed config by renaming config.json, which temporarily names the new index."""
     unique = old.names.unique_index(new.digest)
 
     # Prepare: the shards, and their index under a name that nothing reads yet.
@@ -125,7 +125,7 @@ def _sharded_by_config(plan: CommitPlan, old: DirectoryState, new: NewCheckpoint
     plan.write_small(old.names.index, new.index or b"", is_commit=True)
     plan.sync()
 
-    # Settle: the conventional files lead where the override did.
+    # Settle: the conventional files lead to where the override did.
     _replace_small_files(plan, old, new, None)
     if old.has_single:  # it outranks the index once the override is gone
         plan.remove([old.names.single])
@@ -139,18 +139,18 @@ def _sharded_by_config(plan: CommitPlan, old: DirectoryState, new: NewCheckpoint
 
 
 def _single_by_rename(old: DirectoryState, new: NewCheckpoint, config: bytes | None) -> CommitPlan:
-    """Commit a single file by its own rename: the config stays as it is, or is shared with other weights."""
+    """Commit a single file by renaming it. The config is unchanged, or shared with other weights."""
     plan = CommitPlan()
 
-    # Prepare: beside shards that no index names, huggingface_hub needs to be told which file counts.
+    # Prepare: next to shards that no index names, huggingface_hub needs an index that names the file that counts.
     if old.strays and not old.has_index:
         _index_of_old_single(plan, old)
         plan.sync()
     _add_new_files(plan, old, new)
     plan.sync()
 
-    # Commit: for transformers, `model.safetensors` outranks the old index. huggingface_hub reads that first, so it is
-    # made to point at the single file ...
+    # Commit: for transformers, `model.safetensors` outranks the old index. huggingface_hub reads the index first, so
+    # that is made to point at the single file ...
     needs_index = old.has_index or bool(old.strays)
     plan.rename(new.shards, is_commit=not needs_index, moves=TRANSFORMERS if needs_index else "")
     plan.sync()
@@ -168,12 +168,12 @@ def _single_by_rename(old: DirectoryState, new: NewCheckpoint, config: bytes | N
 
 
 def _single_by_config(plan: CommitPlan, old: DirectoryState, new: NewCheckpoint, config: bytes) -> CommitPlan:
-    """Commit a single file and a changed config by the rename of config.json, which names the file for a while."""
+    """Commit a single file and a changed config by renaming config.json, which temporarily names the file."""
     unique = old.names.unique_single(new.digest)
     single = old.names.single
     index = old.names.index
 
-    # Prepare: the weights under a name that nothing reads yet; an index keeps huggingface_hub with the old ones.
+    # Prepare: the weights under a name that nothing reads yet; an index keeps huggingface_hub on the old ones.
     if old.has_single and not old.has_index:
         _index_of_old_single(plan, old)
         plan.sync()
@@ -204,16 +204,16 @@ def _single_by_config(plan: CommitPlan, old: DirectoryState, new: NewCheckpoint,
 
 
 def _hide_single(plan: CommitPlan, old: DirectoryState, new: NewCheckpoint) -> DirectoryState:
-    """Give the old single file a temporary name, to which config and index lead, and take its own away.
+    """Give the old single file a temporary name that config and index name, and remove its usual name.
 
     Returns:
-        What the directory is then, to all but those who look for `model.safetensors` alone.
+        The state of the directory then, for all readers except those that look for `model.safetensors` alone.
     """
     keys = old.single_keys()
     single = old.names.single
     hidden = old.names.unique_single(content_digest([new.digest.encode(), b"the old one"]))
     if not keys:
-        return old  # it is damaged, and loads nowhere
+        return old  # it is damaged, and does not load
     is_indexed = not old.has_index or (old.index is not None and set(old.index.weight_map.values()) == {single})
     if not old.has_index:
         _index_of_old_single(plan, old)
@@ -232,24 +232,24 @@ def _hide_single(plan: CommitPlan, old: DirectoryState, new: NewCheckpoint) -> D
 
 
 def _protect_hub_readers(plan: CommitPlan, old: DirectoryState) -> None:
-    """Before shards appear beside the old weights, tell huggingface_hub which files count."""
+    """Keep huggingface_hub on the old weights before shards appear next to them."""
     if old.has_index:
         return
     if old.has_single:
         _index_of_old_single(plan, old)
-    else:  # files that it ignores: a second one keeps it from taking a lone shard for the whole checkpoint
+    else:  # it ignores the old files; a second .safetensors file keeps it from taking a lone shard for the checkpoint
         plan.write_small(old.names.placeholder, b"")
     plan.sync()
 
 
 def _index_of_old_single(plan: CommitPlan, old: DirectoryState) -> None:
     keys = old.single_keys() if old.has_single else []
-    if keys:  # otherwise the file is damaged, and loads nowhere
+    if keys:  # otherwise the file is damaged, and does not load
         plan.write_small(old.names.index, compat_index(keys, old.names.single))
 
 
 def _add_new_files(plan: CommitPlan, old: DirectoryState, new: NewCheckpoint) -> None:
-    """Before the commit: the small files that replace nothing."""
+    """Add, before the commit, the small files that replace nothing."""
     for name, content in new.model_files.items():
         if name not in old.listing:
             plan.write_small(name, content)
@@ -257,7 +257,7 @@ def _add_new_files(plan: CommitPlan, old: DirectoryState, new: NewCheckpoint) ->
 
 
 def _replace_small_files(plan: CommitPlan, old: DirectoryState, new: NewCheckpoint, config: bytes | None) -> None:
-    """Right after the commit: the small files that replace old ones."""
+    """Replace the old small files right after the commit."""
     before = len(plan.steps)
     if config is not None:
         put_config(plan, new, config)
@@ -270,14 +270,14 @@ def _replace_small_files(plan: CommitPlan, old: DirectoryState, new: NewCheckpoi
 
 
 def _remove_old(plan: CommitPlan, old: DirectoryState, outdated: set[str]) -> None:
-    """Remove what is left of the old checkpoint; the index of pickled shards last, because it tells whose they are."""
+    """Remove the rest of the old checkpoint; the index of pickled shards last, because it records whose they are."""
     plan.remove(outdated - {old.names.bin_index})
     plan.sync()
     plan.remove(outdated & {old.names.bin_index})
     plan.sync()
 
 
-# The steps that a commit consists of, and the list of them that a plan builds.
+# Steps of a commit, and the plan that lists them.
 
 
 TRANSFORMERS: Final = "hfshard and transformers"
@@ -290,13 +290,13 @@ class CommitStep:
     """One change of the directory."""
 
     kind: Literal["rename", "link", "remove", "sync"]
-    """rename: move a staged file into place; link: give a file a second name; sync: make all steps before durable."""
+    """rename: move a staged file into place; link: give a file a second name; sync: make all previous steps durable."""
     target: str = ""
     source: str = ""
     is_commit: bool = False
     """From this step on every reader finds the new checkpoint. An error up to here is rolled back."""
     moves: str = ""
-    """Who finds the new checkpoint from this step on, where the others follow with the commit; in words."""
+    """Description of the readers that find the new checkpoint from this step on, if the others follow at the commit."""
 
 
 @dataclass
@@ -314,7 +314,7 @@ class CommitPlan:
         self.steps.append(CommitStep("rename", target, staged, is_commit, moves))
 
     def rename(self, files: Mapping[str, str], *, is_commit: bool = False, moves: str = "") -> None:
-        """Rename staged files into place; if they are the commit, the last one decides."""
+        """Rename staged files into place; if they are the commit, the last rename is the decisive one."""
         last = list(files)[-1:]
         self.steps.extend(
             CommitStep("rename", target, staged, is_commit and [target] == last, moves)
@@ -322,11 +322,11 @@ class CommitPlan:
         )
 
     def link(self, source: str, target: str) -> None:
-        """Give a file in the directory a second name, replacing the file that has it."""
+        """Give a file in the directory a second name, replacing any file of that name."""
         self.steps.append(CommitStep("link", target, source))
 
     def remove(self, targets: Iterable[str], *, is_commit: bool = False) -> None:
-        """Remove files, in the order of their names; the commit is the removal of a single one."""
+        """Remove files, in the order of their names; only the removal of a single file can be the commit."""
         self.steps.extend(CommitStep("remove", target, is_commit=is_commit) for target in sorted(targets))
 
     @property
@@ -335,21 +335,21 @@ class CommitPlan:
         return self.steps[: next(number for number, step in enumerate(self.steps, 1) if step.is_commit)]
 
     def sync(self) -> None:
-        """Make the steps before durable before any step after; nothing where there is nothing to sync."""
+        """Make the previous steps durable before any later step; do nothing if there is nothing to sync."""
         if self.steps and self.steps[-1].kind != "sync":
             self.steps.append(CommitStep("sync"))
 
 
-# What a save is about to commit, and what becomes of the config and of the old files, whatever the place is.
+# A save's new checkpoint, and its effect on the config and the old files, in any kind of place.
 
 
 NO_CONFIG: Final = b"{}"
-"""What stands in for a config that goes, while it has to lead to the new weights."""
+"""Replacement for a config that is removed, as long as a config must lead to the new weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class NewCheckpoint:
-    """What a save has written into the staging directory, and what belongs to it."""
+    """A checkpoint that a save has written into the staging directory, with its small files."""
 
     shards: Mapping[str, str]
     """Name in the directory -> name in the staging directory."""
@@ -358,29 +358,29 @@ class NewCheckpoint:
     index: bytes | None
     """The bytes of the index; None for a single file."""
     config: bytes | None
-    """The bytes of config.json; None where the save has none and keeps the one that is there."""
+    """The bytes of config.json; None if the save has none and keeps the existing one."""
     model_files: Mapping[str, bytes]
     """The other small files of the model: generation_config.json, custom code. Name -> bytes."""
     digest: str
-    """Hex digits that depend on the content: part of the names that exist only during the commit."""
+    """Hex digits that depend on the content; part of the names that exist only during the commit."""
     companion_files: Mapping[str, str] = field(default_factory=dict)
     """Files that go along with the model, such as a tokenizer or a README. Name -> name in the staging directory."""
     kept_shards: frozenset[str] = frozenset()
     """Shards of the old checkpoint that belong to the new one too, and stay where they are."""
     drops_config: bool = False
-    """Whether a config.json that is there goes, because the new checkpoint has none."""
+    """Remove an existing config.json, because the new checkpoint has none."""
     hides_single: bool = False
-    """Whether readers that know nothing but config.json and `model.safetensors` are to find an error between old and
-    new, not the config of one and the weights of the other. It takes hard links."""
+    """Let readers that know only config.json and `model.safetensors` find an error between old and new, not the config
+    of one and the weights of the other. This takes hard links."""
 
     @property
     def is_sharded(self) -> bool:
-        """Whether it has an index."""
+        """True if the checkpoint has an index."""
         return self.index is not None
 
 
 def put_config(plan: CommitPlan, new: NewCheckpoint, config: bytes) -> None:
-    """Write the config as it was given, or remove the one of a checkpoint that had one."""
+    """Write the given config, or remove the existing one if `drops_config` is set."""
     if new.drops_config:
         plan.remove([CONFIG_NAME])
     else:
@@ -388,12 +388,12 @@ def put_config(plan: CommitPlan, new: NewCheckpoint, config: bytes) -> None:
 
 
 def changed_config(old: DirectoryState, new: NewCheckpoint) -> bytes | None:
-    """The config to commit; None where the one in the directory is right already."""
+    """Return the config to commit; None if the one in the directory is right already."""
     config = new.config
     if new.drops_config and old.config is not None and not old.shares_config:
         return NO_CONFIG
     if old.shares_config:
-        # An override there belongs to a killed commit of the weights beside this variant, which is not ours to end.
+        # The override belongs to a killed commit of the weights next to this variant, which this save must not finish.
         if config is not None and old.weights_override is not None:
             config = with_weights_override(config, old.weights_override)
     elif config is None and old.config is not None and weights_override_of(old.config) is not None:
@@ -402,7 +402,7 @@ def changed_config(old: DirectoryState, new: NewCheckpoint) -> bytes | None:
 
 
 def outdated_files(old: DirectoryState, new: NewCheckpoint) -> set[str]:
-    """What the old checkpoint owned and the new one does not, strays, and the placeholder of this commit."""
+    """Find the files that the old checkpoint owned and the new one does not, strays, and this commit's placeholder."""
     outdated = set(old.owned | old.strays)
     has_others = (old.has_bins or old.has_hub_index) and not old.has_index and not old.has_single
     if new.is_sharded and has_others:
@@ -414,10 +414,10 @@ def outdated_files(old: DirectoryState, new: NewCheckpoint) -> set[str]:
 
 
 def compat_index(keys: Iterable[str], file: str) -> bytes:
-    """An index that maps every name to one file, for readers that look for an index first."""
+    """Build an index that maps every name to one file, for readers that look for an index first."""
     return CheckpointIndex(weight_map=dict.fromkeys(keys, file)).to_json()
 
 
 def content_digest(parts: Iterable[bytes]) -> str:
-    """Hex digits that depend on some bytes: part of the names that exist only during a commit."""
+    """Compute hex digits that depend on some bytes; they are part of names that exist only during a commit."""
     return sha256_of(b"\0".join(parts))

@@ -44,7 +44,7 @@ from hfshard.shards.write_shards import writer_threads
 logger = logging.getLogger(__name__)
 
 LOCK_WAIT_SECONDS: Final = 600.0
-"""How long a save waits for another one in the same directory: as long as 1 TB takes on a slow disk."""
+"""Time that a save waits for another one in the same directory: as long as 1 TB takes on a slow disk."""
 
 
 @dataclass
@@ -53,33 +53,33 @@ class SaveSession:
 
     directory: str
     state: DirectoryState
-    """What was there when the session began, without the leftovers of killed saves."""
+    """The directory when the session began, without the leftovers of killed saves."""
     made: list[str] = field(default_factory=list)
-    """Directories that the session made, deepest last."""
+    """Directories that the session created, deepest last."""
     changed_folders: set[str] = field(default_factory=set)
     """Folders below the directory in which files were renamed since they were flushed."""
     is_committed: bool = False
     drops_signature: bool = False
-    """Whether a `model.sig` that no longer holds is removed."""
+    """Remove a stale `model.sig`."""
     is_unfinished: bool = False
-    """Cleaning up failed: the staging directory stays, because it tells the next save what to remove."""
+    """Rollback or cleanup failed: the staging directory stays, because it records what the next save must remove."""
 
     @property
     def staging(self) -> str:
-        """Where files are written before the commit."""
+        """Path of the staging directory, where files are written before the commit."""
         return os.path.join(self.directory, STAGING_DIRECTORY)
 
     def status_of(self, name: str) -> os.stat_result | None:
-        """The status of a file in the directory, of a link its own, or None if there is none."""
+        """Return the status of a file in the directory, or None if there is none; links are not followed."""
         try:
             return os.lstat(os.path.join(self.directory, name))
         except FileNotFoundError:
             return None
 
     def like(self, name: str) -> os.stat_result | None:
-        """The status of the regular file whose mode and group a new one gets; None where there is none.
+        """Return the status of the regular file whose mode and group a new one gets; None if there is none.
 
-        What a link leads to is not replaced, and often read-only for everybody.
+        A link counts as none: its target is not replaced, and is often read-only.
         """
         status = self.status_of(name)
         return status if status is not None and stat.S_ISREG(status.st_mode) else None
@@ -95,7 +95,7 @@ class SaveSession:
         return None
 
     def check_space(self, need_bytes: int) -> None:
-        """Check that the space suffices, before the first byte is written.
+        """Check that there is enough space before the first byte is written.
 
         Raises:
             NotEnoughSpaceError: The file system has less free space.
@@ -108,7 +108,7 @@ class SaveSession:
         )
 
     def can_link(self, staged: str) -> bool:
-        """Whether a file in the staging directory can get a second name."""
+        """Return whether a file in the staging directory can get a second name."""
         if can_link(self.staging, os.path.join(self.staging, staged)):
             return True
         logger.warning(
@@ -117,18 +117,18 @@ class SaveSession:
         return False
 
     def empty_staging(self) -> None:
-        """Remove what was staged, so that something else can be."""
+        """Remove the staged files, so that others can be staged."""
         for name in os.listdir(self.staging):
             os.unlink(os.path.join(self.staging, name))
 
     def commit(self, plan: CommitPlan) -> None:
-        """Stage the small files and what brings back those that they replace; then carry out the steps of a plan.
+        """Stage the small files and copies of those that they replace; then carry out the steps of a plan.
 
         Raises:
             CommitUndoneError: A step before the commit failed; the directory is as it was.
             CommitUnfinishedError: A step after the commit failed, and every reader loads the new checkpoint; or one
-                before it could not be taken back, and the message says who loads which.
-            OSError: They could not be staged; the directory is as it was.
+                before it could not be rolled back, and the message says which readers load which checkpoint.
+            OSError: The files could not be staged; the directory is as it was.
             KeyboardInterrupt: Ctrl-C was pressed: the directory is as it was, or, after the commit, all steps are done.
         """
         to_commit = plan.to_commit
@@ -154,7 +154,7 @@ class SaveSession:
             unflushed.write_file(os.path.join(self.staging, staged), content, like=like)
 
     def _note_pending_deletes(self, steps: list[CommitStep], decisive: str) -> None:
-        """Note the shards to delete that hfshard did not write: its own are recognized when no index names them.
+        """Note the shards to delete that hfshard did not write. Its own are recognized once no index names them.
 
         Args:
             steps: All steps of the commit.
@@ -166,7 +166,7 @@ class SaveSession:
             note_pending_deletes(self.directory, foreign, decisive)
 
     def _run_to_commit(self, steps: list[CommitStep], rollback: Rollback, was_interrupted: Callable[[], bool]) -> None:
-        """Carry out the steps up to the commit; on an error all of them are rolled back."""
+        """Carry out the steps up to the commit; roll all of them back on an error."""
         step = steps[0]
         try:
             for step in steps:
@@ -182,7 +182,7 @@ class SaveSession:
             raise
 
     def _failure(self, step: CommitStep, error: BaseException, moved: list[str]) -> HfshardError:
-        """Make the error that says which checkpoint loads, and for whom."""
+        """Build the error that says which checkpoint loads for which readers."""
         failed = f"failed at '{step.kind} {step.target}': {error or type(error).__name__}"
         if moved:
             return CommitUnfinishedError(
@@ -214,7 +214,7 @@ class SaveSession:
                 ) from error
 
     def _remove_old_shards(self, steps: list[CommitStep]) -> None:
-        """Remove the old shards, which no reader looks at, though a step before failed: the disk holds no third set."""
+        """Remove the old shards, which nothing reads, despite the failed step, so that the disk holds no third set."""
         for step in steps:
             if step.kind == "remove" and self.state.names.is_shard(step.target):
                 try:
@@ -240,7 +240,7 @@ class SaveSession:
             sync_directory(self.directory)
 
     def _place(self, source: str, name: str) -> None:
-        """Rename a staged file into place; into a folder below the directory through no link."""
+        """Rename a staged file into place, following no link into a folder below the directory."""
         folder = os.path.dirname(name)
         target = os.path.join(self.directory, name)
         if not folder:
@@ -251,10 +251,10 @@ class SaveSession:
             rename(source, target, fd)
 
     def make_folders(self, names: Iterable[str]) -> None:
-        """Make the folders of files that will lie below the directory; they go again if the session fails.
+        """Create the folders of files in subfolders of the directory; they are removed if the session fails.
 
         Raises:
-            SaveDirectoryError: A link or a file has the name of a folder, or a folder that of a file.
+            SaveDirectoryError: A link or a file has a folder's name, or a folder has a file's name.
         """
         places = sorted(names)
         for name in places:
@@ -269,16 +269,16 @@ class SaveSession:
 def save_session(
     directory: str, names: WeightNames, *, wait_seconds: float = LOCK_WAIT_SECONDS
 ) -> Iterator[SaveSession]:
-    """Make and lock the save directory, clean up after killed saves, and make an empty staging directory.
+    """Create and lock the save directory, clean up after killed saves, and create an empty staging directory.
 
     Args:
-        directory: Made if it is missing, with its parents.
+        directory: Created if it is missing, with its parents.
         names: The checkpoint's file names.
         wait_seconds: How long to wait for another save there.
 
     Raises:
-        SaveDirectoryError: It is a file, or lies in a directory hub; or a directory in it has the name of the
-            config, of the single file of weights, or of the index.
+        SaveDirectoryError: It is a file, or is in a directory hub; or a directory in it has the name of the config, of
+            the single file of weights, or of the index.
         DirectoryLockedError: Another process is saving there.
     """
     refuse_hub(directory)
@@ -308,7 +308,7 @@ def save_session(
 
 
 def _recorded(directory: str, names: WeightNames) -> dict[str, FileDigest]:
-    """What the index in a directory says of the files."""
+    """Return the digests that the index in a directory records; none without an index."""
     index = read_state(directory, names).index
     return {} if index is None else index.files
 
@@ -347,7 +347,7 @@ def _clean_up(directory: str, leftovers: tuple[str, ...]) -> None:
 
 
 def clear_staging(directory: str) -> None:
-    """Remove the staging directory, and the folders above it that are then empty; the caller holds the lock."""
+    """Remove the staging directory, and the folders above it that are then empty; the caller must hold the lock."""
     staging = os.path.join(directory, STAGING_DIRECTORY)
     try:
         if os.path.lexists(staging):
@@ -363,14 +363,14 @@ def clear_staging(directory: str) -> None:
         )
 
 
-# Take the steps of a commit back, the last one first, when one of them fails before the commit is done.
+# Rollback of a commit's steps, the last one first, if one of them fails before the commit is done.
 
 
 class Rollback:
-    """What takes back the steps that were made so far.
+    """The undo of the steps done so far.
 
-    What the steps replace is copied into the staging directory before the first one, so that nothing has to be written
-    when they are taken back: the disk may be full then.
+    Files that the steps replace are copied into the staging directory before the first step, so that a rollback writes
+    nothing: the disk may be full then.
     """
 
     def __init__(self, directory: str, staging: str) -> None:
@@ -380,14 +380,14 @@ class Rollback:
         self._undo: list[tuple[CommitStep, Callable[[], None]]] = []
 
     def prepare(self, steps: Sequence[CommitStep], unflushed: Unflushed) -> None:
-        """Get ready to take steps back.
+        """Prepare to roll steps back.
 
         Args:
-            steps: All that may have to be; what they move into place is in the staging directory.
+            steps: All steps that may have to be; the files that they move into place are in the staging directory.
             unflushed: Gets the copies, which must be durable before the first step.
 
         Raises:
-            OSError: What a step replaces could not be copied.
+            OSError: A file that a step replaces could not be copied.
         """
         placed: dict[str, str] = {}
         for number, step in enumerate(steps):
@@ -397,16 +397,16 @@ class Rollback:
                 placed[step.target] = os.path.join(self.staging, step.source)
 
     def begin(self, step: CommitStep) -> None:
-        """Take the next step back, too, whether it will be done or not."""
+        """Include the next step in the rollback, whether it will complete or not."""
         self._undo.append((step, self._prepared.popleft()))
 
     def run(self) -> list[str]:
-        """Take all steps back.
+        """Roll all steps back.
 
-        A step that moves a reader to the new checkpoint may resist: then what it leads to stays.
+        If the undo of a step that moves readers to the new checkpoint fails, the files that they then read stay.
 
         Returns:
-            Who finds the new checkpoint; nobody where all is as it was.
+            The readers that find the new checkpoint; empty if everything is as it was.
         """
         while self._undo:
             step, undo = self._undo[-1]
@@ -419,7 +419,7 @@ class Rollback:
                     return moved
             self._undo.pop()
             if step.moves and not self._is_durable():
-                return moved[:-1]  # what it led to stays, in case that a power cut brings the step back
+                return moved[:-1]  # its target stays, in case a power cut restores the step
         return []
 
     def _is_durable(self) -> bool:
@@ -431,7 +431,7 @@ class Rollback:
         return True
 
     def _undo_of(self, step: CommitStep, now: str, kept_name: str, unflushed: Unflushed) -> Callable[[], None]:
-        """What takes a step back, where `now` is the file that will have its target's name when it comes."""
+        """Prepare the undo of a step; `now` is the file that will have the target's name when the step begins."""
         target = os.path.join(self.directory, step.target)
         if step.kind == "link":
             is_new = not os.path.lexists(now)
@@ -480,7 +480,7 @@ class Rollback:
 
 
 def _link(target: str, kept: str) -> None:
-    """Give the old file a second name; without one, it can't come back."""
+    """Give the old file a second name. Without hard links, it cannot be restored."""
     try:
         os.link(target, kept)
     except OSError as error:
@@ -489,31 +489,31 @@ def _link(target: str, kept: str) -> None:
         logger.info("'%s' can't be linked (%s): it can't be restored if the save fails halfway.", target, error)
 
 
-# Say when a save leaves a signature that no longer holds, and remove it where that was asked for.
+# Stale signatures: a save warns of one, or removes it if that was requested.
 
 
 _MAX_BYTES: Final = 64 * 1024 * 1024
-"""The largest signature that is looked at for a warning."""
+"""Size of the largest signature that is read for a warning."""
 
 _SMALL_BYTES: Final = 1024 * 1024
-"""The largest file that is read for a warning; of shards the save has recorded the sha256."""
+"""Size of the largest file that is read for a warning; the sha256 of shards is recorded by the save."""
 
 
 class SignatureWatch:
-    """The files beside a signature, before a save changes them."""
+    """The files next to a signature, before a save changes them."""
 
     def __init__(self, directory: str) -> None:
-        """Note what is there; nothing, where there is no signature."""
+        """Note the existing files; nothing if there is no signature."""
         self._directory = directory
         self._has_signature = os.path.isfile(os.path.join(directory, SIGNATURE_NAME))
         self._before = self._identities() if self._has_signature else {}
 
     def after_save(self, recorded: Callable[[], Mapping[str, FileDigest]], *, is_dropped: bool) -> None:
-        """Warn that the signature no longer holds, if that is so.
+        """Warn if the signature is stale.
 
         Args:
-            recorded: Tells what the index there says of the files.
-            is_dropped: Remove it instead.
+            recorded: Returns the digests that the index there records.
+            is_dropped: Remove the signature instead.
         """
         path = os.path.join(self._directory, SIGNATURE_NAME)
         now = self._identities() if self._has_signature else {}
@@ -522,7 +522,7 @@ class SignatureWatch:
             or now[SIGNATURE_NAME] != self._before[SIGNATURE_NAME]
             or not self._is_stale(now, recorded)
         ):
-            return  # none, or the one of what was saved, which came with it
+            return  # none, or one that belongs to the saved files and came with them
         if is_dropped:
             unlink_if_there(path)
             sync_directory(self._directory)
@@ -561,14 +561,14 @@ class SignatureWatch:
         found: dict[str, Identity] = {}
         with os.scandir(self._directory) as entries:
             for entry in entries:
-                with suppress(FileNotFoundError):  # somebody removed it just now
+                with suppress(FileNotFoundError):  # another process removed it just now
                     if entry.is_file():
                         found[entry.name] = identity_of(entry.stat())
         return found
 
 
 def _signed_digests(path: str, directory: str) -> dict[str, Any]:
-    """What a signature says of files, whoever made it; only good for a warning."""
+    """Read the digests in a signature without verifying it; good enough only for a warning."""
     bundle = json.loads(read_small(path, directory, _MAX_BYTES)[0])
     payload = json.loads(base64.b64decode(bundle["dsseEnvelope"]["payload"]))
     return {one["name"]: one["digest"] for one in payload["predicate"]["resources"]}

@@ -1,4 +1,4 @@
-"""What is in a save directory before a commit: the checkpoint to protect, its files, leftovers of killed saves."""
+"""The state of a save directory before a commit: the checkpoint to protect, its files, leftovers of killed saves."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hfshard.shards.shard_file import SafetensorsFile
 
 @dataclass(frozen=True, slots=True)
 class DirectoryState:
-    """What a save directory holds."""
+    """The contents of a save directory."""
 
     directory: str
     names: WeightNames
@@ -33,51 +33,51 @@ class DirectoryState:
     weights_override: str | None
     """The weights file that config.json tells transformers to load before all others, if that file exists."""
     index: CheckpointIndex | None
-    """The index that config.json names, or else the conventional one; None where it can't be read."""
+    """The index that config.json names, or else the conventional one; None if it can't be read."""
     owned: frozenset[str]
-    """Files that belong to this checkpoint and to no other one; what was synced from a store too, with its index."""
+    """Files that belong only to this checkpoint, including files synced from a store, with their index."""
     referenced: frozenset[str]
     """Files that an index or the config names, whether they exist or not: a new file may not take such a name."""
     leftovers: tuple[str, ...]
     """Files of a killed save that nothing refers to, in the order in which to remove them."""
     strays: frozenset[str]
-    """Shards by the exact name of a stock save that no index names, as one that was killed leaves them. They may be
-    what is left of a download, too; so they stay until a save has committed, and go then, as after a stock save."""
+    """Shards with the exact name of a stock save that no index names, as a killed stock save leaves them. They may also
+    be the remains of a download; so they stay until a save has committed, and are removed then, as by a stock save."""
 
     @property
     def files(self) -> Collection[str]:
-        """All files, as far as is known also those in folders."""
+        """All files directly in the directory."""
         return self.listing
 
     @property
     def has_single(self) -> bool:
-        """Whether `model.safetensors` exists."""
+        """True if `model.safetensors` exists."""
         return self.names.single in self.listing
 
     @property
     def has_index(self) -> bool:
-        """Whether `model.safetensors.index.json` exists."""
+        """True if `model.safetensors.index.json` exists."""
         return self.names.index in self.listing
 
     @property
     def has_bins(self) -> bool:
-        """Whether there are pickled weights."""
+        """True if there are pickled weights."""
         return self.names.bin_single in self.listing or self.names.bin_index in self.listing
 
     @property
     def has_hub_index(self) -> bool:
-        """Whether there is a variant's index under the name that huggingface_hub gives it."""
+        """True if there is a variant's index under the name that huggingface_hub gives it."""
         return self.names.hub_index != self.names.index and self.names.hub_index in self.listing
 
     @property
     def has_weights(self) -> bool:
-        """Whether there is a checkpoint to protect."""
+        """True if there is a checkpoint to protect."""
         has_own = self.has_single or self.has_index or self.weights_override is not None
         return has_own or self.has_bins or self.has_hub_index
 
     @property
     def shares_config(self) -> bool:
-        """Whether this is a variant beside other weights, which read the same config.json."""
+        """True if this is a variant next to other weights that use the same config.json."""
         if self.names.variant is None:
             return False
         names = self.names
@@ -86,20 +86,20 @@ class DirectoryState:
         return any(weights.fullmatch(name) for name in self.listing - self.owned - mine)
 
     def single_keys(self) -> list[str]:
-        """The names of the tensors in `model.safetensors`; empty where it can't be read."""
+        """List the tensor names in `model.safetensors`; empty if it is damaged or missing."""
         return _keys_of(self.directory, self.names.single)
 
 
 @dataclass(frozen=True, slots=True)
 class Ownership:
-    """Whose the files of a save directory are, by what its indexes and its config name."""
+    """Ownership of a save directory's files, according to its indexes and its config."""
 
     owned: frozenset[str]
-    """As in `DirectoryState`, whether it is a regular file or not."""
+    """Files that belong only to this checkpoint, regular or not; see `DirectoryState`."""
     referenced: frozenset[str]
-    """As in `DirectoryState`."""
+    """Files that an index or the config names; see `DirectoryState`."""
     is_known: bool
-    """Whether all indexes could be read. The shards of one that can't be look like those of a killed save, and may be
+    """True if all indexes could be read. The shards of an unreadable index look like those of a killed save, and may be
     all that is left."""
 
 
@@ -109,7 +109,7 @@ def find_ownership(
     override: str | None,
     indexes: Mapping[str, CheckpointIndex | None],
 ) -> Ownership:
-    """Find whose the files are.
+    """Determine which files belong to a checkpoint, and to no other one.
 
     Args:
         names: The checkpoint's file names.
@@ -121,7 +121,7 @@ def find_ownership(
     orphans = {name for name in indexes if names.is_transient(name) and name != override}
     references = {name: _references(index) for name, index in indexes.items() if name not in orphans}
 
-    # What the indexes of this checkpoint name, and no other index does, belongs to it.
+    # Files that this checkpoint's indexes name, and no other index does, belong to it.
     own_indexes = {names.index, names.hub_index, names.bin_index}
     foreign: set[str] = set()
     referenced = _union(references.values())
@@ -140,7 +140,7 @@ def find_ownership(
 
 
 def read_state(directory: str, names: WeightNames) -> DirectoryState:
-    """Look at a save directory. A file that is damaged counts as somebody else's, and is never removed.
+    """Inspect a save directory. A damaged file counts as foreign, and is never removed.
 
     Raises:
         HfshardError, OSError: A file can't be opened or read.
@@ -187,7 +187,7 @@ def _find_leftovers(
 
 
 def _synced_files(names: WeightNames, listing: Collection[str]) -> set[str]:
-    """Name the files that a save into a store has named, if the directory was synced from there."""
+    """List the files that a save into a store has named, if the directory was synced from there."""
     saves = own_saves(listing, names)
     return {name for name in listing if save_in_name(name) in saves}
 
@@ -204,7 +204,7 @@ def _config_and_override(directory: str, listing: frozenset[str]) -> tuple[bytes
 
 
 def weights_override_of(config: bytes) -> str | None:
-    """The file that the bytes of a config.json name as `transformers_weights`; None if there is none, or no JSON."""
+    """Parse the file name in `transformers_weights` of a config.json's bytes; None if there is none, or no JSON."""
     try:
         value = json.loads(config)
     except (ValueError, RecursionError):
@@ -253,21 +253,21 @@ def _at(directory: str, name: str) -> str:
     return os.path.join(directory, name)
 
 
-# Tell a file whose contents are damaged from one that the disk fails to read.
+# Damaged files, as opposed to files that the disk fails to read.
 
 
 _Contents = TypeVar("_Contents")
 
 _NOTHING_THERE: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
-"""What `open` answers for a file that is missing, and for a link that leads nowhere."""
+"""Errors of `open` for a missing file, and for a broken link."""
 
 
 def unless_damaged(read: Callable[[], _Contents]) -> _Contents | None:
-    """Read a file; None where it is damaged or missing, and so can't say which files belong to it.
+    """Read a file; None if it is damaged or missing, and so can't say which files belong to it.
 
     Raises:
-        HfshardError, OSError: It could not be opened or read (permissions, an I/O error): what it says is unknown, and
-            may be right.
+        HfshardError, OSError: It could not be opened or read (permissions, an I/O error): its contents are unknown, and
+            may be valid.
     """
     try:
         return read()
@@ -278,7 +278,7 @@ def unless_damaged(read: Callable[[], _Contents]) -> _Contents | None:
         return None
 
 
-# Note the shards that a commit will delete, so that the next save can finish deletes that were cut short.
+# Pending deletes: shards that a commit will delete are noted, so that the next save can finish interrupted deletes.
 #
 # A shard of hfshard's own that no index names is recognized by its header. A shard that another library wrote is not:
 # it might be part of an unfinished download. So a commit that replaces such shards first notes them with their
@@ -289,7 +289,7 @@ _NAME: Final = "pending-deletes.json"
 
 
 def note_pending_deletes(directory: str, shards: Iterable[str], commit_source: str) -> None:
-    """Note durably which shards will be deleted once the commit is done.
+    """Record durably which shards will be deleted once the commit is done.
 
     Args:
         directory: The save directory; its staging directory exists.
@@ -306,7 +306,7 @@ def note_pending_deletes(directory: str, shards: Iterable[str], commit_source: s
 
 
 def noted_pending_deletes(directory: str, names: WeightNames, listing: Collection[str]) -> frozenset[str]:
-    """Find the shards that a commit did not get to delete: noted, still the same files, and the commit was done.
+    """Find the noted shards that a completed commit did not get to delete, and that are still the same files.
 
     The caller checks whether an index names them.
     """
@@ -321,7 +321,7 @@ def noted_pending_deletes(directory: str, names: WeightNames, listing: Collectio
 
     note = unless_damaged(read)
     if note is None:
-        return frozenset()  # what it said is unknown, so nothing is deleted
+        return frozenset()  # its contents are unknown, so nothing is deleted
     commit_source = note.get("commit")
     fingerprints = note.get("shards")
     if not isinstance(commit_source, str) or not isinstance(fingerprints, dict):
@@ -333,7 +333,7 @@ def noted_pending_deletes(directory: str, names: WeightNames, listing: Collectio
 
 
 def _fingerprint(directory: str, name: str) -> str | None:
-    """The fingerprint of a shard; None if it is not a safetensors file."""
+    """Read the fingerprint of a shard; None if it is not a safetensors file."""
     shard = unless_damaged(lambda: SafetensorsFile(os.path.join(directory, name), directory))
     if shard is None:
         return None

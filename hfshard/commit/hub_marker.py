@@ -1,4 +1,4 @@
-"""The file that marks a directory as a hub, and what a repo_id names: a repo of the Hub, or such a directory."""
+"""The file that marks a directory as a hub, and the parsing of a repo_id: a repo of the Hub, or such a directory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hfshard.errors import HubError, HubNotFoundError, InvalidArgumentError, Sav
 from hfshard.format.strict_json import dump_json, parse_json_object
 
 STAGING: Final = ".staging"
-"""Where a hub keeps what is not yet whole."""
+"""Folder of a hub for files that are not complete yet."""
 
 
 def check_hub_marker(root: str) -> None:
@@ -32,7 +32,7 @@ def check_hub_marker(root: str) -> None:
 
     Raises:
         HubNotFoundError: The directory is not a hub, or does not exist.
-        HubError: It was made by a newer hfshard.
+        HubError: It has another format, because a newer hfshard wrote it.
     """
     if not has_hub_marker(root):
         what = "is not a directory hub" if os.path.isdir(root) else "does not exist"
@@ -58,10 +58,10 @@ def write_hub_marker(root: str, *, wait_seconds: float) -> bool:
     """Turn a new or empty directory into a hub.
 
     Returns:
-        False if another process made it a hub in the meantime.
+        False if another process made it a hub first.
 
     Raises:
-        HubError: There is something else in it, or it is a file.
+        HubError: It contains something else, or it is a file.
         DirectoryLockedError: Another process held the directory's lock for all of `wait_seconds`.
     """
     try:
@@ -107,16 +107,16 @@ def _write_marker_file(root: str) -> None:
         shutil.rmtree(staging, ignore_errors=True)  # if this fails, the first push does it
 
 
-# Where a directory serves as a hub: nothing but a push writes there.
+# Directory hubs, into which only a push writes.
 
 
 def has_hub_marker(root: str) -> bool:
-    """Whether a directory is a hub."""
+    """Return whether a directory is a hub."""
     return os.path.isfile(os.path.join(root, HUB_MARKER))
 
 
 def enclosing_hub(directory: str) -> str | None:
-    """Find the directory hub that a path is, or lies in; links are followed, and the path need not exist."""
+    """Find the directory hub that a path is, or is in; links are followed, and the path need not exist."""
     at = os.path.realpath(directory)
     while not has_hub_marker(at):
         above = os.path.dirname(at)
@@ -127,10 +127,10 @@ def enclosing_hub(directory: str) -> str | None:
 
 
 def refuse_hub(directory: str) -> None:
-    """Refuse to save where only pushes write: nobody would load it, or it would change a commit.
+    """Reject a save into a directory hub, where only pushes write: it would be part of no commit, or damage one.
 
     Raises:
-        SaveDirectoryError: The directory is a directory hub, or lies in one. A store is none.
+        SaveDirectoryError: The directory is a directory hub, or is in one. A store never is.
     """
     if is_address(directory):
         return
@@ -145,7 +145,7 @@ def refuse_hub(directory: str) -> None:
         )
 
 
-# What a repo_id names: a repo of the Hugging Face Hub, or a directory that serves as a hub.
+# Parsing of a repo_id: a repo of the Hugging Face Hub, or a directory.
 
 
 _FILE_SCHEME: Final = "file://"
@@ -153,13 +153,13 @@ _PATH_STARTS: Final = ("/", "./", "../", "~")
 
 
 def directory_of(repo_id: str | os.PathLike[str]) -> str | None:
-    """Find the directory that a repo_id names; None where it is "org/name" on the Hugging Face Hub.
+    """Find the directory that a repo_id names; None if it is "org/name" on the Hugging Face Hub.
 
-    A directory is named by a path object, a `file://` URL, whatever looks like a path (it begins with `/`, `./`, `../`
+    A directory is named by a path object, a `file://` URL, text that looks like a path (it begins with `/`, `./`, `../`
     or `~`, or is `.` or `..`), and the name of a directory hub, so that what is loaded from there is pushed there.
 
     Raises:
-        InvalidArgumentError: A URL of another machine, or of another kind; or the address of a store, or what was one.
+        InvalidArgumentError: It is a URL of another machine or of another kind, or a store address, valid or not.
     """
     if not isinstance(repo_id, str):
         return os.path.expanduser(path_text(repo_id, "repo_id"))
@@ -193,10 +193,10 @@ def directory_of(repo_id: str | os.PathLike[str]) -> str | None:
 
 
 def absolute_address(repo_id: str | os.PathLike[str]) -> str:
-    """Return what a repo_id names whatever the working directory becomes: a directory's absolute path, or "org/name".
+    """Return what a repo_id names, independent of the working directory: a directory's absolute path, or "org/name".
 
     Raises:
-        InvalidArgumentError: It is no path and no name; or as `directory_of`.
+        InvalidArgumentError: It is neither a path nor a name, or a URL or address that `directory_of` rejects.
     """
     text = path_text(repo_id, "repo_id")
     directory = directory_of(repo_id)
@@ -206,16 +206,16 @@ def absolute_address(repo_id: str | os.PathLike[str]) -> str:
 def split_address(place: str | os.PathLike[str]) -> tuple[str, str | None]:
     """Split an address into a path or repo_id, and the revision after the "@".
 
-    A path may contain an "@" itself: what follows it is a revision only where the part before it is a directory hub.
+    A path may contain an "@" itself: the text after it is a revision only if the part before it is a directory hub.
 
     Raises:
-        InvalidArgumentError: There is nothing before or after the "@", or it is a URL of another kind.
+        InvalidArgumentError: The part before or after the "@" is empty, or it is a URL of another kind.
     """
     text = path_text(place, "repo_id")
     directory = directory_of(place)
     if directory is None:
         at = -1 if os.path.isdir(text) else text.find("@")
-        is_password = ":" in text[: max(at, 0)]  # of user:password@host, which is no repo_id
+        is_password = ":" in text[: max(at, 0)]  # of user:password@host, which is not a repo_id
         return (text, None) if at < 0 or is_password else _split_at(text, at)
     directory = absolute_path(directory, "repo_id")
     ends = [at for at, character in enumerate(directory) if character == "@"]

@@ -1,8 +1,8 @@
 """Carry out a save in a store: copy and send its shards, put its index last, and list again.
 
-Each object of a save has a name of its own, so that a request which is late, lost or repeated changes nothing for
-another save. An index is put only when its shards are there, and shards go only when a higher index is there. So the
-highest index is always complete, on every service that lists what was put.
+Each object of a save has a unique name, so that a late, lost or repeated request changes nothing for another save. An
+index is put only when its shards exist, and shards are deleted only when a higher index exists. So the highest index is
+always complete, on every service that lists what was put.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from hfshard.tensors.stored_tensor import RawTensor
 logger = logging.getLogger(__name__)
 
 CopiesOf = Callable[[Mapping[str, bytes], SaveId], dict[str, bytes]]
-"""Makes the plain copies of a save: its small files by their usual names, and its number and id -> name -> contents."""
+"""Builds a save's plain copies: its small files by their usual names, and its number and id -> name -> contents."""
 
 _MOST_SETTLED: Final = 100
-"""Times that plain copies are put again because yet another save was faster."""
+"""Maximum number of times that plain copies are put again because another save was faster."""
 
 
 @dataclass
@@ -61,15 +61,15 @@ class StoreTransaction:
     known: Mapping[str, KnownShard]
     """Fingerprint -> a shard that may have the same bytes."""
     root: Store
-    """Opened where the known shards are, or above."""
+    """Opened at the folder of the known shards, or above it."""
     folder: str = ""
-    """Of the save, below the root."""
+    """Folder of the save, below the root."""
     digests: dict[str, FileDigest] = field(default_factory=dict)
-    """Usual name -> digest of each shard, once it is there."""
+    """Usual name -> digest of each shard, once it is in the store."""
     small_files: dict[str, bytes] = field(default_factory=dict)
     """Usual name -> contents of each small file."""
     _objects: dict[str, StoredObjectRecord] = field(default_factory=dict)
-    """Those of small files that are not inlined."""
+    """Usual name -> record of each small file that is not inlined."""
 
     def copy_unchanged(self, jobs: Mapping[str, WriteJob], writer: ShardWriter, checksum: str | None) -> None:
         """Copy on the server the shards whose bytes did not change.
@@ -80,7 +80,7 @@ class StoreTransaction:
             checksum: A key of `HASHERS`; None: nothing can be compared.
 
         Raises:
-            StoreError: The store refused, or failed.
+            StoreError: The store refused the request, or failed.
         """
         same = self.find_unchanged(jobs, writer, checksum)
         below = f"{self.folder}/" if self.folder else ""
@@ -90,7 +90,7 @@ class StoreTransaction:
             source = self.known[digest.fingerprint or ""].found
             try:
                 copied = self.root.copy(source, f"{below}{self.save_id.object_name(name)}")
-            except CheckpointChangedError:  # another process has replaced or deleted it: then it is sent
+            except CheckpointChangedError:  # another process has replaced or deleted it, so it is sent
                 return None
             return replace(digest, etag=copied.etag)
 
@@ -122,7 +122,7 @@ class StoreTransaction:
         """Send the shards that were not copied.
 
         Raises:
-            StoreError: The store refused, or failed. What was sent stays, for the next save to delete.
+            StoreError: The store refused, or failed. The next save deletes what was sent.
         """
         await_devices(list(jobs.values()))
         left = {name: job for name, job in jobs.items() if name not in self.digests}
@@ -130,7 +130,7 @@ class StoreTransaction:
         self.digests |= zip(left, sent, strict=True)
 
     def add_small_files(self, files: Mapping[str, bytes]) -> None:
-        """Add small files: indexes, and others of up to 1 MiB, are inlined; for the rest objects are put.
+        """Add small files. Indexes, and other files of up to 1 MiB, are inlined; the rest are put as objects.
 
         Raises:
             StoreError: The store refused, or failed.
@@ -143,10 +143,10 @@ class StoreTransaction:
         self._objects |= {name: StoredObjectRecord(one.size, one.etag) for name, one in zip(large, put, strict=True)}
 
     def contents(self, replaced: Mapping[str, str]) -> StoredSave:
-        """Return the contents of the index, when all shards and small files are there.
+        """Return the contents of the index, once all shards and small files are in the store.
 
         Args:
-            replaced: As in `StoredSave`.
+            replaced: Name -> sha256 of the plain objects that are replaced; see `StoredSave`.
         """
         shards = {name: StoredObjectRecord(one.size or 0, one.etag or "") for name, one in self.digests.items()}
         return StoredSave(
@@ -157,7 +157,7 @@ class StoreTransaction:
         )
 
     def put_index(self, save: StoredSave, list_names: Callable[[], Collection[str]]) -> bool:
-        """Put the index; the save is the checkpoint from then on, unless a higher one is.
+        """Put the index. From then on this save is the checkpoint, unless there is a higher one.
 
         Args:
             save: Its contents.
@@ -167,8 +167,8 @@ class StoreTransaction:
             Whether the store answered; without an answer, a listing has shown the index.
 
         Raises:
-            RemoteChangedError: The put was not answered, and a higher index is there.
-            CommitUnfinishedError: Nobody can tell whether the index was put, or will be.
+            RemoteChangedError: The put was not answered, and a higher index exists.
+            CommitUnfinishedError: It is unknown whether the index was put, or will be.
             StoreError: The store has refused the index.
         """
         name = self.save_id.object_name(self.entry)
@@ -183,7 +183,7 @@ class StoreTransaction:
         return True
 
     def _look_for_index(self, list_names: Callable[[], Collection[str]], error: StoreError) -> None:
-        """Find out whether an index was put that got no answer."""
+        """List the objects to find out whether an unanswered put of the index succeeded."""
         path = str(self.store.address.joined(self.save_id.object_name(self.entry)))
         try:
             highest = highest_index(list_names(), self.entry)
@@ -206,12 +206,12 @@ def overtaken(store: Store) -> RemoteChangedError:
 
 
 def put_copies(store: Store, copies: Mapping[str, bytes], found: Mapping[str, StoredObject]) -> None:
-    """Put the plain copies of a save's small files, for other tools; those that are there already are left alone.
+    """Put the plain copies of a save's small files, for other tools; copies that are right already are left alone.
 
     Args:
         store: Opened at the folder.
-        copies: Name -> contents; the last one leads to the objects of the save, and is put last.
-        found: What was listed.
+        copies: Name -> contents; the last one names the save's objects, and is put last.
+        found: The listed objects.
     """
     changed = [name for name, raw in copies.items() if not _is_put(store, found.get(name), raw)]
     entries = changed[-1:] if changed[-1:] == list(copies)[-1:] else []
@@ -233,7 +233,7 @@ def settle_copies(
         store: Opened at the folder.
         entry: Usual name of the index.
         save_id: The save whose copies were put last.
-        copies_of: Makes the copies of a save.
+        copies_of: Builds the copies of a save.
 
     Returns:
         The last listing, and the highest save in it.
@@ -262,15 +262,15 @@ def plain_copies(small_files: Mapping[str, bytes], save_id: SaveId, entry: str) 
 
 
 def delete_or_warn(store: Store, names: Sequence[str], sweep: Callable[[str], bool] | None) -> bool:
-    """Delete what a newer save has replaced; where the store refuses, that is a warning.
+    """Delete what a newer save has replaced; if the store refuses or fails, log a warning.
 
     Args:
         store: Opened at the folder.
-        names: Of objects.
-        sweep: Tells which unfinished uploads go too, by their names; None: none are looked for.
+        names: Names of objects.
+        sweep: Selects by name the unfinished uploads to delete, too; None: none are looked for.
 
     Returns:
-        Whether it is done.
+        Whether everything was deleted.
     """
     try:
         if names:
@@ -293,14 +293,14 @@ def delete_or_warn(store: Store, names: Sequence[str], sweep: Callable[[str], bo
 
 
 def has_bytes(store: Store, found: StoredObject | None, raw: bytes) -> bool:
-    """Whether an object has these bytes; it is read only if neither its size nor its ETag tells."""
+    """Return whether an object has these bytes; read it only if its size, its ETag and the cache do not decide."""
     if found is None or found.size != len(raw):
         return False
     return found.etag == md5_of(raw) or (store_plan.known(store, found) or store.read(found)) == raw
 
 
 def _is_put(store: Store, found: StoredObject | None, raw: bytes) -> bool:
-    """Whether a plain copy has its contents already; one that was replaced since it was listed is put again."""
+    """Return whether a plain copy has its contents already; False for one that was replaced since it was listed."""
     try:
         return has_bytes(store, found, raw)
     except CheckpointChangedError:
@@ -308,7 +308,7 @@ def _is_put(store: Store, found: StoredObject | None, raw: bytes) -> bool:
 
 
 def _may_be_known(job: WriteJob, recorded: Collection[str | None]) -> bool:
-    """Whether an earlier shard may have the tensors of a job, as far as that is known without reading any."""
+    """Return whether an earlier shard may have the tensors of a job, judging by their digests without reading any."""
     digests = [value.digest if isinstance(value, RawTensor) else None for value in job.tensors.values()]
     return None in digests or not digests or "".join(filter(None, digests)) in recorded
 

@@ -1,4 +1,4 @@
-"""A place in a store before a save, and what follows from a listing: the next number, what is copied, what goes.
+"""The state of a place in a store before a save: the next number, and the objects to copy and to delete.
 
 Every object of a save has the save's number and id in its name. The checkpoint is the save with the highest index. See
 stores/GUIDE.md for each rule, and for what goes wrong without it.
@@ -36,7 +36,7 @@ from hfshard.stores.store import Store, StoredObject
 
 @dataclass(frozen=True, slots=True)
 class KnownShard:
-    """A shard of the newest save, whose object is the one that was put."""
+    """A shard of the newest save whose object was not replaced since it was put."""
 
     found: StoredObject
     digest: FileDigest
@@ -44,28 +44,28 @@ class KnownShard:
 
 @dataclass(frozen=True, slots=True)
 class StoreState:
-    """What a place in a store has before a save of a checkpoint."""
+    """A place in a store before a checkpoint is saved there."""
 
     names: WeightNames
     folder: StoreFolder
-    """Shows the newest save; or plain objects, where there is none, or its index is damaged."""
+    """Shows the newest save; or plain objects, if there is no save, or its index is damaged."""
     found: Mapping[str, StoredObject]
     """All objects directly in the place, by their own names."""
     save: StoredSave | None
     """The newest save."""
     index: CheckpointIndex | None
-    """Its index, or that of another tool; None where there is none, or it is damaged."""
+    """Its index, or that of another tool; None if there is none, or it is damaged."""
     uploaded: frozenset[str]
     """Plain objects of weights that another tool uploaded, and that the next save replaces."""
 
     @property
     def is_untouched(self) -> bool:
-        """Whether every object of the checkpoint belongs to the newest save."""
+        """True if every object of the checkpoint belongs to the newest save."""
         is_alone = self.save is not None and own_saves(self.found, self.names) == {self.save.save_id}
         return is_alone and not self.uploaded
 
     def known_shards(self) -> dict[str, KnownShard]:
-        """Return the shards that can be copied, by fingerprint: those that still have the ETag that they got."""
+        """Return the shards that can be copied, by fingerprint: those that still have their recorded ETag and size."""
         if self.save is None or self.index is None:
             return {}
         known = {}
@@ -79,10 +79,10 @@ class StoreState:
         return known
 
     def kept_files(self, own: Collection[str]) -> dict[str, bytes]:
-        """Return the small files that stay, as they count now: those of the newest save that a new one does not have.
+        """Return the small files of the newest save that a new save keeps, with a user's edits.
 
         Args:
-            own: Names of the small files of the new one.
+            own: Names of the new save's own small files.
         """
         if self.save is None:
             return {}
@@ -90,18 +90,18 @@ class StoreState:
         return {name: self.folder.read_small(name, MAX_INDEX_BYTES) for name in sorted(kept)}
 
     def replaced_files(self, names: Collection[str]) -> dict[str, str]:
-        """Return the sha256 of the plain objects that copies of small files are going to replace."""
+        """Return the sha256 of the plain objects that copies of small files will replace."""
         found = {name: self.folder.plain_contents(name) for name in names if is_editable(name)}
         return {name: sha256_of(raw) for name, raw in found.items() if raw is not None}
 
 
 def read_state(store: Store, names: WeightNames, folders: Collection[str] = ()) -> StoreState:
-    """Look at a place in a store. All reads are of what was listed.
+    """Inspect a place in a store. Only listed objects are read.
 
     Args:
         store: Opened at the place.
         names: The checkpoint's file names.
-        folders: Those below the place into which the save puts files, too.
+        folders: Folders below the place into which the save puts files, too.
 
     Raises:
         SaveDirectoryError: It is a checkpoint of a run.
@@ -130,7 +130,7 @@ def read_state(store: Store, names: WeightNames, folders: Collection[str] = ()) 
 
 
 def next_id(found: Collection[str]) -> SaveId:
-    """Return number and id of a new save: one above the highest number of any object, of killed saves too."""
+    """Return a new save's number and id; the number is one above that of any object, killed saves included."""
     return SaveId.after(saves_among(found))
 
 
@@ -146,9 +146,9 @@ def highest_index(found: Collection[str], entry: str) -> SaveId | None:
 
 
 def lower_objects(found: Collection[str], names: WeightNames, save_id: SaveId) -> list[str]:
-    """Name the objects of earlier saves of a checkpoint, indexes first: other tools then stop believing in them.
+    """List the objects of earlier saves of a checkpoint, indexes first, so that other tools stop using them.
 
-    Shards come last: they tell whose the other objects are, should not all of them get deleted.
+    Shards come last, because they identify the owner of the other objects if a deletion is cut short.
     """
     saves = {one for one in own_saves(found, names) if one < save_id}
     lower = [name for name in found if save_in_name(name) in saves]
@@ -156,7 +156,7 @@ def lower_objects(found: Collection[str], names: WeightNames, save_id: SaveId) -
 
 
 def _readable_save(folder: StoreFolder) -> StoredSave | None:
-    """Return the newest save; None where its index is damaged, and the next save replaces it."""
+    """Return the newest save; None if its index is damaged, in which case the next save replaces it."""
     try:
         return folder.save
     except (DamagedCheckpointError, UnsafePathError):
@@ -176,7 +176,7 @@ def _parsed(folder: StoreFolder, name: str) -> CheckpointIndex | None:
 
 
 def _uploaded(folder: StoreFolder, names: WeightNames, found: Mapping[str, StoredObject]) -> frozenset[str]:
-    """Name the plain weights of the checkpoint, which another tool uploaded."""
+    """List the checkpoint's plain weights, which another tool uploaded."""
     plain = {name for name in found if split_object_name(name) is None}
     if not any(name.endswith((SAFETENSORS_SUFFIX, BIN_SUFFIX)) for name in plain):
         return frozenset()
@@ -186,19 +186,19 @@ def _uploaded(folder: StoreFolder, names: WeightNames, found: Mapping[str, Store
     indexes = {name: _parsed(shown, name) for name in sorted(plain) if INDEX_FILE.fullmatch(name)}
     owners = find_ownership(names, plain, override if override in plain else None, indexes)
     unnamed = plain - owners.referenced if owners.is_known else frozenset[str]()
-    strays = {name for name in unnamed if names.is_stock_shard(name)}  # of a stock save that did not get to its index
+    strays = {name for name in unnamed if names.is_stock_shard(name)}  # of a stock save that did not reach its index
     return (owners.owned | strays) - {names.index}
 
 
-# Cache of the small objects that this process has put, so that the next save need not read them.
+# Cache of the small objects that this process has put, so that the next save need not read them back.
 
 
 _MOST_OBJECTS: Final = 64
 _MOST_BYTES: Final = 1 << 20
-"""Of one object: the index of a model of 10,000 tensors."""
+"""Limit for one object: the index of a model of 10,000 tensors."""
 
 _OBJECTS: OrderedDict[str, tuple[str, bytes]] = OrderedDict()
-"""Address of an object -> ETag and bytes, that which was put last at the end."""
+"""Address of an object -> ETag and bytes, in the order of the puts."""
 _LOCK: Final = ProcessLock()
 
 
@@ -220,7 +220,7 @@ def known(store: Store, found: StoredObject) -> bytes | None:
 
 
 def forget() -> None:
-    """Know of no put any more."""
+    """Empty the cache."""
     _OBJECTS.clear()
 
 

@@ -1,4 +1,4 @@
-"""Who writes the files of a save, to a disk or into a store, and which files of an older checkpoint are reused."""
+"""Writers of a save's files, to a disk or into a store, and the reuse of files of an older checkpoint."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from hfshard.stores.store import ObjectWriter, Store
 
 
 class ShardWriter(Protocol):
-    """Writes the files of a save into the staging directory, or sends them to a store."""
+    """Writer of a save's files, which writes them into the staging directory, or sends them to a store."""
 
     def fingerprints(self, jobs: Sequence[WriteJob], checksum: str | None) -> Iterable[str]:
-        """The fingerprints of the files that `write` would write for these jobs, in order; nothing is written."""
+        """Compute the fingerprints of the files that `write` would write for these jobs, in order; write nothing."""
 
     def link(self, jobs: Sequence[WriteJob], known: Mapping[str, KnownFile], checksum: str) -> list[FileDigest | None]:
-        """Hard-link the files that are on the disk already, as `link_unchanged` does; those in a store are kept."""
+        """Hard-link the files that are on disk already, as `link_unchanged` does; those in a store are kept."""
 
     def write(
         self,
@@ -48,11 +48,11 @@ class ShardWriter(Protocol):
         """Write the files, and return the digest of each: as `write_shards` does, or `upload_files` into a store."""
 
     def confirm(self) -> None:
-        """Called right before the commit: the last moment for one who writes with others to raise."""
+        """Raise if the save must not be committed, as when another rank failed; called right before the commit."""
 
 
 class OwnShardWriter:
-    """Writes in this process, which has all tensors.
+    """Writer for a process that has all tensors.
 
     Args:
         confirm: Called right before the commit.
@@ -62,7 +62,7 @@ class OwnShardWriter:
         self._confirm = confirm
 
     def fingerprints(self, jobs: Sequence[WriteJob], checksum: str | None) -> Iterable[str]:
-        """Compute each one when it is asked for: most saves find a difference in the first file."""
+        """Compute each one on demand: most saves find a difference in the first file."""
         return (fingerprint_of_job(job, checksum) for job in jobs)
 
     def link(self, jobs: Sequence[WriteJob], known: Mapping[str, KnownFile], checksum: str) -> list[FileDigest | None]:
@@ -83,11 +83,11 @@ class OwnShardWriter:
         return write_shards(jobs, checksum=checksum, progress_callback=progress_callback)
 
     def confirm(self) -> None:
-        """As the caller wants."""
+        """Call the `confirm` that was passed."""
         self._confirm()
 
 
-# Links, or keeps, files of an older checkpoint that hold the very bytes which are to be written.
+# Reuse: files of an older checkpoint that have the same bytes as the ones to write are linked, or kept.
 
 
 logger = logging.getLogger(__name__)
@@ -100,19 +100,19 @@ class KnownFile:
     path: str | None
     """None: in a store, where it stays, and gets no second name."""
     digest: FileDigest
-    """What a manifest tells of it: its size, a checksum and the fingerprint, not the digests of its tensors."""
+    """The file's record: its size, a checksum and the fingerprint, not the digests of its tensors."""
 
 
 def link_unchanged(jobs: Sequence[WriteJob], known: Mapping[str, KnownFile], checksum: str) -> list[FileDigest | None]:
-    """Hard-link the files that are on the disk already, byte for byte.
+    """Hard-link the files that are on disk already, byte for byte.
 
     Args:
-        jobs: What is to be written.
+        jobs: The files to write.
         known: Fingerprint -> a file that may have the same bytes.
         checksum: A key of `HASHERS`.
 
     Returns:
-        For each job the digest of what was linked; None: it is to be written.
+        For each job the digest of the file that was linked; None: it must be written.
     """
     return in_threads(partial(_link_one, known=known, checksum=checksum), jobs, FILES_AT_ONCE)
 
@@ -123,18 +123,18 @@ def _link_one(job: WriteJob, stop: Event, *, known: Mapping[str, KnownFile], che
 
 
 def link_if_same(job: WriteJob, file: KnownFile, checksum: str, stop: Event) -> FileDigest | None:
-    """Hard-link one file, if all bytes of the job are those that it has.
+    """Hard-link one file, if it has exactly the bytes of the job.
 
-    The bytes of the job are read to their end in any case.
+    All bytes of the job are read either way.
 
     Args:
-        job: What is to be written.
+        job: The file to write.
         file: Of the same fingerprint.
         checksum: A key of `HASHERS`.
         stop: When it is set, this raises.
 
     Returns:
-        The digest; None where the bytes differ, the file on the disk is damaged, or there are no hard links.
+        The digest; None if the bytes differ, or the file on disk is damaged, is a link, or cannot be hard-linked.
     """
     record, _ = digest_shard(job, checksum, None, stop)
     if replace(record, tensor_digests=None) != file.digest:
@@ -142,11 +142,11 @@ def link_if_same(job: WriteJob, file: KnownFile, checksum: str, stop: Event) -> 
     if file.path is None:
         return record
     if os.path.islink(file.path):
-        return None  # a link's bytes may go without it
+        return None  # a link's target may be removed on its own
     try:
         shard = SafetensorsFile(file.path, os.path.dirname(file.path))
         try:
-            shard.check_contents(file.digest)  # on the disk, too: a damaged file is written again
+            shard.check_contents(file.digest)  # also on disk: a damaged file is written again
         finally:
             shard.close()
         os.link(file.path, job.path)
@@ -156,7 +156,7 @@ def link_if_same(job: WriteJob, file: KnownFile, checksum: str, stop: Event) -> 
     return record
 
 
-# Stream files from tensor memory into a store, several at once, with their checksums in the same pass.
+# Uploads: files are streamed from tensor memory into a store, several at once, with their checksums in the same pass.
 
 
 def upload_files(
@@ -165,10 +165,10 @@ def upload_files(
     checksum: str | None,
     progress_callback: ProgressCallback | None = None,
 ) -> dict[str, FileDigest]:
-    """Send files to a store, several at once; nothing is written to the disk.
+    """Send files to a store, several at once; nothing is written to disk.
 
     Args:
-        store: Where to.
+        store: The target.
         jobs: Name -> contents; the jobs' paths do not matter. No object may have such a name.
         checksum: A key of `HASHERS`, or None.
         progress_callback: Called from any thread with the number of bytes of each block that was taken.
@@ -177,7 +177,7 @@ def upload_files(
         Name -> digest of the file, with its ETag.
 
     Raises:
-        StoreError: The first error of any file; the others stop. What was sent stays, for the next save to delete.
+        StoreError: The first error of any file; the others stop. The next save deletes what was sent.
     """
     await_devices(list(jobs.values()))
     upload = partial(_upload, store, checksum=checksum, progress_callback=progress_callback)

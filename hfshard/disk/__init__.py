@@ -1,1 +1,1 @@
-"""System calls, and bytes on disk."""
+"""System calls and bytes on disk."""

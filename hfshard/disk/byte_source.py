@@ -1,4 +1,4 @@
-"""The contents of a file to be sent or copied: a file on disk, bytes in memory, or a stream made on demand."""
+"""Contents of a file to be sent or copied: a file on disk, bytes in memory, or a stream created on demand."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hfshard.disk.fsops import UNSUPPORTED, copy_mode, sync
 
 
 class ByteSource(Protocol):
-    """Bytes whose number is known, and maybe their hash."""
+    """Bytes of a known number, with their hash if it is known."""
 
     @property
     def size(self) -> int:
@@ -26,7 +26,7 @@ class ByteSource(Protocol):
 
     @property
     def sha256(self) -> str | None:
-        """In hex; None where it is not known without reading."""
+        """Hex digest; None if it is not known without reading."""
 
     def open(self) -> io.BufferedIOBase:
         """Return a new reader at the first byte, which can seek."""
@@ -58,7 +58,7 @@ class BytesSource:
 
     @property
     def sha256(self) -> str:
-        """In hex."""
+        """Hex digest."""
         return hashlib.sha256(self.raw).hexdigest()
 
     def open(self) -> io.BufferedIOBase:
@@ -80,12 +80,12 @@ class StreamSource:
 
 
 def file_source(path: str, sha256: str | None = None) -> FileSource:
-    """The contents of a file on disk, as large as it is now."""
+    """Return the contents of a file on disk, with its current size."""
     return FileSource(path, os.stat(path).st_size, sha256)
 
 
 def sha256_of_source(content: ByteSource, cancelled: threading.Event | None = None) -> str:
-    """The sha256 in hex: the known one, or else computed by reading everything once.
+    """Return the sha256 in hex: the known one, or else computed by reading everything once.
 
     Raises:
         InterruptedError: `cancelled` was set.
@@ -97,7 +97,7 @@ def sha256_of_source(content: ByteSource, cancelled: threading.Event | None = No
 
 
 def sha256_of_reader(reader: io.BufferedIOBase, cancelled: threading.Event | None = None) -> str:
-    """The sha256 in hex of the rest of a reader; raises what `sha256_of_source` raises."""
+    """Compute the sha256 in hex of the rest of a reader; raise InterruptedError if `cancelled` was set."""
     hasher = hashlib.sha256()
     while block := reader.read(COPY_BYTES):
         if cancelled is not None and cancelled.is_set():
@@ -107,7 +107,7 @@ def sha256_of_reader(reader: io.BufferedIOBase, cancelled: threading.Event | Non
 
 
 def has_same_bytes(one: ByteSource, other: ByteSource) -> bool:
-    """Whether two contents are equal; they are read only where their sizes are."""
+    """Return whether two contents are equal; they are read only if their sizes are equal."""
     if one.size != other.size:
         return False
     with one.open() as reader, other.open() as other_reader:
@@ -118,23 +118,23 @@ def has_same_bytes(one: ByteSource, other: ByteSource) -> bool:
 
 
 class SeekableReader(io.BufferedIOBase):
-    """A file for reading whose bytes are made when they are read; subclasses give it `read`."""
+    """A file for reading whose bytes are computed when they are read; subclasses add `read`."""
 
     def __init__(self, size: int) -> None:
-        """Begin at the first of `size` bytes."""
+        """Start at the first of `size` bytes."""
         self._size = size
         self._position = 0
 
     def readable(self) -> bool:
-        """Always true."""
+        """Return True."""
         return True
 
     def seekable(self) -> bool:
-        """Always true: reading may start anywhere."""
+        """Return True: reading may start anywhere."""
         return True
 
     def tell(self) -> int:
-        """The position, in bytes from the beginning."""
+        """Return the position, in bytes from the beginning."""
         return self._position
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
@@ -146,25 +146,25 @@ class SeekableReader(io.BufferedIOBase):
         return self._position
 
 
-# Copy files without copying their bytes, where the file system lets two files share blocks (btrfs, XFS).
+# Copies without copying bytes, if the file system lets two files share blocks (btrfs, XFS).
 
 
 _FICLONE: Final = 0x40049409
 """The ioctl that lets a file share the blocks of another until one of them is written to (linux/fs.h)."""
 
 _NO_CLONES: Final = UNSUPPORTED | {errno.EINVAL, errno.ENOTTY, errno.EXDEV, errno.EPERM, errno.EACCES, errno.ETXTBSY}
-"""What the ioctl answers where files can't share blocks. A full or failing disk answers something else."""
+"""Errors of the ioctl if files cannot share blocks. A full or failing disk gives other errors."""
 
 
 def clone_blocks(source_fd: int, target_fd: int) -> bool:
-    """Let an empty file share all blocks of another one.
+    """Make an empty file share all blocks of another one.
 
     Args:
         source_fd: Open for reading.
         target_fd: Open for writing.
 
     Returns:
-        Whether it does; False where the file system can't, and then the target is still empty.
+        Whether it does. False if the file system cannot; then the target is still empty.
 
     Raises:
         OSError: The disk is full or fails.
@@ -183,8 +183,8 @@ def copy_file(source: str, target: str, like: os.stat_result | None) -> None:
 
     Args:
         source: The file to copy.
-        target: It must not exist.
-        like: The status of the file whose mode and group the copy gets; None: those that the umask gives.
+        target: The new file; it must not exist.
+        like: The status of the file whose mode and group the copy gets; None: the defaults, by the umask.
     """
     with open(source, "rb") as reading, open(target, "xb") as writing:
         if not clone_blocks(reading.fileno(), writing.fileno()):

@@ -1,4 +1,4 @@
-"""Read and write files block by block past the page cache."""
+"""Block-by-block reading and writing of files, bypassing the page cache."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ from hfshard.disk.fsops import UNSUPPORTED
 from hfshard.errors import InvalidArgumentError
 
 LIBRARY: Final = ctypes.CDLL(None, use_errno=True)
-"""The C library, for what Python lacks."""
+"""The C library, for calls that Python lacks."""
 
 BLOCK_BYTES: Final = 1024 * 1024
-"""Bytes of one read or write: enough for any disk, and still in the core's cache when hashed and then copied."""
+"""Bytes of one read or write: enough for any disk, and still in the core's cache when it is hashed, then copied."""
 
 DIRECT_VARIABLE: Final = "HFSHARD_DIRECT"
-"""The environment variable that turns O_DIRECT off (0), or on for small files too (1)."""
+"""The environment variable that disables O_DIRECT (0), or enables it for small files too (1)."""
 
 HUGE_PAGE_BYTES: Final = 2 * 1024 * 1024
-"""Of x86 and most others; where it is another one, blocks are a little slower or take a little more memory."""
+"""Huge page size of x86 and most others; with another size, blocks are slightly slower or take slightly more memory."""
 
 _MIN_HUGE_BYTES: Final = 512 * 1024
-"""Smaller memory is not worth a huge page."""
+"""Smaller memory gets no huge page: it would not pay."""
 
 _MIN_DIRECT_BYTES: Final = 1024 * 1024
 """Smaller files go through the page cache: a flush of one costs as much as its bytes."""
 
 
 def is_direct_wanted(size: int) -> bool:
-    """Whether a file of this size should bypass the page cache, if its file system can."""
+    """Return whether a file of this size should bypass the page cache, if its file system can."""
     wanted = check_setting()
     return hasattr(os, "O_DIRECT") and wanted != "0" and (wanted == "1" or size >= _MIN_DIRECT_BYTES)
 
 
 def check_setting() -> str:
-    """The value of the environment variable: "", "0" or "1".
+    """Return the value of the environment variable: "", "0" or "1".
 
     Raises:
         InvalidArgumentError: It is anything else.
@@ -60,7 +60,7 @@ def check_setting() -> str:
 
 
 def set_direct(fd: int, *, wanted: bool) -> bool:
-    """Turn O_DIRECT of an open file on or off; False where the file system does not support it."""
+    """Enable or disable O_DIRECT of an open file; return False if the file system does not support it."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if wanted else flags & ~os.O_DIRECT)
@@ -72,15 +72,15 @@ def set_direct(fd: int, *, wanted: bool) -> bool:
 
 
 def aligned_block(count_bytes: int) -> memoryview:
-    """Allocate memory that begins at a page, and returns to the system with the last view of it."""
+    """Allocate page-aligned memory, which returns to the system with the last view of it."""
     return aligned_blocks(1, count_bytes)[0]
 
 
 def aligned_blocks(count: int, count_bytes: int) -> list[memoryview]:
-    """Allocate several such blocks side by side, in huge pages where the system has them.
+    """Allocate several such blocks next to each other, in huge pages if the system has them.
 
-    Past the page cache, the disk gets a list of stretches of physical memory, one for each page: a list of small pages
-    is longer than one request may be, and reading 2.5 GB took 2.0 s into small pages and 0.64 s into huge ones.
+    Without the page cache, the disk gets a list of physical memory ranges, one for each page. A list of small pages
+    exceeds one request: reading 2.5 GB took 2.0 s into small pages and 0.64 s into huge ones.
     """
     step = -(-count_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
     room = step * count
@@ -98,9 +98,9 @@ def aligned_blocks(count: int, count_bytes: int) -> list[memoryview]:
 
 
 def allocate(fd: int, size: int) -> None:
-    """Reserve the space of a new file; does nothing where the file system can't.
+    """Reserve the space of a new file; do nothing if the file system cannot.
 
-    Not by `os.posix_fallocate`: where the file system can't, the C library would write a byte into each block.
+    It does not use `os.posix_fallocate`: if the file system cannot, the C library would write a byte into each block.
 
     Raises:
         OSError: There is no space.
@@ -113,25 +113,25 @@ def allocate(fd: int, size: int) -> None:
             raise OSError(number, os.strerror(number))
 
 
-# Read a stretch of a file block by block and ahead of its use, past the page cache where the file is cold.
+# Reads of a file range: block by block and ahead of its use, bypassing the page cache if the file is cold.
 
 
 _AHEAD: Final = 2
-"""Reads of a huge page that are made while one is in use."""
+"""Huge pages that are read while one is in use."""
 
 _LEAST_PER_PLACE: Final = 100
-"""Places that are more than one in so many bytes of their stretch are read into the page cache, for all that read it:
+"""If the spots are more than 1/100 of the range's bytes, they are read into the page cache, for all readers: otherwise,
 each of four processes that load a file of a thousand small tensors would read a sixteenth of it more.
 """
 
 _PLACES_AT_ONCE: Final = 8
-"""Small reads that are under way at once: each waits for the disk."""
+"""Small reads in progress at once: each waits for the disk."""
 
 _MIN_AHEAD_BYTES: Final = 4 * BLOCK_BYTES
-"""Shorter stretches are not worth a thread."""
+"""Shorter ranges are read without another thread."""
 
 _PROBES: Final = 8
-"""Places at which the page cache is probed."""
+"""Number of pages at which the page cache is probed."""
 
 _MMAP: Final = LIBRARY.mmap
 _MMAP.restype = ctypes.c_void_p
@@ -147,15 +147,15 @@ def read_blocks(
 ) -> Iterator[memoryview]:
     """Yield the bytes of a file from `start` on, in blocks of `block_bytes`; only the last one is shorter.
 
-    A block is valid until the next one is asked for. If the file ends early, so do the blocks.
+    A block is valid until the next one is requested. If the file ends early, so do the blocks.
 
     Args:
         fd: Open for reading; the caller closes it.
-        start, count_bytes: The stretch.
+        start, count_bytes: The range.
         block_bytes: The size of a block.
-        keep_cached: Whether to leave what is read in the page cache.
+        keep_cached: Whether to leave the read bytes in the page cache.
     """
-    # In the page cache, a stretch would be read with as much behind it as the kernel reads ahead.
+    # Through the page cache, the kernel would also read ahead beyond the range.
     past_cache = block_bytes >= BLOCK_BYTES and not keep_cached and is_direct_wanted(count_bytes)
     direct = open_direct(fd) if past_cache and not is_cached(fd, start, count_bytes) else -1
     reads = _Reads(fd, direct, start, count_bytes, block_bytes)
@@ -168,18 +168,18 @@ def read_blocks(
 
 
 def read_places(fd: int, start: int, count_bytes: int, places: Sequence[tuple[int, int]]) -> Iterable[bytes]:
-    """Read a few small places of a stretch of a file.
+    """Read a few small spots in a range of a file.
 
-    Of a cold file past the page cache, if they are few for its size: small pages here and there in it would keep the
-    stretch from coming into it in huge ones. And several at once.
+    If the file is cold and the spots are few for the range's size, they are read several at once, bypassing the page
+    cache: scattered small pages in the cache would keep it from reading the range in huge ones.
 
     Args:
         fd: Open for reading.
-        start, count_bytes: The stretch.
-        places: The offset of each in the file, and its length.
+        start, count_bytes: The range.
+        places: The offset in the file and the length of each spot.
 
     Returns:
-        The bytes of each, shorter where the file ends.
+        The bytes of each spot, shorter if the file ends there.
     """
     places_bytes = sum(count + DATA_ALIGNMENT for _, count in places)
     is_few = len(places) > 1 and places_bytes * _LEAST_PER_PLACE <= count_bytes
@@ -199,9 +199,9 @@ def read_places(fd: int, start: int, count_bytes: int, places: Sequence[tuple[in
 
 
 def is_cached(fd: int, start: int, count_bytes: int) -> bool:
-    """Whether the page cache holds a stretch of a file, judged by a few pages; True where the system does not say.
+    """Return whether the page cache has a range of a file, judged by a few pages; True if the system does not say.
 
-    `preadv2` with RWF_NOWAIT would answer too, but starts to read what it does not find.
+    `preadv2` with RWF_NOWAIT would tell too, but starts to read missing pages.
     """
     lead = start % mmap.PAGESIZE
     room = lead + max(count_bytes, 1)
@@ -215,7 +215,7 @@ def is_cached(fd: int, start: int, count_bytes: int) -> bool:
 
 
 def is_resident(address: int, count_bytes: int) -> bool:
-    """Do what `is_cached` does for a stretch of a file that is mapped already."""
+    """Do what `is_cached` does for a range of a file that is already mapped."""
     resident = ctypes.c_ubyte()
     place = ctypes.byref(resident)
     found = [0, 0]
@@ -231,7 +231,7 @@ def is_resident(address: int, count_bytes: int) -> bool:
 
 
 def open_direct(fd: int) -> int:
-    """Open the same file as `fd` for reading past the page cache; -1 where that is impossible."""
+    """Open the same file as `fd` for reading without the page cache; return -1 if that is impossible."""
     try:
         return reopen_direct(fd)
     except OSError:
@@ -244,16 +244,16 @@ def reopen_direct(fd: int) -> int:
 
 
 def read_direct(fd: int, direct: int, buffer: memoryview, start: int, count_bytes: int) -> memoryview:
-    """Read a stretch of a file into an aligned buffer.
+    """Read a range of a file into an aligned buffer.
 
     Args:
         fd: The file.
-        direct: The same, opened by `open_direct`; or -1.
-        buffer: Begins at a page and has room for a page more than the stretch, on either side of it.
-        start, count_bytes: The stretch.
+        direct: The same file, opened by `open_direct`; or -1.
+        buffer: Page-aligned memory with room for the range and one more page on either side of it.
+        start, count_bytes: The range.
 
     Returns:
-        The part of `buffer` that holds the stretch, shorter than asked for where the file ends.
+        The part of `buffer` with the range, shorter than requested if the file ends early.
     """
     lead = start % DATA_ALIGNMENT
     at = start - lead
@@ -280,7 +280,7 @@ def _aligned(count_bytes: int) -> int:
 
 
 class _Reads:
-    """The reads of one stretch."""
+    """The reads of one range."""
 
     def __init__(self, fd: int, direct: int, start: int, count_bytes: int, block_bytes: int) -> None:
         self.fd = fd
@@ -288,14 +288,14 @@ class _Reads:
         self.end = start + count_bytes
         self.block_bytes = block_bytes
         self.is_closed = False
-        # Past the page cache a huge page at once, without room around it where every read begins at a page.
+        # Without the page cache: a huge page at once, with no room around it if every read begins at a page.
         self.read_bytes = block_bytes if direct < 0 else max(1, HUGE_PAGE_BYTES // block_bytes) * block_bytes
         is_aligned = start % DATA_ALIGNMENT == 0 and self.read_bytes % DATA_ALIGNMENT == 0
         self.room = min(self.read_bytes, _aligned(count_bytes)) + (0 if is_aligned else 2 * DATA_ALIGNMENT)
         self.starts = iter(range(start, self.end, self.read_bytes))
 
     def one_by_one(self) -> Iterator[memoryview]:
-        """Yield the blocks, each read when it is asked for."""
+        """Yield the blocks, each read when it is requested."""
         buffer = aligned_block(self.room) if self.direct >= 0 else memoryview(bytearray(self.room))
         for at in self.starts:
             found = self._read(buffer, at)
@@ -304,10 +304,10 @@ class _Reads:
                 return
 
     def ahead(self) -> Iterator[memoryview]:
-        """Yield the blocks, read by another thread while one is in use; by this one where none can be started."""
+        """Yield the blocks, read by another thread while one is in use; by this thread if none can be started."""
         free: SimpleQueue[memoryview] = SimpleQueue()
         full: SimpleQueue[tuple[memoryview, memoryview] | None] = SimpleQueue()
-        # A daemon: a traceback may hold this generator when Python exits, and then nothing ends the thread.
+        # A daemon: if a traceback holds this generator when Python exits, nothing ends the thread.
         reading = start_thread(partial(self._read_all, free, full), "hfshard-read", daemon=True)
         if reading is None:
             yield from self.one_by_one()
@@ -326,7 +326,7 @@ class _Reads:
             wait([reading])
 
     def _read_all(self, free: SimpleQueue[memoryview], full: SimpleQueue[tuple[memoryview, memoryview] | None]) -> None:
-        """Read all blocks, each into a buffer that is free."""
+        """Read all blocks, each into a free buffer."""
         try:
             for at in self.starts:
                 buffer = free.get()
@@ -347,20 +347,20 @@ class _Reads:
         return read_direct(self.fd, self.direct, buffer, at, min(self.read_bytes, self.end - at))
 
 
-# Write a file from its beginning to its end in aligned blocks, past the page cache where possible.
+# Writes of a file from its beginning to its end in aligned blocks, bypassing the page cache if possible.
 
 
 _BLOCKS: Final = 4
-"""Blocks of a file that are filled or under way at once."""
+"""Blocks of a file that are being filled or written at once."""
 
 _Blocks: TypeAlias = "queue.SimpleQueue[memoryview | None]"
 
 _COPY_BY_LIBRARY_BYTES: Final = 64 * 1024
-"""From here on a copy is made without Python's lock: other files are hashed and copied meanwhile."""
+"""Size from which a copy releases Python's lock, so that other files are hashed and copied at the same time."""
 
 
 class BlockWriter:
-    """Writes one new file from its beginning to its end; used by one thread, while another one writes."""
+    """A writer of one new file from its beginning to its end, used by one thread while another one writes."""
 
     def __init__(
         self,
@@ -371,13 +371,13 @@ class BlockWriter:
         *,
         background: bool,
     ) -> None:
-        """Take an open, empty file, and reserve its space.
+        """Wrap an open, empty file, and reserve its space.
 
         Args:
-            fd: Open for writing; stays the caller's.
-            size: Bytes that it will have.
-            cancelled: When it is set, the next block raises.
-            progress_callback: Called with the number of bytes of each block written, maybe from another thread.
+            fd: Open for writing; the caller closes it.
+            size: The file's final size in bytes.
+            cancelled: Once it is set, the next block raises.
+            progress_callback: Called with the number of bytes of each block written, possibly from another thread.
             background: Whether to write in another thread, if one can be started, while the next block is filled.
 
         Raises:
@@ -399,7 +399,7 @@ class BlockWriter:
         self._writing: Future[None] | None = None
 
     def write(self, view: memoryview) -> None:
-        """Take the next bytes; they are copied before this returns.
+        """Write the next bytes; they are copied before this returns.
 
         Raises:
             OSError: This block, or one before it, could not be written.
@@ -414,13 +414,13 @@ class BlockWriter:
                 self._hand_on()
 
     def finish(self) -> None:
-        """Write the rest, and wait until everything is written; the caller flushes the file to the disk."""
+        """Write the rest, and wait until everything is written; the caller flushes the file to disk."""
         self._take(self._block[: self._filled])
         self._end_writing()
         self._to_buffered(self._fd)
 
     def close(self) -> None:
-        """End the other thread; blocks that it has not begun to write are dropped."""
+        """End the other thread; drop the blocks that it has not begun to write."""
         self._is_closed = True
         if self._writing is not None:
             self._full.put(None)
@@ -442,14 +442,14 @@ class BlockWriter:
         self._filled = 0
 
     def _take(self, block: memoryview) -> None:
-        """Write the next bytes, or have it done."""
+        """Write a block, or pass it to the other thread."""
         if self._writing is not None:
             self._full.put(block)
         else:
             self._write(self._fd, [block])
 
     def _start_writing(self) -> Future[None] | None:
-        fd = os.dup(self._fd)  # of its own: repeated Ctrl-C may make the caller close the other one meanwhile
+        fd = os.dup(self._fd)  # its own one: after repeated Ctrl-C, the caller may close the other one early
         writing = start_thread(partial(self._write_in_background, fd), "hfshard-disk")
         if writing is None:
             os.close(fd)
@@ -459,7 +459,7 @@ class BlockWriter:
         return writing
 
     def _end_writing(self) -> None:
-        """Wait until the other thread has written all; raise the error that has ended it."""
+        """Wait until the other thread has written all; raise the error that ended it."""
         if self._writing is not None:
             self._full.put(None)
             self._writing.result()
@@ -472,10 +472,10 @@ class BlockWriter:
                     self._free.put(block)
         finally:
             os.close(fd)
-            self._free.put(None)  # nobody may wait for a block for ever
+            self._free.put(None)  # so that nothing waits for a block forever
 
     def _next_full(self) -> list[memoryview]:
-        """Wait for a full block; past the page cache take all that are, as a disk is faster with large requests."""
+        """Wait for a full block; without the page cache take all full ones: a disk is faster with large requests."""
         blocks: list[memoryview] = []
         while not blocks or (self._is_direct and not self._full.empty()):
             block = self._full.get()
@@ -502,7 +502,7 @@ class BlockWriter:
             except OSError as error:
                 if error.errno != errno.EINVAL or not self._is_direct:
                     raise
-                self._to_buffered(fd)  # the file system accepts O_DIRECT, but wants another alignment
+                self._to_buffered(fd)  # the file system accepts O_DIRECT, but needs another alignment
                 continue
             self._at += count
             while left and count >= len(left[0]):

@@ -1,4 +1,4 @@
-"""The system calls of a commit, each with a fallback where a file system does not support it."""
+"""System calls of a commit, each with a fallback for file systems that do not support it."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ from hfshard.errors import DirectoryLockedError, NotEnoughSpaceError, SaveDirect
 logger = logging.getLogger(__name__)
 
 UNSUPPORTED: Final = frozenset({errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK})
-"""What a file system answers that does not support a call."""
+"""Errors of a file system that does not support a call."""
 
 NO_LINKS: Final = UNSUPPORTED | {errno.EPERM, errno.EACCES, errno.EXDEV, errno.EMLINK}
-"""What `link` answers where there are no hard links, or none to another user's file, or 65,000 of them already. A full
-or failing disk answers something else."""
+"""Errors of `link` without hard links, for another user's file, or for a file that has 65,000 of them already. A full
+or failing disk gives other errors."""
 
 _NO_FULL_FLUSH: Final = UNSUPPORTED | {errno.EINVAL, errno.ENOTTY, errno.ENODEV}
-"""What file systems of macOS answer that can't flush the disk, such as SMB."""
+"""Errors of macOS file systems that cannot flush the disk, such as SMB."""
 
 _LOCK_WAIT_SECONDS: Final = 0.02
 
 _SILENT_SECONDS: Final = 2.0
-"""How long a wait for a lock goes on without a word."""
+"""Duration of a wait for a lock before it is logged."""
 
 _SPARE_BYTES: Final = 16 * 1024 * 1024
-"""Free space needed besides the weights: for indexes, configs, manifests, directory blocks."""
+"""Free space needed in addition to the weights: for indexes, configs, manifests, directory blocks."""
 
 
 @contextmanager
 def locked_directory(directory: str, *, wait_seconds: float) -> Iterator[int]:
-    """Hold the directory's own lock: no lock file, and it dies with the process.
+    """Hold the directory's own lock, which needs no lock file and dies with the process.
 
     Args:
         directory: It must exist.
-        wait_seconds: How long to wait for another process that holds it; after 2 s a warning says which one.
+        wait_seconds: How long to wait for another process that holds it; after 2 s a warning names that process.
 
     Yields:
         The directory's file descriptor.
@@ -58,14 +58,14 @@ def locked_directory(directory: str, *, wait_seconds: float) -> Iterator[int]:
         lock(own.fd, directory, wait_seconds)
         yield own.fd
     finally:
-        if own.is_open:  # in a process that was forked meanwhile it is not, and the lock is its parent's
+        if own.is_open:  # in a process that was forked inside the block it is not, and the lock is its parent's
             unlock(own.fd, directory)
             own.close()
 
 
 def unlock(fd: int, directory: str) -> None:
-    """Release a lock; logs a warning where that fails."""
-    # Closing is not enough: a process that C code has forked meanwhile, without Python's hooks, has the descriptor too.
+    """Release a lock; log a warning if that fails."""
+    # Closing is not enough: a process that C code forked without Python's hooks has the descriptor too.
     try:
         fcntl.flock(fd, fcntl.LOCK_UN)
     except OSError as error:
@@ -78,7 +78,11 @@ def unlock(fd: int, directory: str) -> None:
 
 
 def lock(fd: int, directory: str, wait_seconds: float) -> None:
-    """Lock a directory by its open descriptor; a warning says for whom it waits. Raises as `locked_directory`."""
+    """Lock a directory by its open descriptor; log a warning that names the process it waits for.
+
+    Raises:
+        DirectoryLockedError: Another process held it for all that time.
+    """
     began = time.monotonic()
     deadline = began + wait_seconds
     was_told = False
@@ -112,13 +116,13 @@ def lock(fd: int, directory: str, wait_seconds: float) -> None:
 
 
 def require_space(directory: str, need_bytes: int, *, doing: str, todo: str) -> None:
-    """Check that the space suffices before the first byte is written; passes where the file system does not say.
+    """Check for enough space before the first byte is written; pass if the file system does not report it.
 
     Args:
-        directory: Where it is to be written.
+        directory: The target directory.
         need_bytes: Bytes to be written; a reserve is added for small files.
-        doing: Begins the message: what needs the space.
-        todo: Ends the message: what to do.
+        doing: Beginning of the message: what needs the space.
+        todo: End of the message: what to do.
 
     Raises:
         NotEnoughSpaceError: The file system has less free space.
@@ -135,7 +139,7 @@ def require_space(directory: str, need_bytes: int, *, doing: str, todo: str) -> 
 
 
 def sync_directory(directory: str) -> None:
-    """Make a directory's entries durable; skipped with a warning where the file system can't."""
+    """Make a directory's entries durable; skip it with a warning if the file system cannot."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         sync(fd, directory)
@@ -144,7 +148,7 @@ def sync_directory(directory: str) -> None:
 
 
 def sync(fd: int, path: str) -> None:
-    """Make a file's bytes durable; skipped with a warning where the file system can't."""
+    """Make a file's bytes durable; skip it with a warning if the file system cannot."""
     try:
         _flush(fd)
     except OSError as error:
@@ -154,7 +158,7 @@ def sync(fd: int, path: str) -> None:
 
 
 def _flush(fd: int) -> None:
-    """Flush a file, and on macOS the disk's cache too, in which `fsync` leaves it.
+    """Flush a file, and on macOS also the disk's cache, which `fsync` does not flush.
 
     Source: fsync(2) of macOS.
     """
@@ -170,14 +174,14 @@ def _flush(fd: int) -> None:
 
 
 def make_directories(directory: str, *, flush: bool = True) -> list[str]:
-    """Make a directory and the missing ones above it, durably.
+    """Create a directory and its missing parents, durably.
 
     Args:
-        directory: Absolute, so that nobody asks for the working directory, which may be gone.
-        flush: False: the caller flushes what is above each that was made.
+        directory: An absolute path, so that the working directory, which may be gone, is not needed.
+        flush: False: the caller flushes the parent of each created directory.
 
     Returns:
-        Those that were made, deepest last.
+        The created directories, deepest last.
     """
     missing = []
     at = directory  # not normalized: ".." after a link does not lead to the part before it
@@ -187,7 +191,7 @@ def make_directories(directory: str, *, flush: bool = True) -> list[str]:
     made: list[str] = []
     try:
         for path in reversed(missing):
-            made.append(path)  # before it is there: Ctrl-C may come between
+            made.append(path)  # before it exists: Ctrl-C may come in between
             try:
                 os.mkdir(path)
             except FileExistsError:
@@ -204,10 +208,10 @@ def make_directories(directory: str, *, flush: bool = True) -> list[str]:
 
 
 def refuse_odd_directories(directory: str, below: str) -> None:
-    """Refuse a path in which a part is not a plain directory: what is emptied later must not be elsewhere.
+    """Reject a path with a part that is not a plain directory: what is emptied later must not be elsewhere.
 
     Args:
-        directory: Not checked itself.
+        directory: The parent, which is not checked.
         below: Relative path in it; its parts may be missing.
 
     Raises:
@@ -225,7 +229,7 @@ def refuse_odd_directories(directory: str, below: str) -> None:
 
 
 def remove_empty_directories(paths: Sequence[str]) -> None:
-    """Remove directories that a failed save made, deepest (last) first, as far as they are empty."""
+    """Remove the empty ones of the directories that a failed save created, deepest (last) first."""
     for path in reversed(paths):
         try:
             os.rmdir(path)
@@ -234,7 +238,7 @@ def remove_empty_directories(paths: Sequence[str]) -> None:
 
 
 def write_all(fd: int, raw: bytes | memoryview) -> None:
-    """Write all of a buffer where the file stands."""
+    """Write all of a buffer at the file's position."""
     left = memoryview(raw)
     while left:
         left = left[os.write(fd, left) :]
@@ -248,9 +252,9 @@ def write_file(path: str, raw: bytes, *, like: os.stat_result | None = None) -> 
 
 
 class Unflushed:
-    """Small files and directories that become durable together, before anything that needs them begins.
+    """A batch of small files and directories that become durable together, before anything that needs them begins.
 
-    They are flushed side by side: a file system that has a journal may write it once for several.
+    They are flushed in parallel: a file system with a journal may write it once for several.
     """
 
     def __init__(self) -> None:
@@ -266,21 +270,21 @@ class Unflushed:
     def write_file(self, path: str, raw: bytes, *, like: os.stat_result | None = None) -> None:
         """Write a new small file, with the mode and group of the file that it will replace."""
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        self._open.append((fd, path))  # its own descriptor is told of an error in writing it back
+        self._open.append((fd, path))  # only the descriptor that wrote it reports a writeback error
         write_all(fd, raw)
         copy_mode(fd, like)
 
     def add_directory(self, path: str) -> None:
-        """Take a directory whose entries have changed."""
+        """Add a directory whose entries have changed."""
         self._open.append((os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), path))
 
     def flush(self, threads: int) -> None:
-        """Make all of them durable, at most so many at once; skipped with a warning where the file system can't."""
+        """Make all durable, at most `threads` at once; skip one with a warning if its file system cannot."""
         in_threads(lambda one, _: sync(*one), self._open, threads)
 
 
 def copy_mode(fd: int, like: os.stat_result | None) -> None:
-    """Give an open file the mode and group of another one; a group that the user may not set is left out."""
+    """Give an open file the mode and group of another one; skip a group that the user may not set."""
     if like is None:
         return
     mine = os.fstat(fd)
@@ -294,12 +298,12 @@ def copy_mode(fd: int, like: os.stat_result | None) -> None:
 
 
 def rename(source: str, target: str, folder_fd: int | None = None) -> None:
-    """Rename a file over another one; where the file system can't rename, copy it with a warning.
+    """Rename a file over another one; if the file system cannot rename, copy it with a warning.
 
     Args:
         source: The file.
         target: Its new path.
-        folder_fd: The open folder of the target, if that path might lead elsewhere meanwhile.
+        folder_fd: The target's open folder, if the path might lead elsewhere by now.
     """
     try:
         os.rename(source, target if folder_fd is None else os.path.basename(target), dst_dir_fd=folder_fd)
@@ -312,7 +316,7 @@ def rename(source: str, target: str, folder_fd: int | None = None) -> None:
 
 
 def unlink_if_there(path: str) -> None:
-    """Remove a file; does nothing where there is none."""
+    """Remove a file; do nothing if there is none."""
     try:
         os.unlink(path)
     except FileNotFoundError:
@@ -329,7 +333,7 @@ def _copy_over(source: str, target: str) -> None:
 
 
 def can_link(directory: str, source: str) -> bool:
-    """Whether the file system supports hard links: tried with `source`, a file in the staging directory."""
+    """Return whether the file system supports hard links: it tries one to `source`, a file in the staging directory."""
     probe = os.path.join(directory, "link-probe")
     try:
         os.link(source, probe)
@@ -341,18 +345,18 @@ def can_link(directory: str, source: str) -> bool:
     return True
 
 
-# Tell file systems of the network from local ones.
+# Detection of network file systems.
 
 
 _REMOTE: Final = frozenset({
     "nfs", "nfs3", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "lustre", "gpfs", "beegfs", "glusterfs",
     "pvfs2", "orangefs", "wekafs", "panfs",
 })  # fmt: skip
-"""Types whose files lie on another machine: a page fault is a request there. FUSE's are added: most of them do."""
+"""Types whose files are on another machine: a page fault is a request. `is_remote` adds FUSE: most of it is remote."""
 
 
 def is_remote(device: int) -> bool:
-    """Whether the files of a device (`st_dev`) come over the network; False where the system does not say."""
+    """Return whether the files of a device (`st_dev`) come over the network; False if the system does not say."""
     kind = _type_of(device)
     return kind in _REMOTE or kind.split(".")[0] in ("fuse", "fuseblk")
 
@@ -370,30 +374,30 @@ def _type_of(device: int) -> str:
     return ""
 
 
-# Descriptors for locks of directories, which forked processes do not keep; and who holds such a lock.
+# Directory locks that a fork does not inherit, and the process that holds one.
 
 
 _LOCKS: Final = "/proc/locks"
 _LONGEST_COMMAND: Final = 80
-"""Characters of a command line that are shown."""
+"""Number of shown characters of a command line."""
 
 _open: Final[weakref.WeakSet[OwnDescriptor]] = weakref.WeakSet()
 _opening = threading.RLock()
-"""Held while one is opened, and by `fork`: a process that is forked between the call and its note would keep it."""
+"""Held while one is opened, and by `fork`: a process forked between opening it and noting it would keep it."""
 
 
 class OwnDescriptor:
     """A directory's descriptor, which a forked process closes at once.
 
-    A lock (flock) lives as long as any process has the descriptor by which it was taken. The worker of a DataLoader
-    outlives a killed trainer by seconds, and a daemon by days.
+    A lock (flock) lives as long as any process has the descriptor with which it was acquired. A DataLoader's worker
+    outlives a killed trainer by seconds, a daemon by days.
     """
 
     def __init__(self, directory: str) -> None:
         """Open the directory.
 
         Raises:
-            OSError: It can't be opened, or is none.
+            OSError: It cannot be opened, or is not a directory.
         """
         with _opening:
             self.fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -401,13 +405,13 @@ class OwnDescriptor:
 
     @property
     def is_open(self) -> bool:
-        """Whether this process has it still; a forked one does not."""
+        """True while this process has it; a forked process does not."""
         return self.fd >= 0
 
     def close(self) -> None:
         """Close it; a second call does nothing."""
         fd = self.fd
-        self.fd = -1  # first: a process that is forked now must not close what gets the number next
+        self.fd = -1  # first: a process that is forked now must not close whatever gets the number next
         if fd >= 0:
             os.close(fd)
 
@@ -431,10 +435,10 @@ os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_c
 
 
 def holder_of(fd: int) -> str:
-    """Say which process holds the `flock` of an open directory, with its command line.
+    """Describe the process that holds the `flock` of an open directory, with its command line.
 
     Returns:
-        Words for a message; "another process" where the system does not tell, as on another machine or in another
+        A phrase for a message; "another process" if the system does not tell, for one on another machine or in another
         container.
     """
     pid = _pid_of(os.fstat(fd))
@@ -454,12 +458,12 @@ def holder_of(fd: int) -> str:
 
 
 def _pid_of(status: os.stat_result) -> int | None:
-    """The process that took the lock, from a line such as `1: FLOCK  ADVISORY  WRITE 4711 fe:00:2146320 0 EOF`."""
+    """Find the process that acquired the lock, by a line like `1: FLOCK  ADVISORY  WRITE 4711 fe:00:2146320 0 EOF`."""
     file = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
     try:
         with open(_LOCKS, encoding="ascii", errors="replace") as lines:
             for line in lines:
-                words = line.split()  # a process that waits has "->" in the place of FLOCK
+                words = line.split()  # a waiting process has "->" in place of FLOCK
                 if len(words) > 5 and words[1] == "FLOCK" and words[5] == file and words[4].isdecimal():
                     return int(words[4]) or None
     except OSError:

@@ -1,4 +1,4 @@
-"""Open files and folders that untrusted data name: within bounds, and nothing outside the directory."""
+"""Open files and folders named by untrusted data, within size limits and never outside the directory."""
 
 from __future__ import annotations
 
@@ -22,40 +22,41 @@ from hfshard.errors import (
 )
 
 Identity = tuple[int, int, int, int]
-"""Device, inode, size and mtime (ns) of a file: if they change, it was replaced."""
+"""Device, inode, size and mtime (ns) of a file: if one changes, the file was replaced."""
 
 _SHARED_BLOBS_MARK: Final = ".huggingface-shared-blobs"
-"""The file by which huggingface_hub 2.4 marks a folder of blobs that all repos of a cache share (for Xet)."""
+"""The file with which huggingface_hub 2.4 marks a blobs folder that all repos of a cache share (for Xet)."""
 
 _SHOWN_LINKS: Final = 5
 
 _KERNEL_FILES: Final = ("/proc/", "/sys/")
-"""Where files have no bytes of their own, though they call themselves regular."""
+"""Folders whose files are marked as regular, but have no bytes of their own."""
 
 NO_FILES_LEFT: Final = frozenset({errno.EMFILE, errno.ENFILE})
-"""What `open` answers if the process or the system has too many files open."""
+"""Errors of `open` if the process or the system has too many files open."""
 
 
 def open_regular(path: str, root: str, real_root: str | None = None) -> int:
-    """Open a regular file below `root` for reading; a symbolic link in the place of the file is followed.
+    """Open a regular file below `root` for reading; a symbolic link in place of the file is followed.
 
-    Who made the directory made its links, as weights are kept on another disk or by DVC, git-annex and Nix. Names that
-    untrusted files give can't choose them: the folder that the file or the link lies in may not be outside of `root`.
+    Links come from the directory's owner, to weights on another disk or in DVC, git-annex or Nix. Names in untrusted
+    files cannot choose them: the folder of the file or link must not be outside `root`.
 
     Args:
-        path: The file's.
+        path: The file's path.
         root: The directory that it must be in.
-        real_root: What `os.path.realpath` makes of it, where that was found out for many files; None: for this one.
+        real_root: `os.path.realpath` of `root`, if it was computed once for many files; None: compute it.
 
     Raises:
-        MissingShardError: The file does not exist, or what a link leads to.
+        MissingShardError: The file, or the target of a link, does not exist.
         UnsafePathError: A folder of the path is a link to outside.
-        DamagedCheckpointError: It is, or leads to, a directory, a FIFO, a socket, a device or a file of the kernel.
+        DamagedCheckpointError: It is, or leads to, a directory, a FIFO, a socket, a device or a file of the kernel; or
+            it cannot be opened.
         OSError: The process has too many files open.
     """
     try:
         real, status = _resolved(path, root, real_root)
-        # Looked at before it is opened: opening a device or a FIFO may do something.
+        # Checked before it is opened: opening a device or a FIFO may have effects.
         if not stat.S_ISREG(status.st_mode) or real.startswith(_KERNEL_FILES):
             raise _irregular(path)
         fd = os.open(real, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
@@ -74,30 +75,30 @@ def open_regular(path: str, root: str, real_root: str | None = None) -> int:
 
 
 def link_to_outside(path: str, root: str) -> str | None:
-    """Where a path leads if that is outside of `root`, and not to a blob of the Hub's cache for a snapshot; else None.
+    """Return the path's real location if it is outside `root` and not a snapshot's blob in the Hub's cache; else None.
 
-    A broken link leads where it says.
+    A broken link leads to the target it names.
     """
     real = os.path.realpath(path)
     return None if _lies_in(real, os.path.realpath(root)) or _is_blob(real, os.path.realpath(root)) else real
 
 
 def is_users_link(path: str, root: str) -> bool:
-    """Whether a file is a link that somebody has put there: those of the Hub's cache for a snapshot are not."""
+    """Return whether a file is a link that a user created: a snapshot's links in the Hub's cache are not."""
     real_root = os.path.realpath(root)
     return os.path.islink(path) and not _is_blob(os.path.realpath(path), real_root)
 
 
 def refuse_links_to_outside(directory: str, names: Iterable[str], where: str) -> None:
-    """Refuse links that leave a directory: somebody else may have made them, to a file that is not to be shown.
+    """Reject links that leave a directory: another user may have created them, to a file that must stay private.
 
     Args:
-        directory: Where they are.
-        names: Of files in it.
-        where: What the directory is, and what to do, for the message.
+        directory: The directory of the links.
+        names: Names of files in it.
+        where: For the message: what the directory is, and what to do.
 
     Raises:
-        InvalidArgumentError: It names the first ones, and where they lead.
+        InvalidArgumentError: There are such links; the message names the first ones and their targets.
     """
     found = {name: link_to_outside(os.path.join(directory, name), directory) for name in sorted(names)}
     outside = [f"'{os.path.join(directory, name)}' is a link to '{to}'" for name, to in found.items() if to is not None]
@@ -106,7 +107,7 @@ def refuse_links_to_outside(directory: str, names: Iterable[str], where: str) ->
 
 
 def _resolved(path: str, root: str, real_root: str | None) -> tuple[str, os.stat_result]:
-    """Where a path leads, and the status of what is there; `realpath` asks for every folder, so as seldom as may be."""
+    """Return a path's real location and its status, with few calls of `realpath`, which checks every folder."""
     folder, name = os.path.split(path)
     real_root = os.path.realpath(root) if real_root is None else real_root
     real_folder = real_root if folder == root else os.path.realpath(folder, strict=True)
@@ -142,12 +143,12 @@ def _irregular(path: str) -> DamagedCheckpointError:
 
 
 def identity_of(status: os.stat_result) -> Identity:
-    """What distinguishes a file from one that replaces it."""
+    """Return the values that distinguish a file from one that replaces it."""
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def read_small(path: str, root: str, limit: int) -> tuple[bytes, Identity]:
-    """Read a whole text file of at most `limit` bytes, opened by `open_regular`.
+    """Read a complete text file of at most `limit` bytes, opened by `open_regular`.
 
     Raises:
         DamagedCheckpointError: It is larger, or contains zero bytes.
@@ -168,8 +169,8 @@ def read_small(path: str, root: str, limit: int) -> tuple[bytes, Identity]:
 def read_text(fd: int, limit: int, path: str) -> bytes:
     """Read text from a file's position to its end, at most `limit` bytes.
 
-    JSON has no zero bytes. A file made by `truncate`, or one that lost its blocks in a power failure, has nothing
-    else: a hundred megabytes of them are refused after the first four.
+    JSON has no zero bytes. A file created by `truncate`, or one that lost its blocks in a power failure, has nothing
+    else: a hundred megabytes of them are rejected after the first four.
 
     Raises:
         DamagedCheckpointError: It contains a zero byte.
@@ -191,7 +192,7 @@ def _lies_in(real: str, real_root: str) -> bool:
 
 
 def _is_blob(real: str, real_root: str) -> bool:
-    """Whether a file is one that the Hub's cache keeps for the snapshot `real_root`."""
+    """Return whether a file is a blob that the Hub's cache keeps for the snapshot `real_root`."""
     parts = real_root.split("/")
     if "snapshots" not in parts:
         return False
@@ -205,12 +206,12 @@ def _is_blob(real: str, real_root: str) -> bool:
     return is_shared or real.startswith("/".join([*repo, "blobs"]) + "/")
 
 
-# Folders below a directory, opened part by part without following links: nothing is written outside.
+# Folders below a directory, opened part by part without following links, so that nothing is written outside.
 
 
 _FLAGS: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _NO_FOLDER: Final = frozenset({errno.ELOOP, errno.ENOTDIR, errno.ENXIO})
-"""What `open` answers where there is a link or a file in place of a folder."""
+"""Errors of `open` for a link or a file in place of a folder."""
 
 
 @contextmanager
@@ -220,7 +221,7 @@ def open_folder(directory: str, below: str, made: list[str] | None = None) -> It
     Args:
         directory: It must exist.
         below: Relative path in it, without `..`; "" for the directory itself.
-        made: Missing folders are made, durably, and their paths are added here. None: they are an error.
+        made: Missing folders are created, durably, and their paths are added here. None: they are an error.
 
     Yields:
         The folder's file descriptor.
@@ -255,7 +256,7 @@ def _open_part(fd: int, part: str, path: str, made: list[str] | None) -> int:
             "choose another directory.",
             path=path,
         ) from error
-    made.append(path)  # before it is there: Ctrl-C may come between
+    made.append(path)  # before it exists: Ctrl-C may come in between
     os.mkdir(part, dir_fd=fd)
     sync(fd, os.path.dirname(path))
     return os.open(part, _FLAGS | os.O_NOFOLLOW, dir_fd=fd)

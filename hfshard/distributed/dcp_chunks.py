@@ -1,4 +1,4 @@
-"""What torch.distributed.checkpoint calls chunks, rectangles of tensors: whether they are whole, and where they are."""
+"""Chunks of torch.distributed.checkpoint, which are rectangles of tensors: their boxes, and how they cover a tensor."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from hfshard.errors import UnstorableTensorError
 from hfshard.tensors.state_dict import is_dtensor
 
 Chunk = tuple[tuple[int, ...], tuple[int, ...]]
-"""Where a rectangle begins, and its shape."""
+"""The offsets at which a rectangle begins, and its shape."""
 
 
 def chunk_box(chunk: Chunk) -> Box:
-    """The box that is a rectangle.
+    """Return a rectangle as a box.
 
     Example:
         >>> chunk_box(((2, 0), (3, 4)))
@@ -28,11 +28,11 @@ def chunk_box(chunk: Chunk) -> Box:
 
 
 def cover_problem(shape: Sequence[int], chunks: Sequence[Chunk]) -> str | None:
-    """Say why chunks are not the whole of a tensor, each element once; None where they are.
+    """Describe why chunks do not cover a tensor, each element once; None if they do.
 
     Args:
-        shape: The tensor's.
-        chunks: Of all ranks; empty ones count for nothing.
+        shape: Of the tensor.
+        chunks: Of all ranks; empty ones are ignored.
 
     Example:
         >>> cover_problem((4,), [((0,), (2,)), ((2,), (1,))])
@@ -53,18 +53,18 @@ def cover_problem(shape: Sequence[int], chunks: Sequence[Chunk]) -> str | None:
 
 
 def check_held(name: str, value: object, box: Box, doing: str) -> None:
-    """Refuse a DTensor of which this rank holds something else than torch.distributed.checkpoint says.
+    """Reject a DTensor of which this rank has another part than torch.distributed.checkpoint says.
 
-    It describes what a rank holds as one rectangle, which it computes by a rule that is wrong for some layouts.
+    torch describes a rank's part as one rectangle, which it computes by a rule that is wrong for some layouts.
 
     Args:
-        name: Its own.
+        name: The tensor's name.
         value: From the state dict; anything but a DTensor is accepted.
-        box: What it says.
+        box: What torch.distributed.checkpoint says.
         doing: "save" or "load", for the message.
 
     Raises:
-        UnstorableTensorError: It names the tensor.
+        UnstorableTensorError: The parts differ; the error names the tensor.
     """
     if not is_dtensor(value):
         return
@@ -82,15 +82,15 @@ def check_held(name: str, value: object, box: Box, doing: str) -> None:
 
 
 def state_dict_of(planner: object) -> Mapping[str, Any]:
-    """The flat state dict of a planner; nothing where it does not have it as torch's own planners do."""
+    """Return the flat state dict of a planner; empty if it is not where torch's own planners have it."""
     found = getattr(planner, "state_dict", None)
     return found if isinstance(found, Mapping) else {}
 
 
 def _do_overlap(shape: Sequence[int], chunks: Sequence[Chunk]) -> bool:
-    """Whether chunks that together have as many elements as the tensor have one of them twice.
+    """Return whether any element is in two chunks, given that the chunks' element counts add up to the tensor's.
 
-    The tensor is cut wherever a chunk begins or ends, so that each chunk is some whole cells.
+    The tensor is cut wherever a chunk begins or ends, so that each chunk consists of complete cells.
     """
     if len(chunks) == 1:
         return False

@@ -37,23 +37,23 @@ from hfshard.places.source import CheckpointSource, open_source
 from hfshard.tensors.state_dict import is_dtensor, local_tensor
 
 _AT_ONCE_BYTES: Final = 256 * 1024 * 1024
-"""Of tensors that a planner hands out before it gets them back: it may make some of them for that."""
+"""Bytes of tensors that a planner hands out before it gets them back: it may allocate some of them for that."""
 
 
 class StorageReader(dcp_storage.StorageReader):
-    """Lets torch.distributed.checkpoint load a Hugging Face checkpoint, of hfshard or any other library.
+    """Reader with which torch.distributed.checkpoint loads a Hugging Face checkpoint, of hfshard or any other library.
 
-    `dcp.load` takes it. Every rank of the process group calls; each reads the bytes of its own parts from files that
-    all see, whatever the layout in which they were saved. Where a tensor has another dtype than the stored one, the
-    values are cast. Names that hfshard has stored once for several are there under each.
+    Pass it to `dcp.load`. Every rank of the process group must call; each reads the bytes of its own parts from files
+    that all ranks see, whatever layout they were saved in. If a tensor has another dtype than the stored one, the
+    values are cast. A tensor that hfshard has stored once for several names is available under each of them.
 
-    Errors of any rank are raised on every rank, as torch.distributed.checkpoint does: a `CheckpointException` whose
-    `failures` have the errors themselves. Then some tensors may have been filled already.
+    An error on any rank is raised on every rank, as torch.distributed.checkpoint does it: as a `CheckpointException`
+    whose `failures` contain the errors themselves. Some tensors may have been filled by then.
 
     Args:
-        path: As in `hfshard.load_state_dict`, and so are key, variant, use_safetensors, subfolder, revision, token,
-            cache_dir, local_files_only, verify and progress; `checkpoint_id` of `dcp.load` takes its place. What
-            verify asks for is checked by every rank.
+        path: As in `hfshard.load_state_dict`, like key, variant, use_safetensors, subfolder, revision, token,
+            cache_dir, local_files_only, verify and progress. `checkpoint_id` of `dcp.load` replaces it. Every rank
+            checks what verify asks for.
 
     Example:
         import torch.distributed.checkpoint as dcp
@@ -93,7 +93,7 @@ class StorageReader(dcp_storage.StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it may be a path, an address of a store, or the name of a repository."""
+        """Return whether it may be a path, a store address, or a repository name."""
         text = os.fspath(checkpoint_id)
         return bool(text) and ("://" not in text or is_address(text))
 
@@ -103,18 +103,18 @@ class StorageReader(dcp_storage.StorageReader):
         return None if self._source is None else self._source.path
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin a new load, maybe from another directory."""
+        """Begin a new load, optionally from another directory."""
         self._close()
         if checkpoint_id is not None:
             self._source = self._source_of(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Open and check the checkpoint, and describe its tensors: each is one chunk. It stays open for `read_data`.
+        """Open and check the checkpoint, and describe its tensors, one chunk each. It stays open for `read_data`.
 
         Args:
             args: None.
-            kwargs: `rank`, where torch.distributed.checkpoint asks a second time. It has caught what the first call
-                raised, and some versions say nothing of it: what is returned now raises it when it is looked at.
+            kwargs: `rank`, when torch.distributed.checkpoint asks a second time. It has caught what the first call
+                raised, and some versions do not report it: the metadata returned now raises it on access.
 
         Raises:
             Everything that `hfshard.load_state_dict` raises before it reads tensors.
@@ -141,16 +141,16 @@ class StorageReader(dcp_storage.StorageReader):
         )
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Raise what `read_metadata` has raised."""
+        """Raise the error that `read_metadata` has raised, if any."""
         if self._problem is not None:
             raise self._problem
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Tell the coordinating rank which checkpoint this one has opened."""
+        """Add to the plan, for the coordinating rank, which checkpoint this rank has opened."""
         return replace(plan, storage_data=_token_of(self._open_one()))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """On the coordinating rank: check that all have opened the same checkpoint.
+        """Check, on the coordinating rank, that all ranks have opened the same checkpoint.
 
         Raises:
             CheckpointChangedError: They have not.
@@ -172,7 +172,7 @@ class StorageReader(dcp_storage.StorageReader):
         Raises:
             UnstorableTensorError: A rank's part of a DTensor is not what torch.distributed.checkpoint says; nothing was
                 read on this rank.
-            StateDictMismatchError: The planner asks for what is not there.
+            StateDictMismatchError: The planner asks for what the checkpoint does not have.
             DamagedCheckpointError: A file was truncated since it was opened.
         """
         checkpoint = self._open_one()
@@ -204,7 +204,7 @@ class StorageReader(dcp_storage.StorageReader):
 
 
 class _Unreadable(Mapping[str, TensorStorageMetadata]):
-    """In place of the tensors of a checkpoint that can't be opened: says why, whatever is asked."""
+    """Replacement for the tensors of a checkpoint that cannot be opened: every access raises the reason."""
 
     def __init__(self, problem: Exception) -> None:
         self._problem = problem
@@ -225,13 +225,13 @@ def _metadata_of(tensor: torch.Tensor) -> TensorStorageMetadata:
 
 
 def _token_of(checkpoint: OpenCheckpoint) -> str:
-    """What is the same on all ranks that have opened the same checkpoint: its index, with the sizes of the files."""
+    """Return a digest of the index and the file sizes: ranks that opened the same checkpoint get the same one."""
     sizes = {file: shard.size for file, shard in sorted(checkpoint.shards.items())}
     return hashlib.sha256(checkpoint.index.to_json() + repr(sizes).encode()).hexdigest()
 
 
 def _check_held_parts(items: Sequence[ReadItem], planner: LoadPlanner, stored: Collection[str]) -> None:
-    """Refuse DTensors of which this rank holds something else than is to be read."""
+    """Reject DTensors of which this rank has another part than is to be read."""
     read_elements: Counter[str] = Counter()
     offsets: dict[str, tuple[int, ...]] = {}
     for item in items:
@@ -246,7 +246,7 @@ def _check_held_parts(items: Sequence[ReadItem], planner: LoadPlanner, stored: C
 
 
 def _batches(items: Sequence[ReadItem], planner: LoadPlanner) -> Iterator[list[tuple[ReadItem, torch.Tensor]]]:
-    """Get the tensors to fill from the planner, no more than fit into some memory."""
+    """Get the tensors to fill from the planner, in batches that limit the memory in use."""
     batch: list[tuple[ReadItem, torch.Tensor]] = []
     nbytes = 0
     for item in items:
@@ -261,10 +261,10 @@ def _batches(items: Sequence[ReadItem], planner: LoadPlanner) -> Iterator[list[t
 
 
 def _wanted(item: ReadItem, tensor: torch.Tensor, shapes: Mapping[str, Sequence[int]]) -> tuple[str, BoxTarget]:
-    """What is to be read into a tensor.
+    """Return the stored name and the target of a read.
 
     Raises:
-        StateDictMismatchError: It is not in the checkpoint, or the tensor has another shape.
+        StateDictMismatchError: The part is not in the checkpoint, or the tensor has another shape.
     """
     name = item.storage_index.fqn
     box = chunk_box((tuple(item.storage_offsets), tuple(item.lengths)))

@@ -63,26 +63,26 @@ from hfshard.tensors.stored_tensor import (
 )
 
 _SHOWN: Final = 5
-"""Names in a message."""
+"""The number of names that a message lists."""
 
 
 class StorageWriter(dcp_storage.StorageWriter):
-    """Lets torch.distributed.checkpoint save a Hugging Face checkpoint, durably and all or nothing.
+    """Writer with which torch.distributed.checkpoint saves a Hugging Face checkpoint, durably and all or nothing.
 
-    `dcp.save` and `dcp.async_save` take it. The files are those of `hfshard.save_state_dict` of the whole state dict,
-    with the names that the planner gives ("model.weight" for `{"model": {"weight": ...}}`); names that share a tensor
-    are stored one by one. The checkpoint that is there loads until the new one is complete.
+    Pass it to `dcp.save` or `dcp.async_save`. The files are those that `hfshard.save_state_dict` writes for the
+    complete state dict, with the names that the planner gives ("model.weight" for `{"model": {"weight": ...}}`); names
+    that share a tensor are stored one by one. The existing checkpoint loads until the new one is complete.
 
-    Every rank of the process group calls, and all see the same directory. Each writes and flushes its own parts; the
-    coordinating rank reads the files back for their checksums, and commits.
+    Every rank of the process group must call, and all must see the same directory. Each writes and flushes its own
+    parts; the coordinating rank reads the files back for their checksums, and commits.
 
-    Errors of any rank are raised on every rank, as torch.distributed.checkpoint does: a `CheckpointException` whose
-    `failures` have the errors themselves.
+    An error on any rank is raised on every rank, as torch.distributed.checkpoint does it: as a `CheckpointException`
+    whose `failures` contain the errors themselves.
 
     Args:
-        path: The directory, made if it is missing; `checkpoint_id` of `dcp.save` takes its place.
+        path: The directory, created if it is missing; `checkpoint_id` of `dcp.save` replaces it.
         max_shard_size, packing, variant, metadata, checksum, progress: As in `hfshard.save_state_dict`. Without a
-            checksum, nothing but a few bytes of each tensor is read back.
+            checksum, only a few bytes of each tensor are read back.
 
     Example:
         import torch.distributed.checkpoint as dcp
@@ -114,18 +114,18 @@ class StorageWriter(dcp_storage.StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it may be the path of a directory."""
+        """Return whether it may be the path of a directory."""
         text = os.fspath(checkpoint_id)
         return bool(text) and "://" not in text and not os.path.isfile(text)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin a new save, maybe into another directory."""
+        """Begin a new save, optionally into another directory."""
         self._undo(RankFailedError("The save before this one was not completed."))
         if checkpoint_id is not None:
             self.checkpoint_id = _directory_path(checkpoint_id, "checkpoint_id")
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Take the role of a rank.
+        """Check the arguments, and undo a save that was not completed.
 
         Raises:
             InvalidArgumentError: There is no path, or each rank is to save by itself.
@@ -140,11 +140,11 @@ class StorageWriter(dcp_storage.StorageWriter):
             )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Refuse, on every rank, what no Hugging Face checkpoint holds.
+        """Reject, on every rank, what a Hugging Face checkpoint cannot contain.
 
         Raises:
-            UnstorableTensorError: A value is no tensor, or the format can't store it.
-            InvalidArgumentError: The planner sends only what changed since the save before.
+            UnstorableTensorError: A value is not a tensor, or the format cannot store it.
+            InvalidArgumentError: The planner sends only what changed since the previous save.
         """
         if not plan.usable:
             raise _no_plan_caching()
@@ -153,7 +153,7 @@ class StorageWriter(dcp_storage.StorageWriter):
 
     @names_files("checkpoint_id")
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On the coordinating rank: check that the parts of all ranks make whole tensors, and make the files.
+        """Check, on the coordinating rank, that all ranks' parts form complete tensors, and create the files.
 
         Raises:
             UnstorableTensorError: They do not.
@@ -171,7 +171,7 @@ class StorageWriter(dcp_storage.StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[dcp_storage.WriteResult]]:
         """Write and flush this rank's parts.
 
-        An error on another rank than the coordinating one is returned to it: so it ends the save, and all ranks raise.
+        A rank other than the coordinating one returns its error to that one, which ends the save; then all ranks raise.
         """
         try:
             written = self._write(plan, planner)
@@ -187,7 +187,7 @@ class StorageWriter(dcp_storage.StorageWriter):
 
     @names_files("checkpoint_id")
     def finish(self, metadata: Metadata, results: list[list[dcp_storage.WriteResult]]) -> None:
-        """On the coordinating rank, when all have written: commit.
+        """Commit, on the coordinating rank, after all ranks have written.
 
         Raises:
             RankFailedError: A rank could not write; the old checkpoint stays.
@@ -234,7 +234,7 @@ class StorageWriter(dcp_storage.StorageWriter):
         ]
 
     def _undo(self, error: BaseException) -> bool:
-        """End a save that has begun and did not come to its commit; False if there is none on this rank."""
+        """Undo a save that has begun and was not committed; return False if this rank has none."""
         save = self._save
         self._save = None
         if save is not None:
@@ -243,16 +243,16 @@ class StorageWriter(dcp_storage.StorageWriter):
 
 
 class _Orders(NamedTuple):
-    """What the coordinating rank tells another one."""
+    """The coordinating rank's instructions to another one."""
 
     token: bytes
-    """See `StagedSave`."""
+    """`StagedSave.token`, with which the staged files begin."""
     places: Mapping[str, Place]
-    """FQN -> where the tensor goes."""
+    """FQN -> the file and offset of the tensor."""
 
 
 class _Failure(NamedTuple):
-    """Why a rank could not write."""
+    """The reason why a rank could not write."""
 
     rank: int
     """In the default process group."""
@@ -267,10 +267,10 @@ def _no_plan_caching() -> InvalidArgumentError:
 
 
 def _directory_path(path: str | os.PathLike[str], argument: str) -> str:
-    """The absolute path of a directory.
+    """Return the absolute path of a directory.
 
     Raises:
-        InvalidPathError: It is the address of a store: the ranks' parts are put together in files on a disk.
+        InvalidPathError: It is a store address: the ranks' parts are assembled in files on disk.
     """
     directory = absolute_path(path, argument)
     if is_address(directory):
@@ -282,17 +282,14 @@ def _directory_path(path: str | os.PathLike[str], argument: str) -> str:
     return directory
 
 
-# The items of a save's plans: what each rank has of which tensor, checked, united, and written into a file.
-
-
-"""Names in a message."""
+# Plan items of a save: each rank's part of a tensor is checked, merged with the others, and written into a file.
 
 
 def check_items(items: Iterable[WriteItem]) -> None:
-    """Refuse what no Hugging Face checkpoint holds, by what a plan says about it.
+    """Reject what a Hugging Face checkpoint cannot contain, judging by the plan alone.
 
     Raises:
-        UnstorableTensorError: A value is no tensor, or the format can't store it; or DeepSpeed has partitioned it.
+        UnstorableTensorError: A value is not a tensor, the format cannot store it, or DeepSpeed has partitioned it.
     """
     all_items = list(items)
     objects = [item.index.fqn for item in all_items if item.type == WriteItemType.BYTE_IO]
@@ -309,23 +306,23 @@ def check_items(items: Iterable[WriteItem]) -> None:
 
 
 def data_of(item: WriteItem) -> TensorWriteData:
-    """What a plan says about a tensor."""
+    """Return what a plan says about a tensor."""
     assert item.tensor_data is not None
     return item.tensor_data
 
 
 def chunk_of(data: TensorWriteData) -> Chunk:
-    """Which rectangle of the tensor an item is about."""
+    """Return the rectangle of the tensor that an item is about."""
     return tuple(data.chunk.offsets), tuple(data.chunk.sizes)
 
 
 def chunk_bytes(data: TensorWriteData) -> int:
-    """Bytes of that rectangle."""
+    """Return the size of that rectangle in bytes."""
     return data.chunk.sizes.numel() * data.properties.dtype.itemsize
 
 
 def _check_item(item: WriteItem) -> None:
-    """Refuse a tensor that the format can't store, by what a plan says about it."""
+    """Reject a tensor that the format cannot store, judging by the plan alone."""
     data = data_of(item)
     name = item.index.fqn
     if (problem := layout_problem(data.properties.layout)) is not None:
@@ -334,19 +331,19 @@ def _check_item(item: WriteItem) -> None:
 
 
 def described_items(plan: SavePlan) -> dict[str, TensorWriteData]:
-    """FQN -> what a plan says about the tensor, in the plan's order."""
+    """Return FQN -> what a plan says about the tensor, in the plan's order."""
     return {item.index.fqn: data_of(item) for item in plan.items}
 
 
 def united_layouts(plans: Sequence[SavePlan]) -> dict[str, TensorLayout]:
-    """Name -> how the whole tensor is stored, in the order of the first rank's state dict, then of the next one's.
+    """Return name -> layout of the stored tensor, in the order of the first rank's state dict, then of the next one's.
 
     Args:
-        plans: Of all ranks. The storage_data of each is what `described_items` gave before tensors that several ranks
-            have were taken out of all plans but one.
+        plans: Of all ranks. Each one's storage_data is what `described_items` returned before tensors that several
+            ranks have were removed from all plans but one.
 
     Raises:
-        UnstorableTensorError: Ranks disagree about a tensor, or their parts are not the whole of it.
+        UnstorableTensorError: Ranks disagree about a tensor, or their parts do not cover it exactly.
     """
     found: dict[str, TensorWriteData] = {}
     chunks: dict[str, list[Chunk]] = {}
@@ -380,10 +377,10 @@ def _layout_of(data: TensorWriteData) -> TensorLayout:
 
 
 def resolved_chunk(item: WriteItem, data: TensorWriteData, planner: SavePlanner) -> torch.Tensor:
-    """The values of a chunk.
+    """Return the values of a chunk.
 
     Raises:
-        UnstorableTensorError: They are not what the plan says, or can't be stored.
+        UnstorableTensorError: They are not what the plan says, or cannot be stored.
     """
     name = item.index.fqn
     tensor = planner.resolve_data(item)
@@ -399,7 +396,7 @@ def resolved_chunk(item: WriteItem, data: TensorWriteData, planner: SavePlanner)
 
 
 def write_chunk(fd: int, start: int, data: TensorWriteData, tensor: torch.Tensor) -> None:
-    """Write the values of a chunk where the tensor has them, which begins at `start`."""
+    """Write a chunk's values to their positions in a file in which the tensor starts at byte `start`."""
     runs = Runs.of_box(tuple(data.size), tensor.element_size(), chunk_box(chunk_of(data)))
     ends = runs.positions + runs.lengths
     done = 0
@@ -422,17 +419,17 @@ def _write_at(fd: int, raw: memoryview, offset: int) -> None:
         offset += count
 
 
-# A save that is filled by many writers: files of the right size in the staging directory, and then their commit.
+# A save that many writers fill: files of the right size in the staging directory, and their commit.
 
 
 logger = logging.getLogger(__name__)
 
 TOKEN_BYTES: Final = 16
-"""A header has more."""
+"""A header is longer."""
 
 
 class Place(NamedTuple):
-    """Where the bytes of a tensor go."""
+    """The location of a tensor's bytes."""
 
     path: str
     """Of a staged file."""
@@ -441,21 +438,21 @@ class Place(NamedTuple):
 
 
 class StagedSave:
-    """A save between its plan and its commit: the directory is locked, and its files wait for the bytes of tensors.
+    """A save between its plan and its commit: the directory is locked, and its files await the tensors' bytes.
 
-    Exactly one of `commit` and `undo` ends it. If the object is dropped before, it is undone, too.
+    Exactly one of `commit` and `undo` ends it. If the object is dropped first, the save is undone, too.
 
     Attributes:
-        places: Where each tensor goes.
-        token: What the staged files begin with until the commit: it tells them from others of the same path, as on a
-            disk that another machine does not share.
+        places: Name -> the file and offset of the tensor.
+        token: The bytes with which the staged files begin until the commit. They distinguish these files from others of
+            the same path, as on a disk that is not shared with another machine.
     """
 
     def __init__(self, directory: str, options: SaveOptions, layouts: Mapping[str, TensorLayout]) -> None:
-        """Lock the directory, and make files of the right size in its staging directory.
+        """Lock the directory, and create files of the right size in its staging directory.
 
         Raises:
-            What `hfshard.save_state_dict` raises before it writes: the directory is as it was.
+            What `hfshard.save_state_dict` raises before it writes; the directory is unchanged.
         """
         self.directory = directory
         self.places: dict[str, Place] = {}
@@ -465,7 +462,7 @@ class StagedSave:
             for name, layout in layouts.items()
         }
         self._request = SaveRequest(tensors=tensors, options=options)
-        writer_threads()  # raises where the environment asks for more than there is
+        writer_threads()  # raises if a setting in the environment is invalid
         plan = plan_request(self._request)
         self._context = save_session(directory, options.names)
         self._session = self._context.__enter__()
@@ -476,10 +473,10 @@ class StagedSave:
             raise
 
     def commit(self) -> CheckpointIndex:
-        """Read the files back for their checksums, complete their headers, and put them in place.
+        """Read the files back for their checksums, complete their headers, and move them into place.
 
         Raises:
-            What `hfshard.save_state_dict` raises; the save is undone where it says so.
+            What `hfshard.save_state_dict` raises; the save is undone if the error says so.
         """
         options = self._request.options
         try:
@@ -499,12 +496,12 @@ class StagedSave:
         """Remove what was staged, and unlock the directory.
 
         Args:
-            error: Why.
+            error: The reason.
         """
         self._context.__exit__(type(error), error, error.__traceback__)
 
     def _staged(self, plan: ShardPlan) -> ShardPlan:
-        """Make the files of a plan, and return it; or one of shards where a single file can't be put in place."""
+        """Create a plan's files and return it; if a single file cannot be put in place, use a plan of shards."""
         self._session.check_space(plan.total_size)
         self._make_files(plan)
         new = NewCheckpoint(staged_names(plan), list(plan.weight_map), None, None, {}, "")
@@ -528,10 +525,10 @@ class StagedSave:
 
 
 def open_staged(path: str, token: bytes) -> int:
-    """Open a file that a `StagedSave` on another rank has made, for writing.
+    """Open for writing a file that a `StagedSave` on another rank has created.
 
     Raises:
-        SaveDirectoryError: The file is not there, or another one is.
+        SaveDirectoryError: The file is missing, or is another one.
     """
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -564,7 +561,7 @@ def _make_file(path: str, token: bytes, size: int) -> None:
 
 
 def _blocks(places: Mapping[str, Place], name: str, nbytes: int, block_bytes: int) -> Iterator[memoryview]:
-    """What was written of a tensor."""
+    """Read back what was written of a tensor."""
     path, start = places[name]
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -574,7 +571,7 @@ def _blocks(places: Mapping[str, Place], name: str, nbytes: int, block_bytes: in
 
 
 class _FilledFiles(OwnShardWriter):
-    """Completes files whose tensors are there already."""
+    """Writer that completes files whose tensors are already written."""
 
     def write(
         self,
@@ -583,7 +580,7 @@ class _FilledFiles(OwnShardWriter):
         progress_callback: ProgressCallback | None,
         store: Store | None = None,
     ) -> list[FileDigest]:
-        """See `ShardWriter`; it is for directories only."""
+        """Complete the files and return their digests; for directories only."""
         work = partial(_complete, checksum=checksum, progress_callback=progress_callback)
         return in_threads(work, jobs, writer_threads())
 

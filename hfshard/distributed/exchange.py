@@ -1,4 +1,4 @@
-"""The bytes of tensors sent to the ranks that write them, round by round."""
+"""Exchange of tensor bytes: in rounds, they are sent to the ranks that write them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from hfshard.errors import RankFailedError
 from hfshard.tensors.stored_tensor import INTEGER_OF_SIZE, RawTensor, TensorLike, iter_blocks, memory_of, tensor_nbytes
 
 WINDOW_BYTES: Final = 4 * 1024 * 1024
-"""Of one owner's files in one round: large for a network, and a few of them stay small beside a model."""
+"""Bytes of one owner's files in one round: large for a network, and a few windows are small compared with a model."""
 SOURCE_BYTES: Final = 64 * 1024 * 1024
-"""That one rank sends in a round, about: it holds them in memory."""
+"""About the most bytes that one rank sends in a round: they are in its memory."""
 
 
 class Stretch(NamedTuple):
@@ -32,15 +32,15 @@ class Stretch(NamedTuple):
 
 
 Window = list[Stretch]
-"""What one owner gets in a round."""
+"""The bytes that one owner gets in a round."""
 
 
 def cut_windows(sizes: Sequence[tuple[str, int]], window_bytes: int) -> Iterator[Window]:
-    """Cut consecutive tensors into windows of so many bytes; the last one may be shorter.
+    """Cut consecutive tensors into windows of `window_bytes`; the last one may be shorter.
 
     Args:
         sizes: (name, bytes).
-        window_bytes: Of each window.
+        window_bytes: The size of each window.
     """
     window: Window = []
     room = window_bytes
@@ -65,21 +65,21 @@ def schedule(
     window_bytes: int = WINDOW_BYTES,
     source_bytes: int = SOURCE_BYTES,
 ) -> Iterator[dict[int, Window]]:
-    """The windows of each round, by owner.
+    """Yield the windows of each round, by owner.
 
-    As a rule every owner gets its next window. But the files of many owners begin alike, and one rank has the first
-    rows of all: an owner whose window would make a rank send too much waits for the next round, where it comes first.
-    So owners that began together are soon at different places.
+    Normally every owner gets its next window. But the files of many owners begin alike, and one rank has the first rows
+    of all of them. So an owner whose window would make a rank send too much waits for the next round, in which it comes
+    first. Owners that began together soon need different windows.
 
     Args:
         streams: Owner -> (name, bytes), in the order in which the owner wants them.
-        holders: Who has what.
-        window_bytes: Of a window.
-        source_bytes: That a rank sends in a round, at most, unless all goes to one owner.
+        holders: Which rank has what.
+        window_bytes: The size of a window.
+        source_bytes: The most that a rank sends in a round, unless all of it goes to one owner.
     """
     left = {owner: cut_windows(sizes, window_bytes) for owner, sizes in streams.items()}
-    # A window that comes from more parts than these makes no rank send too much, even if all owners' windows are alike:
-    # the parts are equal, but the first one and the last one may be cut.
+    # A window that comes from more parts than this makes no rank send too much, even if all owners' windows are alike:
+    # the parts are equal, though the first one and the last one may be cut.
     most_parts = len(streams) * window_bytes // source_bytes + 2
     is_crowded = len(streams) * window_bytes > source_bytes
     waiting: dict[int, tuple[Window, dict[int, int]]] = {}
@@ -104,7 +104,7 @@ def schedule(
 
 
 def _sent_by(window: Window, owner: int, holders: Holders, most_parts: int) -> dict[int, int]:
-    """About how many bytes of a window each rank sends, of tensors of which the window has not many parts."""
+    """Estimate the bytes of a window that each rank sends, for tensors with at most `most_parts` parts in it."""
     sent: dict[int, int] = {}
     for name, start, stop in window:
         parts = holders.parts_of(name)
@@ -117,17 +117,17 @@ def _sent_by(window: Window, owner: int, holders: Holders, most_parts: int) -> d
     return sent
 
 
-# The bytes of tensors go to the owners of files, round by round: a window of each owner's files at a time.
+# Exchange: in each round, the owners of files each get one window of their bytes.
 #
-# All ranks find from `Holders` alone what goes where, so that nothing but bytes is sent. A rank that fails goes on to
-# the end of its round, and says so by a byte to each of the others: then all leave the rounds together, no collective
-# is half done, and the same process group can save again.
+# All ranks derive from `Holders` alone which bytes go where, so that nothing else is sent. A rank that fails completes
+# its round, and reports the failure by one byte to each of the others. Then all leave the rounds together, no
+# collective is half done, and the same process group can save again.
 
 
 logger = logging.getLogger(__name__)
 
 CpuGroup: TypeAlias = "dist.ProcessGroup | dist.ProcessGroupGloo"
-"""A process group of torch.distributed; or one that it does not list, which has methods in place of its functions."""
+"""A process group of torch.distributed; or one that it does not list, which has methods instead of its functions."""
 
 
 class _Sent(NamedTuple):
@@ -139,14 +139,14 @@ class _Sent(NamedTuple):
 
 
 class _Received(NamedTuple):
-    """Where bytes from one rank go in this owner's window."""
+    """The positions of one rank's bytes in this owner's window."""
 
     name: str
     starts: Positions
     lengths: Positions
     nbytes: int
     local_start: int
-    """Where they begin in the bytes of the rank's part."""
+    """Their start in the bytes of the rank's part."""
 
 
 class Exchange:
@@ -155,12 +155,12 @@ class Exchange:
     Args:
         holders: Which rank has what.
         held: This rank's tensors.
-        status: Of the save; its ranks are all of the process group.
-        group: Its collectives take tensors of the CPU; see `cpu_group`.
+        status: Of the save; its ranks are all ranks of the process group.
+        group: A group whose collectives take CPU tensors; see `cpu_group`.
 
     Attributes:
-        rounds: How many there were.
-        sent_bytes: What this rank has sent to others in them.
+        rounds: The number of rounds so far.
+        sent_bytes: The number of bytes that this rank has sent to others.
     """
 
     def __init__(
@@ -185,14 +185,14 @@ class Exchange:
         """Exchange all bytes. Every rank calls this with the same streams.
 
         Args:
-            streams: Owner -> (name, how many of its first bytes), in the order in which the owner wants them.
-            take: Gets the next bytes of this rank's stream.
-            failure: Asked in each round: why this rank can't go on, or None.
+            streams: Owner -> (name, number of its first bytes), in the order in which the owner wants them.
+            take: Called with the next bytes of this rank's stream.
+            failure: Called in each round; returns why this rank cannot go on, or None.
             tell_progress: Called with the bytes that all owners got in a round.
 
         Raises:
             RankFailedError: Another rank failed.
-            BaseException: What `failure` gave, or sending raised.
+            BaseException: What `failure` returned, or sending raised.
         """
         for windows in schedule(streams, self._holders):
             window = self._round(windows, failure)
@@ -232,7 +232,7 @@ class Exchange:
         return window
 
     def _sizes(self, by_rank: Mapping[int, int]) -> Positions:
-        """Bytes from or to each rank: a status byte comes after those of the tensors, and nothing goes to itself."""
+        """Return the bytes from or to each rank: those of tensors and then a status byte; none from or to itself."""
         sizes: Positions = np.ones(len(self._ranks), np.int64)
         for rank, nbytes in by_rank.items():
             sizes[self._place[rank]] += nbytes
@@ -240,7 +240,7 @@ class Exchange:
         return sizes
 
     def _sent_to(self, owner: int, stretches: Sequence[Stretch]) -> list[_Sent]:
-        """What this rank has for another one's window."""
+        """List what this rank sends for another one's window."""
         found: list[_Sent] = []
         if owner == self._rank:
             return found
@@ -257,7 +257,7 @@ class Exchange:
         return found
 
     def _received(self, stretches: Sequence[Stretch]) -> dict[int, list[_Received]]:
-        """What each rank has for this one's window, this one included."""
+        """Find what each rank has for this one's window, this one included."""
         found: dict[int, list[_Received]] = {}
         passed = 0
         for name, start, stop in stretches:
@@ -282,7 +282,7 @@ class Exchange:
     def _own_window(
         self, windows: Mapping[int, Sequence[Stretch]], received: Mapping[int, Sequence[_Received]]
     ) -> ByteArray | None:
-        """This rank's window, with what it has itself."""
+        """Create this rank's window, with what it has itself; None if it gets no window."""
         if self._rank not in windows:
             return None
         window = np.empty(sum(stretch.stop - stretch.start for stretch in windows[self._rank]), np.uint8)
@@ -314,7 +314,7 @@ class Exchange:
         failed = self._others[self._inbox[ends[self._others] - 1] != 0]
         if len(failed):
             rank = self._ranks[int(failed[0])]
-            self._status.wait_for("what went wrong", rank)  # raises when that rank has told
+            self._status.wait_for("what went wrong", rank)  # raises once that rank has reported
             raise RankFailedError(f"Rank {rank} failed to save its part. Look at its output.", rank=rank)
 
     def _bytes_of(self, name: str, start: int, stop: int) -> ByteArray:
@@ -326,19 +326,19 @@ def _at_least(buffer: ByteArray, nbytes: int) -> ByteArray:
     return buffer if len(buffer) >= nbytes else np.empty(nbytes, np.uint8)
 
 
-# Stretches of the bytes of a tensor that this rank has, without a copy of more than is asked for.
+# Byte ranges of a tensor that this rank has, with no copy of more than is asked for.
 
 
 def byte_stretch(tensor: TensorLike, start: int, stop: int) -> ByteArray:
-    """Some of the row-major bytes of a tensor.
+    """Return a range of a tensor's row-major bytes.
 
     Args:
-        tensor: On any device, of any strides.
+        tensor: On any device, with any strides.
         start: The first byte.
         stop: The byte after the last one.
 
     Returns:
-        A view where the tensor is contiguous and on the CPU, else a copy of little more than the stretch.
+        A view if the tensor is contiguous and on the CPU, else a copy of little more than the range.
     """
     if isinstance(tensor, RawTensor):
         return _stretch_of_blocks(iter_blocks(tensor, COPY_BYTES), start, stop)
@@ -355,7 +355,7 @@ def byte_stretch(tensor: TensorLike, start: int, stop: int) -> ByteArray:
 
 
 def _stretch_of_blocks(blocks: Iterable[memoryview], start: int, stop: int) -> ByteArray:
-    """Some of the bytes that come in blocks, which are read from the beginning."""
+    """Copy a range of the bytes that come in blocks, which are read from the beginning."""
     found = np.empty(stop - start, np.uint8)
     passed = 0
     for block in blocks:
@@ -369,7 +369,7 @@ def _stretch_of_blocks(blocks: Iterable[memoryview], start: int, stop: int) -> B
 
 
 def _rows_around(tensor: torch.Tensor, start: int, stop: int) -> tuple[torch.Tensor, int, int]:
-    """The rows that a stretch touches, of as few elements as the strides allow, and the stretch within them."""
+    """Return the rows that a range touches, with as few elements as the strides allow, and the range within them."""
     while tensor.dim():
         row_bytes = tensor_nbytes(tensor) // tensor.shape[0]
         first, last = start // row_bytes, -(-stop // row_bytes)

@@ -1,4 +1,4 @@
-"""The store of the default process group, with calls that end; and the ranks of the group that a call was given."""
+"""The default process group's store, with calls that always end; and the ranks of the process group of a call."""
 
 from __future__ import annotations
 
@@ -23,37 +23,37 @@ from hfshard.errors import InvalidArgumentError, RankFailedError
 _Result = TypeVar("_Result")
 
 DEATH_SECONDS: Final = 15.0
-"""Whoever is silent for so long is taken for dead: a busy machine holds a thread up for a second or two."""
+"""A rank that is silent for longer counts as dead: a busy machine delays a thread by a second or two."""
 _PIECE_BYTES: Final = 1 << 20
-"""Longer values are stored in pieces: the server of torch closes the connection over one of more than 8 MiB."""
+"""Longer values are stored in pieces: torch's server closes the connection on a value of more than 8 MiB."""
 _SLICE_SECONDS: Final = 0.5
-"""Waiting is counted in slices: those that this process itself was stopped for count as one."""
+"""Waiting is counted in slices: all the time for which this process itself was stopped counts as one."""
 _WHOLE: Final = b"1"
-"""Begins a value as it is."""
+"""Begins a value that is stored as it is."""
 _COMPRESSED: Final = b"z"
-"""Begins one that was compressed: names of tensors are a tenth then, and one process serves them to all ranks."""
+"""Begins a compressed value: tensor names shrink to a tenth, and one process serves them to all ranks."""
 _COMPRESSED_FROM_BYTES: Final = 1 << 12
 """A smaller value is one packet, or a few."""
 _IN_PIECES: Final = b"#"
 """Begins the number of pieces."""
 _NONE: Final = "?"
-"""What no key has: to compare with it reads a key, or finds that it is missing, in one step and without waiting."""
+"""A value that no key has: comparing with it reads a key, or finds it missing, in one step without waiting."""
 
 
 class AnsweringStore:
-    """What the ranks tell each other: keys with values, in the store of the default process group.
+    """The ranks' keys and values, in the store of the default process group.
 
-    A call of torch's `TCPStore` blocks for ever where the process that keeps it is stopped or can't be reached,
-    whatever its timeout says. So a thread makes the calls, and whoever asks waits for it at most so long. No call here
-    waits for a key, so that threads can share the connection.
+    A call of torch's `TCPStore` blocks forever if the process that hosts the store is stopped or unreachable,
+    regardless of its timeout. So a thread makes the calls, and a caller waits for it at most `answer_seconds`. No call
+    here waits for a key, so that threads can share the connection.
 
     Args:
-        original: A store of torch.
-        answer_seconds: How long it may take for one call.
+        original: A torch store.
+        answer_seconds: How long one call may take.
         is_kept: Whether `close` leaves the connection open, for the next operation.
 
     Raises:
-        RankFailedError: It can't be reached; every method raises this, and from then on at once.
+        RankFailedError: It cannot be reached. Every method raises this, and does so at once from then on.
     """
 
     def __init__(self, original: Any, answer_seconds: float = DEATH_SECONDS, *, is_kept: bool = False) -> None:
@@ -66,7 +66,7 @@ class AnsweringStore:
         self._store = self._ask(lambda: self._connected(original))
 
     def put(self, key: str, value: bytes) -> list[str]:
-        """Set a value of any length; gives the keys that it takes up."""
+        """Set a value of any length; return the keys that it takes up."""
         packed = _packed(value)
         if len(packed) <= _PIECE_BYTES:
             self._set(key, packed)
@@ -79,47 +79,47 @@ class AnsweringStore:
         return [key, *keys]
 
     def get(self, key: str) -> bytes | None:
-        """The value that was put there; None: there is none yet."""
+        """Return the value that was put under a key; None: there is none yet."""
         return self.get_many([key])[0]
 
     def get_many(self, keys: Iterable[str]) -> list[bytes | None]:
-        """The values of several keys, as `get` gives them."""
+        """Return the values of several keys; None for a key that has none yet."""
         names = list(keys)
         found = self._ask(lambda: [_read(self._store, name) for name in names])
         return [self._joined(name, value) for name, value in zip(names, found, strict=True)]
 
     def has(self, key: str) -> bool:
-        """Whether there is such a key, of `add` too."""
+        """Return whether a key exists, also one of `add`."""
         return bool(self._ask(lambda: self._store.check([key])))
 
     def has_many(self, keys: Iterable[str]) -> list[bool]:
-        """Whether there are such keys, one by one."""
+        """Return whether keys exist, one by one."""
         names = list(keys)
         return self._ask(lambda: [bool(self._store.check([name])) for name in names])
 
     def swap(self, key: str, expected: str, desired: str) -> str:
-        """Set a key where it has the expected value, "" being that of a missing one; gives the value that it has then.
+        """Set a key if it has the expected value ("" if it is missing); return the value that it has then.
 
-        A key is for `swap` and `holds`, for `add` and `has`, or for `put` and `get`.
+        Use a key either with `swap` and `holds`, or with `add` and `has`, or with `put` and `get`.
         """
         found: bytes = self._ask(lambda: self._store.compare_set(key, expected, desired))
         return found.decode()
 
     def holds(self, key: str, value: str) -> bool:
-        """Whether a key of `swap` has this value."""
+        """Return whether a key of `swap` has this value."""
         return self._ask(lambda: _read(self._store, key)) == value.encode()
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter, which begins with 0; gives its value then."""
+        """Add to a counter, which starts at 0; return its new value."""
         return int(self._ask(lambda: self._store.add(key, amount)))
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Delete keys that are there or not, where the store can."""
+        """Delete keys, if the store can; missing ones are ignored."""
         names = list(keys)
         self._ask(lambda: _delete(self._store, names))
 
     def delete_values(self, keys: Iterable[str]) -> None:
-        """Delete keys of `put` that are there or not, with all that they take up."""
+        """Delete keys of `put` with all that they take up; missing ones are ignored."""
         names = list(keys)
         found = self._ask(lambda: [_read(self._store, name) for name in names])
         for name, value in zip(list(names), found, strict=True):
@@ -127,13 +127,13 @@ class AnsweringStore:
         self.delete(names)
 
     def close(self) -> None:
-        """Close the connection, once the calls so far have ended, unless it is kept."""
+        """Close the connection after the pending calls, unless it is kept."""
         if not self._is_kept:
             self._calls.put(None)
 
     @property
     def is_lost(self) -> bool:
-        """Whether the store does not answer any more."""
+        """True if the store no longer responds."""
         return bool(self._lost_words)
 
     def end(self) -> None:
@@ -152,7 +152,7 @@ class AnsweringStore:
         return None if value is None else _unpacked(value)
 
     def _connected(self, original: Any) -> Any:
-        """Another connection; a store that has none of its own is shared."""
+        """Open another connection; a store that cannot be cloned is shared."""
         try:
             store = original.clone()
         except (AttributeError, NotImplementedError):
@@ -171,10 +171,10 @@ class AnsweringStore:
         self._store = None
 
     def _ask(self, work: Callable[[], _Result]) -> _Result:
-        """Have the thread do some work with the store.
+        """Run some work with the store in the thread.
 
         Raises:
-            RankFailedError: It does not end, or the store is gone.
+            RankFailedError: The work does not end in time, or the store is gone.
         """
         future: Future[_Result] = Future()
         if self._lost_words:
@@ -212,7 +212,7 @@ def _unpacked(packed: bytes) -> bytes:
 
 
 def _pieces(key: str, value: bytes) -> list[str]:
-    """The keys of the pieces of a value that is stored in pieces."""
+    """List the keys of a value's pieces."""
     return [f"{key}#{number}" for number in range(int(value[len(_IN_PIECES) :]))]
 
 
@@ -222,14 +222,14 @@ def _is_done_within(future: Future[Any], seconds: float) -> bool:
 
 
 def open_group_store(answer_seconds: float = DEATH_SECONDS) -> AnsweringStore:
-    """The store of the default process group, to be closed by the caller.
+    """Open the store of the default process group, to be closed by the caller.
 
-    A connection to a `TCPStore` is kept for as long as the group lives: with each one, torch looks up the name of the
-    other side, on the only thread that answers all ranks, which takes 5 seconds where the name server is out of reach.
-    A file is opened anew each time: it is deleted when the last one closes it.
+    A connection to a `TCPStore` is kept for as long as the group lives. For each new one, torch looks up the peer's
+    name, on the only thread that serves all ranks; this takes 5 seconds if the name server is unreachable. A file is
+    opened each time, because it is deleted when the last user closes it.
 
     Raises:
-        RankFailedError: It can't be reached.
+        RankFailedError: It cannot be reached.
     """
     original = _default_store()
     if not isinstance(_innermost(original), dist.TCPStore):  # type: ignore[attr-defined]
@@ -247,14 +247,14 @@ def open_group_store(answer_seconds: float = DEATH_SECONDS) -> AnsweringStore:
 
 
 _KEPT: dict[tuple[int, float], tuple[weakref.ref[Any], AnsweringStore]] = {}
-"""Process and seconds for an answer -> the group's store, and the connection to it."""
+"""(Process, answer seconds) -> the group's store, and the connection to it."""
 _KEPT_LOCK = threading.Lock()
 
 
 def _of_this_start(store: Any) -> Any:
-    """The part of a store for the ranks as they were started last.
+    """Return the part of a store that belongs to the latest start of the ranks.
 
-    torchrun keeps one store for all starts (`--max-restarts`), and in it all that ranks have said which it has ended.
+    torchrun keeps one store for all starts (`--max-restarts`), with all that the ranks of ended starts have written.
     """
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if restarts == "0" or not _is_kept_by_launcher():
@@ -267,21 +267,21 @@ def _is_kept_by_launcher() -> bool:
 
 
 def _innermost(store: Any) -> Any:
-    """A store without the prefixes around it."""
+    """Return a store without the prefixes around it."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return store
 
 
 def _default_store() -> Any:
-    """The store of the default process group; `torch.distributed` has no documented name for it."""
+    """Return the store of the default process group; `torch.distributed` has no documented name for it."""
     group: Any = dist.group.WORLD
     return group.get_group_store()
 
 
 def _keeper(store: Any) -> tuple[str, int | None]:
-    """Who keeps a store, in words; and the rank, if it is one."""
-    # torch lists it in its documentation only
+    """Describe the process that hosts a store; return its rank, too, if it has one."""
+    # torch lists `TCPStore` in its documentation only
     if not isinstance(_innermost(store), dist.TCPStore):  # type: ignore[attr-defined]
         return "the process that keeps it, or its file's lock,", None
     if _is_kept_by_launcher():
@@ -302,22 +302,22 @@ def _delete(store: Any, keys: Iterable[str]) -> None:
             return
 
 
-# Which ranks a call has: those of the process group that it was given, or else of the default one.
+# Ranks of a call: those of the process group that it was given, or else of the default one.
 
 
 _GIVEN: Final[ContextVar[dist.ProcessGroup | None]] = ContextVar("hfshard_process_group", default=None)
-"""Of the call of this thread; None: it has the ranks of the default process group."""
+"""The process group of this thread's call; None: it has the ranks of the default one."""
 
 
 @contextmanager
 def among(process_group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Let what is called in the block have the ranks of a process group.
+    """Give the calls in the block the ranks of a process group.
 
     Args:
-        process_group: Of torch.distributed, with this rank; None: that of the block around this one, if there is one.
+        process_group: Of torch.distributed, with this rank; None: that of the enclosing block, if there is one.
 
     Raises:
-        InvalidArgumentError: It is no process group, or this rank is not in it.
+        InvalidArgumentError: It is not a process group, or this rank is not in it.
     """
     check_process_group(process_group)
     if process_group is None:
@@ -331,16 +331,16 @@ def among(process_group: dist.ProcessGroup | None) -> Iterator[None]:
 
 
 def check_process_group(process_group: Any) -> None:
-    """Refuse what is no process group of this rank; None is taken for the default one.
+    """Reject what is not a process group of this rank; None is accepted as the default one.
 
     Raises:
-        InvalidArgumentError: It is none, or this rank is not in it.
+        InvalidArgumentError: It is not one, or this rank is not in it.
     """
     if process_group is None:
         return
     if not (dist.is_available() and dist.is_initialized()):
         raise InvalidArgumentError("process_group was given, and torch.distributed has none: init_process_group first.")
-    if process_group == dist.GroupMember.NON_GROUP_MEMBER:  # what new_group gives to the others
+    if process_group == dist.GroupMember.NON_GROUP_MEMBER:  # what new_group returns to the others
         raise _not_in_it("")
     if not isinstance(process_group, dist.ProcessGroup):
         raise InvalidArgumentError(
@@ -358,12 +358,12 @@ def check_process_group(process_group: Any) -> None:
 
 
 def call_group() -> dist.ProcessGroup | None:
-    """The process group that this call was given; None: the default one."""
+    """Return the process group that this call was given; None: the default one."""
     return _GIVEN.get()
 
 
 def call_ranks() -> tuple[int, ...]:
-    """The ranks of this call, ascending, by their numbers in the default process group; empty where there is none."""
+    """Return the ranks of this call, ascending, numbered as in the default process group; empty if there is none."""
     if not (dist.is_available() and dist.is_initialized()):
         return ()
     given = call_group()
@@ -371,12 +371,12 @@ def call_ranks() -> tuple[int, ...]:
 
 
 def has_other_ranks() -> bool:
-    """Whether this call has several ranks."""
+    """Return whether this call has several ranks."""
     return len(call_ranks()) > 1
 
 
 def place_of_call(place: str) -> str:
-    """What a call is about, told apart from the same call of other ranks."""
+    """Name what a call is about, so that it differs from the same call of other ranks."""
     ranks = call_ranks()
     return place if len(ranks) == dist.get_world_size() else f"{place} of ranks {', '.join(map(str, ranks))}"
 

@@ -1,4 +1,4 @@
-"""Which part of a tensor each rank holds: intervals per dimension, from the mesh and the placements alone."""
+"""Each rank's part of a tensor: intervals per dimension, computed from the mesh and the placements alone."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 Interval = tuple[int, int]
-"""Indices of one dimension, from the first to before the second."""
+"""Indices of one dimension; the second bound is exclusive."""
 Box = tuple[tuple[Interval, ...], ...]
-"""Per dimension the intervals that a rank holds, ascending: its local tensor has them one after another."""
+"""Per dimension, the intervals that a rank has, ascending: its local tensor has them one after another."""
 Coordinate = tuple[int, ...]
-"""Where a rank stands in a mesh: one index per dimension of the mesh."""
+"""A rank's position in a mesh: one index per dimension of the mesh."""
 
 _CACHED_LAYOUTS: Final = 1024
 """Pairs of a shape and a layout: a model has a few dozen, whatever its depth."""
 
 _FSDP_MARKS_FUSED_WEIGHTS = torch.__version__ >= "2.13"
-"""Whether `fully_shard` says so where it splits parts of several weights in one; torch 2.11 says `Shard`."""
+"""True if `fully_shard` marks its splits of several fused weights in the placement; torch 2.11 uses `Shard`."""
 
 
 class Placement(NamedTuple):
-    """What one dimension of the mesh does to a tensor."""
+    """The effect of one mesh dimension on a tensor."""
 
     dim: int | None
-    """The tensor's dimension that it splits; None: every rank along it has the same."""
+    """The tensor dimension that it splits; None: every rank along it has the same values."""
     groups: int = 1
-    """More than one: torch's `_StridedShard`, whose split factor this is."""
+    """If more than one, the split factor of torch's `_StridedShard`."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeshLayout:
-    """How a tensor is spread over ranks. Two that are equal spread every shape alike."""
+    """The spread of a tensor over ranks. Equal layouts spread every shape alike."""
 
     shape: tuple[int, ...]
     """Of the mesh."""
@@ -53,7 +53,7 @@ class MeshLayout:
     """One per dimension of the mesh."""
 
     def coordinates(self) -> Iterator[tuple[int, Coordinate]]:
-        """Each global rank of the mesh, and where it stands."""
+        """Iterate over the mesh's global ranks, with their coordinates."""
         return zip(self.ranks, product(*map(range, self.shape)), strict=True)
 
 
@@ -61,11 +61,11 @@ def mesh_layout_of(tensor: DTensor, name: str) -> MeshLayout:
     """Describe how a DTensor is spread.
 
     Args:
-        tensor: On any device; neither its values nor any other rank are asked.
+        tensor: On any device; its values are not read, and no other rank is contacted.
         name: For errors.
 
     Raises:
-        UnstorableTensorError: It has a placement whose ranks do not hold parts of the values.
+        UnstorableTensorError: It has a placement under which ranks do not have parts of the values.
     """
     shape, ranks = _mesh_of(tensor.device_mesh)
     _check_order(tensor, name)
@@ -76,7 +76,7 @@ def mesh_layout_of(tensor: DTensor, name: str) -> MeshLayout:
 
 
 def held_box(shape: tuple[int, ...], layout: MeshLayout, coordinate: Coordinate) -> Box:
-    """Find what the rank at a coordinate holds of a tensor.
+    """Compute the part of a tensor that the rank at a coordinate has.
 
     Args:
         shape: Of the whole tensor.
@@ -88,8 +88,8 @@ def held_box(shape: tuple[int, ...], layout: MeshLayout, coordinate: Coordinate)
         >>> held_box((5, 4), rows, (1,))
         (((3, 5),), ((0, 4),))
 
-    Source: torch's `Shard` cuts a dimension as `torch.chunk` does: all parts are as long as the first, but the last
-    ones, which may be empty.
+    Source: torch's `Shard` cuts a dimension as `torch.chunk` does: all parts are as long as the first, except the last
+    ones, which may be shorter or empty.
     """
     return tuple(
         _held_intervals(size, tuple((layout.shape[axis], groups, coordinate[axis]) for axis, groups in splits))
@@ -99,14 +99,14 @@ def held_box(shape: tuple[int, ...], layout: MeshLayout, coordinate: Coordinate)
 
 @lru_cache(_CACHED_LAYOUTS)
 def ranks_by_box(shape: tuple[int, ...], layout: MeshLayout) -> dict[Box, tuple[int, ...]]:
-    """Group the ranks of a mesh by what they hold of a tensor: those of one group are copies of each other.
+    """Group the ranks of a mesh by the part of a tensor that they have: the ranks of a group have copies.
 
     Args:
         shape: Of the whole tensor.
         layout: How it is spread.
 
     Returns:
-        Box -> global ranks, ascending; without the ranks that hold nothing. Not to be changed: it is kept for the next
+        Box -> global ranks, ascending; without the ranks that have nothing. Do not modify it: it is cached for the next
         tensor.
     """
     groups: dict[Box, list[int]] = {}
@@ -118,25 +118,25 @@ def ranks_by_box(shape: tuple[int, ...], layout: MeshLayout) -> dict[Box, tuple[
 
 
 def whole_box(shape: Sequence[int]) -> Box:
-    """The box of a rank that holds all."""
+    """Return the box of a rank that has the complete tensor."""
     return tuple(((0, size),) if size else () for size in shape)
 
 
 def box_shape(box: Box) -> tuple[int, ...]:
-    """The shape of the local tensor that holds a box."""
+    """Return the shape of the local tensor for a box."""
     return tuple(sum(stop - start for start, stop in intervals) for intervals in box)
 
 
 def box_elements(box: Box) -> int:
-    """How many elements a box has."""
+    """Return the number of elements in a box."""
     return prod(box_shape(box))
 
 
 def clip_box(box: Box, window: Sequence[Interval]) -> Box:
-    """The part of a box that lies within a rectangle, in coordinates of the rectangle.
+    """Return the part of a box within a rectangle, in coordinates of the rectangle.
 
     Args:
-        box: What a rank holds of a tensor.
+        box: The part of a tensor that a rank has.
         window: One interval per dimension of that tensor.
 
     Example:
@@ -154,7 +154,7 @@ def clip_box(box: Box, window: Sequence[Interval]) -> Box:
 
 
 def local_slices(box: Box, window: Sequence[Interval]) -> tuple[slice, ...]:
-    """Where the local tensor that holds a box has the part of it within a rectangle."""
+    """Return the slices of a box's local tensor that contain the part of the box within a rectangle."""
     return tuple(
         slice(_held_before(intervals, first), _held_before(intervals, last))
         for intervals, (first, last) in zip(box, window, strict=True)
@@ -166,7 +166,7 @@ def _held_before(intervals: tuple[Interval, ...], index: int) -> int:
 
 
 def section(intervals: Sequence[Interval], begin: int, end: int) -> list[Interval]:
-    """The elements from `begin` to `end` of the intervals, counted through all of them."""
+    """Return the elements from `begin` to `end` of the intervals, counted across all of them."""
     found = []
     passed = 0
     for start, stop in intervals:
@@ -182,7 +182,7 @@ def section(intervals: Sequence[Interval], begin: int, end: int) -> list[Interva
 def _splits(
     mesh_shape: tuple[int, ...], placements: tuple[Placement, ...], dimensions: int
 ) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Per dimension of a tensor: (dimension of the mesh, groups) in the order in which they split it."""
+    """List, per dimension of a tensor, the (mesh dimension, groups) that split it, in order."""
     splits: list[list[tuple[int, int]]] = [[] for _ in range(dimensions)]
     for axis in reversed(range(len(placements))):
         dim, groups = placements[axis]
@@ -192,16 +192,16 @@ def _splits(
 
 
 def _add_split(order: list[tuple[int, int]], axis: int, groups: int, mesh_shape: tuple[int, ...]) -> None:
-    """Put a dimension of the mesh among the later ones that split the same dimension of the tensor.
+    """Insert a mesh dimension among the later ones that split the same tensor dimension.
 
-    1. As a rule an earlier one comes first: it splits the whole, and each part is split by the later ones.
-    2. Under FSDP over tensor parallelism the later one came first; torch says so by a `_StridedShard` whose split
-       factor is the number of parts that there were already.
-    3. Where no later ones make that number, the tensor is several weights in one (gate and up, or query, key and
+    1. Normally an earlier one comes first: it splits the full dimension, and the later ones split each part.
+    2. Under FSDP over tensor parallelism the later one came first. torch marks this by a `_StridedShard` whose split
+       factor is the number of parts that existed already.
+    3. If no later ones produce that number, the tensor is several weights in one (gate and up, or query, key and
        value): each of that many groups is split by itself.
 
-    `fully_shard` over such a weight gives two factors, and the earlier one is that of 2. For `distribute_tensor` the
-    same two mean 3, twice; but `_StridedShard` is not public, and nobody is expected to ask for that.
+    `fully_shard` over such a weight gives two factors, and the earlier one is that of case 2. For `distribute_tensor`,
+    the same two would mean case 3 twice; but `_StridedShard` is not public, and nobody is expected to use it so.
     """
     parts = 1
     for position in range(len(order) + 1):
@@ -219,7 +219,7 @@ def _held_intervals(size: int, splits: tuple[tuple[int, int, int], ...]) -> tupl
 
     Args:
         size: Of the dimension.
-        splits: (parts, groups, which part), in order.
+        splits: (parts, groups, index of the part), in order.
     """
     held: list[Interval] = [(0, size)] if size else []
     for parts, groups, index in splits:
@@ -234,7 +234,7 @@ def _held_intervals(size: int, splits: tuple[tuple[int, int, int], ...]) -> tupl
 
 
 def _chunk(size: int, parts: int, index: int) -> Interval:
-    """The part that `torch.chunk` gives, or an empty one where it gives fewer."""
+    """Return the part that `torch.chunk` returns, or an empty one if it returns fewer parts."""
     length = -(-size // parts)
     return min(index * length, size), min((index + 1) * length, size)
 
@@ -249,7 +249,7 @@ def _merged(intervals: list[Interval]) -> tuple[Interval, ...]:
 
 
 _MESHES: WeakKeyDictionary[DeviceMesh, tuple[tuple[int, ...], tuple[int, ...]]] = WeakKeyDictionary()
-"""torch computes the ranks of a mesh each time, and a model asks for them tensor by tensor."""
+"""Mesh -> (shape, ranks): torch computes the ranks on each access, and a model needs them tensor by tensor."""
 
 
 def _mesh_of(mesh: DeviceMesh) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -260,7 +260,7 @@ def _mesh_of(mesh: DeviceMesh) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _placement(placement: Any, tensor: DTensor, name: str) -> Placement:
-    """One of torch's placements; `_StridedShard` is not public, and is known by its split factor."""
+    """Convert one of torch's placements; `_StridedShard` is not public, and is recognized by its split factor."""
     if placement.is_replicate():
         return Placement(None)
     if placement.is_partial():
@@ -281,9 +281,9 @@ def _placement(placement: Any, tensor: DTensor, name: str) -> Placement:
 
 
 def _check_order(tensor: DTensor, name: str) -> None:
-    """Refuse a DTensor whose shards were cut in an order that its placements do not tell.
+    """Reject a DTensor whose shards were cut in an order that its placements do not show.
 
-    torch keeps that order in the spec, which is not public. No public function makes such a tensor.
+    torch keeps that order in the spec, which is not public. No public function creates such a tensor.
     """
     for entry in getattr(tensor._spec, "shard_order", None) or ():
         if list(entry.mesh_dims) != sorted(entry.mesh_dims):
@@ -296,7 +296,7 @@ def _check_order(tensor: DTensor, name: str) -> None:
 
 
 def _check_fused(layout: MeshLayout, tensor: DTensor, name: str) -> None:
-    """Refuse several weights in one where this torch does not say whether FSDP or tensor parallelism came first."""
+    """Reject fused weights if this torch does not show whether FSDP or tensor parallelism came first."""
     for splits in _splits(layout.shape, layout.placements, tensor.dim()):
         fused = [axis for axis, groups in splits if groups > 1]
         if fused and min(axis for axis, _ in splits) < max(fused):

@@ -1,4 +1,4 @@
-"""Whether the other ranks live: heartbeats, processes that have ended, how long to wait, and what went wrong."""
+"""Liveness of the other ranks: heartbeats, processes that have ended, waits with an end, and records of failures."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from hfshard.distributed.group_store import DEATH_SECONDS, AnsweringStore, call_
 from hfshard.errors import RankFailedError, RankMissingError
 
 _BEATS_PER_DEATH: Final = 15
-"""A beat a second, where fifteen seconds of silence are death."""
+"""One beat a second, if fifteen seconds of silence count as death."""
 _DEAD_KEY: Final = "hfshard/dead"
 _WAY_KEY: Final = "hfshard/way"
 _PROCESS_KEY: Final = "hfshard/process"
 
 
 class Heart:
-    """The beats of this rank: a counter under a key, by a thread, or where none can be started by who looks.
+    """Heartbeats of this rank: a counter under a key, sent by a thread, or by the rank's checks if none can be started.
 
-    Each tells the process, too, so that others of this machine see at once that it has ended.
+    Each beat identifies the process, too, so that other processes on this machine see at once that it has ended.
     """
 
     def __init__(self, store: AnsweringStore, key: str, death_seconds: float) -> None:
@@ -48,19 +48,19 @@ class Heart:
         self._thread: Future[None] | None = None
 
     def start(self) -> None:
-        """Beat once, so that the key is there, and go on in a thread."""
+        """Beat once, so that the key exists, and continue in a thread."""
         self._beat()
         self._thread = start_thread(self._go_on, "hfshard-beat", daemon=True)
 
     def stop(self) -> None:
-        """Beat no more; a beat that is under way has ended."""
+        """Stop beating; a beat in progress is completed first."""
         self._is_stopped.set()
         if self._thread is not None:
             self._thread.result()
             self._thread = None
 
     def beat_without_thread(self) -> None:
-        """Beat, where no thread does."""
+        """Beat if no thread does."""
         if self._thread is None and not self._is_stopped.is_set():
             self._beat()
 
@@ -69,11 +69,11 @@ class Heart:
             while not self._is_stopped.wait(self.seconds):
                 self._beat()
         except RankFailedError:
-            # The store is gone: whoever waits asks it, too, and raises.
+            # The store is gone: a thread that waits for others uses it, too, and raises.
             return
 
     def silent_seconds(self) -> float:
-        """The longest time without a beat since the last call of this: the process may have been stopped."""
+        """Return the longest time without a beat since the last call: the process may have been stopped."""
         longest = max(self._longest_silence, time.monotonic() - self._beaten_at)
         self._longest_silence = 0.0
         return longest
@@ -86,16 +86,16 @@ class Heart:
 
 
 class LifeSigns:
-    """For how long other ranks have not beaten, as far as this one has looked."""
+    """Silence of other ranks: how long this rank has seen no new beat of each."""
 
     def __init__(self, store: AnsweringStore, key: str, death_seconds: float) -> None:
         self._store, self._key, self._death_seconds = store, key, death_seconds
         self._seen: dict[int, tuple[bytes | None, float, float]] = {}
 
     def look(self, ranks: Iterable[int]) -> dict[int, float]:
-        """Look at ranks' beats; gives for how many seconds each has been silent, infinity for a process that has ended.
+        """Check ranks' beats; return how many seconds each has been silent, infinity for a process that has ended.
 
-        Time for which this process did not look counts little: it may have been stopped itself.
+        Time in which this process did not check counts little, because it may have been stopped itself.
         """
         numbers = list(ranks)
         now = time.monotonic()
@@ -106,24 +106,24 @@ class LifeSigns:
         return {rank: self._seen[rank][1] for rank in numbers}
 
     def has_heard(self, rank: int) -> bool:
-        """Whether there was a beat of a rank at the last look."""
+        """Return whether a rank had a beat at the last check."""
         return self._seen[rank][0] is not None
 
     def runs_here(self, rank: int) -> bool:
-        """Whether the process that beat for a rank at the last look is one of this machine, and has not ended."""
+        """Return whether a rank's last beat came from a process of this machine that has not ended."""
         return runs_here(_process(self._seen[rank][0]))
 
 
 def _process(beat: bytes | None) -> bytes:
-    """The record of who beat."""
+    """Return the record of the process that sent a beat."""
     return (beat or b"").partition(b" ")[2]
 
 
 @contextmanager
 def on_the_way(rank: int, death_seconds: float = DEATH_SECONDS) -> Iterator[None]:
-    """Give signs of life while the block prepares for a call of several ranks, who wait for this one meanwhile.
+    """Send heartbeats while the block prepares for a call of several ranks, which wait for this one.
 
-    Afterwards the rank comes to them, and deletes the key; where the block raises, it does not come.
+    Afterwards the rank joins them, and deletes the key; if the block raises, the rank does not join.
     """
     with closing(open_group_store(death_seconds)) as store:
         heart = Heart(store, way_key(rank), death_seconds)
@@ -132,7 +132,7 @@ def on_the_way(rank: int, death_seconds: float = DEATH_SECONDS) -> Iterator[None
             yield
         except BaseException:
             heart.stop()
-            with suppress(RankFailedError):  # the store is gone, and the block's error says more
+            with suppress(RankFailedError):  # the store is gone, and the block's error is more specific
                 store.delete([heart.key])
             raise
         finally:
@@ -140,7 +140,7 @@ def on_the_way(rank: int, death_seconds: float = DEATH_SECONDS) -> Iterator[None
 
 
 class WaySigns:
-    """Which ranks have died on their way, as far as this one has looked, or between two calls on this machine."""
+    """Detection of ranks that died before they arrived, or, on this machine, between two calls."""
 
     def __init__(self, store: AnsweringStore, death_seconds: float) -> None:
         self._life = LifeSigns(store, _WAY_KEY, death_seconds)
@@ -150,7 +150,7 @@ class WaySigns:
         self._looked_at = -math.inf
 
     def look(self, ranks: Iterable[int]) -> None:
-        """Look at those that are waited for, where the last time was a while ago; who is dead gets its `dead_key`."""
+        """Check the awaited ranks, if the last check was a while ago; set the `dead_key` of a dead one."""
         if time.monotonic() - self._looked_at < self._pause_seconds:
             return
         self._looked_at = time.monotonic()
@@ -163,30 +163,30 @@ class WaySigns:
 
 
 def process_key(rank: int) -> str:
-    """The key of the process that a rank was when it came to others."""
+    """Return the key of the process that a rank was when it last joined others."""
     return f"{_PROCESS_KEY}/{rank}"
 
 
 def way_key(rank: int) -> str:
-    """The key of the beats of a rank that is on its way."""
+    """Return the key of the beats of a rank that has not arrived yet."""
     return f"{_WAY_KEY}/{rank}"
 
 
 def dead_key(rank: int) -> str:
-    """The key that is there where somebody took a rank for dead, which has joined nothing since."""
+    """Return the key that exists if a rank was declared dead and has joined nothing since."""
     return f"{_DEAD_KEY}/{rank}"
 
 
-# Which process a rank is, so that another one of the same machine sees at once that it has ended.
+# Process records, by which another process of the same machine sees at once that a rank has ended.
 
 
 _PROCESSES: Final = Path("/proc")
 _ENDED: Final = (b"Z", b"X")
-"""States of a process that has ended, and whose parent has not asked how."""
+"""States of a process that has ended, and that its parent has not waited for."""
 
 
 def own_record() -> bytes:
-    """This process, for `has_ended`; empty where the system does not tell."""
+    """Describe this process for `has_ended`; empty if the system does not show it."""
     pid = os.getpid()
     machine = _machine(pid)
     if machine is None:
@@ -199,17 +199,17 @@ def own_record() -> bytes:
 
 
 def has_ended(record: bytes | None) -> bool:
-    """Whether a process is one of this machine, and has ended; one that is stopped has not."""
+    """Return whether a process is one of this machine and has ended; a stopped one has not."""
     return _is_running(record) is False
 
 
 def runs_here(record: bytes | None) -> bool:
-    """Whether a process is one of this machine, and runs or is stopped."""
+    """Return whether a process is one of this machine and runs or is stopped."""
     return _is_running(record) is True
 
 
 def _is_running(record: bytes | None) -> bool | None:
-    """Whether a process has not ended; None where that can't be known."""
+    """Return whether a process has not ended; None if that is unknown."""
     if not record:
         return None
     machine, pid, started = json.loads(record)
@@ -226,9 +226,9 @@ def _is_running(record: bytes | None) -> bool | None:
 
 @lru_cache(maxsize=1)
 def _machine(pid: int) -> list[Any] | None:
-    """What tells a space of process numbers from others; asked once by each process, which is the argument.
+    """Identify this process's PID namespace; computed once per process, whose PID is the argument.
 
-    None where the system does not tell, or shows the processes of another space.
+    Return None if the system does not show it, or shows the processes of another namespace.
     """
     try:
         if os.readlink(_PROCESSES / "self") != str(pid):
@@ -240,7 +240,7 @@ def _machine(pid: int) -> list[Any] | None:
 
 
 def _is_hidden(pid: int) -> bool:
-    """Whether there is a process that the system does not show: another user's, where it is mounted with `hidepid`."""
+    """Return whether a process exists that the system does not show: another user's, if `/proc` has `hidepid`."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -251,34 +251,34 @@ def _is_hidden(pid: int) -> bool:
 
 
 def _state_and_start(pid: int) -> tuple[bytes, str]:
-    """The state of a process, and when it began; the name before them may hold anything, and be cut in a character."""
+    """Read a process's state and start time; the name before them may contain anything, and end within a character."""
     fields = (_PROCESSES / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()
     return fields[0], fields[19].decode()
 
 
-# Looks whether other ranks of an operation have failed, or give no sign of life.
+# Watching the other ranks of an operation for failures and for silence.
 
 
 _LOOK_SECONDS: Final = 0.3
-"""Between two looks whether somebody failed."""
+"""Between two checks for a failure."""
 _BEATS_OF_A_SUSPECT: Final = 3
-"""A rank that misses so many beats after a collective failed is the one that broke it."""
+"""A rank that misses this many beats after a collective failed is the one that broke it."""
 _SUSPICION_PAUSE_SECONDS: Final = 0.05
 
 
 class Watch:
-    """What one rank of an operation knows of the others: what they told of failures, and who is silent.
+    """One rank's view of the others in an operation: the failures that they reported, and their silences.
 
     Args:
         store: Open.
-        tag: Begins the keys of the operation.
+        tag: The prefix of the operation's keys.
         rank: This one, which does not watch itself.
-        heart: Its own; it beats with each look where no thread can.
-        death_seconds: A rank without a beat for so long is taken for dead.
+        heart: Its own; it beats with each check if no thread can.
+        death_seconds: A rank without a beat for longer counts as dead.
 
     Attributes:
-        has_final_word: Whether the failure that it raised settles the outcome: the leader told it when it gave up, or
-            was not awaited.
+        has_final_word: Whether the failure that it raised settles the outcome: the leader reported it when it gave up,
+            or was not awaited.
     """
 
     def __init__(self, store: AnsweringStore, tag: str, rank: int, heart: Heart, death_seconds: float) -> None:
@@ -291,7 +291,7 @@ class Watch:
         self.has_final_word = False
 
     def look(self, ranks: Collection[int], *, awaits_leader: bool = False) -> None:
-        """Raise for a failure or a death, where the last look was a while ago; arguments as for `check`."""
+        """Raise for a failure, or a death of one of the ranks, if the last check was a while ago."""
         now = time.monotonic()
         if now - self._looked_at > _LOOK_SECONDS:
             self._check_told(awaits_leader=awaits_leader)
@@ -299,7 +299,7 @@ class Watch:
             self._check_life(ranks, self._death_seconds, awaits_leader=awaits_leader)
 
     def check(self, ranks: Collection[int]) -> None:
-        """Raise if a rank has told that it failed, or one of these gives no sign of life.
+        """Raise if any rank has reported a failure, or one of these sends no heartbeats.
 
         Raises:
             RankFailedError: It names the rank.
@@ -308,11 +308,11 @@ class Watch:
         self._check_life(ranks, self._death_seconds)
 
     def is_anyone_alive(self, ranks: Iterable[int]) -> bool:
-        """Whether one of some ranks gives signs of life."""
+        """Return whether any of these ranks sends heartbeats."""
         return any(silent_seconds <= self._death_seconds for silent_seconds in self._life.look(ranks).values())
 
     def trust_again(self, ranks: Collection[int]) -> None:
-        """Where this process was stopped, wait until each rank has beaten again: some may have given up meanwhile.
+        """If this process was stopped, wait until each rank has beaten again: some may have given up by now.
 
         Raises:
             RankFailedError: One has.
@@ -320,7 +320,7 @@ class Watch:
         if self._heart.silent_seconds() < self._death_seconds / 2:
             return
         left = [rank for rank in ranks if rank != self._rank]
-        self._life.look(left)  # what was beaten meanwhile does not count
+        self._life.look(left)  # beats from before do not count
         while left:
             time.sleep(_SUSPICION_PAUSE_SECONDS)
             self._check_told(awaits_leader=False)
@@ -329,13 +329,13 @@ class Watch:
     def await_collective(
         self, work: Any, ranks: Collection[int], watched: Collection[int], patience_seconds: float
     ) -> None:
-        """Wait for a collective, and look meanwhile whether a rank failed.
+        """Wait for a collective, and check repeatedly whether a rank failed.
 
         Args:
-            work: The `torch.distributed.Work` of a call with `async_op=True`, for tensors of the CPU.
-            ranks: Who takes part.
-            watched: Whose signs of life are looked for.
-            patience_seconds: How long to wait, where all of them live.
+            work: The `torch.distributed.Work` of a call with `async_op=True`, for CPU tensors.
+            ranks: The ranks that take part.
+            watched: The ranks whose heartbeats are checked.
+            patience_seconds: How long to wait if all of them are alive.
 
         Raises:
             RankFailedError: A rank failed or died, or the collective did.
@@ -354,9 +354,9 @@ class Watch:
             raise self.who_broke_it(error, ranks) from error
 
     def who_broke_it(self, error: RuntimeError, ranks: Collection[int]) -> RankFailedError:
-        """The rank that let a collective fail: one that says so, or one that falls silent.
+        """Find the rank that made a collective fail: one that reports it, or one that falls silent.
 
-        One whose process runs on this machine is waited for as long as a death takes: it may only be held up.
+        A rank whose process runs on this machine gets the full `death_seconds`, because it may only be delayed.
         """
         suspicion_seconds = self._heart.seconds * _BEATS_OF_A_SUSPECT
         end = time.monotonic() + suspicion_seconds + 2 * self._heart.seconds
@@ -374,7 +374,7 @@ class Watch:
         )
 
     def _check_told(self, *, awaits_leader: bool) -> None:
-        """Raise what a rank told; who awaits the leader waits for its last word, which may be that all is done."""
+        """Raise a reported failure; a rank that awaits the leader waits for its final record, which may be success."""
         self._looked_at = time.monotonic()
         self._heart.beat_without_thread()
         told = self._store.get(self._failed_key)
@@ -390,9 +390,9 @@ class Watch:
     def _check_life(
         self, ranks: Collection[int], most_seconds: float, *, awaits_leader: bool = False
     ) -> dict[int, float]:
-        """Raise for a death; gives for how many seconds each of the ranks has been silent.
+        """Raise for a death; return how many seconds each of the ranks has been silent.
 
-        One of this machine that did not end has so many seconds as a death takes.
+        A rank on this machine whose process has not ended gets the full `death_seconds`.
         """
         self._watched_at = time.monotonic()
         silent = self._life.look([rank for rank in ranks if rank != self._rank])
@@ -407,7 +407,7 @@ class Watch:
         return silent
 
     def _check_last_words(self, rank: int, *, awaits_leader: bool) -> None:
-        """Raise what was told before a rank ended; who awaits the leader, which may be it, takes its words only."""
+        """Raise what was reported before a rank died; if the leader is awaited, only its final record or the dead's."""
         told = self._store.get(self._failed_key)
         if told is None:
             return
@@ -418,18 +418,18 @@ class Watch:
 
 
 def failed_key(tag: str) -> str:
-    """The key of an operation that tells its first failure."""
+    """Return the key for the first failure of an operation."""
     return f"{tag}/failed"
 
 
 def beat_key(tag: str) -> str:
-    """The key of an operation below which its ranks beat."""
+    """Return the key of an operation below which its ranks beat."""
     return f"{tag}/beat"
 
 
 def _ends_within(work: Any, seconds: float) -> bool:
-    """Wait a while for a collective, which goes on after it; whether it has ended, well or not."""
-    with suppress(RuntimeError):  # "timed out", or what went wrong, which the next wait says again
+    """Wait a while for a collective, which continues afterwards; return whether it has ended, well or not."""
+    with suppress(RuntimeError):  # "timed out", or an error that the next wait raises again
         work.wait(timedelta(seconds=seconds))
     return bool(work.is_completed())
 
@@ -438,23 +438,23 @@ def _listed(ranks: Iterable[int]) -> str:
     return ", ".join(map(str, ranks))
 
 
-# How long a rank waits for others, and when it says for whom.
+# Waits for other ranks: how long they last, and when a message names the ranks.
 
 
 _UNKNOWN_SECONDS: Final = 600.0
-"""Where the backend does not say: what torch gives NCCL."""
+"""If the backend has no timeout: torch's default for NCCL."""
 _FIRST_WORD_SECONDS: Final = 10.0
-"""Ranks that do the same work come within a few seconds."""
+"""Ranks that do the same work arrive within a few seconds."""
 _FIRST_WORD_SHARE: Final = 0.25
-"""Of a short patience: the word comes long before the error."""
+"""Share of a short timeout: the message comes long before the error."""
 _PAUSE_SHARE: Final = 0.2
-"""Of the time that a wait has lasted: it ends at most so much later than it could, after some twenty looks."""
+"""Share of the time that a wait has lasted: it ends late by at most this share, after some twenty checks."""
 _SHORTEST_PAUSE_SECONDS: Final = 0.001
 _LONGEST_PAUSE_SECONDS: Final = 0.05
 
 
 class Wait:
-    """One wait for other ranks, which has an end; a word about it is due after ten seconds, twenty, forty ...
+    """One wait for other ranks, with an end; a message about it is due after ten seconds, twenty, forty ...
 
     Args:
         most_seconds: How long it may take.
@@ -467,25 +467,25 @@ class Wait:
 
     @property
     def seconds(self) -> float:
-        """For how long it has lasted."""
+        """The seconds that it has lasted."""
         return time.monotonic() - self._start
 
     @property
     def left_seconds(self) -> float:
-        """For how long it will go on."""
+        """The seconds that are left until it is over."""
         return self._most_seconds - self.seconds
 
     @property
     def is_over(self) -> bool:
-        """Whether it has lasted too long."""
+        """True if it has lasted too long."""
         return self.left_seconds < 0
 
     def pause(self) -> None:
-        """Sleep until the next look at what is waited for."""
+        """Sleep until the next check of what is waited for."""
         time.sleep(min(max(self.seconds * _PAUSE_SHARE, _SHORTEST_PAUSE_SECONDS), _LONGEST_PAUSE_SECONDS))
 
     def is_word_due(self) -> bool:
-        """Whether to say now that it lasts; the next time twice as late."""
+        """Return whether a message is due now; the next one is due after twice the time."""
         if self.seconds < self._word_after_seconds:
             return False
         self._word_after_seconds *= 2
@@ -493,9 +493,9 @@ class Wait:
 
 
 def group_timeout_seconds() -> float:
-    """For how long the process group of a call waits for a rank, as `init_process_group(timeout=)` or `new_group` says.
+    """Return how long a call's process group waits for a rank: `timeout=` of `init_process_group` or `new_group`.
 
-    torch has no public name for it: where several backends serve the group, the shortest counts.
+    torch has no public name for it. If several backends serve the group, the shortest timeout counts.
     """
     group: Any = call_group() or dist.group.WORLD
     backends = [group._get_backend(device) for device in group._device_types]
@@ -503,7 +503,7 @@ def group_timeout_seconds() -> float:
     return min((one.total_seconds() for one in timeouts if isinstance(one, timedelta)), default=_UNKNOWN_SECONDS)
 
 
-# What ranks write into the store: several values as one, and what went wrong.
+# Values that ranks write into the store: several values packed into one, and records of failures.
 
 
 _OUTCOME_UNKNOWN: Final = (
@@ -512,21 +512,21 @@ _OUTCOME_UNKNOWN: Final = (
 )
 
 _SHOWN_RANKS: Final = 8
-"""How many ranks a message lists."""
+"""The number of ranks that a message lists."""
 
 
 def with_unknown_outcome(words: str) -> str:
-    """Words about a failure, and that what the ranks were about may be done nevertheless."""
+    """Add to a failure message that the ranks' operation may be done nevertheless."""
     return words if _OUTCOME_UNKNOWN in words else f"{words} {_OUTCOME_UNKNOWN}"
 
 
 def failure_record(error: BaseException, rank: int, *, may_be_done: bool = False) -> bytes:
-    """What a rank tells the others about its failure; one that another rank caused is that rank's.
+    """Build the record by which a rank reports its failure; one that another rank caused is attributed to that rank.
 
     Args:
         error: The failure.
-        rank: Who tells it.
-        may_be_done: Whether what the ranks are about may be done nevertheless.
+        rank: The rank that reports it.
+        may_be_done: Whether the ranks' operation may be done nevertheless.
     """
     record = {"kind": type(error).__name__, "rank": rank, "words": error_words(error)}
     record["may_be_done"] = may_be_done
@@ -536,17 +536,17 @@ def failure_record(error: BaseException, rank: int, *, may_be_done: bool = False
 
 
 def final_record(record: bytes) -> bytes:
-    """What the leader makes of a record when it gives up: nothing comes after it."""
+    """Mark a record as the leader's final one, after which nothing follows."""
     return json.dumps(json.loads(record) | {"is_final": True}).encode()
 
 
 def is_final(record: bytes) -> bool:
-    """Whether the leader has given up, too."""
+    """Return whether the leader has given up, too."""
     return "is_final" in json.loads(record)
 
 
 def told_error(record: bytes) -> RankFailedError:
-    """The error to raise for what another rank has told."""
+    """Create the error to raise for another rank's record."""
     told: Mapping[str, Any] = json.loads(record)
     if told["kind"] in ("RankFailedError", "RankMissingError"):
         kind = RankMissingError if told["kind"] == "RankMissingError" else RankFailedError
@@ -558,7 +558,7 @@ def told_error(record: bytes) -> RankFailedError:
 
 
 def death_error(rank: int, silent_seconds: float) -> RankFailedError:
-    """The error to raise for a rank that is silent, for ever where its process has ended."""
+    """Create the error to raise for a silent rank; infinite silence means that its process has ended."""
     if silent_seconds == math.inf:
         words = f"Rank {rank} has given no sign of life: its process has ended."
         return RankFailedError(f"{words} Look at its output, and start the job again.", rank=rank)
@@ -570,7 +570,7 @@ def death_error(rank: int, silent_seconds: float) -> RankFailedError:
 
 
 def missing_word(rank: int, missing: Collection[int], place: str, seconds: float, patience_seconds: float) -> str:
-    """What a rank that waits for others says meanwhile."""
+    """Compose the message of a rank that is waiting for others."""
     others = list_some(list(map(str, sorted(missing))), _SHOWN_RANKS)
     return (
         f"Rank {rank} has waited {seconds:.0f} s for rank {others} to make the same call, about {place!r}, "
@@ -580,12 +580,12 @@ def missing_word(rank: int, missing: Collection[int], place: str, seconds: float
 
 
 def missing_error(door: Mapping[str, list[int]], place: str, patience_seconds: float) -> RankMissingError:
-    """The error to raise on all ranks that have come where others are needed.
+    """Create the error to raise on all ranks that have come, if others are needed.
 
     Args:
         door: Which ranks are "absent", and of these "declined" or "dead".
         place: What the operation is about.
-        patience_seconds: For how long they were waited for.
+        patience_seconds: How long they were waited for.
     """
     absent = sorted(door["absent"], key=lambda rank: (rank not in door["dead"], rank))
     why = f"did not come within {patience_seconds:g} s"
@@ -603,13 +603,13 @@ def missing_error(door: Mapping[str, list[int]], place: str, patience_seconds: f
 
 
 def pack(values: Mapping[int, bytes]) -> bytes:
-    """Numbered values as one: a line of JSON with their lengths, and then themselves."""
+    """Pack numbered values into one: a line of JSON with their lengths, and then the values."""
     head = json.dumps({number: len(value) for number, value in values.items()}).encode()
     return b"\n".join([head, b"".join(values.values())])
 
 
 def unpack(packed: bytes) -> dict[int, bytes]:
-    """What `pack` was given."""
+    """Unpack the values that `pack` was given."""
     head, _, rest = packed.partition(b"\n")
     values = {}
     start = 0

@@ -1,4 +1,4 @@
-"""Load what is spread over ranks: all open the same checkpoint, each reads its part, and all do so or none."""
+"""Loads spread over ranks: all ranks open the same checkpoint, and all of them read their parts, or none does."""
 
 from __future__ import annotations
 
@@ -59,27 +59,27 @@ if TYPE_CHECKING:
 
 
 _FSDP: Final = "torch.distributed.fsdp."
-"""Where the hooks are defined that shard the parameters before a load, as they do before `state_dict()` returns."""
+"""The package of the hooks that shard the parameters before a load, as they do before `state_dict()` returns."""
 
 
 def load_into_spread_module(model: nn.Module, source: CheckpointSource, options: LoadOptions) -> dict[str, Any]:
     """Load a checkpoint into a module that has DTensors. Every rank of the default process group must call.
 
-    Each rank reads its part straight into its memory. What is on the meta device gets memory, on the device of the
-    mesh. Modules with hooks or a `_load_from_state_dict` of their own get their tensors by these.
+    Each rank reads its part straight into its memory. Tensors on the meta device get memory on the mesh's device.
+    Modules with hooks or a `_load_from_state_dict` of their own receive their tensors through these.
 
     Args:
-        model: Changed, once every rank has found that the checkpoint fits.
+        model: Modified once every rank has found that the checkpoint fits.
         source: The same checkpoint on every rank, wherever each finds it.
-        options: How.
+        options: How to open and verify it.
 
     Returns:
         What `load_into_module` returns.
 
     Raises:
         RankFailedError: Another rank refused, failed, died, or did not come.
-        Everything that `load_into_module` raises. The model is half loaded only where a file can't be read after all,
-        or a hook of the model raises.
+        Everything that `load_into_module` raises. The model is half loaded only if a file cannot be read after all, or
+        a hook of the model raises.
     """
     with load_together("load_model", is_collective=True) as agreement:
         return agreement.use(source, options, lambda checkpoint: _load_in_place(model, checkpoint, options, agreement))
@@ -88,10 +88,10 @@ def load_into_spread_module(model: nn.Module, source: CheckpointSource, options:
 def load_opened(model: nn.Module, checkpoint: OpenCheckpoint, options: LoadOptions) -> dict[str, Any]:
     """Load an open checkpoint into a module that is not spread over ranks.
 
-    What is far away is read straight into the module's memory: then the module is half loaded where a request fails
-    after all, or what comes is not what was saved.
+    Remote files are read straight into the module's memory. Then the module is half loaded if a request fails after
+    all, or the bytes received are not those that were saved.
 
-    Args, returns, raises: As `load_into_module`.
+    Args, returns, raises: The same as `load_into_module`.
     """
     if checkpoint.is_ranged:
         return _load_in_place(model, checkpoint, options, LoadAgreement(None))
@@ -101,7 +101,7 @@ def load_opened(model: nn.Module, checkpoint: OpenCheckpoint, options: LoadOptio
 def _load_in_place(
     model: nn.Module, checkpoint: OpenCheckpoint, options: LoadOptions, agreement: LoadAgreement
 ) -> dict[str, Any]:
-    """Read what a module takes straight into its memory, once every rank has found that the checkpoint fits."""
+    """Read a module's tensors straight into its memory, once every rank has found that the checkpoint fits."""
     mapped = _mapped_tensors(checkpoint)
     stored_names = {id(tensor): name for name, tensor in mapped.items()}
 
@@ -118,18 +118,18 @@ def _load_in_place(
 def load_like(
     source: CheckpointSource, like: Mapping[str, torch.Tensor], device: torch.device, options: LoadOptions
 ) -> dict[str, torch.Tensor]:
-    """Load tensors of the shapes, dtypes, devices and placements of others. With DTensors, every rank must call.
+    """Load tensors with the shapes, dtypes, devices and placements of others. With DTensors, every rank must call.
 
     Args:
         source: The same checkpoint on every rank, wherever each finds it.
-        like: Checked by `check_like`; not changed.
-        device: Where tensors go whose like is plain and on the meta device.
-        options: How.
+        like: Checked by `check_like`; not modified.
+        device: The device of tensors whose like is plain and on the meta device.
+        options: How to open and verify the checkpoint.
 
     Raises:
         RankFailedError: Another rank refused, failed, died, or did not come.
-        StateDictMismatchError: The checkpoint lacks a name, or has it in another shape, or in a dtype whose values
-            that of `like` can't have.
+        StateDictMismatchError: The checkpoint lacks a name, or has it in another shape, or in a dtype
+            that cannot be cast to that of `like`.
         Everything that `open_source` raises.
     """
     with load_together("load_state_dict", is_collective=has_spread(like)) as agreement:
@@ -155,10 +155,10 @@ def _read_like(
 
 
 def has_spread_state(model: nn.Module) -> bool:
-    """Whether a module has DTensors. Parameters of FSDP2 that are whole after a forward pass are sharded again.
+    """Return whether a module has DTensors. FSDP2 parameters that are gathered after a forward pass are sharded again.
 
     Raises:
-        InvalidArgumentError: It gives ShardedTensors.
+        InvalidArgumentError: Its state dict has ShardedTensors.
     """
     if "torch.distributed.tensor" not in sys.modules:
         return False
@@ -168,17 +168,17 @@ def has_spread_state(model: nn.Module) -> bool:
 
 
 def files_of_names(index: CheckpointIndex, names: Collection[str]) -> set[str]:
-    """The files that hold the tensors of these names, as far as there are such tensors."""
+    """Return the files that contain the tensors of these names; unknown names are ignored."""
     stored = {index.tied_names.get(name, name) for name in names}
     return {index.weight_map[name] for name in stored if name in index.weight_map}
 
 
 def check_like(like: Mapping[str, Any]) -> None:
-    """Refuse what is no state dict.
+    """Reject what is not a state dict.
 
     Raises:
-        InvalidArgumentError: It does not map names to tensors, or there is a ShardedTensor, or a parameter that
-            DeepSpeed has partitioned.
+        InvalidArgumentError: It does not map names to tensors, or has a ShardedTensor or a parameter that DeepSpeed has
+            partitioned.
     """
     if not isinstance(like, Mapping):
         raise InvalidArgumentError(f"like must map names to tensors, got a {type(like).__name__}.")
@@ -204,7 +204,7 @@ def _refuse_sharded_tensors(state_dict: Mapping[str, Any]) -> None:
 
 
 def _mapped_tensors(checkpoint: OpenCheckpoint) -> dict[str, torch.Tensor]:
-    """Each tensor of a checkpoint, tied names included. What is mapped is read where its values are touched."""
+    """Return each tensor of a checkpoint, tied names included. A mapped tensor is read when its values are accessed."""
     found = {
         name: shard.tensor(name) if isinstance(shard, SafetensorsFile) else shard.described(name)
         for shard in checkpoint.shards.values()
@@ -222,12 +222,12 @@ def _fill(
     model: nn.Module,
     tensors: Mapping[str, torch.Tensor],
 ) -> None:
-    """Read what a module's tensors are to be, most of it into their own memory.
+    """Read the values of a module's tensors, most of them into the tensors' own memory.
 
     Args:
         checkpoint: Open.
-        stored_names: Of its tensors, by their identities; what has none was read already.
-        agreement: With the other ranks, before the first change.
+        stored_names: Names of its tensors, by identity; a tensor without one has been read already.
+        agreement: Reached with the other ranks before the first change.
         model: Unwrapped.
         tensors: Those that fit, by the model's names.
     """
@@ -265,7 +265,7 @@ def _fill(
 
 
 def _loaded_by_modules(model: nn.Module, names: Collection[str]) -> set[str]:
-    """The names whose tensors a module takes in by itself: by hooks, or a `_load_from_state_dict` of its own."""
+    """Return the names whose tensors a module loads by itself: by hooks, or its own `_load_from_state_dict`."""
     wrapped = wrapped_prefixes(model)
     paths = {
         without_wrappers(f"{path}.", wrapped) if path else ""
@@ -288,13 +288,13 @@ def _loads_by_itself(module: nn.Module) -> bool:
 
 
 def _has_own_memory(value: Any) -> bool:
-    """Whether it is a tensor with memory that can be read into, not a wrapper of another library's."""
+    """Return whether it is a tensor with memory that can be read into, and not another library's wrapper."""
     part = local_tensor(value) if is_dtensor(value) else value
     return is_plain_type(part) and not part.is_meta
 
 
 def _device_of_meshes(model_state: Mapping[str, Any]) -> torch.device:
-    """Where a module is, of which something may be on the meta device."""
+    """Return the device of a module, parts of which may be on the meta device."""
     meshes = (_mesh_device(tensor) for tensor in model_state.values() if is_dtensor(tensor))
     return next(meshes, torch.device("cpu"))
 
@@ -304,13 +304,13 @@ def _mesh_device(tensor: DTensor) -> torch.device:
 
 
 def _empty_like(own: Any, dtype: torch.dtype, device: torch.device, shape: torch.Size) -> torch.Tensor:
-    """Memory for what another tensor is to be: spread over ranks, and on the device, as that is.
+    """Allocate a tensor like another one: with the same spread over ranks, and on the same device.
 
     Args:
-        own: That tensor, or what else a module has by its name.
+        own: That tensor, or another value that a module has by its name.
         dtype: Of the new one.
         device: For a plain one whose like is on the meta device.
-        shape: For what is no tensor.
+        shape: For a value that is not a tensor.
     """
     if is_dtensor(own):
         from torch.distributed.tensor import DTensor
@@ -326,10 +326,10 @@ def _empty_like(own: Any, dtype: torch.dtype, device: torch.device, shape: torch
 
 
 def _refuse_misfits(checkpoint: OpenCheckpoint, like: Mapping[str, torch.Tensor]) -> None:
-    """Refuse names, shapes and dtypes of a state dict that are not the checkpoint's.
+    """Reject names, shapes and dtypes of a state dict that differ from the checkpoint's.
 
     Raises:
-        StateDictMismatchError: It names all of them.
+        StateDictMismatchError: There are such: all names and shapes that differ, or the first such dtype.
     """
     stored = stored_tensors(checkpoint)
     there = {name: stored[name] for name in like if name in stored}
@@ -348,7 +348,7 @@ def _refuse_misfits(checkpoint: OpenCheckpoint, like: Mapping[str, torch.Tensor]
             )
 
 
-# A load by many ranks: they open the same checkpoint, share the work of verifying it, and all go on or none.
+# Load by many ranks: they open the same checkpoint, share the work of verifying it, and all continue or none does.
 
 
 _Result = TypeVar("_Result")
@@ -357,26 +357,26 @@ logger = logging.getLogger(__name__)
 
 
 class LoadAgreement:
-    """What one rank says to the others of a load, and learns from them. A rank that loads alone agrees with itself."""
+    """Agreement of one rank with the others about a load. A rank that loads alone agrees with itself."""
 
     def __init__(self, status: SaveStatus | None) -> None:
         self._status = status
         self._has_opened = False
         self._is_known = False
-        """Whether each rank knows that a save has overtaken one of them."""
+        """True if each rank knows that a save has overtaken one of them."""
         self._change: CheckpointChangedError | None = None
-        """What this rank has seen, or was told, of the save that overtook the last try."""
+        """The save that overtook the last try, as this rank has seen it or another one reported it."""
 
     @property
     def is_collective(self) -> bool:
-        """Whether there are other ranks."""
+        """True if there are other ranks."""
         return self._status is not None
 
     def fetch(self, source: CheckpointSource, progress: bool | None = None) -> LocalCheckpoint:
         """Find the checkpoint on this machine, as `CheckpointSource.fetch` does.
 
-        The first rank resolves the revision, and all load that commit, though somebody pushes meanwhile. Of the ranks
-        that have a cache of the Hub in common, one downloads, and the others wait for it and ask the Hub for nothing.
+        The first rank resolves the revision, and all load that commit, even if another one is pushed during the load.
+        Of the ranks that share a cache of the Hub, one downloads, and the others wait for it without any Hub request.
 
         Raises:
             RankFailedError: Another rank could not find or download it.
@@ -401,12 +401,12 @@ class LoadAgreement:
         *,
         check_beside: bool = False,
     ) -> Iterator[OpenCheckpoint]:
-        """Open a checkpoint, as `open_source` does; of files that several ranks see, each is hashed by one of them.
+        """Open a checkpoint, as `open_source` does; a file that several ranks see is hashed by only one of them.
 
         Args:
-            source: As for `open_source`, and so are options.
-            local: What `fetch` gave; None: it is called.
-            check_beside: As for `open_checkpoint`; ranks that share the work do it before.
+            source: Where to load from; options: how to open and verify it, both as in `open_source`.
+            local: What `fetch` returned; None: it is called here.
+            check_beside: Compare checksums while the block runs; ranks that share this work still do it before.
 
         Raises:
             RankFailedError: Another rank found a file damaged, or failed otherwise; here or in `confirm`.
@@ -424,15 +424,15 @@ class LoadAgreement:
             yield checkpoint
 
     def use(self, source: CheckpointSource, options: LoadOptions, work: Callable[[OpenCheckpoint], _Result]) -> _Result:
-        """Open a checkpoint and do something with it; in a store again, on all ranks, where a save came on any of them.
+        """Open a checkpoint and work with it; in a store, retry on all ranks if a save overtook any of them.
 
         Args:
-            source: As for `open_source`, and so are options.
-            options: How.
-            work: Comes to `confirm` once; in a store it may be done again, from the beginning.
+            source: Where to load from.
+            options: How to open and verify it.
+            work: Calls `confirm` once; in a store it may be called again, from the beginning.
 
         Raises:
-            CheckpointChangedError: It kept changing.
+            CheckpointChangedError: The checkpoint was replaced on every try.
             Everything that `opened` and `work` raise.
         """
         if self._status is None:
@@ -448,15 +448,15 @@ class LoadAgreement:
 
     @contextmanager
     def unless_overtaken(self, local: LocalCheckpoint) -> Iterator[None]:
-        """Do a try with the other ranks; it ends on all without an error where a save in a store overtook one of them.
+        """Try with the other ranks; if a save in a store overtakes one of them, the try ends on all without an error.
 
-        Then all have to begin again. What is read of the checkpoint must be read in the block, before a last `meet`.
+        Then all have to start again. All reads of the checkpoint must be in the block, before a last `meet`.
 
         Args:
-            local: What `fetch` gave. In a directory what is open stays as it is, and nobody begins again.
+            local: What `fetch` returned. In a directory, open files stay unchanged, and no rank starts again.
 
         Raises:
-            CheckpointChangedError: In a directory; or it kept changing while this rank opened it.
+            CheckpointChangedError: In a directory; or the checkpoint kept changing while this rank opened it.
             Everything that the block raises.
         """
         self._has_opened = self._is_known = False
@@ -474,24 +474,24 @@ class LoadAgreement:
             logger.info("%s Starting again.", error)
 
     def kept_changing(self, path: str) -> CheckpointChangedError:
-        """The error of a load whose every try was overtaken.
+        """Create the error for a load whose every try was overtaken.
 
         Args:
-            path: What was loaded.
+            path: The checkpoint that was loaded.
         """
         return self._change or CheckpointChangedError(
             f"The checkpoint in '{path}' kept changing. Load it when the save is done.", path=path
         )
 
     def confirm(self, checkpoint: OpenCheckpoint, config: bytes | None = None) -> None:
-        """Go on once every rank has checked what it can, and has opened the same checkpoint.
+        """Wait until every rank has checked what it can, and has opened the same checkpoint.
 
         Args:
             checkpoint: This rank's.
-            config: That of the model that is built.
+            config: The config of the model that is built.
 
         Raises:
-            CheckpointChangedError: They have different ones.
+            CheckpointChangedError: The ranks have different ones.
             RankFailedError: A rank refused, failed or died.
         """
         if self._status is None:
@@ -505,11 +505,11 @@ class LoadAgreement:
             self._refuse_others(checkpoint, self._meet("copies", contents_digest(checkpoint).encode()))
 
     def all_say(self, word: str, *, is_so: bool) -> bool:
-        """Whether every rank says that something is so.
+        """Return whether a condition holds on every rank.
 
         Args:
-            word: What this is about.
-            is_so: What this rank says.
+            word: What the condition is about.
+            is_so: Whether it holds on this rank.
 
         Raises:
             CheckpointChangedError: A save in a store has overtaken another rank.
@@ -518,7 +518,7 @@ class LoadAgreement:
         return is_so if self._status is None else set(self._meet(word, b"%d" % is_so).values()) == {b"1"}
 
     def meet(self, word: str) -> None:
-        """Go on once every rank has come here: what follows may have collectives, which none must miss.
+        """Wait until every rank has come here: collectives may follow, which no rank may miss.
 
         Raises:
             CheckpointChangedError: A save in a store has overtaken another rank.
@@ -529,10 +529,10 @@ class LoadAgreement:
 
     @contextmanager
     def naming_who_broke_it(self) -> Iterator[None]:
-        """Where a collective of somebody else's code fails in the block, name the rank that failed or died.
+        """Name the rank that failed or died, if a collective in the block, of code outside hfshard, fails.
 
         Raises:
-            RankFailedError: In place of an error of torch.distributed.
+            RankFailedError: Replaces an error of torch.distributed.
         """
         try:
             yield
@@ -558,7 +558,7 @@ class LoadAgreement:
                 check_checksums(checkpoint.folder, checkpoint.weights_path, checkpoint.index, shards, progress_callback)
 
     def _meet(self, word: str, value: bytes = b"") -> dict[int, bytes]:
-        """Give each rank's value to all, unless one of them says that it was overtaken."""
+        """Exchange the values of all ranks, unless one of them reports that it was overtaken."""
         assert self._status is not None
         told = self._status.meet(word, value)
         if _CHANGED in told.values():
@@ -579,23 +579,23 @@ class LoadAgreement:
 
 
 _CHANGED: Final = b"changed"
-"""What a rank says at the next meeting, whichever that is, after what it has opened was replaced."""
+"""The value that a rank sends to the next meeting, whichever it is, after what it has opened was replaced."""
 
 _CACHE: Final = b"cache "
 _SNAPSHOT: Final = b"snapshot "
-"""How a rank's words begin about where it loads from: a repo of the Hub, or a directory hub."""
+"""Prefixes of a rank's value for where it loads from: a repo of the Hub, or a directory hub."""
 
 _UNDER_WAY: Final[ContextVar[LoadAgreement | None]] = ContextVar("hfshard_load_agreement", default=None)
-"""Of the load of this thread: what all ranks load for a part of their work belongs to the same."""
+"""The agreement of this thread's load: loads by all ranks within it belong to the same one."""
 
 
 @contextmanager
 def load_together(call: str, *, is_collective: bool) -> Iterator[LoadAgreement]:
-    """Let every rank do the block, or none: what one raises before it confirms, the others raise instead of going on.
+    """Run the block on every rank or on none: if one raises before it confirms, the others raise instead of continuing.
 
     Args:
-        call: What all ranks of the call's process group call, if it is collective.
-        is_collective: False: this rank goes alone.
+        call: The call that all ranks of the process group make, if it is collective.
+        is_collective: False: this rank loads alone.
 
     Raises:
         RankFailedError: Another rank failed, died, or did not come.
@@ -608,7 +608,7 @@ def load_together(call: str, *, is_collective: bool) -> Iterator[LoadAgreement]:
     else:
         with gather_participants(call, needs_all=True) as participation:
             status = participation.status
-            assert status is not None  # that of a rank that takes part
+            assert status is not None  # the rank takes part
             with _under_way(LoadAgreement(status)) as agreement:
                 yield agreement
             status.meet("loaded")
@@ -616,7 +616,7 @@ def load_together(call: str, *, is_collective: bool) -> Iterator[LoadAgreement]:
 
 
 def current_agreement() -> LoadAgreement:
-    """That of the innermost `load_together` in this thread."""
+    """Return the agreement of the innermost `load_together` in this thread."""
     return _UNDER_WAY.get() or LoadAgreement(None)
 
 
@@ -632,12 +632,12 @@ def _under_way(agreement: LoadAgreement) -> Iterator[LoadAgreement]:
 def _fetch_together(
     status: SaveStatus, source: CheckpointSource, caches: Mapping[int, bytes], progress: bool | None
 ) -> LocalCheckpoint:
-    """Have one rank of each cache download, all of the commit that the first one finds.
+    """Let one rank per cache download the commit that the first rank finds.
 
     Args:
         status: Of the load.
         source: A repo of the Hub.
-        caches: Rank -> which cache it has; some may have found a directory.
+        caches: Rank -> the cache that it has; some may have found a directory.
         progress: Whether to show a bar.
     """
     from hfshard.hub.cache import RepoCache  # imports huggingface_hub, which takes time
@@ -661,7 +661,7 @@ def _fetch_together(
 
 
 def _cache_of(source: CheckpointSource) -> bytes:
-    """What ranks say alike whose downloads go into one cache."""
+    """Identify this rank's cache: ranks that share a cache return the same value."""
     from hfshard.hub.cache import RepoCache
 
     root = os.path.realpath(RepoCache(source.path, source.query.cache_dir).root)
@@ -672,12 +672,12 @@ def _cache_of(source: CheckpointSource) -> bytes:
 
 
 def _snapshot_of(local: LocalCheckpoint, source: CheckpointSource) -> bytes:
-    """What a rank says of a directory: of a directory hub, which commit it has found."""
+    """Describe the directory that this rank found: of a directory hub the commit, else nothing."""
     return _SNAPSHOT + os.path.basename(local.path).encode() if has_hub_marker(source.path) else b""
 
 
 def _same_snapshot(local: LocalCheckpoint, source: CheckpointSource, told: Mapping[int, bytes]) -> LocalCheckpoint:
-    """The commit of a directory hub that the first rank has found, in place of this rank's."""
+    """Replace this rank's commit of a directory hub by the one that the first rank has found."""
     first = next((words for words in told.values() if words.startswith(_SNAPSHOT)), b"")
     if _snapshot_of(local, source) in (b"", first):
         return local
@@ -686,20 +686,20 @@ def _same_snapshot(local: LocalCheckpoint, source: CheckpointSource, told: Mappi
 
 
 def _is_of_collective(error: RuntimeError) -> bool:
-    """Whether torch.distributed raised it; gloo's errors are plain ones."""
+    """Return whether torch.distributed raised it; gloo's errors are plain RuntimeErrors."""
     return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
-# What a rank says of the checkpoint that it has opened, by which ranks find out whether they have the same one.
+# Identity of an opened checkpoint: what ranks compare to find out whether they have the same one.
 
 
 def files_of(checkpoint: OpenCheckpoint) -> dict[str, SafetensorsShard | PickleFile]:
-    """Name -> file, of those that hold tensors."""
+    """Return name -> file, for the files that contain tensors."""
     return {**checkpoint.shards, **checkpoint.pickles}
 
 
 def sightings(files: Mapping[str, SafetensorsShard | PickleFile]) -> list[list[str | int]]:
-    """What two ranks say alike if, and only if, their files are the same ones, not copies."""
+    """Identify files: two ranks get equal values if, and only if, their files are the same ones, not copies."""
     said: list[list[str | int]] = []
     for name, file in sorted(files.items()):
         device, *rest = file.identity
@@ -709,26 +709,26 @@ def sightings(files: Mapping[str, SafetensorsShard | PickleFile]) -> list[list[s
 
 
 def place_of(device: int) -> list[str | int]:
-    """What tells a file system from others; one of the network has another number on each machine."""
+    """Identify a file system; a network file system has a different device number on each machine."""
     return ["network"] if is_remote(device) else [_host(), device]
 
 
 @cache
 def _host() -> str:
-    """What tells this machine from others, as far as it can."""
+    """Identify this machine by its host name and, if it has one, its boot ID."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
 
 
 def checkpoint_digest(checkpoint: OpenCheckpoint, config: bytes | None) -> str:
-    """What is stored, as far as the index and the config of a model that is built say it."""
+    """Compute a digest of what is stored, from the index and the config of the model that is built."""
     index = checkpoint.index
     files = {name: asdict(digest) for name, digest in index.files.items()}
     return digest_of([index.weight_map, index.tied_names, files, sha256_of(config or b"")])
 
 
 def contents_digest(checkpoint: OpenCheckpoint) -> str:
-    """What the files hold of which the index has no fingerprints, such as those of transformers.
+    """Compute a digest of the fingerprints that the index lacks, as for transformers' files; of pickles, sizes.
 
     Raises:
         CheckpointChangedError: One was replaced since it was opened.
@@ -739,5 +739,5 @@ def contents_digest(checkpoint: OpenCheckpoint) -> str:
 
 
 def digest_of(said: object) -> str:
-    """What is alike for two values if, and only if, they are the same as JSON."""
+    """Compute a digest that is equal for two values if, and only if, their JSON is the same."""
     return sha256_of(json.dumps(said, sort_keys=True).encode(errors="surrogatepass"))

@@ -1,4 +1,4 @@
-"""A push by many ranks: all meet, the first one sends what was staged, and every rank gets what came of it."""
+"""Push by many ranks: all meet, the first one sends what was staged, and every rank gets the results."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ from hfshard.hub.repo import PushResult
 from hfshard.saving.save_request import SaveRequest
 
 _CALL: Final = "push_to_hub"
-"""What the ranks call together."""
+"""The call that the ranks make together."""
 
 
 class PushTogether:
-    """What one rank says to the others of a push, and learns from them. A rank that pushes alone is the sender."""
+    """A push that one rank coordinates with the others. A rank that pushes alone is the sender."""
 
     def __init__(self, status: SaveStatus | None) -> None:
         self._status = status
 
     @property
     def is_collective(self) -> bool:
-        """Whether other ranks take part."""
+        """True if other ranks take part."""
         return self._status is not None
 
     @property
     def is_sender(self) -> bool:
-        """Whether this rank speaks to the hub."""
+        """True if this rank sends to the hub."""
         return self._status is None or self._status.rank == self._status.leader
 
     def agree_on(self, repo_id: str) -> None:
-        """Go on where all ranks push to the same repo.
+        """Check that all ranks push to the same repo.
 
         Raises:
-            InvalidArgumentError: They don't.
+            InvalidArgumentError: They do not.
         """
         if self._status is None:
             return
@@ -59,7 +59,7 @@ class PushTogether:
             )
 
     def check(self) -> None:
-        """Give up where another rank has failed or died.
+        """Raise if another rank has failed or died.
 
         Raises:
             RankFailedError: It names the rank.
@@ -69,7 +69,7 @@ class PushTogether:
 
     @contextmanager
     def folder(self) -> Iterator[StagingFolder]:
-        """An empty temporary directory of the sender's. Where the sender is killed, the other ranks remove it."""
+        """Create the sender's empty temporary directory. If the sender is killed, the other ranks remove it."""
         status = self._status
         name = f"hfshard-push-{uuid.uuid4().hex}"
         path = os.path.join(tempfile.gettempdir(), name)
@@ -83,14 +83,14 @@ class PushTogether:
             is_over = True
         except BaseException as error:
             if status is not None:
-                status.fail(error)  # before what others may be reading goes away
+                status.fail(error)  # before the files that others may be reading are removed
             raise
         finally:
             if self.is_sender or not is_over:
                 shutil.rmtree(path, ignore_errors=True)
 
     def stage(self, request: SaveRequest, folder: StagingFolder) -> CheckpointIndex | None:
-        """Save what the ranks hold together; gives the index to the sender.
+        """Save what the ranks have together; return the index on the sender, None on the others.
 
         Raises:
             NotEnoughSpaceError: The disk of the folder is too small.
@@ -109,13 +109,14 @@ class PushTogether:
             ) from error
 
     def send(self, push: Callable[[], Sequence[PushResult]]) -> list[PushResult]:
-        """Have the sender push, when all ranks have come here; gives what came of it to every rank.
+        """Let the sender push once all ranks have come here, and return its results on every rank.
 
         Args:
-            push: Called on the sender; it calls `check` now and then.
+            push: Called on the sender; it calls `check` from time to time.
 
         Raises:
-            RankFailedError: Another rank failed or died: nothing was committed. Or the sender did, and it is not known.
+            RankFailedError: Another rank failed or died: nothing was committed. Or the sender did: the outcome is
+                unknown.
         """
         status = self._status
         if status is None:
@@ -144,7 +145,7 @@ class PushTogether:
 
 @contextmanager
 def push_together(*, is_collective: bool) -> Iterator[PushTogether]:
-    """Let all ranks of the call's process group make one push, or all raise.
+    """Run one push by all ranks of the call's process group, or raise on all.
 
     Args:
         is_collective: Whether every rank makes the call, because it has a part of what is pushed; False: this rank
@@ -160,7 +161,7 @@ def push_together(*, is_collective: bool) -> Iterator[PushTogether]:
         yield PushTogether(participation.status)
 
 
-# The temporary directory in which ranks put the files of one push, and which of them see it.
+# Temporary directory for the files that the ranks stage for one push, and the ranks that see it.
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,11 +170,11 @@ class StagingFolder:
 
     path: str
     seen_by: tuple[int, ...] = ()
-    """The ranks that may write there; those of other machines may not see it."""
+    """The ranks that can write there; a rank on another machine may not see it."""
     unseen_by: tuple[int, ...] = ()
 
     def refuse_unseen(self) -> None:
-        """Refuse to go on where a rank is needed that does not see it.
+        """Raise if a rank that is needed does not see the directory.
 
         Raises:
             InvalidArgumentError: It names one.
@@ -187,10 +188,10 @@ class StagingFolder:
 
 
 def elsewhere(need: str) -> str:
-    """What to do where the temporary directory does not serve, for a message.
+    """Describe, for a message, what to do if the temporary directory is unsuitable.
 
     Args:
-        need: What the right one does: "has more space".
+        need: What a suitable one does: "has more space".
     """
     return (
         f"set TMPDIR on rank 0 to a directory that {need}; or call save_pretrained on every rank and then, on one, "

@@ -1,4 +1,4 @@
-"""Write the files of a save on all ranks: each file on the rank that owns it, from the parts that all hold."""
+"""Writers of a save on all ranks: each file is written by the rank that owns it, from the parts of all ranks."""
 
 from __future__ import annotations
 
@@ -33,32 +33,32 @@ from hfshard.stores.store import Store
 from hfshard.tensors.stored_tensor import RawTensor, TensorLayout
 
 _END: Final = b"null"
-"""The order after the last one."""
+"""The last order, on which `follow` returns."""
 _CONFIRM: Final = b"true"
-"""The order to say that this rank still takes part, before the leader commits."""
+"""The order to confirm, before the leader commits, that this rank still takes part."""
 _CONFIRMS_PER_DEATH: Final = 3
-"""Answers that took a longer part of the time after which a silent rank is taken for dead are asked for again."""
+"""Confirmations that took longer than `death_seconds` divided by this are requested again."""
 _LOOK_SECONDS: Final = 0.2
-"""Between two looks whether another rank failed, while the last blocks are flushed."""
+"""Between two checks for a failed rank, while the last blocks are flushed."""
 
 
 class RankWriter:
-    """The `ShardWriter` of the leader, and what the other ranks do meanwhile.
+    """The leader's `ShardWriter`, and its counterpart on the other ranks.
 
-    1. The leader orders files; all ranks find the same owner for each.
+    1. The leader orders files; all ranks compute the same owner for each.
     2. When all are ready, the bytes go to the owners in rounds. A thread of each owner writes its files with the
        package's ordinary writer: in one pass, with their checksums, flushed.
-    3. Each owner tells the digests of its files.
+    3. Each owner reports the digests of its files.
     4. All confirm that they still take part, and the leader commits. So a rank that raises before it has confirmed
-       knows that nothing was committed, even where the leader was stopped for a while and then goes on.
+       knows that nothing was committed, even if the leader was stopped for a while and then continues.
 
     Args:
         status: Of the save; all ranks of the call take part.
         holders: Which rank has what.
         held: This rank's tensors.
-        group: Its collectives take tensors of the CPU.
-        stored_name: Gives the name in a file of a tensor that the ranks know by another one.
-        writers: The ranks that may write; none: all.
+        group: A group whose collectives take CPU tensors.
+        stored_name: Returns a tensor's name in a file, if the ranks know it by another one.
+        writers: The ranks that may write; empty: all.
     """
 
     def __init__(
@@ -78,11 +78,11 @@ class RankWriter:
         self._orders = 0
 
     def fingerprints(self, jobs: Sequence[WriteJob], checksum: str | None) -> Iterable[str]:
-        """As in `ShardWriter`; on the leader."""
+        """Compute the fingerprints of files before they are written; on the leader."""
         return [str(value) for value in self._lead("fingerprint", jobs, checksum, None)]
 
     def link(self, jobs: Sequence[WriteJob], known: Mapping[str, KnownFile], checksum: str) -> list[FileDigest | None]:
-        """As in `ShardWriter`; on the leader. Only of files whose fingerprints are known all bytes are sent."""
+        """Link files that exist already; on the leader. All bytes are sent only for files with known fingerprints."""
         numbered = enumerate(self.fingerprints(jobs, checksum))
         files = {number: known[fingerprint] for number, fingerprint in numbered if fingerprint in known}
         chosen = [jobs[number] for number in files]
@@ -97,11 +97,11 @@ class RankWriter:
         progress_callback: ProgressCallback | None,
         store: Store | None = None,
     ) -> list[FileDigest]:
-        """As in `ShardWriter`; on the leader. Each rank opens the store that its files' paths lead to."""
+        """Write files; on the leader. Each rank opens the store that its files' paths lead to."""
         return [FileDigest(**value) for value in self._lead("write", jobs, checksum, progress_callback)]
 
     def confirm(self) -> None:
-        """As in `ShardWriter`; on the leader.
+        """Confirm before a commit that all ranks still take part; on the leader.
 
         Raises:
             RankFailedError: A rank failed, died, or gave up when this one was silent.
@@ -116,11 +116,11 @@ class RankWriter:
         self._status.begin_step()
 
     def end(self) -> None:
-        """Let the others end `follow`; on the leader."""
+        """Let `follow` return on the others; on the leader."""
         self._status.tell(self._next_order(), _END)
 
     def follow(self) -> None:
-        """Do what the leader orders, until the end; on the other ranks."""
+        """Carry out the leader's orders, until the end; on the other ranks."""
         while (raw := self._status.wait_for(self._next_order(), self._status.leader)) != _END:
             if raw == _CONFIRM:
                 self._status.begin_step()
@@ -160,7 +160,7 @@ class RankWriter:
         return assign_owners(sizes, self._writers)
 
     def _carry_out(self, order: Order, progress_callback: ProgressCallback | None) -> dict[str, Any]:
-        """Take part in one order; gives what this rank found, by the numbers of its files."""
+        """Take part in one order; return this rank's results by the numbers of its files."""
         mine: dict[str, OrderedFile] = {}
         streams: dict[int, list[tuple[str, int]]] = {}
         for number, (file, owner) in enumerate(zip(order.files, self._owners(order), strict=True)):
@@ -188,7 +188,7 @@ class RankWriter:
                 )
                 return self._await(writer)
             except Exception:
-                self._status.check()  # what another rank told, before its directory went away, says more
+                self._status.check()  # what another rank reported, before its directory was removed, is more specific
                 raise
             finally:
                 incoming.close()
@@ -196,7 +196,7 @@ class RankWriter:
                     wait([writer])
 
     def _await(self, writer: Future[dict[str, Any]] | None) -> dict[str, Any]:
-        """Wait until this rank's files are flushed; give up where another rank fails meanwhile."""
+        """Wait until this rank's files are flushed; give up if another rank fails."""
         if writer is None:
             raise _no_thread()
         while not wait([writer], timeout=_LOOK_SECONDS).done:
@@ -204,7 +204,7 @@ class RankWriter:
         return writer.result()
 
     def _write_files(self, order: Order, files: Mapping[str, OrderedFile], incoming: Incoming) -> dict[str, Any]:
-        """What an owner's thread does: its files one after another, as their bytes come."""
+        """Write an owner's files one after another, as their bytes arrive; runs in a thread."""
         found: dict[str, Any] = {}
         for number, file in files.items():
             wanted = dict(order.wanted_bytes(file, self._holders.layouts))
@@ -241,7 +241,7 @@ def _no_thread() -> HfshardError:
     return HfshardError("No thread can be started to write files. Save before Python exits.")
 
 
-# What the leader of a save has all ranks do: files to write or to link, or their fingerprints to compute.
+# Orders of a save's leader to all ranks: files to write or to link, or whose fingerprints to compute.
 
 
 Kind = Literal["write", "link", "fingerprint"]
@@ -259,11 +259,11 @@ class OrderedFile:
     like: tuple[int, int] | None
     """Mode and group of the file that it will replace."""
     known: KnownFile | None = None
-    """To be linked, if it has the very bytes; for an order to link."""
+    """The file to link, if it has the same bytes; for an order to link."""
 
     @property
     def replaced(self) -> os.stat_result | None:
-        """The status of the file that it will replace, as far as a new file gets it."""
+        """The status of the file that it will replace, limited to what a new file inherits."""
         if self.like is None:
             return None
         mode, group = self.like
@@ -280,19 +280,19 @@ class Order:
 
     @classmethod
     def of(cls, kind: Kind, jobs: Sequence[WriteJob], checksum: str | None, known: Sequence[KnownFile] = ()) -> Self:
-        """Order what `write_shards` would do with these jobs, or for each of them what `link_if_same` would."""
+        """Create an order to do with these jobs what `write_shards` does, or with each what `link_if_same` does."""
         files = zip(jobs, known or repeat(None))
         return cls(kind, checksum, tuple(_ordered(job, file) for job, file in files))
 
     def wanted_bytes(self, file: OrderedFile, layouts: Mapping[str, TensorLayout]) -> list[tuple[str, int]]:
-        """(name, how many of its first bytes are needed), in the order of the file."""
+        """List (name, number of its first bytes that are needed), in the order of the file."""
         if self.kind == "fingerprint":
             sampled = [file.names[position] for position in fingerprint_positions(len(file.names))]
             return [(name, min(FINGERPRINT_BYTES, layouts[name].nbytes)) for name in sampled]
         return [(name, layouts[name].nbytes) for name in file.names]
 
     def to_json(self, names: Sequence[str]) -> bytes:
-        """Encode it; names are told by their numbers, which all ranks know."""
+        """Encode the order, with names as numbers that all ranks know."""
         numbers = {name: number for number, name in enumerate(names)}
         files = [
             [
@@ -309,7 +309,7 @@ class Order:
 
     @classmethod
     def from_json(cls, raw: bytes, names: Sequence[str]) -> Self:
-        """Decode it, with the same names."""
+        """Decode an order, with the same names."""
         kind, checksum, values = json.loads(raw)
         files = []
         for path, ranges, metadata, hfshard_metadata, like, known in values:
@@ -328,7 +328,7 @@ def _ordered(job: WriteJob, known: KnownFile | None) -> OrderedFile:
 
 
 def _ranges(numbers: Iterable[int]) -> list[tuple[int, int]]:
-    """Numbers as ranges of consecutive ones, in their order."""
+    """Group numbers into ranges of consecutive ones, in their order."""
     ranges: list[tuple[int, int]] = []
     for number in numbers:
         if ranges and ranges[-1][1] == number:
@@ -338,17 +338,17 @@ def _ranges(numbers: Iterable[int]) -> list[tuple[int, int]]:
     return ranges
 
 
-# The bytes of an owner's files on their way from the exchange to the thread that writes them.
+# Queue between the exchange and the thread that writes an owner's files.
 
 
 _WINDOWS: Final = 2
-"""That wait at most: one is written while the next ones come, and memory stays bounded."""
+"""The most that are queued: one is written while the next ones arrive, and memory stays bounded."""
 _INCOMING_LOOK_SECONDS: Final = 0.1
-"""Between two looks whether the other side is still there."""
+"""Between two checks that the other side still runs."""
 
 
 class Incoming:
-    """A queue of windows, which are consecutive: one thread puts them, one takes their bytes."""
+    """A queue of consecutive windows: one thread puts them, one takes their bytes."""
 
     def __init__(self) -> None:
         self._windows: queue.Queue[ByteArray] = queue.Queue(_WINDOWS)
@@ -356,10 +356,10 @@ class Incoming:
         self._is_closed = False
 
     def put(self, window: ByteArray, is_taken: Callable[[], bool]) -> None:
-        """Hand on the next bytes, when there is room; they are dropped where nobody takes any more.
+        """Pass on the next bytes, when there is room; they are dropped if no thread takes them any more.
 
         Args:
-            window: Not to be changed any more.
+            window: Not to be modified any more.
             is_taken: Whether the other thread still runs.
         """
         while is_taken() and not self._is_closed:
@@ -374,7 +374,7 @@ class Incoming:
         self._is_closed = True
 
     def blocks(self, nbytes: int) -> Callable[[int], Iterator[memoryview]]:
-        """What a `RawTensor` gets its bytes from: the next ones of the queue, once."""
+        """Return a source of bytes for a `RawTensor`: the next ones of the queue, once."""
 
         def take(block_bytes: int) -> Iterator[memoryview]:
             left = nbytes

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class BoxTarget(NamedTuple):
-    """A tensor that is filled with a box of a stored one."""
+    """A tensor to be filled with a box of a stored one."""
 
     box: Box
     """Of the stored tensor."""
@@ -51,25 +51,25 @@ class BoxTarget(NamedTuple):
 
 
 Target = torch.Tensor | SpreadTensor | BoxTarget
-"""What is filled: a tensor; or this rank's part of one, of a DTensor or, where what is stored is a rectangle of it, of
-a `SpreadTensor`; or a tensor for a box of what is stored."""
+"""The target of a read: a tensor; or this rank's part of a DTensor, or of a `SpreadTensor` if what is stored is a
+rectangle of one; or a tensor for a box of what is stored."""
 
 
 def read_parts(checkpoint: OpenCheckpoint, wanted: Iterable[tuple[str, Target]], *, is_far: bool | None = None) -> int:
-    """Read stored tensors, or this rank's parts of them, into place. No other rank is asked.
+    """Read stored tensors, or this rank's parts of them, into place. No other rank is contacted.
 
     Args:
         checkpoint: Open.
-        wanted: Names of stored tensors, or names that are tied to them, each with what it fills. One may fill several.
-            Where a target has another dtype, the values are cast.
-        is_far: Whether to read as from a file system of the network; None: as each file lies.
+        wanted: Names of stored tensors, or names that are tied to them, each with its target. One tensor may fill
+            several targets. If a target has another dtype, the values are cast.
+        is_far: Whether to read as from a network file system; None: as suits each file's location.
 
     Returns:
-        Bytes that were read: of the parts, and between runs that were read at once.
+        The number of bytes read: of the parts, and of the gaps between runs that were read at once.
 
     Raises:
         StateDictMismatchError: There is no such tensor, or it has another shape; nothing was read.
-        InvalidArgumentError: A target has no memory, or what this rank holds of it is not known; nothing was read.
+        InvalidArgumentError: A target has no memory, or its part on this rank is unknown; nothing was read.
         DamagedCheckpointError: This torch does not know a dtype, or a file was truncated since it was opened.
 
     Example:
@@ -82,7 +82,7 @@ def read_parts(checkpoint: OpenCheckpoint, wanted: Iterable[tuple[str, Target]],
 def prepare_reads(
     checkpoint: OpenCheckpoint, wanted: Iterable[tuple[str, Target]], *, is_far: bool | None = None
 ) -> Callable[[], int]:
-    """Check what `read_parts` checks, and return what then reads.
+    """Check what `read_parts` checks, and return a function that then reads.
 
     Raises:
         What `read_parts` raises before anything is read.
@@ -94,7 +94,7 @@ def prepare_reads(
 
 
 def stored_tensors(checkpoint: OpenCheckpoint) -> dict[str, torch.Tensor]:
-    """Describe each tensor of a checkpoint by a meta tensor of its dtype and shape, under tied names, too.
+    """Describe each tensor of a checkpoint, tied names included, by a meta tensor of its dtype and shape.
 
     Args:
         checkpoint: Open.
@@ -109,16 +109,16 @@ def stored_tensors(checkpoint: OpenCheckpoint) -> dict[str, torch.Tensor]:
 
 
 class _Finder:
-    """Finds what is read into which target."""
+    """Finder of the stored tensor for each target."""
 
     def __init__(self, checkpoint: OpenCheckpoint, is_far: bool | None) -> None:
         self._checkpoint = checkpoint
         self._is_far = is_far
         self._far: dict[Any, bool] = {}
-        """Device, or kind of file -> whether it is far away."""
+        """Device, or kind of file -> whether it is remote."""
 
     def part(self, name: str, target: Target) -> Part:
-        """Find out what is read into a target.
+        """Find what is read into a target.
 
         Raises:
             What `read_parts` raises before anything is read.
@@ -149,7 +149,7 @@ class _Finder:
     def _lies_far(self, shard: SafetensorsFile | RangedShard) -> bool:
         if self._is_far is not None:
             return self._is_far
-        place = shard.identity[0]  # of files of this machine the device, which many have
+        place = shard.identity[0]  # of files on this machine the device, which many files share
         if place not in self._far:
             self._far[place] = shard.is_far
         return self._far[place]
@@ -178,7 +178,7 @@ class _Finder:
 
 
 def _spread(target: DTensor, name: str) -> SpreadTensor:
-    """Describe a DTensor; it must be one that could be stored, too."""
+    """Describe a DTensor; it must be one that could also be stored."""
     try:
         return SpreadTensor.of(target, name)
     except UnstorableTensorError as error:
@@ -187,11 +187,10 @@ def _spread(target: DTensor, name: str) -> SpreadTensor:
 
 
 def _check_target(name: str, part: Part) -> None:
-    """Refuse what can't be written to.
+    """Reject a target that cannot be written to.
 
     Raises:
-        InvalidArgumentError: It has no memory, or several of its elements are one in memory, or its dtype is none that
-            torch can cast to.
+        InvalidArgumentError: It has no memory, several of its elements share memory, or torch cannot cast to its dtype.
     """
     target = part.target
     dtype = part.source.dtype
@@ -216,16 +215,16 @@ def _is_castable(source: torch.dtype, target: torch.dtype) -> bool:
     return True
 
 
-# What is read of a stored tensor into which memory, in blocks, and which stretches of a file that takes.
+# Parts: what is read of a stored tensor into which memory, split into blocks and ranges of a file.
 
 
 BLOCK_BYTES: Final = 4 * 1024 * 1024
-"""Bytes of a local tensor that one thread reads at once. With 1 MiB, the kernel read two thirds more of a cold disk
-than was asked for: it takes the threads for one reader that goes on."""
+"""Bytes of a local tensor that one thread reads at once. With 1 MiB, the kernel read two thirds more from a cold disk
+than was requested, because it takes the threads for one sequential reader."""
 _STAGED_BYTES: Final = 1024 * 1024
-"""The same where a stage is filled and then copied, from a local disk."""
+"""The same if a stage is filled and then copied, from a local disk."""
 WINDOW_BYTES: Final = 4 * 1024 * 1024
-"""Bytes of a file that are read by one call, with those between the runs, which nobody wants."""
+"""Bytes of a file that one call reads, including the unwanted ones between the runs."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -238,34 +237,34 @@ class FileTensor:
     """In the file."""
     dtype: torch.dtype
     is_far: bool
-    """Whether the file is read over the network."""
+    """True if the file is read over the network."""
 
 
 class Part(NamedTuple):
-    """What is read of one stored tensor."""
+    """The part of one stored tensor to read."""
 
     source: FileTensor | torch.Tensor
-    """In a file, or the tensor of a pickle."""
+    """In a file, or a pickle's tensor."""
     sizes: tuple[int, ...]
-    """The source's shape, to which the box refers; maybe with more dimensions of one element."""
+    """The source's shape, to which the box refers; it may have additional dimensions of one element."""
     box: Box
     target: torch.Tensor
     """Of the box's shape."""
 
     def place(self) -> tuple[str, int]:
-        """Where the source lies."""
+        """Return the location of the source, for sorting: path and offset."""
         return ("", 0) if isinstance(self.source, torch.Tensor) else (self.source.shard.path, self.source.start)
 
 
 def is_ranged(part: Part) -> bool:
-    """Whether a part is in a file that is read by ranges."""
+    """Return whether a part is in a file that is read by ranges."""
     return isinstance(part.source, FileTensor) and isinstance(part.source.shard, RangedShard)
 
 
 def blocks_of(part: Part, block_bytes: int = 0) -> Iterator[Part]:
-    """Split a part into ones that are read at once, in row-major order.
+    """Split a part into blocks, each of which is read at once, in row-major order.
 
-    Those of a contiguous target are contiguous.
+    The blocks of a contiguous target are contiguous.
 
     Args:
         part: What is read.
@@ -291,7 +290,7 @@ def blocks_of(part: Part, block_bytes: int = 0) -> Iterator[Part]:
 
 
 def is_read_into(target: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether a target has in its memory what a file has."""
+    """Return whether a target's memory has the same form as the bytes in a file."""
     return target.device.type == "cpu" and target.is_contiguous() and _is_plain(target, dtype)
 
 
@@ -300,12 +299,12 @@ def _is_plain(target: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def bytes_of(tensor: torch.Tensor) -> ByteArray:
-    """The bytes of a contiguous CPU tensor, not copied."""
+    """Return the bytes of a contiguous CPU tensor, without a copy."""
     return np.frombuffer(memory_of(tensor), np.uint8)
 
 
 def assign_bits(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy a tensor of the same shape: bit for bit, where the dtype is the same."""
+    """Copy a tensor of the same shape: bit for bit, if the dtype is the same."""
     integer = INTEGER_OF_SIZE.get(source.element_size())
     if integer is not None and _is_plain(target, source.dtype) and _is_plain(source, target.dtype):
         target.view(integer).copy_(source.view(integer))
@@ -334,21 +333,21 @@ def windows_of(runs: Runs, most_gap: int) -> Iterator[tuple[int, int]]:
             first = last
 
 
-# Reads boxes of tensors in files into memory: a call for each run of bytes, or for some at once, in threads.
+# Reads of tensor boxes from files into memory, in threads: one call per run of bytes, or per group of runs.
 
 
 _READERS: Final = 4
-"""Threads, as for tensors that are read whole."""
+"""Threads; the same number as for tensors that are read completely."""
 _FAR_GAP_BYTES: Final = 1024 * 1024
-"""From a file system of the network, so many bytes come in the time of one more request. A local one is asked for each
-run, which takes a microsecond."""
+"""A network file system delivers this many bytes in the time of one more request. A local one is read run by run, at a
+microsecond per call."""
 
 
 class PartReader:
-    """The reads of one call."""
+    """The reads of one `read_parts` call."""
 
     def __init__(self, level: Verify = "none") -> None:
-        """Read nothing yet; `level` says what is compared of files that are read by ranges (see `Comparison`)."""
+        """Read nothing yet; `level` sets what is compared of files that are read by ranges (see `Comparison`)."""
         self._level = level
         self._stages: list[torch.Tensor] = []
 
@@ -357,11 +356,11 @@ class PartReader:
 
         Args:
             parts: What is read.
-            memory_bytes: What reads by ranges may take beside the targets.
-            progress: A bar for them.
+            memory_bytes: The most memory that reads by ranges use, apart from the targets.
+            progress: Whether to show a bar for them.
 
         Raises:
-            IntegrityError: A tensor that was read whole is not what was saved; the targets are overwritten.
+            IntegrityError: A tensor that was read completely differs from what was saved; the targets are overwritten.
         """
         ranged = RangedParts(self._level)
         blocks = [block for part in parts for block in (ranged.add(part) if is_ranged(part) else blocks_of(part))]
@@ -409,7 +408,7 @@ class PartReader:
 
     @contextmanager
     def _stage(self) -> Iterator[torch.Tensor]:
-        """Borrow bytes that no other thread uses meanwhile."""
+        """Borrow bytes that no other thread uses in the block."""
         try:
             stage = self._stages.pop()
         except IndexError:
@@ -430,14 +429,14 @@ def _copy_box(source: torch.Tensor, box: Box, target: torch.Tensor) -> int:
 
 
 def _ranges_from_zero(intervals: tuple[Interval, ...]) -> Iterator[Interval]:
-    """Intervals of the same lengths, one after another."""
+    """Return intervals of the same lengths, one after another from 0."""
     stops = accumulate(stop - start for start, stop in intervals)
     return ((end - (stop - start), end) for (start, stop), end in zip(intervals, stops, strict=True))
 
 
 @contextmanager
 def _reading(shard: SafetensorsFile | RangedShard) -> Iterator[Callable[[memoryview, int], None]]:
-    """What fills memory with the bytes of a file from a place on."""
+    """Open a file, and yield a function that fills memory with its bytes from an offset on."""
     if isinstance(shard, RangedShard):
         yield lambda target, start: shard.read_into(start, target)
         return
@@ -455,22 +454,22 @@ def _read_exactly(shard: SafetensorsFile, fd: int, target: memoryview, start: in
         start += count
 
 
-# Reads boxes of tensors in files far away: near stretches by one request, several requests under way.
+# Reads of tensor boxes from remote files: one request for nearby ranges, and several requests at a time.
 
 
 class RangedParts:
-    """Parts of tensors of files that are read by ranges, for one call."""
+    """Parts of tensors in files that are read by ranges, for one call."""
 
     def __init__(self, level: Verify) -> None:
-        """Ask for nothing yet; `level` says what is compared (see `Comparison`)."""
+        """Request nothing yet; `level` sets what is compared (see `Comparison`)."""
         self._level = level
         self._pieces: dict[RangedShard, list[Piece]] = {}
         self._comparisons: dict[RangedShard, Comparison] = {}
         self._whole: dict[RangedShard, set[str]] = {}
-        """The tensors whose bytes are all hashed on the way."""
+        """The tensors whose bytes are all hashed as they arrive."""
 
     def add(self, part: Part) -> list[Part]:
-        """Take a part; return the blocks of it that have to wait for several requests each, which are not taken."""
+        """Add a part; return those of its blocks that need several requests each, which are not added."""
         source = part.source
         assert isinstance(source, FileTensor)
         shard = source.shard
@@ -492,14 +491,14 @@ class RangedParts:
         return left
 
     def read(self, memory_bytes: int, progress: bool | None) -> int:
-        """Read what was added, compare it, and return the bytes that were asked for.
+        """Read what was added, compare it, and return the number of bytes that were requested.
 
         Args:
-            memory_bytes: What this may take beside the targets.
-            progress: A bar.
+            memory_bytes: The most memory that this uses, apart from the targets.
+            progress: Whether to show a bar.
 
         Raises:
-            IntegrityError: A tensor is not what was saved; the targets are overwritten.
+            IntegrityError: A tensor differs from what was saved; the targets are overwritten.
         """
         for shard, comparison in self._comparisons.items():
             self._pieces[shard] += comparison.others(self._whole[shard])
@@ -512,7 +511,7 @@ class RangedParts:
 
 
 def _pieces_of(block: Part, source: FileTensor, digest: RunningDigest | None) -> list[Piece]:
-    """What is asked for to fill a block, each for itself; nothing where that can't be."""
+    """List the independent requests that fill a block; none if they cannot be independent."""
     _, sizes, box, target = block
     runs = Runs.of_box(sizes, source.dtype.itemsize, box)
     is_direct = is_read_into(target, source.dtype)
@@ -545,7 +544,7 @@ def _take_runs(
     found: memoryview,
     cancelled: threading.Event,
 ) -> None:
-    """Bring the bytes of a window, which holds these runs of a block, to their places."""
+    """Copy the bytes of a window, which contains these runs of a block, into place."""
     target = block.target
     raw = np.frombuffer(found, np.uint8)
     starts = runs.offsets - runs.offsets[0]

@@ -1,4 +1,4 @@
-"""Who takes part in a call that several ranks make, and how they stand, so that nobody waits for ever."""
+"""Rendezvous of the ranks that make the same call. A missing or dead rank raises; nothing waits forever."""
 
 from __future__ import annotations
 
@@ -44,32 +44,32 @@ from hfshard.errors import DirectoryLockedError, RankFailedError, RankMissingErr
 logger = logging.getLogger(__name__)
 
 WAIT_SECONDS = 1.0
-"""How long the first to come waits for ranks that are not needed."""
+"""How long the first rank to arrive waits for ranks that are not needed."""
 _FAREWELL_SECONDS: Final = 1.0
 
 
 class Role(StrEnum):
-    """What a rank has to do in one operation."""
+    """A rank's role in one operation."""
 
     LEADER = "leader"
     """Take part, and lead: commit, and call `status.finish(...)`."""
     MEMBER = "member"
     """Take part."""
     LATE = "late"
-    """The others began without it: call `status.finish()`, which awaits and gives the outcome of theirs."""
+    """The others began without it: call `status.finish()`, which awaits and returns the outcome of their operation."""
     DECLINED = "declined"
-    """Nothing."""
+    """Do nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Participation:
-    """What one rank has to do in an operation, and with whom."""
+    """A rank's role in an operation, and the ranks that take part."""
 
     role: Role
     rank: int
     """Of this process, in the default process group."""
     status: SaveStatus | None
-    """Of the operation; None where the rank declined."""
+    """Of the operation; None if the rank declined."""
 
     @property
     def members(self) -> list[int]:
@@ -87,26 +87,26 @@ def gather_participants(
     patience_seconds: float | None = None,
     death_seconds: float = DEATH_SECONDS,
 ) -> Iterator[Participation]:
-    """Find out which ranks of the call's process group make it, too; the operation lasts as long as the block.
+    """Gather the ranks of the call's process group that make the same call; the operation lasts as long as the block.
 
-    Of replicated tensors every rank has all, so any of the ranks may call: the first to arrive waits a moment for the
-    others, and closes the door. Who comes later awaits the outcome. Where one of those who came needs all ranks, all of
-    them are waited for.
+    If the tensors are replicated, every rank has all of them, so any of the ranks may call: the first to arrive waits
+    briefly for the others, and closes the rendezvous. A rank that comes later awaits the outcome. If one of the ranks
+    that came needs all ranks, all of them are waited for.
 
     Args:
-        place: What the operation is about, such as the directory's absolute path: one at a time is under way, and who
-            names another place is in another operation.
-        needs_all: Whether the call needs all ranks, as where this one has a part of a tensor only.
-        is_writer: False: the rank does not take part, and nobody waits for it, unless it `needs_all`.
+        place: What the operation is about, such as the directory's absolute path. One operation per place runs at a
+            time; a rank that names another place is in another operation.
+        needs_all: Whether the call needs all ranks, for example because this one has only part of a tensor.
+        is_writer: False: the rank does not take part, and no other waits for it, unless it `needs_all`.
         wait_seconds: How long the first one waits for ranks that are not needed; None: `WAIT_SECONDS`.
-        patience_seconds: How long it waits for ranks that are, which may still compute or load data; None: as long as
-            the process group waits for a rank in a collective, `init_process_group(timeout=)`.
-        death_seconds: As for `SaveStatus`.
+        patience_seconds: How long it waits for ranks that are needed, which may still compute or load data; None: as
+            long as the process group waits for a rank in a collective, `init_process_group(timeout=)`.
+        death_seconds: A rank without a beat for longer counts as dead.
 
     Raises:
         RankMissingError: A rank that is needed has not come; raised on every rank that has.
-        RankFailedError: A rank failed or died meanwhile.
-        DirectoryLockedError: Another thread of this process does not come to the end of its operation.
+        RankFailedError: A rank failed or died.
+        DirectoryLockedError: Another thread of this process does not end its operation.
 
     Example:
         with gather_participants(directory, needs_all=True) as participation:
@@ -130,7 +130,7 @@ def gather_participants(
                     operation.gather(needs_all, wait_seconds, patience_seconds)
                     role = operation.role
                     if role is Role.LATE and needs_all:
-                        # Theirs is another one, of replicated tensors: this rank's is the next.
+                        # The others' operation is another one, of replicated tensors: this rank's is the next.
                         with suppress(RankFailedError):
                             operation.status.finish()
                         continue
@@ -139,10 +139,10 @@ def gather_participants(
 
 
 class _Operation:
-    """One operation about a place. Its name is drawn by the first that comes, and given up by its keeper at the end.
+    """One operation about a place. The first rank to arrive draws its name, and its keeper gives it up at the end.
 
-    The keeper is the one that came first, and once the door is closed the leader; where that one died, whoever notices
-    takes its place. The key of the place stays in the store; all others are deleted by the last who leaves.
+    The keeper is the rank that came first, and after the rendezvous closes the leader; if that one died, any rank that
+    notices takes its place. The key of the place stays in the store; the last rank to leave deletes all others.
     """
 
     def __init__(self, store: AnsweringStore, key: str, place: str, rank: int, death_seconds: float) -> None:
@@ -184,11 +184,11 @@ class _Operation:
                 raise
 
     def gather(self, needs_all: bool, wait_seconds: float, patience_seconds: float) -> None:
-        """Say that this rank has come, and find out who else takes part.
+        """Report that this rank has come, and find out which others take part.
 
         Raises:
-            RankMissingError: Somebody is needed, and has not come.
-            RankFailedError: Somebody failed or died.
+            RankMissingError: A rank is needed, and has not come.
+            RankFailedError: A rank failed or died.
         """
         self.status.put_key(f"who/{self._rank}", b"all" if needs_all else b"any")
         self._store.delete([self._declined_key(self._rank), dead_key(self._rank), way_key(self._rank)])
@@ -207,7 +207,7 @@ class _Operation:
             raise missing_error(door, self._place, patience_seconds)
 
     def _enter(self) -> str:
-        """The name of the operation that is under way or to begin, which can't end now without this rank's leaving."""
+        """Return the name of the current or next operation, which cannot end now until this rank leaves."""
         self._await_end_of_last()
         while True:
             name = self._store.swap(f"{self._key}/now", "", uuid.uuid4().hex[:12])
@@ -217,7 +217,7 @@ class _Operation:
             self._count_out(name)
 
     def _await_end_of_last(self) -> None:
-        """Wait until the keeper of the operation that this rank was in has given it up, or is dead."""
+        """Wait until the keeper of this rank's last operation has given it up, or is dead."""
         if self._key not in _LEFT:
             return
         name, keeper = _LEFT.pop(self._key)
@@ -229,7 +229,7 @@ class _Operation:
             waiting.pause()
 
     def _keep_door(self, wait_seconds: float, patience_seconds: float) -> dict[str, list[int]]:
-        """Wait for the others: a moment, or where all are needed for long."""
+        """Wait for the others: briefly, or for long if all are needed."""
         waiting = Wait(patience_seconds)
         came: dict[int, bytes] = {}
         way_signs = WaySigns(self._store, self._death_seconds)
@@ -254,7 +254,7 @@ class _Operation:
         return {"members": sorted(came), "absent": others if needs_all else [], "declined": declined, "dead": dead}
 
     def _came(self, ranks: Iterable[int]) -> dict[int, bytes]:
-        """Those of some ranks that have come: rank -> "all" or "any" of the ranks are needed."""
+        """Return the ranks, among these, that have come: rank -> b"all" or b"any", for the ranks that it needs."""
         numbers = list(ranks)
         words = self._store.get_many(self._tagged(f"who/{rank}") for rank in numbers)
         return {rank: word for rank, word in zip(numbers, words, strict=True) if word is not None}
@@ -266,7 +266,7 @@ class _Operation:
         return f"{self._key}/declined/{rank}"
 
     def _give_up(self, error: BaseException | None) -> None:
-        """Let the next operation begin, where this rank is the keeper or the keeper is dead; and leave."""
+        """Let the next operation begin, if this rank is the keeper or the keeper is dead; then leave."""
         if self._keeper in (None, self._rank):
             self._store.swap(f"{self._key}/now", self._name, "")
             self._await_late_ones()
@@ -277,7 +277,7 @@ class _Operation:
         self._count_out(self._name)
 
     def _await_late_ones(self) -> None:
-        """Give who still looks for the outcome a moment: the store may end with this process."""
+        """Give the ranks that still need the outcome a moment: the store may end with this process."""
         end = time.monotonic() + _FAREWELL_SECONDS
         while time.monotonic() < end and self._store.add(self._tagged("left"), 0) + 1 < self._store.add(
             self._tagged("came"), 0
@@ -288,7 +288,7 @@ class _Operation:
         """Leave; the last one deletes what is left of the operation."""
         tag = f"{self._key}/{name}"
         left = self._store.add(f"{tag}/left", 1)
-        # None have come where another rank has just deleted all: then this very question has made the key anew.
+        # If none have come, another rank has just deleted everything, and this check has created the key again.
         if not self._is_now(name) and left >= self._store.add(f"{tag}/came", 0):
             self._store.delete(f"{tag}/{key}" for key in ("came", "left", "opener"))
             self._store.delete_values(f"{tag}/{key}" for key in ("door", *LAST_NAMES))
@@ -301,9 +301,9 @@ class _Operation:
 
 
 _LEFT: dict[str, tuple[str, int]] = {}
-"""Key of a place -> the last operation that this process was in and did not keep, and its keeper."""
+"""Key of a place -> the last operation in which this process was not the keeper, and that operation's keeper."""
 _BUSY: set[str] = set()
-"""The keys of the places that threads of this process are busy with."""
+"""The keys of the places that threads of this process are using."""
 _CHANGED = Condition()
 
 
@@ -325,37 +325,37 @@ def _turn(place: str, key: str, patience_seconds: float) -> Iterator[None]:
             _CHANGED.notify_all()
 
 
-# How the ranks of one save stand: what they tell each other, and who failed or died, so that nobody waits for ever.
+# Status of one save's ranks: what they report to each other, and which failed or died, so that nothing hangs.
 
 
 PATIENCE_SECONDS: Final = 3600.0
-"""How long to wait for a rank that lives: the owner of a large file may write to a slow disk."""
+"""How long to wait for a live rank: the owner of a large file may write to a slow disk."""
 ANY_PLACE: Final = ""
-"""The name by which a rank comes to a meeting of the others, whichever they have next."""
+"""The name by which a rank joins the others' next meeting, whichever it is."""
 
 LAST_NAMES: Final = ("outcome", "failed", "result")
-"""What the keys are called that say how an operation ended: the leader's result is there before its outcome."""
+"""Names of the keys that record how an operation ended: the leader sets its result before its outcome."""
 LEAVE_SECONDS: Final = 5.0
-"""How long the leader waits, after a failure, for the others to have seen it: its process may keep the store."""
+"""How long the leader waits, after a failure, until the others have seen it: its process may host the store."""
 
 
 class SaveStatus:
-    """The ranks of one operation, which all come to its end, or all raise. Use it as a context manager.
+    """The ranks of one operation, all of which reach its end, or all raise. Use it as a context manager.
 
-    Everything goes by keys of the store, never by a collective, which a dead rank would let hang. Each rank beats in a
-    thread; the first of the ranks, the leader, watches all the others, and they watch the leader and whomever they wait
-    for. A rank that leaves by an exception tells the others, who raise `RankFailedError` in a moment.
+    All communication uses keys of the store, never a collective, in which a dead rank would hang the others. Each rank
+    beats in a thread; the first rank, the leader, watches all the others, and they watch the leader and the ranks for
+    which they wait. A rank that leaves with an exception reports it, and the others soon raise `RankFailedError`.
 
     Every rank calls `meet` in the same order. The keys are deleted at the end.
 
     Args:
-        tag: Begins all keys; never used before in this store.
-        ranks: Of the default process group, those that take part.
-        rank: This one; if it is none of them, it only awaits the outcome.
-        death_seconds: A rank without a beat for so long is taken for dead.
-        patience_seconds: How long to wait for a rank that lives; None: an hour, or as the process group would.
+        tag: The prefix of all keys; never used before in this store.
+        ranks: The ranks of the default process group that take part.
+        rank: This one; if it is not one of them, it only awaits the outcome.
+        death_seconds: A rank without a beat for longer counts as dead.
+        patience_seconds: How long to wait for a live rank; None: an hour, or the process group's timeout if longer.
         store: An open one, which is not closed at the end; None: one of its own.
-        keeps_outcome: Leave the keys of `last_keys` to the caller, to be deleted when nobody needs them.
+        keeps_outcome: Leave the keys of `last_keys` to the caller, to be deleted when no rank needs them.
 
     Example:
         with SaveStatus("save/7", range(4), rank) as status:
@@ -395,12 +395,12 @@ class SaveStatus:
 
     @property
     def place(self) -> int:
-        """Where this rank is among the ranks, from 0."""
+        """The position of this rank among the ranks, from 0."""
         return self.ranks.index(self.rank)
 
     @property
     def last_keys(self) -> list[str]:
-        """The keys that say how it ended."""
+        """The keys that record how the operation ended."""
         return [self._key(name) for name in LAST_NAMES]
 
     def __enter__(self) -> Self:
@@ -417,7 +417,7 @@ class SaveStatus:
         try:
             if error is not None:
                 self.fail(error)
-            with suppress(RankFailedError):  # the store is gone: what was to be done is done, or an error says more
+            with suppress(RankFailedError):  # the store is gone: the work is done, or another error is more specific
                 self._leave(LEAVE_SECONDS if error is not None else self.death_seconds)
         finally:
             self._heart.stop()
@@ -425,21 +425,21 @@ class SaveStatus:
                 self._store.close()
 
     def narrow(self, ranks: Collection[int]) -> None:
-        """Go on with some of the ranks: the others turned out to take no part."""
+        """Continue with only these ranks: the others do not take part."""
         self.ranks = sorted(ranks)
 
     def meet(self, name: str, value: bytes = b"") -> dict[int, bytes]:
         """Wait until all ranks have come here, or raise on all of them.
 
         Args:
-            name: The same on every rank, but for those that come to `ANY_PLACE`.
+            name: The same on every rank, except those that come to `ANY_PLACE`.
             value: This rank's, of any length.
 
         Returns:
             Rank -> value, in the order of the ranks.
 
         Raises:
-            RankFailedError: A rank failed, died, or came to another place.
+            RankFailedError: A rank failed, died, or came to another meeting.
         """
         self._meetings += 1
         place = f"meet/{self._meetings}"
@@ -462,14 +462,14 @@ class SaveStatus:
         return values
 
     def tell(self, name: str, value: bytes = b"") -> None:
-        """Say something, once, that any rank may `wait_for`."""
+        """Publish a value, once, for which any rank may `wait_for`."""
         self._put(f"told/{self.rank}/{name}", value)
 
     def wait_for(self, name: str, from_rank: int) -> bytes:
-        """What a rank tells by this name, once it does.
+        """Wait for the value that a rank publishes by this name, and return it.
 
         Raises:
-            RankFailedError: A rank failed, or the one that is waited for or the leader died.
+            RankFailedError: A rank failed; or the awaited rank or the leader died.
         """
         return self._await(f"told/{from_rank}/{name}", from_rank, self._watched(from_rank))
 
@@ -478,14 +478,14 @@ class SaveStatus:
         self._put(name, value)
 
     def await_key(self, name: str, from_rank: int) -> bytes:
-        """The value of a key under the tag that a rank sets; it alone is watched."""
+        """Wait for a key under the tag that a rank sets, and return its value; only that rank is watched."""
         return self._await(name, from_rank, [from_rank])
 
     def check(self, ranks: Collection[int] | None = None) -> None:
-        """Raise if a rank has failed, or one of these gives no sign of life.
+        """Raise if a rank has failed, or one of these sends no heartbeats.
 
         Args:
-            ranks: Whom to watch; None: the leader, and by the leader all.
+            ranks: The ranks to watch; None: the leader, or on the leader all.
 
         Raises:
             RankFailedError: It names the rank.
@@ -493,14 +493,14 @@ class SaveStatus:
         self._watch.check(self._watched() if ranks is None else ranks)
 
     def look(self, ranks: Collection[int] | None = None) -> None:
-        """As `check`, but only where the last time was a while ago."""
+        """Do what `check` does, but only if the last check was a while ago."""
         self._watch.look(self._watched() if ranks is None else ranks)
 
     def await_work(self, work: Any) -> None:
-        """Wait for a collective, and look meanwhile whether a rank failed.
+        """Wait for a collective, and check repeatedly whether a rank failed.
 
         Args:
-            work: The `torch.distributed.Work` of a call with `async_op=True`, for tensors of the CPU.
+            work: The `torch.distributed.Work` of a call with `async_op=True`, for CPU tensors.
 
         Raises:
             RankFailedError: A rank failed or died, or the collective did.
@@ -508,14 +508,15 @@ class SaveStatus:
         self._watch.await_collective(work, self.ranks, self._watched(), self._patience_seconds)
 
     def who_broke_it(self, error: RuntimeError) -> RankFailedError:
-        """The rank that let a collective fail: one that says so, or one that falls silent."""
+        """Find the rank that made a collective fail: one that reports it, or one that falls silent."""
         return self._watch.who_broke_it(error, self.ranks)
 
     def fail(self, error: BaseException) -> None:
-        """Tell the others that this rank failed, so that they raise; the first failure counts.
+        """Report to the others that this rank failed, so that they raise; the first failure counts.
 
-        Who waits for the leader raises when the leader gives up, too: it may be past the point where that matters.
-        Where the store is gone, nobody can be told, and the others see for themselves.
+        A rank that waits for the leader raises when the leader gives up, too: the leader may be past the point where
+        the failure matters. If the store is gone, nothing can be reported, and the others detect the failure
+        themselves.
         """
         if self.rank not in self.ranks:
             return
@@ -528,35 +529,35 @@ class SaveStatus:
                 self._put("failed", record)
 
     def begin_step(self) -> None:
-        """Note that from here on the leader's step for all may be done, such as a commit: errors say that it may be.
+        """Note that from here on the leader's step for all ranks, such as a commit, may be done: errors state this.
 
-        The leader calls this right before the step, when the others have told it that they do so, too; these need not,
-        where they come to `finish` next.
+        The leader calls this right before the step, once the others have reported that they have called it, too. These
+        need not do so if they call `finish` next.
         """
         self._may_be_done = True
 
     def end_step(self) -> None:
-        """Note that the step was not the last one: until the next begins, errors are of what is not done."""
+        """Note that the step was not the last one: until the next one begins, errors mean that it is not done."""
         self._may_be_done = False
 
     def finish(self, value: bytes = b"", *, patience_seconds: float | None = None) -> bytes:
-        """Tell the outcome, on the leader, or wait for it, on the others.
+        """Publish the outcome, on the leader; wait for it, on the others.
 
-        What the leader does in one step for all comes right before: see `begin_step`. Then no failure matters any more,
-        and on the leader nothing is raised here.
+        The leader's step for all ranks comes right before: see `begin_step`. After it no failure matters any more, and
+        nothing is raised here on the leader.
 
         Args:
             value: The leader's.
-            patience_seconds: How long to wait for a leader that lives; None: as for all else.
+            patience_seconds: How long to wait for a live leader; None: as long as elsewhere.
 
         Returns:
-            What the leader told.
+            What the leader published.
 
         Raises:
-            RankFailedError: A rank failed before, or the leader died; then its step is done or not.
+            RankFailedError: A rank failed before, or the leader died; then its step may be done or not.
         """
         if self.rank == self.leader:
-            with suppress(RankFailedError):  # the store is gone: the others raise, but it is done
+            with suppress(RankFailedError):  # the store is gone: the others raise, but the step is done
                 self._put("outcome", value)
             return value
         self.begin_step()
@@ -588,7 +589,7 @@ class SaveStatus:
             except RankFailedError:
                 if (value := self._store.get(self._key(name))) is None:
                     raise
-                return value  # it was told meanwhile, and then its rank has ended
+                return value  # the rank set it before it ended
             if waiting.is_word_due():
                 logger.info("Rank %d waits for rank %d since %.0f s: %r.", self.rank, rank, waiting.seconds, name)
             if waiting.is_over:
@@ -601,7 +602,7 @@ class SaveStatus:
         return value
 
     def _leave(self, patience_seconds: float) -> None:
-        """Say good-bye. The leader, whose process may keep the store, goes last, and deletes the keys of all."""
+        """Leave. The leader, whose process may host the store, leaves last, and deletes the keys of all ranks."""
         if self.rank != self.leader:
             self._heart.stop()
             bye = self._key(f"bye/{self.rank}")
@@ -613,17 +614,17 @@ class SaveStatus:
             return
         theirs = self._keys_of_others(patience_seconds)
         self._heart.stop()
-        if theirs is None:  # A rank that was stopped may go on: it shall find what it waits for.
+        if theirs is None:  # A rank that was stopped may continue: it must find what it waits for.
             return
         keys = {*theirs, *self._keys, *self.last_keys}
         self._store.delete(self._without_last(keys) if self._keeps_outcome else keys)
 
     def _without_last(self, keys: Iterable[str]) -> list[str]:
-        """Without the last keys, and the pieces of their values."""
+        """Return the keys without the last ones and the pieces of their values."""
         return [key for key in keys if key.partition("#")[0] not in self.last_keys]
 
     def _keys_of_others(self, patience_seconds: float) -> list[str] | None:
-        """Wait for the others' good-byes; gives the keys that they have set, or None where one has not said it."""
+        """Wait until the others have left; return the keys that they have set, or None if one has not left."""
         end = time.monotonic() + patience_seconds
         left = self.ranks[1:]
         keys: list[str] = []

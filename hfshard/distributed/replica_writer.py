@@ -1,4 +1,4 @@
-"""Writes the files of a save of which every rank has all: each rank some of them, with the first rank's bytes."""
+"""Writers of a save of replicated tensors: each rank writes some of the files, with the first rank's bytes."""
 
 from __future__ import annotations
 
@@ -26,20 +26,21 @@ from hfshard.stores.store import Store
 from hfshard.tensors.stored_tensor import TensorLike, tensor_nbytes
 
 SHARED_FROM_BYTES: Final = 32 << 20
-"""A disk writes less in the time in which the ranks agree about it."""
+"""A disk writes a smaller save in less time than the ranks need to agree."""
 _CONTENT: Final = "xxh3"
-"""By what copies are compared: as fast as memory."""
+"""The checksum by which copies are compared: as fast as memory."""
 
 
 class ReplicaWriter(OwnShardWriter):
-    """The `ShardWriter` of the leader, and what the other ranks do meanwhile. No bytes are sent.
+    """The leader's `ShardWriter`, and its counterpart on the other ranks. No bytes are sent.
 
-    1. The leader puts a file into the staging directory: the ranks that find it there may write.
-    2. It gives each of them files. Both compute what these would hold: copies may differ, as buffers do under
+    1. The leader writes a file into the staging directory: the ranks that find it there may write.
+    2. It assigns files to each of them. Both compute what these would contain: copies may differ, as buffers do under
        DistributedDataParallel, and the leader's count.
-    3. Each writes those of its files that would hold the very bytes, and tells their digests; the leader the rest.
+    3. Each rank writes those of its files that would have the same bytes, and reports their digests. The leader writes
+       the rest.
 
-    What looks for links, and compares fingerprints, the leader does alone: it has all tensors.
+    The leader alone looks for links and compares fingerprints: it has all tensors.
 
     Args:
         status: Of the save; all of its ranks have the same names, shapes and dtypes.
@@ -60,7 +61,7 @@ class ReplicaWriter(OwnShardWriter):
         progress_callback: ProgressCallback | None,
         store: Store | None = None,
     ) -> list[FileDigest]:
-        """As in `ShardWriter`; on the leader."""
+        """Write files, shared with the ranks that see the directory; on the leader."""
         if len(jobs) < 2 or store is not None:
             return super().write(jobs, checksum, progress_callback, store)
         try:
@@ -70,13 +71,13 @@ class ReplicaWriter(OwnShardWriter):
             raise
 
     def follow(self) -> None:
-        """Do what the leader asks, until it commits; on the other ranks."""
+        """Carry out the leader's requests, until it commits; on the other ranks."""
         jobs: dict[str, WriteJob] = {}
         checksum: str | None = None
         while True:
-            self._status.begin_step()  # the leader asks nobody before it commits,
+            self._status.begin_step()  # the leader asks no rank before it commits,
             kind, said = json.loads(self._status.wait_for(self._next_order(), self._status.leader))
-            self._status.end_step()  # and can't while it waits for this rank's answer
+            self._status.end_step()  # and cannot while it waits for this rank's answer
             if kind == "end":
                 self._status.begin_step()
                 return
@@ -111,7 +112,7 @@ class ReplicaWriter(OwnShardWriter):
         return [digests[number] for number in range(len(jobs))]
 
     def _those_who_see(self, directory: str) -> list[int]:
-        """The ranks to which the staging directory is the leader's: on another machine the path may lead elsewhere."""
+        """Find the ranks that see the leader's staging directory: on another machine the path may lead elsewhere."""
         token = uuid.uuid4().hex
         path = os.path.join(directory, f"seen-{token}")
         with open(path, "x", encoding="ascii") as file:
@@ -122,7 +123,7 @@ class ReplicaWriter(OwnShardWriter):
         return [self._status.rank, *(rank for rank, sees in seen.items() if sees)]
 
     def _own_jobs(self, order_json: str, owners: Sequence[int]) -> tuple[dict[str, WriteJob], str | None]:
-        """This rank's files: number -> job."""
+        """Return this rank's files (number -> job), and the checksum."""
         order = Order.from_json(order_json.encode(), self._names)
         jobs = {}
         for number, (file, owner) in enumerate(zip(order.files, owners, strict=True)):
@@ -135,7 +136,7 @@ class ReplicaWriter(OwnShardWriter):
         try:
             digests = write_shards(list(jobs.values()), checksum=checksum)
         except Exception:
-            self._status.check()  # what another rank told, before the directory went away, says more
+            self._status.check()  # what another rank reported, before the directory was removed, is more specific
             raise
         return {number: digest.as_json() for number, digest in zip(jobs, digests, strict=True)}
 
@@ -154,12 +155,12 @@ class ReplicaWriter(OwnShardWriter):
         self._status.tell(f"shared/{self._orders}", json.dumps(value).encode())
 
     def _answers(self, ranks: set[int]) -> dict[int, Any]:
-        """What these ranks say to the last order, in their order."""
+        """Return these ranks' answers to the last request, in ascending order of rank."""
         return {rank: json.loads(self._status.wait_for(f"shared/{self._orders}", rank)) for rank in sorted(ranks)}
 
 
 def _contents(jobs: Sequence[WriteJob]) -> list[str | None]:
-    """What tells the bytes of the files that would be written from others."""
+    """Compute digests of the files that would be written."""
     await_devices(jobs)
     return in_threads(lambda job, stop: digest_shard(job, _CONTENT, None, stop)[0].xxh3, jobs, writer_threads())
 

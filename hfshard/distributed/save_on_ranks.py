@@ -1,4 +1,4 @@
-"""Save what is spread over ranks: each rank calls, files are written by their owners, and the first rank commits."""
+"""Saves by many ranks: each rank calls, the owners write the files, and the first rank commits."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from hfshard.saving.save_request import SaveRequest
 from hfshard.tensors.stored_tensor import RawTensor, TensorLayout, TensorLike
 
 _TELL_SECONDS: Final = 5.0
-"""How long a rank that failed waits for others whom it might tell so."""
+"""How long a rank that failed waits for others, to report its failure to them."""
 _NO_CHECK: Callable[[], None] = lambda: None  # noqa: E731
 
 
@@ -43,14 +43,14 @@ def save_anywhere(
     save_directory: str | os.PathLike[str],
     check: Callable[[], None] = _NO_CHECK,
 ) -> CheckpointIndex:
-    """Save a request: alone, or together with the other ranks of the call's process group.
+    """Save a request alone, or together with the other ranks of the call's process group.
 
-    Where a tensor is spread over ranks, or they have different names, every rank must call. Of replicated tensors every
-    rank has all: whoever calls at about the same time makes one save of it, which the first of them writes; who comes
-    later awaits its outcome.
+    If a tensor is spread over ranks, or the ranks have different names, every rank must call. If all tensors are
+    replicated, every rank has all of them: the ranks that call at about the same time make one save, which the first of
+    them writes; a rank that comes later awaits its outcome.
 
     Args:
-        request: Of this rank: its tensors may be DTensors and `SpreadTensor`s. Options, config and other files are
+        request: Of this rank; its tensors may be DTensors and `SpreadTensor`s. Options, config and other files are
             those of the first rank.
         save_directory: As in `save_request`; the same on all ranks that save together.
         check: As in `save_request`; on the rank that commits.
@@ -60,7 +60,7 @@ def save_anywhere(
 
     Raises:
         RankFailedError: Another rank failed, died, or did not come: the old checkpoint stays, unless the message says
-            that nobody has told the outcome.
+            that the outcome is unknown.
         Everything that `save_request` raises.
     """
     directory = absolute_path(save_directory, "save_directory")
@@ -77,16 +77,17 @@ def save_anywhere(
 
 @contextmanager
 def telling_other_ranks(save_directory: str | os.PathLike[str], is_part: Callable[[], bool]) -> Iterator[None]:
-    """Where this rank fails or dies before it saves with the others, let them fail, too, rather than wait for it.
+    """Abort the other ranks if this one fails or dies before it joins the save.
 
     Args:
         save_directory: As in `save_anywhere`.
-        is_part: Whether this rank has a part of what is saved, and the others wait; asked after an error only.
+        is_part: Returns whether this rank has a part of what is saved, so that the others wait; called only after
+            an error.
     """
     try:
         with on_the_way(dist.get_rank()) if has_other_ranks() else nullcontext():
             yield
-    except RankFailedError:  # the store is gone: nobody can be told
+    except RankFailedError:  # the store is gone: the failure cannot be reported
         raise
     except BaseException as error:
         if has_other_ranks() and is_part():
@@ -100,7 +101,7 @@ def telling_other_ranks(save_directory: str | os.PathLike[str], is_part: Callabl
 
 
 def decline_save(save_directory: str | os.PathLike[str]) -> None:
-    """Tell the ranks that save replicated tensors into a directory not to wait for this one."""
+    """Let the ranks that save replicated tensors into a directory not wait for this one."""
     if has_other_ranks():
         place = _meeting_place(absolute_path(save_directory, "save_directory"))
         with gather_participants(place, needs_all=False, is_writer=False):
@@ -108,12 +109,12 @@ def decline_save(save_directory: str | os.PathLike[str]) -> None:
 
 
 def _meeting_place(directory: str) -> str:
-    """What all ranks call the place that they save into, whatever links lead there."""
+    """Return the name by which all ranks know the place of a save, with links resolved."""
     return directory if is_address(directory) else os.path.realpath(directory)
 
 
 def needs_all_ranks(request: SaveRequest) -> bool:
-    """Whether other ranks have parts of its tensors, or tensors that it lacks, as far as is known or was said."""
+    """Return whether other ranks are known or declared to have parts of its tensors, or tensors that it lacks."""
     return request.options.is_collective or bool(request.name_order) or has_spread(request.tensors)
 
 
@@ -125,13 +126,13 @@ def save_on_ranks(
     *,
     group: CpuGroup | None = None,
 ) -> CheckpointIndex:
-    """Save what the ranks of an operation hold together; each of them calls this.
+    """Save what the ranks of an operation have together; each of them calls this.
 
     Args:
-        request: As in `save_anywhere`, and so is check.
+        request: As in `save_anywhere`, like check.
         directory: Absolute.
         status: Of the operation.
-        group: All ranks of the default process group, for tensors of the CPU; None: one is found or made.
+        group: All ranks of the call, for CPU tensors; None: one is found or created.
 
     Returns:
         The index, on every rank.
@@ -155,14 +156,14 @@ def write_on_ranks(
     group: CpuGroup | None = None,
     writers: Sequence[int] = (),
 ) -> tuple[CheckpointIndex | None, Listing]:
-    """Do what `save_on_ranks` does, but for the end of the operation: the caller tells the outcome.
+    """Do what `save_on_ranks` does, except for the end of the operation: the caller publishes the outcome.
 
     Args:
-        request, directory, status, check, group: As there.
-        writers: The ranks that may write files; none: all of the operation.
+        request, directory, status, check, group: As in `save_on_ranks`.
+        writers: The ranks that may write files; empty: all of the operation.
 
     Returns:
-        The index, on the leader, when the checkpoint is whole, and None on the others; and what this rank holds.
+        The index, on the leader, once the checkpoint is complete, and None on the others; and this rank's listing.
     """
     held = with_spread_tensors(request.tensors)
     listing, meshes = list_tensors(request, held)
@@ -191,7 +192,7 @@ def _save_replicas(
     *,
     may_share: bool,
 ) -> CheckpointIndex | None:
-    """Save what each rank has all of: on the leader, or, where all ranks of the call have come, by each some files."""
+    """Save replicated tensors: on the leader alone, or split by files if all ranks of the call have come."""
     is_leader = status.rank == status.leader
     total_bytes = sum(entry.layout.nbytes for entry in listing.entries.values())
     has_all = len(status.ranks) > 1 and status.ranks == list(call_ranks())
@@ -206,10 +207,10 @@ def _save_replicas(
 
 
 def request_of_one(request: SaveRequest) -> SaveRequest:
-    """The request of a rank that is alone, with whole tensors.
+    """Return the request of a rank that saves alone, with complete tensors.
 
     Raises:
-        InvalidArgumentError: Other ranks have had the rest.
+        InvalidArgumentError: Other ranks had the rest.
     """
     if request.name_order:
         raise InvalidArgumentError(
@@ -220,10 +221,10 @@ def request_of_one(request: SaveRequest) -> SaveRequest:
 
 
 def whole_tensors(tensors: Mapping[str, Any]) -> dict[str, TensorLike]:
-    """The tensors of a rank that is alone: what it has of a spread one must be all of it.
+    """Return the tensors of a rank that saves alone: its part of a spread one must be all of it.
 
     Raises:
-        InvalidArgumentError: It is not.
+        InvalidArgumentError: A part is not.
     """
     found: dict[str, TensorLike] = {}
     for name, tensor in with_spread_tensors(tensors).items():
@@ -244,15 +245,15 @@ def whole_tensors(tensors: Mapping[str, Any]) -> dict[str, TensorLike]:
 def share_listings(
     status: SaveStatus, listing: Listing, meshes: Sequence[Mesh], what: str = ""
 ) -> tuple[list[RankGroup], dict[str, Listing]]:
-    """What all ranks have: the leader groups those that say the same, so that little is sent.
+    """Exchange the listings of all ranks: the leader groups equal ones, so that little is sent.
 
-    Each rank tells a digest and its meshes. A listing itself is told, by one rank, only where there are several.
+    Each rank publishes a digest and its meshes. If there are several listings, one rank publishes each.
 
     Args:
         status: Of the save.
         listing: Of this rank.
-        meshes: Those that it numbers.
-        what: Tells apart the listings of one save.
+        meshes: The meshes that it numbers.
+        what: Distinguishes the listings of one save.
 
     Returns:
         The groups of ranks, and digest -> listing; the same on every rank.
@@ -282,7 +283,7 @@ def share_listings(
 
 
 def refuse_absent(status: SaveStatus) -> None:
-    """Refuse to go on without ranks that have tensors of their own.
+    """Raise if ranks are absent that have tensors of their own.
 
     Raises:
         RankMissingError: It names one.
@@ -297,7 +298,7 @@ def refuse_absent(status: SaveStatus) -> None:
 
 
 def _with_whole(request: SaveRequest, listings: Mapping[str, Listing]) -> SaveRequest:
-    """What the whole model is, where this rank has some of its names only: the stage of a pipeline that a user made."""
+    """Add the full model's names and size, if this rank has only a part, as in a pipeline stage built by the user."""
     names = {frozenset(listing.entries) for listing in listings.values()}
     if len(names) == 1 or request.name_order or request.total_parameters is None:
         return request
@@ -308,7 +309,7 @@ def _with_whole(request: SaveRequest, listings: Mapping[str, Listing]) -> SaveRe
 
 
 def _united(request: SaveRequest, holders: Holders) -> SaveRequest:
-    """The leader's request, with the names of all ranks."""
+    """Return the leader's request, with the names of all ranks."""
     return replace(
         request,
         tensors={name: RawTensor(layout, _no_bytes(name, layout)) for name, layout in holders.layouts.items()},
@@ -326,7 +327,7 @@ def _no_bytes(name: str, layout: TensorLayout) -> Callable[[int], Iterator[memor
 
 
 def _late(request: SaveRequest, directory: str, status: SaveStatus) -> CheckpointIndex:
-    """Await the save of those who came before this rank: it must be one of the same tensors."""
+    """Await the save of the ranks that came before this one: it must contain the same tensors."""
     outcome = SaveOutcome.awaited(status)
     listing, _ = list_tensors(request, held := dict[str, HeldTensor](request.tensors))
     if digest_of(listing.to_json()) != outcome.listing_digest:
@@ -338,17 +339,18 @@ def _late(request: SaveRequest, directory: str, status: SaveStatus) -> Checkpoin
 
 
 _CPU_GROUPS: dict[tuple[tuple[int, ...], bool], tuple[dist.ProcessGroup, CpuGroup]] = {}
-"""Ranks, and whether it is for threads -> the default group at the time, and a gloo group of these ranks."""
+"""(Ranks, whether it is for threads) -> the default group at the time, and a gloo group of these ranks."""
 
 
 def cpu_group(tag: str = "", *, for_thread: bool = False) -> CpuGroup | None:
-    """A group of all ranks of a call whose collectives take tensors of the CPU; None: the default group.
+    """Return a group of all ranks of a call whose collectives take CPU tensors; None: the default group.
 
-    Every rank of the call must call it, in its main thread: a new group is made where there is none.
+    Every rank of the call must call it, in its main thread: if there is no such group, a new one is created.
 
     Args:
-        tag: Of the operation, with which the ranks of a group find each other.
-        for_thread: For collectives in a thread, beside those of the training: never the default group, nor the call's.
+        tag: Of the operation; by it the ranks of a group find each other.
+        for_thread: For collectives in a thread, concurrent with those of the training: never the default group or the
+            call's.
     """
     given = call_group()
     ranks = call_ranks()
@@ -363,10 +365,10 @@ def cpu_group(tag: str = "", *, for_thread: bool = False) -> CpuGroup | None:
 
 
 def _new_group(ranks: tuple[int, ...], tag: str) -> CpuGroup:
-    """Make a gloo group.
+    """Create a gloo group.
 
-    All ranks must call torch's `new_group`; its local form hangs where one has joined more groups than another. So a
-    group of some is made as torch makes it, under a name of ours.
+    All ranks must call torch's `new_group`; its local form hangs if one has joined more groups than another. So a group
+    of only some ranks is created as torch does it, under a name of hfshard's.
     """
     if len(ranks) == dist.get_world_size():
         group: CpuGroup = dist.new_group(backend="gloo")
@@ -378,34 +380,34 @@ def _new_group(ranks: tuple[int, ...], tag: str) -> CpuGroup:
     return dist.ProcessGroupGloo(store, ranks.index(dist.get_rank()), len(ranks), default_pg_timeout)
 
 
-# What the leader of a save tells the others at its end: the index, or only its digest where they can read it.
+# Outcome of a save, from the leader to the others: the index, or only its digest if they can read it themselves.
 
 
 @dataclass(frozen=True, slots=True)
 class SaveOutcome:
-    """How a save ended well.
+    """The outcome of a successful save.
 
-    An index of many tensors is megabytes, and one process keeps the store that serves all ranks. So ranks that see the
-    directory read the index there, and know by its digest that it is the one.
+    The index of many tensors takes megabytes, and one process hosts the store that serves all ranks. So ranks that see
+    the directory read the index there, and verify it by its digest.
     """
 
     index_digest: str | None
     """sha256 of the index file; None: the checkpoint is a single file."""
     listing_digest: str
-    """What tells the leader's tensors from others."""
+    """Digest that distinguishes the leader's tensors from others."""
 
     @classmethod
     def tell(cls, status: SaveStatus, index: CheckpointIndex, listing_digest: str) -> None:
-        """Tell it, on the leader, and so end the operation."""
+        """Publish the outcome, on the leader, which ends the operation."""
         is_sharded = len({*index.weight_map.values()}) > 1
         outcome = cls(sha256_of(index.to_json()) if is_sharded else None, listing_digest)
-        with suppress(RankFailedError):  # the store is gone, but it is done
+        with suppress(RankFailedError):  # the store is gone, but the save is done
             status.put_key("result", json.dumps(asdict(index)).encode())
         status.finish(json.dumps(asdict(outcome)).encode())
 
     @classmethod
     def awaited(cls, status: SaveStatus) -> Self:
-        """Wait for it, on another rank.
+        """Wait for the outcome, on another rank.
 
         Raises:
             RankFailedError: A rank failed or died before.
@@ -413,7 +415,7 @@ class SaveOutcome:
         return cls(**json.loads(status.finish()))
 
     def index(self, status: SaveStatus, path: str) -> CheckpointIndex:
-        """The index: read from its file, where this rank sees the one that the leader has written, or told by it.
+        """Return the index: from the leader's index file, if this rank sees it, else as the leader sent it.
 
         Args:
             status: Of the save.

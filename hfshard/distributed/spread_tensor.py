@@ -1,4 +1,4 @@
-"""A tensor that is spread over ranks, as one of them sees it, and where the bytes of its part lie in the whole."""
+"""A tensor that is spread over ranks, as one of them sees it; and its part's byte positions in the full tensor."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SpreadTensor:
-    """A tensor to store of which this rank has a part, or a copy, or nothing.
+    """A tensor to store, of which this rank has a part, a copy, or nothing.
 
-    It may be a rectangle of the tensor that the ranks hold, as one expert is of all experts in one parameter. Then its
+    It may be a rectangle of the tensor that the ranks have, such as one expert in a parameter of all experts. Then its
     bytes are those of the rectangle, and its shape may lack dimensions in which the rectangle has one element.
     """
 
@@ -43,26 +43,26 @@ class SpreadTensor:
     """Of what is stored."""
     dtype: torch.dtype
     mesh: MeshLayout
-    """How the source is spread."""
+    """The spread of the source."""
     source_shape: tuple[int, ...]
-    """Of the whole tensor that the ranks hold."""
+    """Of the full tensor that the ranks have."""
     window: tuple[Interval, ...] | None
     """The rectangle of the source that is stored, an interval per dimension; None: all of it."""
     coordinate: Coordinate | None
-    """Where this rank stands in the mesh; None: it has no part."""
+    """This rank's position in the mesh; None: it has no part."""
     local: torch.Tensor
     """This rank's part of the source, on its device; it shares the model's memory."""
 
     @classmethod
     def of(cls, tensor: DTensor, name: str) -> Self:
-        """Describe a DTensor, without asking another rank.
+        """Describe a DTensor, without contacting another rank.
 
         Args:
             tensor: On any device.
             name: For errors.
 
         Raises:
-            UnstorableTensorError: Its placements can't be stored, or its local tensor can't.
+            UnstorableTensorError: Its placements or its local tensor cannot be stored.
         """
         shape = tuple(tensor.shape)
         mesh = mesh_layout_of(tensor, name)
@@ -80,17 +80,17 @@ class SpreadTensor:
         return spread
 
     def view(self, window: Sequence[Interval], shape: tuple[int, ...]) -> Self:
-        """A rectangle of the source, to be stored under a name of its own.
+        """Return a rectangle of the source, to be stored under a name of its own.
 
         Args:
             window: One interval per dimension of the source.
-            shape: Of what is stored: the rectangle's, maybe without dimensions of one element.
+            shape: Of what is stored: the rectangle's, with or without dimensions of one element.
         """
         return type(self)(shape, self.dtype, self.mesh, self.source_shape, tuple(window), self.coordinate, self.local)
 
     @property
     def stored_box(self) -> Box:
-        """What this rank has, within the rectangle that is stored."""
+        """This rank's box within the rectangle that is stored."""
         if self.coordinate is None:
             return tuple(() for _ in self.stored_sizes)
         box = held_box(self.source_shape, self.mesh, self.coordinate)
@@ -98,27 +98,27 @@ class SpreadTensor:
 
     @property
     def stored_sizes(self) -> tuple[int, ...]:
-        """The shape that boxes and runs refer to: of what is stored, with all dimensions of the source.
+        """The shape that boxes and runs refer to: that of what is stored, with all dimensions of the source.
 
-        Of a scalar that this rank lacks it is (1,), as only a box that has a dimension can be empty.
+        For a scalar that this rank lacks it is (1,), because only a box with a dimension can be empty.
         """
         if self.coordinate is None and not self.source_shape:
             return (1,)
         return window_sizes(self.source_shape, self.window)
 
     def runs(self) -> Runs:
-        """Where the bytes of this rank's part lie among those that are stored."""
+        """Compute the positions of this rank's bytes among those that are stored."""
         return Runs.of_box(self.stored_sizes, self.dtype.itemsize, self.stored_box)
 
     def part(self) -> torch.Tensor:
-        """This rank's part of what is stored: a view of the local tensor. An empty one may have any shape."""
+        """Return this rank's part of what is stored: a view of the local tensor. An empty one may have any shape."""
         if self.window is None or self.coordinate is None or not self.local.numel():
             return self.local
         box = held_box(self.source_shape, self.mesh, self.coordinate)
         return self.local[local_slices(box, self.window)]
 
     def _check(self, name: str) -> None:
-        """Refuse a local tensor that can't be stored, or is not what the placements say."""
+        """Reject a local tensor that cannot be stored, or is not what the placements say."""
         check_storable(name, self.local)
         if self.coordinate is None:
             return
@@ -134,69 +134,69 @@ class SpreadTensor:
 
 
 def window_sizes(source_shape: tuple[int, ...], window: Sequence[Interval] | None) -> tuple[int, ...]:
-    """The shape that boxes and runs of a rectangle refer to; None: the source's own."""
+    """Return the shape that boxes and runs of a rectangle refer to; for None, the source's own."""
     return source_shape if window is None else tuple(stop - start for start, stop in window)
 
 
 def has_spread(tensors: Mapping[str, Any]) -> bool:
-    """Whether any of the values is spread over ranks, and a save must be called by all of them."""
+    """Return whether any of the values is spread over ranks, so that all of them must call a save."""
     return any(isinstance(value, SpreadTensor) or is_dtensor(value) for value in tensors.values())
 
 
 def with_spread_tensors(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Put a `SpreadTensor` into the place of each DTensor; the other values stay.
+    """Return a copy with a `SpreadTensor` for each DTensor; the other values stay.
 
     Args:
         tensors: Not changed.
 
     Raises:
-        UnstorableTensorError: One can't be stored. No other rank was asked.
+        UnstorableTensorError: One cannot be stored. No other rank was contacted.
     """
     refuse_sharded_tensors(tensors)
     return {name: SpreadTensor.of(value, name) if is_dtensor(value) else value for name, value in tensors.items()}
 
 
-# Where the bytes of a box lie in the whole tensor: contiguous runs, found for a range of bytes at a time.
+# A box's bytes in the full tensor: contiguous runs, found for a range of bytes at a time.
 
 
 Positions = NDArray[np.int64]
-"""Of bytes, or numbers of them."""
+"""Byte positions, or numbers of bytes."""
 ByteArray = NDArray[np.uint8]
 """One dimension; contiguous."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Runs:
-    """Contiguous stretches of a tensor's row-major bytes, ascending, and where a local tensor's bytes have them."""
+    """Contiguous ranges of a tensor's row-major bytes, ascending, and their positions in a local tensor's bytes."""
 
     offsets: Positions
-    """Where each begins in the whole tensor, in bytes."""
+    """The start of each in the full tensor, in bytes."""
     lengths: Positions
     """In bytes; none is 0."""
     positions: Positions
-    """Where each begins in the row-major bytes of the local tensor."""
+    """The start of each in the row-major bytes of the local tensor."""
 
     @property
     def total(self) -> int:
-        """Bytes of all."""
+        """The total number of bytes."""
         return int(self.lengths.sum())
 
     @classmethod
     def none(cls) -> Self:
-        """The runs of a rank that has nothing."""
+        """Return the runs of a rank that has nothing."""
         nothing = np.zeros(0, np.int64)
         return cls(nothing, nothing, nothing)
 
     @classmethod
     def of_box(cls, shape: tuple[int, ...], itemsize: int, box: Box) -> Self:
-        """All runs of a box.
+        """Compute all runs of a box.
 
-        A column shard has as many as the tensor has rows: of other ranks' parts ask `BoxRuns` for a range at a time.
+        A column shard has one run per row of the tensor: for other ranks' parts, get a range at a time from `BoxRuns`.
 
         Args:
             shape: Of the whole tensor.
             itemsize: Bytes of an element.
-            box: What a rank holds of it.
+            box: The part of it that a rank has.
 
         Example:
             >>> runs = Runs.of_box((2, 4), 2, (((0, 2),), ((1, 3),)))
@@ -220,7 +220,7 @@ class Runs:
         return cls(offsets, lengths, np.cumsum(lengths) - lengths)
 
     def clip(self, start: int, stop: int) -> Self:
-        """The runs, and parts of runs, that lie from one byte of the whole tensor to another.
+        """Return the runs, and parts of runs, in a range of the full tensor's bytes.
 
         Args:
             start: The first byte.
@@ -237,22 +237,22 @@ class Runs:
 
 @dataclass(frozen=True, slots=True)
 class BoxRuns:
-    """The runs of a box, none of which is kept: of a thousand ranks' parts of a tensor, they would fill gigabytes."""
+    """The runs of a box, none of which is stored: those of a thousand ranks' parts of a tensor would fill gigabytes."""
 
     shape: tuple[int, ...]
     """Of the whole tensor."""
     itemsize: int
     """Bytes of an element."""
     box: Box
-    """What a rank holds of it."""
+    """The part of it that a rank has."""
 
     @property
     def total(self) -> int:
-        """Bytes of all."""
+        """The total number of bytes."""
         return box_elements(self.box) * self.itemsize
 
     def clip(self, start: int, stop: int) -> Runs:
-        """What `Runs.clip` gives, in a time that depends on the range alone.
+        """Return what `Runs.clip` returns, in a time that depends on the range alone.
 
         Args:
             start: The first byte of the whole tensor.
@@ -266,9 +266,9 @@ class BoxRuns:
         return Runs(runs.offsets, runs.lengths, runs.positions + passed).clip(start, stop)
 
     def _narrowed(self, start: int, stop: int) -> tuple[Box, int]:
-        """The rows of the box that a range touches, and the bytes of the local tensor before them.
+        """Return the rows of the box that a range touches, and the number of the local tensor's bytes before them.
 
-        Where the range lies in one row of the first dimension, it is narrowed in the next one, too.
+        If the range is within one row of the first dimension, the box is narrowed in the next one, too.
         """
         box = list(self.box)
         sizes = box_shape(self.box)
@@ -293,13 +293,13 @@ def _within(intervals: tuple[Interval, ...], first: int, last: int) -> tuple[Int
 
 
 def gather_into(target: ByteArray, source: ByteArray, starts: Positions, lengths: Positions) -> None:
-    """Copy stretches of bytes to the beginning of a target, one after another.
+    """Copy byte ranges to the beginning of a target, one after another.
 
     Args:
-        target: At least as long as the stretches together; changed.
+        target: At least as long as the ranges together; changed.
         source: The bytes.
-        starts: Where the stretches begin in the source.
-        lengths: Of the stretches.
+        starts: The starts of the ranges in the source.
+        lengths: Of the ranges.
     """
     for begin, end, done in _regular(starts, lengths):
         rows = _rows(source, starts, lengths, begin, end)
@@ -307,13 +307,13 @@ def gather_into(target: ByteArray, source: ByteArray, starts: Positions, lengths
 
 
 def scatter_into(target: ByteArray, starts: Positions, lengths: Positions, source: ByteArray) -> None:
-    """Copy bytes that come one after another to stretches of a target: the inverse of `gather_into`.
+    """Copy consecutive bytes to ranges of a target: the inverse of `gather_into`.
 
     Args:
         target: Changed.
-        starts: Where the stretches begin in the target.
-        lengths: Of the stretches.
-        source: At least as long as the stretches together.
+        starts: The starts of the ranges in the target.
+        lengths: Of the ranges.
+        source: At least as long as the ranges together.
     """
     for begin, end, done in _regular(starts, lengths):
         rows = _rows(target, starts, lengths, begin, end)
@@ -321,10 +321,10 @@ def scatter_into(target: ByteArray, starts: Positions, lengths: Positions, sourc
 
 
 def _regular(starts: Positions, lengths: Positions) -> Iterator[tuple[int, int, int]]:
-    """Group stretches that are equally long and equally far apart: numpy copies such a group at once.
+    """Group ranges that are equally long and equally far apart: numpy copies such a group at once.
 
     Yields:
-        The first one's number, the number after the last one's, and the bytes of all stretches before.
+        The first one's number, the number after the last one's, and the bytes of all ranges before.
     """
     count = len(starts)
     if not count:
@@ -332,7 +332,7 @@ def _regular(starts: Positions, lengths: Positions) -> Iterator[tuple[int, int, 
     before = (np.cumsum(lengths) - lengths).tolist()
     is_alike = (lengths[2:] == lengths[1:-1]) & (lengths[1:-1] == lengths[:-2]) & (np.diff(starts, 2) == 0)
     begin = 0
-    for end in [*(np.flatnonzero(~is_alike) + 2).tolist(), count]:  # numbers of those unlike the two before them
+    for end in [*(np.flatnonzero(~is_alike) + 2).tolist(), count]:  # numbers of the ranges unlike the two before them
         while end - begin > (0 if end == count else 1):
             group_end = end if end - begin > 2 else begin + 1
             yield begin, group_end, before[begin]
@@ -340,7 +340,7 @@ def _regular(starts: Positions, lengths: Positions) -> Iterator[tuple[int, int, 
 
 
 def _rows(memory: ByteArray, starts: Positions, lengths: Positions, begin: int, end: int) -> ByteArray:
-    """A group of stretches as the rows of a matrix, which is a view of the memory."""
+    """Return a group of ranges as the rows of a matrix, which is a view of the memory."""
     start = int(starts[begin])
     length = int(lengths[begin])
     if end - begin == 1:

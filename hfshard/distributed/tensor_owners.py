@@ -1,4 +1,4 @@
-"""What each rank has of every tensor, from what all say of theirs; and which rank writes which file."""
+"""Each rank's part of every tensor, merged from the listings of all; and the rank that writes each file."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ from hfshard.saving.save_request import SaveRequest
 from hfshard.tensors.stored_tensor import TensorLayout, TensorLike, check_storable, tensor_layout
 
 HeldTensor = TensorLike | SpreadTensor
-"""What a rank has for one name: all of a tensor, or a part."""
+"""A rank's value for one name: a complete tensor, or a part of one."""
 
 
 class TensorEntry(NamedTuple):
-    """One tensor of a rank. It is the same on all ranks that hold parts of the tensor in the same way."""
+    """One tensor of a rank. The entry is the same on all ranks that have parts of the tensor in the same way."""
 
     layout: TensorLayout
     """Of what is stored."""
     itemsize: int
     """Bytes of an element."""
     source_shape: tuple[int, ...]
-    """Of the whole tensor that the ranks hold."""
+    """Of the full tensor that the ranks have."""
     window: tuple[Interval, ...] | None
     """The rectangle of it that is stored; None: all."""
     mesh: int | None
-    """Number of the mesh over which it is spread, among the rank's meshes; None: the rank has all of it."""
+    """Number, among the rank's meshes, of the mesh over which it is spread; None: the rank has all of it."""
     placements: tuple[Placement, ...]
 
     @classmethod
     def from_json(cls, value: list[Any]) -> Self:
-        """Parse what JSON made of an entry."""
+        """Parse an entry from its JSON value."""
         layout, itemsize, source_shape, window, mesh, placements = value
         dtype, shape, nbytes, complex_as_real = layout
         return cls(
@@ -69,16 +69,16 @@ class Mesh(NamedTuple):
     ranks: tuple[int, ...]
 
     def layout(self, placements: tuple[Placement, ...]) -> MeshLayout:
-        """How a tensor with these placements is spread over it."""
+        """Describe how a tensor with these placements is spread over it."""
         return MeshLayout(self.shape, self.ranks, placements)
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """The tensors of one rank, and what its request says of their names."""
+    """The tensors of one rank, and what its request states about their names."""
 
     entries: dict[str, TensorEntry]
-    """In the order in which they are stored."""
+    """In the order in which the tensors are stored."""
     tied_names: dict[str, str]
     undeclared_ties: tuple[str, ...]
     separate_names: tuple[str, ...]
@@ -90,7 +90,7 @@ class Listing:
 
     @classmethod
     def from_json(cls, raw: bytes) -> Self:
-        """Decode what another rank has told."""
+        """Decode another rank's listing."""
         entries, tied_names, undeclared_ties, separate_names = json.loads(raw)
         parsed = {name: TensorEntry.from_json(value) for name, value in entries}
         return cls(parsed, tied_names, tuple(undeclared_ties), tuple(separate_names))
@@ -98,7 +98,7 @@ class Listing:
 
 @dataclass(frozen=True, slots=True)
 class RankGroup:
-    """Ranks whose listings are the same, and whose meshes are."""
+    """Ranks with the same listing and the same meshes."""
 
     ranks: tuple[int, ...]
     digest: str
@@ -107,7 +107,7 @@ class RankGroup:
 
     @classmethod
     def from_json(cls, value: list[Any]) -> Self:
-        """Parse what JSON made of a group."""
+        """Parse a group from its JSON value."""
         ranks, digest, meshes = value
         return cls(tuple(ranks), digest, tuple(Mesh(tuple(shape), tuple(inside)) for shape, inside in meshes))
 
@@ -116,14 +116,14 @@ def list_tensors(request: SaveRequest, tensors: Mapping[str, HeldTensor]) -> tup
     """Describe the tensors of this rank.
 
     Args:
-        request: What it says of the names.
+        request: Its ties and separate names are listed.
         tensors: To be stored, by name.
 
     Returns:
         The listing, and the meshes that its entries number.
 
     Raises:
-        UnstorableTensorError: The format can't store one.
+        UnstorableTensorError: The format cannot store one.
     """
     numbers: dict[Mesh, int] = {}
     entries = {name: _entry(name, tensor, numbers) for name, tensor in tensors.items()}
@@ -150,21 +150,21 @@ def _entry(name: str, tensor: HeldTensor, numbers: dict[Mesh, int]) -> TensorEnt
 
 
 def digest_of(listing_json: bytes) -> str:
-    """What tells two listings apart."""
+    """Compute the digest that distinguishes two listings."""
     return sha256_of(listing_json)
 
 
-# Which ranks hold which bytes of every tensor, found from what all ranks say of theirs.
+# Parts: the bytes of every tensor that each rank has, merged from the listings of all ranks.
 
 
 _Way = tuple[str, int]
-"""How some ranks spread a tensor: the digest of their listing, and the number of a mesh in it."""
+"""The spread of a tensor over some ranks: the digest of their listing, and the number of a mesh in it."""
 _Source = tuple[tuple[int, ...], int, tuple[Interval, ...] | None, tuple[Placement, ...]]
-"""What a tensor is stored from: the source's shape, bytes of an element, the rectangle, placements."""
+"""The source of a stored tensor: its shape, the bytes of an element, the rectangle, and the placements."""
 
 
 class Part(NamedTuple):
-    """Some of a tensor's bytes, and the ranks that have all of them."""
+    """Some of a tensor's bytes, and the ranks each of which has all of them."""
 
     ranks: tuple[int, ...]
     runs: BoxRuns
@@ -186,32 +186,32 @@ class Parts:
         return iter(self._parts)
 
     def between(self, start: int, stop: int) -> Sequence[int]:
-        """The numbers of those that may have bytes in a range."""
+        """List the numbers of the parts that may have bytes in a range."""
         if self._is_ascending:
             return range(bisect_right(self._stops, start), bisect_left(self._starts, stop))
         bounds = zip(self._starts, self._stops, strict=True)
         return [number for number, (first, last) in enumerate(bounds) if first < stop and last > start]
 
     def count_between(self, number: int, start: int, stop: int) -> int:
-        """About how many bytes a part has in a range: of one with gaps, its share of the bytes."""
+        """Estimate the bytes that a part has in a range; a part with gaps counts by its density."""
         first = self._starts[number]
         last = self._stops[number]
         overlap = min(last, stop) - max(first, start)
         return overlap * self._totals[number] // (last - first)
 
     def number_of(self, rank: int) -> int | None:
-        """The number of the part that a rank has; None: it has none."""
+        """Return the number of the part that a rank has; None: it has none."""
         return self._by_rank.get(rank)
 
     def clip(self, number: int, start: int, stop: int) -> Runs | None:
-        """The runs of a part in a range of the tensor's bytes; None: there are none."""
+        """Return the runs of a part in a range of the tensor's bytes; None: there are none."""
         if self._starts[number] >= stop or self._stops[number] <= start:
             return None
         runs = self._parts[number].runs.clip(start, stop)
         return runs if len(runs.offsets) else None
 
     def source(self, number: int, owner: int) -> int:
-        """The rank that gives a part to the owner of a file: itself, if it has it; else each owner asks another one."""
+        """Return the rank that sends a part to a file's owner: itself if it has it, else one that differs per owner."""
         ranks = self._parts[number].ranks
         return owner if self._by_rank.get(owner) == number else ranks[(owner + number) % len(ranks)]
 
@@ -221,7 +221,7 @@ class Holders:
 
     Attributes:
         layouts: Name -> how the tensor is stored, in the order in which names are stored.
-        tied_names, undeclared_ties, separate_names: As in `SaveRequest`, of all ranks together.
+        tied_names, undeclared_ties, separate_names: As in `SaveRequest`, for all ranks together.
     """
 
     def __init__(
@@ -242,7 +242,7 @@ class Holders:
     def unite(
         cls, groups: Sequence[RankGroup], listings: Mapping[str, Listing], name_order: Sequence[str] = ()
     ) -> Self:
-        """Unite what the ranks say: names are stored in rank order.
+        """Merge the ranks' listings; names are stored in rank order.
 
         Args:
             groups: Every rank is in one.
@@ -250,7 +250,7 @@ class Holders:
             name_order: Names that come first, in this order.
 
         Raises:
-            InvalidArgumentError: Ranks disagree about a tensor, or have not all of it.
+            InvalidArgumentError: Ranks disagree about a tensor, or do not have all of it.
         """
         groups = sorted(groups, key=lambda group: group.ranks[0])
         first_group: dict[str, RankGroup] = {}
@@ -286,7 +286,7 @@ class Holders:
         )
 
     def parts_of(self, name: str) -> Parts:
-        """The parts of a tensor."""
+        """Return the parts of a tensor."""
         return self._parts[name]
 
 
@@ -308,7 +308,7 @@ def _in_words(entry: TensorEntry) -> str:
 
 
 def _united_ties(listings: Sequence[Listing], stored: Mapping[str, TensorEntry]) -> dict[str, str]:
-    """The ties of all ranks; a name that some rank stores, and another one ties, is an error."""
+    """Merge the ties of all ranks; reject a name that one rank stores and another one ties."""
     ties: dict[str, str] = {}
     for listing in listings:
         for name, kept in listing.tied_names.items():
@@ -322,7 +322,7 @@ def _united_ties(listings: Sequence[Listing], stored: Mapping[str, TensorEntry])
 
 
 class _PartsFinder:
-    """Finds the parts of tensors: once for all that are spread alike, which are a few dozen, or as many as experts."""
+    """Finder of tensors' parts, once for all tensors that are spread alike: a few dozen kinds, or one per expert."""
 
     def __init__(self, groups: Sequence[RankGroup]) -> None:
         self._groups = groups
@@ -330,17 +330,17 @@ class _PartsFinder:
         self._spread: dict[tuple[_Source, tuple[_Way, ...]], Parts | None] = {}
 
     def whole(self, nbytes: int, rank: int) -> Parts:
-        """The parts of a tensor that a rank has all of."""
+        """Return the parts of a tensor of which one rank has everything."""
         if (nbytes, rank) not in self._whole:
             runs = BoxRuns((nbytes,), 1, whole_box((nbytes,)))
             self._whole[nbytes, rank] = Parts([Part((rank,), runs)] if nbytes else [])
         return self._whole[nbytes, rank]
 
     def spread(self, name: str, entry: TensorEntry, ways: tuple[_Way, ...]) -> Parts:
-        """The parts of a tensor that is spread over the meshes of these listings.
+        """Find the parts of a tensor that is spread over the meshes of these listings.
 
         Raises:
-            InvalidArgumentError: They don't cover it exactly.
+            InvalidArgumentError: They do not cover it exactly.
         """
         source = entry.source_shape, entry.itemsize, entry.window, entry.placements
         if (source, ways) not in self._spread:
@@ -363,12 +363,12 @@ class _PartsFinder:
         return found
 
     def _those_who_list(self, ways: tuple[_Way, ...]) -> set[int]:
-        """The ranks that have the names of these listings: a mesh may have more, under other names."""
+        """Return the ranks that have these listings: a mesh may have more ranks, with other names."""
         digests = {digest for digest, _ in ways}
         return {rank for group in self._groups if group.digest in digests for rank in group.ranks}
 
     def _layouts_of(self, entry: TensorEntry, ways: tuple[_Way, ...]) -> list[MeshLayout]:
-        """How the ranks of these listings have a tensor, each way once."""
+        """List the distinct layouts of a tensor on the ranks of these listings."""
         found = {
             group.meshes[mesh].layout(entry.placements)
             for digest, mesh in ways
@@ -379,7 +379,7 @@ class _PartsFinder:
 
 
 def _spread_parts(source: _Source, layouts: Sequence[MeshLayout]) -> Parts | None:
-    """The parts of a tensor that is spread over meshes; None where they don't cover it exactly."""
+    """Find the parts of a tensor that is spread over meshes; None if they do not cover it exactly."""
     source_shape, itemsize, window, _ = source
     sizes = window_sizes(source_shape, window)
     ranks_of: dict[Box, set[int]] = {}
@@ -396,9 +396,9 @@ def _spread_parts(source: _Source, layouts: Sequence[MeshLayout]) -> Parts | Non
 def _boxes_within(
     boxes: Mapping[Box, tuple[int, ...]], window: Sequence[Interval]
 ) -> Iterator[tuple[Box, tuple[int, ...]]]:
-    """The boxes that have elements in a rectangle, clipped, with their ranks: `clip_box` for a thousand of them.
+    """Clip boxes to a rectangle and yield the non-empty ones, with their ranks: a `clip_box` for a thousand of them.
 
-    A box is a combination of what each dimension is cut into, which is little: so each dimension is clipped first.
+    A box is a combination of the few cuts of each dimension, so each dimension is clipped first.
     """
     clipped = [
         {cut: clip_box((cut,), (interval,))[0] for cut in {box[dim] for box in boxes}}
@@ -411,7 +411,7 @@ def _boxes_within(
 
 
 def _covers(sizes: tuple[int, ...], boxes: Sequence[Box]) -> bool:
-    """Whether the boxes have every element once: they are all combinations of what each dimension is cut into."""
+    """Return whether the boxes contain every element once: then they are all combinations of each dimension's cuts."""
     if not prod(sizes):
         return not boxes
     cuts = [{box[dim] for box in boxes} for dim in range(len(sizes))]
@@ -430,7 +430,7 @@ def _covers_dimension(size: int, cuts: Iterable[tuple[Interval, ...]]) -> bool:
 
 
 def _bounds(runs: BoxRuns) -> tuple[int, int]:
-    """The first byte that a part has, and the one after the last."""
+    """Return the first byte that a part has, and the one after the last."""
     first = last = 0
     stride = runs.itemsize
     for dim in range(len(runs.shape) - 1, -1, -1):
@@ -440,20 +440,20 @@ def _bounds(runs: BoxRuns) -> tuple[int, int]:
     return first, last + runs.itemsize
 
 
-# Which rank writes which file.
+# The owner of each file: the rank that writes it.
 
 
 def assign_owners(file_bytes: Sequence[int], ranks: Sequence[int]) -> list[int]:
-    """Give each file to one rank: the largest first, always to the rank that has the least to write so far.
+    """Assign each file to one rank: the largest first, always to the rank with the least to write so far.
 
-    Where there are fewer files than ranks, the owners are spread over them: neighbours share a machine and its network.
+    If there are fewer files than ranks, the owners are spread out, because neighbors share a machine and its network.
 
     Args:
         file_bytes: The size of each file.
-        ranks: Those that may write.
+        ranks: The ranks that may write.
 
     Returns:
-        The rank of each file. It depends on the arguments alone, so that all ranks find the same.
+        The rank of each file. It depends on the arguments alone, so that all ranks compute the same.
 
     Example:
         >>> assign_owners([5, 9, 4], [0, 1])

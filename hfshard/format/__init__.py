@@ -1,1 +1,1 @@
-"""What is written: headers, indexes, names, digests."""
+"""The checkpoint format: headers, indexes, names, digests."""

@@ -13,25 +13,25 @@ from hfshard.errors import InvalidArgumentError
 
 Checksum = Literal["sha256", "xxh3"]
 Verify = Literal["none", "structure", "full", "sha256"]
-"""What is checked before any tensor is returned."""
+"""The checks before any tensor is returned."""
 
 
 class Hasher(Protocol):
-    """What hashlib's and xxhash's objects have in common."""
+    """The common interface of hashlib's and xxhash's objects."""
 
     def update(self, data: Any, /) -> None:
-        """Take in more bytes."""
+        """Hash more bytes."""
 
     def hexdigest(self) -> str:
-        """The digest of what was taken in, in lower-case hex."""
+        """Return the digest of the bytes so far, in lower-case hex."""
 
 
 HASHERS: Final[dict[str, Callable[[], Hasher]]] = {"sha256": hashlib.sha256, "xxh3": xxhash.xxh3_128}
-"""sha256 is what the Hub uses, and anybody can check it; xxh3 is as fast as memory."""
+"""Kind of checksum -> hasher. The Hub uses sha256, which any tool can check; xxh3 is as fast as memory."""
 
 
 def check_checksum(checksum: str | None) -> None:
-    """Refuse an unknown kind of checksum.
+    """Reject an unknown kind of checksum.
 
     Raises:
         InvalidArgumentError: It is neither None nor a key of `HASHERS`.
@@ -41,7 +41,7 @@ def check_checksum(checksum: str | None) -> None:
 
 
 def check_verify_level(verify: str) -> None:
-    """Refuse an unknown value of `verify`.
+    """Reject an unknown value of `verify`.
 
     Raises:
         InvalidArgumentError: It is not one of `Verify`.
@@ -61,7 +61,7 @@ def tensor_hasher() -> Hasher:
 
 
 def tensor_digest(blocks: Iterable[Any]) -> str:
-    """The digest of one tensor's bytes, which tells whether this tensor of a damaged file is damaged."""
+    """Compute the digest of one tensor's bytes, which shows whether this tensor of a damaged file is damaged."""
     hasher = tensor_hasher()
     for block in blocks:
         hasher.update(block)
@@ -69,7 +69,7 @@ def tensor_digest(blocks: Iterable[Any]) -> str:
 
 
 def small_tensor_digest(raw: bytes) -> str:
-    """`tensor_digest` of a tensor whose bytes are all at hand, in a third of the time."""
+    """Compute `tensor_digest` of bytes in memory, in a third of the time."""
     return xxhash.xxh3_64_hexdigest(raw)
 
 
@@ -78,31 +78,31 @@ TENSOR_DIGEST_HEX: Final = 16
 
 
 def fingerprint_positions(count: int) -> Sequence[int]:
-    """The positions of the tensors that go into the fingerprint: all, or 1,024 evenly chosen ones."""
+    """Return the positions of the tensors that go into the fingerprint: all, or 1,024 evenly chosen ones."""
     if count <= FINGERPRINT_TENSORS:
         return range(count)
     return [position * count // FINGERPRINT_TENSORS for position in range(FINGERPRINT_TENSORS)]
 
 
 def md5_of(raw: bytes) -> str:
-    """Return the MD5 in hex, which S3 and GCS make the ETag of an object that was put whole."""
+    """Return the MD5 in hex, which S3 and GCS use as the ETag of an object that was put in one request."""
     return hashlib.md5(raw, usedforsecurity=False).hexdigest()
 
 
 def sha256_of(raw: bytes) -> str:
-    """The sha256 of a small file's bytes, in hex."""
+    """Return the sha256 of a small file's bytes, in hex."""
     return hashlib.sha256(raw).hexdigest()
 
 
 def zeroed(header: bytes, digests: Sequence[tuple[str, str]]) -> bytes:
-    """Replace the digests in a single file's header by zeros: these bytes are hashed for the digests.
+    """Replace the digests in a single file's header by zeros: the digests are computed over these bytes.
 
     Args:
         header: Everything before the data.
         digests: (key, hex digest) as the file states them.
 
     Returns:
-        The header to hash. A digest that does not occur in it changes nothing.
+        The header to hash. A digest that does not occur in it has no effect.
     """
     for name, digest in digests:
         stated = f'\\"{name}\\":\\"{digest}\\"'.encode()

@@ -1,4 +1,4 @@
-"""The names of a checkpoint's files: weights, shards, indexes, variants, and temporary names of a commit."""
+"""Names of a checkpoint's files: weights, shards, indexes, variants, and temporary names of a commit."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from hfshard.constants import BIN_SUFFIX, INDEX_SUFFIX, SAFETENSORS_SUFFIX
 from hfshard.errors import InvalidArgumentError, UnsafePathError
 
 INDEX_FILE: Final = re.compile(r".+\.(?:safetensors|bin)\.index(?:\.[^/]+)?(?<!\d{8}-[0-9a-f]{16})\.json")
-"""Matches the name of an index, of any checkpoint; not that of a save's own index in a store."""
+"""Pattern of the name of any checkpoint's index, but not of a save's own index in a store."""
 
 _OF_SAVE: Final = r"-\d{8,15}-[0-9a-f]{16}"
-"""The number and the id of a save, in the names of its objects in a store, and of files that were synced from one."""
+"""The number and id of a save, in the names of its objects in a store, and of files that were synced from one."""
 
 _BIN_INDEX: Final = re.compile(r"[^.]+\.bin\.index\.")
 
@@ -20,10 +20,10 @@ MODEL_BASE: Final = "model"
 """The beginning of the names of a model's files; config.json refers to these only."""
 
 _NO_NAMES: Final = frozenset(("", ".", ".."))
-"""Parts of a path that are no names."""
+"""Parts of a path that are not names."""
 
 _LONGEST_VARIANT: Final = 150
-"""Characters: with all that is put around it, a file's name has at most 255."""
+"""Characters: with everything around it, a file's name has at most 255."""
 _VARIANT = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9_.-]{{0,{_LONGEST_VARIANT - 1}}}")
 
 
@@ -42,7 +42,7 @@ class WeightNames:
         self.single = f"{self.stem}{SAFETENSORS_SUFFIX}"
         self.index = f"{base}{SAFETENSORS_SUFFIX}.index{infix}.json"
         self.hub_index = f"{self.stem}{SAFETENSORS_SUFFIX}{INDEX_SUFFIX}"
-        """How huggingface_hub calls it, which puts a variant elsewhere; only read, never written."""
+        """The index's name by huggingface_hub, which places a variant elsewhere; only read, never written."""
         self.bin_single = f"pytorch_{base}{infix}{BIN_SUFFIX}"
         self.bin_index = f"pytorch_{base}{BIN_SUFFIX}.index{infix}.json"
         self.placeholder = f"{self.stem}-hfshard-placeholder{SAFETENSORS_SUFFIX}"
@@ -55,49 +55,49 @@ class WeightNames:
         self._transient = re.compile(rf"{stem}-hfshard-(?:placeholder|[0-9a-f]{{16}})\.safetensors(?:\.index\.json)?")
 
     def shard(self, number: int, count: int) -> str:
-        """The name of shard `number` (from 1) of `count`."""
+        """Return the name of shard `number` (from 1) of `count`."""
         return f"{self.stem}-{number:05d}-of-{count:05d}{SAFETENSORS_SUFFIX}"
 
     def shards(self, count: int) -> list[str]:
-        """The names of all `count` shards, in order."""
+        """Return the names of all `count` shards, in order."""
         return [self.shard(number, count) for number in range(1, count + 1)]
 
     def unique_single(self, digest: str) -> str:
-        """A temporary name for one file of weights during a commit; `digest` is hex that depends on its content."""
+        """Return a temporary name for one file of weights during a commit; `digest` is hex, from its content."""
         return f"{self.stem}-hfshard-{digest[:16]}{SAFETENSORS_SUFFIX}"
 
     def unique_index(self, digest: str) -> str:
-        """A temporary name for an index during a commit; `digest` is hex that depends on its content."""
+        """Return a temporary name for an index during a commit; `digest` is hex, from its content."""
         return f"{self.unique_single(digest)}{INDEX_SUFFIX}"
 
     def is_shard(self, name: str) -> bool:
-        """Whether a file has the name of a shard of this checkpoint, with or without number and id of a save."""
+        """Return whether a file is named like a shard of this checkpoint, with or without a save's number and id."""
         return self._shard.fullmatch(name) is not None
 
     def is_renamed_shard(self, name: str) -> bool:
-        """Whether a file has a name that only hfshard gives, to an old shard while others take its place."""
+        """Return whether a file has a name that only hfshard gives: to an old shard while it is being replaced."""
         return self._renamed_shard.fullmatch(name) is not None
 
     def is_stored_index(self, name: str) -> bool:
-        """Whether a file has the name of a save's own index in a store, from where it may have been synced."""
+        """Return whether a file is named like a save's own index in a store, from which it may have been synced."""
         return self._stored_index.fullmatch(name) is not None
 
     def is_stock_shard(self, name: str) -> bool:
-        """Whether a file has a name that transformers' own save gives to a shard, and removes when it saves again."""
+        """Return whether a file has a shard name of transformers' own save, which removes it when it saves again."""
         match = self._stock_shard.fullmatch(name)
         return match is not None and 1 <= int(match.group(1)) <= int(match.group(2))
 
     def is_bin_shard(self, name: str) -> bool:
-        """Whether a file has the name of a shard of the pickled weights."""
+        """Return whether a file is named like a shard of the pickled weights."""
         return self._bin_shard.fullmatch(name) is not None
 
     def is_transient(self, name: str) -> bool:
-        """Whether a file has a temporary name, which exists only during a commit."""
+        """Return whether a file has a temporary name, which exists only during a commit."""
         return self._transient.fullmatch(name) is not None
 
 
 def suffix_of_shards(index_name: str) -> str:
-    """What the shards of an index end in: ".bin" for `pytorch_model.bin.index.json`, else ".safetensors"."""
+    """Return the suffix of an index's shards: ".bin" for `pytorch_model.bin.index.json`, else ".safetensors"."""
     return BIN_SUFFIX if _BIN_INDEX.match(index_name) else SAFETENSORS_SUFFIX
 
 
@@ -120,6 +120,6 @@ def check_file_name(name: object, *, index_path: str, suffix: str) -> str:
 
 
 def stays_inside(name: str) -> bool:
-    """Whether a name is that of a file inside the checkpoint's directory, on every system."""
-    # On Windows a backslash ends a folder, and a colon a drive; what begins with "/" has an empty part.
+    """Return whether a name stays inside the checkpoint's directory, on every system."""
+    # On Windows a backslash ends a folder, and a colon a drive; a name that begins with "/" has an empty part.
     return "\\" not in name and ":" not in name and _NO_NAMES.isdisjoint(name.split("/")) and name.isprintable()

@@ -1,4 +1,4 @@
-"""The header of a safetensors file: which tensor lies at which bytes, built and read without trust."""
+"""The header of a safetensors file, which maps tensors to byte ranges: building, and parsing of untrusted ones."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from hfshard.format.strict_json import parse_json_object, without_padding
 from hfshard.tensors.stored_tensor import DTYPE_BITS
 
 LENGTH_BYTES = 8
-"""A safetensors file begins with the header's length, a little-endian u64."""
+"""Bytes of the header's length, a little-endian u64 at the beginning of a safetensors file."""
 
 _LARGEST_SIZE = 2**63 - 1
 
 _encoded: Final = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 _MIN_COMPACT_BYTES: Final = 1024
-"""Headers of fewer tensors than fit into this are read at once: to look at their form would cost more."""
+"""Shorter headers are parsed directly: trying the compact form first would cost more."""
 
 _FIELDS: Final = frozenset(("dtype", "shape", "data_offsets"))
 """Keys of a tensor's entry."""
@@ -33,14 +33,14 @@ _ENTRY: Final = re.compile(
     r'"([^"\\\x00-\x1f]*)":\{("dtype":"[A-Z0-9_]+","shape":\[[0-9,]*\]),'
     r'"data_offsets":\[(0|[1-9][0-9]{0,18}),(0|[1-9][0-9]{0,18})\]\},'
 )
-"""A tensor's entry as writers write it, without blanks and escapes; the last one has a brace in place of the comma."""
+"""A tensor's entry as most tools write it, without blanks and escapes; the last one has a brace, not a comma."""
 
 _JUST_INTEGERS: Final = frozenset((int,))
-"""True is an int too, but not a size."""
+"""The only type of a size: a bool is an int too, but not a size."""
 
 
 class TensorInfo(NamedTuple):
-    """Where one tensor lies in a file (a named tuple, as a header of experts has a hundred thousand)."""
+    """The location of one tensor in a file (a named tuple for speed: a header of experts has a hundred thousand)."""
 
     name: str
     dtype: str
@@ -59,7 +59,7 @@ class TensorInfo(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a file says about its tensors, checked."""
+    """The checked contents of a file's header."""
 
     tensors: dict[str, TensorInfo]
     """In the order of their bytes."""
@@ -82,8 +82,8 @@ def build_header(tensors: Iterable[tuple[str, str, Sequence[int], int]], metadat
 
 
 def header_entries(tensors: Iterable[tuple[str, str, Sequence[int], int]]) -> bytes:
-    """Build what the head of a file says of its tensors (as for `build_header`), each entry after a comma."""
-    # The text that `json.dumps` would make of a dict of dicts, in a tenth of the time.
+    """Build the entries in the head of a file, each after a comma, from (name, dtype name, shape, bytes)."""
+    # The text that `json.dumps` would create from a dict of dicts, in a tenth of the time.
     forms: dict[tuple[str, tuple[int, ...]], str] = {}  # a model has few dtypes and shapes
     entries = []
     offset = 0
@@ -100,7 +100,11 @@ def header_entries(tensors: Iterable[tuple[str, str, Sequence[int], int]]) -> by
 
 
 def header_of_entries(entries: bytes, metadata: Mapping[str, str]) -> bytes:
-    """Build the head of a file from its tensors' entries (arguments and errors as for `build_header`)."""
+    """Build the head of a file from its tensors' entries and its `__metadata__`.
+
+    Raises:
+        UnstorableTensorError: The header would be larger than the safetensors library reads.
+    """
     body = f'{{"__metadata__":{_encoded(dict(metadata))}'.encode() + entries + b"}"
     padded = -(LENGTH_BYTES + len(body)) % DATA_ALIGNMENT + len(body)
     if padded > MAX_HEADER_BYTES:
@@ -112,13 +116,13 @@ def header_of_entries(entries: bytes, metadata: Mapping[str, str]) -> bytes:
 
 
 def entry_bytes(name: str, dtype: str, shape: list[int], largest_offset: int) -> int:
-    """The most bytes that a tensor's entry takes in a header whose data end at `largest_offset`, comma included."""
+    """Compute the most bytes of a tensor's entry, comma included, in a header whose data end at `largest_offset`."""
     fixed = len('"":{"dtype":"","shape":[],"data_offsets":[,]},')
     return fixed + name_bytes(name) + len(dtype) + len(",".join(map(str, shape))) + 2 * len(str(largest_offset))
 
 
 def name_bytes(name: str) -> int:
-    """Bytes that a name takes between its quotes."""
+    """Compute the bytes that a name takes between its quotes."""
     if name.isascii() and name.isprintable() and '"' not in name and "\\" not in name:
         return len(name)
     return len(json.dumps(name, ensure_ascii=False).encode("utf-8")) - len('""')
@@ -153,12 +157,12 @@ def parse_header(raw: bytes, file_bytes: int, path: str) -> Header:
 
     Args:
         raw: The header's JSON, without the eight bytes of its length.
-        file_bytes: The whole file's size.
-        path: For messages.
+        file_bytes: The file's size.
+        path: The file, for messages.
 
     Raises:
         DamagedCheckpointError: A field is missing or of the wrong type, a dtype is unknown, data_offsets overlap,
-            leave gaps or do not match dtype and shape, or the file's size is not what they add up to.
+            leave gaps or do not match dtype and shape, or the file's size does not match them.
     """
     with no_collection():
         is_short = raw.rfind(b"}") < _MIN_COMPACT_BYTES
@@ -178,7 +182,7 @@ def parse_header(raw: bytes, file_bytes: int, path: str) -> Header:
 
 
 def _contents(raw: bytes, path: str) -> tuple[dict[str, TensorInfo], dict[str, str]]:
-    """Parse a header of any form: its tensors in the order of their bytes, and its metadata."""
+    """Parse a header in any form; return its tensors in the order of their bytes, and its metadata."""
     entries = _parsed(raw, path)
     metadata = _checked_metadata(entries.pop("__metadata__", {}), path)
     infos = [_tensor_info(name, entry, path) for name, entry in entries.items()]
@@ -206,13 +210,13 @@ def _checked_metadata(metadata: Any, path: str) -> dict[str, str]:
 
 
 def _compact_contents(raw: bytes, path: str) -> tuple[dict[str, TensorInfo], dict[str, str]] | None:
-    """Do what `_contents` does, in a third of the time, for a header in the form that nearly all writers give it.
+    """Do what `_contents` does, in a third of the time, for a header in the form that nearly all tools write.
 
-    The metadata come first, and the tensors in the order of their bytes. A dtype and shape that another tensor had are
-    not looked at again, which is most of the time that is saved.
+    In this form, the metadata come first, and the tensors in the order of their bytes. Most of the time is saved by
+    checking each combination of dtype and shape only once.
 
     Returns:
-        The same; None for a header in any other form, or with anything wrong in it: `_contents` finds out what.
+        The same as `_contents`; None for a header in another form or with an error, which `_contents` reports.
     """
     try:
         text = without_padding(str(raw, "utf-8")).removesuffix("}") + ","
@@ -248,10 +252,10 @@ def _compact_contents(raw: bytes, path: str) -> tuple[dict[str, TensorInfo], dic
 
 
 def _metadata_before(text: str, path: str) -> dict[str, str]:
-    """The `__metadata__` of a header, of which this is what stands before the first tensor.
+    """Parse the `__metadata__` in the part of a header before its first tensor.
 
     Raises:
-        DamagedCheckpointError: It is something else.
+        DamagedCheckpointError: The part is something else.
     """
     if text == "{":
         return {}
@@ -286,7 +290,7 @@ def _tensor_info(name: str, entry: Any, path: str) -> TensorInfo:
 def _are_sizes(values: Any) -> bool:
     return (
         isinstance(values, list)
-        and len(values) <= MAX_DIMENSIONS  # so that their product has a few thousand digits at most
+        and len(values) <= MAX_DIMENSIONS  # so that their product has at most a few thousand digits
         and _JUST_INTEGERS.issuperset(map(type, values))
         and min(values, default=0) >= 0
         and max(values, default=0) <= _LARGEST_SIZE
@@ -294,7 +298,7 @@ def _are_sizes(values: Any) -> bool:
 
 
 def damaged_header(path: str, problem: str, fqn: str | None = None) -> DamagedCheckpointError:
-    """The error for a file whose header is wrong."""
+    """Build the error for a file with a damaged header."""
     return DamagedCheckpointError(
         f"The header of shard '{path}' is damaged: {problem}. {remedy(path)}", path=path, fqn=fqn
     )

@@ -1,4 +1,4 @@
-"""The index of a checkpoint: which file holds which tensor, and how to tell that a file is the one that was saved."""
+"""The index of a checkpoint, which maps tensors to files and records the files' digests."""
 
 from __future__ import annotations
 
@@ -21,56 +21,56 @@ _DIGEST_HEX: Final = {
     "fingerprint": "[0-9a-f]{32}",
     "tensor_digests": "([0-9a-f]{16})*",
 }
-"""Keys of a file's entry that hold digests in hex."""
+"""Keys of a file's entry with digests -> pattern of the hex digits."""
 
 _REMEDY: Final = "Download or save the checkpoint again."
 _COUNTS: Final = ("total_size", "total_parameters")
 _NO_TENSORS: Final = (*_COUNTS, "format")
-"""Keys of metadata that mean something else, whatever their value is."""
+"""Metadata keys that are never names of tensors, whatever their values are."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileDigest:
-    """The size and the digests of one file of a checkpoint, as far as they are known."""
+    """The known size and digests of one file of a checkpoint."""
 
     size: int | None = None
-    """Bytes; None for a file that holds this object itself."""
+    """Bytes; None for the file that contains this object itself."""
     sha256: str | None = None
     xxh3: str | None = None
     """XXH3, 128 bits."""
     fingerprint: str | None = None
     """XXH3 over the header and the first 4 KiB of its tensors."""
     tensor_digests: str | None = None
-    """XXH3 (64 bits, 16 hex digits) of each tensor, in the order of their bytes: they tell which one is damaged."""
+    """XXH3 (64 bits, 16 hex digits) of each tensor, in the order of their bytes, to identify a damaged one."""
     etag: str | None = field(default=None, compare=False, repr=False)
-    """Of a file that was sent to a store, the ETag that it got; recorded elsewhere than the other digests."""
+    """ETag of a file that was sent to a store; recorded in another place than the digests."""
 
     @property
     def is_verifiable(self) -> bool:
-        """Whether a checksum of the whole file is known."""
+        """True if a checksum of the complete file is known."""
         return self.sha256 is not None or self.xxh3 is not None
 
     def split_tensor_digests(self, count: int) -> list[str] | None:
-        """The digest of each of `count` tensors; None where they are unknown, or belong to another number of them."""
+        """Return the digest of each of `count` tensors; None if they are unknown, or for another number of tensors."""
         text = self.tensor_digests
         if text is None or len(text) != TENSOR_DIGEST_HEX * count:
             return None
         return [text[at : at + TENSOR_DIGEST_HEX] for at in range(0, len(text), TENSOR_DIGEST_HEX)]
 
     def as_json(self) -> dict[str, Any]:
-        """The fields that are known."""
+        """Return the known fields."""
         values = {name: getattr(self, name) for name in ("size", *_DIGEST_HEX)}
         return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointIndex:
-    """The contents of `model.safetensors.index.json`, or what a single file says about itself."""
+    """The contents of `model.safetensors.index.json`, or the same data from a single file."""
 
     weight_map: dict[str, str]
     """FQN -> file, for every stored tensor."""
     total_size: int | None = None
-    """Bytes of tensor data; None where an index of another library does not say."""
+    """Bytes of tensor data; None if another library's index does not state it."""
     total_parameters: int | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
     """The rest of the index's metadata, without hfshard's own key."""
@@ -79,12 +79,12 @@ class CheckpointIndex:
     tied_names: dict[str, str] = field(default_factory=dict)
     """Name -> the stored name whose tensor it shares."""
     undeclared_ties: tuple[str, ...] = ()
-    """Tied names that the model's config does not tie by itself."""
+    """Tied names that the model's config does not tie."""
 
     @property
     def is_verifiable(self) -> bool:
-        """Whether every file that holds tensors has a checksum."""
-        # Not only those of the weight_map: a file without tensors (of an empty state dict) has a checksum too.
+        """True if every file of weights has a checksum."""
+        # Not only files in the weight_map: a file without tensors (of an empty state dict) has a checksum too.
         names = set(self.weight_map.values()) | {name for name in self.files if name.endswith(SAFETENSORS_SUFFIX)}
         return bool(names) and all(name in self.files and self.files[name].is_verifiable for name in names)
 
@@ -92,7 +92,7 @@ class CheckpointIndex:
         """Encode the index file; equal contents give equal bytes.
 
         Raises:
-            UnstorableTensorError: It would be larger than hfshard reads.
+            UnstorableTensorError: It would be larger than what hfshard reads.
         """
         metadata: dict[str, Any] = dict(self.metadata)
         if self.total_size is not None:
@@ -114,8 +114,9 @@ class CheckpointIndex:
 
         Args:
             raw: The file's bytes.
-            path: The file, for messages; its name also tells whether its shards are safetensors files or pickles.
-            pass_over: As for `parse_json_object`.
+            path: The file, for messages; its name also determines whether its shards are safetensors files or pickles.
+            pass_over: Gets the error for a key that occurs twice; if it does not raise it, the last one counts. None:
+                the error is raised.
 
         Raises:
             DamagedCheckpointError: It is not an index, or hfshard's part of it is not what hfshard writes.
@@ -153,13 +154,13 @@ class CheckpointIndex:
 
 @dataclass(frozen=True, slots=True)
 class HfshardMetadata:
-    """What hfshard adds to an index or to a single file."""
+    """hfshard's additions to an index or to a single file."""
 
     files: dict[str, FileDigest] = field(default_factory=dict)
     tied_names: dict[str, str] = field(default_factory=dict)
     undeclared_ties: tuple[str, ...] = ()
     digests: FileDigest = FileDigest()
-    """The digests of the single file that holds this."""
+    """The digests of the single file that contains this."""
 
 
 def build_hfshard_metadata(
@@ -177,16 +178,16 @@ def build_hfshard_metadata(
 
 
 def single_file_metadata(ours: Mapping[str, Any], digests: Mapping[str, str]) -> str:
-    """Encode hfshard's part of a single file's `__metadata__`: the file's own digests first, so that they are found."""
+    """Encode hfshard's part of a single file's `__metadata__`, with the file's own digests first, so they are found."""
     return json.dumps({**digests, **ours}, ensure_ascii=False, separators=(",", ":"))
 
 
 def metadata_of_file(metadata: Mapping[str, str], stored_names: Collection[str], path: str) -> HfshardMetadata:
-    """Parse what a file's `__metadata__` says beside what its header does, whoever wrote it.
+    """Parse the `__metadata__` of a file, from hfshard or another program.
 
     Args:
-        metadata: The file's.
-        stored_names: Of its tensors.
+        metadata: The file's `__metadata__`.
+        stored_names: The names of its tensors.
         path: The file, for messages.
 
     Raises:
@@ -198,7 +199,7 @@ def metadata_of_file(metadata: Mapping[str, str], stored_names: Collection[str],
 
 
 def _metadata_of_others(metadata: Mapping[str, Any], stored_names: Collection[str]) -> HfshardMetadata:
-    """Names that share a tensor with a stored one, as huggingface_hub and safetensors note them: as plain entries.
+    """Parse tied names as huggingface_hub and safetensors record them: as plain entries.
 
     Source: huggingface_hub `save_torch_state_dict`, safetensors `save_model`.
     """
@@ -211,7 +212,7 @@ def _metadata_of_others(metadata: Mapping[str, Any], stored_names: Collection[st
 
 
 def parse_single_file_metadata(text: str | None, path: str) -> HfshardMetadata:
-    """Parse what `single_file_metadata` made; empty for a shard ("1") and for a file that hfshard did not write.
+    """Parse the output of `single_file_metadata`; empty for a shard ("1") and for a file not written by hfshard.
 
     Raises:
         DamagedCheckpointError: It is not what hfshard writes.
@@ -223,7 +224,7 @@ def parse_single_file_metadata(text: str | None, path: str) -> HfshardMetadata:
 
 
 def parse_hfshard_metadata(value: Any, path: str) -> HfshardMetadata:
-    """Check hfshard's part of an index or file; empty where there is none.
+    """Parse and check hfshard's part of an index or file; empty if there is none.
 
     Raises:
         DamagedCheckpointError: It is not what this version of hfshard writes.
@@ -273,7 +274,7 @@ def _check_format(value: Any, path: str) -> None:
 
 
 def check_tied_names(tied_names: Mapping[str, str], stored_names: Mapping[str, Any], path: str) -> None:
-    """Refuse tied names that are stored themselves, or whose tensor no file holds.
+    """Reject tied names that are stored themselves, or whose tensor is in no file.
 
     Raises:
         DamagedCheckpointError: There is such a name.
@@ -295,7 +296,7 @@ def _check_hfshard_metadata(ours: HfshardMetadata, weight_map: Mapping[str, str]
 
 
 def parse_file_digest(value: Any, name: str, path: str) -> FileDigest:
-    """Check the digests of a file.
+    """Parse and check the digests of a file.
 
     Raises:
         DamagedCheckpointError: They are not what `FileDigest.as_json` returns.
@@ -332,10 +333,10 @@ def _damaged(path: str, problem: str) -> DamagedCheckpointError:
     return DamagedCheckpointError(f"Index '{path}' is damaged: {problem}. {_REMEDY}", path=path)
 
 
-# Insert and remove the extra key of config.json by which one rename switches config and weights together.
+# The extra key of config.json with which one rename switches config and weights together.
 #
-# It is inserted as a line of its own after the opening brace, so that removing it restores the bytes that were saved,
-# and their checksum holds during a commit and after one that was killed.
+# It is inserted as a separate line after the opening brace, so that removing it restores the saved bytes, and their
+# checksum holds during a commit and after one that was killed.
 
 
 _LINE = re.compile(
@@ -343,7 +344,7 @@ _LINE = re.compile(
 )
 
 _MARK = re.compile(rb"[ \t]{64}\n\Z")
-"""The line of `with_mark`."""
+"""Pattern of the line that `with_mark` appends."""
 
 
 def with_weights_override(config: bytes, weights: str) -> bytes:
@@ -355,7 +356,7 @@ def with_weights_override(config: bytes, weights: str) -> bytes:
 
 
 def without_weights_override(config: bytes) -> bytes:
-    """Remove the key: gives the bytes that were saved if a commit of hfshard inserted it."""
+    """Remove the key; this restores the saved bytes if a commit of hfshard inserted it."""
     if (line := _LINE.match(config)) is not None:
         return b"{" + config[line.end() :]
     value = json.loads(config)
@@ -363,18 +364,18 @@ def without_weights_override(config: bytes) -> bytes:
 
 
 def as_saved(config: bytes) -> bytes:
-    """The bytes of a config.json as they were saved: without a key or a mark that a commit of hfshard inserted."""
+    """Return the bytes of a config.json as it was saved, without a key or mark that a commit of hfshard inserted."""
     config = without_mark(config)
     return without_weights_override(config) if _LINE.match(config) is not None else config
 
 
 def without_mark(config: bytes) -> bytes:
-    """Remove the line of `with_mark`, if there is one."""
+    """Remove the line that `with_mark` appends, if there is one."""
     return _MARK.sub(b"", config)
 
 
 def mark_of(config: bytes) -> str | None:
-    """The 16 hex digits of the line of `with_mark`; None where there is none."""
+    """Return the 16 hex digits that `with_mark` appended; None if there are none."""
     match = _MARK.search(config)
     if match is None:
         return None
@@ -383,6 +384,6 @@ def mark_of(config: bytes) -> str | None:
 
 
 def with_mark(config: bytes, digits: str) -> bytes:
-    """Append a line of blanks and tabs that stand for 16 hex digits: JSON that says the same, in other bytes."""
+    """Append a line of blanks and tabs that encode 16 hex digits: the bytes differ, but not the JSON value."""
     bits = f"{int(digits, 16):064b}"
     return without_mark(config) + bits.replace("0", " ").replace("1", "\t").encode() + b"\n"

@@ -1,4 +1,4 @@
-"""Recognize what other programs save in parts, one for each rank, and say how to merge it: hfshard cannot read it yet.
+"""Recognize other programs' checkpoints in parts, one for each rank, which hfshard cannot read yet; suggest a merge.
 
 Source: DeepSpeed `runtime/engine.py` (`_get_ckpt_name`, `_get_zero_ckpt_name`) and `utils/zero_to_fp32.py`; torch
 `distributed/checkpoint/format_utils.py`; Accelerate `utils/fsdp_utils.py`; verl `model_merger`.
@@ -16,57 +16,57 @@ from typing import Any, Final
 from hfshard.errors import CheckpointNotFoundError
 
 _DEEPSPEED: Final = re.compile(r"(?:bf16_|fp16_)?(?:zero_pp_rank|mp_rank|expp_rank|layer|expert)_\d+.*_states\.pt")
-"""DeepSpeed's files in a folder such as `global_step20`: of models, optimizers, pipeline layers and experts."""
+"""DeepSpeed's files in a folder such as `global_step20`: models, optimizers, pipeline layers and experts."""
 _ZERO: Final = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_\d+_.*_optim_states\.pt")
 """The files of ZeRO, which DeepSpeed's script merges."""
 _WHOLE_MODEL: Final = re.compile(r"mp_rank_\d+_model_states\.pt")
-"""Up to ZeRO stage 2, such a file has all weights of a tensor-parallel rank."""
+"""A file with all weights of a tensor-parallel rank, up to ZeRO stage 2."""
 _OF_STAGES: Final = re.compile(r"(?:layer|expert)_\d+.*_states\.pt")
-"""Pipeline layers and experts, which that file lacks."""
+"""Files of pipeline layers and experts, which that file lacks."""
 _SCRIPT: Final = "zero_to_fp32.py"
 _LATEST: Final = "latest"
 
 _DCP: Final = re.compile(r".+\.distcp")
 _FSDP_FOLDER: Final = re.compile(r"pytorch_model_fsdp_\d+")
-"""Where Accelerate and Trainer save a model under FSDP, in files of DCP."""
+"""The folder in which Accelerate and Trainer save an FSDP model, in files of DCP."""
 
 _RANK_FILE: Final = re.compile(r"model_world_size_\d+_rank_\d+\.pt|pytorch_model_fsdp(?:_\d+)?_rank\d+\.bin")
 """Files of torch.save: verl's, and Accelerate's with LOCAL_STATE_DICT."""
 _VERL: Final = "model_world_size_"
 
 _READABLE: Final = re.compile(r"(?:pytorch_)?model(?:[.-][^/]*)?\.(?:safetensors|bin)(?:\.index\.json)?")
-"""Weights that any reader finds: the parts beside them are not the only copy."""
+"""Weights that any reader finds: parts next to them are not the only copy."""
 
 _DEPTH: Final = 3
-"""A run of Trainer has `checkpoint-500/global_step500/FILE`."""
+"""Levels that are searched: a Trainer run has `checkpoint-500/global_step500/FILE`."""
 _MOST_PATHS: Final = 20_000
-"""The files that are listed for a message, which is not worth more time."""
+"""The most paths to list: a message is not worth more time."""
 _NUMBER: Final = re.compile(r"(\d{1,18})\Z")
-"""A step, in at most 64 bits: a name from elsewhere may have any number of digits."""
+"""A step, in at most 64 bits: a foreign name may have any number of digits."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """A folder with parts, and the place in which it was found."""
+    """A folder with parts, and the place that contains it."""
 
     place: str
     is_local: bool
     folder: str
-    """Relative to the place, with "/"; empty: the place itself."""
+    """Path relative to the place, with "/"; empty: the place itself."""
     paths: Collection[str]
     """All files of the place."""
 
     @property
     def names(self) -> list[str]:
-        """The files that lie directly in the folder."""
+        """Files directly in the folder."""
         return sorted(path.rpartition("/")[2] for path in self.paths if path.rpartition("/")[0] == self.folder)
 
     def on_disk(self, path: str) -> str:
-        """A path in the place for a command: what is elsewhere has to be downloaded to DIR."""
+        """Return a path in the place for a command; a remote place must be downloaded to DIR."""
         return os.path.join(self.place if self.is_local else "DIR", path).rstrip("/")
 
     def path_of(self, name: str) -> str:
-        """A file of the folder, relative to the place."""
+        """Return the path of a file of the folder, relative to the place."""
         return f"{self.folder}/{name}" if self.folder else name
 
     def describe(self, what: str, todo: str) -> str:
@@ -75,7 +75,7 @@ class _Parts:
         return f"'{self.place}' holds {what}{where}, and hfshard cannot read these yet. {todo}"
 
     def merge(self, by: str, command: list[str], output: str, *, is_pickle: bool = False) -> str:
-        """Say how to merge the parts, and what to do with the output."""
+        """Explain how to merge the parts, and what to do with the output."""
         download = "" if self.is_local else "Download it to a directory DIR. "
         safetensors = f"; for safetensors, run: hfshard convert {output} MODEL" if is_pickle else ""
         return (
@@ -85,12 +85,12 @@ class _Parts:
 
 
 def describe_parts_in(directory: str) -> str | None:
-    """Describe what a directory on this machine holds in parts; see `describe_parts`."""
+    """Describe a local directory's parts, one for each rank, and how to merge them; return None if there are none."""
     return describe_parts(list(_paths_below(directory)), directory)
 
 
 def describe_parts(paths: Collection[str], place: str, *, is_local: bool = True) -> str | None:
-    """Describe what a place holds in parts, one for each rank, and how to merge them.
+    """Describe a place's parts, one for each rank, and how to merge them.
 
     Args:
         paths: The files below the place, relative to it, with "/".
@@ -98,7 +98,7 @@ def describe_parts(paths: Collection[str], place: str, *, is_local: bool = True)
         is_local: Whether it is a directory on this machine.
 
     Returns:
-        Sentences; None if there are no parts without whole weights next to them.
+        Sentences; None if there are no parts, except ones with complete weights next to them.
     """
     near = [path for path in paths if path.count("/") < _DEPTH]
     for pattern, describe in _KINDS:
@@ -110,7 +110,7 @@ def describe_parts(paths: Collection[str], place: str, *, is_local: bool = True)
 
 
 def refuse_partitioned_file(value: object, path: str) -> None:
-    """Refuse a file of DeepSpeed ZeRO-3 that has empty tensors in place of a model's parameters.
+    """Reject a file of DeepSpeed ZeRO-3 that has empty tensors in place of a model's parameters.
 
     Args:
         value: The file's contents: tensors, or descriptions of them, by name under "module".
@@ -139,7 +139,7 @@ def refuse_partitioned_file(value: object, path: str) -> None:
 
 
 def _is_emptied(tensor: Any, shape: Any) -> bool:
-    if getattr(tensor, "is_nested", False) or not hasattr(tensor, "shape"):  # a nested tensor refuses to name one
+    if getattr(tensor, "is_nested", False) or not hasattr(tensor, "shape"):  # a nested tensor's shape raises
         return False
     return tuple(tensor.shape) == (0,) and isinstance(shape, tuple) and 0 not in shape
 
@@ -165,7 +165,7 @@ def _is_readable(paths: Collection[str], folder: str) -> bool:
 
 
 def _order(folder: str) -> tuple[int, str]:
-    """Sort by the number at the end of a name, so that the newest step comes last."""
+    """Return a sort key by the number at the end of a name, so that the newest step comes last."""
     number = _NUMBER.search(folder)
     return int(number[1]) if number else -1, folder
 
@@ -182,9 +182,9 @@ def _describe_deepspeed(parts: _Parts) -> str:
 
 
 def _merge_zero(parts: _Parts) -> str:
-    """Say how to merge the parts of ZeRO: its script takes the directory in which the folder of the step is.
+    """Explain how to merge the parts of ZeRO: its script takes the parent directory of the step's folder.
 
-    A script that came from elsewhere with the parts is not recommended: it may do anything.
+    A script that was copied from elsewhere with the parts is not recommended: it could do anything.
     """
     above, _, tag = parts.folder.rpartition("/")
     root = parts.on_disk(above)
@@ -224,4 +224,4 @@ _KINDS: Final[tuple[tuple[re.Pattern[str], Callable[[_Parts], str]], ...]] = (
     (_DCP, _describe_dcp),
     (_RANK_FILE, _describe_rank_files),
 )
-"""What the files are called, and what describes them; the first kind that is found counts."""
+"""Pattern of a kind's files, and the function that describes them; the first kind that is found counts."""

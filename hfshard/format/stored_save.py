@@ -1,4 +1,4 @@
-"""One save in a store: its number and id, which are in the name of each of its objects, and what its index holds."""
+"""One save in a store: its number and id, which are in the name of each of its objects, and its index's contents."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ MAX_SAVE_BYTES: Final = 2 * MAX_INDEX_BYTES
 """The largest index of a save that is read or written: JSON within JSON has a backslash before each quote."""
 
 _ID_BYTES: Final = 8
-"""Random bytes of an id: of a billion saves with one number, two have the same id with a chance of 3 in 100."""
+"""Random bytes of an id: among a billion saves with one number, two have the same id with a probability of 3 %."""
 
 _NUMBER_DIGITS: Final = 8
 """Digits of a number, with zeros in front, so that a listing is in the order of the saves."""
 
 _MOST_DIGITS: Final = 15
-"""A number of more digits is not hfshard's."""
+"""The most digits of a number: a longer one is not hfshard's."""
 
 _OBJECT: Final = re.compile(r"(?P<stem>.+)-(?P<number>\d{8,15})-(?P<id>[0-9a-f]{16})(?P<suffix>\.\w+)?")
 
 INLINED_BYTES: Final = 1 << 20
 """The largest small file, other than a checkpoint's own index, that is inlined in the index of a save; a larger one has
-an object of its own, as shards do."""
+its own object, as shards do."""
 
 _REMEDY: Final = "Save the checkpoint again."
 
@@ -55,11 +55,11 @@ class SaveId:
         """Return a new one, whose number is one above the highest.
 
         Args:
-            others: Of all objects.
-            least: A number that it is above, too.
+            others: The saves of all objects.
+            least: Another number that it must exceed.
 
         Raises:
-            UnstorableTensorError: A name has the highest number that there is, which no save of hfshard ever reaches.
+            UnstorableTensorError: A name has the highest possible number, which no save of hfshard ever reaches.
         """
         number = 1 + max((one.number for one in others), default=0)
         number = max(number, least + 1)
@@ -73,10 +73,10 @@ class SaveId:
         return f"{self.number:0{_NUMBER_DIGITS}d}-{self.id}"
 
     def object_name(self, file: str) -> str:
-        """Return the name of the object that holds a file of this save.
+        """Return the name of the object with a file of this save.
 
         Args:
-            file: Its usual name, with or without folders.
+            file: The file's usual name, with or without folders.
 
         Example:
             SaveId(7, "00112233445566ff").object_name("model-00001-of-00002.safetensors")
@@ -88,13 +88,13 @@ class SaveId:
 
 
 def split_object_name(name: str) -> tuple[str, SaveId] | None:
-    """Split an object's name into the usual name of the file and the save that it belongs to.
+    """Split an object's name into the file's usual name and the save that it belongs to.
 
     Args:
-        name: With or without folders.
+        name: The name, with or without folders.
 
     Returns:
-        None where it has no number and id.
+        The file's usual name and the save; None if the name has no number and id.
     """
     match = _OBJECT.fullmatch(name)
     if match is None:
@@ -105,7 +105,7 @@ def split_object_name(name: str) -> tuple[str, SaveId] | None:
 
 
 def save_in_name(name: str) -> SaveId | None:
-    """Return the save whose number and id an object has in its name; None where it has none."""
+    """Return the save whose number and id an object has in its name; None if it has none."""
     split = split_object_name(name)
     return None if split is None else split[1]
 
@@ -124,9 +124,9 @@ def save_of(name: str, names: WeightNames) -> SaveId | None:
 
 
 def own_saves(found: Iterable[str], names: WeightNames) -> set[SaveId]:
-    """Return the saves of a checkpoint: those with a shard or an index of it, and with weights of no other one.
+    """Return the saves of a checkpoint: those with a shard or an index of it, and without weights of another one.
 
-    A file of a user whose name happens to end like an object's belongs to none of them.
+    A user's file whose name happens to end like an object's belongs to none of them.
     """
     own, others = set(), set()
     for name in found:
@@ -143,7 +143,7 @@ def own_saves(found: Iterable[str], names: WeightNames) -> set[SaveId]:
 def objects_of_saves(names: Iterable[str]) -> set[str]:
     """Return the names of objects that belong to saves: those with the number and id of weights or of an index.
 
-    Other names that end alike are those of a user's files.
+    Other names with such an ending are names of a user's files.
     """
     splits = {name: split for name in names if (split := split_object_name(name)) is not None}
     saves = {split[1] for name, split in splits.items() if split[0].endswith(SAFETENSORS_SUFFIX) or is_save_index(name)}
@@ -151,9 +151,9 @@ def objects_of_saves(names: Iterable[str]) -> set[str]:
 
 
 def finished_saves(names: Iterable[str]) -> set[SaveId]:
-    """Return the saves of a folder whose index is there, and at least one more object: each save has one.
+    """Return the saves of a folder that have their index and at least one more object, as every finished save does.
 
-    An index alone was late: it arrived when a higher save had deleted the rest.
+    A lone index was late: it arrived after a higher save had deleted the rest.
     """
     objects = [name for name in names if save_in_name(name) is not None]
     counts = Counter(map(save_in_name, objects))
@@ -161,12 +161,13 @@ def finished_saves(names: Iterable[str]) -> set[SaveId]:
 
 
 def checkpoint_save(names: Iterable[str], is_whole: Callable[[SaveId], bool]) -> SaveId | None:
-    """Return the save that is the checkpoint of a run's folder; None where none was finished.
+    """Return the save that is the checkpoint of a run's folder; None if none was finished.
 
     Args:
-        names: Of the objects in the folder.
-        is_whole: Tells whether all objects are there that a manifest names. It is asked where there are several: the
-            highest may be that of a save which was overtaken, and have come when some of its objects were deleted.
+        names: Names of the objects in the folder.
+        is_whole: Returns whether all objects that a save's manifest names exist. It is called if there are several
+            saves: the highest manifest may belong to a save that was overtaken, and may have arrived after some of its
+            objects were deleted.
     """
     names = set(names)
     found = sorted((one for one in finished_saves(names) if one.object_name(MANIFEST_NAME) in names), reverse=True)
@@ -175,42 +176,42 @@ def checkpoint_save(names: Iterable[str], is_whole: Callable[[SaveId], bool]) ->
 
 
 def is_save_index(name: str) -> bool:
-    """Whether an object, or a file that was synced from a store, is the index of a save: of a model, or of a run."""
+    """Return whether an object, or a file that was synced from a store, is the index of a save: of a model or a run."""
     split = split_object_name(name)
     return split is not None and (split[0] == MANIFEST_NAME or INDEX_FILE.fullmatch(split[0]) is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class StoredObjectRecord:
-    """What the index of a save records of the object of a shard, or of a small file that is not inlined."""
+    """The record in a save's index of the object of a shard, or of a small file that is not inlined."""
 
     size: int
     etag: str
-    """As it was put: an object of this name with another ETag has been damaged or replaced."""
+    """The ETag when it was put: an object of this name with another one has been damaged or replaced."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredSave:
-    """The contents of the index of a save. Files have their usual names in here, whatever their objects are called."""
+    """The contents of a save's index. Files have their usual names here, regardless of their objects' names."""
 
     save_id: SaveId
     objects: Mapping[str, StoredObjectRecord]
-    """Name of each shard, and of each small file that is not inlined -> its object."""
+    """Name of each shard, and of each small file that is not inlined -> its object's record."""
     small_files: Mapping[str, bytes]
-    """Name -> contents of each inlined file: the checkpoint's index, its config, code."""
+    """Name of each inlined file -> its contents: the checkpoint's index, config, code."""
     replaced: Mapping[str, str] = field(default_factory=dict)
-    """Name of a small file -> sha256 of the plain object that the save found there, and replaces by a copy."""
+    """Name of a small file -> sha256 of the existing plain object, which the save replaces by a copy."""
 
     @property
     def large_files(self) -> set[str]:
-        """Names of the small files that are not inlined, but have objects of their own."""
+        """Names of the small files that are not inlined, but have their own objects."""
         return {name for name in self.objects if not name.endswith(SAFETENSORS_SUFFIX)}
 
     def to_json(self) -> bytes:
-        """Encode the object that is put.
+        """Encode the object to put.
 
         Raises:
-            UnstorableTensorError: It would be larger than hfshard reads.
+            UnstorableTensorError: It would be larger than what hfshard reads.
         """
         value = {
             "hfshard_save": {
@@ -232,15 +233,15 @@ class StoredSave:
 
     @classmethod
     def from_json(cls, raw: bytes, path: str, save_id: SaveId) -> Self:
-        """Parse an index that is not trusted.
+        """Parse an untrusted index.
 
         Args:
             raw: The object's bytes.
             path: Its address, for messages.
-            save_id: As in its name.
+            save_id: The save in its name.
 
         Raises:
-            DamagedCheckpointError: hfshard did not write it like this.
+            DamagedCheckpointError: It is not what hfshard writes, or is in a newer format.
             UnsafePathError: It names a file outside the checkpoint.
         """
         body = parse_json_object(raw, path=path, what="Index", remedy=_REMEDY).get("hfshard_save")
@@ -269,27 +270,27 @@ class StoredSave:
         return cls(save_id=save_id, objects=objects, small_files=small_files, replaced=replaced)
 
     def is_edit(self, name: str, plain: bytes) -> bool:
-        """Whether a plain object is a user's own version of a small file, and no copy that a save has put.
+        """Return whether a plain object is a user's own version of a small file, not a copy that a save has put.
 
-        Copies of JSON files end in a line that tells the save's id. What has no such line, or that of this save and
-        other contents, is a user's; but for what this save has found, and is about to replace.
+        Copies of JSON files end in a line that encodes the save's id. An object without such a line, or with this
+        save's, is a user's if its contents differ; except the one that this save has found and is about to replace.
         """
         is_own = mark_of(plain) in (None, self.save_id.id) and without_mark(plain) != self.small_files.get(name)
         return is_own and sha256_of(plain) != self.replaced.get(name)
 
 
 def plain_copy(name: str, raw: bytes, save_id: SaveId) -> bytes:
-    """Encode the plain copy of a small file: JSON gets a last line of blanks and tabs, which tells the save."""
+    """Encode the plain copy of a small file: JSON gets a last line of blanks and tabs, which encodes the save's id."""
     return with_mark(raw, save_id.id) if is_editable(name) else raw
 
 
 def is_editable(name: str) -> bool:
-    """Whether users may edit the plain copy of a small file: it is JSON directly in the checkpoint, and no index."""
+    """Return whether users may edit a small file's plain copy: it is JSON at the top level, and not an index."""
     return name.endswith(".json") and "/" not in name and INDEX_FILE.fullmatch(name) is None
 
 
 def plain_index(index: CheckpointIndex, save_id: SaveId) -> bytes:
-    """Encode the plain copy of an index, which leads tools that know no numbers to the objects of a save."""
+    """Encode the plain copy of an index, which leads tools that do not know numbers to the objects of a save."""
     weight_map = {name: save_id.object_name(file) for name, file in index.weight_map.items()}
     files = {
         save_id.object_name(file) if file.endswith(SAFETENSORS_SUFFIX) else file: digest
@@ -299,7 +300,7 @@ def plain_index(index: CheckpointIndex, save_id: SaveId) -> bytes:
 
 
 def save_of_copy(index: CheckpointIndex) -> SaveId | None:
-    """Return the save that a plain index is a copy of; None where another tool wrote it."""
+    """Return the save whose index a plain index is a copy of; None if another tool wrote it."""
     names = {*index.weight_map.values(), *(name for name in index.files if name.endswith(SAFETENSORS_SUFFIX))}
     found = set(map(save_in_name, names))
     return found.pop() if len(found) == 1 else None

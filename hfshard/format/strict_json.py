@@ -1,4 +1,4 @@
-"""Parse untrusted JSON strictly, and write JSON in one form, padded where its size must not change."""
+"""Strict parsing of untrusted JSON, and writing of JSON in one form, padded if its size must not change."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from hfshard.constants import LFS_POINTER_MARK, MAX_JSON_DEPTH
 from hfshard.errors import DamagedCheckpointError, HfshardError
 
 PassOver = Callable[[HfshardError], object]
-"""Is given what a checkpoint should not have, though nothing of it is lost by that: it raises it, or takes note."""
+"""A function that gets the error for a harmless flaw of a checkpoint, and raises or records it."""
 
 
 class _DoubledKey(ValueError):
-    """A key occurs twice in an object."""
+    """An object has a key twice."""
 
 
 def parse_json_object(
@@ -32,11 +32,11 @@ def parse_json_object(
     Args:
         raw: The bytes.
         path: The file that they come from, for the message.
-        what: What they are, for the message: "Index", "The header of shard".
-        remedy: What the reader of the message can do; its last sentence.
-        takes_constants: Whether NaN and Infinity are taken, which Python's own encoder writes.
-        pass_over: Is given the error for a key that occurs twice; where it does not raise it, the last one counts, as
-            for Python's own decoder. None: it is raised.
+        what: The subject of the message: "Index", "The header of shard".
+        remedy: The last sentence of the message: what the user can do.
+        takes_constants: Whether to accept NaN and Infinity, which Python's own encoder writes.
+        pass_over: Gets the error for a key that occurs twice; if it does not raise it, the last one counts, as in
+            Python's own decoder. None: the error is raised.
 
     Raises:
         DamagedCheckpointError: They are anything else; the message names the file.
@@ -46,7 +46,7 @@ def parse_json_object(
             f"{what} '{path}' is a git-lfs pointer, not the file itself. Run: git lfs pull", path=path
         )
     try:
-        text = without_padding(str(raw, "utf-8"))  # each check would look at every blank of a header's page
+        text = without_padding(str(raw, "utf-8"))  # each check would scan every blank of a header's page
         _check_depth(text)
         value, doubled = _decoded(text, takes_constants=takes_constants)
         _check_surrogates(text, value)
@@ -69,7 +69,7 @@ def parse_json_object(
 
 
 def _decoded(text: str, *, takes_constants: bool) -> tuple[Any, _DoubledKey | None]:
-    """The value, and the error for a key that occurs twice, of which the last one counts."""
+    """Return the value, and the error for a key that occurs twice (the last one counts)."""
     try:
         return (_LENIENT_DECODER if takes_constants else _DECODER).decode(text), None
     except _DoubledKey as error:
@@ -81,7 +81,7 @@ def _invalid(what: str, path: str, remedy: str, error: Exception) -> DamagedChec
 
 
 def without_padding(text: str) -> str:
-    """Take away the blanks that follow an object; `rstrip` looks at each of them, and takes ten times as long."""
+    """Remove the blanks after an object; `rstrip` inspects each of them, and takes ten times as long."""
     end = text.rfind("}") + 1
     return text[:end] if text[end:] == " " * (len(text) - end) else text
 
@@ -92,8 +92,8 @@ def dump_json(value: Any) -> bytes:
 
 
 def _dumped(value: Any, indent: str = "") -> str:
-    """Do what `json.dumps` does; its indented form is pure Python, but compiled code encodes what holds nothing."""
-    if not isinstance(value, dict | list | tuple | float):  # a float may be refused, and in other words
+    """Do what `json.dumps` does, faster: its indented form is pure Python, while compiled code encodes leaf values."""
+    if not isinstance(value, dict | list | tuple | float):  # a float may be rejected, with another message
         return _encoded_plain(value)
     if not (isinstance(value, dict) and value and all(type(key) is str for key in value)):
         text = json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False)
@@ -128,7 +128,7 @@ def _check_depth(text: str) -> None:
 
 
 def _check_surrogates(text: str, value: Any) -> None:
-    if "\\" in text and ("\\ud" in text or "\\uD" in text):  # of one character is told fastest that it is not there
+    if "\\" in text and ("\\ud" in text or "\\uD" in text):  # the absence of one character is found fastest
         json.dumps(value, ensure_ascii=False).encode("utf-8")  # UnicodeEncodeError is a ValueError
 
 
@@ -149,11 +149,11 @@ _DECODER: Final = json.JSONDecoder(object_pairs_hook=_no_duplicates, parse_const
 _LENIENT_DECODER: Final = json.JSONDecoder(object_pairs_hook=_no_duplicates)
 
 
-# JSON whose size does not depend on its numbers: no file grows when a step or a learning rate gets more digits.
+# JSON with a size that does not depend on its numbers: no file grows when a step or learning rate gets more digits.
 
 
 _BLOCK_BYTES: Final = 4096
-"""Files take multiples of this on a disk."""
+"""Files occupy multiples of this on disk."""
 
 _STRING_OR_NUMBER: Final = re.compile(r'"(?:[^"\\]|\\.)*"|-?\d[0-9.eE+-]*')
 
@@ -161,11 +161,11 @@ _NUMBER_WIDTH: Final = 24
 """Characters of the longest number: -1.2345678901234567e-308."""
 
 _OPEN_LEVELS: Final = 4
-"""Levels whose members have a line each; deeper values share one line, as there may be a million of them."""
+"""Levels whose members have a line each; deeper values share one line, since there may be a million of them."""
 
 
 def padded_json(value: Any) -> bytes:
-    """Write a value as UTF-8, in the order of its dicts, with blanks after each number and at the end.
+    """Encode a value as UTF-8, in the order of its dicts, with blanks after each number and at the end.
 
     Example:
         assert len(padded_json({"step": 1})) == len(padded_json({"step": 1000}))

@@ -1,4 +1,4 @@
-"""Hubs: pushes as one commit, and pulls that are checked; the Hugging Face Hub, or a directory in its place."""
+"""Hubs, the Hugging Face Hub or a directory in its place: pushes as one commit, and checked pulls."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from hfshard._util.lazy_imports import lazy_exports
 
-# Public name -> the module that defines it, imported when it is first used: huggingface_hub takes time to import.
+# Public name -> the module that defines it, imported on first use: huggingface_hub takes time to import.
 _HOMES = {
     "DirectoryHub": "directory.directory_hub",
     "PushResult": "repo",

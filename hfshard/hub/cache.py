@@ -1,4 +1,4 @@
-"""The ordinary huggingface_hub cache of one repo: blobs by hash, snapshots of links, refs, and missing files."""
+"""One repo's huggingface_hub cache: blobs by hash, snapshots of links, refs, and missing files."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _ETAG: Final = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 """A git hash (sha1), or a sha256."""
 
 _PARTIAL_SUFFIX: Final = ".hfshard.incomplete"
-"""Suffix of an unfinished blob: no other tool writes to such a name, and `hf cache` knows it as a leftover."""
+"""Suffix of an unfinished blob: no other tool writes to such a name, and `hf cache` treats it as a leftover."""
 
 _LOCK_SECONDS: Final = 0.5
-"""How long to wait for a lock before looking whether the transfer was cancelled."""
+"""How long to wait for a lock before checking whether the transfer was cancelled."""
 
 _TAG: Final = (
     "Signature: 8a477f597d28d172789f06886806bc55\n"
@@ -40,7 +40,7 @@ _TAG: Final = (
 
 
 def is_commit(revision: str | None) -> bool:
-    """Whether a revision is a commit's full hash, so that what it names never changes."""
+    """Return whether a revision is a commit's full hash, so that what it names never changes."""
     return revision is not None and _COMMIT.fullmatch(revision) is not None
 
 
@@ -63,7 +63,7 @@ class RepoCache:
         self.folder = os.path.join(self.root, self._name)
 
     def commit_of(self, revision: str | None) -> str | None:
-        """The commit that a revision was at when it was last pulled; None if it never was."""
+        """Return the commit that a revision was at when it was last pulled; None if it never was."""
         revision = revision or constants.DEFAULT_REVISION
         if is_commit(revision):
             return revision
@@ -77,7 +77,7 @@ class RepoCache:
         return commit if is_commit(commit) else None
 
     def remember(self, revision: str | None, commit: str) -> None:
-        """Note the commit of a revision, in one step; a cache that can't be written to stays as it is."""
+        """Record a revision's commit atomically; a cache that is not writable stays as it is."""
         revision = revision or constants.DEFAULT_REVISION
         if revision == commit or self.commit_of(revision) == commit or not is_plain_path(revision):
             return
@@ -92,7 +92,7 @@ class RepoCache:
             logger.warning("'%s' could not be written: %s", path, error)
 
     def snapshot(self, commit: str, path: str = "") -> str:
-        """The path of a commit's file, whether it is there or not."""
+        """Return the path of a commit's file, whether it exists or not."""
         if not is_commit(commit) or (path and not is_plain_path(path)):
             raise UnsafePathError(
                 f"The Hub names the file {path[:200]!r} of commit {commit[:200]!r}, which would lie outside the cache. "
@@ -102,13 +102,13 @@ class RepoCache:
         return os.path.join(self.folder, "snapshots", commit, *path.split("/") if path else ())
 
     def has(self, commit: str, path: str) -> bool | None:
-        """Whether a commit has a file: True if it is here, False if it is known to be missing, else None."""
+        """Return whether a commit has a file: True if it is cached, False if it is known to be missing, else None."""
         if os.path.isfile(self.snapshot(commit, path)):
             return True
         return False if os.path.isfile(self._missing_mark(commit, path)) else None
 
     def mark_missing(self, commit: str, path: str) -> None:
-        """Note that a commit has no such file, so that the Hub is not asked again."""
+        """Record that a commit has no such file, so that the Hub is not asked again."""
         mark = self._missing_mark(commit, path)
         try:
             os.makedirs(os.path.dirname(mark), exist_ok=True)
@@ -118,15 +118,15 @@ class RepoCache:
             logger.debug("'%s' could not be written: %s", mark, error)
 
     def holds(self, commit: str, path: str, file: RemoteFile) -> bool:
-        """Whether a file of a commit is here, and as large as the Hub says."""
+        """Return whether a commit's file is cached, with the size that the Hub lists."""
         return _size_of(self.snapshot(commit, path)) == file.size
 
     def has_blob(self, file: RemoteFile) -> bool:
-        """Whether a file's contents are here, from any commit."""
+        """Return whether a file's contents are cached, from any commit."""
         return _size_of(self.blob(file)) == file.size
 
     def blob(self, file: RemoteFile) -> str:
-        """The path of a file's contents, whether they are there or not.
+        """Return the path of a file's contents, whether they exist or not.
 
         Raises:
             HubError: The Hub gave no hash.
@@ -137,7 +137,7 @@ class RepoCache:
         return os.path.join(self.folder, "blobs", etag)
 
     def partial(self, file: RemoteFile) -> str:
-        """The path of a file's contents until they are complete."""
+        """Return the path of a file's contents until they are complete."""
         return self.blob(file) + _PARTIAL_SUFFIX
 
     @contextmanager
@@ -155,7 +155,7 @@ class RepoCache:
             yield not cancelled.is_set()
 
     def prepare(self) -> None:
-        """Make the folders."""
+        """Create the folder of the blobs, and the tag that marks the cache for backup tools."""
         os.makedirs(os.path.join(self.folder, "blobs"), exist_ok=True)
         tag = os.path.join(self.root, "CACHEDIR.TAG")
         if not os.path.lexists(tag):
@@ -163,13 +163,13 @@ class RepoCache:
                 out.write(_TAG)
 
     def link(self, commit: str, path: str, file: RemoteFile, *, is_new: bool = False) -> None:
-        """Link a commit's file to its contents, or put the contents there where links are not supported.
+        """Link a commit's file to its contents; where links are not supported, move or copy the contents.
 
         Args:
             commit: Its full hash.
             path: In the repo.
             file: Its contents are in the cache.
-            is_new: Whether they were just downloaded, and this is the last file that is made of them.
+            is_new: Whether they were just downloaded, and this is the last file that uses them.
         """
         target, blob = self.snapshot(commit, path), self.blob(file)
         os.makedirs(os.path.dirname(target), exist_ok=True)

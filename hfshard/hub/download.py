@@ -43,7 +43,7 @@ from hfshard.stores.hub_calls import offline_variable, retry_after
 logger = logging.getLogger(__name__)
 
 THREADS: Final = 8
-"""Files that are downloaded at once: as many as in huggingface_hub."""
+"""Files that are downloaded at once, as in huggingface_hub."""
 
 
 def download(
@@ -54,19 +54,20 @@ def download(
     force: bool = False,
     progress_callback: Callable[[int], object] | None = None,
 ) -> None:
-    """Download files into the cache; contents that it holds already are only linked.
+    """Download files into the cache; contents that it has already are only linked.
 
     Args:
-        reader: Reads the files of the commit.
+        reader: The reader of the commit's files.
         cache: The repo's cache.
         paths: Paths in the repo.
-        force: Download even what the cache holds.
-        progress_callback: Called from any thread with the bytes that are done; in all, `bytes_to_download`.
+        force: Download even what the cache has.
+        progress_callback: Called from any thread with counts of bytes that are done; in all, `bytes_to_download`.
 
     Raises:
         IntegrityError: The bytes of a file are not those that the Hub lists; the file is not in the cache.
         NotEnoughSpaceError: The disk is too full; nothing was downloaded.
-        HubConnectionError, HubAccessError, HubNotFoundError, HubError: See `HubReader.read`.
+        HubConnectionError, HubAccessError, HubNotFoundError, HubError: The connection failed repeatedly, or the server
+            refused.
     """
     commit, files = reader.tree.commit, reader.tree.files
     missing = [path for path in dict.fromkeys(paths) if force or not cache.holds(commit, path, files[path])]
@@ -106,14 +107,14 @@ class _Downloader:
         self.progress_callback = progress_callback or (lambda count: None)
 
     def download(self, paths: list[str]) -> None:
-        """Download one file, under all the names that it has."""
+        """Download one file, and link it under all its names."""
         path = paths[0]
         file = self.reader.tree.files[path]
         with self.cache.lock(file, self.reader.cancelled) as is_held:
             if not is_held:
                 raise TransferCancelledError
             if not self.force and self.cache.has_blob(file):
-                self.progress_callback(file.size)  # another process downloaded it in the meantime
+                self.progress_callback(file.size)  # another process has downloaded it
                 return
             partial = self.cache.partial(file)
             fd = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -163,7 +164,7 @@ class _Downloader:
         )
 
     def _prefix(self, fd: int, file: RemoteFile, hasher: Any) -> int:
-        """Hash what an earlier pull left, and return how many bytes that is."""
+        """Hash the bytes that an earlier pull left, and return their number."""
         if os.fstat(fd).st_size > file.size:
             os.ftruncate(fd, 0)
         at = 0
@@ -174,7 +175,7 @@ class _Downloader:
 
 
 def hasher_for(file: RemoteFile) -> Any:
-    """Make a hasher for the hash that the Hub lists: sha256, or git's own for a small file (see `git_blob_id`)."""
+    """Create a hasher for the hash that the Hub lists: sha256, or git's own for a small file (see `git_blob_id`)."""
     if file.sha256 is not None:
         return hashlib.sha256()
     return hashlib.sha1(b"blob %d\0" % file.size, usedforsecurity=False)
@@ -220,9 +221,9 @@ def _on_disk(path: str) -> int:
 
 
 def for_each_path(work: Callable[[str], None], paths: Collection[str], cancelled: threading.Event) -> None:
-    """Do the work for all paths, several at once; the first error is raised when all have ended.
+    """Do the work for all paths, several at once, and raise the first error when all have ended.
 
-    A damaged file does not stop the others: what is whole is kept. Everything else does.
+    A damaged file does not stop the others, and intact files are kept. Every other error stops them.
     """
 
     def attempt(path: str, _: threading.Event) -> IntegrityError | None:
@@ -237,7 +238,7 @@ def for_each_path(work: Callable[[str], None], paths: Collection[str], cancelled
             raise damaged
 
 
-# The files of one commit as a pull sees them: those that the Hub lists, or those that the cache holds.
+# Files of one commit as a pull finds them: those that the Hub lists, or those that the cache has.
 
 
 _SHOWN: Final = 5
@@ -248,7 +249,7 @@ class RemoteFiles:
     """The files of a commit as the Hub lists them."""
 
     def __init__(self, reader: HubReader, cache: RepoCache, *, force: bool, progress: bool | None) -> None:
-        """Keep the reader and the cache; with `force` each file is downloaded once, even if the cache holds it."""
+        """Store the reader and the cache; with `force`, each file is downloaded once, even if the cache has it."""
         self.commit = reader.tree.commit
         self._files = reader.tree.files
         self._reader = reader
@@ -258,7 +259,7 @@ class RemoteFiles:
         self._forced: set[str] = set()
 
     def has(self, path: str, *, is_needed: bool = True) -> bool:
-        """Whether the commit has a file."""
+        """Return whether the commit has a file."""
         return path in self._files
 
     def download(self, paths: Collection[str]) -> None:
@@ -284,32 +285,32 @@ class RemoteFiles:
             download(self._reader, self._cache, todo, force=force, progress_callback=progress_callback)
 
     def snapshot(self, path: str = "") -> str:
-        """The local path of a file."""
+        """Return the local path of a file."""
         return self._cache.snapshot(self.commit, path)
 
     def code(self) -> list[str]:
-        """The known Python files of the commit."""
+        """Return the Python files of the commit."""
         return [path for path in self._files if path.endswith(".py")]
 
     def description(self) -> tuple[str, str]:
-        """For an error message: what was looked at, and what to do."""
+        """Describe for an error message what was searched, and what to do."""
         weights = sorted(path for path in self._files if path.endswith(WEIGHTS_SUFFIXES))
         held = f"It holds {list_some(weights, _SHOWN, quote=True)}." if weights else "It holds no weights at all."
         repo_id = self._reader.repo_id
         return f"'{repo_id}' (commit {self.commit})", f"{held} To see its files, run: hf models ls {repo_id}"
 
     def parts(self, folder: str) -> str | None:
-        """Describe what a folder holds in parts of ranks; see `describe_parts`."""
+        """Describe what a folder has in parts, one for each rank, and how to merge them; None if there are none."""
         paths = [path.removeprefix(folder) for path in self._files if path.startswith(folder)]
         return describe_parts(paths, f"{self._reader.repo_id}/{folder}".rstrip("/"), is_local=False)
 
 
 class NotCachedError(Exception):
-    """The cache does not hold what is needed, or does not know of it."""
+    """Absence of a needed file from the cache, or the cache does not know whether the commit has it."""
 
 
 class CachedFiles:
-    """The files of a commit as far as the cache holds them."""
+    """The files of a commit that the cache has."""
 
     def __init__(self, cache: RepoCache, commit: str, repo_id: str, *, is_sure: bool, todo: str = "") -> None:
         self.commit = commit
@@ -319,10 +320,10 @@ class CachedFiles:
         self._todo = todo
 
     def has(self, path: str, *, is_needed: bool = True) -> bool:
-        """Whether the commit has a file, as far as the cache knows.
+        """Return whether the commit has a file; False if the cache does not know.
 
         Raises:
-            NotCachedError: It does not know, and it `is_needed`.
+            NotCachedError: The cache does not know, the file `is_needed`, and the result must be sure (`is_sure`).
         """
         found = self._cache.has(self.commit, path)
         if found is None and is_needed and self._is_sure:
@@ -330,7 +331,7 @@ class CachedFiles:
         return bool(found)
 
     def download(self, paths: Collection[str]) -> None:
-        """Check that the cache holds files.
+        """Check that the cache has files.
 
         Raises:
             NotCachedError: One is missing.
@@ -342,32 +343,32 @@ class CachedFiles:
             )
 
     def snapshot(self, path: str = "") -> str:
-        """The local path of a file."""
+        """Return the local path of a file."""
         return self._cache.snapshot(self.commit, path)
 
     def code(self) -> list[str]:
-        """The known Python files of the commit."""
+        """Return no files."""
         return []  # the cache does not know all files; transformers asks for what is missing
 
     def description(self) -> tuple[str, str]:
-        """For an error message: what was looked at, and what to do."""
+        """Describe for an error message what was searched, and what to do."""
         return f"What the cache '{self._cache.root}' holds of '{self._repo_id}' (commit {self.commit})", self._todo
 
     def parts(self, folder: str) -> str | None:
-        """None: the cache does not know all files."""
+        """Return None, because the cache does not know all files."""
         return None
 
 
-# Downloads files of one commit into the cache: asks once which files there are, or uses what the cache holds.
+# Downloads of one commit into the cache: by one request for the list of its files, or from what the cache has.
 
 
 def fetch(repo_id: str, resolver: Resolver, query: CheckpointQuery, progress: bool | None = None) -> ResolvedCheckpoint:
-    """Download what a resolver finds into the cache, all of one commit, as `fetch_checkpoint` does.
+    """Download the files that a resolver finds into the cache, all of one commit.
 
     Args:
         repo_id: "org/name".
         resolver: Finds the files in a commit, and downloads them.
-        query: Which revision, and whether the files beside the checkpoint are downloaded too.
+        query: The revision, and whether companion files and the signature are downloaded too.
         progress: Whether to show a bar on stderr. None: on a terminal.
     """
     fetcher = Fetcher(repo_id, query, progress)
@@ -385,16 +386,16 @@ def fetch(repo_id: str, resolver: Resolver, query: CheckpointQuery, progress: bo
 def fetch_tree(
     repo_id: str, revision: str | None, token: str | bool | None = None, *, retries: int = len(RETRY_SECONDS)
 ) -> RepoTree:
-    """Ask for the commit of a revision and its files, by one request.
+    """Fetch the commit of a revision and the list of its files, in one request.
 
     Args:
         repo_id: "org/name".
         revision: A branch, tag, commit, or "refs/pr/1". None: main.
         token: A token, as in huggingface_hub.
-        retries: How often to ask again if the Hub can't be reached, or asks to wait.
+        retries: How often to retry if the Hub can't be reached, or asks to wait.
 
     Raises:
-        HubNotFoundError, HubAccessError, HubConnectionError, HubError: See `translate_hub_errors`.
+        HubNotFoundError, HubAccessError, HubConnectionError, HubError: The Hub refused, or could not be reached.
     """
     api, retry = HfApi(token=token, library_name="hfshard"), RetryPolicy(failures=retries)
     while True:
@@ -408,7 +409,7 @@ def fetch_tree(
 
 
 def fetch_tree_for_reading(repo_id: str, revision: str | None, token: str | bool | None) -> RepoTree:
-    """Check a repo_id that a user gave, and ask for the files of a revision.
+    """Check a repo_id that a user passed, and fetch the list of a revision's files.
 
     Raises:
         HubNotFoundError: It is not a repo_id, or there is no such repo.
@@ -419,10 +420,10 @@ def fetch_tree_for_reading(repo_id: str, revision: str | None, token: str | bool
 
 
 def check_repo_id(repo_id: str) -> None:
-    """Check that a name can be that of a repo.
+    """Check that a name is valid as a repo_id.
 
     Raises:
-        HubNotFoundError: It can't.
+        HubNotFoundError: It is not.
     """
     try:
         validate_repo_id(repo_id)
@@ -447,10 +448,10 @@ class Fetcher:
         self.progress = progress
         self.cache = RepoCache(repo_id, query.cache_dir)
         self.was_asked = False
-        """Whether the Hub answered which files there are."""
+        """Whether the Hub has sent the list of the files."""
 
     def from_hub(self, resolver: Resolver) -> ResolvedCheckpoint:
-        """Ask the Hub, and download what is not in the cache; if it can't be reached, use the cache."""
+        """Ask the Hub, and download what is not in the cache; if the Hub can't be reached, fall back to the cache."""
         try:
             tree = self._tree(resolver)
         except HubConnectionError as error:
@@ -477,10 +478,10 @@ class Fetcher:
         return resolved
 
     def from_cache(self, resolver: Resolver) -> ResolvedCheckpoint:
-        """Send no request.
+        """Use the cache alone, without a request.
 
         Raises:
-            CheckpointNotFoundError: The cache does not hold all files.
+            CheckpointNotFoundError: The cache does not have all files.
         """
         why = (
             "local_files_only=True allows no download"
@@ -502,7 +503,7 @@ class Fetcher:
             raise CheckpointNotFoundError(f"{error}, and {why}. {todo}", path=self.repo_id) from error
 
     def _tree(self, resolver: Resolver) -> RepoTree:
-        """Ask the Hub; it is asked again only if the cache does not hold all files."""
+        """Ask the Hub for the list of files, and retry only if the cache does not have all of them."""
         try:
             return fetch_tree(self.repo_id, self.query.revision, self.query.token, retries=0)
         except HubConnectionError as error:
@@ -518,7 +519,7 @@ class Fetcher:
         return resolved
 
     def _cached(self, resolver: Resolver) -> ResolvedCheckpoint | None:
-        """What the cache holds, if that is complete."""
+        """Return what the cache has, if that is complete."""
         commit = self.cache.commit_of(self.query.revision)
         if commit is None or self.query.force_download:
             return None
@@ -529,5 +530,5 @@ class Fetcher:
 
 
 def is_offline(local_files_only: bool) -> bool:
-    """Whether no request may be sent."""
+    """Return whether no request may be sent."""
     return local_files_only or bool(constants.is_offline_mode())

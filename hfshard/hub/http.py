@@ -1,4 +1,4 @@
-"""Requests to the Hub: tokens, answers as hfshard's errors, and files whose broken downloads are resumed."""
+"""Requests to the Hub: tokens, error responses as hfshard's errors, and downloads that resume."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ from hfshard.stores.hub_calls import (
 logger = logging.getLogger(__name__)
 
 RETRY_SECONDS: Final = (0.5, 1.0, 2.0, 4.0, 8.0)
-"""How long to wait after each failure in a row; after the last one the transfer fails."""
+"""How long to wait after each failure in a row; one more failure ends the transfer."""
 
 _BATCH_OBJECTS: Final = 256
-"""Objects that one LFS request asks about: as many as huggingface_hub's."""
+"""Objects in one LFS request, as in huggingface_hub."""
 _URL_TRIES: Final = 2
-"""Failures in a row of a file's storage URLs, after which the file is requested as huggingface_hub does."""
+"""Failures in a row of a file's storage URLs that are accepted before it is requested as huggingface_hub does."""
 _LFS_JSON: Final = "application/vnd.git-lfs+json"
 _TRY_AGAIN: Final = (408, 429)
 _OK: Final = 200
@@ -67,11 +67,11 @@ _SERVER_ERROR: Final = 500
 
 
 class TransferCancelledError(Exception):
-    """Another file of the same pull failed: this one stays unfinished."""
+    """Cancellation of a transfer because another file of the same pull failed; it stays unfinished."""
 
 
 class _TryAgainError(Exception):
-    """An answer that may be different the next time."""
+    """A response that may be different the next time."""
 
     def __init__(self, problem: str, *, wait_seconds: float | None = None) -> None:
         super().__init__(problem)
@@ -79,20 +79,20 @@ class _TryAgainError(Exception):
 
 
 class RetryPolicy:
-    """Counts failures in a row, and waits between them."""
+    """Count of failures in a row, and the waits between them."""
 
     def __init__(self, cancelled: threading.Event | None = None, failures: int = len(RETRY_SECONDS)) -> None:
-        """Begin to count.
+        """Start at zero failures.
 
         Args:
             cancelled: Ends all waiting when it is set.
-            failures: The most failures in a row after which to wait.
+            failures: The maximum number of failures in a row to wait after.
         """
         self.failures = 0
         self._cancelled, self._most = cancelled or threading.Event(), failures
 
     def progressed(self) -> None:
-        """Count from zero again, as bytes have arrived."""
+        """Reset the count, because bytes have arrived."""
         self.failures = 0
 
     def check(self) -> None:
@@ -101,7 +101,7 @@ class RetryPolicy:
             raise TransferCancelledError
 
     def can_wait(self, wait_seconds: float | None = None) -> bool:
-        """Wait after a failure, as long as the server asked, else longer each time; False if there were too many."""
+        """Wait after a failure, as long as the server asked or longer each time; return False after too many."""
         if self.failures >= self._most:
             return False
         seconds = RETRY_SECONDS[min(self.failures, len(RETRY_SECONDS) - 1)]
@@ -112,7 +112,7 @@ class RetryPolicy:
 
 
 class HubReader:
-    """Reads the files of one commit, by whichever way the server offers."""
+    """Reader of one commit's files, from LFS storage URLs if the server offers them, else as huggingface_hub does."""
 
     def __init__(
         self, repo_id: str, tree: RepoTree, token: str | bool | None, cancelled: threading.Event | None = None
@@ -135,7 +135,7 @@ class HubReader:
         self._lock = threading.Lock()
 
     def prefetch_urls(self, paths: Collection[str]) -> None:
-        """Announce files that will be read, so that one request asks for the storage URLs of all."""
+        """Announce files that will be read, so that their storage URLs are requested together."""
         with self._lock:
             for path in paths:
                 file = self.tree.files[path]
@@ -145,17 +145,17 @@ class HubReader:
     def read(
         self, path: str, start: int, end: int, *, remedy: Callable[[int], str] = lambda at: "Run it again."
     ) -> Iterator[bytes]:
-        """Read bytes `start` to `end` of a file, in order and each once, however often the connection breaks.
+        """Read bytes `start` to `end` of a file, in order and each once, even if connections break.
 
         Args:
             path: In the repo.
             start: First byte.
             end: One past the last.
-            remedy: Makes the last sentence of the error from the number of bytes that arrived.
+            remedy: Builds the last sentence of the error from the position in the file that was reached.
 
         Raises:
-            HubConnectionError: The connection failed again and again without a byte in between.
-            HubAccessError, HubNotFoundError, HubError: The server refuses.
+            HubConnectionError: The connection failed repeatedly without a byte in between.
+            HubAccessError, HubNotFoundError, HubError: The server refused.
             TransferCancelledError: The transfer was cancelled.
         """
         at = start
@@ -197,12 +197,12 @@ class HubReader:
                     ) from error
 
     def read_all(self, path: str) -> bytes:
-        """Read a whole small file; its hash is not checked."""
+        """Read a complete small file; its hash is not checked."""
         return b"".join(self.read(path, 0, self.tree.files[path].size))
 
     @contextmanager
     def _opened(self, path: str, start: int, end: int, failures: int) -> Iterator[tuple[Any, int]]:
-        """Send a request for bytes of the file; yields the answer, and which byte of the file is its first."""
+        """Request bytes of a file; yield the response, and the position in the file where it starts."""
         file = self.tree.files[path]
         storage = self._storage_url(file.sha256, file.size, failures) if file.sha256 is not None else None
         headers = {"Accept-Encoding": "identity"}
@@ -238,7 +238,7 @@ class HubReader:
         raise HubError(f"{problem}, which is neither a file nor a known error.", path=self.repo_id)
 
     def _storage_url(self, oid: str, size: int, failures: int) -> tuple[str, dict[str, str]] | None:
-        """The storage URL of an object, and the headers to send there; None if the server does not tell."""
+        """Return an object's storage URL and its headers; None if the server gives none, or they failed too often."""
         with self._lock:
             if failures > _URL_TRIES:
                 self._refused.add(oid)
@@ -252,7 +252,7 @@ class HubReader:
             return self._urls.get(oid)
 
     def _ask(self, objects: dict[str, int]) -> dict[str, tuple[str, dict[str, str]]]:
-        """Ask the LFS batch API: sha256 -> URL and headers, for as many objects as the server knows.
+        """Ask the LFS batch API for sha256 -> URL and headers, of the objects that the server knows.
 
         Source: git-lfs, docs/api/batch.md.
         """
@@ -279,7 +279,7 @@ class HubReader:
 
 
 class _RangeRefusedError(Exception):
-    """The server refuses a range: the whole file is requested."""
+    """Refusal of a range; the whole file is requested instead."""
 
 
 def _instructions(answer: Any, url: str) -> Iterator[tuple[str, tuple[str, dict[str, str]]]]:
@@ -298,7 +298,7 @@ def _is_endpoint(url: Any) -> bool:
 
 
 def _first_byte(response: Any, asked: int) -> int:
-    """The byte of the file that an answer begins with."""
+    """Return the position in the file where a response starts."""
     if response.status_code == _OK:
         return 0
     stated = response.headers.get("Content-Range", "").removeprefix("bytes ").partition("-")[0]
@@ -307,7 +307,7 @@ def _first_byte(response: Any, asked: int) -> int:
     raise _RangeRefusedError
 
 
-# Asks the Hugging Face Hub: which token is used, and what its answers mean in hfshard's errors.
+# Questions to the Hugging Face Hub, and its error responses as hfshard's errors.
 
 
 _Answer = TypeVar("_Answer")
@@ -319,7 +319,7 @@ _SERVER_FAILED: Final = 500
 
 @contextmanager
 def translate_hub_errors(repo_id: str, token: str | bool | None, *, revision: str | None = None) -> Iterator[None]:
-    """Turn what huggingface_hub raises into hfshard's errors, which say which token was used and what to do.
+    """Translate huggingface_hub's exceptions into hfshard's errors, which name the token used and what to do.
 
     Raises:
         HubAccessError, HubNotFoundError, HubConnectionError, HubError: The Hub refused, or could not be reached.
@@ -359,11 +359,11 @@ def translate_hub_errors(repo_id: str, token: str | bool | None, *, revision: st
 
 
 def tree_of(api: HfApi, repo_id: str, revision: str | None) -> RepoTree:
-    """Ask for the commit of a revision and its files, by one request.
+    """Fetch the commit of a revision and its file list, in one request.
 
     Raises:
-        HubConnectionError: The answer is not a Hub's, but that of a login page or a proxy.
-        Whatever huggingface_hub raises; see `translate_hub_errors`.
+        HubConnectionError: The response does not come from a Hub, but from a login page or a proxy.
+        Every exception of huggingface_hub; see `translate_hub_errors`.
     """
     try:
         info = api.model_info(
@@ -400,10 +400,10 @@ def _path(name: object) -> str:
 def ask(
     repo_id: str, token: str | bool | None, question: Callable[[], _Answer], *, revision: str | None = None
 ) -> _Answer:
-    """Ask the Hub something that is safe to repeat: it is asked again if it is busy or its answer is lost.
+    """Send a request that is safe to repeat, and retry it if the Hub is busy or its response is lost.
 
     Raises:
-        HubError: What `translate_hub_errors` makes of a failure.
+        HubError: The failure, as `translate_hub_errors` translates it.
     """
     for attempt in range(1, ATTEMPTS + 1):
         try:
@@ -418,7 +418,7 @@ def ask(
 
 
 def translate(error: HfHubHTTPError, repo_id: str, token: str | bool | None, revision: str | None) -> HubError:
-    """Translate an error answer of the Hub."""
+    """Translate an error response of the Hub."""
     status = status_of(error)
     used = describe_token(token)
     url = f"{shown_endpoint()}/{repo_id}"

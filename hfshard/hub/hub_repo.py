@@ -1,4 +1,4 @@
-"""A repo of the Hugging Face Hub, as a push sees it, and its one commit."""
+"""A repo on the Hugging Face Hub as the target of a push, and the push's one commit."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from hfshard.stores.hub_calls import (
 from hfshard.stores.xet_tokens import XetTokens
 
 MAX_COMMIT_FILES: Final = 256
-"""The most files in one commit; of more, shards are committed first. huggingface_hub asks the Hub about so many at
+"""The most files in one commit; of more, shards are committed first. huggingface_hub asks the Hub about this many at
 once, and the Hub's documentation advises against commits of thousands."""
 
 
 class _Api(HfApi):
-    """huggingface_hub's client; a model card that hfshard itself has made is not sent to the Hub to be checked."""
+    """huggingface_hub's client, which does not send a model card that hfshard has built to the Hub for validation."""
 
     trusts_card = False
-    """Whether the README.md of the next commit was made by hfshard."""
+    """Whether hfshard has built the README.md of the next commit."""
 
     def _validate_yaml(self, content: str, **kwargs: Any) -> None:
         if not self.trusts_card:
@@ -46,13 +46,13 @@ class _Api(HfApi):
 
 
 class HubRepo:
-    """A repo on the Hub that is pushed to."""
+    """A repo on the Hub to push to."""
 
     def __init__(self, repo_id: str, *, token: str | bool | None, private: bool | None) -> None:
-        """Make the repo if it is missing.
+        """Create the repo if it is missing.
 
         Raises:
-            HubAccessError, HubConnectionError: See `translate_hub_errors`.
+            HubAccessError, HubConnectionError: The Hub refused, or could not be reached.
         """
         self.token = token
         self._api = _Api(token=token)
@@ -60,10 +60,10 @@ class HubRepo:
         self.repo_id = ask(repo_id, token, make).repo_id
         self._known: RepoTree | None = None
         self._branches = {"main"}
-        """Names that are known to be branches."""
+        """Names of known branches."""
 
     def tree(self, revision: str | None) -> RepoTree | None:
-        """The files at a revision; None if there is no such branch yet.
+        """Return the files at a revision; None if there is no such branch yet.
 
         Raises:
             HubNotFoundError, HubAccessError, HubConnectionError: The repo can't be seen.
@@ -78,7 +78,7 @@ class HubRepo:
             return None
 
     def make_branch(self, branch: str) -> None:
-        """Make a branch where `main` is.
+        """Create a branch where `main` is.
 
         Raises:
             HubNotFoundError: It is the name of a pull request; those are opened by create_pr=True.
@@ -95,7 +95,7 @@ class HubRepo:
         self._branches.add(branch)
 
     def read(self, path: str, commit: str) -> bytes:
-        """Read a small file, past the cache.
+        """Read a small file, bypassing the cache.
 
         Raises:
             HubNotFoundError: The commit has no such file.
@@ -112,7 +112,7 @@ class HubRepo:
         return raw
 
     def url_of(self, commit: str) -> str:
-        """The page of a commit."""
+        """Return the page of a commit."""
         return commit_url(self.repo_id, commit)
 
     def commit(
@@ -126,11 +126,12 @@ class HubRepo:
         create_pr: bool,
         progress_callback: Callable[[int], object] | None,
     ) -> PushResult:
-        """Do what `Hub.commit` says; of very many files, shards with new names are committed first.
+        """Make one commit on top of `parent`; of very many files, commit shards with new names first.
 
         Raises:
-            StaleParentError: As there.
-            HubError: The Hub refused, or stopped answering; nothing was committed except shards that no index names.
+            StaleParentError: The branch is no longer at `parent`; nothing was committed except shards that no index
+                names.
+            HubError: The Hub refused, or stopped responding; nothing was committed except such shards.
         """
         if revision is not None and not create_pr:
             self._refuse_fixed(revision)
@@ -162,7 +163,7 @@ class HubRepo:
         return PushResult(result.commit, result.url, pr_url, sent_bytes=sent.count - saved_bytes)
 
     def _refuse_fixed(self, revision: str) -> None:
-        """Refuse a tag or a commit before anything is sent; the Hub itself refuses it only afterwards."""
+        """Reject a tag or a commit before anything is sent; the Hub itself rejects it only afterwards."""
         if revision in self._branches or revision.startswith("refs/"):
             return
         refs = ask(self.repo_id, self.token, partial(self._api.list_repo_refs, self.repo_id))
@@ -180,7 +181,7 @@ class HubRepo:
 
 
 class _Counter:
-    """Counts bytes, and passes them on."""
+    """Byte counter in front of a progress callback."""
 
     def __init__(self, progress_callback: Callable[[int], object] | None) -> None:
         self.count, self._progress_callback = 0, progress_callback
@@ -192,7 +193,7 @@ class _Counter:
 
 
 def _batches(changes: Mapping[str, ByteSource | None], there: Mapping[str, Any]) -> list[dict[str, ByteSource | None]]:
-    """Make one batch; of very many files, first batches of shards with new names, so that no commit mixes two saves."""
+    """Split very many changes: batches of shards with new names come first, so that no commit mixes two saves."""
     if len(changes) <= MAX_COMMIT_FILES:
         return [dict(changes)]
     early = [
@@ -208,14 +209,14 @@ def _batches(changes: Mapping[str, ByteSource | None], there: Mapping[str, Any])
     return [*batches, {path: content for path, content in changes.items() if path not in ahead}]
 
 
-# Makes one commit on the Hub: uploads first, then commits, and tries again where that can't commit twice.
+# One commit on the Hub: uploads, then the commit, with retries where they can't commit twice.
 
 
 logger = logging.getLogger(__name__)
 
 _STALE_PARENT: Final = 412
 _EXPIRED: Final = frozenset({400, 401, 403, 404, 410})
-"""Answers of a storage server to an expired URL; the Hub gives a new one."""
+"""Responses of a storage server to an expired URL; the Hub issues a new one."""
 
 
 _MUST_GO: Final = (SAFETENSORS_SUFFIX, BIN_SUFFIX, CONFIG_NAME)
@@ -227,12 +228,12 @@ class RemoteCommit:
     def __init__(
         self, api: HfApi, repo_id: str, request: CommitRequest, tree: Callable[[str | None], RepoTree | None]
     ) -> None:
-        """Keep the client, the repo, what to change, and a function that gives the files at a revision."""
+        """Store the client, the repo, the changes, and a function that returns the files at a revision."""
         self.api = api
         self.repo_id = repo_id
         self.request = request
         self.saved_bytes = 0
-        """Bytes that were not sent by Xet, since its storage had them."""
+        """Bytes that Xet did not send, because its storage had them."""
         self._tree = tree
         self.failures: tuple[type[Exception], ...] = (HfHubHTTPError, *transport_errors())
         self.upload_failures: tuple[type[Exception], ...] = (RuntimeError, *self.failures)  # huggingface_hub wraps them
@@ -246,7 +247,7 @@ class RemoteCommit:
 
         Raises:
             StaleParentError: The branch is no longer at the parent.
-            HubError: The Hub refused, or stopped answering; no commit was made.
+            HubError: The Hub refused, or stopped responding; no commit was made.
             IntegrityError: A file differs from its checksum; no commit was made.
         """
         operations = operations_for(self.request.changes, progress_callback)
@@ -267,7 +268,7 @@ class RemoteCommit:
 
     def _upload(self, operations: Sequence[CommitOperationAdd | CommitOperationDelete]) -> None:
         additions = [operation for operation in operations if isinstance(operation, CommitOperationAdd)]
-        # huggingface_hub would read files of equal bytes all from one reader at once: the others are sent afterwards.
+        # huggingface_hub would read all files of equal bytes from one reader at once: the others are sent afterwards.
         first = {addition.upload_info.sha256: addition for addition in reversed(additions)}
         others = [one for one in additions if one.upload_info.size and first[one.upload_info.sha256] is not one]
         kept = {id(one) for one in others}
@@ -302,7 +303,7 @@ class RemoteCommit:
                 return
 
     def _refuse_ignored(self, additions: Sequence[CommitOperationAdd]) -> None:
-        """Refuse to commit without files that the repo's .gitignore excludes: huggingface_hub silently omits them."""
+        """Reject a commit without files that the repo's .gitignore excludes: huggingface_hub silently omits them."""
         for addition in additions:
             path = addition.path_in_repo
             if addition._should_ignore and (path.endswith(_MUST_GO) or INDEX_FILE.fullmatch(path.rpartition("/")[2])):
@@ -329,7 +330,7 @@ class RemoteCommit:
                     raise StaleParentError from error
                 if not self._may_try_again(error, uploading=False):
                     raise
-                # The commit may have been made and only its answer lost: look before it is made again.
+                # Only the response may have been lost: check for the commit before making it again.
                 if (landed := self._landed()) is not None:
                     logger.info("The commit to '%s' was made, though its answer was lost.", self.repo_id)
                     return landed
@@ -341,13 +342,13 @@ class RemoteCommit:
         raise HubConnectionError(f"The commit to '{self.repo_id}' was not made.", path=self.repo_id)
 
     def _may_try_again(self, error: BaseException, *, uploading: bool) -> bool:
-        """Whether it may succeed the next time: a failed connection, a busy server, an expired storage URL."""
+        """Return whether a retry may succeed: after a failed connection, a busy server, an expired storage URL."""
         if isinstance(error, HfHubHTTPError):
             return is_passing(error) or (uploading and status_of(error) in _EXPIRED)
         return isinstance(error, self.failures)
 
     def _landed(self) -> PushResult | None:
-        """The commit, if the Hub has it already."""
+        """Return the commit if the Hub has it already."""
         if self.request.create_pr:
             return self._landed_pull_request()
         now = self._tree(self.request.revision)
@@ -366,7 +367,7 @@ class RemoteCommit:
         return None
 
     def _holds(self, tree: RepoTree) -> bool:
-        """Whether a commit holds everything that this one was meant to change."""
+        """Return whether a commit has all the changes of this one."""
         for path, content in self.request.changes.items():
             there = tree.files.get(path)
             if content is None and there is not None:
@@ -377,12 +378,12 @@ class RemoteCommit:
 
 
 def commit_url(repo_id: str, commit: str) -> str:
-    """The page of a commit, without the user and password that an endpoint may have."""
+    """Return the page of a commit, without the user and password that an endpoint may have."""
     return f"{shown_endpoint()}/{repo_id}/commit/{commit}"
 
 
 def _cause(error: BaseException) -> BaseException:
-    """The reason why an upload failed, which huggingface_hub wraps into a RuntimeError."""
+    """Return the cause of a failed upload, which huggingface_hub wraps into a RuntimeError."""
     cause = error
     while isinstance(cause, RuntimeError) and not isinstance(cause, HfshardError) and cause.__cause__ is not None:
         cause = cause.__cause__

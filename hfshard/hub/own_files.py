@@ -1,4 +1,4 @@
-"""Protect the user's own files where a checkpoint is pulled to: what differs is refused by name, not replaced."""
+"""Protect the user's own files in the target of a pull: files that differ are rejected by name, not replaced."""
 
 from __future__ import annotations
 
@@ -40,33 +40,33 @@ _OF_A_CHECKPOINT: Final = frozenset({
 """Files next to the weights that a save of a model, a tokenizer or a processor by transformers replaces."""
 
 _CHAT_TEMPLATES: Final = "additional_chat_templates/"
-"""The folder of a tokenizer's other templates."""
+"""The folder of a tokenizer's additional templates."""
 
 _SHOWN: Final = 20
 """Names of files in a message."""
 
 _AT_ONCE: Final = 16
-"""Objects that a store is asked for at once."""
+"""Objects that are requested from a store at once."""
 
 
 class OwnFiles:
-    """The user's own files where a checkpoint is pulled to, compared when this is made, before anything is written.
+    """The user's own files in the target of a pull, compared on construction, before anything is written.
 
-    Where a checkpoint of the variant exists, a pull replaces what belongs to it, as a save does: its weights and
-    indexes, config.json, generation_config.json, model.sig, and the files of a tokenizer or processor, by the names
-    that transformers gives them. (Not the latter where weights of another variant share them.) Every other file is the
-    user's own, whether or not an earlier pull put it there: only its contents could tell, and they differ. So it is
-    refused where it has other contents than the one which would replace it. Shards that no index names are refused too,
-    because the commit would remove them. A README.md stays as it is, and is not refused.
+    If a checkpoint of the variant exists, a pull replaces what belongs to it, as a save does: its weights and indexes,
+    config.json, generation_config.json, model.sig, and the files of a tokenizer or processor, by the names that
+    transformers gives them. (If weights of another variant share these files, only its weights and indexes.) Every
+    other file is the user's own, even if an earlier pull has written it: only its contents could show that, and they
+    differ. So it is rejected if the file that would replace it has other contents. Shards that no index names are
+    rejected too, because the commit would remove them. A README.md stays as it is, and is not rejected.
 
     Args:
         place: The directory, which may be missing, or the address of a store.
-        names: Of the weights that are pulled.
-        new: The other files that are pulled; name -> contents.
-        weights: The files of weights, where these are copied as they are; name -> contents.
+        names: File names of the weights to pull.
+        new: The other files to pull; name -> contents.
+        weights: The weight files, if they are copied as they are; name -> contents.
 
     Raises:
-        SaveDirectoryError: It names the files that differ.
+        SaveDirectoryError: Files differ; the message names them.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class OwnFiles:
         taken = self._taken({*own, *weights})
         differing = {name for name, there in taken.items() if not has_same_bytes(there, own.get(name) or weights[name])}
         self.keeps_readme = README in differing
-        """Whether there is a README.md with other contents, which stays."""
+        """Whether an existing README.md has other contents, and stays."""
         self._before = {name: self._identity(name) for name in own if name not in differing}
         unnamed = {name for name in unnamed if name not in weights or name in differing}
         differing -= {README, *unnamed}
@@ -99,10 +99,10 @@ class OwnFiles:
             )
 
     def __call__(self) -> None:
-        """Compare once more, right before the commit.
+        """Compare again, right before the commit.
 
         Raises:
-            SaveDirectoryError: A file that would be replaced was written meanwhile.
+            SaveDirectoryError: A file that would be replaced has changed since.
         """
         changed = [name for name, identity in self._before.items() if self._identity(name) != identity]
         if changed:
@@ -113,7 +113,7 @@ class OwnFiles:
             )
 
     def _look(self, names: WeightNames) -> tuple[bool, set[str]]:
-        """Find out whether a checkpoint there is replaced, and name the shards that go though no index names them."""
+        """Return whether the pull replaces a checkpoint, and the shards that it removes though no index names them."""
         if self._store is not None:
             folder = RangedFolder(self._store, self._place)
             folder.look()
@@ -123,14 +123,14 @@ class OwnFiles:
             return False, set()
         with locked_directory(self._place, wait_seconds=LOCK_WAIT_SECONDS):
             state = read_state(self._place, names)
-        # What a killed save has left is cleaned up as by a save. But without any index, shards may be all that is left
+        # Leftovers of a killed save are removed, as a save does. But without any index, shards may be all that is left
         # of another model.
         leftovers = {name for name in state.leftovers if names.is_shard(name)}
         unnamed = state.strays - leftovers if state.has_weights else state.strays | leftovers
         return state.has_weights and not state.shares_config, set(unnamed)
 
     def _taken(self, names: Iterable[str]) -> dict[str, ByteSource]:
-        """What has one of these names already; but for folders, which the commit refuses by itself."""
+        """Find the existing files of these names; not folders, which the commit itself rejects."""
         if self._store is None:
             paths = {name: os.path.join(self._place, name) for name in names}
             return {
@@ -177,6 +177,6 @@ def _is_of_a_checkpoint(name: str) -> bool:
 
 
 def _contents(path: str) -> ByteSource:
-    """The contents of what is in the way; what is no file, or can't be read, equals nothing."""
+    """Return the contents of an existing file; a path that is not a readable file equals nothing."""
     is_readable = os.path.isfile(path) and os.access(path, os.R_OK)
     return file_source(path) if is_readable else FileSource(path, size=-1)

@@ -1,4 +1,4 @@
-"""Push files as one commit: look, compare, upload what is missing, commit on top of what was seen."""
+"""Push files as one commit: list the hub's files, compare, upload what is missing, commit on top of that state."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from hfshard.hub.repo import Hub, PushResult, RemoteFile, RepoTree, StaleParentE
 logger = logging.getLogger(__name__)
 
 _ATTEMPTS: Final = 5
-"""Times that a push is tried again on top of what somebody else pushed in the meantime."""
+"""Attempts at a push, each on top of what others have pushed during the one before."""
 
 
 def push_files(request: PushRequest, repo_id: str | os.PathLike[str]) -> PushResult:
     """Push files as one commit.
 
     Raises:
-        RemoteChangedError: Others pushed the same files, or pushed again and again; nothing was committed.
-        Everything else that `push_checkpoint` raises of a hub.
+        RemoteChangedError: Another push changed the same files, or others kept pushing; nothing was committed.
+        Every other error that `push_checkpoint` raises for a hub.
     """
     hub = open_hub(repo_id, request.options)
     repo_id = os.fspath(repo_id)
@@ -67,7 +67,7 @@ def push_files(request: PushRequest, repo_id: str | os.PathLike[str]) -> PushRes
 
 
 def _note_signature(request: PushRequest, plan: PushPlan, before: RepoTree, repo_id: str) -> None:
-    """Say that a signature which the hub holds is one of other files than are there now."""
+    """Warn if the hub's signature is stale, because this push changed files that it covers."""
     path = request.options.folder + SIGNATURE_NAME
     documents = (".md", ".gitattributes")
     changed = [name for name in (*plan.adds, *plan.deletes) if not name.endswith(documents)]
@@ -85,7 +85,7 @@ def _note_signature(request: PushRequest, plan: PushPlan, before: RepoTree, repo
 
 
 def open_hub(repo_id: str | os.PathLike[str], options: PushOptions) -> Hub:
-    """Open the repo that a repo_id names; it is made if it is missing."""
+    """Open the repo that a repo_id names, and create it if it is missing."""
     if (directory := directory_of(repo_id)) is not None:
         from hfshard.hub.directory.directory_hub import DirectoryHub
 
@@ -96,7 +96,7 @@ def open_hub(repo_id: str | os.PathLike[str], options: PushOptions) -> Hub:
 
 
 def _tree_to_push_to(hub: Hub, revision: str | None, repo_id: str) -> RepoTree:
-    """The files at the branch; the branch is made if it is missing."""
+    """Return the files at the branch, and create the branch if it is missing."""
     found = hub.tree(revision)
     if found is None and revision is not None:
         hub.make_branch(revision)
@@ -126,40 +126,40 @@ def _commit(hub: Hub, request: PushRequest, plan: PushPlan, *, parent: str | Non
         )
 
 
-# What a push is asked to do: the options that users give, and the files that they are for.
+# Push requests: the user's options, and the files to push.
 
 
 MakeCard = Callable[[Callable[[], bytes] | None], bytes | None]
-"""Makes a README.md. It is given a reader of the one that is there, if there is one; None leaves that as it is."""
+"""Builds a README.md. Its argument reads the existing one, if there is one; returning None leaves that as it is."""
 
 FindStale = Callable[[Mapping[str, RemoteFile], Callable[[str], bytes]], Collection[str]]
-"""Names files that are deleted. It is given the files of the folder by name, and a reader of small ones."""
+"""Selects files to delete. Its arguments are the files of the folder by name, and a reader of small ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushOptions:
-    """How something is pushed; the fields are the arguments of `push_checkpoint`.
+    """Options of a push; the fields are the arguments of `push_checkpoint`.
 
     Raises:
         InvalidArgumentError: A pull request on another branch than main, or a folder outside the repo.
     """
 
     commit_message: str | None = None
-    """None: a text that fits what is pushed."""
+    """None: the default message of the request."""
     commit_description: str | None = None
     private: bool | None = None
-    """Of a repo that is made."""
+    """Whether a repo that is created is private."""
     token: str | bool | None = field(default=None, repr=False)
     revision: str | None = None
     """A branch, or "refs/pr/N". None: main."""
     create_pr: bool = False
     path_in_repo: str = ""
     follow_links: bool = False
-    """Whether to push what links of a directory lead to, outside of it."""
+    """Whether to push the targets of links that lead out of the directory."""
     progress: bool | None = None
 
     def __post_init__(self) -> None:
-        """Check what can be checked before a hub is asked."""
+        """Check what can be checked without a request to a hub."""
         check_texts(
             revision=self.revision or None,
             path_in_repo=self.path_in_repo or None,
@@ -176,27 +176,27 @@ class PushOptions:
 
     @property
     def folder(self) -> str:
-        """The folder of the repo as the beginning of paths: "" or "name/"."""
+        """The folder of the repo as a prefix of paths: "" or "name/"."""
         parts = [part for part in self.path_in_repo.split("/") if part not in ("", ".")]
         return "".join(f"{part}/" for part in parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushRequest:
-    """What is to be pushed, and how."""
+    """Files to push, and how to push them."""
 
     contents: Mapping[str, ByteSource]
     """Path in the folder -> contents."""
     variants: frozenset[str | None]
-    """Variants of the checkpoints among them: whatever else the hub holds of these is deleted."""
+    """Variants of the checkpoints among them; all their other weights and indexes on the hub are deleted."""
     options: PushOptions = field(default_factory=PushOptions)
     default_message: str = "Upload checkpoint"
     """The commit's message where the options have none."""
     make_card: MakeCard | None = None
     find_stale: FindStale | None = None
-    """Names what else is deleted."""
+    """Selects other files to delete."""
     check: Callable[[], None] = lambda: None
-    """Called before the commit is begun, and from any thread while new contents are read: raises to give up."""
+    """Called before the commit begins, and from any thread while new contents are read; raises to cancel."""
 
     @property
     def message(self) -> str:
@@ -204,12 +204,12 @@ class PushRequest:
         return self.options.commit_message or self.default_message
 
 
-# Which files a push sends, and which it deletes, so that a hub holds what the last save wrote, and the user's own.
+# Push plans: files to send and to delete, so that a hub has what the last save wrote, and the user's own files.
 
 
 _SHARD_NUMBER: Final = re.compile(r"-\d{5,}-of-\d{5,}$")
 SHARD: Final = re.compile(r"-\d{5,}-of-\d{5,}(?:-\d{8,15}-[0-9a-f]{16})?\.(?:safetensors|bin)$")
-"""How the name of a shard of any checkpoint ends, also of one that was synced from a store."""
+"""End of a shard's name in any checkpoint, including one that was synced from a store."""
 _SINGLE: Final = re.compile(r"(?:pytorch_)?model(?:\.(?P<variant>[^/]+))?\.(?:safetensors|bin)")
 _INDEX: Final = re.compile(r"(?:pytorch_)?model\.(?:safetensors|bin)\.index(?:\.(?P<variant>[^/]+))?\.json")
 
@@ -219,17 +219,17 @@ _HUB_INDEX: Final = re.compile(r"model\.(?P<variant>[^/]+)\.safetensors\.index\.
 
 @dataclass(frozen=True, slots=True)
 class PushPlan:
-    """What one push changes."""
+    """Changes that one push makes."""
 
     adds: dict[str, ByteSource]
     """Path in the repo -> new contents."""
     deletes: tuple[str, ...]
     unchanged: tuple[str, ...]
-    """Paths of files that the hub holds already, bit for bit."""
+    """Paths of files that the hub has already, bit for bit."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether the hub holds all files already, and nothing else of this checkpoint."""
+        """True if the hub has all files already, and nothing else of this checkpoint."""
         return not self.adds and not self.deletes
 
     @property
@@ -239,12 +239,12 @@ class PushPlan:
 
 
 def plan_push(contents: Mapping[str, ByteSource], remote: RepoTree, stale: Collection[str]) -> PushPlan:
-    """Compare what is pushed with what is there; files of unknown hash are read where the sizes are equal.
+    """Compare the files to push with those on the hub; read files of unknown hash if the sizes are equal.
 
     Args:
         contents: Path in the repo -> contents.
-        remote: What the hub holds.
-        stale: Paths that are to be deleted.
+        remote: The files on the hub.
+        stale: Paths to delete.
     """
     adds: dict[str, ByteSource] = {}
     unchanged = []
@@ -258,7 +258,7 @@ def plan_push(contents: Mapping[str, ByteSource], remote: RepoTree, stale: Colle
 
 
 def _hashed_if_needed(content: ByteSource, file: RemoteFile | None) -> ByteSource:
-    """Add the sha256 where it will be compared, so that no file is read twice for it."""
+    """Add the sha256 if it will be compared, so that no file is read twice for it."""
     is_comparable = file is not None and file.sha256 is not None and file.size == content.size
     if is_comparable and isinstance(content, FileSource) and content.sha256 is None:
         return replace(content, sha256=sha256_of_source(content))
@@ -266,7 +266,7 @@ def _hashed_if_needed(content: ByteSource, file: RemoteFile | None) -> ByteSourc
 
 
 def variants_of(names: Iterable[str]) -> set[str | None]:
-    """Tell from file names which variants of a checkpoint they belong to; None is the one without a variant."""
+    """Find the variants of a checkpoint that file names belong to; None is the one without a variant."""
     found: set[str | None] = set()
     for name in names:
         match = _INDEX.fullmatch(name) or _SINGLE.fullmatch(name) or _HUB_INDEX.fullmatch(name)
@@ -279,7 +279,7 @@ def variants_of(names: Iterable[str]) -> set[str | None]:
 
 
 def is_weights(name: str, names: WeightNames) -> bool:
-    """Whether a file's name is, by convention, one of this variant's weights in either format."""
+    """Return whether a file's name is, by convention, one of this variant's weights in either format."""
     own = (names.single, names.index, names.hub_index, names.bin_single, names.bin_index)
     if name in own or names.is_shard(name) or names.is_bin_shard(name):
         return True
@@ -289,13 +289,13 @@ def is_weights(name: str, names: WeightNames) -> bool:
 def stale_names(
     remote: Iterable[str], local: Collection[str], variants: Iterable[str | None], owned: Collection[str]
 ) -> set[str]:
-    """Find files in a folder of the hub that belonged to the checkpoints that are pushed, and no longer do.
+    """Find files in a folder of the hub that belonged to the checkpoints to push, and no longer do.
 
     Args:
         remote: Names in the folder.
-        local: Names that are pushed.
-        variants: Of the checkpoints that are pushed.
-        owned: Files that the hub's indexes of these variants name, whatever they are called.
+        local: Names to push.
+        variants: Variants of the checkpoints to push.
+        owned: Files that the hub's indexes of these variants name, by any name.
     """
     families = [WeightNames(variant) for variant in variants]
     return {
@@ -306,7 +306,7 @@ def stale_names(
 
 
 def foreign_indexes(remote: Iterable[str], local: Collection[str], variants: Iterable[str | None]) -> list[str]:
-    """Find indexes on the hub of checkpoints that are not pushed: the files that they name must stay."""
+    """Find the hub's indexes of checkpoints that are not pushed: the files that they name must stay."""
     families = [WeightNames(variant) for variant in variants]
     return sorted(
         name
@@ -316,7 +316,7 @@ def foreign_indexes(remote: Iterable[str], local: Collection[str], variants: Ite
 
 
 def unknown_weights(remote: Iterable[str], local: Collection[str], variants: Iterable[str | None]) -> set[str]:
-    """Find weights on the hub without a conventional name: only an index tells whose they are."""
+    """Find weights on the hub without a conventional name: only an index shows which checkpoint they belong to."""
     families = [WeightNames(variant) for variant in variants]
     return {
         name
@@ -327,11 +327,11 @@ def unknown_weights(remote: Iterable[str], local: Collection[str], variants: Ite
     }
 
 
-# Compares what is pushed with what a hub holds: what is sent, what is deleted, and whether two pushes would mix.
+# Comparison of a push with a hub: files to send, files to delete, and pushes that would mix.
 
 
 def plan_for(hub: Hub, request: PushRequest, remote: RepoTree) -> PushPlan:
-    """Plan what a push changes on a hub that holds `remote` at the branch."""
+    """Plan the changes of a push to a hub that has `remote` at the branch."""
     folder, local = request.options.folder, set(request.contents)
     there = {path.removeprefix(folder): path for path in remote.files if _is_in(path, folder)}
     owned, kept = _indexed(hub, request, remote, there)
@@ -346,9 +346,9 @@ def plan_for(hub: Hub, request: PushRequest, remote: RepoTree) -> PushPlan:
 
 
 def _indexed(hub: Hub, request: PushRequest, remote: RepoTree, there: Mapping[str, str]) -> tuple[set[str], set[str]]:
-    """Read which files the hub's indexes name: those of the checkpoints that are pushed, and those of others.
+    """Read the file names in the hub's indexes: of the checkpoints to push, and of others.
 
-    An index is fetched only where it could make a difference.
+    An index is fetched only if it could make a difference.
     """
     local = set(request.contents)
     owned, kept = set(), set()
@@ -365,7 +365,7 @@ def _indexed(hub: Hub, request: PushRequest, remote: RepoTree, there: Mapping[st
 
 
 def _named_by(hub: Hub, path: str, commit: str, *, else_all: Collection[str] = ()) -> set[str]:
-    """The files that an index names; `else_all` for an index that can't be read."""
+    """Return the files that an index names; `else_all` for an index that can't be read."""
     raw = hub.read(path, commit)
     try:
         return set(CheckpointIndex.from_json(raw, path).weight_map.values())
@@ -375,7 +375,7 @@ def _named_by(hub: Hub, path: str, commit: str, *, else_all: Collection[str] = (
 
 
 def _shards_in(names: Iterable[str]) -> set[str]:
-    """The shards of any checkpoint: what an index could name."""
+    """Select the shards of any checkpoint, which an index could name."""
     return {name for name in names if SHARD.search(name)}
 
 
@@ -387,12 +387,13 @@ def _card(hub: Hub, request: PushRequest, remote: RepoTree) -> dict[str, ByteSou
 
 
 def refuse_conflict(before: RepoTree, now: RepoTree, plan: PushPlan, request: PushRequest, repo_id: str) -> None:
-    """Refuse to commit on top of somebody else's push of the same files or weights: the two would mix.
+    """Reject a commit on top of another push of the same files or weights, because the two would mix.
 
-    Files that they left exactly as this push would are not a conflict: an equal push, or an earlier commit of this one.
+    Files that are now as this push would leave them are not a conflict: they come from an equal push, or from an
+    earlier commit of this one.
 
     Raises:
-        RemoteChangedError: They changed a file that this push writes too.
+        RemoteChangedError: The other push changed a file that this one writes too.
     """
     changed = {path for path in plan.changes if before.files.get(path) != now.files.get(path)}
     families = [WeightNames(variant) for variant in request.variants]
@@ -410,24 +411,24 @@ def refuse_conflict(before: RepoTree, now: RepoTree, plan: PushPlan, request: Pu
 
 
 def _is_in(path: str, folder: str) -> bool:
-    """Whether a file lies in the folder itself, where a checkpoint's weights are."""
+    """Return whether a file is in the folder itself, where a checkpoint's weights are."""
     return path.startswith(folder) and "/" not in path.removeprefix(folder)
 
 
-# Collects the files that are pushed from one place: checked, with the hashes of the save, and without leftovers.
+# Files to push from one place: checked, with the hashes of the save, and without leftovers.
 
 
 _LEFT_OUT: Final = frozenset({".git", ".cache", "__pycache__"})
-"""Folders that are never pushed: git's, those that huggingface_hub and hfshard keep, and Python's."""
+"""Folders that are never pushed: those of git, of huggingface_hub and hfshard, and of Python."""
 
 _LINKS: Final = (
     "the directory that is pushed. Pass follow_links=True (hfshard push --follow-links) to push what is there, or "
     "leave them out by ignore_patterns."
 )
-"""Links in a message."""
+"""End of the message about links that leave the directory."""
 
 _JUNK: Final = frozenset({".DS_Store", ".git"})
-"""Files that are never pushed; `.git` is one in the worktrees and submodules of git."""
+"""Files that are never pushed; `.git` is a file in git's worktrees and submodules."""
 
 
 def directory_contents(
@@ -438,22 +439,22 @@ def directory_contents(
     ignore_patterns: list[str] | str | None = None,
     follow_links: bool = False,
 ) -> tuple[dict[str, ByteSource], dict[str | None, CheckpointIndex]]:
-    """Collect the files of a directory that is to be pushed; the structure of every checkpoint in it is checked.
+    """Collect the files to push from a directory, and check the structure of every checkpoint in it.
 
     Args:
-        directory: Saved checkpoints, and whatever the user put beside them.
-        names: The only files to look at. None: all files.
+        directory: Saved checkpoints, and the user's files next to them.
+        names: The only files to consider. None: all files.
         allow_patterns, ignore_patterns: Globs of paths, as in huggingface_hub's `upload_folder`.
         follow_links: Whether links may lead out of the directory. Those of a snapshot in the Hub's cache always may.
 
     Returns:
-        Path in the directory -> contents, with the sha256 where the save recorded it; and the checkpoints' indexes by
+        Path in the directory -> contents, with the sha256 if the save recorded it; and the checkpoints' indexes by
         variant.
 
     Raises:
-        CheckpointNotFoundError: The directory holds no checkpoint.
+        CheckpointNotFoundError: The directory has no checkpoint.
         InvalidArgumentError: The patterns leave out all weights, or a part of a checkpoint; or a link leaves the
-            directory, or a name has a backslash or what can't be printed.
+            directory, or a name has a backslash or an unprintable character.
         DamagedCheckpointError, UnsafePathError, UnsafePickleError: A checkpoint can't be loaded.
     """
     found = contents_of(
@@ -465,38 +466,38 @@ def directory_contents(
 
 
 class FilesOfPlace(Protocol):
-    """The files below one place, as far as they may be pushed."""
+    """The files below one place, as candidates for a push."""
 
     @property
     def place(self) -> str:
-        """Where they are, for messages."""
+        """The place, for messages."""
 
     def paths(self) -> list[str]:
-        """The files' paths below the place."""
+        """List the files' paths below the place."""
 
     def sizes(self) -> dict[str, int]:
-        """Path -> bytes."""
+        """Return path -> bytes."""
 
     def open_variant(self, variant: str | None) -> AbstractContextManager[OpenCheckpoint]:
-        """Open the checkpoint of a variant, its structure checked."""
+        """Open the checkpoint of a variant, and check its structure."""
 
     def check(self, paths: Collection[str]) -> None:
-        """Raise where one of these files may not be pushed."""
+        """Raise if one of these files may not be pushed."""
 
     def content(self, path: str, sha256: str | None) -> ByteSource:
-        """The contents of a file, and their hash if it is known."""
+        """Return the contents of a file, with their hash if it is known."""
 
 
 @dataclass(frozen=True, slots=True)
 class PushedContents:
-    """The files of a place that are pushed, and the checkpoints that they make."""
+    """Files to push from a place, and the checkpoints that they form."""
 
     contents: dict[str, ByteSource]
-    """Path below the place -> contents, with the sha256 where the save recorded it."""
+    """Path below the place -> contents, with the sha256 if the save recorded it."""
     indexes: dict[str | None, CheckpointIndex]
-    """By variant."""
+    """Variant -> index."""
     entries: dict[str | None, str]
-    """The file by which each variant is entered."""
+    """Variant -> name of its entry."""
 
 
 def contents_of(
@@ -505,7 +506,7 @@ def contents_of(
     allow_patterns: list[str] | str | None = None,
     ignore_patterns: list[str] | str | None = None,
 ) -> PushedContents:
-    """Collect the files of any place, as `directory_contents` does, which raises the same."""
+    """Collect the files to push from any place, with the checks and errors of `directory_contents`."""
     place = files.place
     paths = files.paths()
     variants = variants_of(name for name in paths if "/" not in name)
@@ -545,7 +546,8 @@ class DirectoryFiles:
 
     Args:
         place: The directory.
-        names: As in `directory_contents`, and so is follow_links.
+        names: The only files to consider. None: all files.
+        follow_links: Whether links may lead out of the directory.
     """
 
     def __init__(self, place: str, names: Collection[str] | None = None, *, follow_links: bool = False) -> None:
@@ -554,7 +556,7 @@ class DirectoryFiles:
         self._follow_links = follow_links
 
     def paths(self) -> list[str]:
-        """All files; but for folders that are never pushed, pipes and broken links.
+        """List all files, except pipes, broken links, links to folders, and what is never pushed.
 
         Raises:
             CheckpointNotFoundError: There is no such directory.
@@ -564,7 +566,7 @@ class DirectoryFiles:
         return [path for path in _paths(self.place) if self._names is None or path in self._names]
 
     def sizes(self) -> dict[str, int]:
-        """Path -> bytes."""
+        """Return path -> bytes."""
         return {path: os.path.getsize(os.path.join(self.place, path)) for path in self.paths()}
 
     def open_variant(self, variant: str | None) -> AbstractContextManager[OpenCheckpoint]:
@@ -572,18 +574,18 @@ class DirectoryFiles:
         return open_checkpoint(self.place, variant=variant)
 
     def check(self, paths: Collection[str]) -> None:
-        """Refuse names that no pull takes, and links that leave the directory, unless they are to be followed."""
+        """Reject names that no pull accepts, and links that leave the directory, unless they are to be followed."""
         _refuse_names(self.place, paths)
         if not self._follow_links:
             refuse_links_to_outside(self.place, paths, _LINKS)
 
     def content(self, path: str, sha256: str | None) -> ByteSource:
-        """A file on the disk."""
+        """Return a file on disk as a source of bytes."""
         return file_source(os.path.join(self.place, path), sha256)
 
 
 def _refuse_names(directory: str, names: Collection[str]) -> None:
-    """Refuse names that a system would take for other paths, or that can't be shown."""
+    """Reject names that some system would read as other paths, or that are not printable."""
     name = next((name for name in sorted(names) if not is_plain_path(name)), None)
     if name is not None:
         raise InvalidArgumentError(
@@ -594,7 +596,7 @@ def _refuse_names(directory: str, names: Collection[str]) -> None:
 
 
 def _is_selected(files: Collection[str], selected: Collection[str], directory: str) -> bool:
-    """Whether a checkpoint's files are all selected; False if none is.
+    """Return whether a checkpoint's files are all selected; False if none is.
 
     Raises:
         InvalidArgumentError: Only some of them are.
@@ -612,7 +614,7 @@ def _is_selected(files: Collection[str], selected: Collection[str], directory: s
 
 
 def _known_hashes(checkpoint: OpenCheckpoint) -> dict[str, str | None]:
-    """File -> sha256 as the save recorded it; a file with a checksum of another kind is read, compared and hashed."""
+    """Return file -> recorded sha256. A single file, or one with another checksum, is read, compared and hashed."""
     hashes: dict[str, str | None] = {}
     for name, shard in checkpoint.shards.items():
         record = checkpoint.index.files.get(name, FileDigest())
@@ -651,12 +653,9 @@ def _files_of(checkpoint: OpenCheckpoint) -> set[str]:
 
 
 def _leftovers(paths: Collection[str], used: Collection[str], variants: Collection[str | None]) -> set[str]:
-    """Files named like weights that no checkpoint uses: left by a killed save, or outranked by another file."""
+    """Find files named like weights that no checkpoint uses: left by a killed save, or outranked by another file."""
     families = [WeightNames(variant) for variant in variants]
     return {path for path in paths if path not in used and any(is_weights(path, names) for names in families)}
-
-
-# Pushes a saved directory to a hub as one commit.
 
 
 def push_directory(
@@ -670,12 +669,13 @@ def push_directory(
     """Push a saved directory to a hub as one commit.
 
     Args:
-        directory: As in `push_checkpoint`, and so are all others.
-        repo_id: Of a hub.
-        options: How.
+        directory: A directory with at least one checkpoint, written by hfshard or any other tool.
+        repo_id: "org/name", or a path or `file://` URL of a directory that serves as a hub.
+        options: How to push.
+        allow_patterns, ignore_patterns: Globs of paths in the directory, as in huggingface_hub's `upload_folder`.
 
     Raises:
-        Everything that `push_checkpoint` raises.
+        Every error that `push_checkpoint` raises for a hub.
     """
     place = absolute_path(directory, "directory")
     repo_id = absolute_address(repo_id)

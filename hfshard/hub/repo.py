@@ -1,4 +1,4 @@
-"""What pushes and pulls ask of a hub: its files at one commit, what a push returns, names of branches and tags."""
+"""Interface of a hub: its files at one commit, the result of a push, names of branches and tags."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hfshard.errors import InvalidArgumentError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitRequest:
-    """What one commit of a hub is to change."""
+    """Changes to make in one commit of a hub."""
 
     changes: Mapping[str, ByteSource | None]
     """Path in the repo -> new contents, or None to delete."""
@@ -26,23 +26,23 @@ class CommitRequest:
     message: str
     description: str | None = None
     create_pr: bool = False
-    """Leave the branch, and open a pull request."""
+    """Open a pull request instead of moving the branch."""
 
 
 class Hub(Protocol):
-    """What a push needs of a repo, be it on the Hugging Face Hub or in a directory."""
+    """A repo as a push needs it, on the Hugging Face Hub or in a directory."""
 
     def tree(self, revision: str | None) -> RepoTree | None:
-        """The files at a revision; None if there is no such branch yet."""
+        """Return the files at a revision; None if there is no such branch yet."""
 
     def make_branch(self, branch: str) -> None:
-        """Make a branch where `main` is."""
+        """Create a branch where `main` is."""
 
     def read(self, path: str, commit: str) -> bytes:
-        """The bytes of a small file."""
+        """Return the bytes of a small file."""
 
     def url_of(self, commit: str) -> str:
-        """Where to look at a commit."""
+        """Return the page of a commit, or the directory of its files."""
 
     def commit(
         self,
@@ -55,11 +55,11 @@ class Hub(Protocol):
         create_pr: bool,
         progress_callback: Callable[[int], object] | None,
     ) -> PushResult:
-        """Make one commit on top of `parent`, with the files that the hub lacks.
+        """Make one commit on top of `parent`, and transfer the contents that the hub lacks.
 
         Args:
             changes, parent, revision, message, description, create_pr: The fields of `CommitRequest`.
-            progress_callback: Called with numbers of bytes of new contents.
+            progress_callback: Called with byte counts of new contents.
 
         Raises:
             StaleParentError: The branch is no longer at `parent`; nothing was changed.
@@ -67,30 +67,30 @@ class Hub(Protocol):
 
 
 class CommitFiles(Protocol):
-    """The files of one commit, as far as they are known."""
+    """The known files of one commit."""
 
     commit: str
 
     def has(self, path: str, *, is_needed: bool = True) -> bool:
-        """Whether the commit has a file; if that is not known, an error where it `is_needed`, else False."""
+        """Return whether the commit has a file; if that is unknown, raise if it `is_needed`, else return False."""
 
     def download(self, paths: Collection[str]) -> None:
         """Make files available in the snapshot."""
 
     def snapshot(self, path: str = "") -> str:
-        """The local path of a file; of the snapshot itself without an argument."""
+        """Return the local path of a file; without an argument, that of the snapshot."""
 
     def code(self) -> Collection[str]:
-        """The known Python files of the commit."""
+        """Return the known Python files of the commit."""
 
     def description(self) -> tuple[str, str]:
-        """For an error message: what was looked at, and what to do."""
+        """Describe for an error message what was searched, and what to do."""
 
     def parts(self, folder: str) -> str | None:
-        """Describe what a folder holds in parts of ranks, if it is known; see `describe_parts`."""
+        """Describe what a folder has in parts, one for each rank, and how to merge them; None if there are none."""
 
 
-# The files that a hub holds at one commit, with their sizes and hashes, and what a push returns.
+# Data: the files of one commit with their sizes and hashes, and the result of a push.
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class RemoteFile:
         return self.sha256 or self.blob_id
 
     def has_contents(self, content: ByteSource) -> bool:
-        """Whether the file holds these bytes; they are read only if the sizes are equal."""
+        """Return whether the file has these bytes; they are read only if the sizes are equal."""
         if content.size != self.size:
             return False
         if self.sha256 is not None:
@@ -138,7 +138,7 @@ def git_blob_id(raw: bytes) -> str:
 
 
 def is_plain_path(path: str) -> bool:
-    """Whether a path in a repo, or the name of a branch, is printable and stays below the folder that it is put in."""
+    """Return whether a path in a repo, or the name of a branch, is printable and stays below its folder."""
     return (
         "\\" not in path
         and path.isprintable()
@@ -148,26 +148,26 @@ def is_plain_path(path: str) -> bool:
 
 
 class StaleParentError(Exception):
-    """The branch has moved on from the commit that a push was made for; `push_files` looks again, and tries again."""
+    """The branch has moved on from the commit that a push was planned for; `push_files` plans and commits again."""
 
 
 @dataclass(frozen=True, slots=True)
 class PushResult:
-    """What a push did."""
+    """Outcome of a push."""
 
     commit: str
     """The full hash of the commit that the branch (or pull request) is at now."""
     url: str
-    """Where to look at it: the commit's page on the Hub, or the directory of its files."""
+    """The commit's page on the Hub, or the directory of its files."""
     pr_url: str | None = None
     """The page of the pull request that was opened; None if none was asked for."""
     is_new: bool = True
-    """False if the hub held exactly this already, so that no commit was made."""
+    """False if the hub had exactly this already, so that no commit was made."""
     sent_bytes: int = 0
-    """Bytes of file contents that were sent; over Xet, without the chunks of them that its storage had."""
+    """Bytes of file contents that were sent; over Xet, without the chunks that its storage already had."""
 
 
-# Names of commits on a hub: what a branch, a tag or a pull request may be called, in short and in full.
+# Names of branches, tags and pull requests on a hub: the valid ones, in short and in full.
 
 
 RefKind = Literal["branch", "tag", "pr", "commit"]
@@ -182,12 +182,12 @@ _MAX_NAME: Final = 200
 
 
 def is_commit_id(name: str) -> bool:
-    """Whether a name has the form of a full commit id."""
+    """Return whether a name has the form of a full commit id."""
     return _COMMIT_ID.fullmatch(name) is not None
 
 
 def kind_of(ref: str) -> RefKind:
-    """Tell what kind of ref a full name, such as `refs/heads/main`, names."""
+    """Return the kind of ref that a full name, such as `refs/heads/main`, denotes."""
     return next(kind for folder, kind in REF_FOLDERS.items() if ref.startswith(folder))
 
 
@@ -228,5 +228,5 @@ def _is_name(name: str, *, is_number: bool) -> bool:
 
 
 def pr_revision(pr_url: str) -> str:
-    """The revision of a pull request, such as `refs/pr/3`, from the URL of its page."""
+    """Extract the revision of a pull request, such as `refs/pr/3`, from the URL of its page."""
     return f"refs/pr/{pr_url.rstrip('/').rpartition('/')[2]}"

@@ -1,4 +1,4 @@
-"""Reads single tensors of a repo by their byte ranges: headers first, then only the bytes that are needed."""
+"""Single tensors of a repo, read by byte ranges: headers first, then only the bytes that are needed."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def open_by_ranges(
     verify: Verify = "structure",
     progress: bool | None = None,
 ) -> Iterator[OpenCheckpoint]:
-    """Open a checkpoint whose tensors are then read straight into memory; nothing of it is on the disk.
+    """Open a checkpoint whose tensors are read straight into memory; nothing is written to disk.
 
     Each tensor is compared with its own checksum, where the checkpoint has them (hfshard writes them).
 
     Args:
         repo_id: "org/name".
         tree: The commit and its files.
-        query: Which checkpoint; its `files_of` says which shards.
-        verify: "full" refuses files that have no checksum.
+        query: Which checkpoint; its `files_of` selects the shards.
+        verify: "full" rejects files that have no checksum.
         progress: Whether to show a bar on stderr. None: on a terminal.
 
     Raises:
@@ -57,7 +57,7 @@ def open_by_ranges(
 
 
 class _File(NamedTuple):
-    """A file of the commit, as `RangedEntry` says."""
+    """A file of the commit, as a `RangedEntry`."""
 
     name: str
     size: int

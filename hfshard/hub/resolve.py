@@ -1,4 +1,4 @@
-"""Finds the files of a checkpoint in a repo, in the order in which transformers looks for them."""
+"""Find the files of a checkpoint in a repo, in the order in which transformers looks for them."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ from hfshard.format.stored_save import is_save_index
 from hfshard.hub.repo import CommitFiles
 
 _OWN_STEMS: Final = ("model.", "model-", "pytorch_model.", "pytorch_model-")
-"""How the names of a checkpoint's weights begin, those of its variants too: only the chosen ones are pulled."""
+"""Prefixes of a checkpoint's weights, including those of its variants: only the selected ones are pulled."""
 
 
 _TRAINING: Final = frozenset({"checkpoint.json", "training_state.json"})
 """Files that make a folder a training checkpoint; no model needs them."""
 
 _READ_BY_MODELS: Final = frozenset({"spk_dict.pt", "head.safetensors", "readout.safetensors"})
-"""Weights beside a checkpoint that a class of transformers reads by name: Qwen2.5-Omni's voices, and a config's
+"""Weights next to a checkpoint that a class of transformers reads by name: Qwen2.5-Omni's voices, and a config's
 `extra_files`."""
 
 _CUSTOM_GENERATE: Final = "custom_generate/generate.py"
@@ -54,14 +54,14 @@ _CUSTOM_GENERATE: Final = "custom_generate/generate.py"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointQuery:
-    """Which checkpoint is asked for, how much of it, and how it is fetched.
+    """Request for a checkpoint: which one, how much of it, and how to fetch it.
 
     Raises:
-        InvalidArgumentError: The variant can't be part of a file name; the subfolder or the revision is no text.
+        InvalidArgumentError: The variant can't be part of a file name; the subfolder or the revision is not text.
     """
 
     variant: str | None = None
-    """As in transformers' `from_pretrained`, and so are the next seven."""
+    """As in transformers' `from_pretrained`, like the next seven fields."""
     use_safetensors: bool | None = None
     """None: safetensors before pickles; True: only them; False: only pickles."""
     subfolder: str = ""
@@ -71,35 +71,35 @@ class CheckpointQuery:
     local_files_only: bool = False
     force_download: bool = False
     files_of: FilesOf | None = None
-    """Which of the files that an index names; None: all."""
+    """Selects the files that are needed, of those that an index names; None: all."""
     needs_code: bool = False
     """Whether the repo's code may be run, so that it is downloaded too."""
     accepts_adapter: bool = False
-    """Whether an adapter is wanted too, alone or beside a model."""
+    """Whether an adapter is wanted too, alone or next to a model."""
     opens_adapter: bool = False
-    """Whether the weights of an adapter are opened where there is no model."""
+    """Whether the weights of an adapter are opened if there is no model."""
     needs_companions: bool = False
-    """Whether the files beside the checkpoint are downloaded too: tokenizer, README."""
+    """Whether the companion files are downloaded too: tokenizer, README."""
     takes_oddities: bool = False
-    """Whether what transformers loads is fetched, though it is not as it should be: it is seen when it is opened."""
+    """Whether to fetch what transformers loads even if it is not valid; that shows when it is opened."""
     needs_signature: bool = False
-    """Whether the signature is downloaded too, and what it covers that a load may read beside the weights."""
+    """Whether the signature is downloaded too, and the files it covers that a load may read as well as the weights."""
     allow_patterns: list[str] | None = None
-    """Globs of paths: which of the files beside the checkpoint are pulled."""
+    """Globs of paths: companion files to pull."""
     ignore_patterns: list[str] | None = None
-    """Globs of paths: which of the files beside the checkpoint are left out."""
+    """Globs of paths: companion files to leave out."""
 
     def __post_init__(self) -> None:
-        """Check what is text."""
+        """Check the texts."""
         WeightNames(self.variant)
         check_texts(subfolder=self.subfolder or None, revision=self.revision or None)
         object.__setattr__(self, "revision", self.revision or None)
 
     def check_subfolder(self) -> None:
-        """Check that the subfolder is one of a repo, before a hub is asked.
+        """Check that the subfolder is a valid path in a repo, before any request to a hub.
 
         Raises:
-            InvalidArgumentError: It isn't written as the paths in a repo are.
+            InvalidArgumentError: It is not.
         """
         folder = self.subfolder.strip("/")
         if folder and any(part in ("", ".", "..") for part in folder.split("/")):
@@ -108,7 +108,7 @@ class CheckpointQuery:
             )
 
     def path(self, name: str) -> str:
-        """A file's path in the repo."""
+        """Return a file's path in the repo."""
         return f"{self.subfolder.strip('/')}/{name}" if self.subfolder.strip("/") else name
 
 
@@ -122,7 +122,7 @@ class ResolvedCheckpoint:
     files: tuple[str, ...]
     """Paths in the repo: config, entry, shards."""
     kind: WeightsKind | None
-    """What kind of file its weights begin with; None if it is not a model, but an adapter, for example."""
+    """The kind of its weights' entry; None if it is not a model, but an adapter, for example."""
     known_missing: tuple[str, ...]
     """Paths that readers look for, and that the commit is known not to have."""
 
@@ -137,7 +137,7 @@ def resolve_checkpoint(files: CommitFiles, query: CheckpointQuery) -> ResolvedCh
     Raises:
         CheckpointNotFoundError: There is none.
         DamagedCheckpointError, UnsafePathError: Its config or index is not valid.
-        Whatever `files` raises.
+        Every error that `files` raises.
     """
     names = WeightNames(query.variant)
     path = query.path
@@ -173,11 +173,11 @@ def resolve_checkpoint(files: CommitFiles, query: CheckpointQuery) -> ResolvedCh
 
 
 def _leave_to_opening(_error: HfshardError) -> None:
-    """Do nothing: whoever opens the checkpoint takes note of it."""
+    """Ignore the error: opening the checkpoint reports it."""
 
 
 def _small_files(files: CommitFiles, query: CheckpointQuery, known_missing: list[str]) -> list[str]:
-    """The config and the small files that belong to it, as far as the commit has them."""
+    """Find the config and the small files that belong to it; add the missing ones to `known_missing`."""
     present = []
     for name, is_needed in (
         (CONFIG_NAME, False),
@@ -193,9 +193,9 @@ def _small_files(files: CommitFiles, query: CheckpointQuery, known_missing: list
 
 
 def companion_files(files: Mapping[str, int], query: CheckpointQuery) -> list[str]:
-    """Find what lies beside the weights in the folder of a checkpoint: tokenizer, code, README.
+    """Find the companion files in the folder of a checkpoint: tokenizer, code, README.
 
-    Of a training checkpoint only the model is taken, as the rest of it would be an incomplete training checkpoint.
+    Of a training checkpoint, only the model is pulled, because the rest would be an incomplete training checkpoint.
 
     Args:
         files: Path in the repo -> size in bytes.
@@ -215,9 +215,9 @@ def companion_files(files: Mapping[str, int], query: CheckpointQuery) -> list[st
 
 
 def files_to_compare(files: Mapping[str, int], query: CheckpointQuery) -> list[str]:
-    """Find what must be there when a signature is checked: all that a load may read, however large it is.
+    """Find the files that are needed to check a signature: all that a load may read, of any size.
 
-    What was left out would not be compared, and be downloaded by whoever reads it.
+    A file that is left out would not be compared, and the code that reads it would download it.
 
     Args:
         files: Path in the repo -> size in bytes.
@@ -234,7 +234,7 @@ def files_to_compare(files: Mapping[str, int], query: CheckpointQuery) -> list[s
 
 
 def _is_beside(path: str, size: int, *, is_asked: bool) -> bool:
-    """Whether a file is pulled with the checkpoint in its folder: it is not weights, or those of a module further down.
+    """Return whether a file is pulled along with the checkpoint: no weights, except those of a module further down.
 
     Args:
         path: Path in the folder.
@@ -257,7 +257,7 @@ def _is_beside(path: str, size: int, *, is_asked: bool) -> bool:
 def _find_candidate(
     files: CommitFiles, query: CheckpointQuery, names: WeightNames, override: str | None, known_missing: list[str]
 ) -> WeightsEntry | None:
-    """The file by which the checkpoint is entered; None if there is none. What is missing goes to `known_missing`."""
+    """Find the entry of the checkpoint; None if there is none. Add the missing ones to `known_missing`."""
     candidates = candidate_weights(names, query.use_safetensors, override)
     if query.opens_adapter and override is None and query.variant is None:
         candidates += map(entry_of, ADAPTER_WEIGHTS)
@@ -269,7 +269,7 @@ def _find_candidate(
 
 
 def _shards(index: CheckpointIndex, query: CheckpointQuery) -> list[str]:
-    """The shards that are needed; without a choice all of them, even those that hold no tensor."""
+    """List the needed shards; without a selection all of them, even those without tensors."""
     if query.files_of is not None:
         return sorted(query.files_of(index))
     listed = {name for name in index.files if name.endswith(SAFETENSORS_SUFFIX)}

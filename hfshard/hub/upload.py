@@ -1,4 +1,4 @@
-"""Makes the operations of a Hub commit: hashes are known beforehand, and checked while files are read for upload."""
+"""Operations of a Hub commit, with hashes computed beforehand and checked while files are read for upload."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ _SAMPLE_BYTES: Final = 512
 def operations_for(
     changes: Mapping[str, ByteSource | None], progress_callback: Callable[[int], object] | None
 ) -> list[CommitOperationAdd | CommitOperationDelete]:
-    """Make the operations of a commit.
+    """Build the operations of a commit.
 
-    Each is an open file object, which huggingface_hub uploads by LFS, unless `XetStreams` has sent it before. A path
-    it would hand to hf_xet, which compares no bytes with the hash, and whose errors name no file. The hash is handed
-    over, so that no file is read only to hash it.
+    Each addition has a file object, which huggingface_hub uploads by LFS unless `XetStreams` has sent it before. It
+    would pass a path to hf_xet, which does not compare the bytes with the hash, and whose errors name no file. The hash
+    is passed along, so that huggingface_hub reads no file only to hash it.
 
     Args:
         changes: Path in the repo -> new contents, or None to delete.
@@ -77,14 +77,14 @@ def close_readers(operations: list[CommitOperationAdd | CommitOperationDelete]) 
 
 
 def rewind_readers(operations: Sequence[CommitOperationAdd]) -> None:
-    """Make files be read from their beginning again."""
+    """Rewind files, so that they are read from their beginning again."""
     for operation in operations:
         if isinstance(operation.path_or_fileobj, io.BufferedIOBase):
             operation.path_or_fileobj.seek(0)
 
 
 def xet_tokens(repo_id: str, token: str | bool | None) -> XetTokens | None:
-    """Tokens for the repo's branch `main`, if uploads use Xet: hf_xet is installed, and the server gives one."""
+    """Return tokens for the repo's branch `main` if uploads use Xet: hf_xet is installed, and the server gives one."""
     wanted = os.environ.get(XET_VARIABLE, "")
     if wanted == "0" or constants.HF_HUB_DISABLE_XET or importlib.util.find_spec("hf_xet") is None:
         return None
@@ -96,9 +96,9 @@ def xet_tokens(repo_id: str, token: str | bool | None) -> XetTokens | None:
 
 
 class CheckedReader(SeekableReader):
-    """A file that is read for upload: opened when it is first read, hashed while it is read, and counted.
+    """Reader of a file to upload: opens it on the first read, and hashes and counts the bytes.
 
-    The last bytes are given only if the hash of all bytes is the announced one: a file that was changed or damaged
+    It returns the last bytes only if the hash of all bytes is the announced one: a file that was changed or damaged
     after it was saved never arrives complete.
     """
 
@@ -129,11 +129,11 @@ class CheckedReader(SeekableReader):
 
     @property
     def is_of_file(self) -> bool:
-        """Whether the bytes are on the disk, and not those of tensors in memory."""
+        """True if the bytes are on disk, not those of tensors in memory."""
         return isinstance(self._content, FileSource)
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        """Go to a position, as in any file."""
+        """Move to a position, as in any file."""
         self._was_sought = True
         return super().seek(offset, whence)
 
@@ -157,7 +157,7 @@ class CheckedReader(SeekableReader):
         block = self._reader.read(wanted)
         self._check(block, wanted)
         self._position += len(block)
-        if self._position >= self._content.size:  # so that of thousands of shards few are open at a time
+        if self._position >= self._content.size:  # so that few of thousands of shards are open at a time
             self._reader.close()
             self._reader = None
         if self._progress_callback is not None and self._position > self._counted:

@@ -1,4 +1,4 @@
-"""Sends files to a repo's Xet storage as streams, from the disk or as they are made, hashed on the way."""
+"""Uploads to a repo's Xet storage as streams, from disk or as the bytes are produced, hashed as they are read."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from hfshard.stores.xet_tokens import XetTokens, repo_token_url
 logger = logging.getLogger(__name__)
 
 _STREAMS: Final = 4
-"""Files that are sent at once; large ones as the memory allows."""
+"""Files that are sent at once, or fewer large ones if the memory is too small."""
 _TRIES: Final = 2
-"""Times that an upload commit is made: hf_xet has tried each request several times by then."""
+"""Attempts at an upload commit; hf_xet itself tries each request several times."""
 
 
 class XetStreams:
@@ -47,32 +47,32 @@ class XetStreams:
         Args:
             repo_id: "org/name".
             token: Of the user, as in huggingface_hub.
-            tokens: To write to the storage, for the branch `main`.
-            request: The commit's.
+            tokens: Write tokens of the storage, for the branch `main`.
+            request: The request for the commit.
         """
         self._repo_id, self._token = repo_id, token
         self._request = request
         self._tokens = tokens
-        if request.create_pr:  # who may open a pull request may not write to any branch: the Hub is told, as upstream
+        if request.create_pr:  # its author may have no right to write to a branch: tell the Hub, as upstream does
             self._tokens = XetTokens(repo_token_url(repo_id, "write", "None") + "?create_pr=1", token)
         elif request.revision is not None and request.revision != constants.DEFAULT_REVISION:
             self._tokens = XetTokens(repo_token_url(repo_id, "write", request.revision), token)
 
     def send(self, additions: Sequence[CommitOperationAdd]) -> int:
-        """Send the large files; huggingface_hub then takes them for uploaded.
+        """Send the large files, and mark them as uploaded for huggingface_hub.
 
-        Its own upload takes paths and bytes only, and no stream. So what it notes about an addition is noted here, in
-        its private attributes.
+        Its own upload accepts only paths and bytes, not streams. So this method sets the private attributes in which
+        huggingface_hub records the state of an addition.
 
         Args:
-            additions: The commit's, each with a `CheckedReader`.
+            additions: The additions of the commit, each with a `CheckedReader`.
 
         Returns:
-            Bytes that were not sent, since the storage had them.
+            Bytes that were not sent, because the storage had them.
 
         Raises:
             HubAccessError, HubConnectionError, HubError: The storage refused, or can't be reached.
-            IntegrityError: A file is not what it was announced to be.
+            IntegrityError: A file is not the announced one.
         """
         if not additions:
             return 0
@@ -97,7 +97,7 @@ class XetStreams:
         return saved
 
     def _send_together(self, additions: Sequence[CommitOperationAdd], memory_bytes: int) -> int:
-        """Send files by one upload commit, all again if one of them fails."""
+        """Send files in one upload commit; if one of them fails, send all again."""
         path = additions[0].path_in_repo
         for attempt in range(1, _TRIES + 1):
             try:

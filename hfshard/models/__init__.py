@@ -1,1 +1,1 @@
-"""Models of transformers, and plain modules."""
+"""transformers models and plain modules."""

@@ -66,13 +66,13 @@ def load_class(
 
     Args:
         model_class: The class.
-        path: A directory or a repo; or one file of weights.
+        path: A directory, a repo, or one file of weights.
         model_args: Positional arguments of its `from_pretrained`.
         kwargs: Keyword arguments of its `from_pretrained`.
         options: hfshard's own.
 
     Raises:
-        InvalidArgumentError: It is not a transformers class.
+        InvalidArgumentError: `model_class` is not a transformers class.
         Everything that `load_through` raises.
     """
     if not (isinstance(model_class, type) and hasattr(model_class, "from_pretrained")):
@@ -86,7 +86,7 @@ def load_class(
     with load_on_ranks(options, kwargs):
         source = source_of(name, kwargs, needs_signature=options.signature is not None)
         local = current_agreement().fetch(source, options.progress)
-        # Before the code of the checkpoint runs, or its config is read.
+        # Before the checkpoint's code runs and its config is read.
         signed = _check_signature(local, source, kwargs, options)
         if local.weights_name is None and is_adapter(local.directory):  # its base may be another repo
             if local.folder is not None:
@@ -111,7 +111,7 @@ def load_class(
 
 
 def _refuse_other_class(model_class: type) -> None:
-    """Refuse a class that is neither a model nor an Auto class of transformers, nor PEFT's."""
+    """Reject a class that is neither a transformers model, nor an Auto class, nor a PEFT class."""
     if not (hasattr(model_class, "_model_mapping") or model_class.__module__.startswith("peft.")):
         raise InvalidArgumentError(
             f"load_model builds models of transformers, and {model_class.__name__} of {model_class.__module__} is none."
@@ -129,23 +129,23 @@ def load_through(
     options: LoadOptions,
     local: LocalCheckpoint | None = None,
 ) -> Any:
-    """Call a class's `from_pretrained` with all its overrides; what it asks of transformers' own, hfshard answers.
+    """Call a class's `from_pretrained` with all its overrides; hfshard handles what reaches transformers' own.
 
     Args:
-        start: What has the first method of the chain: the class, or `super()`.
+        start: The object with the first method of the chain: the class, or `super()`.
         model_class: The class to build.
-        path: A directory or a repo; None: transformers does it all.
+        path: A directory or a repo; with None, transformers does everything.
         model_args: Positional arguments for the model.
         kwargs: Keyword arguments of `from_pretrained`.
         options: hfshard's own arguments.
-        local: Where the checkpoint is, if that is known.
+        local: The resolved checkpoint, if it is known.
 
     Returns:
         What the first method returns.
 
     Raises:
-        RankFailedError: The model is to be spread over ranks, and another one refused, failed, died, or did not come.
-        InvalidArgumentError: Checks are asked for, and an override builds the model without transformers' loader.
+        RankFailedError: The model is to be spread over ranks, and another rank refused, failed, died, or never joined.
+        InvalidArgumentError: Checks were requested, but an override builds the model without transformers' loader.
         StateDictMismatchError: No tensor of the checkpoint fits, or strict and any name differs.
         Everything that `open_checkpoint` raises, transformers, and the overrides.
     """
@@ -153,7 +153,7 @@ def load_through(
     if outer is not None and not _asks_for_checks(options):
         return start.from_pretrained(
             path, *model_args, **kwargs
-        )  # load_model has come to the mixin's method: its options count
+        )  # load_model has reached the mixin's method: its options apply
 
     def answer(pretrained_model_name_or_path: Any, *model_args: Any, **kwargs: Any) -> Any:
         name = pretrained_model_name_or_path
@@ -189,14 +189,14 @@ def _asks_for_checks(options: LoadOptions) -> bool:
 
 
 def _path_for_override(path: Any, kwargs: Mapping[str, Any]) -> Any:
-    """What transformers and an override can read: of a directory hub the snapshot, anything else as it was given."""
+    """Return a path that transformers and overrides can read: a directory hub's snapshot, else the given path."""
     source = None if is_address(path) else _source(path, kwargs)
     is_hub = source is not None and has_hub_marker(directory_of(source.path) or source.path)
     return source.fetch().path if source is not None and is_hub else path
 
 
 def _source(path: Any, kwargs: Mapping[str, Any]) -> CheckpointSource | None:
-    """Where the files come from; None where an override takes something else than a path."""
+    """Return the source of the files, or None if an override takes something other than a path."""
     return source_of(os.fspath(path), kwargs) if isinstance(path, str | os.PathLike) else None
 
 
@@ -210,7 +210,7 @@ def answer_load(
 ) -> Any:
     """Build a model as PreTrainedModel's own `from_pretrained` does, from files that hfshard has checked and opened.
 
-    Args, raises: As `load_through`, below all overrides.
+    Takes the arguments of `load_through` and raises the same errors, below all overrides.
     """
     alias = alias_class(model_class)
     build = partial(_call_alone, upstream("from_pretrained", alias), alias)
@@ -240,7 +240,7 @@ def _build(
             raise InvalidArgumentError("public_key is for the files of a path: leave out state_dict and gguf_file.")
         return build(path, *model_args, **kwargs)
     if cast(Any, model_class).config_class is None and not isinstance(kwargs.get("config"), PreTrainedConfig):
-        return build(path, *model_args, **kwargs)  # which says that it must be given
+        return build(path, *model_args, **kwargs)  # which reports that it is required
     agreement = current_agreement()
     try:
         name = path_text(path, "pretrained_model_name_or_path")
@@ -252,8 +252,8 @@ def _build(
     except (InvalidArgumentError, CheckpointNotFoundError, HubError):
         if not options.is_lenient or is_address(path) or has_lost_slash(path):
             raise
-        return build(path, *model_args, **kwargs)  # which has an error of its own, or knows what we don't
-    if local.weights_name is None and is_adapter(local.directory):  # its base may be another repo, without our commit
+        return build(path, *model_args, **kwargs)  # which raises its own error, or knows more than hfshard
+    if local.weights_name is None and is_adapter(local.directory):  # its base may be another repo, without this commit
         if local.folder is not None:
             raise _needs_disk(local.folder.path, "an adapter")
         if signed is not None:
@@ -279,7 +279,7 @@ def _build(
     takes_any_pickle = options.is_lenient and kwargs.get("weights_only") is False
     for attempt in range(CHANGED_RETRIES if local.folder is None else FAR_TRIES):
         if attempt:
-            gc.collect()  # the model of the try before, which cycles hold: there may be memory for one only
+            gc.collect()  # cycles keep the previous attempt's model, and memory may suffice for one only
         with agreement.unless_overtaken(local), ExitStack() as stack:
             try:
                 opened = agreement.opened(source, options, local, check_beside=True)
@@ -302,10 +302,10 @@ def _build(
 
 
 def _refuse_beside_parallelize(path: Any, kwargs: Mapping[str, Any]) -> None:
-    """Refuse arguments that say in another way where tensors come from, or go to.
+    """Reject arguments that specify in another way where tensors come from or go to.
 
     Raises:
-        InvalidArgumentError: It names one.
+        InvalidArgumentError: One was given; the message names it.
     """
     others = ("state_dict", "gguf_file", "device_map", "distributed_config", "tp_plan", "device_mesh")
     given = [name for name in others if kwargs.get(name) is not None] + (["no path"] if path is None else [])
@@ -341,10 +341,10 @@ def _check_then_delegate(
 def _check_signature(
     local: LocalCheckpoint, source: CheckpointSource, kwargs: Mapping[str, Any], options: LoadOptions
 ) -> SignedFiles | None:
-    """Check the signature that is asked for, and config and code, before anything looks at them.
+    """Check the requested signature, and config and code, before anything reads them.
 
     Raises:
-        InvalidArgumentError: Code, config or an adapter is to be that of another place.
+        InvalidArgumentError: Code, config or an adapter is to come from another place.
         Everything that `signed_files` raises.
     """
     if options.signature is not None and kwargs.get("code_revision") is not None:
@@ -377,7 +377,7 @@ def _not_held_to_signature(local: LocalCheckpoint, model_class: type) -> Invalid
 
 @contextmanager
 def _all_signed(local: LocalCheckpoint, source: CheckpointSource, options: LoadOptions) -> Iterator[None]:
-    """Compare every file with what was signed, before others read them by their names; and look again afterwards."""
+    """Compare every file with what was signed before other code reads it by name, and check again afterwards."""
     signed = signed_files(local, source, options)
     if signed is not None:
         signed.check_all(options.progress)
@@ -394,19 +394,19 @@ def _refuse_full_pickle(checkpoint: OpenCheckpoint, kwargs: Mapping[str, Any]) -
         )
 
 
-# Which loads of a model every rank makes together, so that all build it or none.
+# Loads that all ranks make together, so that either all of them build the model or none does.
 
 
 @contextmanager
 def load_on_ranks(options: LoadOptions, kwargs: Mapping[str, Any]) -> Iterator[None]:
-    """Let all ranks build a model that is spread over them, or none; a model that is not, each rank builds alone.
+    """Build a model that is spread over ranks on all of them or on none; any other, each rank builds alone.
 
     Args:
         options: hfshard's own arguments of `from_pretrained`.
         kwargs: All others.
 
     Raises:
-        RankFailedError: Another rank refused, failed, died, or did not come.
+        RankFailedError: Another rank refused, failed, died, or never joined.
     """
     is_spread = options.parallelize is not None
     if _is_spread_by_transformers(kwargs.get("distributed_config")):
@@ -417,23 +417,23 @@ def load_on_ranks(options: LoadOptions, kwargs: Mapping[str, Any]) -> Iterator[N
 
 
 def _is_spread_by_transformers(given: Any) -> bool:
-    """Whether a `distributed_config` says that there are several ranks; what is none, transformers refuses."""
+    """Return whether a `distributed_config` asks for several ranks; transformers rejects an invalid one."""
     config = DistributedConfig.from_dict(given) if isinstance(given, dict) else given
     sizes = (getattr(config, name, None) for name in ("tp_size", "fsdp_size", "dp_replicate_size", "pp_size"))
     return any((size or 1) > 1 for size in sizes)
 
 
 def _join_process_group() -> None:
-    """Join the group of a launcher as transformers would a moment later, so that ranks can agree before."""
+    """Join the launcher's group, as transformers would a moment later, so that the ranks can agree first."""
     if not torch.distributed.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         their_utils._ensure_torch_distributed()
 
 
-# An adapter of PEFT that must be signed: its base model is found first, and must be signed too.
+# PEFT adapters that must be signed: the base model is loaded first, and must be signed too.
 
 
 _OF_THE_ADAPTER: Final = ("revision", "subfolder", "adapter_name", "adapter_kwargs", "output_loading_info")
-"""Arguments that don't go to the base model."""
+"""Arguments that are not passed to the base model."""
 
 _whose_base: ContextVar[str | None] = ContextVar("whose_base", default=None)
 """The adapter whose base model is being loaded."""
@@ -446,22 +446,22 @@ def load_on_signed_base(
     kwargs: Mapping[str, Any],
     options: LoadOptions,
 ) -> Any:
-    """Load the base model that an adapter names, held to the same signer, and put the adapter on it.
+    """Load the base model that an adapter names, require the same signer, and add the adapter to it.
 
     Args:
-        load_base: Loads a model from a path or a repo, with keyword arguments, as it must be signed.
-        local: Where the adapter is.
-        signed: Its files, which have been compared.
-        kwargs: Those of `from_pretrained`.
+        load_base: Loads a model from a path or a repo with keyword arguments, and checks the signature.
+        local: The resolved adapter.
+        signed: The adapter's files, which have been compared.
+        kwargs: Keyword arguments of `from_pretrained`.
         options: hfshard's own.
 
     Returns:
-        The model; with output_loading_info, also what transformers says of the adapter.
+        The model; with output_loading_info, also transformers' report on the adapter.
 
     Raises:
-        SignatureError: The base model is not signed by whom it must be; or a file of the adapter was changed.
-        InvalidArgumentError: The directory holds a model too, or the model is to be spread over ranks.
-        DamagedCheckpointError: The adapter names no base model, or another adapter, as PEFT never does.
+        SignatureError: The base model is not signed by the required signer, or a file of the adapter was changed.
+        InvalidArgumentError: The directory contains a model too, or the model is to be spread over ranks.
+        DamagedCheckpointError: The adapter names no base model, or names another adapter, which PEFT never does.
     """
     directory = local.directory
     above = _whose_base.get()

@@ -1,4 +1,4 @@
-"""What transformers would save of a model: its weights by their names on disk, config, generation config, code."""
+"""Collect what transformers would save of a model: weights under their names on disk, configs and custom code."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ from hfshard.tensors.tied import find_shared_tensors
 logger = logging.getLogger(__name__)
 
 _SHARED_MEMORY: Final = "/dev/shm"
-"""Files of memory, on Linux."""
+"""A file system in memory, on Linux."""
 
 
 def request_from_pretrained(
     model: PreTrainedModel, state_dict: Mapping[str, Any] | None, options: SaveOptions
 ) -> SaveRequest:
-    """Request the save of what transformers' `save_pretrained` would write of this model.
+    """Build the request to save what transformers' `save_pretrained` would write of this model.
 
-    Of a model that is spread over ranks it is this rank's part of the request: each of them must make it.
+    For a model that is spread over ranks, this is one rank's part of the request: every rank must build its own.
 
     Args:
         model: Unwrapped.
-        state_dict: What to save in place of the model's own; not mutated.
-        options: How; `save_original_format` says whether converted weights (fused experts ...) are saved under their
-            original names.
+        state_dict: Tensors to save instead of the model's own; not mutated.
+        options: How to save; `save_original_format` selects whether converted weights (fused experts ...) are saved
+            under their original names.
 
     Raises:
-        InvalidArgumentError: Its quantization can't be saved.
-        UnstorableTensorError: It holds a DTensor, or another tensor, that can't be stored; or one that DeepSpeed has
-            partitioned.
+        InvalidArgumentError: Its quantization cannot be saved.
+        UnstorableTensorError: It has a DTensor, or another tensor, that cannot be stored, or a tensor that DeepSpeed
+            has partitioned.
 
     Source: transformers `PreTrainedModel.save_pretrained`.
     """
@@ -83,7 +83,7 @@ def request_from_pretrained(
 
 
 def _kept_and_tied(model: PreTrainedModel, state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """What is saved of a state dict, and for each name that shares a tensor the one that is saved."""
+    """Select the tensors of a state dict to save, and map each tied name to the name that is saved."""
     saved = {name: value for name, value in state_dict.items() if name not in (model._keys_to_ignore_on_save or ())}
     refuse_sharded_tensors(saved)
     refuse_partitioned(saved)
@@ -92,7 +92,7 @@ def _kept_and_tied(model: PreTrainedModel, state_dict: Mapping[str, Any]) -> tup
 
 
 def _parameters_of(model: PreTrainedModel) -> int | None:
-    """The number of a model's parameters; None where transformers counts what DeepSpeed has left of them."""
+    """Return a model's parameter count; None if DeepSpeed has partitioned it, as transformers would miscount."""
     return None if has_partitioned(model) else model.num_parameters()
 
 
@@ -105,7 +105,7 @@ def _under_original_names(model: PreTrainedModel, kept: Mapping[str, Any]) -> di
 
 
 def _look_at_whole(part: PreTrainedModel, options: SaveOptions) -> WholeModel | None:
-    """The names of the whole model on disk, in their order there; None: it can't be built from its config."""
+    """Return the full model's names on disk, in their order, or None if it cannot be built from its config."""
     whole = whole_model(part)
     if whole is None:
         return None
@@ -115,7 +115,7 @@ def _look_at_whole(part: PreTrainedModel, options: SaveOptions) -> WholeModel | 
 
 
 def _quantized_state(model: PreTrainedModel) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-    """The state dict that the model's quantizer saves, if it has one, and metadata for every file."""
+    """Return the state dict that the model's quantizer saves, if it has a quantizer, and metadata for every file."""
     quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is None:
         return None, {}
@@ -127,7 +127,7 @@ def _quantized_state(model: PreTrainedModel) -> tuple[dict[str, Any] | None, dic
 
 
 def _model_files(model: PreTrainedModel) -> dict[str, bytes]:
-    """config.json, generation_config.json and custom code, as transformers writes them for its own class."""
+    """Build config.json, generation_config.json and custom code, as transformers writes them for its own class."""
     architecture = architecture_of(type(model))
     config = cast(Any, model.config)
     config.dtype = str(model.dtype).split(".")[1]
@@ -147,13 +147,13 @@ def _model_files(model: PreTrainedModel) -> dict[str, bytes]:
 
 
 def _in_memory() -> str | None:
-    """A directory that is no disk, so that a save into a store writes to none; None where there is none."""
+    """Return a directory in memory, so that a save into a store does not write to disk, or None if there is none."""
     return _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK | os.X_OK) else None
 
 
 @contextmanager
 def _unsaid(folder: str) -> Iterator[None]:
-    """Keep transformers from saying, at its level INFO, that something was saved in a folder that nobody will see."""
+    """Suppress transformers' INFO messages about files saved in this temporary folder."""
     loggers = [logging.getLogger(f"transformers.{name}configuration_utils") for name in ("", "generation.")]
 
     def is_of_others(record: logging.LogRecord) -> bool:
@@ -169,7 +169,7 @@ def _unsaid(folder: str) -> Iterator[None]:
 
 
 def _under_usual_names(config: bytes) -> bytes:
-    # A model that was loaded while a commit was under way, or by an override, is saved under the usual names.
+    # A model that was loaded during a commit, or by an override, is saved under the usual names.
     value = json.loads(config)
     if WEIGHTS_OVERRIDE_KEY not in value:
         return config
@@ -178,7 +178,7 @@ def _under_usual_names(config: bytes) -> bytes:
 
 
 def _droppable_patterns(model: PreTrainedModel) -> list[str]:
-    """Patterns of names that need not be stored when they are tied, as the model and the models in it declare them."""
+    """List the patterns of tied names that need not be stored, as declared by the model and the models in it."""
     patterns = []
     for path, module in model.named_modules():
         declared = getattr(module, "_tied_weights_keys", None) or {}
@@ -189,9 +189,9 @@ def _droppable_patterns(model: PreTrainedModel) -> list[str]:
 def _stored_ties(
     model: PreTrainedModel, ties: Mapping[str, str], kept: Mapping[str, Any], stored: Mapping[str, Any]
 ) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Translate ties into the names of the file, and tell which of them no config declares.
+    """Translate ties into the file's names, and list the ones that no config declares.
 
-    A tie whose stored name was converted into something else is left out: the config ties it again on load.
+    Ties whose stored name was converted into something else are omitted: the config restores them on load.
     """
     tied_names: dict[str, str] = {}
     undeclared_ties: list[str] = []
@@ -224,7 +224,7 @@ def _is_declared(declared: Mapping[str, str], tied_name: str, name: str) -> bool
 
 
 def _declared_source(declared: Mapping[str, str], name: str) -> str:
-    """The name whose tensor the config gives to this one; what it is tied to may be tied to another in its turn."""
+    """Return the name whose tensor the config gives to this one; ties may be chained."""
     passed = set()
     while name in declared and name not in passed:
         passed.add(name)

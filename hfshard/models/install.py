@@ -1,4 +1,4 @@
-"""`hfshard.install` and `hfshard.uninstall`. To call them imports neither torch nor transformers."""
+"""`hfshard.install` and `hfshard.uninstall`. Calling them imports neither torch nor transformers."""
 
 from __future__ import annotations
 
@@ -23,30 +23,31 @@ _MODELS: Final = "transformers.modeling_utils"
 
 
 def install(*, verify: Verify = "structure", checksum: Checksum | None = "sha256", quiet: bool = False) -> Installation:
-    """Let every transformers model of this process save, push and load by way of hfshard, from now on.
+    """Make every transformers model in this process save, push and load with hfshard from now on.
 
-    That is every `save_pretrained`, `push_to_hub` and `from_pretrained` of a model that ends in PreTrainedModel's own
-    method, whoever calls it: Trainer, a pipeline, an Auto class. Arguments, results, file names and reports stay those
-    of transformers; what is saved replaces what was there as a whole, and what is loaded is checked first. What
-    hfshard can't read or write itself (quantized weights, GGUF, adapters ...) transformers does as always, and so it
-    does all that are not models: tokenizers, processors, configs, other libraries' models. Only where the first three
-    are saved into the address of a store, hfshard sends what transformers writes; each file is put by itself.
+    This covers every `save_pretrained`, `push_to_hub` and `from_pretrained` call on a model that reaches
+    PreTrainedModel's own method, whether made by Trainer, a pipeline or an Auto class. Arguments, results, file names
+    and reports stay those of transformers. A save replaces the previous checkpoint as a whole, and a load is checked
+    first. transformers still handles what hfshard cannot read or write itself (quantized weights, GGUF, adapters ...)
+    and everything that is not a transformers model: tokenizers, processors, configs, other libraries' models. The one
+    exception: when a tokenizer, processor or config is saved to a store address, hfshard uploads the files that
+    transformers writes, each on its own.
 
-    To call it again is to change the settings. Forked processes inherit it. transformers is not imported; where it is
-    imported later, hfshard waits for it.
+    Calling it again changes the settings. Forked processes inherit it. It does not import transformers; if
+    transformers is imported later, hfshard takes effect then.
 
     Args:
-        verify: What is checked before a model is built: "none"; "structure" (names, sizes, headers, fingerprints);
-            "full" (every byte, against its checksum; files without one are refused).
-        checksum: Of the files that are saved: "sha256", "xxh3" or None.
-        quiet: Leave out the line on stderr that says that hfshard is on; without it, the first of a tree of processes
-            that calls shows it.
+        verify: What to check before a model is built: "none"; "structure" (names, sizes, headers, fingerprints);
+            "full" (every byte, against its checksum; files without one are rejected).
+        checksum: For saved files: "sha256", "xxh3" or None.
+        quiet: Omit the line on stderr that says that hfshard is on; otherwise the first process of a process tree
+            to call this prints it.
 
     Returns:
-        A context manager: at the end of its block, the settings from before `install` count again, or none.
+        A context manager: at the end of its block, the settings from before `install` apply again, or none.
 
     Raises:
-        InvalidArgumentError: A value is not one of those that are allowed.
+        InvalidArgumentError: A value is not allowed.
 
     Example:
         hfshard.install()
@@ -61,19 +62,19 @@ def install(*, verify: Verify = "structure", checksum: Checksum | None = "sha256
 
 
 def install_first(*, verify: Verify = "structure", checksum: Checksum | None = "sha256") -> None:
-    """Do quietly what `install` would have done when the process began, for a program that `hfshard run` has started.
+    """Install hfshard quietly, as if when the process began, in a program that `hfshard run` has started.
 
-    What the program has called by now, `install` or `uninstall`, counts more.
+    Calls of `install` or `uninstall` that the program has already made take precedence.
     """
     add_first_installation(Settings(verify=verify, checksum=checksum))
     _put_in_place()
 
 
 def uninstall() -> None:
-    """Let transformers save, push and load its models by itself again, whatever has called `install`, and how often.
+    """Make transformers save, push and load its models by itself again, however often `install` was called.
 
-    A call that is under way, in this thread or another, ends as it began. Models with `ShardedModelMixin` and hfshard's
-    own functions work as they do without `install`.
+    A call in progress, in this thread or another, ends as it began. Models with `ShardedModelMixin` and hfshard's own
+    functions work as they do without `install`.
 
     Example:
         hfshard.uninstall()

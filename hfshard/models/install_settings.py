@@ -1,7 +1,7 @@
-"""With which settings hfshard is installed in this process, if it is. This file imports neither torch nor transformers.
+"""Settings of the installed hfshard in this process. This file imports neither torch nor transformers.
 
-Each `install()` has an entry, and the last one counts. A call has, with all that it calls in its thread, the settings
-that it began with.
+Each `install()` has an entry, and the last one applies. A call keeps the settings that it began with, and so does
+everything that it calls in its thread.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from hfshard.format.digests import Checksum, Verify, check_checksum, check_verif
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How an installed hfshard loads and saves.
+    """Settings with which an installed hfshard loads and saves.
 
     Raises:
-        InvalidArgumentError: A value is not one of those that are allowed.
+        InvalidArgumentError: A value is not allowed.
     """
 
     verify: Verify = "structure"
-    """What is checked before any tensor is used."""
+    """The checks made before any tensor is used."""
     checksum: Checksum | None = "sha256"
-    """Of the files that are saved."""
+    """The checksum of saved files."""
 
     def __post_init__(self) -> None:
         """Check every value."""
@@ -36,7 +36,7 @@ class Settings:
 
 
 class Installation:
-    """What `install` returns: used as a context manager, it takes back at the block's end what that call did."""
+    """Result of `install`; as a context manager, it undoes that call at the end of the block."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -56,16 +56,16 @@ class Installation:
 
 
 _installations: Final[list[Installation]] = []
-"""Those that count, the last one most: blocks, and beside them the last call of `install`, and the one before it."""
+"""Active installations; the last one applies: open blocks, the last call of `install`, and the one before it."""
 _is_forgotten = False
-"""Whether they have ever been forgotten in this process."""
+"""Whether `forget_installations` was ever called in this process."""
 _changing: Final = ProcessLock()
 _began_with: Final[ContextVar[Settings | None]] = ContextVar("hfshard_installed", default=None)
-"""The settings of the call under way in this thread."""
+"""The settings of the call in progress in this thread."""
 
 
 def add_installation(settings: Settings) -> Installation:
-    """Let these settings count from now on."""
+    """Apply these settings from now on."""
     installation = Installation(settings)
     with _changing.held():
         blocks = [one for one in _installations[:-1] if one.is_block]
@@ -74,14 +74,14 @@ def add_installation(settings: Settings) -> Installation:
 
 
 def add_first_installation(settings: Settings) -> None:
-    """Let these settings count as if that had been said when the process began: what was said since counts more."""
+    """Apply these settings as if from the start of the process: any change made since takes precedence."""
     with _changing.held():
         if not _is_forgotten:
             _installations.insert(0, Installation(settings))
 
 
 def forget_installations() -> None:
-    """Let none count; those of blocks that are still open neither."""
+    """Drop all settings, including those of blocks that are still open."""
     global _is_forgotten
     with _changing.held():
         _installations.clear()
@@ -89,7 +89,7 @@ def forget_installations() -> None:
 
 
 def current_settings() -> Settings | None:
-    """The settings that count in this thread; None where hfshard is not installed."""
+    """Return the settings that apply in this thread, or None if hfshard is not installed."""
     began_with = _began_with.get()
     if began_with is not None:
         return began_with
@@ -99,7 +99,7 @@ def current_settings() -> Settings | None:
 
 @contextmanager
 def keeping(settings: Settings) -> Iterator[None]:
-    """Let these settings count for this thread until the block ends, whatever others do."""
+    """Apply these settings in this thread until the block ends, whatever other threads do."""
     token = _began_with.set(settings)
     try:
         yield

@@ -1,7 +1,7 @@
-"""What answers for every transformers model where hfshard is installed: the mixin's own ways, with upstream's manners.
+"""Handlers for every transformers model once hfshard is installed: the mixin's methods with transformers' behavior.
 
-What no file's damage speaks against, transformers decides: arguments that hfshard does not know, checkpoints that it
-can't read, and names that do not fit are transformers' to take, to report or to refuse.
+hfshard rejects only damaged files. transformers decides the rest: it accepts, reports or rejects arguments that
+hfshard does not know, checkpoints that hfshard cannot read, and names that do not fit.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from hfshard.models.saver import answer_save, push_pretrained_model
 from hfshard.saving.save_request import SaveOptions
 
 MAX_SHARD_SIZE: Final = "50GB"
-"""The default of transformers, so that the files have the names that they would have without hfshard."""
+"""transformers' default, so that the files have the same names as without hfshard."""
 
 _IGNORED: Final = frozenset(("safe_serialization", "save_function"))
-"""Arguments of older code that transformers takes and ignores."""
+"""Arguments of older code that transformers accepts and ignores."""
 
 _SAVING: Final = inspect.signature(answer_save)
 """The parameters of transformers' `save_pretrained`, in their order, after the model and the options."""
@@ -46,14 +46,14 @@ def _load(
     *model_args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Load in the place of PreTrainedModel's `from_pretrained`."""
+    """Load in place of PreTrainedModel's `from_pretrained`."""
     options = LoadOptions(verify=settings.verify, disable_mmap=kwargs.get("disable_mmap"), is_lenient=True)
     with load_on_ranks(options, kwargs):
         return answer_load(model_class, pretrained_model_name_or_path, model_args, kwargs, options)
 
 
 def _save(settings: Settings, model: PreTrainedModel, /, *args: Any, **kwargs: Any) -> None:
-    """Save in the place of PreTrainedModel's `save_pretrained`."""
+    """Save in place of PreTrainedModel's `save_pretrained`."""
     given = _SAVING.bind(model, SaveOptions(checksum=settings.checksum, headers_count=False), *args, **kwargs).arguments
     named = {name: value for name, value in given.pop("kwargs", {}).items() if name not in _IGNORED}
     unknown = named.keys() - SAVE_ARGUMENTS
@@ -69,7 +69,7 @@ def _save(settings: Settings, model: PreTrainedModel, /, *args: Any, **kwargs: A
 
 
 def _size(given: Any) -> Any:
-    """What transformers takes any number for: of none but very small ones, each tensor has a file."""
+    """Convert any finite number, as transformers accepts, to 1 or more bytes; at 1, each tensor has its own file."""
     is_number = (isinstance(given, float) and math.isfinite(given)) or type(given) is int
     return max(1, int(given)) if is_number else given
 
@@ -84,7 +84,7 @@ def _push(
     max_shard_size: int | str = MAX_SHARD_SIZE,
     **kwargs: Any,
 ) -> Any:
-    """Push in the place of PreTrainedModel's `push_to_hub`."""
+    """Push in place of PreTrainedModel's `push_to_hub`."""
     saving = {"max_shard_size": _size(max_shard_size), "checksum": settings.checksum, "headers_count": False}
     pushing = {name: value for name, value in kwargs.items() if name in _PUSHING}
     unknown = {name: value for name, value in kwargs.items() if name not in _PUSHING | _IGNORED}
@@ -92,7 +92,7 @@ def _push(
 
 
 def _repo_arguments() -> set[str]:
-    """What a repo can be created with that hfshard does not know: transformers creates it."""
+    """Return the arguments for creating a repo that hfshard does not know; transformers creates such a repo."""
     return set(inspect.signature(HfApi.create_repo).parameters) - SAVE_ARGUMENTS
 
 
@@ -101,4 +101,4 @@ ANSWERS: Final[dict[Method, Callable[..., Any]]] = {
     "save_pretrained": _save,
     "push_to_hub": _push,
 }
-"""What answers for each method."""
+"""The handler of each method."""

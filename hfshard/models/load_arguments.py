@@ -1,4 +1,4 @@
-"""The arguments of transformers' from_pretrained: which are for the files, for the config, and for the model."""
+"""Arguments of transformers' from_pretrained, sorted into those for the files, the config and the model."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from hfshard.places.source import CheckpointSource, LocalCheckpoint
 from hfshard.tensors.stored_tensor import TORCH_DTYPES
 
 _SPARE_DEVICE_BYTES: Final = 2 * 1024**3
-"""Of a GPU's memory: left free beside the model and what transformers reserves for it (it leaves 1.2 GiB itself)."""
+"""GPU memory left free next to the model and what transformers reserves for it (it leaves 1.2 GiB itself)."""
 
 _PLACED_BY_TRANSFORMERS: Final = ("quantization_config", "tp_plan", "distributed_config")
-"""Arguments with which transformers itself decides where tensors go."""
+"""Arguments that make transformers itself decide where tensors go."""
 
 SOURCE_ARGUMENTS: Final = {
     "cache_dir",
@@ -41,7 +41,7 @@ SOURCE_ARGUMENTS: Final = {
     "subfolder",
     "proxies",
 }
-"""Arguments that say where files come from: the config and the generation config are loaded with them too."""
+"""Arguments that select the files' source; the config and the generation config are loaded with them too."""
 
 MODEL_ARGUMENTS: Final = SOURCE_ARGUMENTS | {
     "_commit_hash", "_fast_init", "_from_auto", "_from_pipeline", "adapter_kwargs", "adapter_name", "allow_all_kernels",
@@ -51,33 +51,33 @@ MODEL_ARGUMENTS: Final = SOURCE_ARGUMENTS | {
     "output_loading_info", "quantization_config", "state_dict", "torch_dtype", "tp_plan", "tp_size", "tqdm_class",
     "trust_remote_code", "use_kernels", "use_safetensors", "variant", "weights_only",
 }  # fmt: skip
-"""What transformers' from_pretrained takes for itself; everything else goes to the config, and then to the model."""
+"""Arguments that transformers' from_pretrained uses itself; all others go to the config, and then to the model."""
 
 PUSH_ARGUMENTS: Final = frozenset(
     ("repo_id", "commit_message", "commit_description", "private", "revision", "create_pr", "tags", "path_in_repo",
      "token", "max_shard_size", "variant", "packing", "progress")
 )  # fmt: skip
-"""What our `push_to_hub` takes."""
+"""Arguments of hfshard's `push_to_hub`."""
 
 SAVE_ARGUMENTS: Final = PUSH_ARGUMENTS | frozenset(
     ("save_directory", "is_main_process", "state_dict", "push_to_hub", "save_peft_format", "save_original_format",
      "distributed_checkpoint", "safe_serialization", "checksum")
 )  # fmt: skip
-"""What our `save_pretrained` takes; some are passed on to `push_to_hub`."""
+"""Arguments of hfshard's `save_pretrained`; some are passed on to `push_to_hub`."""
 
 CONFIG_ATTRIBUTES: Final = {"attn_implementation", "experts_implementation"}
-"""Arguments that transformers sets on the config, and does not pass to the model."""
+"""Arguments that transformers sets on the config and does not pass to the model."""
 
 
 def source_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Pick the arguments that say where files come from."""
+    """Pick the arguments that select the files' source."""
     return {key: kwargs[key] for key in SOURCE_ARGUMENTS if key in kwargs}
 
 
 def source_of(
     name: str, kwargs: Mapping[str, Any], *, needs_signature: bool = False, takes_oddities: bool = False
 ) -> CheckpointSource:
-    """Make the source that these arguments describe; with all that a signature covers, where that is needed."""
+    """Create the source that these arguments describe, including all that a signature covers if that is needed."""
     query = CheckpointQuery(
         subfolder=kwargs.get("subfolder") or "",
         variant=kwargs.get("variant"),
@@ -96,9 +96,11 @@ def source_of(
 
 
 def _resolved(name: str, revision: Any) -> str | None:
-    """The commit, where a caller has found it for this repo: Auto classes have, and have read the config of it.
+    """Return the commit if the caller has resolved it for this repo, else the revision.
 
-    Source: huggingface_hub 2 `ResolvedRevision`, a text that equals the branch.
+    Auto classes resolve it, and read the config from that commit.
+
+    Source: huggingface_hub 2 `ResolvedRevision`, a string that equals the branch.
     """
     commit: str | None = getattr(revision, "resolved", None)
     is_of_this_repo = getattr(revision, "repo_id", None) in (None, name)
@@ -106,14 +108,14 @@ def _resolved(name: str, revision: Any) -> str | None:
 
 
 def pin_to_commit(kwargs: Mapping[str, Any], local: LocalCheckpoint) -> dict[str, Any]:
-    """Change the arguments so that transformers finds in the cache what was pulled, and asks nobody."""
+    """Change the arguments so that transformers finds the pulled files in the cache and sends no request."""
     if local.commit is None:
         return dict(kwargs)
     return {**kwargs, "revision": local.commit, "force_download": False}
 
 
 def commit_argument(local: LocalCheckpoint) -> dict[str, str]:
-    """The argument with which transformers before 5.20 believes the cache that a commit does not have a file."""
+    """Return the argument that makes transformers before 5.20 trust the cache that a commit lacks a file."""
     if local.commit is None or "_commit_hash" not in inspect.signature(cached_files).parameters:
         return {}
     return {"_commit_hash": local.commit}
@@ -122,13 +124,13 @@ def commit_argument(local: LocalCheckpoint) -> dict[str, str]:
 def config_of(
     model_class: type[PreTrainedModel], local: LocalCheckpoint, kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """Load the config, and return it with the arguments that are left for the model's constructor."""
+    """Load the config and return it with the remaining arguments, which are for the model's constructor."""
     rest = {key: value for key, value in kwargs.items() if key not in MODEL_ARGUMENTS}
     config = kwargs.get("config")
     if isinstance(config, PreTrainedConfig):
         model_kwargs = {key: value for key, value in rest.items() if key not in CONFIG_ATTRIBUTES}
         _refuse_unknown_model_arguments(model_class, config, model_kwargs)
-        if hasattr(config, WEIGHTS_OVERRIDE_KEY):  # an Auto class has read it while a commit was under way
+        if hasattr(config, WEIGHTS_OVERRIDE_KEY):  # an Auto class has read it during a commit
             config = copy.deepcopy(config)
             _forget_weights_override(config)
         return config, model_kwargs
@@ -146,10 +148,10 @@ def config_of(
 
 
 def refuse_file_without_config(local: LocalCheckpoint, kwargs: Mapping[str, Any]) -> None:
-    """Refuse to build a model from one file of weights that has no config, neither beside it nor given.
+    """Reject building a model from one file of weights without a config, either next to it or given.
 
     Raises:
-        CheckpointNotFoundError: There is none.
+        CheckpointNotFoundError: There is no config.
     """
     beside = os.path.join(local.directory, CONFIG_NAME)
     place = local.directory if local.folder is None else local.folder.path
@@ -165,11 +167,11 @@ def refuse_file_without_config(local: LocalCheckpoint, kwargs: Mapping[str, Any]
 def _forget_weights_override(config: Any) -> None:
     override = getattr(config, WEIGHTS_OVERRIDE_KEY, None)
     if isinstance(override, str) and "-hfshard-" in override:
-        delattr(config, WEIGHTS_OVERRIDE_KEY)  # of a commit under way
+        delattr(config, WEIGHTS_OVERRIDE_KEY)  # of a commit in progress
 
 
 def _config_source_arguments(kwargs: Mapping[str, Any], local: LocalCheckpoint) -> dict[str, Any]:
-    """Say where the config comes from; one of another repo has the caller's revision, not our commit."""
+    """Select the config's source; a config of another repo has the caller's revision, not the resolved commit."""
     where = source_arguments(kwargs)
     if kwargs.get("config") is not None and local.commit is not None:
         where["revision"] = local.revision
@@ -190,12 +192,12 @@ def _refuse_unknown_model_arguments(model_class: type, config: Any, model_kwargs
 
 
 def device_of(checkpoint: OpenCheckpoint, config: Any, kwargs: Mapping[str, Any]) -> torch.device:
-    """Choose where the tensors are read to: a GPU that takes all of them as they are stored, else the CPU.
+    """Choose the device that tensors are read to: a GPU that takes all of them as they are stored, else the CPU.
 
-    1. What transformers casts, quantizes or spreads over devices, it takes from the CPU tensor by tensor, so that the
-       device need not hold it twice.
-    2. The device needs room for twice the model: transformers, which gets a device_map, reserves the model's size there
-       before it looks at the tensors (`caching_allocator_warmup`).
+    1. Tensors that transformers casts, quantizes or spreads over devices are read to the CPU. It takes them one by
+       one, so that the device need not hold them twice.
+    2. The device needs room for twice the model: given a device_map, transformers reserves the model's size there
+       before it reads the tensors (`caching_allocator_warmup`).
     """
     cpu = torch.device("cpu")
     device_map = kwargs.get("device_map")
@@ -215,7 +217,7 @@ def device_of(checkpoint: OpenCheckpoint, config: Any, kwargs: Mapping[str, Any]
 
 
 def _is_stored_as_loaded(checkpoint: OpenCheckpoint, config: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether all floating tensors are stored with the dtype that the model is to have."""
+    """Return whether all floating-point tensors are stored in the model's target dtype."""
     dtypes = [kwargs[key] for key in ("dtype", "torch_dtype") if kwargs.get(key) not in (None, "auto")]
     model_dtype = dtypes[0] if dtypes else config.dtype
     if isinstance(model_dtype, str):
@@ -232,8 +234,9 @@ def class_of_auto(
     """Find the class that an Auto class would build, by building it without weights.
 
     Returns:
-        The class, and the arguments of its `from_pretrained`: with the config, where it has one of its own, which may
-        look at it. Else the config is read again, beside the open weights.
+        The class, and the arguments of its `from_pretrained`. They include the config if the class overrides
+        `from_pretrained`, since the override may use it. Otherwise the config is read again, along with the open
+        weights.
     """
     unused = {key: value for key, value in kwargs.items() if key not in MODEL_ARGUMENTS | CONFIG_ATTRIBUTES}
     given = set(unused)
@@ -265,10 +268,10 @@ def class_of_auto(
 
 
 def _custom_class(auto: Any, config: Any, name: str, kwargs: Mapping[str, Any]) -> type[PreTrainedModel] | None:
-    """Find the class that a checkpoint's own code defines, where transformers would: with its revision and cache.
+    """Find the class that a checkpoint's own code defines as transformers would, with its revision and cache.
 
-    Source: transformers `_BaseAutoModelClass.from_pretrained`; its `from_config` would take the code of main, from
-    the default cache.
+    Source: transformers `_BaseAutoModelClass.from_pretrained`; its `from_config` would take the code of main from the
+    default cache.
     """
     reference = (getattr(config, "auto_map", None) or {}).get(auto.__name__)
     if not reference or not kwargs.get("trust_remote_code") or type(config) in auto._model_mapping:

@@ -1,4 +1,4 @@
-"""`ShardedModelMixin`: a model of transformers, or a plain module, that saves and loads itself with hfshard."""
+"""`ShardedModelMixin`: transformers models and plain modules that save and load themselves with hfshard."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from hfshard.signing.signer import SignedBy
 
 
 def _untyped(method: Any) -> Any:
-    """Hide the method from the type checker, to which upstream's methods can't be overridden with more arguments."""
+    """Hide a method from the type checker, which forbids overriding upstream's methods with more arguments."""
     return method
 
 
 class _OfTransformers:
-    """A method that only models of transformers have from the mixin; a plain module has its own, if it has any."""
+    """A method that the mixin adds to transformers models only; a plain module keeps its own, if it has one."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -51,20 +51,20 @@ class _OfTransformers:
 
 
 class ShardedModelMixin(PyTorchModelHubMixin):
-    """Put it before the model's class, and the model is saved sharded, verified and crash-safe.
+    """Mixin for sharded, verified and crash-safe saves and loads; put it before the model's class.
 
         class Llama(ShardedModelMixin, LlamaForCausalLM): ...
 
         model = Llama.from_pretrained("org/repo")
         model.save_pretrained("out", max_shard_size="5GiB")
 
-    What it writes loads in stock transformers, under transformers' class; it loads what stock transformers writes.
-    Trainer, `pipeline`, PEFT and diffusers take the subclass for that class too: it has its `__name__`.
+    Stock transformers loads what it writes, under transformers' class, and it loads what stock transformers writes.
+    Trainer, `pipeline`, PEFT and diffusers also treat the subclass as that class, since it has the same `__name__`.
 
-    A module of your own is saved as huggingface_hub's `PyTorchModelHubMixin` does, with the constructor's arguments in
-    config.json and a model card; class arguments (`library_name=`, `tags=`, `license=`, `repo_url=`, `coders=` ...) and
-    overrides of `_save_pretrained` and `_from_pretrained` are the same, and each loads what the other wrote, as far as
-    it is one file, which is all that the stock one reads:
+    A module of your own is saved as by huggingface_hub's `PyTorchModelHubMixin`, with the constructor's arguments in
+    config.json and a model card. Class arguments (`library_name=`, `tags=`, `license=`, `repo_url=`, `coders=` ...) and
+    overrides of `_save_pretrained` and `_from_pretrained` work the same. Each mixin loads what the other wrote, but the
+    stock one reads single files only:
 
         class Net(ShardedModelMixin, nn.Module, license="mit"):
             def __init__(self, width: int = 8):
@@ -97,29 +97,30 @@ class ShardedModelMixin(PyTorchModelHubMixin):
         progress: bool | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Save the model, durably and all or nothing; with the arguments of transformers, and a few more.
+        """Save the model durably, all or nothing, with transformers' arguments and a few more.
 
         Args:
-            save_directory: Created if it is missing; or the address of a store, as "s3://bucket/prefix". The checkpoint
-                that is there loads until the new one is complete.
+            save_directory: A directory, created if missing, or a store address such as "s3://bucket/prefix". The
+                existing checkpoint loads until the new one is complete.
             is_main_process: False saves nothing, unless every rank has a part of the model: then all must call.
-            state_dict: What to save in place of the model's own; not mutated.
-            push_to_hub: Push what was saved; `kwargs` may hold `repo_id` and other arguments of `push_to_hub`. Where
-                each rank has a part of the model, all must ask for it.
-            max_shard_size: Bytes, or "5GB", "500MiB" ...: the most that a file has, unless it holds one tensor.
+            state_dict: Tensors to save instead of the model's own; not mutated.
+            push_to_hub: Push the saved files; `kwargs` may contain `repo_id` and other arguments of `push_to_hub`. If
+                each rank has a part of the model, all ranks must pass it.
+            max_shard_size: Bytes, or "5GB", "500MiB" ...: the largest size of a file with more than one tensor.
             variant: Part of the files' names.
             token: For the Hub.
             save_peft_format, save_original_format, distributed_checkpoint: As in transformers; for its models only.
-            packing: "greedy" (as transformers) or "balanced" (fewer where it can, of similar size).
+            packing: "greedy" (as transformers) or "balanced" (fewer files if possible, of similar size).
             checksum: "sha256", "xxh3" or None.
-            process_group: Whose ranks have parts of the model, and call; None: the default one. See `save_state_dict`.
+            process_group: The group whose ranks have parts of the model and call; None: the default group. See
+                `save_state_dict`.
             progress: Whether to show a bar on stderr; None: only on a terminal.
             kwargs: `safe_serialization=True` and `save_function` of older code, and arguments of `push_to_hub`. For a
                 plain module also `config` (a dict or dataclass, in place of the constructor's arguments) and
-                `model_card_kwargs` (for the card's template; a README.md that is there stays).
+                `model_card_kwargs` (for the card's template; an existing README.md is kept).
 
         Returns:
-            None; of a plain module that is pushed, the Hub commit.
+            None; the Hub commit if a plain module is pushed.
 
         Raises:
             UnknownArgumentError: An unknown keyword; the message names the nearest one.
@@ -159,7 +160,7 @@ class ShardedModelMixin(PyTorchModelHubMixin):
             return save_plain(self, save_directory, options, given, kwargs, is_overridden=is_own)
 
     def _save_pretrained(self, save_directory: Path) -> None:
-        """Save the weights of a plain module, and what `save_pretrained` adds to them; an override may call it."""
+        """Save a plain module's weights and what `save_pretrained` adds to them; an override may call it."""
         answer_save(self, save_directory)
 
     @_untyped
@@ -182,32 +183,32 @@ class ShardedModelMixin(PyTorchModelHubMixin):
         progress: bool | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Push the model as one Hub commit, straight from memory; with the arguments of transformers, and a few more.
+        """Push the model as one Hub commit, straight from memory, with transformers' arguments and a few more.
 
-        Files that the hub has are not sent; the same commit deletes the shards, indexes and pickles of the last push of
-        this variant, everything else stays. No weights are written to disk, except of a model that only transformers
-        can save (offloaded, with adapters), that is spread over ranks, or whose class has a `save_pretrained` or
-        `_save_pretrained` of its own: these go by way of a temporary directory. Where each rank has a part of the
-        model, every rank must call, and the first one alone speaks to the hub.
+        Files that the hub already has are not sent. The same commit deletes the shards, indexes and pickles of the last
+        push of this variant; everything else stays. Weights are written to disk, in a temporary directory, only for a
+        model that only transformers can save (offloaded, with adapters), that is spread over ranks, or whose class has
+        its own `save_pretrained` or `_save_pretrained`. If each rank has a part of the model, every rank must call, and
+        only the first one contacts the hub.
 
         Args:
-            repo_id: "org/name", created if it is missing; or a path or `file://` URL of a directory hub.
-            commit_message, commit_description: Of the commit.
-            private: Whether a repo that is created is private.
-            token: None: the saved one.
-            revision: A branch, created if it is missing, or "refs/pr/N". None: main.
-            create_pr: Open a pull request on main in place of pushing; not together with another revision.
-            max_shard_size: As in `save_pretrained`, and so are variant, packing, process_group and progress.
-            tags: Of the model card, which is created if there is none.
-            path_in_repo: Folder of the repo.
-            kwargs: For a plain module, as in huggingface_hub: `config`, `model_card_kwargs`, and `branch`, which is
-                `revision` by another name.
+            repo_id: "org/name", created if missing, or the path or `file://` URL of a directory hub.
+            commit_message, commit_description: For the commit.
+            private: Whether a new repo is private.
+            token: For the Hub; None: the saved one.
+            revision: A branch, created if missing, or "refs/pr/N". None: main.
+            create_pr: Open a pull request on main instead of pushing; cannot be combined with another revision.
+            max_shard_size: As in `save_pretrained`, like variant, packing, process_group and progress.
+            tags: For the model card, which is created if there is none.
+            path_in_repo: Folder in the repo.
+            kwargs: For a plain module, as in huggingface_hub: `config`, `model_card_kwargs`, and `branch`, another name
+                of `revision`.
 
         Returns:
             huggingface_hub's CommitInfo; for a directory, a PushResult; None on a rank that saves nothing.
 
         Raises:
-            RankFailedError: Another rank failed, died, or did not come.
+            RankFailedError: Another rank failed, died, or never joined.
             Everything that `hfshard.push_checkpoint` raises.
 
         Example:
@@ -249,30 +250,30 @@ class ShardedModelMixin(PyTorchModelHubMixin):
         process_group: dist.ProcessGroup | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Build the model from a checkpoint that is checked first; with the arguments of transformers, and a few more.
+        """Build the model from a checkpoint that is checked first, with transformers' arguments and a few more.
 
         Args:
-            pretrained_model_name_or_path: A directory, a repo of the Hub, the address of a store, or one file of
-                weights, beside which the config is; None with `config` and `state_dict`.
+            pretrained_model_name_or_path: A directory, a repo of the Hub, a store address, or one file of weights with
+                the config next to it; None with `config` and `state_dict`.
             model_args: For the constructor of a transformers model.
-            strict: True refuses missing, unexpected and mismatched names; None reports them, as transformers does.
-                It is an error in either case if no name fits, or, for a plain module, if a shape differs.
+            strict: True rejects missing, unexpected and mismatched names; None reports them, as transformers does.
+                Either way it is an error if no name fits or, for a plain module, if a shape differs.
             verify: "none"; "structure" (names, sizes, headers, fingerprints); "full" or "sha256" (every byte).
-            public_key: The file of a public key, or a `hfshard.signing.SignedBy`: its holder must have signed every
-                file that is read, code and config too (see `load_state_dict`).
-            read: "auto", "mmap" or "pread": how the bytes come into memory (see `load_state_dict`).
+            public_key: The file of a public key, or a `hfshard.signing.SignedBy`. Its owner must have signed every
+                file that is read, including code and config (see `load_state_dict`).
+            read: "auto", "mmap" or "pread": how bytes are read into memory (see `load_state_dict`).
             progress: Whether to show a bar on stderr while checksums are computed; None: only on a terminal.
             parallelize: A function that spreads the model over ranks (`fully_shard`, `parallelize_module` ...) and
-                returns it. It is called before the model has data; then each rank reads its parts. What the
-                checkpoint lacks is drawn on each rank: seed them alike. With it, or with a `distributed_config` of
-                several ranks, every rank of the default process group must call, and all build the model or none.
-                For transformers models only.
-            process_group: Whose ranks must call, in place of those of the default process group; with `parallelize`.
-            kwargs: Everything that transformers' `from_pretrained` takes, and an override of the class. For a plain
+                returns it. It is called before the model has data; then each rank reads its parts. Each rank
+                initializes randomly what the checkpoint lacks: seed all ranks alike. With it, or with a
+                `distributed_config` of several ranks, every rank of the default process group must call, and either
+                all build the model or none. For transformers models only.
+            process_group: The group whose ranks must call, instead of the default process group; with `parallelize`.
+            kwargs: Everything that transformers' `from_pretrained` or an override of the class takes. For a plain
                 module: revision, token, cache_dir, local_files_only, force_download, variant, subfolder, map_location,
-                and arguments of the constructor in place of those in config.json. Where the constructor has one of
-                the names verify, public_key, read, progress, parallelize, process_group, variant or subfolder, it gets
-                the value.
+                and constructor arguments in place of those in config.json. If the constructor has a parameter named
+                verify, public_key, read, progress, parallelize, process_group, variant or subfolder, it gets the
+                value.
 
         Returns:
             The model, in evaluation mode; with `output_loading_info=True`, (model, info).
@@ -280,8 +281,8 @@ class ShardedModelMixin(PyTorchModelHubMixin):
         Raises:
             CheckpointNotFoundError, DamagedCheckpointError, UnsafePathError, UnsafePickleError: Before it is built.
             SignatureError: As in `load_state_dict`; no code of the checkpoint was run.
-            RankFailedError: Another rank refused, failed, died, or did not come.
-            InvalidArgumentError: `strict`, `verify` or `public_key` asks for a check, and an override builds the model
+            RankFailedError: Another rank refused, failed, died, or never joined.
+            InvalidArgumentError: `strict`, `verify` or `public_key` asks for a check, but an override builds the model
                 by itself.
             StateDictMismatchError: No name fits, or `strict` and something differs.
 
@@ -329,10 +330,10 @@ class ShardedModelMixin(PyTorchModelHubMixin):
         return build_module(cls, CheckpointSource(model_id, query), model_kwargs, map_location, strict=strict)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Note the class arguments of a plain module; give a class of transformers the name of its own.
+        """Record a plain module's class arguments, or give a subclass of a transformers model that model's name.
 
         Raises:
-            InvalidArgumentError: A transformers model stands before the mixin.
+            InvalidArgumentError: A transformers model comes before the mixin.
         """
         if not is_pretrained_class(cls):
             super().__init_subclass__(**kwargs)
@@ -343,13 +344,13 @@ class ShardedModelMixin(PyTorchModelHubMixin):
         prepare_class(cls, ShardedModelMixin)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Note the constructor's arguments of a plain module, for its config.json."""
+        """Record a plain module's constructor arguments for its config.json."""
         if not is_pretrained_class(cls):
             return super().__new__(cls, *args, **kwargs)
         make: Any = below_mixin(cls).__new__
         return make(cls) if make is object.__new__ else make(cls, *args, **kwargs)
 
-    if not TYPE_CHECKING:  # a type checker takes them for the module's
+    if not TYPE_CHECKING:  # a type checker uses the module's
         _get_name = _OfTransformers()
         is_custom_code = _OfTransformers()
         _can_set_attn_implementation = _OfTransformers()

@@ -1,4 +1,4 @@
-"""Builds one transformers model: passes the tensors of an open checkpoint to its from_pretrained, checks the result."""
+"""Build a transformers model: pass an open checkpoint's tensors to its from_pretrained, and check the result."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ from hfshard.tensors.state_dict import refuse_partitioned
 from hfshard.tensors.tied import Place, share_tensor
 
 building_lock: Final = LendingLock()
-"""transformers builds models under settings of the whole process (default dtype, no ties): two threads that load at
-once would lose ties. A model may load a part of itself, also in a thread that its constructor waits for."""
+"""transformers builds models under process-wide settings (default dtype, no ties): two threads that load at once
+would lose ties. A model may load a part of itself, also in a thread that its constructor waits for."""
 
 
 class ModelBuilder:
-    """One call of transformers' from_pretrained, with an open checkpoint in place of its files."""
+    """One call of transformers' from_pretrained with an open checkpoint in place of files."""
 
     def __init__(
         self,
@@ -73,12 +73,12 @@ class ModelBuilder:
 
         Args:
             model_args: For the model's constructor.
-            config: The model's.
+            config: The model's config.
             model_kwargs: For the model's constructor.
             kwargs: All keyword arguments of `from_pretrained`.
 
         Returns:
-            The model; or (model, info), where `output_loading_info` asks for it.
+            The model; or (model, info), if `output_loading_info` is set.
 
         Raises:
             StateDictMismatchError: No name fits, a shape differs, or strict and any name differs.
@@ -110,10 +110,10 @@ class ModelBuilder:
         return (model, info) if kwargs.get("output_loading_info") else model
 
     def _shapes_differ(self, config: Any, tensors: Mapping[str, torch.Tensor]) -> StateDictMismatchError:
-        """Say which shapes differ: transformers' error names neither the file nor the tensors."""
+        """Build an error that lists the shapes that differ: transformers' error names neither file nor tensors."""
         with torch.device("meta"):
             model = self.model_class(copy.deepcopy(config))
-        refuse_partitioned(model, "load")  # in a block of deepspeed.zero.Init, it is born so
+        refuse_partitioned(model, "load")  # a block of deepspeed.zero.Init partitions it on creation
         model_state = model.state_dict()
         prefix = self.model_class.base_model_prefix
         model_state |= {name.removeprefix(f"{prefix}."): tensor for name, tensor in model_state.items()}
@@ -127,20 +127,20 @@ class ModelBuilder:
         )
 
     def _parallelized_load(self, kwargs: Mapping[str, Any]) -> ParallelizedLoad | None:
-        """What loads a model that is spread over ranks."""
+        """Create the load of a model that is spread over ranks; None for any other model."""
         if self.options.parallelize is None and kwargs.get("distributed_config") is None:
             return None
         return ParallelizedLoad(self.options.parallelize, class_of_alias(self.model_class), self.checkpoint)
 
     def _call(self, parallel: ParallelizedLoad | None) -> Callable[..., Any]:
-        """What builds the model: transformers' own `from_pretrained`."""
+        """Return the function that builds the model: transformers' own `from_pretrained`."""
         if parallel is None:
             return self.call
         loading = parallel.load_class(self.model_class)
         return partial(upstream("from_pretrained", loading), loading)
 
     def _described(self, config: Any, parallel: ParallelizedLoad) -> dict[str, torch.Tensor]:
-        """The tensors without data, by the names that transformers is given."""
+        """Build the tensors without data, by the names that transformers is given."""
         described = stored_tensors(self.checkpoint)
         stored = [*self._keys(), *self.checkpoint.index.undeclared_ties]
         names = self._without_wrappers(config, {name: described[name] for name in stored})
@@ -151,13 +151,13 @@ class ModelBuilder:
     def _tensors(self, config: Any, kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         index = self.checkpoint.index
         tensors = self.checkpoint.read(self._keys(), self.options.read, device_of(self.checkpoint, config, kwargs))
-        # What the config ties, transformers ties itself; to pass it twice would cost a comparison of the values.
+        # transformers ties what the config declares; passing it twice would cost a comparison of the values.
         tensors |= {name: tensors[index.tied_names[name]] for name in index.undeclared_ties}
         names = self._without_wrappers(config, tensors)
         return {names[name]: tensor for name, tensor in tensors.items()}
 
     def _without_wrappers(self, config: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-        """Name in the file -> name for transformers."""
+        """Map each name in the file to its name for transformers."""
         if not has_wrapper_prefix(tensors):
             return dict(zip(tensors, tensors, strict=True))
         names = _names_for(self.model_class, config, tensors)
@@ -165,7 +165,7 @@ class ModelBuilder:
         return names
 
     def _refuse_merging(self, names: Mapping[str, str]) -> None:
-        """Refuse names that are one name without the prefixes of wrappers: one of the tensors would be lost."""
+        """Reject names that become the same without wrapper prefixes: one of the tensors would be lost."""
         first: dict[str, str] = {}
         for name, short in names.items():
             other = first.setdefault(short, name)
@@ -179,7 +179,7 @@ class ModelBuilder:
                 )
 
     def _keys(self) -> list[str]:
-        """The names in transformers' order: where the config has no dtype, the first tensor's is the model's."""
+        """List names in transformers' order: if the config has no dtype, the first tensor's becomes the model's."""
         if self.checkpoint.pickles:
             return self.checkpoint.keys
         weight_map = self.checkpoint.index.weight_map
@@ -204,7 +204,7 @@ class ModelBuilder:
             )
 
     def _name(self, model: PreTrainedModel) -> None:
-        # transformers was given no name, and the builder put the absolute path, or that of a snapshot, in its place.
+        # transformers was given no name, and the builder used the absolute path, or a snapshot's path, instead.
         placeholders = {"None", self.local.path}
         configs: dict[int, Any] = {}  # modules share them
         for module in model.modules():
@@ -218,7 +218,7 @@ class ModelBuilder:
                 config.name_or_path = self.name
 
     def _tie(self, model: PreTrainedModel) -> None:
-        """Tie what the config does not declare; a name may have got, or lost, the prefix of the base model."""
+        """Restore ties that the config does not declare; names may have gained or lost the base model's prefix."""
         index = self.checkpoint.index
         if not index.undeclared_ties:
             return
@@ -236,7 +236,7 @@ class ModelBuilder:
             target, origin = place_of(tied_name), place_of(index.tied_names[tied_name])
             if target is None or origin is None:
                 continue
-            if getattr(*target).shape == getattr(*origin).shape:  # not so where ignore_mismatched_sizes passed one over
+            if getattr(*target).shape == getattr(*origin).shape:  # they differ if ignore_mismatched_sizes skipped one
                 share_tensor(target, origin)
 
     def _load_generation_config(self, model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
@@ -262,7 +262,7 @@ class ModelBuilder:
 
 @contextmanager
 def _load_report_names(name: str) -> Iterator[None]:
-    """Let transformers' load report, which was given no name, say what was loaded."""
+    """Put the checkpoint's name into transformers' load report, which was given none."""
     thread = threading.get_ident()
 
     def give_name(record: logging.LogRecord) -> bool:
@@ -280,9 +280,9 @@ def _load_report_names(name: str) -> Iterator[None]:
 
 @contextmanager
 def _configs_named(name: str) -> Iterator[None]:
-    """Give the config a name while the model is built: transformers, which was given none, writes "None" there.
+    """Give the config a name while the model is built: transformers, which was given none, would write "None".
 
-    Wav2Vec2 with a `target_lang` looks for its adapter under that name. Only this thread's configs are named.
+    Wav2Vec2 with a `target_lang` looks up its adapter by that name. Only this thread's configs are named.
     """
     thread = threading.get_ident()
     theirs: Any = vars(PreTrainedConfig)["name_or_path"]
@@ -299,7 +299,7 @@ def _configs_named(name: str) -> Iterator[None]:
 
 
 def _names_for(model_class: type[PreTrainedModel], config: Any, names: Mapping[str, Any]) -> dict[str, str]:
-    """Strip wrappers' prefixes from the file's names where that makes them this model's."""
+    """Strip wrapper prefixes from the file's names where that yields names of this model."""
     with torch.device("meta"):
         expected = set(model_class(copy.deepcopy(config)).state_dict())  # some constructors change their config
     prefix = model_class.base_model_prefix

@@ -1,4 +1,4 @@
-"""How transformers knows a model's class, its own overrides of a method, and when transformers must do it itself."""
+"""Model classes as transformers identifies them, their overrides, and the cases that transformers handles itself."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ALIAS: Final = "_hfshard_alias"
 """The attribute of a class that keeps its alias class."""
 
 _WRAPPED: Final = "_is_hfshard_wrapper"
-"""The attribute that marks the method of PEFT that `record_in_adapters` has wrapped."""
+"""The attribute that marks the PEFT method that `record_in_adapters` has wrapped."""
 
 _alias_lock: Final = ProcessLock()
 """Two threads that load the first models of a class must build them with one alias class."""
@@ -35,10 +35,10 @@ Model = TypeVar("Model", bound=PreTrainedModel)
 
 
 def architecture_of(model_class: type) -> type:
-    """Find the class that the saved checkpoint names: that of transformers, not the user's that only adds the mixin.
+    """Find the class that a saved checkpoint names: transformers' class, not a user's class that only adds the mixin.
 
-    It is the first class in the method resolution order that does not have the mixin and can be called as the model
-    can. A model that is written on the mixin itself is its own architecture.
+    It is the first class in the method resolution order that lacks the mixin and has the model's `forward`. A model
+    written directly on the mixin is its own architecture.
     """
     model_class = class_before_fsdp(model_class)
     for candidate in model_class.__mro__:
@@ -49,19 +49,19 @@ def architecture_of(model_class: type) -> type:
 
 
 def class_before_fsdp(model_class: type) -> type:
-    """Find the class that a model had before `fully_shard` gave it one of torch's own: "FSDPLlama" was Llama.
+    """Find the class that a model had before `fully_shard` gave it a class of torch: "FSDPLlama" was Llama.
 
-    Source: torch `FSDPModule.__new__`, which looks for it at the same place.
+    Source: torch `FSDPModule.__new__`, which finds it in the same position.
     """
     order = model_class.__mro__
     return order[order.index(FSDPModule) + 1] if FSDPModule in order else model_class
 
 
 def take_name(model_class: type) -> None:
-    """Give a class that adds the mixin the `__name__` of transformers' class, by which transformers and others go.
+    """Give a class that adds the mixin the `__name__` of transformers' class, which transformers and others rely on.
 
-    Its `__module__` and `__qualname__`, by which pickle finds it and `repr` shows it, stay. A class that torch makes of
-    it (FSDP2, parametrizations) keeps the name that torch gave it.
+    Its `__module__` and `__qualname__`, which pickle and `repr` use, stay. A class that torch derives from it (FSDP2,
+    parametrizations) keeps the name that torch gave it.
     """
     architecture = architecture_of(model_class)
     if architecture is not model_class and not model_class.__module__.startswith("torch."):
@@ -69,10 +69,10 @@ def take_name(model_class: type) -> None:
 
 
 def empty_custom_object(model_class: type) -> object:
-    """Make an object without data that shows transformers which class it saves as custom code, and its file.
+    """Create an object without data from which transformers takes the class to save as custom code, and its file.
 
-    That is transformers' class, unless the user has registered the class with the mixin (or one that it is made from):
-    then it is the user's, under the name that its file has for it.
+    That is transformers' class, unless the user has registered the class with the mixin, or a base of it that has the
+    mixin. Then it is the user's class, under the name that it has in its file.
     """
     model_class = class_before_fsdp(model_class)
     if not is_registered_with_mixin(model_class):
@@ -82,7 +82,7 @@ def empty_custom_object(model_class: type) -> object:
 
 
 def is_registered_with_mixin(model_class: type) -> bool:
-    """Whether the user has registered a class with the mixin as custom code, by `register_for_auto_class`."""
+    """Return whether the user has registered a class with the mixin as custom code, by `register_for_auto_class`."""
     registered: Any = next(one for one in model_class.__mro__ if "_auto_class" in vars(one))
     return registered._auto_class is not None and hasattr(registered, MIXIN_MARK)
 
@@ -92,11 +92,11 @@ def _has_forward(model_class: Any) -> bool:
 
 
 def alias_class(model_class: type[Model]) -> type[Model]:
-    """Make a subclass that adds nothing, and has the name and the module of transformers' class.
+    """Create a subclass that adds nothing and has the name and the module of transformers' class.
 
-    transformers takes a class of any other name for custom code, for which it has no weight conversion (experts would
+    transformers treats a class of any other name as custom code, for which it has no weight conversion (experts would
     not be fused, the names of ViT and LLaVA not translated) and no loss. So it builds and saves with the alias class,
-    which nobody else sees. What `fully_shard` made of a class is custom code to it, too.
+    which is visible to no other code. It also treats a class derived by `fully_shard` as custom code.
     """
     model_class = cast(type[Model], class_before_fsdp(model_class))
     architecture = architecture_of(model_class)
@@ -120,11 +120,11 @@ def view_as_alias(model: Model) -> Model:
 
 
 def delegate_to_base(model_class: type, below: Any, question: str) -> bool:
-    """Call a class method without arguments, which returns a bool, on transformers' class in place of the user's.
+    """Call a class method that takes no arguments and returns a bool on transformers' class, not the user's.
 
     Args:
         model_class: The user's class.
-        below: What has the method behind the mixin: it is called where the class is its own architecture.
+        below: The object with the method behind the mixin, used if the class is its own architecture.
         question: The method's name.
     """
     architecture: Any = architecture_of(model_class)
@@ -133,7 +133,7 @@ def delegate_to_base(model_class: type, below: Any, question: str) -> bool:
 
 
 def class_of_alias(alias: type) -> type:
-    """Find the class of which `alias_class` has made this one; any other is returned."""
+    """Find the class that `alias_class` derived this one from; any other class is returned as it is."""
     base = alias.__bases__[0]
     return base if vars(base).get(_ALIAS) is alias else alias
 
@@ -145,9 +145,9 @@ def restore_class(model: Any, model_class: type) -> None:
 
 
 def record_architecture(model: object) -> None:
-    """Let a model of a class that adds the mixin be recorded under the module of transformers' class.
+    """Make other libraries record a model whose class adds the mixin under the module of transformers' class.
 
-    diffusers reads the attribute `__module__` of the model, and the name that its class has from `take_name`.
+    diffusers reads the model's attribute `__module__`, and its class's name, which `take_name` has set.
     """
     architecture = architecture_of(type(model))
     if architecture is not type(model):
@@ -156,9 +156,9 @@ def record_architecture(model: object) -> None:
 
 
 def record_in_adapters() -> None:
-    """Let PEFT, where it was imported, write the name and the module of transformers' class into an adapter's config.
+    """Make PEFT, if imported, write the name and module of transformers' class into an adapter's config.
 
-    PEFT asks no model, but the class's `__module__`, by which pickle finds it. For any other class the answer stays.
+    PEFT reads the class's own `__module__`, which pickle needs, not the model's. Nothing changes for other classes.
     """
     peft_class: Any = getattr(sys.modules.get("peft.peft_model"), "PeftModel", None)
     ask: Callable[..., type] | None = getattr(peft_class, "_get_base_model_class", None)
@@ -175,20 +175,20 @@ def _answering_architectures(ask: Callable[..., type]) -> Callable[..., type]:
     return wrapper
 
 
-# When transformers has to load or save by itself, because hfshard can't do all that is asked for.
+# Cases in which transformers has to load or save by itself, because hfshard cannot do everything requested.
 
 
 _TRANSFORMERS_ONLY: Final = {
     "offload_folder", "tp_plan", "tp_size", "device_mesh",
     "quantization_config",
 }  # fmt: skip
-"""Arguments with which transformers reads the files itself, after hfshard has checked them."""
+"""Arguments that make transformers read the files itself, after hfshard has checked them."""
 
 _AUTO_DEVICE_MAPS: Final = {"auto", "balanced", "balanced_low_0", "sequential"}
 
 
 def needs_transformers_loader(directory: str, model_class: type, kwargs: Mapping[str, Any]) -> bool:
-    """Whether transformers has to read the files itself, because of the arguments or of what the directory holds."""
+    """Return whether the arguments or the directory's contents require transformers to read the files itself."""
     if any(kwargs.get(name) for name in _TRANSFORMERS_ONLY) or seeks_adapter_elsewhere(kwargs):
         return True
     device_map = kwargs.get("device_map")
@@ -208,7 +208,7 @@ def needs_transformers_loader(directory: str, model_class: type, kwargs: Mapping
 
 
 def seeks_adapter_elsewhere(kwargs: Mapping[str, Any]) -> bool:
-    """Whether an adapter is sought in another place than beside the weights, which is what Auto classes name."""
+    """Return whether an adapter is sought anywhere but next to the weights, which is where Auto classes point."""
     places = dict(kwargs.get("adapter_kwargs") or {})
     places.pop("token", None)
     if places.get("revision") == kwargs.get("revision"):
@@ -217,31 +217,31 @@ def seeks_adapter_elsewhere(kwargs: Mapping[str, Any]) -> bool:
 
 
 def needs_transformers_saver(model: Any, *, distributed_checkpoint: bool) -> bool:
-    """Whether transformers has to save the model: it has adapters, or weights that are offloaded."""
+    """Return whether transformers has to save the model: it has adapters or offloaded weights, or it was requested."""
     return distributed_checkpoint or is_offloaded_by_map(model) or has_adapters(model)
 
 
 def is_offloaded_by_map(model: Any) -> bool:
-    """Whether a device_map has put weights of a model on the disk, or on the CPU beside another device."""
+    """Return whether a device_map has placed weights on disk, or on the CPU along with another device."""
     devices = set((getattr(model, "hf_device_map", None) or {}).values())
     return "disk" in devices or ("cpu" in devices and len(devices) > 1)
 
 
 def has_adapters(model: Any) -> bool:
-    """Whether adapters were added or loaded: then transformers saves the active one, and nothing else."""
+    """Return whether adapters were added or loaded: then transformers saves only the active one."""
     return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
 def is_adapter(directory: str) -> bool:
-    """Whether PEFT is installed and a directory holds an adapter, alone or beside a model."""
+    """Return whether PEFT is installed and a directory contains an adapter, alone or along with a model."""
     return bool(is_peft_available() and os.path.isfile(os.path.join(directory, ADAPTER_CONFIG_NAME)))
 
 
 def _is_tight(directory: str) -> bool:
-    """Whether the weights could be too large for the free memory, which Accelerate measures so, on any system."""
+    """Return whether the weights could exceed free memory, measured as Accelerate does on any system."""
     try:
         import psutil
-    except ImportError:  # it came with Accelerate, without which transformers takes no device_map: it says so
+    except ImportError:  # it comes with Accelerate, without which transformers rejects a device_map
         return True
     return weights_bytes(directory) > int(psutil.virtual_memory().available)
 
@@ -254,19 +254,19 @@ def _is_quantized(directory: str) -> bool:
     return isinstance(config, dict) and config.get("quantization_config") is not None
 
 
-# Calls a model's own from_pretrained or save_pretrained: its overrides run, and hfshard answers below them.
+# Override chains: a model's own from_pretrained or save_pretrained runs, and hfshard handles the call below it.
 #
-# A class may add to these methods, as Csm and Qwen2.5-Omni do in transformers, and users in their own classes; what
-# it adds ends with `super()`, and the last method that this reaches is PreTrainedModel's. For the one call that is
-# asked for, in the thread that asks, hfshard answers in its place.
+# A class may extend these methods, as Csm and Qwen2.5-Omni do in transformers, and users in their own classes. An
+# override calls `super()`, and the last method reached is PreTrainedModel's. hfshard replaces it for the requested
+# call only, in the calling thread only.
 
 
 def run_chain(call: ChainCall, start: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call the first method of a chain, and let hfshard answer at the bottom.
+    """Call the first method of a chain; hfshard handles the call at the bottom.
 
     Args:
-        call: What is asked for.
-        start: What has the first method: the class, the model, or `super()`, which looks for it only now.
+        call: The requested call.
+        start: The object with the first method: the class, the model, or `super()`, which looks it up only now.
         args, kwargs: The method's arguments.
 
     Returns:
@@ -281,7 +281,7 @@ def run_chain(call: ChainCall, start: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def has_override(model_class: type, method: Method) -> bool:
-    """Whether a class has a method above PreTrainedModel's, of its own or of a base other than the mixins."""
+    """Return whether a class overrides PreTrainedModel's method, itself or in a base other than the mixins."""
     for base in model_class.__mro__:
         if base is PreTrainedModel:
             return False

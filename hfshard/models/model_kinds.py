@@ -1,4 +1,4 @@
-"""What a save of any model holds; transformers is imported only where the model is one of its own."""
+"""Save requests for any kind of model; transformers is imported only for transformers models."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from hfshard.tensors.parameter_names import unwrap
 
 
 def is_pretrained(model: object) -> bool:
-    """Whether it is a transformers model; transformers is not imported to find out."""
+    """Return whether a model is a transformers model; transformers is not imported to find out."""
     return is_pretrained_class(type(model))
 
 
 def is_pretrained_class(model_class: type) -> bool:
-    """Whether it is the class of transformers models; transformers is not imported to find out."""
+    """Return whether a class is a transformers model class; transformers is not imported to find out."""
     base = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
     return base is not None and issubclass(model_class, base)
 
 
 def is_plain_class(model_class: object) -> bool:
-    """Whether it is a class with `ShardedModelMixin` that is not of transformers."""
+    """Return whether the object is a class with `ShardedModelMixin` that is not a transformers class."""
     return isinstance(model_class, type) and hasattr(model_class, MIXIN_MARK) and not is_pretrained_class(model_class)
 
 
 def request_from_model(model: nn.Module, state_dict: Mapping[str, Any] | None, options: SaveOptions) -> SaveRequest:
-    """Request the save of a model; of a transformers model with its config, generation config and custom code.
+    """Build the request to save a model; for a transformers model, with its config, generation config and custom code.
 
     Args:
-        model: Wrappers around it are looked through.
-        state_dict: What to save in place of the model's own; not mutated.
-        options: How.
+        model: The model; wrappers around it are removed.
+        state_dict: Tensors to save instead of the model's own; not mutated.
+        options: How to save.
     """
     model = unwrap(model)
     if not is_pretrained(model):
@@ -46,9 +46,9 @@ def request_from_model(model: nn.Module, state_dict: Mapping[str, Any] | None, o
 
 
 def below_mixin(target: Any) -> Any:
-    """What has the methods of a model or its class behind the mixin, without those of huggingface_hub's mixins.
+    """Return a `super()` of a model or class that skips this mixin and huggingface_hub's mixins.
 
-    A class that has one of those by itself, behind that of transformers, keeps it there.
+    A huggingface_hub mixin that the class itself has behind transformers' class stays there.
 
     Args:
         target: The model or the class.

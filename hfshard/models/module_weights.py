@@ -1,4 +1,4 @@
-"""Saves the weights of a module that transformers does not know, by this process or by the ranks that have parts."""
+"""Save the weights of a module that is not a transformers model, by this process or by the ranks that have parts."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ def save_module(
     is_main_process: bool = True,
     files: Mapping[str, Any] | None = None,
 ) -> CheckpointIndex | None:
-    """Save a module that transformers does not know: alone, or together with other ranks that have parts of it.
+    """Save a module that is not a transformers model, alone or together with other ranks that have parts of it.
 
     Args:
-        model: Wrappers around it are looked through.
+        model: The module; wrappers around it are removed.
         directory: Absolute.
-        state_dict: What to save in place of the model's own; not mutated.
-        options: How.
-        is_main_process: False saves nothing, unless the model is spread over ranks, or the save is collective.
-        files: Fields of the request that hold the files beside the weights.
+        state_dict: Tensors to save instead of the module's own; not mutated.
+        options: How to save.
+        is_main_process: False saves nothing, unless the model is spread over ranks or the save is collective.
+        files: Fields of the request for the files other than weights.
 
     Returns:
-        The index, or None where nothing was saved.
+        The index, or None if nothing was saved.
 
     Raises:
         Everything that `save_anywhere` raises.

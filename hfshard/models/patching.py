@@ -1,7 +1,7 @@
-"""Our functions in the place of PreTrainedModel's own: the bottom of every class's chain of overrides.
+"""Patches of PreTrainedModel's methods, below every override of a subclass.
 
-Each stands there once and stays. It answers for the call that hfshard has under way in this thread, and for everybody
-where hfshard is installed; else it does what was there before. This file imports neither torch nor transformers.
+Each is placed once and stays. It handles the call that hfshard has in progress in this thread, and every call if
+hfshard is installed; otherwise it calls the original. This file imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -18,52 +18,52 @@ Method = Literal["from_pretrained", "save_pretrained", "push_to_hub"]
 METHODS: Final[tuple[Method, ...]] = ("from_pretrained", "save_pretrained", "push_to_hub")
 Answer = Callable[..., Any]
 StandIn = Callable[..., Any]
-"""Does what a method is called for: it gets the method's name, the class or the model, and the arguments."""
+"""Replacement of a method: it gets the method's name, the class or the model, and the arguments."""
 
 _MARK: Final = "_answers_for_hfshard"
-"""The attribute by which our functions are known; `functools.wraps` hands it on to what others put around them."""
+"""The attribute that marks hfshard's functions; `functools.wraps` copies it to wrappers of other libraries."""
 _THEIRS: Final = "_before_hfshard"
-"""The attribute of PreTrainedModel that keeps, by the method's name, the functions that were there before ours."""
+"""The attribute of PreTrainedModel that keeps the original functions by method name."""
 _placing: Final = ProcessLock()
 
 
 @dataclass(slots=True)
 class ChainCall:
-    """One call of a model's method, which hfshard answers where PreTrainedModel's own would run."""
+    """One call of a model's method, which hfshard handles where PreTrainedModel's own would run."""
 
     method: Method
     target: object
-    """The class that is loaded, or the model that is saved; transformers answers for any other."""
+    """The class that is loaded, or the model that is saved; transformers handles any other."""
     answer: Answer
     """Called with the arguments that the last override passes on."""
     answers: list[Any] = field(default_factory=list)
-    """What hfshard answered; empty where no override has come to the bottom of the chain."""
+    """hfshard's results; empty if no override has reached the bottom of the chain."""
 
 
 current_call: Final[ContextVar[ChainCall | None]] = ContextVar("hfshard_override_chain", default=None)
-"""The call under way in this thread; None at its bottom, where transformers builds the model or saves it."""
+"""The call in progress in this thread; None at its bottom, where transformers builds or saves the model."""
 
 _find_stand_in: list[Callable[[], StandIn | None]] = []
-"""Who says what stands in, at this moment, for every model."""
+"""The function that returns the current replacement for every model; empty before it is registered."""
 
 
 def call_under_way(method: Method, target: object) -> ChainCall | None:
-    """The call of this method that is under way in this thread for this class or model, if there is one."""
+    """Return this thread's call in progress of this method for this class or model, if there is one."""
     call = current_call.get()
     return call if call is not None and call.method == method and call.target is target else None
 
 
 def stand_in_for_all(find: Callable[[], StandIn | None]) -> None:
-    """Let a function say, at each call that hfshard does not have under way, what answers it; None: transformers."""
+    """Register a function that returns the handler of each call not started by hfshard; None: transformers."""
     _find_stand_in[:] = [find]
 
 
 def put_in_place(base: Any, method: Method) -> None:
-    """Put our function in the place of PreTrainedModel's, unless it is there, or below what others have put there.
+    """Replace PreTrainedModel's function with hfshard's, unless it is in place already, even below others' patches.
 
     Args:
         base: PreTrainedModel.
-        method: Which.
+        method: The method to replace.
     """
     with _placing.held():
         current: Any = vars(base)[method]
@@ -79,10 +79,10 @@ def put_in_place(base: Any, method: Method) -> None:
 
 
 def upstream(method: Method, model_class: type) -> Answer:
-    """PreTrainedModel's function that was there before ours: what our own calls go to.
+    """Return PreTrainedModel's original function, which hfshard's own calls use.
 
     Args:
-        method: Which.
+        method: The method.
         model_class: The class that it is called for.
     """
     base: Any = next(one for one in model_class.__mro__ if _THEIRS in vars(one))
@@ -93,12 +93,12 @@ def upstream(method: Method, model_class: type) -> Answer:
 def _standing_in(base: type, method: Method, target: Any) -> Answer | None:
     stand_in = _find_stand_in[0]() if _find_stand_in else None
     if stand_in is None or not issubclass(target if isinstance(target, type) else type(target), base):
-        return None  # or somebody has called the function with an object that is no model
+        return None  # or the function was called with an object that is not a model
     return functools.partial(stand_in, method, target)
 
 
 def _answering(base: type, method: Method, theirs: Answer) -> Answer:
-    """Wrap transformers' function: it is called, but for the call under way, and where something stands in for all."""
+    """Wrap transformers' function, which runs unless hfshard has this call in progress or replaces all calls."""
 
     @functools.wraps(theirs)
     def answered(target: Any, *args: Any, **kwargs: Any) -> Any:

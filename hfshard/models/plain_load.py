@@ -1,4 +1,4 @@
-"""Builds a plain module from a checkpoint: its config.json and its weights are those of one save."""
+"""Build a plain module from a checkpoint, with config.json and weights of the same save."""
 
 from __future__ import annotations
 
@@ -33,31 +33,31 @@ from hfshard.signing.check_signature import required_signature
 logger = logging.getLogger(__name__)
 
 _SHOWN: Final = 10
-"""Names in a warning."""
+"""The number of names in a warning."""
 
 _WHICH: Final = ("variant", "subfolder")
-"""What hfshard takes beside huggingface_hub's arguments, to choose a checkpoint."""
+"""hfshard's arguments for choosing a checkpoint, in addition to huggingface_hub's."""
 
 _HUB_ARGUMENTS: Final = ("revision", "token", "cache_dir", "local_files_only", "force_download")
-"""What huggingface_hub's `from_pretrained` takes, and hands to `_from_pretrained`."""
+"""Arguments that huggingface_hub's `from_pretrained` passes on to `_from_pretrained`."""
 
 
 class _ChangedMeanwhile(Exception):
-    """A save has come between the config, which was read, and the weights, which are open."""
+    """Signal that a save came between reading the config and opening the weights."""
 
 
 @dataclass(slots=True)
 class _ModuleLoad:
-    """One load of a plain module, which `_from_pretrained` of its class or of the mixin carries out."""
+    """One load of a plain module, done by its class's or the mixin's `_from_pretrained`."""
 
     model_class: type
     options: LoadOptions
     query: CheckpointQuery
     checkpoint: OpenCheckpoint | None = None
     far: tuple[CheckpointSource, LocalCheckpoint] | None = None
-    """Of a store, where the class loads by itself: what its directory stands for."""
+    """The store checkpoint that the local directory represents, if the class loads by itself."""
     config: bytes | None = None
-    """Of a directory, where the class loads by itself: what was there before."""
+    """The directory's config before the load, if the class loads by itself."""
     is_under_way: bool = True
     """Whether huggingface_hub's `from_pretrained` has been called for it."""
     is_answered: bool = False
@@ -77,21 +77,21 @@ def load_plain(
     *,
     is_overridden: bool,
 ) -> Any:
-    """Do what `ShardedModelMixin.from_pretrained` says, for a plain module.
+    """Implement `ShardedModelMixin.from_pretrained` for a plain module.
 
     Args:
         model_class: The class to build.
-        start: What has huggingface_hub's `from_pretrained`, which reads the config and calls `_from_pretrained`.
+        start: The object with huggingface_hub's `from_pretrained`, which reads the config and calls `_from_pretrained`.
         path: A directory or a repo.
-        model_args: None can be given.
-        kwargs: Keywords for huggingface_hub, and for the constructor.
+        model_args: Must be empty.
+        kwargs: Keyword arguments for huggingface_hub and the constructor.
         own: hfshard's own arguments.
-        is_overridden: Whether the class has a `_from_pretrained` of its own.
+        is_overridden: Whether the class has its own `_from_pretrained`.
 
     Raises:
-        InvalidArgumentError: An argument that a plain module can't have; or checks are asked for, and an override
+        InvalidArgumentError: An argument is not valid for a plain module; or checks were requested, but an override
             loads the weights by itself.
-        CheckpointChangedError: It kept changing.
+        CheckpointChangedError: The checkpoint kept changing.
         Everything that `open_source` and `load_into_module` raise.
     """
     if model_args or path is None:
@@ -110,21 +110,21 @@ def load_plain(
 def build_module(
     model_class: Any, source: CheckpointSource, model_kwargs: dict[str, Any], map_location: Any, *, strict: bool
 ) -> Any:
-    """Do what `_from_pretrained` of the mixin does: build a module, and load its weights.
+    """Build a module and load its weights; implements the mixin's `_from_pretrained`.
 
     Args:
         model_class: The class.
-        source: What huggingface_hub says: of the load under way, the checkpoint is open.
+        source: The source that huggingface_hub passes; if a load is in progress, its checkpoint may be open already.
         model_kwargs: For the constructor.
-        map_location: A device with data, as in huggingface_hub, which copies from there into the module wherever that
-            is.
-        strict: Refuse missing and unexpected names.
+        map_location: A device with data. As in huggingface_hub, weights are copied from there into the module, whatever
+            its device.
+        strict: Reject missing and unexpected names.
 
     Returns:
         The module, in evaluation mode.
 
     Raises:
-        InvalidArgumentError: `map_location` is no device, or the meta device.
+        InvalidArgumentError: `map_location` is not a device, or is the meta device.
         Everything that `open_source` and `load_into_module` raise.
     """
     if checked_device(map_location).type == "meta":
@@ -136,7 +136,7 @@ def build_module(
     call = _under_way.get()
     if call is None or call.model_class is not model_class:
         call = _ModuleLoad(model_class, LoadOptions(), source.query, is_under_way=False)
-    token = _under_way.set(None)  # a constructor may load others
+    token = _under_way.set(None)  # a constructor may load other modules
     try:
         if call.checkpoint is not None:
             if not call.checkpoint.is_of_one_save():
@@ -158,7 +158,7 @@ def build_module(
 
 
 def _chosen(source: CheckpointSource, call: _ModuleLoad) -> CheckpointSource:
-    """What an override's `super()` loads: of a repo, the commit whose config was read just now."""
+    """Return the source that an override's `super()` loads: for a repo, the commit whose config was just read."""
     query = replace(source.query, variant=call.query.variant, subfolder=call.query.subfolder)
     if call.is_under_way and source.find_local() is None:
         from hfshard.hub.cache import RepoCache
@@ -171,7 +171,7 @@ def _chosen(source: CheckpointSource, call: _ModuleLoad) -> CheckpointSource:
 def _split(
     model_class: type, kwargs: Mapping[str, Any], own: Mapping[str, Any]
 ) -> tuple[LoadOptions, CheckpointQuery, dict[str, Any]]:
-    """Tell hfshard's arguments from those for huggingface_hub and the constructor, which gets those that it names."""
+    """Split off hfshard's arguments from those for huggingface_hub and for the constructor, whose names come first."""
     names = constructor_names(model_class)
     defaults = LoadOptions()
     ours = {name: value for name, value in own.items() if name == "strict" or name not in names}
@@ -200,7 +200,7 @@ def _split(
 def _build_by_override(
     call: _ModuleLoad, start: Any, source: CheckpointSource, path: str | os.PathLike[str], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Let a class load by its own `_from_pretrained`, which may call the mixin's."""
+    """Load by the class's own `_from_pretrained`, which may call the mixin's."""
     options = call.options
     is_far = is_address(source.path)
     is_hub = not is_far and has_hub_marker(directory_of(source.path) or source.path)
@@ -246,15 +246,15 @@ def _kept_changing(path: str) -> CheckpointChangedError:
 
 
 def _without_override(model_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments without the key that a commit under way puts into a config."""
+    """Remove from the arguments the key that a commit in progress adds to a config."""
     kept = {name: value for name, value in model_kwargs.items() if name != WEIGHTS_OVERRIDE_KEY}
     if isinstance(kept.get("config"), dict):
-        kept["config"].pop(WEIGHTS_OVERRIDE_KEY, None)  # the one that the model is going to keep
+        kept["config"].pop(WEIGHTS_OVERRIDE_KEY, None)  # the config that the model will keep
     return kept
 
 
 def _build_unchanged(call: _ModuleLoad, start: Any, source: CheckpointSource, kwargs: Mapping[str, Any]) -> Any:
-    """Build from a config and weights between which no save has come."""
+    """Build from a config and weights of the same save."""
     options = call.options
     local = source.fetch(options.progress)
     for _ in range(CHANGED_RETRIES):
@@ -285,14 +285,14 @@ def _being(call: _ModuleLoad) -> Iterator[None]:
 
 @contextmanager
 def _place_of_config(directory: str) -> Iterator[str]:
-    """The directory whose config.json huggingface_hub reads: where a commit of a save is, or was, under way, a copy."""
+    """Yield the directory whose config.json huggingface_hub reads; a cleaned copy if a commit is unfinished."""
     config = read_config(directory)
     if config is None or WEIGHTS_OVERRIDE_KEY.encode() not in config:
         yield directory
         return
     with tempfile.TemporaryDirectory(prefix="hfshard-") as folder:
         saved = without_weights_override(config)
-        if json.loads(saved):  # else it stands in for the config of a checkpoint that has none
+        if json.loads(saved):  # else it is a placeholder: the checkpoint has no config
             with open(os.path.join(folder, CONFIG_NAME), "wb") as file:
                 file.write(saved)
         yield folder

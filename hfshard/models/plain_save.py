@@ -36,10 +36,10 @@ PUSH_ARGUMENTS: Final = frozenset(
     ("repo_id", "commit_message", "commit_description", "private", "revision", "branch", "create_pr", "tags",
      "path_in_repo", "token", "max_shard_size", "variant", "packing", "progress", "config", "model_card_kwargs")
 )  # fmt: skip
-"""What `push_to_hub` of a plain module takes."""
+"""Arguments of a plain module's `push_to_hub`."""
 
 _UNTAKEN: Final = {"save_peft_format": True, "save_original_format": True, "distributed_checkpoint": False}
-"""Arguments of transformers' `save_pretrained` that say nothing about a plain module, with their defaults."""
+"""Arguments of transformers' `save_pretrained` that do not apply to a plain module, with their defaults."""
 
 _OWN_DEFAULTS: Final = {
     "max_shard_size": DEFAULT_MAX_SHARD_SIZE,
@@ -47,40 +47,40 @@ _OWN_DEFAULTS: Final = {
     "packing": "greedy",
     "progress": None,
 }
-"""Options of a save, and of a push."""
+"""Options of a save and of a push, with their defaults."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleExtras:
-    """What is saved with the weights of a plain module."""
+    """Config and model card values to save with a plain module's weights."""
 
     config: Any = None
-    """In place of the one that the model has noted."""
+    """Replaces the config that the model has recorded."""
     card_values: Mapping[str, Any] = field(default_factory=dict)
-    """For the template of the model card."""
+    """Values for the model card's template."""
 
     @classmethod
     def taken_from(cls, kwargs: dict[str, Any]) -> ModuleExtras:
-        """Take them out of the keywords of a call."""
+        """Remove them from a call's keyword arguments."""
         return cls(kwargs.pop("config", None), kwargs.pop("model_card_kwargs", None) or {})
 
     def config_of(self, model: PyTorchModelHubMixin) -> bytes | None:
-        """The contents of config.json; None where the model has none.
+        """Return the contents of config.json, or None if the model has no config.
 
         Raises:
-            InvalidArgumentError: They can't be written as JSON.
+            InvalidArgumentError: The config cannot be written as JSON.
         """
         config = noted_config(model) if self.config is None else self.config
         return None if config is None else config_json(config)
 
     def card_of(self, model: PyTorchModelHubMixin) -> bytes:
-        """The contents of README.md."""
+        """Return the contents of README.md."""
         return str(model.generate_model_card(**self.card_values)).encode()
 
 
 @dataclass(slots=True)
 class _ModuleSave:
-    """One save of a plain module, which `_save_pretrained` of its class or of the mixin carries out."""
+    """One save of a plain module, done by its class's or the mixin's `_save_pretrained`."""
 
     model: Any
     directory: str
@@ -95,7 +95,7 @@ class _ModuleSave:
 
     @property
     def is_config_written(self) -> bool:
-        """Whether an override has written config.json by itself."""
+        """True if an override has written config.json by itself."""
         return _identity_of_config(self.directory) not in (None, self.config_before)
 
 
@@ -111,18 +111,18 @@ def save_plain(
     *,
     is_overridden: bool,
 ) -> Any:
-    """Do what `ShardedModelMixin.save_pretrained` says, for a plain module.
+    """Implement `ShardedModelMixin.save_pretrained` for a plain module.
 
     Args:
         model: The module.
-        save_directory: As there.
+        save_directory: A directory or a store address.
         options: hfshard's own.
         given: Arguments of transformers' `save_pretrained`.
         kwargs: All others.
-        is_overridden: Whether its class, or the model, has a `_save_pretrained` of its own.
+        is_overridden: Whether the class or the model has its own `_save_pretrained`.
 
     Returns:
-        What `push_to_hub` returns, if it is called; or None.
+        The result of `push_to_hub` if it is called, else None.
 
     Raises:
         Everything that `hfshard.save_model` raises, and overrides of the class.
@@ -152,14 +152,14 @@ def save_plain(
 
 
 def answer_save(model: Any, save_directory: str | os.PathLike[str]) -> None:
-    """Do what `_save_pretrained` of the mixin does: save the weights, and what `save_pretrained` adds to them.
+    """Save the weights and what `save_pretrained` adds to them; implements the mixin's `_save_pretrained`.
 
     Args:
         model: A plain module.
-        save_directory: That of the `save_pretrained` under way; in any other, the weights are saved alone.
+        save_directory: The directory of the `save_pretrained` in progress; into any other, only weights are saved.
 
     Raises:
-        InvalidArgumentError: It is no module.
+        InvalidArgumentError: `model` is not a module.
         Everything that `hfshard.save_model` raises.
     """
     directory = absolute_path(save_directory, "save_directory")
@@ -176,13 +176,13 @@ def answer_save(model: Any, save_directory: str | os.PathLike[str]) -> None:
 
 
 def module_request(model: nn.Module, extras: ModuleExtras, options: SaveOptions) -> SaveRequest:
-    """What a save of a plain module into an empty directory holds, but for its card."""
+    """Build the request to save a plain module into an empty directory, without its card."""
     config = extras.config_of(model)  # type: ignore[arg-type]
     return replace(request_from_module(model, None, options), config=config, drops_config=config is None)
 
 
 def told_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those options of a save that are not the defaults: a method that a class has for itself may not know them."""
+    """Return the options that differ from the defaults: a class's own method may not know the others."""
     return {name: value for name, value in options.items() if value != _OWN_DEFAULTS[name]}
 
 
@@ -198,9 +198,9 @@ def _check_arguments(given: Mapping[str, Any], kwargs: dict[str, Any]) -> None:
 
 
 def _run(save: _ModuleSave, *, is_overridden: bool) -> None:
-    """Call `_save_pretrained`, and finish what an override of it that saves by itself has left to do.
+    """Call `_save_pretrained`, and write what an override that saves by itself has left out.
 
-    A store has no path that an override could be given, and is saved to without it.
+    A store has no path to pass to `_save_pretrained`, so a save to a store does not call it.
 
     Raises:
         InvalidArgumentError: It is overridden, and the model is saved to a store.
@@ -234,7 +234,7 @@ def _save_to_store(save: _ModuleSave, *, is_overridden: bool) -> None:
 
 
 def _has_card(directory: str) -> bool:
-    """Whether there is a README.md, which may have been edited, and stays."""
+    """Return whether there is a README.md; it is kept, since it may have been edited."""
     return os.path.lexists(os.path.join(directory, README))
 
 
@@ -248,10 +248,10 @@ def _being(save: _ModuleSave) -> Iterator[None]:
 
 
 def _files_of(save: _ModuleSave) -> dict[str, Any]:
-    """The fields of the request that hold config.json and README.md, as far as no override has written them."""
+    """Return the request's fields for config.json and README.md, unless an override has written them."""
     files: dict[str, Any] = {"model_files": {}}
     if save.card is not None and is_address(save.directory):
-        files["companion_files"] = {README: BytesSource(save.card)}  # where there is none
+        files["companion_files"] = {README: BytesSource(save.card)}  # written only if the store has none
     elif save.card is not None and not _has_card(save.directory):
         files["model_files"] = {README: save.card}
     if save.is_config_written:
@@ -260,7 +260,7 @@ def _files_of(save: _ModuleSave) -> dict[str, Any]:
 
 
 def _put(directory: str, name: str, raw: bytes) -> None:
-    """Write a small file in one step."""
+    """Write a small file atomically."""
     with tempfile.TemporaryDirectory(dir=directory, prefix=".hfshard-") as folder:
         made = os.path.join(folder, name)
         write_file(made, raw)
@@ -275,7 +275,7 @@ def _identity_of_config(directory: str) -> Identity | None:
 
 
 def _push(model: Any, directory: str, options: SaveOptions, kwargs: dict[str, Any], extras: ModuleExtras) -> Any:
-    """Push what was saved, by the model's `push_to_hub`, with the arguments that huggingface_hub's mixin gives it."""
+    """Push what was saved by the model's `push_to_hub`, with the arguments that huggingface_hub's mixin passes."""
     told = told_options({name: getattr(options, name) for name in _OWN_DEFAULTS})
     config = {} if extras.config is None else {"config": extras.config}
     repo_id = kwargs.pop("repo_id", None) or os.path.basename(directory)
@@ -283,14 +283,14 @@ def _push(model: Any, directory: str, options: SaveOptions, kwargs: dict[str, An
     return model.push_to_hub(repo_id=repo_id, **config, model_card_kwargs=values, **told, **kwargs)
 
 
-# Pushes a plain module as one Hub commit: weights, config.json, and a model card where there is none.
+# Pushes of a plain module as one Hub commit: weights, config.json, and a model card if the repo has none.
 
 
 _MESSAGE: Final = "Push model using huggingface_hub."
-"""As in huggingface_hub."""
+"""The default commit message, as in huggingface_hub."""
 
 _PATTERNS: Final = ("allow_patterns", "ignore_patterns", "delete_patterns")
-"""What huggingface_hub's `push_to_hub` takes, and would push half a checkpoint by."""
+"""Arguments of huggingface_hub's `push_to_hub` that could push half a checkpoint."""
 
 
 def push_plain(
@@ -303,20 +303,20 @@ def push_plain(
     *,
     is_overridden: bool,
 ) -> Any:
-    """Do what `ShardedModelMixin.push_to_hub` says, for a plain module.
+    """Implement `ShardedModelMixin.push_to_hub` for a plain module.
 
     Args:
         model: The module.
-        repo_id: As there.
-        tags: Further ones for a card that is made.
+        repo_id: "org/name", or a path or `file://` URL of a directory hub.
+        tags: Additional tags for a new card.
         saving: Options of `SaveOptions`.
         pushing: Options of `PushOptions`.
-        kwargs: The other keywords.
-        is_overridden: Whether its class saves in a way of its own.
+        kwargs: The other keyword arguments.
+        is_overridden: Whether its class overrides saving.
 
     Raises:
-        InvalidArgumentError: Patterns, which can't be kept from leaving half a checkpoint; or two revisions.
-        UnknownArgumentError: A keyword that it does not take.
+        InvalidArgumentError: Patterns were given, which could leave half a checkpoint on the hub, or two revisions.
+        UnknownArgumentError: A keyword argument is unknown.
         Everything that `hfshard.push_checkpoint` raises, and overrides of the class.
     """
     rest = dict(kwargs)
@@ -340,7 +340,7 @@ def push_plain(
 
 
 def _revision_of(revision: str | None, branch: str | None) -> str | None:
-    """The one that is given, of two names for it."""
+    """Return the revision, which may be given under either of two names."""
     if None not in (branch, revision) and branch != revision:
         raise InvalidArgumentError(f"branch={branch!r} and revision={revision!r} are two names for one thing.")
     return revision if branch is None else branch
@@ -359,7 +359,7 @@ def _refuse_others(kwargs: dict[str, Any]) -> None:
 
 
 def _card(model: Any, extras: ModuleExtras, tags: Sequence[str], read_old: Callable[[], bytes] | None) -> bytes | None:
-    """Make the card of a repo that has none; the one that is there may have been edited, and stays."""
+    """Create the card of a repo that has none; an existing one is kept, since it may have been edited."""
     if read_old is not None:
         return None
     card = model.generate_model_card(**extras.card_values)
@@ -368,16 +368,16 @@ def _card(model: Any, extras: ModuleExtras, tags: Sequence[str], read_old: Calla
     return str(card).encode()
 
 
-# What hfshard knows of huggingface_hub's mixin: the config that it notes, and what a class has in its place.
+# huggingface_hub's mixin: the config that it records, and the methods that a class overrides.
 
 
 _HUB_MIXINS: Final = (PyTorchModelHubMixin, ModelHubMixin)
 
 
 def noted_config(model: ModelHubMixin) -> Any:
-    """The constructor's arguments, or the config that it was given; None where there is neither.
+    """Return the constructor's arguments, or the config that it was given, or None if there is neither.
 
-    Source: huggingface_hub's attribute `_hub_mixin_config`, which its tests and other libraries read, too.
+    Source: huggingface_hub's attribute `_hub_mixin_config`, which its tests and other libraries read too.
     """
     return model._hub_mixin_config
 
@@ -389,7 +389,7 @@ def config_json(config: Any) -> bytes:
         config: A dict or a dataclass.
 
     Raises:
-        InvalidArgumentError: It is something else, or holds what JSON has not.
+        InvalidArgumentError: The config is of another type, or has values that JSON cannot represent.
 
     Source: huggingface_hub `ModelHubMixin.save_pretrained`.
     """
@@ -405,22 +405,22 @@ def config_json(config: Any) -> bytes:
 
 
 def as_dict(config: Any) -> Any:
-    """A dataclass as a dict; anything else as it is."""
+    """Convert a dataclass to a dict; return anything else as it is."""
     return asdict(config) if is_dataclass(config) and not isinstance(config, type) else config
 
 
 def constructor_names(model_class: type) -> frozenset[str]:
-    """The names of the constructor's arguments."""
+    """Return the names of the constructor's parameters."""
     return frozenset(inspect.signature(model_class.__init__).parameters)  # type: ignore[misc]
 
 
 def is_overridden(target: Any, method: str, mixin: type) -> bool:
-    """Whether a class, or a model, has a method of its own in the place of the mixin's.
+    """Return whether a class or a model overrides a method of the mixin.
 
     Args:
         target: The class or the model.
         method: The method's name.
-        mixin: hfshard's.
+        mixin: hfshard's mixin.
     """
     found = getattr(target, method)
     ours = vars(mixin)[method]
@@ -428,11 +428,11 @@ def is_overridden(target: Any, method: str, mixin: type) -> bool:
 
 
 def refuse_other_model(model_class: type, mixin: type) -> None:
-    """Refuse a class of another library (diffusers ...) behind the mixin, which has such methods of its own.
+    """Reject a class of another library (diffusers ...) behind the mixin if it has its own methods of this kind.
 
     Args:
         model_class: The class with the mixin.
-        mixin: hfshard's.
+        mixin: hfshard's mixin.
 
     Raises:
         InvalidArgumentError: What its own methods save and load would be missing.

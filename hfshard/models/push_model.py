@@ -1,4 +1,4 @@
-"""Push a model straight from memory, or files that a save has just written, with a card where there is none."""
+"""Push a model straight from memory, or files that a save has just written, with a card if the repo has none."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hfshard.saving.pipeline import stream_request
 from hfshard.saving.save_request import SaveRequest
 
 DEFAULT_MESSAGE: Final = "Upload model"
-"""Of a model whose class has "Model" in its name, as in transformers."""
+"""The commit message for a class with "Model" in its name, as in transformers."""
 
 
 def push_model(
@@ -39,9 +39,9 @@ def push_model(
     Args:
         request: What `save_model` would save.
         repo_id: As in `push_checkpoint`; the same on all ranks.
-        make_card: Of the repo.
+        make_card: Creates the repo's card.
         options: How to push.
-        together: The ranks that have parts of it, all of which call.
+        together: The ranks that have parts of it; all of them call.
     """
     if not together.is_collective:
         contents, _ = stream_request(request_of_one(request))
@@ -63,12 +63,12 @@ def push_saved_files(
     options: PushOptions,
     together: PushTogether,
 ) -> CommitInfo | PushResult:
-    """Push the files that a save has just written into a directory, and nothing else that is there.
+    """Push the files that a save has just written into a directory, and nothing else in it.
 
     Args:
         request: What was saved.
-        index: What the save has returned; needed on the sender.
-        directory: Where it was saved to.
+        index: The save's result; needed on the sender.
+        directory: The directory of the save.
         repo_id, make_card, options, together: As in `push_model`.
     """
 
@@ -93,18 +93,18 @@ def push_by_directory(
     *,
     keeps_card: bool = False,
 ) -> CommitInfo | PushResult | None:
-    """Push what a `save_pretrained` writes that does more than hfshard can do from memory, by a temporary directory.
+    """Push by a temporary directory, for a `save_pretrained` that does more than hfshard can do from memory.
 
-    Links in it are those that this very call of `save_pretrained` has made, and are followed.
+    Links in the directory were created by this call of `save_pretrained`, and are followed.
 
     Args:
         save: Saves into an empty directory; takes `is_main_process`.
-        variant: Of the weights.
+        variant: The weights' variant.
         repo_id, make_card, options, together: As in `push_model`.
-        keeps_card: Whether a README.md of the repo stays: the one that was saved is pushed where there is none.
+        keeps_card: Whether to keep the repo's README.md: the saved one is pushed only if the repo has none.
 
     Returns:
-        As `push_model`; None where this process saves nothing, because another one of the group does.
+        The result of the push, as from `push_model`; None if another process of the group saves instead.
     """
     with together.folder() as folder:
         folder.refuse_unseen()
@@ -118,7 +118,7 @@ def push_by_directory(
             if any(WeightNames(variant).index == name or WeightNames(variant).single == name for name in names):
                 contents, indexes = directory_contents(folder.path, follow_links=True)
                 variants = frozenset(indexes)
-            else:  # an adapter, beside which the hub may hold its base
+            else:  # an adapter; the repo may also contain its base model
                 contents = {name: file_source(os.path.join(folder.path, name)) for name in _files_below(folder.path)}
                 variants = frozenset()
             card = contents.pop(README, None) if keeps_card else None
@@ -130,7 +130,7 @@ def push_by_directory(
 
 
 def _files_below(folder: str) -> list[str]:
-    """Paths below a folder, in the form that they have in a repo."""
+    """List the paths below a folder in the form that they have in a repo."""
     found = [os.path.join(above, name) for above, _, files in os.walk(folder) for name in files]
     return sorted(os.path.relpath(path, folder).replace(os.sep, "/") for path in found)
 
@@ -145,7 +145,7 @@ def _kept_card(card: ByteSource, read_old: Callable[[], bytes] | None) -> bytes 
 
 
 def tags_of(model: Any, tags: Sequence[str] | str | None) -> list[str]:
-    """Collect the tags of a model's card: the model's own, and those that were asked for."""
+    """Collect the tags of a model's card: the model's own, and the requested ones."""
     requested = [tags] if isinstance(tags, str) else list(tags or ())
     return list(dict.fromkeys([*(getattr(model, "model_tags", None) or ()), *requested]))
 
@@ -172,7 +172,7 @@ def _pushing(
 
 
 def _answer(result: PushResult, repo_id: str | os.PathLike[str], options: PushOptions) -> CommitInfo | PushResult:
-    """What `push_to_hub` returns: for a repo of the Hub, what huggingface_hub would."""
+    """Build the result of `push_to_hub`: for a repo of the Hub, the one that huggingface_hub would return."""
     if directory_of(repo_id) is not None:
         return result
     return CommitInfo(
@@ -185,7 +185,7 @@ def _answer(result: PushResult, repo_id: str | os.PathLike[str], options: PushOp
 
 
 def with_message(model_class: type, options: PushOptions) -> PushOptions:
-    """The same options, with transformers' message for a model of a class where none is given."""
+    """Return the options with transformers' commit message for a class, unless they have a message."""
     if options.commit_message:
         return options
     name = model_class.__name__
@@ -193,11 +193,11 @@ def with_message(model_class: type, options: PushOptions) -> PushOptions:
 
 
 def default_repo_id(directory: str) -> str:
-    """Name the repo that `save_pretrained(push_to_hub=True)` pushes to by default: after the directory."""
+    """Return the default repo name of `save_pretrained(push_to_hub=True)`, which is that of the directory."""
     return os.path.basename(os.path.abspath(directory))
 
 
-# The README.md of a model that is pushed, as transformers makes it: a card from the template, and its tags.
+# README.md of a pushed model, as transformers creates it: a card from the template, and its tags.
 
 
 _DESCRIPTION: Final = (
@@ -207,14 +207,14 @@ _DESCRIPTION: Final = (
 
 
 def tagged_card(read_old: Callable[[], bytes] | None, tags: Sequence[str]) -> bytes | None:
-    """Make the card to push; None where the one on the hub needs no change.
+    """Create the card to push, or return None if the card on the hub needs no change.
 
     Args:
-        read_old: Reads the README.md on the hub; None where there is none.
-        tags: Those that it must have.
+        read_old: Reads the README.md on the hub; None if there is none.
+        tags: The tags that it must have.
 
     Raises:
-        InvalidArgumentError: The one on the hub can't be read.
+        InvalidArgumentError: The card on the hub cannot be read.
 
     Source: transformers `create_and_tag_model_card`.
     """

@@ -1,4 +1,4 @@
-"""Models spread over ranks: what a rank has of each tensor that transformers would store, and how it is loaded."""
+"""Models spread over ranks: a rank's parts of the tensors that transformers would store, and how to load them."""
 
 from __future__ import annotations
 
@@ -27,32 +27,32 @@ from hfshard.tensors.parameter_names import strip_compiled
 from hfshard.tensors.state_dict import is_dtensor
 
 _COPIES: Final = frozenset(("contiguous", "clone", "detach"))
-"""Functions that change no element and no order: with the argument as their result, a view stays one."""
+"""Functions that change no element and no order; the tracer returns their argument, so that a view stays a view."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConvertedTensor:
-    """A stored tensor: one of the model's, a rectangle of one, or computed from some."""
+    """A stored tensor: a tensor of the model, a rectangle of one, or computed from one or more."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     sources: tuple[str, ...]
-    """The model's names; of a rectangle the only one, of a computed tensor all that it is computed from."""
+    """Names in the model: one for a rectangle, all inputs for a computed tensor."""
     window: tuple[Interval, ...] | None
-    """The rectangle, an interval per dimension of its source, whose row-major elements are stored; None: computed."""
+    """The rectangle whose row-major elements are stored, as an interval per source dimension; None: computed."""
 
 
 def trace_reverted(model: PreTrainedModel, tensors: Mapping[str, Any]) -> dict[str, ConvertedTensor]:
-    """Find out what transformers' `revert_weight_conversion` makes of a model's tensors, without touching their data.
+    """Trace what transformers' `revert_weight_conversion` makes of a model's tensors, without touching their data.
 
-    Experts that were fused are rectangles of one tensor; what is permuted or transposed is computed.
+    Fused experts are rectangles of one tensor; permuted or transposed tensors are computed.
 
     Args:
         model: The model.
-        tensors: Its names -> anything with a shape and a dtype; these are those of the whole tensors.
+        tensors: Its names -> anything with the shape and dtype of the full tensor.
 
     Returns:
-        Stored name -> what it is, in transformers' order.
+        Stored name -> its description, in transformers' order.
     """
     metas = {
         name: torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()
@@ -64,7 +64,7 @@ def trace_reverted(model: PreTrainedModel, tensors: Mapping[str, Any]) -> dict[s
 
 
 class _Tracer(TorchFunctionMode):
-    """Follows meta tensors through functions of torch: by its storage, each is known to be of some sources."""
+    """Tracer of meta tensors through torch functions; the storage of each identifies its sources."""
 
     def __init__(self, metas: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class _Tracer(TorchFunctionMode):
         self._order = {name: number for number, name in enumerate(metas)}
         self._sources: dict[int, frozenset[str]] = {}
         self._computed: set[int] = set()
-        self._kept: list[torch.UntypedStorage] = []  # the address of one that is freed may be used again
+        self._kept: list[torch.UntypedStorage] = []  # the address of a freed storage may be reused
         for name, meta in metas.items():
             self._know(meta, frozenset((name,)))
 
@@ -93,7 +93,7 @@ class _Tracer(TorchFunctionMode):
         return result
 
     def describe(self, result: torch.Tensor) -> ConvertedTensor:
-        """What a result is of the sources."""
+        """Describe a result in terms of its sources."""
         sources = self._sources.get(_storage_id(result), frozenset())
         window = None
         if len(sources) == 1 and _storage_id(result) not in self._computed:
@@ -115,7 +115,7 @@ class _Tracer(TorchFunctionMode):
 
 
 def _rectangle(source: torch.Tensor, result: torch.Tensor) -> tuple[Interval, ...] | None:
-    """The rectangle of a contiguous source that a view of it shows element by element; None: it shows another order."""
+    """Find the rectangle of a contiguous source that a view shows in order; None if it shows another order."""
     if result.dtype != source.dtype:
         return None
     if result.numel() == 0:
@@ -133,14 +133,14 @@ def _rectangle(source: torch.Tensor, result: torch.Tensor) -> tuple[Interval, ..
 
 
 def _coordinate(source: torch.Tensor, offset: int) -> Iterator[int]:
-    """Where an element of a contiguous tensor stands."""
+    """Yield the indices of an element of a contiguous tensor."""
     for step in source.stride():
         index, offset = divmod(offset, step)
         yield index
 
 
 def _steps(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The strides that matter."""
+    """Return the strides of dimensions larger than one."""
     return tuple(step for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
 
 
@@ -149,7 +149,7 @@ def _storage_id(tensor: torch.Tensor) -> int:
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The meta tensors in an argument or a result, in nested lists, tuples and mappings too."""
+    """Yield the meta tensors in an argument or a result, including nested lists, tuples and mappings."""
     if isinstance(value, torch.Tensor):
         if value.is_meta and type(value) is torch.Tensor:
             yield value
@@ -161,30 +161,29 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors_in(item)
 
 
-# What this rank has of each tensor that transformers would store, by its name on disk.
+# Saving: this rank's part of each tensor that transformers would store, by its name on disk.
 
 
 _GATHERED_BYTES: Final = 256 * 1024**2
-"""At most so much is whole on each rank at a time, or else one conversion's sources."""
+"""The most that each rank gathers in full at a time, unless one conversion's sources are larger."""
 
 
 def stored_parts(model: PreTrainedModel, tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Revert transformers' weight conversion of tensors of which each rank has a part.
 
-    What is a rectangle of a tensor needs nobody else. What is computed (permuted for RoPE, transposed, interleaved) is
-    computed by all ranks from the whole sources, a few at a time, and each keeps some rows: then every rank that has a
-    part of the sources must call it.
+    A rectangle of a tensor needs no other rank. All ranks compute the other tensors (permuted for RoPE, transposed,
+    interleaved) from the full sources, a few at a time, and each keeps some rows. In that case every rank that has a
+    part of the sources must call this.
 
     Args:
         model: The model.
         tensors: Name -> tensor; DTensors are spread. Not changed.
 
     Returns:
-        Stored name -> what it is, in transformers' order: the tensor itself; of a DTensor that is converted a
-        `SpreadTensor`.
+        Stored name -> the tensor itself, or a `SpreadTensor` for a converted DTensor, in transformers' order.
 
     Raises:
-        UnstorableTensorError: A DTensor can't be stored.
+        UnstorableTensorError: A DTensor cannot be stored.
     """
     parts = with_spread_tensors(tensors)
     traced = trace_reverted(model, tensors)
@@ -215,7 +214,7 @@ def _view_of(source: Any, tensor: ConvertedTensor) -> Any:
 def _batches(
     computed: Mapping[str, ConvertedTensor], tensors: Mapping[str, Any]
 ) -> Iterator[dict[str, ConvertedTensor]]:
-    """Group what is computed, so that the sources of a group are few; those that share sources stay together."""
+    """Group the computed tensors so that each group has few sources; tensors that share sources stay together."""
     batch: dict[str, ConvertedTensor] = {}
     sources: set[str] = set()
     for group in _with_common_sources(computed):
@@ -231,7 +230,7 @@ def _batches(
 
 
 def _with_common_sources(computed: Mapping[str, ConvertedTensor]) -> list[dict[str, ConvertedTensor]]:
-    """In the same order on every rank."""
+    """Group tensors that share sources, in the same order on every rank."""
     group_of: dict[str, dict[str, ConvertedTensor]] = {}
     for name, tensor in computed.items():
         touched = [group_of[source] for source in tensor.sources if source in group_of]
@@ -248,7 +247,7 @@ def _nbytes(tensors: Mapping[str, Any], names: Iterable[str]) -> int:
 def _computed_parts(
     model: PreTrainedModel, tensors: Mapping[str, Any], batch: Mapping[str, ConvertedTensor]
 ) -> dict[str, Any]:
-    """Compute some stored tensors from the whole sources, and keep this rank's rows of them."""
+    """Compute some stored tensors from their full sources, and keep this rank's rows."""
     needed = {source: None for tensor in batch.values() for source in tensor.sources}
     values: dict[str, torch.Tensor] = {
         name: torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()
@@ -276,7 +275,7 @@ def _whole(tensor: Any) -> torch.Tensor:
 
 
 def _own_rows(whole: torch.Tensor, ranks: tuple[int, ...]) -> SpreadTensor:
-    """Keep the rows of a tensor that are this rank's, where all ranks have computed it."""
+    """Keep this rank's rows of a tensor that all ranks have computed."""
     shape = tuple(whole.shape)
     layout = MeshLayout((len(ranks),), ranks, (Placement(0 if shape else None),))
     coordinate = (ranks.index(torch.distributed.get_rank()),)
@@ -285,21 +284,21 @@ def _own_rows(whole: torch.Tensor, ranks: tuple[int, ...]) -> SpreadTensor:
     return SpreadTensor(shape, whole.dtype, layout, shape, None, coordinate, rows)
 
 
-# Builds a model without data, lets the user spread it over ranks, and reads this rank's parts from the checkpoint.
+# Loading: the model is built without data and spread over ranks, and each rank reads its parts from the checkpoint.
 
 
 Parallelize = Callable[[Any], Any]
-"""Spreads a model, which has no data yet, over ranks: by `fully_shard`, `parallelize_module` ...; returns the model."""
+"""Function that spreads a model without data over ranks (`fully_shard`, `parallelize_module` ...) and returns it."""
 
 
 class ParallelizedLoad:
-    """What stands in the place of transformers' `_load_pretrained_model` for one `from_pretrained`.
+    """Replacement of transformers' `_load_pretrained_model` for one `from_pretrained`.
 
-    1. transformers loads tensors without data. So it finds out which names are missing, which conversions are used and
-       which dtypes the parameters get, and ties and renames as it always does.
-    2. The user spreads the model; or transformers does, as a `distributed_config` says, only now.
-    3. Its parameters get memory, and each rank reads its parts of them, once all are ready to. Afterwards transformers
-       initialises what is missing, and the buffers that are not stored.
+    1. transformers loads tensors without data. This determines the missing names, the conversions and the parameters'
+       dtypes, and transformers ties and renames as usual.
+    2. The user's function spreads the model, or transformers does so only now, following a `distributed_config`.
+    3. Its parameters get memory, and each rank reads its parts of them, once all ranks are ready. Afterwards
+       transformers initializes what is missing, and the buffers that are not stored.
     """
 
     def __init__(self, parallelize: Parallelize | None, model_class: type, checkpoint: OpenCheckpoint) -> None:
@@ -309,13 +308,13 @@ class ParallelizedLoad:
         self.stored_names: Mapping[str, str] = {}
         """Name that transformers is given -> name in the checkpoint."""
         self.tie: Callable[[Any], None] = lambda model: None
-        """Ties what the config does not declare."""
+        """Function that restores ties that the config does not declare."""
         self.parallelized: Any = None
-        """What the user's function has returned."""
+        """The spread model: the result of the user's function or of transformers."""
         self._distribute: Parallelize = lambda model: model
 
     def load_class(self, alias: type[PreTrainedModel]) -> type[PreTrainedModel]:
-        """Make the class whose `from_pretrained` loads so."""
+        """Create the class whose `from_pretrained` loads this way."""
         names = {"__module__": alias.__module__, "__qualname__": alias.__qualname__}
         methods: dict[str, Any] = {"_load_pretrained_model": staticmethod(self._load)}
         if self._parallelize is None:
@@ -323,7 +322,7 @@ class ParallelizedLoad:
         return type(alias.__name__, (alias,), {**names, **methods})
 
     def _distribute_later(self, model: Any, *args: Any) -> Any:
-        """Stand in the place of transformers' `maybe_distribute_model`."""
+        """Replace transformers' `maybe_distribute_model`, which is called later."""
         self._distribute = lambda model: type(model).maybe_distribute_model(model, *args)
         return model
 
@@ -358,7 +357,7 @@ class ParallelizedLoad:
 
     def _spread(self, model: Any, missing: set[str]) -> Any:
         if self._parallelize is None:
-            return self._distribute(model)  # which expects that ties are made later
+            return self._distribute(model)  # which expects ties to be made later
         self.tie(model)
         _tie_declared(model, missing)
         spread = self._parallelize(model)
@@ -369,10 +368,10 @@ class ParallelizedLoad:
 
 
 class _ReadPlan:
-    """Which stored tensors fill which tensors of the model."""
+    """Plan of which stored tensors fill which tensors of the model."""
 
     def __init__(self, model: Any, passed_over: set[str], given: Mapping[str, torch.Tensor]) -> None:
-        """Find out.
+        """Plan the reads.
 
         Args:
             model: Without data, as transformers has loaded it.
@@ -380,7 +379,7 @@ class _ReadPlan:
             given: Stored name -> meta tensor.
 
         Raises:
-            InvalidArgumentError: It is not known what a tensor is made of.
+            InvalidArgumentError: The stored tensors that a tensor is built from are not known.
         """
         state = model.state_dict()
         wanted = {name: tensor for name, tensor in state.items() if name not in passed_over}
@@ -400,13 +399,13 @@ class _ReadPlan:
             elif not self._are_all_of(tensor, pieces):
                 computed[name] = dict.fromkeys(stored for stored, _ in pieces)
         self.computed = _with_common_names(computed)
-        """Names of the model and the stored names that they are computed from."""
+        """Groups of the model's names, with the stored names that they are computed from."""
         for names, _ in self.computed:
             for name in names:
                 self._pieces.pop(name)
 
     def targets(self, own: Mapping[str, Any]) -> Iterator[tuple[str, Target]]:
-        """Each stored tensor, and the part of the model's own that it fills."""
+        """Yield each stored tensor's name and the part of the model's tensor that it fills."""
         filled: set[int] = set()
         for name, pieces in self._pieces.items():
             tensor = own.get(name)
@@ -422,7 +421,7 @@ class _ReadPlan:
                     yield stored, tensor.detach()[tuple(slice(*one) for one in window)].view(piece.shape)
 
     def _stored_name(self, name: str) -> str | None:
-        """The stored name, which may have or lack the prefix of the base model."""
+        """Find the stored name, which may have or lack the base model's prefix."""
         forms = (name, f"{self._prefix}{name}", name.removeprefix(self._prefix))
         return next((form for form in forms if form in self._given), None)
 
@@ -437,7 +436,7 @@ class _ReadPlan:
         return stored
 
     def _are_all_of(self, tensor: torch.Tensor, pieces: list[tuple[str, ConvertedTensor]]) -> bool:
-        """Whether the pieces are rectangles, stored as such, that are the whole tensor."""
+        """Return whether the pieces are rectangles, stored as such, that make up the whole tensor."""
         elements = 0
         for stored, piece in pieces:
             if piece.window is None or tuple(self._given[stored].shape) != piece.shape:
@@ -452,7 +451,7 @@ def _unconverted(name: str, tensor: torch.Tensor) -> ConvertedTensor:
 
 
 def _with_common_names(computed: Mapping[str, Mapping[str, None]]) -> list[tuple[list[str], list[str]]]:
-    """Put those that are computed from a common stored tensor together."""
+    """Group names that are computed from a common stored tensor."""
     groups: list[tuple[list[str], dict[str, None]]] = []
     for name, stored in computed.items():
         touched = [group for group in groups if not group[1].keys().isdisjoint(stored)]
@@ -463,13 +462,13 @@ def _with_common_names(computed: Mapping[str, Mapping[str, None]]) -> list[tuple
 
 
 def _tie_declared(model: Any, missing: set[str]) -> None:
-    """Tie what the config declares, unless a checkpoint has both names: transformers compares their values later."""
+    """Tie what the config declares, unless the checkpoint has both names: transformers compares their values later."""
     if not any(missing.isdisjoint(pair) for pair in model.all_tied_weights_keys.items()):
         model.tie_weights(missing_keys=missing, recompute_mapping=False)
 
 
 def _forget_absent_ties(model: Any) -> None:
-    """Declare no ties of what is on another pipeline stage: transformers asks for both parameters of each."""
+    """Drop ties to parameters on other pipeline stages: transformers needs both parameters of each declared tie."""
     model.all_tied_weights_keys = {
         name: kept
         for name, kept in model.all_tied_weights_keys.items()
@@ -486,7 +485,7 @@ def _has_parameter(model: nn.Module, name: str) -> bool:
 
 
 def _give_memory(model: nn.Module) -> None:
-    """Give parameters and buffers memory, where they have none; those that are one stay one."""
+    """Allocate memory for parameters and buffers without any; shared ones stay shared."""
     made: dict[int, torch.Tensor] = {}
     mesh = next((one.device_mesh for one in model.parameters() if is_dtensor(one)), None)
     device = torch.device("cpu" if mesh is None else mesh.device_type)
@@ -504,7 +503,7 @@ def _give_memory(model: nn.Module) -> None:
 
 
 def _fill(own: Mapping[str, Any], whole: Mapping[str, torch.Tensor], names: list[str]) -> None:
-    """Copy this rank's parts of whole tensors."""
+    """Copy this rank's parts of full tensors."""
     with torch.no_grad():
         for name in names:
             if name not in own:  # on another pipeline stage
@@ -523,27 +522,27 @@ def _part_of(whole: torch.Tensor, box: Box) -> torch.Tensor:
     return whole
 
 
-# Models that are parts of one: spread tensors, or the layers of a pipeline stage.
+# Parts of a model: spread tensors, or the layers of a pipeline stage.
 
 
 def is_part(model: Any, state_dict: Mapping[str, Any] | None) -> bool:
-    """Whether a save needs what other ranks have: of the model, or of the tensors that are given in its place."""
+    """Return whether a save needs other ranks' parts of the model, or of the tensors given in its place."""
     if state_dict is not None:
         return has_spread(state_dict)
     return is_stage(model) or has_spread(dict(model.named_parameters())) or _is_fully_sharded(model)
 
 
 def _is_fully_sharded(model: Any) -> bool:
-    """Whether `fully_shard` was called: right after a forward pass parameters may be whole, until they are saved."""
+    """Return whether `fully_shard` was called: after a forward pass, parameters may be full until they are saved."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in model.modules())
 
 
 def is_part_of_push(model: Any) -> bool:
-    """Whether a push needs what other ranks have: of a part as a save knows it, or of a stage that a user has made.
+    """Return whether a push needs other ranks' parts: a part as in `is_part`, or a stage that the user has created.
 
-    Such a stage has plain tensors. What tells it from a whole model is that there are other ranks, and that it has no
-    parameter of some module of which the model of its config has some.
+    Such a stage has plain tensors. It is recognized if there are other ranks, and if a module that has parameters in
+    the full model of its config has none in it.
     """
     if is_part(model, None):
         return True
@@ -562,7 +561,7 @@ def is_part_of_push(model: Any) -> bool:
 
 
 def refuse_ungathered(model: Any) -> None:
-    """Refuse to let transformers save a part of a model that it does not gather.
+    """Reject a save by transformers of a part of a model, if transformers does not gather the rest.
 
     Raises:
         InvalidArgumentError: It is a pipeline stage, which would be saved as the whole; or the user has spread it.
@@ -585,17 +584,17 @@ def refuse_ungathered(model: Any) -> None:
 
 
 def is_stage(model: Any) -> bool:
-    """Whether transformers has left the model the layers of one pipeline stage."""
+    """Return whether transformers has reduced the model to the layers of one pipeline stage."""
     config = getattr(model.config, "distributed_config", None)
     stage = getattr(model, "_pp_stage", None)
     return (getattr(config, "pp_size", None) or 1) > 1 or getattr(stage, "pp_size", 1) > 1
 
 
 def whole_model(part: PreTrainedModel) -> PreTrainedModel | None:
-    """Build the model that a pipeline stage is a part of, from its config, without any data.
+    """Build the full model of a pipeline stage from its config, without any data.
 
     Returns:
-        The model; None: its class can't be built from its config alone.
+        The model, or None if its class cannot be built from its config alone.
     """
     config: Any = copy.deepcopy(part.config)
     config.distributed_config = None
@@ -604,6 +603,6 @@ def whole_model(part: PreTrainedModel) -> PreTrainedModel | None:
             whole = alias_class(type(part))(config)
     except TypeError:
         return None
-    if "_weight_conversions" in vars(part):  # those with which transformers has loaded it
+    if "_weight_conversions" in vars(part):  # the conversions with which transformers has loaded it
         vars(whole)["_weight_conversions"] = vars(part)["_weight_conversions"]
     return whole

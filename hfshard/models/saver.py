@@ -60,11 +60,11 @@ _DEFAULTS: Final[dict[str, Any]] = {
     "distributed_checkpoint": False,
     "packing": "greedy",
 }
-"""An override is handed what differs from these, as it would be if it were called by itself."""
+"""Only arguments that differ from these are passed to an override, as in a direct call of it."""
 
 
 def without_defaults(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out the arguments of `save_pretrained` that have their defaults."""
+    """Drop the arguments of `save_pretrained` that have their default values."""
     return {name: value for name, value in arguments.items() if name not in _DEFAULTS or value != _DEFAULTS[name]}
 
 
@@ -75,27 +75,27 @@ def save_through(
     arguments: Mapping[str, Any],
     options: SaveOptions,
 ) -> CheckpointIndex | None:
-    """Call a model's `save_pretrained` with all its overrides; what it asks of transformers' own, hfshard does.
+    """Call a model's `save_pretrained` with all its overrides; hfshard handles the call to transformers' own method.
 
     Args:
-        start: What has the first method of the chain: the model, or `super()`.
+        start: The object with the first method of the chain: the model, or `super()`.
         model: The model.
         save_directory: As in `save_pretrained`.
-        arguments: The others of transformers' `save_pretrained`.
+        arguments: The other arguments of transformers' `save_pretrained`.
         options: hfshard's own, checked; sizes and names are those that the last override passes on.
 
     Returns:
-        The index of what hfshard saved last; None where it saved nothing.
+        The index of hfshard's last save, or None if it saved nothing.
 
     Raises:
-        UnknownArgumentError: A keyword that no override takes, and hfshard neither.
+        UnknownArgumentError: A keyword argument that neither hfshard nor any override takes.
         Everything that `save_anywhere` raises, and the overrides.
     """
     directory = _absolute(save_directory)
     refuse_hub(os.fspath(directory))
     outer = call_under_way("save_pretrained", model)
     if outer is not None and _own(options) == _own(SaveOptions()):
-        start.save_pretrained(directory, **without_defaults(arguments))  # save_model has come to the mixin's method
+        start.save_pretrained(directory, **without_defaults(arguments))  # save_model has reached the mixin's method
         return None
 
     def answer(*args: Any, **kwargs: Any) -> None:
@@ -114,14 +114,14 @@ def save_pretrained_model(
     state_dict: Mapping[str, Any] | None,
     options: SaveOptions,
 ) -> CheckpointIndex | None:
-    """Save a transformers model as `hfshard.save_model` does: with what its class's own `save_pretrained` adds.
+    """Save a transformers model for `hfshard.save_model`, including what its class's own `save_pretrained` adds.
 
     Args:
         model: The model.
-        save_directory: Created if it is missing.
+        save_directory: Created if missing.
         is_main_process: False saves nothing, unless every rank has a part of what is saved.
-        state_dict: What to save in place of the model's own; not mutated.
-        options: How.
+        state_dict: Tensors to save instead of the model's own; not mutated.
+        options: How to save.
 
     Raises:
         Everything that `save_through` raises.
@@ -146,13 +146,13 @@ def save_pretrained_model(
 
 
 def _absolute(save_directory: str | os.PathLike[str]) -> str | Path:
-    """Make the path absolute, once and for all; a Path stays one, as an override may count on it."""
+    """Make the path absolute; a Path stays a Path, since an override may rely on it."""
     directory = absolute_path(save_directory, "save_directory")
-    return directory if isinstance(save_directory, str) else Path(directory)  # of no address: a Path can't hold one
+    return directory if isinstance(save_directory, str) else Path(directory)  # never an address: a Path can't hold one
 
 
 def _own(options: SaveOptions) -> tuple[Any, ...]:
-    """The options that transformers does not have."""
+    """Return the options that transformers does not have."""
     return options.packing, options.checksum, options.metadata, options.progress, options.is_collective
 
 
@@ -171,7 +171,7 @@ def answer_save(
     distributed_checkpoint: bool = False,
     **kwargs: Any,
 ) -> CheckpointIndex | None:
-    """Do what PreTrainedModel's own `save_pretrained` does, which has these arguments, below all overrides."""
+    """Save in place of PreTrainedModel's own `save_pretrained`, with its arguments, below all overrides."""
     refuse_pickles(kwargs)
     kwargs.pop("save_function", None)  # of accelerate's older examples; transformers ignores it too
     refuse_unknown(kwargs, SAVE_ARGUMENTS, "save_pretrained")
@@ -228,7 +228,7 @@ def answer_save(
 
 
 def _refuse_store(model: PreTrainedModel, directory: str) -> None:
-    """Refuse to let transformers save into a store: it would make a directory of the address's name."""
+    """Reject a save into a store by transformers, which would create a directory named like the address."""
     if is_address(directory):
         raise InvalidArgumentError(
             f"What transformers saves of this {type(model).__name__} by itself (adapters, weights that a device_map "
@@ -242,13 +242,13 @@ def _refuse_store(model: PreTrainedModel, directory: str) -> None:
 def _request(
     model: PreTrainedModel, state_dict: Mapping[str, Any] | None, options: SaveOptions, directory: str | Path
 ) -> SaveRequest:
-    """What is to be saved; where that fails on one rank of several that have parts, the others are told."""
+    """Build the save request; if that fails on one of several ranks that have parts, the others are notified."""
     with telling_other_ranks(directory, lambda: options.is_collective or is_part(model, state_dict)):
         return request_from_model(model, state_dict, options)
 
 
 def _push_again(model: Any, directory: str, arguments: dict[str, Any], token: str | bool | None) -> None:
-    """Push what transformers has saved, by saving it once more."""
+    """Push what transformers has saved, by saving it again."""
     repo_id = arguments.pop("repo_id", None) or default_repo_id(directory)
     model.push_to_hub(repo_id, token=token, **arguments)
 
@@ -261,7 +261,7 @@ def _push_files(
     arguments: dict[str, Any],
     together: PushTogether,
 ) -> None:
-    """Push the files of a save into a directory; after a save into a store, the same once more from memory."""
+    """Push the files of a save into a directory; after a save into a store, push from memory instead."""
     repo_id = arguments.pop("repo_id", None) or default_repo_id(directory)
     together.agree_on(absolute_address(repo_id))
     make_card = partial(tagged_card, tags=tags_of(model, arguments.pop("tags", None)))
@@ -272,7 +272,7 @@ def _push_files(
         push_saved_files(request, index, directory, repo_id, make_card, options, together)
 
 
-# Pushes a transformers model: straight from memory, or by what its own save_pretrained writes.
+# Pushes of a transformers model: straight from memory, or from the files that its own save_pretrained writes.
 
 
 def push_pretrained_model(
@@ -283,21 +283,21 @@ def push_pretrained_model(
     pushing: Mapping[str, Any],
     unknown: Mapping[str, Any],
 ) -> Any:
-    """Push a model as one Hub commit; with other ranks, where each of them has a part of it.
+    """Push a model as one Hub commit, together with other ranks if each of them has a part of it.
 
     Args:
         model: The model.
         repo_id: As in `push_to_hub`.
-        tags: Of the model card, beside the model's own.
+        tags: For the model card, in addition to the model's own.
         saving: Options of `SaveOptions`.
         pushing: Options of `PushOptions`.
-        unknown: Keywords that `push_to_hub` does not name.
+        unknown: Keyword arguments that `push_to_hub` does not name.
 
     Returns:
-        As `push_to_hub`.
+        The result of `push_to_hub`.
 
     Raises:
-        UnknownArgumentError: A keyword is none that older code gives.
+        UnknownArgumentError: A keyword argument is not one that older code passes.
         Everything that `push_model` and the model's `save_pretrained` raise.
     """
     with push_together(is_collective=is_part_of_push(model)) as together:

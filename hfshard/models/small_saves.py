@@ -1,6 +1,6 @@
-"""Saves of tokenizers, processors and configs into stores: transformers writes a temporary directory, which is sent.
+"""Saves of tokenizers, processors and configs into stores: transformers writes a temporary directory, hfshard sends it.
 
-Without `hfshard.install()`, transformers takes an address for a directory called `s3:` below the working directory.
+Without `hfshard.install()`, transformers treats an address as a directory named `s3:` below the working directory.
 This file imports neither torch nor transformers.
 """
 
@@ -33,17 +33,17 @@ _MODULES: Final = (
     "transformers.tokenization_utils_tokenizers",
     "transformers.video_processing_utils",
 )
-"""Where transformers defines a `save_pretrained` that is no model's, and which others inherit or call."""
+"""Modules in which transformers defines a `save_pretrained` for classes other than models."""
 
 _METHOD: Final = "save_pretrained"
 _MARK: Final = "_sends_for_hfshard"
-"""The attribute by which our functions are known."""
+"""The attribute that marks hfshard's functions."""
 
 
 def send_small_saves() -> None:
     """Wrap the `save_pretrained` of transformers' classes that are not models, now or when they are imported.
 
-    A wrapped method does what it did before, unless hfshard is installed when it is called, with an address.
+    A wrapped method behaves as before, unless it is called with an address while hfshard is installed.
     """
     for name in _MODULES:
         when_imported(name, _wrap_classes)
@@ -58,7 +58,7 @@ def _wrap_classes(module: ModuleType) -> None:
 
 
 def _sending(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a method: into an address, it saves by way of a temporary directory."""
+    """Wrap a method so that a save to an address goes through a temporary directory."""
 
     @functools.wraps(theirs)
     def save_pretrained(target: Any, *args: Any, **kwargs: Any) -> Any:
@@ -81,7 +81,7 @@ def _is_for_store(place: Any) -> bool:
     """Return whether a place is an address.
 
     Raises:
-        InvalidPathError: It is a path that was made of one, and has lost a slash.
+        InvalidPathError: It is a path built from an address, which has lost a slash.
     """
     if isinstance(place, PurePath) and str(place).partition(":/")[0] in SCHEMES:
         absolute_path(place, "save_directory")
@@ -89,12 +89,12 @@ def _is_for_store(place: Any) -> bool:
 
 
 def _save_into_store(save: Callable[[str], Any], address: StoreAddress) -> Any:
-    """Save into a temporary directory, and put each file below the address, where it replaces one of its name.
+    """Save into a temporary directory, and put each file below the address, replacing any file of the same name.
 
     Returns:
-        What the method returned, with the addresses of the files in place of their paths.
+        The method's result, with the files' addresses in place of their paths.
     """
-    from hfshard.stores.open_store import open_store  # for programs that have stores
+    from hfshard.stores.open_store import open_store  # imported only by programs that use stores
 
     store = open_store(address)
     name = (address.prefix or address.bucket).rpartition("/")[2]  # transformers names a repo after the directory

@@ -1,4 +1,4 @@
-"""What `ShardedModelMixin` does for models of transformers alone."""
+"""Parts of `ShardedModelMixin` that apply to transformers models only."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from hfshard.models.model_kinds import below_mixin
 
 
 def prepare_class(model_class: type, mixin: type) -> None:
-    """Refuse the wrong order of bases, in which transformers' own methods would come first; take the class's name.
+    """Reject an order of bases in which transformers' own methods come first, and take the name of transformers' class.
 
     Args:
         model_class: A new class with the mixin.
         mixin: The mixin.
 
     Raises:
-        InvalidArgumentError: A transformers model stands before the mixin.
+        InvalidArgumentError: A transformers model comes before the mixin.
     """
     order = model_class.__mro__
     if order.index(PreTrainedModel) < order.index(mixin):
@@ -37,9 +37,9 @@ def prepare_class(model_class: type, mixin: type) -> None:
 
 
 class TransformersMethods:
-    """Methods of a model with the mixin, where transformers and others go by a class's name or module.
+    """Methods of a model with the mixin through which transformers and others obtain a class's name or module.
 
-    They get those of transformers' class.
+    They return those of transformers' class.
     """
 
     def _get_name(self) -> str:
@@ -48,7 +48,7 @@ class TransformersMethods:
 
     @classmethod
     def is_custom_code(cls) -> bool:
-        """Whether transformers' class is custom code; that a subclass adds the mixin does not make it so."""
+        """Return whether transformers' class is custom code; a subclass that adds the mixin is not."""
         return delegate_to_base(cls, below_mixin(cls), "is_custom_code")
 
     @classmethod
@@ -60,11 +60,11 @@ class TransformersMethods:
         return delegate_to_base(cls, below_mixin(cls), "_can_set_experts_implementation")
 
     def post_init(self) -> None:
-        """Finish the model's constructor as transformers does, and let other libraries record transformers' class."""
+        """Finish the model's constructor as transformers does, and make other libraries record transformers' class."""
         record_architecture(self)
         below_mixin(self).post_init()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Collect the tensors as torch does; PEFT, which may have been imported just now, asks for them on saving."""
+        """Collect the tensors as torch does; patch PEFT first, which calls this on saving and may be newly imported."""
         record_in_adapters()
         return below_mixin(self).state_dict(*args, **kwargs)

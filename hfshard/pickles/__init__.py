@@ -1,1 +1,1 @@
-"""Files of torch.save, read without running their code."""
+"""Reading torch.save files without running their code."""

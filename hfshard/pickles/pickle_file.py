@@ -1,4 +1,4 @@
-"""The weights in a file of torch.save, such as `pytorch_model.bin`, and under which key they lie."""
+"""Weights in a torch.save file, such as `pytorch_model.bin`, and the key under which the file has them."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class PickleFile:
     """The tensors of one pickled file, read with `weights_only=True`; a zip file is mapped, not read.
 
     Attributes:
-        path: Where it was found.
-        key: The key under which the file has the weights; None: it holds nothing else.
+        path: The file's path.
+        key: The key under which the file has the weights; None: the file contains nothing else.
         tensors: FQN -> tensor.
-        size: Bytes.
-        identity: Which file it was.
-        changed_ns: See `PickleContents`.
+        size: Bytes of the file.
+        identity: Identity of the file that was read.
+        changed_ns: Time of the file's last change of any kind before it was read.
     """
 
     def __init__(self, path: str, root: str, key: str | None = None, opener: Callable[[], int] | None = None) -> None:
@@ -43,14 +43,14 @@ class PickleFile:
 
         Args:
             path: The file.
-            root: The directory in which it, and what it links to, must lie.
-            key: As for `choose_weights`.
-            opener: As for `read_pickle`.
+            root: The directory that must contain the file and its link target.
+            key: The key of the weights; None: there must be only one candidate (see `choose_weights`).
+            opener: Open the file for reading, if it is not on disk; `path` is then only for messages.
 
         Raises:
-            AmbiguousWeightsError, InvalidArgumentError: `key` does not say which weights.
-            UnsafePickleError: It asks for anything but tensors and plain containers.
-            DamagedCheckpointError: It is not whole, or there are no weights in it.
+            AmbiguousWeightsError, InvalidArgumentError: `key` does not select the weights.
+            UnsafePickleError: The file asks for anything but tensors and plain containers.
+            DamagedCheckpointError: The file is not complete, or has no weights.
         """
         self.path = path
         contents = read_pickle(path, root, opener)
@@ -59,24 +59,24 @@ class PickleFile:
         self.key, self.tensors = choose_weights(contents.value, path, key)
         self.size, self.identity = contents.size, contents.identity
         self.changed_ns = contents.changed_ns
-        self._contents = replace(contents, value=None)  # the rest of it, such as an optimizer, need not stay
+        self._contents = replace(contents, value=None)  # the rest, such as an optimizer, can be freed
         self._held: HeldFile | None = None
         self._opening = threading.Lock()
 
     def stored_tensors(self, least_bytes: int = 0) -> dict[str, TensorLike]:
-        """The tensors to be copied or compared: those that lie in the file in a row are read from it, block by block.
+        """Return the tensors for copying or comparing; contiguous ones are read from the file block by block.
 
-        Pages of a mapped file that were touched count as the process's memory until it is unmapped, all of them; and
-        where it is truncated meanwhile, touching one ends the process. Tensors with other strides, of files before the
-        zip format or of the other byte order are torch's own.
+        All touched pages of a mapped file count as the process's memory until it is unmapped. If the file is truncated,
+        touching a page kills the process. Tensors with other strides, of files before the zip format or of the other
+        byte order are torch's own.
 
         Args:
-            least_bytes: Smaller ones are torch's own, too: a call for each would take longer than its pages.
+            least_bytes: Smaller tensors are torch's own, too: a call for each would take longer than its pages.
         """
         return {name: self._stored(name, tensor, least_bytes) for name, tensor in self.tensors.items()}
 
     def close(self) -> None:
-        """Close the file, if tensors were read from it; those that are mapped stay valid."""
+        """Close the file, if tensors were read from it; mapped tensors stay valid."""
         with self._opening:
             if self._held is not None:
                 self._held.close()
@@ -115,7 +115,7 @@ class PickleFile:
         return self._contents.check_every_byte(progress_callback)
 
 
-# Finds the weights in what a program saved: under which key they lie, never by a guess where there are several.
+# Selection of the weights in what a program saved, without guessing if there are several candidates.
 
 
 logger = logging.getLogger(__name__)
@@ -131,33 +131,33 @@ _OTHERS: Final = re.compile(
     r"|meta$|param_groups|param_shapes",
     re.IGNORECASE,
 )
-"""Keys under which a run keeps what is no weight, tensors too. They are taken only where `key` names them."""
+"""Keys under which a run stores things that are not weights, including tensors. Used only if `key` names them."""
 
 _SHOWN: Final = 12
-"""Candidates, or keys, in a message."""
+"""The most candidates or keys in a message."""
 
 
 def choose_weights(value: Any, path: str, key: str | None) -> tuple[str | None, dict[str, torch.Tensor]]:
-    """Take the weights out of what a program saved.
+    """Extract the weights from what a program saved.
 
-    1. Where `key` says which, those.
+    1. `key` selects them, if it is given.
     2. A dict of names and tensors is itself the weights.
-    3. Else they are in a dict of it, or in one of such a dict: one whose key is a usual one, or that has nothing but
-       names and tensors. A run's optimizer and random states are none.
+    3. Otherwise they are in a dict one or two levels down that has a usual key, or contains only names and tensors.
+       A run's optimizer and random states are not weights.
 
     Args:
-        value: What `read_pickle` gave.
-        path: The file's, for messages.
+        value: The value that `read_pickle` read.
+        path: The file's path, for messages.
         key: The key of the weights, with a dot before each deeper one; None: there must be only one candidate.
 
     Returns:
-        The key under which they were found, or None where the whole value is the weights; FQN -> tensor.
+        The key under which they were found, or None if the complete value is the weights; FQN -> tensor.
 
     Raises:
-        AmbiguousWeightsError: There are several candidates; it lists them.
-        InvalidArgumentError: Nothing lies under `key`.
-        DamagedCheckpointError: There are no weights, or something among them is no plain tensor.
-        CheckpointNotFoundError: The weights are in other files, in parts.
+        AmbiguousWeightsError: There are several candidates, which the error lists.
+        InvalidArgumentError: There is no dict under `key`.
+        DamagedCheckpointError: There are no weights, or an entry among them is not a plain tensor.
+        CheckpointNotFoundError: The weights are in other files, as parts.
     """
     if not isinstance(value, Mapping):
         raise DamagedCheckpointError(
@@ -174,7 +174,7 @@ def choose_weights(value: Any, path: str, key: str | None) -> tuple[str | None, 
 
 
 def find_candidates(value: Mapping[Any, Any]) -> dict[str, Mapping[Any, Any]]:
-    """Find what may be weights in a dict that is no state dict itself.
+    """Find possible weights in a dict that is not itself a state dict.
 
     Returns:
         Key, with a dot before a deeper one -> dict; each dict once, under its first key.
@@ -203,7 +203,7 @@ def _only_candidate(value: Mapping[Any, Any], path: str) -> str | None:
                 "weights, pass it: key=, or --key on the command line.",
                 path=path,
             )
-        return None  # a state dict with something else in it, which is named
+        return None  # a state dict with another entry, which `_check_entries` names
     if len(candidates) == 1:
         return next(iter(candidates))
     first = next(iter(named or candidates))
@@ -226,7 +226,7 @@ def _at_key(value: Mapping[Any, Any], key: str, path: str) -> Mapping[Any, Any]:
 
 
 def _lookup(value: Any, key: str) -> Any:
-    """What lies under a key, whose dots may be its own or before a deeper one; the first is as long as may be."""
+    """Look up a key whose dots can be part of it or precede a deeper key; the longest first key wins."""
     if not isinstance(value, Mapping):
         return None
     if key in value:
@@ -250,7 +250,7 @@ def _check_entries(chosen: Mapping[Any, Any], path: str, key: str | None) -> Non
 
 
 def _problem_of(tensor: Any) -> str | None:
-    """What is wrong with a value among weights; None: it is a plain tensor with its data."""
+    """Describe what is wrong with a value among weights; None if it is a plain tensor with its data."""
     if not isinstance(tensor, torch.Tensor):
         return f"is a {type(tensor).__name__}, not a tensor"
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
@@ -281,7 +281,7 @@ def _has_tensors(value: Mapping[Any, Any]) -> bool:
 
 
 def _has_weights(value: Mapping[Any, Any]) -> bool:
-    """Whether there is a tensor that looks like a weight: not a metric, nor a random state."""
+    """Return whether any tensor looks like a weight, not like a metric or random state."""
     return any(
         isinstance(one, torch.Tensor) and one.dim() > 0 and (one.is_floating_point() or one.is_complex())
         for one in value.values()
@@ -298,26 +298,26 @@ def _size_of(part: Mapping[Any, Any]) -> str:
     return f"{len(tensors):,} tensor{'s' if len(tensors) != 1 else ''}, {nbytes:,} bytes"
 
 
-# A file that is far away, held in memory: torch maps pickles, so that they need to be files of this machine.
+# A remote file in memory: torch maps pickles, so they must be local files.
 
 
 _PIECE_BYTES: Final = 8 << 20
-"""What is asked for at once."""
+"""Bytes per request."""
 _PIECES_AT_ONCE: Final = 8
 
 
 class FileInMemory:
-    """An unnamed file in memory, which goes when nobody holds this any more; nothing of it is on the disk.
+    """An unnamed file in memory that lives as long as this object; nothing is on disk.
 
-    Where the system has no such files (macOS), it is a temporary one.
+    On systems without such files (macOS), it is a temporary file.
     """
 
     def __init__(self, size: int, read_into: Callable[[int, memoryview], None]) -> None:
-        """Fill it.
+        """Create and fill the file.
 
         Args:
-            size: Bytes; as many are taken of the memory.
-            read_into: Fills memory with the bytes from a position on; called by several threads.
+            size: Bytes of the file, and of the memory that it takes.
+            read_into: Fill memory with the bytes from a position on; called by several threads.
 
         Raises:
             Everything that `read_into` raises.
@@ -341,5 +341,5 @@ class FileInMemory:
             in_threads(fill, range(0, size, _PIECE_BYTES), _PIECES_AT_ONCE)
 
     def open(self) -> int:
-        """Open it for reading, at its first byte."""
+        """Open the file for reading at its first byte."""
         return os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)

@@ -1,17 +1,17 @@
-"""The opcodes of a pickle: what would harm is refused before torch reads it, or all of it is only described.
+"""Scan a pickle's opcodes to reject harmful ones before torch reads it, or to describe it without running it.
 
-`torch.load(weights_only=True)` runs no code of a stranger, but builds what the opcodes say, and some of that can't be
-caught as an error, or ends after hours:
+`torch.load(weights_only=True)` runs no foreign code, but builds what the opcodes say. Some of that cannot be caught as
+an error, or ends only after hours:
 
-- Tuples in tuples, a hundred thousand deep, overflow the stack of the processor when one is hashed as a name; two that
-  are one, in two that are one, 60 deep, are hashed forever; so is a dict whose names all have one hash.
-- A bytearray of any length is filled with zeros; text is encoded by any codec, and "punycode" takes the square of its
-  length; a list of two lists, which are one, 30 deep, is made a tensor.
-- What is in the file once is copied by each call that is given it, and written out, with all that is in it, by the
-  error of one that does not take it.
+- Tuples nested a hundred thousand deep overflow the processor's stack when one is hashed as a key. A pair of one and
+  the same pair, nested 60 deep, is hashed forever; so is a dict whose keys all have one hash.
+- A bytearray of any length is filled with zeros. Text is encoded by any codec, and "punycode" takes the square of its
+  length. A list with one and the same list twice, nested 30 deep, is converted to a tensor.
+- Data that is in the file once is copied by each call that gets it, and a call that rejects it prints all of it in the
+  error.
 
-So a call is let pass where its arguments are those that pickle itself writes, and all calls of a file together may take
-as much as the file has. Nothing is built here but numbers, short texts, and the names that are hashed.
+So a call passes only if its arguments are ones that pickle itself writes, and all calls of a file together can take
+only as much as the file has. The scan builds only numbers, short texts, and the keys that are hashed.
 """
 
 from __future__ import annotations
@@ -30,53 +30,53 @@ from hfshard.errors import DamagedCheckpointError, UnsafePickleError
 from hfshard.pickles.pickle_zip import damaged_pickle, pickle_record
 
 _DEEPEST: Final = 1000
-"""Tuples in tuples: torch.save's own are three deep. A processor's stack of 8 MB takes some 50,000."""
+"""The deepest nesting of tuples: torch.save's are three deep. A processor's stack of 8 MB fits about 50,000."""
 _SHORT_KEY: Final = 16
-"""Items of the key of a storage: torch.save's have six, of which one may be a tuple of three."""
+"""Limit of items in a storage's key: torch.save's have six, of which one can be a tuple of three."""
 _LARGEST_NAME: Final = 1000
-"""Items of a tuple that is a name, with those of the tuples in it, which are hashed as often as they occur."""
+"""The most items of a tuple that is a key, including those of nested tuples, which are hashed at each occurrence."""
 _DEEPEST_NAME: Final = 100
-"""Tuples in tuples that are a name."""
+"""The deepest nesting of tuples in a key."""
 _HASHED_AS_THEY_ARE: Final = 2**61 - 1
-"""Numbers below it, and above its negative, have hashes of their own."""
+"""Numbers below it, and above its negative, have their own hashes."""
 _SHORT: Final = 4096
-"""Bytes that are read faster than they are passed over."""
+"""The most bytes that are faster to read than to skip."""
 _NUMBERS_FIRST: Final = 2
-"""Of the pickles of the older format, those that are a number."""
+"""The number of leading pickles of the older format that are a number."""
 _OLD_PICKLES: Final = 5
-"""In torch's older format: a magic number, the version, the machine, the object, the list of storages."""
+"""Pickles in torch's older format: a magic number, the version, the machine, the object, the list of storages."""
 _AT_ONCE: Final = 1 << 20
-"""Items, bytes and characters that the calls of any small file may take."""
+"""Items, bytes and characters that the calls of any file can take, however small it is."""
 _TAKEN_PER_BYTE: Final = 4
-"""The same for each byte of the pickle: what is saved as text is encoded, and made a bytearray or an array of that."""
+"""The same per byte of the pickle: data saved as text is encoded, and then converted to a bytearray or an array."""
 
 _LATIN: Final = (b"latin1", b"latin-1")
 """The codec by which pickle writes bytes as text: `pickle._Pickler.save_bytes`, `bytearray.__reduce__`."""
 _OLD_MODULES: Final = {b"__builtin__": "builtins"} | dict.fromkeys(
     (b"UserDict", b"UserList", b"UserString"), "collections"
 )
-"""Names of Python 2, which torch reads, too."""
+"""Module names of Python 2, which torch reads too, -> the current ones."""
 _HASHING: Final = ("builtins.set", "builtins.frozenset", "collections.OrderedDict", "collections.Counter")
-"""Classes that hash what they are made from."""
+"""Classes that hash the values they are built from."""
 _REBUILDING: Final = "torch._utils._rebuild"
-"""Begins the names of the functions that make tensors."""
+"""Prefix of the names of functions that build tensors."""
 _WITH_DICTS: Final = {
     "torch._utils._rebuild_parameter_with_state": 3,
     "torch._utils._rebuild_tensor_v2": 6,
     "torch._utils._rebuild_tensor_v3": 7,
 }
-"""Those of them that get a dict, or a pair of them, and how many arguments come before: attributes of a user's, or
-what a tensor is beside its numbers, such as conjugated."""
+"""Such functions that get a dict or a pair of dicts -> the number of arguments before it. The dicts are a user's
+attributes, or a tensor's properties in addition to its numbers, such as conjugation."""
 _NESTED_CALL: Final = "torch._tensor._rebuild_from_type_v2"
 """A function that calls its first argument with the third."""
 _OF_EXTENSIONS: Final = (
     "torch._utils._rebuild_device_tensor_from_numpy",
     "torch._utils._rebuild_device_tensor_from_cpu_tensor",
 )
-"""Functions that copy a tensor to a device, of any shape, and of one that torch has by an extension only."""
+"""Functions that copy a tensor of any shape to a device that torch has only through an extension."""
 
 _NUMBER_BYTES: Final = 8
-"""Most numbers in tensors have fewer."""
+"""Bytes charged per number; most numbers in tensors have fewer."""
 
 _CONSTANTS: Final = {b"N": None, b"\x88": True, b"\x89": False}
 _NUMBERS: Final = {b"J": Struct("<i"), b"K": Struct("<B"), b"M": Struct("<H"), b"G": Struct(">d")}
@@ -88,13 +88,13 @@ _TUPLES: Final = {b"\x85": 1, b"\x86": 2, b"\x87": 3}
 
 @dataclass(slots=True, eq=False)
 class _Tuple:
-    """A tuple, never compared or hashed as one."""
+    """A tuple that is never compared or hashed as one."""
 
     items: list[Any]
     depth: int
-    """Tuples in tuples."""
+    """Nesting depth of tuples."""
     count: int
-    """Items, with those of the tuples in it."""
+    """Items, including those of nested tuples."""
 
 
 @dataclass(slots=True, eq=False)
@@ -104,17 +104,17 @@ class _Made:
     size: int = 0
     """Entries or bytes."""
     items: list[Any] | None = None
-    """Of a list, what is in it."""
+    """A list's items."""
     is_dict: bool = False
     is_foreign: bool = False
-    """Whether a function made it that torch does not call, but may be what `hfshard.training` describes."""
+    """True if a function created it that torch does not call, but that `hfshard.training` may describe."""
     name: Hashable = None
-    """What is hashed in its place, where a file can choose the hash."""
+    """The value that is hashed in its place, if a file can choose the hash."""
 
 
 @dataclass(slots=True, eq=False)
 class _Text:
-    """Text that is too long to be read, or bytes made of text."""
+    """Text that is too long to read, or bytes made from text."""
 
     size: int
 
@@ -127,14 +127,14 @@ class _Global:
 
 
 _LARGE: Final = _Made()
-"""In place of a tuple that is too large to be a name."""
+"""Replacement for a tuple that is too large to be a key."""
 
 
 def scan_zip(fd: int, path: str) -> None:
-    """Walk through the pickle of a zip that `check_archive` has passed.
+    """Scan the pickle of a zip that `check_archive` has accepted.
 
     Raises:
-        DamagedCheckpointError: It has what no file of torch.save has, and what would end the process.
+        DamagedCheckpointError: The pickle has what torch.save never writes and what could kill or hang the process.
     """
     raw = pickle_record(fd, path)
     with no_collection():
@@ -142,7 +142,7 @@ def scan_zip(fd: int, path: str) -> None:
 
 
 def scan_old_format(fd: int, path: str) -> None:
-    """Walk through the pickles of a file of the older format; see `scan_zip`."""
+    """Scan the pickles of a file in the older format; raises DamagedCheckpointError as `scan_zip` does."""
     with os.fdopen(os.dup(fd), "rb") as file, no_collection():
         file.seek(0)
         size = os.fstat(fd).st_size
@@ -154,7 +154,7 @@ def scan_old_format(fd: int, path: str) -> None:
 
 
 class _Scan:
-    """One pickle. Where torch will find fault with it, the scan ends without a word."""
+    """Scan of one pickle. It ends without an error where torch itself will raise one."""
 
     def __init__(self, file: IO[bytes], path: str, size: int) -> None:
         self.file = file
@@ -164,7 +164,7 @@ class _Scan:
         self.memo: dict[int, Any] = {}
         self.names = NameHashes()
         self.left = _AT_ONCE + _TAKEN_PER_BYTE * size
-        """What calls may still take."""
+        """Items, bytes and characters that calls may still take."""
         self.others: dict[bytes, Callable[[], object]] = {
             b"(": self._mark, b"t": lambda: self._push_tuple(self._close()), b")": lambda: self._push_tuple([]),
             b"]": lambda: self.stack.append(_Made(items=[])), b"a": lambda: self._extend([self.stack.pop()]),
@@ -177,7 +177,7 @@ class _Scan:
         }  # fmt: skip
 
     def run(self) -> bool:
-        """Walk to the end; False where it has none."""
+        """Scan to the end; return False if it cannot be reached."""
         read = self.file.read
         try:
             while (opcode := read(1)) != b".":
@@ -198,7 +198,7 @@ class _Scan:
         return True
 
     def check_old(self, number: int) -> None:
-        """Check what came of one of the pickles of the older format: two numbers, ..., the names of the storages."""
+        """Check the result of one of the older format's pickles: two numbers, ..., the storages' names."""
         result = self.stack[-1] if self.stack else None
         is_number = number >= _NUMBERS_FIRST or isinstance(result, int)
         names = result.items if isinstance(result, _Made | _Tuple) and number == _OLD_PICKLES - 1 else None
@@ -270,29 +270,29 @@ class _Scan:
         self.stack.append(int.from_bytes(raw, "little", signed=True))
 
     def _persistent(self) -> None:
-        """BINPERSID: a storage, whose key is a name."""
+        """Handle BINPERSID: a storage, whose key is hashed."""
         key = self.stack[-1]
         if not isinstance(key, _Tuple) or not all(map(_is_plain, key.items)):
             raise self._strange("a storage")
         if key.items[0] != b"storage":
-            raise KeyError  # torch says that it takes nothing else
+            raise KeyError  # torch reports that it accepts nothing else
         self.stack[-1] = _Made()
 
     def _skip(self, count: int) -> None:
-        """Go on; where the file says that it has more than it has, nothing comes after it, and no room is made."""
+        """Skip bytes. If the file claims more than it has, nothing follows, and no memory is allocated."""
         self.file.seek(count, os.SEEK_CUR) if count > _SHORT else self.file.read(count)
 
     def _build(self) -> None:
-        """BUILD: what the state holds is copied into the object."""
+        """Handle BUILD, which copies the state's contents into the object."""
         state = self.stack.pop()
         for one in (state, *(state.items if isinstance(state, _Tuple) else ())):
-            self._check_hashed("collections.OrderedDict", one)  # where it is a list, of pairs
+            self._check_hashed("collections.OrderedDict", one)  # if it is a list, it is one of pairs
         size = self._take(state)
         if isinstance(self.stack[-1], _Made):
             self.stack[-1].size += size
 
     def _call(self) -> None:
-        """REDUCE and NEWOBJ."""
+        """Handle REDUCE and NEWOBJ."""
         arguments = self.stack.pop()
         function = self.stack.pop()
         if isinstance(function, _Made) and function.is_foreign:
@@ -310,7 +310,7 @@ class _Scan:
         self.stack.append(_Text(size) if name == "_codecs.encode" else made)
 
     def _check_call(self, function: _Global, arguments: Any) -> None:
-        """Refuse a call of a function that torch allows, as no file of torch.save has it."""
+        """Reject a call of a function that torch allows, if torch.save never writes it in this form."""
         name = function.name
         items: list[Any] = arguments.items if isinstance(arguments, _Tuple) else [None]
         is_written = True
@@ -322,7 +322,7 @@ class _Scan:
                 self._check_call(items[0], items[2])
         elif name == "_codecs.encode":
             is_written = len(items) == 2 and _is_text(items[0]) and items[1] in _LATIN
-        elif name == "builtins.bytearray":  # of bytes, in files of old versions of text
+        elif name == "builtins.bytearray":  # from bytes, or from text in files of old versions
             is_written = not items or (_is_text(items[0]) and (not items[1:] or items[1] in _LATIN))
         elif name == "builtins.complex":
             is_written = len(items) == 2 and all(isinstance(one, int | float) for one in items)
@@ -360,14 +360,14 @@ class _Scan:
             self._check_name(one)
 
     def _check_name(self, key: Any) -> None:
-        """Refuse a name that is hashed forever, or that has the hash of many others."""
+        """Reject a key that takes forever to hash, or whose hash many others share."""
         name = self._name(key)
         is_choosable = isinstance(key, _Tuple) or name is not key or _is_large(key)
         if name is _LARGE or (is_choosable and self.names.is_one_of_many(name)):
             raise self._endless()
 
     def _name(self, value: Any) -> Any:
-        """What is hashed and compared as the value will be; `_LARGE` for what is never a name."""
+        """Return a value that hashes and compares like the real one; `_LARGE` for one that is never a key."""
         if isinstance(value, _Tuple):
             if value.count > _LARGEST_NAME or value.depth > _DEEPEST_NAME:
                 return _LARGE
@@ -379,7 +379,7 @@ class _Scan:
         return damaged_pickle(self.path, "it has names that take forever to be hashed")
 
     def _take(self, value: Any) -> int:
-        """Count what is in a value that a call copies, and what is in its tuples and lists."""
+        """Charge for the contents of a value that a call copies, including nested tuples and lists; return the sum."""
         before = self.left
         waiting = [value]
         while waiting:
@@ -399,26 +399,26 @@ class _Scan:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether it is a part of the key of a storage; the last one may be a tuple of them."""
+    """Return whether a value can be part of a storage's key; the last part can be a tuple of such values."""
     if isinstance(value, _Tuple):
         return value.count < _SHORT_KEY and all(map(_is_plain, value.items))
     return value is None or isinstance(value, int | bytes | _Text | _Global)
 
 
 def _is_large(key: Any) -> bool:
-    """Whether it is a number whose hash a file can choose."""
+    """Return whether a key is a number whose hash a file can choose."""
     return isinstance(key, int) and abs(key) >= _HASHED_AS_THEY_ARE
 
 
 def _is_state(rest: list[Any]) -> bool:
-    """Whether there is one argument, of attributes, as torch takes them."""
+    """Return whether the rest is one argument with attributes, in a form that torch accepts."""
     [state] = rest if len(rest) == 1 else [None]
     parts = state.items if isinstance(state, _Tuple) else [state, None]
     return len(parts) == 2 and all(one is None or (isinstance(one, _Made) and one.is_dict) for one in parts)
 
 
 def _holds_entries(values: list[Any]) -> bool:
-    """Whether a list or a dict with something in it is among values, or in a tuple there."""
+    """Return whether a nonempty list or dict is among values or in their tuples."""
     waiting = list(values)
     seen: set[int] = set()
     while waiting:
@@ -435,10 +435,9 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, bytes | _Text)
 
 
-# Reads a pickle as a description: what it would make is noted, and nothing in it is imported, made or called.
+# Description of a pickle: what it would create is recorded, and nothing in it is imported, created or called.
 #
-# The opcodes are those that `pickletools` tells. A class or function is its name; a call is the name with its
-# arguments.
+# `pickletools` reads the opcodes. A class or function is its name; a call is the name with its arguments.
 
 
 @dataclass(frozen=True, slots=True)
@@ -446,34 +445,34 @@ class Named:
     """A class or function that the pickle names."""
 
     name: str
-    """With its module: "collections.OrderedDict"."""
+    """Name including the module: "collections.OrderedDict"."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Described:
-    """An object that was not made."""
+    """An object that was described instead of created."""
 
     name: str
-    """Of the class or function that would make it; "" for what `persistent_id` wrote, which torch does for storages."""
+    """Class or function that would create it; "" for entries of `persistent_id`, which torch writes for storages."""
     arguments: Any
     state: Any = None
     items: list[Any] = field(default_factory=list)
-    """What would be appended, or added."""
+    """Items that would be appended or added."""
     pairs: list[tuple[Any, Any]] = field(default_factory=list)
-    """What would be set by key."""
+    """Items that would be set by key."""
 
 
 class _Unreadable(ValueError):
-    """The pickle does something that no file of torch.save does."""
+    """Error for a pickle that does something that no torch.save file does."""
 
 
 _LONGEST_KEY: Final = 100
-"""Items of a tuple that is a name in a dict; nested ones are hashed as often as they occur, which may take forever."""
+"""The most items of a tuple that is a dict key. Nested tuples are rejected: hashing every occurrence may never end."""
 _KEY_BITS: Final = 64
-"""Larger numbers all can have the same hash."""
+"""The most bits of a number that is a key; larger numbers can all have the same hash."""
 
 _RENAMED: Final = {"__builtin__": "builtins", "copy_reg": "copyreg"}
-"""Modules that protocol 2 calls by their old names."""
+"""Module names that protocol 2 writes in their old form -> the current ones."""
 
 _INERT_CONSTANTS: Final[dict[str, Callable[[], Any]]] = {
     "NONE": lambda: None,
@@ -490,30 +489,30 @@ _LITERALS: Final = frozenset(
     + ("UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "STRING", "BINSTRING", "SHORT_BINSTRING")
     + ("BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8")
 )
-"""Opcodes with a value of their own."""
+"""Opcodes that carry their own value."""
 
 
 @dataclass(frozen=True, slots=True)
 class PickleDescription:
-    """What a pickle would make."""
+    """Description of what a pickle would create."""
 
     value: Any
     """Numbers, text, bytes, lists, tuples, dicts and sets; `Named` and `Described`."""
     names: frozenset[str]
-    """All that it names."""
+    """All classes and functions that it names."""
     storages: tuple[Described, ...]
-    """What `persistent_id` wrote."""
+    """Entries that `persistent_id` wrote."""
 
 
 def describe_pickle(stream: IO[bytes], path: str) -> PickleDescription:
-    """Read one pickle, and leave the stream behind it.
+    """Describe one pickle, and leave the stream positioned after it.
 
     Args:
-        stream: It may go on after the pickle.
-        path: The file's, for messages.
+        stream: The stream, which can continue after the pickle.
+        path: The file's path, for messages.
 
     Raises:
-        UnsafePickleError: It is no pickle, or does what no state of a run needs.
+        UnsafePickleError: It is not a pickle, or does what no run state needs.
     """
     machine = _Machine()
     try:
@@ -651,11 +650,11 @@ class _Machine:
 
 
 def checked_key(key: Any, others: NameHashes) -> Any:
-    """A name in a dict, or an item of a set, that is hashed in no time.
+    """Check that a dict key or set item hashes quickly, and return it.
 
     Args:
-        key: The name.
-        others: Those before it, in the same container at least.
+        key: The dict key or set item.
+        others: The keys before it, at least those in the same container.
     """
     if isinstance(key, tuple):
         if len(key) > _LONGEST_KEY or any(isinstance(one, tuple) for one in key):
@@ -714,7 +713,7 @@ def _push(machine: _Machine, value: Any) -> None:
 
 
 def _pop(machine: _Machine) -> None:
-    """Take the last value away; or the last mark, where nothing stands above it."""
+    """Remove the last value, or the last mark if nothing is above it."""
     if machine.stack:
         machine.stack.pop()
     else:
@@ -725,23 +724,23 @@ def _ignore(_value: Any) -> None:
     """Do nothing."""
 
 
-# Counts the names of one hash in a pickle: a dict or a set of very many takes forever to be filled.
+# Count of keys with the same hash in a pickle: a dict or set with very many of them takes forever to fill.
 
 
 _MOST: Final = 100
-"""Names of one hash: real ones have one each, but for such as -1 and -2, or (-1, -2) and (-2, -1)."""
+"""The most keys with one hash: real ones have one each, except for such as -1 and -2, or (-1, -2) and (-2, -1)."""
 
 
 class NameHashes:
-    """Tuples and other names that are not text, whose hashes a file can choose: Python draws those of text anew."""
+    """Tuples and other keys that are not text, whose hashes a file can choose; Python randomizes those of text."""
 
     def __init__(self) -> None:
-        """Begin without names."""
+        """Begin without keys."""
         self._names: set[Hashable] = set()
         self._counts: dict[int, int] = {}
 
     def is_one_of_many(self, name: Hashable) -> bool:
-        """Note a name, and return whether too many others have its hash."""
+        """Record a key, and return whether too many others have its hash."""
         if name in self._names:
             return False
         number = hash(name)

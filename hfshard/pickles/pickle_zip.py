@@ -1,4 +1,4 @@
-"""Check the zip file of torch.save before torch reads it, and tell what a file is that only bears its name."""
+"""Check torch.save's zip files before torch reads them, and identify files that only have such a name."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ _LOCAL_HEADER_BYTES: Final = 30
 """Bytes of a record before its name."""
 _RECORD_MARK: Final = b"PK\x03\x04"
 _DATA: Final = "/data/"
-"""Part of the names of records with tensors' bytes; torch maps them and never looks at their checksums."""
+"""Part of the names of records with tensors' bytes; torch maps them and never checks their checksums."""
 _BYTEORDER: Final = "/byteorder"
-"""End of the name of the record that says how numbers are stored."""
+"""End of the name of the record that states the byte order of numbers."""
 _BYTEORDER_BYTES: Final = 3
-"""What tells one from the other."""
+"""Bytes that distinguish the two byte orders."""
 _PICKLE: Final = "data.pkl"
 """End of the name of the record with the pickle."""
 
 _END_BYTES: Final = 22
-"""Of the last record of a zip, which says where its directory is; torch.save puts nothing after it."""
+"""Size of a zip's last record, which says where the directory is; torch.save writes nothing after it."""
 _END_MARK: Final = b"PK\x05\x06"
 _LOCATOR_BYTES: Final = 20
-"""Of the record before it in large zips, and in all of torch.save: where the long form of the last record is."""
+"""Size of the record before it in large zips, and in all of torch.save's: it locates the long form of the last one."""
 _LOCATOR_MARK: Final = b"PK\x06\x07"
 _LONG_END_BYTES: Final = 56
 _LONG_END_MARK: Final = b"PK\x06\x06"
 
 
 def check_archive(fd: int, path: str) -> None:
-    """Refuse a zip that torch.save does not write: torch would inflate a bomb, or pick one of two equal names.
+    """Reject a zip that torch.save does not write: torch would inflate a bomb, or pick one of two equal names.
 
-    Checksums are compared for the small records, but not for the tensors' bytes (see `check_every_record`).
+    The small records' checksums are compared, but not those of the tensors' bytes (see `check_every_record`).
 
     Raises:
         DamagedCheckpointError: A record is compressed, occurs twice, overlaps another one, or is damaged; or there are
@@ -68,7 +68,7 @@ def check_archive(fd: int, path: str) -> None:
 
 
 def check_every_record(fd: int, path: str, progress_callback: Callable[[int], object]) -> bool:
-    """Compare every record with the zip's own checksum, which reads the whole file; False where some have none.
+    """Compare every record with the zip's own checksum, reading the complete file; return False if some have none.
 
     Raises:
         IntegrityError: A record differs.
@@ -85,16 +85,16 @@ def check_every_record(fd: int, path: str, progress_callback: Callable[[int], ob
 
 @dataclass(frozen=True, slots=True)
 class DataRecords:
-    """The records with tensors' bytes in a zip of torch.save."""
+    """The records with tensors' bytes in a torch.save zip."""
 
     sizes: dict[int, int]
-    """Where each begins in the file -> its bytes."""
+    """Start of each record's bytes in the file -> their number."""
     byteorders: frozenset[bytes]
-    """Of the numbers in them, as the file says: b"lit" or b"big"; none in files older than torch 2.1."""
+    """Byte orders of their numbers, as the file states: b"lit" or b"big"; none in files older than torch 2.1."""
 
 
 def data_records(fd: int, path: str) -> DataRecords:
-    """Find the records with tensors' bytes in a zip that `check_archive` has passed.
+    """Find the records with tensors' bytes in a zip that `check_archive` has accepted.
 
     Raises:
         DamagedCheckpointError: A record has no header.
@@ -107,10 +107,10 @@ def data_records(fd: int, path: str) -> DataRecords:
 
 
 def pickle_record(fd: int, path: str) -> bytes:
-    """The bytes of the pickle in such a zip, whether they have a checksum or not.
+    """Read the pickle of a zip that `check_archive` has accepted, whether it has a checksum or not.
 
     Raises:
-        DamagedCheckpointError: There are two.
+        DamagedCheckpointError: There is not exactly one pickle, or its record has no header.
     """
     with _opened(fd, path) as archive:
         records = [record for record in archive.infolist() if _name(record).endswith(_PICKLE)]
@@ -120,15 +120,15 @@ def pickle_record(fd: int, path: str) -> bytes:
 
 
 def _name(record: zipfile.ZipInfo) -> str:
-    """The name of a record, as torch looks for it: in small letters or large ones."""
+    """Return a record's name in the form that torch looks up, which ignores case."""
     return record.filename.lower()
 
 
 def _directory(fd: int) -> tuple[int, int] | None:
-    """Where a zip says that its directory begins, and the number of its records; None: it says so in two ways.
+    """Read from a zip's end where its directory starts, and the number of records; None if the end is ambiguous.
 
-    Python takes what lies before the end for the directory, so that programs may lie before a zip, and passes over what
-    lies after it; torch takes what lies where the end says. So one file may be two, and another one is read than was
+    Python takes the bytes before the end as the directory, so that a program can precede a zip, and skips what follows
+    the end; torch reads where the end says. So one file could be two zips, and torch would read the one that was not
     checked.
     """
     size = os.fstat(fd).st_size
@@ -147,7 +147,7 @@ def _directory(fd: int) -> tuple[int, int] | None:
 
 
 def _data_offset(fd: int, path: str, record: zipfile.ZipInfo) -> int:
-    """Where a record's bytes begin."""
+    """Find where a record's bytes start."""
     head = os.pread(fd, _LOCAL_HEADER_BYTES, record.header_offset)
     if not head.startswith(_RECORD_MARK):
         raise damaged_pickle(path, f"there is no record '{record.filename}' where its directory says")
@@ -166,7 +166,7 @@ def _opened(fd: int, path: str) -> Iterator[zipfile.ZipFile]:
 
 
 def _has_checksum(record: zipfile.ZipInfo) -> bool:
-    """Whether there is something to compare: not after `torch.serialization.set_crc32_options(False)`."""
+    """Return whether a record has a checksum: not after `torch.serialization.set_crc32_options(False)`."""
     return record.CRC != 0 or record.file_size == 0
 
 
@@ -188,21 +188,21 @@ def _first_bad(
 
 
 def damaged_pickle(path: str, problem: str) -> DamagedCheckpointError:
-    """The error for a file of pickled weights that is not whole."""
+    """Build the error for a damaged file of pickled weights."""
     return DamagedCheckpointError(f"'{path}' is not a valid PyTorch checkpoint: {problem}. {remedy(path)}", path=path)
 
 
-# Tells what a file is that bears the name of a PyTorch checkpoint and is none, and what to do about it.
+# Identification of files that are named like a PyTorch checkpoint but are something else, with advice.
 
 
 _FIRST_BYTES: Final = 512
 """A block of a tar."""
 _TAR_MARK: Final = slice(257, 262)
-"""Where a tar of today says that it is one."""
+"""Position of a modern tar's magic bytes."""
 _TABLE_MARK: Final = b"\x57\xfb\x80\x8b\x24\x75\x47\xdb"
-"""The end of a checkpoint of TensorFlow 1: LevelDB's magic number for tables."""
+"""The end of a TensorFlow 1 checkpoint: LevelDB's magic number for tables."""
 _PROTOCOLS: Final = (b"\x02", b"\x03", b"\x04", b"\x05")
-"""Of pickles that begin with their protocol."""
+"""Protocol numbers of pickles that begin with them."""
 _OLD_TORCH: Final = frozenset((b"sys_info", b"pickle", b"tensors", b"storages"))
 """The files in a tar of torch before 0.1.10."""
 
@@ -217,14 +217,14 @@ _BEGINNINGS: Final[tuple[tuple[bytes, str, str], ...]] = (
     (b"<!doctype", "a web page, as a failed download leaves", "Download it again."),
     (b"<html", "a web page, as a failed download leaves", "Download it again."),
 )
-"""How other files begin, what they are, and what to do."""
+"""First bytes of other files, what they are, and what to do."""
 
 
 def refuse_other_format(fd: int, path: str) -> None:
-    """Refuse a file that is neither a zip nor one of torch.save's older format, by what it is.
+    """Reject a file that is neither a zip nor in torch.save's older format, and identify it.
 
     Raises:
-        DamagedCheckpointError: Always; it names the format where it is a known one.
+        DamagedCheckpointError: Always; it names the format if it is known.
     """
     first = os.pread(fd, _FIRST_BYTES, 0)
     if not first:
@@ -244,14 +244,14 @@ def refuse_other_format(fd: int, path: str) -> None:
 
 
 def refuse_other_archive(names: Collection[str], path: str) -> None:
-    """Refuse a zip that torch.save did not write, by what it holds.
+    """Reject a zip that torch.save did not write, judged by its contents.
 
     Args:
-        names: Of its records.
-        path: The file's.
+        names: Names of the zip's records.
+        path: The file's path, for the message.
 
     Raises:
-        DamagedCheckpointError: There is no pickle in it, or a program beside it.
+        DamagedCheckpointError: The zip has no pickle, or a program along with it.
     """
     if any(name.endswith("/constants.pkl") for name in names):
         command = f"import torch; torch.save(torch.jit.load({path!r}).state_dict(), 'weights.pt')"

@@ -1,4 +1,4 @@
-"""Read a file of torch.save: plain containers and tensors only, never code; and the error for what asks for more."""
+"""Read torch.save files: plain containers and tensors only, never code. A file that needs more raises an error."""
 
 from __future__ import annotations
 
@@ -33,28 +33,28 @@ from hfshard.tensors.stored_tensor import is_plain_type
 
 _ZIP_MARK: Final = b"PK\x03\x04"
 _LEGACY_MAGIC: Final = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-"""The pickled number at the beginning of files older than the zip format. Other pickles and tars are refused."""
+"""The pickled number at the start of files older than the zip format. Other pickles and tars are rejected."""
 _FIRST_BYTES: Final = 32
 _MARK_BYTES: Final = 16
 _MARKED_LOADS: Final = 6
-"""A tensor of one byte has the same value as its mark in one of 2**48 files."""
+"""Number of marked loads: in one of 2**48 files, a one-byte tensor matches its mark every time."""
 _GLOBAL: Final = re.compile(r"(?:Unsupported global: )?GLOBAL ([\w.]+)")
 
 
 @dataclass(frozen=True, slots=True)
 class PickleContents:
-    """What a file of torch.save holds.
+    """Contents of a torch.save file.
 
     Attributes:
-        path: Where it was found.
-        opener: Opens the file for reading.
-        value: What was saved: tensors on the CPU in any nesting of plain containers.
+        path: The file's path.
+        opener: Open the file for reading.
+        value: The saved value: tensors on the CPU in any nesting of plain containers.
         is_zip: Whether it is a zip file, which is mapped; an older one is read.
         size: Bytes.
-        identity: Which file it was.
-        changed_ns: When anything about it had changed for the last time, before it was read.
-        address: Of the first byte of the mapped file; None: it is not mapped, not known where, or tensors have other
-            bytes than the file, as those of the other byte order.
+        identity: Identity of the file that was read.
+        changed_ns: Time of the file's last change of any kind before it was read.
+        address: Memory address of the mapped file's first byte; None if the file is not mapped, the address is unknown,
+            or tensors have other bytes than the file, such as those of the other byte order.
     """
 
     path: str
@@ -70,7 +70,7 @@ class PickleContents:
         """Open the file again for reading.
 
         Raises:
-            CheckpointChangedError: It was replaced since it was read.
+            CheckpointChangedError: The file was replaced after it was read.
         """
         fd = self.opener()
         try:
@@ -84,14 +84,14 @@ class PickleContents:
         return fd
 
     def check_every_byte(self, progress_callback: Callable[[int], object] = lambda count: None) -> bool:
-        """Compare all bytes with the checksums that torch.save writes; False where it wrote none: before torch 1.6.
+        """Compare all bytes with torch.save's checksums; return False if some are missing, as before torch 1.6.
 
         Args:
-            progress_callback: Called with the number of bytes of each block that was compared.
+            progress_callback: Called with the number of bytes of each compared block.
 
         Raises:
             IntegrityError: They differ.
-            CheckpointChangedError: It was replaced since it was read.
+            CheckpointChangedError: The file was replaced after it was read.
         """
         fd = self.open_again()
         try:
@@ -101,19 +101,19 @@ class PickleContents:
 
 
 def read_pickle(path: str, root: str, opener: Callable[[], int] | None = None) -> PickleContents:
-    """Read what torch.save wrote, with `weights_only=True`; a zip file is mapped, not read.
+    """Read a torch.save file with `weights_only=True`; a zip file is mapped, not read.
 
-    That a tensor's bytes are in the file, as many as it says, is checked here; whether they are those that were saved
-    is what `check_every_byte` finds out.
+    This checks that each tensor's bytes are in the file with the stated size; `check_every_byte` checks that they are
+    the saved ones.
 
     Args:
         path: The file.
-        root: The directory in which it, and what it links to, must lie.
-        opener: Opens the file for reading, where it is not on the disk; then the path is for messages.
+        root: The directory that must contain the file and its link target.
+        opener: Open the file for reading, if it is not on disk; `path` is then only for messages.
 
     Raises:
-        UnsafePickleError: It asks for anything but plain tensors and containers.
-        DamagedCheckpointError: It is not whole, or no file of torch.save.
+        UnsafePickleError: The file asks for anything but plain tensors and containers.
+        DamagedCheckpointError: The file is not complete, or not a torch.save file.
     """
     opener = opener or partial(open_regular, path, root)
     fd = opener()
@@ -160,9 +160,9 @@ def _load(fd: int, path: str, *, mapped: bool) -> Any:
 def _load_old_format(fd: int, path: str) -> Any:
     """Load a file older than the zip format, and check that the bytes of every tensor were read.
 
-    Such a file lists whose bytes it holds. torch makes room for all tensors, and what is not listed keeps whatever was
-    in the memory. So the room is marked before: a mark that is still there after the load was not read over. A short
-    one may have been in the file by chance, but not time after time.
+    Such a file lists the tensors whose bytes it contains. torch allocates memory for all tensors, and the memory of
+    unlisted ones keeps its old contents. So the memory is marked first: a mark that survives the load was not
+    overwritten. A short mark can match the file's bytes by chance, but not every time.
 
     Raises:
         DamagedCheckpointError: A tensor's bytes are not in the file.
@@ -189,10 +189,10 @@ def _mark(marks: list[tuple[torch.Tensor, torch.Tensor]], storage: Any, _locatio
 
 
 def _check_mapped(value: Any, fd: int, path: str) -> int | None:
-    """Check that all tensors have bytes of the file, and as many as it says; find `PickleContents.address`.
+    """Check that all tensors' bytes are in the file with the stated size, and find `PickleContents.address`.
 
     Raises:
-        DamagedCheckpointError: One has not.
+        DamagedCheckpointError: A tensor's bytes are not.
     """
     storages = {storage.data_ptr(): storage.nbytes() for storage in _storages_of(value, path) if storage.nbytes()}
     records = data_records(fd, path)
@@ -201,18 +201,18 @@ def _check_mapped(value: Any, fd: int, path: str) -> int | None:
 
 
 def _is_swapped(byteorders: frozenset[bytes]) -> bool:
-    """Whether torch has turned the bytes of numbers round, as it does for files of the other byte order."""
+    """Return whether torch has swapped the bytes of numbers, as it does for files of the other byte order."""
     default = torch.serialization.get_default_load_endianness()
     is_big = default is torch.serialization.LoadEndianness.BIG
-    unsaid = b"big" if is_big else b"lit"  # where the file does not say, as torch takes it
+    unsaid = b"big" if is_big else b"lit"  # torch's assumption if the file does not say
     return (byteorders or {unsaid}) != {sys.byteorder[:3].encode()}
 
 
 def _check_made(value: Any, marks: list[tuple[torch.Tensor, torch.Tensor]], path: str) -> None:
-    """Refuse a tensor that torch made without asking where its storage goes: nobody has filled it.
+    """Reject a tensor whose storage torch created without calling `map_location`, and so did not fill.
 
     Raises:
-        DamagedCheckpointError: There is one.
+        DamagedCheckpointError: There is such a tensor.
     """
     filled = [begin.untyped_storage() for begin, _ in marks]
     ranges = sorted((one.data_ptr(), one.data_ptr() + one.nbytes()) for one in filled)
@@ -237,7 +237,7 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {first_line}"
 
 
-# The error for a pickle that asks for more than tensors: what it asks for, and how its owner takes the weights out.
+# Error for a pickle that asks for more than tensors: what it asks for, and how its owner can extract the weights.
 
 
 _BEFORE_THE_OBJECT: Final = 3
@@ -245,17 +245,17 @@ _BEFORE_THE_OBJECT: Final = 3
 _BEFORE_AN_OBJECT: Final = frozenset(
     ("PROTO", "MARK", "BINUNICODE", "NONE", "BINPUT", "LONG_BINPUT", "TUPLE", "BINPERSID", "EMPTY_TUPLE")
 )
-"""Opcodes that come, beside its class, before an object that was saved whole; the older format has its source there."""
+"""Opcodes that, along with its class, precede an object that was saved whole; the older format has its source there."""
 
 
 def unsafe_pickle(fd: int, path: str, asked: str | None, *, is_zip: bool) -> UnsafePickleError:
-    """Make the error.
+    """Build the error.
 
     Args:
-        fd: The file, open.
-        path: For the message.
-        asked: What it asks for: a class or a function; None: it is not known.
-        is_zip: Which format it has.
+        fd: The open file.
+        path: The file's path, for the message.
+        asked: The class or function that the pickle asks for; None if it is unknown.
+        is_zip: Whether the file is a zip; otherwise it has the older format.
     """
     what = f"'{asked}'" if asked else "something"
     if asked is not None and _root_global(fd, path, is_zip=is_zip) == asked:
@@ -274,11 +274,11 @@ def unsafe_pickle(fd: int, path: str, asked: str | None, *, is_zip: bool) -> Uns
 
 
 def other_tensors(path: str, kind: str) -> UnsafePickleError:
-    """The error for tensors that are not plain, such as DTensors of a model that is spread over ranks.
+    """Build the error for tensors that are not plain, such as the DTensors of a model spread over ranks.
 
     Args:
         path: The file.
-        kind: Their class, or what they are called.
+        kind: Their class or common name.
     """
     todo = "Load it with torch.load(path, weights_only=True) in the program that made it, and save plain tensors"
     if kind == "DTensor":
@@ -294,7 +294,7 @@ def other_tensors(path: str, kind: str) -> UnsafePickleError:
 
 
 def _root_global(fd: int, path: str, *, is_zip: bool) -> str | None:
-    """The class of the object that was saved; None for a dict, or where it can't be told. Nothing is unpickled."""
+    """Find the class of the saved object without unpickling; None for a dict, or if it is unknown."""
     try:
         if is_zip:
             return _first_global(io.BytesIO(pickle_record(fd, path)))
@@ -304,7 +304,7 @@ def _root_global(fd: int, path: str, *, is_zip: bool) -> str | None:
                 for _ in pickletools.genops(file):
                     pass
             return _first_global(file)
-    except (ValueError, EOFError, OSError):  # torch has found fault with it, too
+    except (ValueError, EOFError, OSError):  # torch has rejected it too
         return None
 
 
@@ -320,35 +320,35 @@ def _first_global(file: IO[bytes]) -> str | None:
     return None
 
 
-# Where a mapped file of torch.save lies in memory, and whether its storages are its records.
+# Location of a mapped torch.save file in memory, and a check that its storages are its records.
 
 
 def find_mapped_file(storages: Mapping[int, int], records: Mapping[int, int], path: str) -> int | None:
     """Find the address of a mapped file's first byte, and check that each storage of its tensors is one of its records.
 
-    torch trusts the number of elements that the pickle says, and makes tensors that are not in the file at all when the
-    pickle asks for them, of memory that nobody has filled: what a file that was freed left there, or a password.
+    torch trusts the pickle's number of elements. If the pickle asks for tensors that are not in the file, torch creates
+    them from uninitialized memory, which can contain a freed file or a password.
 
     Args:
-        storages: Address of each that has bytes -> its bytes.
-        records: Where each record of tensors' bytes begins in the file -> its bytes.
-        path: Of the file, for messages.
+        storages: Address of each nonempty storage -> its bytes.
+        records: Start of each record of tensors' bytes in the file -> its bytes.
+        path: The file's path, for messages.
 
     Returns:
-        None where the system does not tell it, or there is no storage.
+        The address; None if the system does not report it, or there are no storages.
 
     Raises:
-        DamagedCheckpointError: A storage is not in the file, or longer or shorter than its record.
+        DamagedCheckpointError: A storage is not in the file, or is longer or shorter than its record.
     """
     if not storages:
         return None
     first = min(storages)
     areas = _areas()
-    if areas is None:  # then it is one of the addresses from which all storages are as far as records are in the file
+    if areas is None:  # then it is an address from which every storage is at the offset of a record
         guesses = [first - at for at in records if (first - at) % mmap.PAGESIZE == 0]
         begins = [begin for begin in guesses if all(address - begin in records for address in storages)]
     else:
-        # No other memory lies in between: where the others are at records of the same file, they are in the file, too.
+        # No other memory is in between: if the others are at records of the same file, they are in the file too.
         begins = [start - offset for start, end, offset in areas if start <= first < end]
     if not begins or not all(address - begins[0] in records for address in storages):
         raise damaged_pickle(path, "it does not hold the bytes of all its tensors")
@@ -361,28 +361,28 @@ def find_mapped_file(storages: Mapping[int, int], records: Mapping[int, int], pa
 
 
 def _areas() -> list[tuple[int, int, int]] | None:
-    """Stretches of this process's memory that are mapped files: first address, end, and the byte of the file there.
+    """List this process's memory ranges that are mapped files: start address, end, and file offset of the start.
 
-    None where the system does not list them.
+    Return None if the system does not list them.
     """
     try:
         with open("/proc/self/maps", encoding="utf-8", errors="replace") as lines:
             split = [line.split(maxsplit=5) for line in lines]
-    except OSError:  # there is none, it may not be read, or no more files may be opened
+    except OSError:  # it is missing or not readable, or no descriptor is left
         return None
     areas = []
     for addresses, _rights, offset, _device, _inode, *name in split:
-        if name and name[0].startswith("/"):  # others are called [heap], [anon:...], or nothing
+        if name and name[0].startswith("/"):  # others are named [heap], [anon:...], or not at all
             start, end = (int(address, 16) for address in addresses.split("-"))
             areas.append((start, end, int(offset, 16)))
     return areas
 
 
-# Walks through a value of nested containers that came out of a file: in any depth, and in circles.
+# Traversal of nested containers from a file, at any depth and with cycles.
 
 
 def iter_leaves(value: Any) -> Iterator[Any]:
-    """Find all that nested dicts, lists, tuples and sets hold, each container once; names of dicts too.
+    """Yield the leaves of nested dicts, lists, tuples and sets, including dict keys; visit each container once.
 
     Args:
         value: Anything that `torch.load(weights_only=True)` returns. It may contain itself.
@@ -401,12 +401,12 @@ def iter_leaves(value: Any) -> Iterator[Any]:
 
 
 def iter_storages(value: Any) -> Iterator[torch.UntypedStorage]:
-    """Find the memory of every tensor in a nested value, also of the parts of sparse ones.
+    """Yield the memory of every tensor in a nested value, including the parts of sparse tensors.
 
-    Tensors without memory, on the device meta, have none.
+    Tensors on the meta device have no memory, and yield none.
 
     Raises:
-        TypeError: There is a tensor of a kind whose memory can't be told, or memory that is no tensor's; it names it.
+        TypeError: A tensor's kind does not show its memory, or a storage is not a tensor's; the message names the type.
     """
     for leaf in iter_leaves(value):
         if isinstance(leaf, torch.Tensor):

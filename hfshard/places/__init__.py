@@ -1,1 +1,1 @@
-"""Where a load comes from: a directory, a store, a hub."""
+"""Places to load from: directories, stores and hubs."""

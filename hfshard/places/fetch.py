@@ -1,4 +1,4 @@
-"""A checkpoint of a hub brought into the cache, or copied into a directory by the commit of a save."""
+"""Download a hub's checkpoint into the cache, or copy it into a directory by the commit of a save."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def pull_from_hub(
     """Download a checkpoint from a hub, and check that it is complete.
 
     Args:
-        repo_id: As in `pull_checkpoint`, and so are verify, progress and overwrite.
+        repo_id: The argument of `pull_checkpoint`, as are verify, progress and overwrite.
         local_dir: A plain directory; None: the files stay in the cache.
-        query: Which checkpoint, and how it is fetched; it `needs_companions`.
+        query: Selects the checkpoint, and how it is fetched; its `needs_companions` must be set.
 
     Returns:
-        As `pull_checkpoint`.
+        The directory of the checkpoint, as from `pull_checkpoint`.
 
     Raises:
         Everything that `pull_checkpoint` raises.
@@ -86,7 +86,7 @@ def pull_from_hub(
 
 
 def _exported(checkpoint: OpenCheckpoint, companions: Sequence[str], query: CheckpointQuery) -> list[str]:
-    """The paths in the repo of the files that are copied."""
+    """List the paths in the repo of the files that are copied."""
     below = query.path("")
     weights, others = exported_names(checkpoint, [path.removeprefix(below) for path in companions])
     has_config = os.path.isfile(os.path.join(checkpoint.directory, CONFIG_NAME))
@@ -94,7 +94,7 @@ def _exported(checkpoint: OpenCheckpoint, companions: Sequence[str], query: Chec
 
 
 def _fetch_snapshot(repo_id: str, query: CheckpointQuery, progress: bool | None) -> str:
-    """Download a checkpoint and the files beside it, and return the directory of the snapshot."""
+    """Download a checkpoint and its companion files, and return the directory of the snapshot."""
     fetcher = Fetcher(repo_id, query, progress)
     resolver = partial(resolve_checkpoint, query=query)
     is_cached_only = is_offline(query.local_files_only)
@@ -107,14 +107,14 @@ def _fetch_snapshot(repo_id: str, query: CheckpointQuery, progress: bool | None)
 
 
 def fetch_checkpoint(repo_id: str, query: CheckpointQuery, progress: bool | None = None) -> ResolvedCheckpoint:
-    """Download what a load needs into the cache, all of one commit.
+    """Download the files that a load needs into the cache, all of one commit.
 
-    One request tells the commit and its files; none is sent where the revision is a commit and the cache holds all
-    files. Where the Hub can't be reached, the cached files of the revision are used if they are complete.
+    One request returns the commit and its files; none is sent if the revision is a commit and the cache has all files.
+    If the Hub can't be reached, the cached files of the revision are used if they are complete.
 
     Args:
         repo_id: "org/name".
-        query: Which checkpoint, and how much of it.
+        query: Selects the checkpoint, and how much of it.
         progress: Whether to show a bar on stderr. None: on a terminal.
 
     Raises:
@@ -124,7 +124,7 @@ def fetch_checkpoint(repo_id: str, query: CheckpointQuery, progress: bool | None
 
 
 def _sizes_in(directory: str) -> dict[str, int]:
-    """Path in a snapshot -> bytes."""
+    """List the sizes of the files of a snapshot: path -> bytes."""
     sizes = {}
     for above, _, files in os.walk(directory):
         for name in files:
@@ -134,33 +134,33 @@ def _sizes_in(directory: str) -> dict[str, int]:
     return sizes
 
 
-# Copies a pulled checkpoint into a directory of the user's, by the same crash-safe commit as a save.
+# Export: a pulled checkpoint is copied into a user's directory by the same crash-safe commit as a save.
 
 
 _LEFT_OUT: Final = frozenset({".gitattributes"})
 """Files that only the Hub needs."""
 
 _SUFFIX_BYTES: Final = 8
-"""Random bytes in the other names of old shards: 16 hex digits, as shards in a store have them."""
+"""Random bytes in the temporary names of old shards: 16 hex digits, as in the names of shards in a store."""
 
 
 def export(checkpoint: OpenCheckpoint, directory: str, companions: Collection[str], *, overwrite: bool = False) -> None:
-    """Copy a checkpoint into a directory; what the directory held before can be loaded until the copy is complete.
+    """Copy a checkpoint into a directory, whose previous checkpoint can be loaded until the copy is complete.
 
-    Files are copied (or share their blocks, where the file system can do that), never linked: writing to a linked file
-    would change the cache. Where old shards have the names of new ones, a commit of its own gives them other names
-    first; killed in between, it leaves the old checkpoint under those.
+    Files are copied (or share their blocks, if the file system can do that), never linked: writing to a linked file
+    would change the cache. If old shards have the names of new ones, a separate commit renames them first; an export
+    that is killed in between leaves the old checkpoint under the new names.
 
     Args:
         checkpoint: An open checkpoint.
-        directory: The target, made if it is missing.
+        directory: The target, created if it is missing.
         companions: Paths below the checkpoint's directory that are copied too.
         overwrite: Whether to replace files that don't belong to the checkpoint there (see `OwnFiles`), and a README.
 
     Raises:
         SaveDirectoryError: The target is a file, has other files that would be replaced, or has a link where a folder
-            is needed; or what it has can't stay loadable until the copy is complete: weights of another format, or
-            shards of the same names that another index names too, or that lie on a file system without hard links.
+            is needed; or its checkpoint can't stay loadable until the copy is complete: it has weights of another
+            format, or shards of the same names that another index names too or that can't be hard-linked.
         Everything that `SaveSession.commit` raises.
     """
     names = checkpoint.names
@@ -194,20 +194,20 @@ def export(checkpoint: OpenCheckpoint, directory: str, companions: Collection[st
         plan = plan_commit(session.state, new)
         if own_files is not None:
             own_files()
-        for name in unnamed:  # or the new index would name them until they are replaced
+        for name in unnamed:  # otherwise the new index would name them until they are replaced
             os.unlink(os.path.join(directory, name))
         session.commit(plan)
 
 
 def exported_names(checkpoint: OpenCheckpoint, companions: Collection[str]) -> tuple[list[str], list[str]]:
-    """Name the files that `export` copies: the weights, and all others but config.json."""
+    """List the files that `export` copies: the weights, and all others except config.json."""
     weights = [*checkpoint.shards, *checkpoint.pickles]
     index = [checkpoint.weights.name] if checkpoint.weights.is_index else []
     return weights, sorted({*companions, *index} - _LEFT_OUT - {*weights, CONFIG_NAME})
 
 
 def _free_names(directory: str, checkpoint: OpenCheckpoint) -> None:
-    """Give old shards that have names of new ones, and other contents, names of their own, by a commit."""
+    """Rename, by a commit, old shards that have names of new ones but other contents."""
     names = checkpoint.names
     with save_session(directory, names) as session:
         state = session.state
@@ -216,7 +216,7 @@ def _free_names(directory: str, checkpoint: OpenCheckpoint) -> None:
             return
         is_read = state.has_index and not state.has_single and state.weights_override is None
         if state.index is None or not is_read or not state.owned.issuperset(taken):
-            return  # refused with what else is in the way
+            return  # rejected later, together with other conflicts
         session.check_space(sum(shard.size for shard in checkpoint.shards.values()))
         suffix = f"-{secrets.token_hex(_SUFFIX_BYTES)}{SAFETENSORS_SUFFIX}"
         aside = {name: f"{name.removesuffix(SAFETENSORS_SUFFIX)}{suffix}" for name in taken}
@@ -236,7 +236,7 @@ def _free_names(directory: str, checkpoint: OpenCheckpoint) -> None:
 
 
 def _with_names(raw: bytes, names: Mapping[str, str]) -> bytes:
-    """An index that was read, with other names of files; all else in it stays as it is, whoever wrote it."""
+    """Rename files in an index; everything else in it stays as it is, whichever program wrote it."""
     index = json.loads(raw)
     index["weight_map"] = {tensor: names.get(file, file) for tensor, file in index["weight_map"].items()}
     ours = (index.get("metadata") or {}).get(METADATA_KEY)
@@ -246,7 +246,7 @@ def _with_names(raw: bytes, names: Mapping[str, str]) -> bytes:
 
 
 def _taken(session: SaveSession, checkpoint: OpenCheckpoint) -> list[str]:
-    """Name the files of weights in the target that have names of new ones, and other contents."""
+    """List the weights files in the target that have names of new ones but other contents."""
     return [
         name
         for name in (*checkpoint.shards, *checkpoint.pickles)
@@ -255,7 +255,7 @@ def _taken(session: SaveSession, checkpoint: OpenCheckpoint) -> list[str]:
 
 
 def _refuse_other_contents(session: SaveSession, checkpoint: OpenCheckpoint, *, overwrite: bool) -> list[str]:
-    """Refuse shards of the same names; returns those that no index names, which may be overwritten."""
+    """Reject shards of the same names but other contents; return the strays among them, which may be overwritten."""
     directory = session.directory
     is_plain = checkpoint.weights.name in (checkpoint.names.single, checkpoint.names.index)
     if not is_plain and session.state.has_weights:

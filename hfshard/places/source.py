@@ -1,4 +1,4 @@
-"""Where a checkpoint comes from, a directory or a repo of a hub, and its opening with the checks that are asked for."""
+"""Sources of checkpoints, a directory, a store or a repo of a hub, opened with the requested checks."""
 
 from __future__ import annotations
 
@@ -41,39 +41,39 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LocalCheckpoint:
-    """Where a checkpoint is on this machine."""
+    """Location of a checkpoint on this machine, or in a store."""
 
     directory: str
-    """With the subfolder."""
+    """The directory, including the subfolder."""
     path: str
-    """What finds it for transformers: a directory, or a repo."""
+    """The directory or repo by which transformers finds it."""
     commit: str | None = None
-    """Of a repo: the one that was pulled."""
+    """The commit that was pulled from a repo."""
     revision: str | None = None
-    """The one that was asked for."""
+    """The requested revision."""
     weights_name: str | None = None
-    """The file of weights, or the index, that was given; None where a directory or a repo was."""
+    """The file of weights, or the index, that was given; None for a directory or a repo."""
     folder: StoreFolder | None = None
-    """Where the files are, if not in the directory: that has small ones only, and may be empty until `fetch`."""
+    """Store folder of the files, if any; then the directory has only small files, and may be empty until `fetch`."""
     skeleton: Skeleton | None = None
-    """What holds that directory."""
+    """The owner of that directory."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSource:
-    """Where to load from: a directory, a directory hub, or a repo of the Hub; and what of it."""
+    """The place to load from (a directory, a store, a directory hub or a repo of the Hub), and the checkpoint in it."""
 
     path: str
-    """"org/name", an address of a store, or the absolute path of a directory, wherever the process goes meanwhile."""
+    """"org/name", a store address, or the absolute path of a directory, independent of the working directory."""
     query: CheckpointQuery = field(default_factory=CheckpointQuery)
     takes_files: bool = False
-    """Whether the path may be that of one file of weights, or of an index, whatever else lies beside it."""
+    """Accept the path of one file of weights, or of an index, regardless of other files next to it."""
 
     def __post_init__(self) -> None:
-        """Check the path, and make that of a directory absolute.
+        """Check the path, and make a directory's path absolute.
 
         Raises:
-            InvalidArgumentError: It is no path and no name; or a revision or a token is given with an address.
+            InvalidArgumentError: It is neither a path nor a name; or a revision or a token is given with an address.
         """
         name = path_text(self.path)
         if is_address(name):
@@ -85,9 +85,9 @@ class CheckpointSource:
             object.__setattr__(self, "path", absolute_path(directory))
 
     def fetch(self, progress: bool | None = None) -> LocalCheckpoint:
-        """Find the checkpoint on this machine; one of the Hub is downloaded into the cache first.
+        """Find the checkpoint on this machine; download one of the Hub into the cache first.
 
-        Of one in a store, the small files that a model is built from come into a temporary directory.
+        For one in a store, the small files that a model is built from are downloaded into a temporary directory.
         """
         local = self.find_local()
         if local is not None:
@@ -104,8 +104,8 @@ class CheckpointSource:
         """Find the checkpoint in a directory or a store; None for a repo of the Hub.
 
         Raises:
-            StoreError: The store refuses, or can't be reached.
-            InvalidArgumentError: The path is a file.
+            StoreError: The store refused, or can't be reached.
+            InvalidArgumentError: The path is a file that is not accepted.
             CheckpointNotFoundError: There is no such directory.
         """
         if is_address(self.path):
@@ -134,7 +134,7 @@ class CheckpointSource:
         return None
 
     def _find_in_store(self) -> LocalCheckpoint:
-        from hfshard.places.store_mirror import Skeleton, find_in_store  # for those who have stores
+        from hfshard.places.store_mirror import Skeleton, find_in_store  # needed only for stores
 
         folder, weights_name = find_in_store(self.path, self.query, takes_files=self.takes_files)
         skeleton = Skeleton(folder, self.query.subfolder, has_code=self.query.needs_code)
@@ -165,13 +165,13 @@ def open_source(
     *,
     check_beside: bool = False,
 ) -> Iterator[OpenCheckpoint]:
-    """Open the checkpoint of a source, with the checks that are asked for.
+    """Open the checkpoint of a source, with the requested checks.
 
     Args:
-        source: Where it comes from.
-        options: How it is checked.
-        local: Where it is, if that is known.
-        check_beside: As for `open_checkpoint`.
+        source: The source.
+        options: Options of the load, with its checks.
+        local: The location, if it is known.
+        check_beside: Compare the checksums while the block runs; see `open_checkpoint`.
 
     Raises:
         Everything that `open_checkpoint` raises, and a pull.
@@ -187,7 +187,7 @@ def open_source(
             _folder_of(local, options),
             variant=query.variant,
             use_safetensors=query.use_safetensors,
-            verify=options.verify if signed is None else "none",  # the signature says all that would be compared
+            verify=options.verify if signed is None else "none",  # the signature covers everything to compare
             progress_callback=progress_callback,
             files_of=query.files_of,
             weights_name=local.weights_name,
@@ -211,11 +211,11 @@ def open_source(
 
 
 def signed_files(local: LocalCheckpoint, source: CheckpointSource, options: LoadOptions) -> SignedFiles | None:
-    """Check the signature that a load asks for, and the files that it reads beside the weights; None: it asks for none.
+    """Check a load's required signature, and the files that it reads along with the weights; None: none is required.
 
     Raises:
         SignatureError: There is no such signature, or a file differs, is missing, or was added.
-        InvalidArgumentError: The checkpoint is in a store, and can only be compared on a disk.
+        InvalidArgumentError: The checkpoint is in a store, and can only be compared on disk.
     """
     if options.signature is None:
         return None
@@ -237,16 +237,16 @@ def with_checkpoint(
     use: Callable[[OpenCheckpoint], _Result],
     local: LocalCheckpoint | None = None,
 ) -> _Result:
-    """Open the checkpoint of a source and do something with it; again where a save replaced it meanwhile in a store.
+    """Open the checkpoint of a source and use it; start again if a save replaces it meanwhile in a store.
 
     Args:
-        source: As for `open_source`, and so are the options.
-        options: How.
-        use: What is done; it may be done again, from the beginning.
-        local: What `fetch` returned, or `find_local`.
+        source: The source.
+        options: Options of the load, with its checks.
+        use: Uses the open checkpoint; it may be called again, from the beginning.
+        local: The result of `fetch` or `find_local`.
 
     Returns:
-        What it returns.
+        The result of `use`.
 
     Raises:
         CheckpointChangedError: It kept changing.
@@ -265,11 +265,11 @@ def with_checkpoint(
 
 @contextmanager
 def open_source_by_ranges(source: CheckpointSource, options: LoadOptions) -> Iterator[OpenCheckpoint]:
-    """Open a checkpoint of the Hub: only the bytes of tensors that are read come, and nothing into the cache.
+    """Open a checkpoint of the Hub. Only the bytes of the tensors to read are downloaded, and nothing is cached.
 
     Args:
         source: A repo of the Hub.
-        options: How it is checked.
+        options: Options of the load, with its checks.
 
     Raises:
         Everything that `open_by_ranges` raises.
@@ -298,7 +298,7 @@ def _warn_of_edited_files(checkpoint: OpenCheckpoint) -> None:
 
 @contextmanager
 def no_directory_either(path: str) -> Iterator[None]:
-    """Say of a name that a hub does not give that it is no directory of this machine either: it may be misspelt."""
+    """Add to a hub's error about a name that it is not a local path either, since the name may be misspelled."""
     try:
         yield
     except (HubNotFoundError, HubAccessError, HubConnectionError, CheckpointNotFoundError) as error:
@@ -310,5 +310,5 @@ def no_directory_either(path: str) -> Iterator[None]:
 
 
 def _is_a_path(path: str) -> bool:
-    """Whether a name that does not exist was meant as a path: a repo_id has at most one slash, and not at the start."""
+    """Return whether a nonexistent name was meant as a path: a repo_id has at most one slash, not at the start."""
     return path.startswith(("/", ".", "~")) or path.count("/") > 1 or (os.sep != "/" and os.sep in path)

@@ -1,4 +1,4 @@
-"""Checkpoints in stores: the folder whose files are read by ranges, and small files of it for who wants a directory."""
+"""Checkpoints in stores: the folder, read by ranges, and its small files for code that needs a directory."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ from hfshard.stores.byte_budget import store_memory_bytes
 from hfshard.stores.open_store import open_store
 
 _SMALL_NAMES: Final = (CONFIG_NAME, GENERATION_CONFIG_NAME, ADAPTER_CONFIG_NAME)
-"""What a model is built from besides its weights."""
+"""Files that a model is built from, along with its weights."""
 
 _CODE_SUFFIX: Final = ".py"
 
 _PLAIN: Final = re.compile(r"[^A-Za-z0-9_.-]")
-"""What is not taken over into the name of a directory."""
+"""Characters that are replaced in the name of a directory."""
 _LONGEST_NAME: Final = 255
-"""Bytes of a directory's name on Linux and macOS; in a store a name has up to 1,024."""
+"""Maximum bytes of a directory's name on Linux and macOS; a name in a store has up to 1,024."""
 _DIGEST_DIGITS: Final = 16
 
 
 class Skeleton:
-    """The small files of a checkpoint that is far away, in a temporary directory; weights never.
+    """The small files of a remote checkpoint, in a temporary directory; never the weights.
 
-    The directory goes when nobody holds this any more, and when Python exits.
+    The directory is removed when this is garbage-collected, and when Python exits.
     """
 
     def __init__(self, folder: StoreFolder, subfolder: str, *, has_code: bool) -> None:
-        """Make an empty directory.
+        """Create an empty directory.
 
         Args:
-            folder: Where the files are.
-            subfolder: The end of the folder's address that was given as `subfolder`, which transformers is given too.
+            folder: The folder of the files.
+            subfolder: The end of the folder's address that was given as `subfolder`, and is passed to transformers.
             has_code: Whether the checkpoint's own code may be run, so that it is needed too.
         """
         self._folder = folder
@@ -56,22 +56,23 @@ class Skeleton:
         weakref.finalize(self, _remove, parent, os.getpid())
         below = [part for part in subfolder.split("/") if part]
         place = "/".join(folder.path.split("/")[: -len(below)]) if below else folder.path
-        # transformers keeps a checkpoint's code under the name of its directory: the same one each time.
+        # transformers keeps a checkpoint's code under its directory's name, so that must be the same each time.
         self.path = os.path.join(parent, _directory_name(place.rpartition("/")[2]))
-        """What is given to transformers, together with the subfolder."""
+        """The path that transformers is given, together with the subfolder."""
         self._long_part = next((part for part in below if len(os.fsencode(part)) > _LONGEST_NAME), None)
         if self._long_part is not None:
-            below = [_directory_name(subfolder)]  # holds nothing: see `fill`
+            below = [_directory_name(subfolder)]  # stays empty: see `fill`
         self.directory = os.path.join(self.path, *below)
         os.makedirs(self.directory)
         self.is_filled = False
-        """Whether somebody wants the files, so that they are kept as they are far away."""
+        """True once the files were requested; they are kept up to date from then on."""
 
     def fill(self) -> None:
-        """List what is there, and bring the directory to it (raises as `refresh`, if it kept changing).
+        """List the files, and download them into the directory; retry if they change.
 
         Raises:
             InvalidArgumentError: No directory can have the name of the subfolder, which transformers is given.
+            DamagedCheckpointError, CheckpointChangedError: See `refresh`; it changed on every try.
         """
         if self._long_part is not None:
             raise InvalidArgumentError(
@@ -89,19 +90,19 @@ class Skeleton:
         self.refresh()
 
     def look(self) -> None:
-        """List what is there, unless it was listed to fill the directory."""
+        """List the files, unless they were listed to fill the directory."""
         if not self.is_filled:
             self._folder.look_early()
 
     def read_all(self) -> dict[str, bytes]:
-        """Read the files as they were at the folder's last look: name -> contents."""
+        """Read the files as the folder last listed them: name -> contents."""
         return {name: self._folder.read_small(name, MAX_CONFIG_BYTES) for name in self._names()}
 
     def refresh(self) -> None:
-        """Bring the directory, if it was filled, to what was there at the folder's last look.
+        """Update the directory, if it was filled, to the folder's last listing.
 
         Raises:
-            DamagedCheckpointError: A file is too large, or no text.
+            DamagedCheckpointError: A file is too large, or not text.
             CheckpointChangedError: It was replaced since.
         """
         if not self.is_filled:
@@ -124,13 +125,13 @@ class Skeleton:
         return [name for name in _SMALL_NAMES if self._folder.has(name)] + code
 
     def _code_folders(self) -> set[str]:
-        """Return the folders of the modules that the config names: what they import by dots lies next to them."""
+        """Return the folders of the modules that the config names, which also have the modules' relative imports."""
         if not self._folder.has(CONFIG_NAME):
             return set()
         try:
             config = json.loads(self._folder.read_small(CONFIG_NAME, MAX_CONFIG_BYTES))
         except (ValueError, RecursionError):
-            return set()  # transformers says what is wrong with it
+            return set()  # transformers reports the error
         auto_map = config.get("auto_map") if isinstance(config, dict) else None
         values = auto_map.values() if isinstance(auto_map, dict) else ()
         named = [one for value in values for one in (value if isinstance(value, list) else [value])]
@@ -139,7 +140,7 @@ class Skeleton:
 
 
 def _directory_name(name: str) -> str:
-    """What the temporary directory of a folder in a store is called: like that, as far as directories can be."""
+    """Return the name of a store folder's temporary directory: the same, unless characters or length forbid it."""
     plain = _PLAIN.sub("_", name).lstrip(".") or "_"
     module = "_" + plain.replace(".", "_dot_").replace("-", "_hyphen_")  # transformers' directory for its code
     if len(module) <= _LONGEST_NAME:
@@ -154,17 +155,17 @@ def _remove(directory: str, process: int) -> None:
 
 
 def find_in_store(text: str, query: CheckpointQuery, *, takes_files: bool) -> tuple[StoreFolder, str | None]:
-    """Find the folder of a checkpoint in a store, and the file of weights that an address may name.
+    """Find the folder of a checkpoint in a store, and the file of weights if the address names one.
 
     Args:
         text: The address.
-        query: Which checkpoint.
+        query: Selects the checkpoint.
         takes_files: Whether the address may be that of one file of weights, or of an index.
 
     Raises:
-        InvalidArgumentError: The query can't be answered by a store.
+        InvalidArgumentError: A store does not support the query.
         InvalidPathError: The subfolder leads elsewhere.
-        StoreError: There is no such bucket, no permission, no connection.
+        StoreError: There is no such bucket, no permission, or no connection.
     """
     if query.local_files_only:
         raise InvalidArgumentError(f"local_files_only=True, and '{text}' is not on this machine.", path=text)

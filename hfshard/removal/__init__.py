@@ -1,1 +1,1 @@
-"""What is removed from a directory, a run or a store, in which order, and what stays."""
+"""Removal of checkpoints from a directory, a run or a store: what goes, in which order, and what stays."""

@@ -1,4 +1,4 @@
-"""Remove a checkpoint from a directory, or what killed saves have left there, under the lock that saves take."""
+"""Remove a checkpoint from a directory, or the leftovers of killed saves, under the lock that saves take."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from hfshard.removal.removal_plan import (
 )
 
 LOCK_WAIT_SECONDS: Final = 5.0
-"""How long a removal waits for a save there: what that one saves is not what the user has chosen."""
+"""How long a removal waits for a save in the directory: the user has not chosen to remove what that one saves."""
 
 
 def remove_from_directory(directory: str, names: WeightNames) -> Removal:
@@ -35,18 +35,18 @@ def remove_from_directory(directory: str, names: WeightNames) -> Removal:
 
     Raises:
         CheckpointNotFoundError: There is none.
-        InvalidArgumentError: Its config names weights that no save of hfshard has put there.
+        InvalidArgumentError: Its config names weights that no save of hfshard has written.
     """
     return _removal(partial(_plan_checkpoint, directory, names))
 
 
 def remove_leftovers_from_directory(directory: str, names: WeightNames) -> Removal:
-    """Plan the removal of what killed saves have left: shards that no index names, temporary files, staged ones."""
+    """Plan the removal of the leftovers of killed saves: shards that no index names, temporary and staged files."""
     return _removal(partial(_plan_leftovers, directory, names))
 
 
 def find_files(directory: str, names: Collection[str]) -> dict[str, FoundFile]:
-    """Find the size and identity of files in a directory; links are not followed, as it is they that go."""
+    """Find the size and identity of files in a directory; links are not followed, because they themselves go."""
     found = {}
     for name in sorted(names):
         status = os.lstat(os.path.join(directory, name))
@@ -55,7 +55,7 @@ def find_files(directory: str, names: Collection[str]) -> dict[str, FoundFile]:
 
 
 def unlink_in_order(plan: RemovalPlan) -> None:
-    """Unlink the files of a plan, and flush the directory after each phase: a power cut then keeps the order, too."""
+    """Unlink the files of a plan, and flush the directory after each phase, so that a power cut keeps the order too."""
     for phase in plan.phases:
         for name in phase:
             unlink_if_there(os.path.join(plan.place, name))
@@ -63,7 +63,7 @@ def unlink_in_order(plan: RemovalPlan) -> None:
 
 
 def shown_names(directory: str) -> dict[str, str]:
-    """Name what is in a directory: name -> the same, with "/" at the end for a folder."""
+    """List a directory: name -> the same, with "/" at the end for a folder."""
     with os.scandir(directory) as entries:
         return {one.name: f"{one.name}/" if one.is_dir(follow_symlinks=False) else one.name for one in entries}
 
@@ -115,13 +115,13 @@ def _plan_leftovers(directory: str, names: WeightNames) -> RemovalPlan:
     files = list(dict.fromkeys([*sorted(state.strays), *state.leftovers]))
     staged = _staged_files(directory)
     kept = {shown: "no leftover of a save" for name, shown in shown_names(directory).items() if name not in files}
-    # One by one, as the placeholder of a commit goes last.
+    # One by one, because the placeholder of a commit goes last.
     phases = [*([name] for name in files), *([staged] if staged else [])]
     return RemovalPlan(directory, phases, find_files(directory, [*files, *staged]), kept)
 
 
 def _named_like_shards(state: DirectoryState) -> set[str]:
-    """Name shards that no index names, or none that can be read: a lone one would be taken for a checkpoint."""
+    """Find the shards that no readable index names: a lone one would be taken for a checkpoint."""
     names = state.names
     return {
         name
@@ -142,7 +142,7 @@ def _raise_not_found(state: DirectoryState) -> None:
 
 
 def _staged_files(directory: str) -> list[str]:
-    """Name the files in the staging directory, by their paths from the directory."""
+    """List the files in the staging directory, by their paths from the directory."""
     refuse_odd_directories(directory, STAGING_DIRECTORY)
     staging = os.path.join(directory, STAGING_DIRECTORY)
     return sorted(

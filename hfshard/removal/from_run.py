@@ -1,4 +1,4 @@
-"""Remove a checkpoint of a run in a directory, or what killed saves have left there, under the run's lock."""
+"""Remove a checkpoint of a run in a directory, or the leftovers of killed saves, under the run's lock."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from hfshard.training.run.run_storage import TRAINING_STATE
 
 
 def remove_from_run(directory: str) -> Removal:
-    """Plan the removal of one training checkpoint: the files that its manifest names, and what signs them.
+    """Plan the removal of one training checkpoint: the files that its manifest names, the manifest and the signature.
 
-    Without other files, the folder goes by one rename, as in a rotation. With others, it stays with these: the manifest
-    goes last, so that the checkpoint is damaged to every reader until it is gone.
+    In a run, a folder without other files goes by one rename, as in a rotation. Otherwise the files go one by one, and
+    other files stay in the folder. The manifest goes last, so that every reader finds the checkpoint damaged until it
+    is gone.
     """
     make_plan = partial(_plan_step, directory)
     plan = make_plan()
@@ -64,7 +65,7 @@ def _plan_step(directory: str) -> RemovalPlan:
 
 
 def _own_names(directory: str, listed: set[str]) -> set[str]:
-    """Name the files of a checkpoint: as its manifest says; without one, those that have names as saves give them."""
+    """Find the files of a checkpoint by its manifest; without a valid one, by the names that saves use."""
     try:
         return {*read_checkpoint_manifest(directory).files, MANIFEST, SIGNATURE_NAME}
     except HfshardError:
@@ -77,7 +78,7 @@ def _is_index(name: str) -> bool:
 
 
 def _phase_of(name: str) -> int:
-    """Weights first, while indexes lead to them and the manifest names them: both are errors then."""
+    """Return the phase of a file: weights first, while indexes and the manifest name them, an error for readers."""
     if name in (TRAINING_STATE, MANIFEST):
         return 2 if name == TRAINING_STATE else 3
     return 1 if _is_index(name) else 0
@@ -108,7 +109,7 @@ def _plan_leftovers(root: str) -> RemovalPlan:
 
 
 def _files_below(folder: str) -> Iterator[tuple[str, FoundFile]]:
-    """Find the files in a folder, or what is there in its place; "" is the folder itself, of no size."""
+    """Yield the files in a folder, or the file in its place; "" is the folder itself, of no size."""
     status = os.lstat(folder)
     yield "", FoundFile(0, (status.st_dev, status.st_ino))
     if stat.S_ISDIR(status.st_mode):
@@ -120,7 +121,7 @@ def _files_below(folder: str) -> Iterator[tuple[str, FoundFile]]:
 
 @contextmanager
 def _locked(directory: str) -> Iterator[None]:
-    """Hold the lock of the run that a checkpoint is in; that of the checkpoint itself where it is a copy elsewhere."""
+    """Hold the lock of a checkpoint's run, or of the checkpoint itself if it is a copy outside a run."""
     with _run_lock(os.path.dirname(directory) if _is_in_run(directory) else directory):
         yield
 

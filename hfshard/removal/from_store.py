@@ -1,7 +1,8 @@
-"""Remove a checkpoint from a place in a store, or what killed saves have left there.
+"""Remove a checkpoint from a place in a store, or the leftovers of killed saves.
 
-A store has no lock: what a save puts meanwhile has a higher number, and stays. A save that was suspended before the one
-that is removed would find its shards deleted; so nothing may save there, which the command says before it asks.
+A store has no lock: objects that a save puts during a removal have a higher number, and stay. A suspended save that is
+older than the removed one would find its shards deleted. So nothing may save there, which the command states before it
+asks.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _LOWER_INDEXES: Final = OTHER_FILES + 1
 _PLAIN_INDEX: Final = OTHER_FILES + 2
 _CURRENT_INDEX: Final = OTHER_FILES + 3
 _OBJECTS: Final = OTHER_FILES + 4
-"""Phases of a removal; those of uploaded weights come before."""
+"""Phases of a removal, after those of uploaded weights."""
 
 
 def remove_from_store(store: Store, names: WeightNames, *, unfinished: bool) -> Removal:
@@ -44,7 +45,7 @@ def remove_from_store(store: Store, names: WeightNames, *, unfinished: bool) -> 
     Args:
         store: Opened at the place.
         names: The checkpoint's file names.
-        unfinished: Also what is higher than its index: of a save that is under way, or was killed.
+        unfinished: Also remove objects with a higher number than its index: of a save that is running, or was killed.
 
     Raises:
         CheckpointNotFoundError: There is none.
@@ -53,21 +54,21 @@ def remove_from_store(store: Store, names: WeightNames, *, unfinished: bool) -> 
 
 
 def remove_leftovers_from_store(store: Store, names: WeightNames, *, unfinished: bool) -> Removal:
-    """Plan the removal of what is lower than the newest index of a checkpoint, and of what has none."""
+    """Plan the removal of saves lower than a checkpoint's newest index; with `unfinished`, of higher ones too."""
     return store_removal(store, partial(_plan_leftovers, store, names, unfinished=unfinished))
 
 
 @dataclass(frozen=True, slots=True)
 class StorePlan:
-    """A plan, and which unfinished uploads go with it."""
+    """A plan, and a test for the unfinished uploads that go with it."""
 
     plan: RemovalPlan
     is_left: Callable[[str], bool]
-    """Whether the unfinished upload of an object of this name goes, too."""
+    """Returns whether the unfinished upload of an object of this name goes too."""
 
 
 def store_removal(store: Store, make_plan: Callable[[], StorePlan]) -> Removal:
-    """Return the removal that a plan is for, made again before it is carried out."""
+    """Return the removal of a plan, which is built again before it is carried out."""
     plan = make_plan().plan
 
     def carry_out() -> None:
@@ -90,14 +91,14 @@ def build_plan(
     kept: Mapping[str, str],
     is_left: Callable[[str], bool],
 ) -> StorePlan:
-    """Build a plan of what was listed."""
+    """Build a plan from the objects that were listed."""
     own = {name: FoundFile(found[name].size, found[name].etag) for phase in phases for name in phase}
     uploads = _unfinished_uploads(store, is_left)
     return StorePlan(RemovalPlan(str(store.address), [one for one in phases if one], own, kept, uploads), is_left)
 
 
 def _unfinished_uploads(store: Store, is_left: Callable[[str], bool]) -> tuple[str, ...]:
-    """Name the unfinished uploads that would go; nothing goes yet."""
+    """List the unfinished uploads that would go, without removing them."""
     left: list[str] = []
 
     def note(name: str) -> bool:
@@ -157,7 +158,7 @@ def _plan_leftovers(store: Store, names: WeightNames, *, unfinished: bool) -> St
 
 
 def _current(state: StoreState) -> SaveId | None:
-    """Return the save that counts: that of the highest index, or of the plain index that leads to its objects."""
+    """Return the current save: that of the highest index, or else the one whose objects the plain index names."""
     highest = highest_index(state.found, state.names.index)
     if highest is None and state.index is not None:
         return save_of_copy(state.index)
@@ -165,11 +166,11 @@ def _current(state: StoreState) -> SaveId | None:
 
 
 def _phase_of(name: str, names: WeightNames, current: SaveId | None) -> int:
-    """Return when an object goes, so that no reader ever finds another checkpoint in place of the one that goes.
+    """Return the phase of an object, so that no reader ever finds another checkpoint in place of the one that goes.
 
-    What other tools uploaded goes first, while a save of hfshard outranks it; then the indexes of lower saves, while a
-    higher one is there; then the plain index, by which other tools read; then the highest index: from then on there is
-    no checkpoint, and its objects go.
+    Uploads of other tools go first, while a save of hfshard outranks them; then the indexes of lower saves, while there
+    is a higher one; then the plain index, by which other tools read; then the highest index. From then on there is no
+    checkpoint, and its objects go.
     """
     split = split_object_name(name)
     if split is None:

@@ -1,4 +1,4 @@
-"""Remove a checkpoint of a run in a store, or what killed saves have left in any folder of the run."""
+"""Remove a checkpoint of a run in a store, or the leftovers of killed saves in any folder of the run."""
 
 from __future__ import annotations
 
@@ -25,26 +25,29 @@ _PLAIN_MANIFEST: Final = 3
 _CURRENT: Final = 4
 _OBJECTS: Final = 5
 _MARKS: Final = 6
-"""The order of a removal. Until the current manifest goes, it outranks all others of its folder; marks go last, as they
-say where objects may have been left."""
+"""The order of a removal. Until the current manifest goes, it outranks all others of its folder; marks go last, because
+they record where objects may have been left."""
 
 
 def remove_from_stored_run(store: Store, *, unfinished: bool) -> Removal:
-    """Plan the removal of one training checkpoint; raises as `remove_from_store`.
+    """Plan the removal of one training checkpoint.
 
     Args:
         store: Opened at the checkpoint's folder.
-        unfinished: Also what is higher than its manifest.
+        unfinished: Also remove objects with a higher number than its manifest.
+
+    Raises:
+        CheckpointNotFoundError: There is none.
     """
     return store_removal(store, partial(_plan_step, store, unfinished=unfinished))
 
 
 def remove_leftovers_from_stored_run(root: str, *, unfinished: bool) -> Removal:
-    """Plan the removal of what has no manifest, or a lower one than its folder's, and of marks that say nothing more.
+    """Plan the removal of saves without a manifest, or with a lower one than their folder's, and of obsolete marks.
 
     Args:
         root: The run's address.
-        unfinished: Also what is higher than the highest manifest.
+        unfinished: Also remove objects with a higher number than the highest manifest.
     """
     return store_removal(open_store(root), partial(_plan_leftovers, root, unfinished=unfinished))
 
@@ -82,7 +85,7 @@ def _plan_leftovers(root: str, *, unfinished: bool) -> StorePlan:
     highest = max(finished.values(), default=None)
 
     def is_left(folder: str, one: SaveId) -> bool:
-        """Whether it is lower than a manifest, and has none that counts."""
+        """Return whether a save goes: one without a current manifest, and lower than the highest or `unfinished`."""
         own = finished.get(folder)
         return one != own and (unfinished or (highest is not None and one < highest))
 
@@ -128,7 +131,7 @@ def _phase_of(path: str, current: SaveId | None) -> int:
 
 
 def _plain_manifest(store: Store, found: Mapping[str, StoredObject]) -> CheckpointManifest | None:
-    """Read a plain manifest; None where there is none, or it is damaged."""
+    """Read a plain manifest; None if it is missing or damaged."""
     if MANIFEST not in found:
         return None
     try:
@@ -139,7 +142,7 @@ def _plain_manifest(store: Store, found: Mapping[str, StoredObject]) -> Checkpoi
 
 
 def _inlined(store: Store, found: Mapping[str, StoredObject], save_id: SaveId | None) -> Collection[str]:
-    """Name the files that a save has inlined in its manifest: there are plain copies of them."""
+    """List the files that a save has inlined in its manifest, which also have plain copies."""
     one = None if save_id is None else found.get(save_id.object_name(MANIFEST))
     if one is None or save_id is None:
         return ()
@@ -150,7 +153,7 @@ def _inlined(store: Store, found: Mapping[str, StoredObject], save_id: SaveId | 
 
 
 def _stale_copies(store: Store, files: Mapping[str, StoredObject]) -> set[str]:
-    """Name the plain copies that have outlived their save: their manifest names numbered objects, and none is there."""
+    """Find the plain copies that have outlived their save: their manifest names numbered objects, which are gone."""
     manifest = _plain_manifest(store, files)
     if manifest is None or not saves_among(manifest.files):
         return set()

@@ -1,4 +1,4 @@
-"""What a removal deletes and in which order, what stays and why; and the report of it."""
+"""Plan and report of a removal: files that go, in which order, and files that stay, with the reasons."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from hfshard.errors import CheckpointChangedError
 from hfshard.format.file_names import INDEX_FILE, WeightNames
 
 SMALL_FILES: Final = (CONFIG_NAME, GENERATION_CONFIG_NAME, SIGNATURE_NAME)
-"""What goes along with the weights, unless other weights stay next to them."""
+"""Files that go along with the weights, unless other weights stay next to them."""
 
 OTHER_FILES: Final = 8
-"""The phase of what is neither weights nor an index."""
+"""The phase of files that are neither weights nor an index."""
 
 NOT_ITS_OWN: Final = "not part of the checkpoint"
 SHARED: Final = "other weights stay, and may need it"
@@ -31,16 +31,16 @@ MAY_BE_UNDER_WAY: Final = "of a save that is under way, or was killed: --unfinis
 
 @dataclass(frozen=True, slots=True)
 class RemovalReport:
-    """What was removed, or would be."""
+    """Report of a removal that was done, or would be."""
 
     place: str
     """The directory or address."""
     removed: Mapping[str, int]
     """Path in the place -> bytes."""
     kept: Mapping[str, str]
-    """Path of what stays in the place -> why; a folder's ends in "/"."""
+    """Path of a file or folder that stays in the place -> why; a folder's ends in "/"."""
     unfinished_uploads: tuple[str, ...] = ()
-    """Names of objects whose uploads were begun and never finished; services don't tell how large those are."""
+    """Names of objects with unfinished uploads; services do not report the sizes of those."""
     is_done: bool = False
     """Whether it was removed; False for a dry run."""
 
@@ -51,7 +51,7 @@ class RemovalReport:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to remove."""
+        """True if there is nothing to remove."""
         return not self.removed and not self.unfinished_uploads
 
 
@@ -61,33 +61,33 @@ class FoundFile:
 
     size: int
     identity: Hashable
-    """Another one for other contents."""
+    """Differs if the contents differ."""
 
 
 @dataclass(frozen=True, slots=True)
 class RemovalPlan:
-    """What goes and what stays, as a place was found."""
+    """Files that go and files that stay, as they were found in a place."""
 
     place: str
     phases: Sequence[Sequence[str]]
     """Paths in the place, in the order in which they go; those of one phase in any order."""
     found: Mapping[str, FoundFile]
-    """All of them."""
+    """Path -> file, for all of them."""
     kept: Mapping[str, str]
-    """As in `RemovalReport`."""
+    """Path of a file or folder that stays -> why."""
     unfinished_uploads: tuple[str, ...] = ()
-    """As in `RemovalReport`."""
+    """Names of objects whose unfinished uploads go."""
 
     def report(self) -> RemovalReport:
-        """Return what it removes."""
+        """Return the report of the planned removal."""
         removed = {name: self.found[name].size for phase in self.phases for name in phase}
         return RemovalReport(self.place, removed, dict(sorted(self.kept.items())), self.unfinished_uploads)
 
     def check_same(self, now: RemovalPlan) -> None:
-        """Check that what goes is still what was shown.
+        """Check that the files that go are still those that were shown.
 
         Raises:
-            CheckpointChangedError: It is not.
+            CheckpointChangedError: They are not.
         """
         if now.found != self.found:
             changed = sorted({name for name, _ in now.found.items() ^ self.found.items()})
@@ -104,11 +104,11 @@ class Removal:
 
     report: RemovalReport
     carry_out: Callable[[], None] = field(repr=False)
-    """Removes what the report lists; CheckpointChangedError, and nothing is removed, where that has changed."""
+    """Removes what the report lists; if that has changed, raises CheckpointChangedError and removes nothing."""
 
 
 def joined(removals: Sequence[Removal], place: str) -> Removal:
-    """Return one removal that carries out several of one place in turn; what the first one says of a file counts."""
+    """Join removals of one place into one that carries them out in turn; the first one's reason for a file counts."""
 
     def carry_out() -> None:
         for one in removals:
@@ -131,12 +131,12 @@ def in_phases(names: Collection[str], phase_of: Callable[[str], int]) -> list[li
 
 
 def phase_of_weights(name: str, names: WeightNames) -> int:
-    """Return when a file of weights goes, so that no reader ever loads other weights in place of those that go.
+    """Return the phase of a file of weights, so that no reader ever loads other weights in place of those that go.
 
     transformers and hfshard look for the single file, the index, and the same of pickles; huggingface_hub for the
-    index, then for the only safetensors file. So pickles go first, while safetensors outrank them. Then shards, while
-    the index names them, which is an error for all who read it; then the single file; then the index, which has been
-    of no use since the first shard went, but kept huggingface_hub from taking the last shard for all.
+    index, then for the only safetensors file. So pickles go first, while safetensors outrank them. Then shards go,
+    while the index names them, which is an error for every reader; then the single file; then the index, which has
+    been useless since the first shard went, but kept huggingface_hub from taking the last shard for all weights.
     """
     if name.endswith(BIN_SUFFIX):
         return 1 if name == names.bin_single else 0
@@ -152,5 +152,5 @@ def phase_of_weights(name: str, names: WeightNames) -> int:
 
 
 def is_of_weights(name: str) -> bool:
-    """Whether a file of this name has weights, or leads to some: then config files next to it stay."""
+    """Return whether a file of this name has weights, or leads to some: then config files next to it stay."""
     return name.endswith(WEIGHTS_SUFFIXES) or INDEX_FILE.fullmatch(name) is not None or name == ADAPTER_CONFIG_NAME

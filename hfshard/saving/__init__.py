@@ -1,1 +1,1 @@
-"""Everything that writes a checkpoint."""
+"""Saving, copying and resharding of checkpoints."""

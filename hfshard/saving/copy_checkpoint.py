@@ -1,4 +1,4 @@
-"""Copy checkpoints between directories and stores: the same tensors in the same files, by the commit of a save."""
+"""Copy checkpoints between directories and stores: the same tensors in the same files, committed like a save."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from hfshard.stores.open_store import open_store
 from hfshard.stores.store import Store, StoredObject, StoredSource
 
 _OF_WEIGHTS: Final = frozenset({CONFIG_NAME, GENERATION_CONFIG_NAME})
-"""What goes with the weights by itself."""
+"""Files that are saved along with the weights anyway."""
 
 
 def copy_to_store(
@@ -48,16 +48,16 @@ def copy_to_store(
     allow_patterns: list[str] | str | None = None,
     ignore_patterns: list[str] | str | None = None,
 ) -> PushResult:
-    """Copy all checkpoints of a place into a store, a commit for each variant, and the files beside them.
+    """Copy all checkpoints of a place into a store, with one commit for each variant, and their companion files.
 
     Args:
-        files: Of the place.
-        address: Where to.
+        files: The files of the place.
+        address: The target.
         progress: Whether to show a bar.
-        allow_patterns, ignore_patterns: Which of the files beside the checkpoints.
+        allow_patterns, ignore_patterns: Globs that select the companion files.
 
     Returns:
-        What was sent; without a commit.
+        Information about what was sent; without a Hub commit.
 
     Raises:
         Everything that `reshard_checkpoint` raises.
@@ -80,13 +80,13 @@ def copy_to_store(
 
 
 def _listed_in(store: Store, folders: Collection[str]) -> dict[str, StoredObject]:
-    """List the objects directly in each of these folders; a place may have any number of others."""
+    """List the objects directly in each of these folders only, since a place may have any number of others."""
     listed = in_threads(lambda folder, _: store.list_objects(folder), sorted(folders), FILES_AT_ONCE)
     return {name: one for objects in listed for name, one in objects.items()}
 
 
 def _fingerprints(store: Store, found: Mapping[str, StoredObject]) -> dict[str, str]:
-    """Return the fingerprints of the shards that hfshard has saved directly in a store, by the names of the objects."""
+    """Return the fingerprints of the shards that hfshard has saved directly in a store, by object name."""
     fingerprints: dict[str, str] = {}
     for name, one in found.items():
         split = split_object_name(name)
@@ -112,15 +112,15 @@ def copy_checkpoint(
     progress: bool | None = None,
     overwrite: bool = False,
 ) -> str:
-    """Copy one checkpoint, and the files beside it.
+    """Copy one checkpoint, and its companion files.
 
     Args:
-        place: A directory, or an address.
-        target: The same.
-        query: Which checkpoint, and which other files.
-        verify: As in `pull_checkpoint`.
+        place: The source, a directory or an address.
+        target: The target, a directory or an address.
+        query: Selects the checkpoint, and the other files.
+        verify: Level of the source's check; see `pull_checkpoint`.
         progress: Whether to show a bar.
-        overwrite: As in `pull_checkpoint`.
+        overwrite: Whether to replace files that don't belong to the checkpoint; see `pull_checkpoint`.
 
     Returns:
         The target.
@@ -151,7 +151,7 @@ def _copy_one(
 
 
 def _beside(files: FilesOfPlace, query: CheckpointQuery, checkpoint: OpenCheckpoint) -> dict[str, ByteSource]:
-    """The files that go along with a checkpoint, as in a pull."""
+    """Find the files that go along with a checkpoint, as in a pull."""
     found = companion_files({query.path(name): size for name, size in files.sizes().items()}, query)
     names = {path.removeprefix(query.path("")) for path in found} - _OF_WEIGHTS
     names -= objects_of_saves(path for path in files.paths() if "/" not in path)  # of a directory that was synced
@@ -160,10 +160,10 @@ def _beside(files: FilesOfPlace, query: CheckpointQuery, checkpoint: OpenCheckpo
 
 
 def listed(patterns: Sequence[str] | str | None) -> list[str] | None:
-    """Globs as a list.
+    """Convert globs to a list.
 
     Raises:
-        InvalidArgumentError: They are none.
+        InvalidArgumentError: They are not globs.
     """
     if patterns is None:
         return None
@@ -173,15 +173,15 @@ def listed(patterns: Sequence[str] | str | None) -> list[str] | None:
     return list(found)
 
 
-# The files of a checkpoint in a store, as they are pushed to a hub.
+# Files of a checkpoint in a store, as they are pushed to a hub.
 
 
 _LEFT_OUT: Final = frozenset({".git", ".cache", "__pycache__"})
-"""Folders that are never pushed, as from a directory."""
+"""Folders that are never pushed, also not from a directory."""
 
 
 class StoreFiles:
-    """The objects below an address, as they are when this is made.
+    """The objects below an address, as they are when this is created.
 
     Args:
         place: The address.
@@ -195,7 +195,7 @@ class StoreFiles:
         self.place = place
         self._store = open_store(place)
         listed = self._listed = self._store.list_objects(recursive=True)
-        # A folder that was made by hand, "folder/", is listed as an empty "folder", which nobody can find.
+        # A folder that was created by hand, "folder/", is listed as an empty "folder", which can't be found.
         found = {name: one for name, one in listed.items() if one.size or self._store.find(name) is not None}
         if not found:
             raise CheckpointNotFoundError(
@@ -211,7 +211,7 @@ class StoreFiles:
         if not self._saves:
             self._shown = {**found}
             return
-        # A folder below the place may be a checkpoint of its own, and goes along as it is.
+        # A folder below the place may be a separate checkpoint, and goes along unchanged.
         of_saves = objects_of_saves(name for name in found if "/" not in name)
         nested = {name: split for name in found if "/" in name and (split := split_object_name(name)) is not None}
         of_saves |= {name for name, split in nested.items() if split[1] in self._saves.values()}
@@ -222,15 +222,15 @@ class StoreFiles:
                 self._shown.setdefault(name, one)
 
     def is_unchanged(self) -> bool:
-        """Whether the same objects are there now."""
+        """Return whether the objects are still the same."""
         return self._store.list_objects(recursive=True) == self._listed
 
     def paths(self) -> list[str]:
-        """All files, under their usual names, but those in folders that are never pushed."""
+        """List all files under their usual names, except those in folders that are never pushed."""
         return [name for name in self._shown if _LEFT_OUT.isdisjoint(name.split("/")[:-1])]
 
     def sizes(self) -> dict[str, int]:
-        """Path -> bytes."""
+        """Return the size of each file: path -> bytes."""
         shown = {name: self._shown[name] for name in self.paths()}
         return {name: len(one) if isinstance(one, bytes) else one.size for name, one in shown.items()}
 
@@ -239,7 +239,7 @@ class StoreFiles:
         """Open the checkpoint of a variant.
 
         Raises:
-            CheckpointChangedError: It is not the one that was listed.
+            CheckpointChangedError: It is not the checkpoint that was listed.
         """
         source = CheckpointSource(self.place, CheckpointQuery(variant=variant))
         with open_source(source, LoadOptions()) as checkpoint:
@@ -256,10 +256,10 @@ class StoreFiles:
             yield checkpoint
 
     def check(self, paths: Collection[str]) -> None:
-        """Refuse objects whose names lead elsewhere, or can't be those of files on every system.
+        """Reject objects whose names lead elsewhere, or are not valid file names on every system.
 
         Raises:
-            UnsafePathError: It names one.
+            UnsafePathError: There is such an object; the message names it.
         """
         try:
             check_paths(paths)
@@ -271,7 +271,7 @@ class StoreFiles:
             ) from error
 
     def content(self, path: str, sha256: str | None) -> ByteSource:
-        """A file, pinned to what was listed: if it is replaced meanwhile, reading it is an error."""
+        """Return a file, pinned to the listed object: if it is replaced meanwhile, reading it is an error."""
         one = self._shown[path]
         return BytesSource(one) if isinstance(one, bytes) else StoredSource(self._store, one, sha256)
 
@@ -290,7 +290,7 @@ class StoreFiles:
 
 
 def without_marks(found: PushedContents) -> PushedContents:
-    """Give a config.json that was uploaded in the middle of a commit on disk the contents that were saved.
+    """Restore the saved contents of a config.json that was uploaded in the middle of a commit on disk.
 
     The index that such a config names gets its usual name.
     """
@@ -307,7 +307,7 @@ def without_marks(found: PushedContents) -> PushedContents:
 
 
 def _numbered_variants(names: Iterable[str]) -> set[str | None]:
-    """Return the variants of which hfshard has saved a checkpoint; a run's checkpoint has a manifest."""
+    """Return the variants for which hfshard has saved a checkpoint; a run's checkpoint has a manifest."""
     usual = [split[0] for name in names if "/" not in name and (split := split_object_name(name)) is not None]
     found = variants_of(name for name in usual if INDEX_FILE.fullmatch(name))
     return found | {None} if MANIFEST_NAME in usual else found

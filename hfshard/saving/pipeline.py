@@ -71,11 +71,11 @@ from hfshard.stores.store import Store, StoredObject, StoredSource
 from hfshard.tensors.stored_tensor import TensorSpec, parameter_count, tensor_specs
 
 _OWN_DIGEST_BYTES: Final = 256
-"""Bytes of the digests that a single file holds of itself, with their names, without those of its tensors."""
+"""Bytes of a single file's digests in its own header, with their names, without those of its tensors."""
 
 
 def plan_request(request: SaveRequest) -> ShardPlan:
-    """Plan the files of a request, with room in their headers for the metadata that they will carry.
+    """Plan the files of a request, with room in their headers for their metadata.
 
     Raises:
         UnstorableTensorError: A value can't be stored in the format.
@@ -102,7 +102,7 @@ def plan_request(request: SaveRequest) -> ShardPlan:
 
 
 def _plan_of_files(request: SaveRequest, specs: Sequence[TensorSpec]) -> ShardPlan:
-    """The plan of the files that a request keeps, whatever their sizes are."""
+    """Plan the files that a request keeps, regardless of their sizes."""
     spec_of = {spec.name: spec for spec in specs}
     names, files = request.options.names, request.kept_files
     file_names = [names.single] if len(files) == 1 else names.shards(len(files))
@@ -113,12 +113,12 @@ def _plan_of_files(request: SaveRequest, specs: Sequence[TensorSpec]) -> ShardPl
 
 
 def shard_room(request: SaveRequest) -> int:
-    """The most bytes that the metadata of one of several files takes in its header."""
+    """Compute the maximum bytes of metadata in the header of one of several files."""
     return _json_bytes(shard_metadata(request.tensors, request.file_metadata))
 
 
 def with_free_names(plan: ShardPlan, session: SaveSession, request: SaveRequest, writer: ShardWriter) -> ShardPlan:
-    """Change a plan to names that no file has, unless the files there look like the ones to be written."""
+    """Change a plan to unused names, unless the existing files have the fingerprints of the ones to write."""
     if not plan.is_sharded or _matches_existing(plan, session, request, writer):
         return plan
     return avoid_taken_names(plan, session, request.options.names)
@@ -133,12 +133,12 @@ def avoid_taken_names(plan: ShardPlan, session: SaveSession, names: WeightNames)
 
 
 def _json_bytes(value: Any) -> int:
-    """The most bytes that a value takes as JSON inside a JSON string."""
+    """Compute the maximum bytes of a value as JSON inside a JSON string."""
     return len(json.dumps(json.dumps(value))) + len('"__metadata__":{},')
 
 
 def _matches_existing(plan: ShardPlan, session: SaveSession, request: SaveRequest, writer: ShardWriter) -> bool:
-    """Whether the index in the directory lists these very files, by their fingerprints."""
+    """Return whether the index in the directory lists exactly these files, by their fingerprints."""
     index = session.state.index
     if index is None or index.weight_map != plan.weight_map:
         return False
@@ -150,7 +150,7 @@ def _matches_existing(plan: ShardPlan, session: SaveSession, request: SaveReques
 
 
 def needs_new_names(plan: ShardPlan, new: NewCheckpoint, index: CheckpointIndex, session: SaveSession) -> bool:
-    """Whether files that looked the same turned out to differ, or a single file needs links and can't have them."""
+    """Return whether files that looked the same differ after all, or a single file needs links and can't have them."""
     old = session.state
     if plan.is_sharded:
         taken = [shard.file for shard in plan.shards if shard.file in old.listing]
@@ -166,14 +166,14 @@ def write_staged(
     writer: ShardWriter,
     progress_callback: ProgressCallback | None,
 ) -> tuple[NewCheckpoint, CheckpointIndex]:
-    """Write the weights into the staging directory, and make the index.
+    """Write the weights into the staging directory, and build the index.
 
     Args:
-        plan: Which tensor goes into which file.
-        session: Of the locked directory.
-        request: What to save.
+        plan: Assignment of tensors to files.
+        session: The session of the locked directory.
+        request: The data and options.
         writer: Writes the weights.
-        progress_callback: Gets the bytes that were written, from any thread.
+        progress_callback: Called from any thread with the number of bytes that were written.
     """
     jobs = staged_jobs(plan, session, request)
     digests = writer.write(jobs, request.options.checksum, progress_callback)
@@ -196,18 +196,18 @@ def write_staged(
 
 
 def _can_link_single(session: SaveSession) -> bool:
-    """Whether the single file that is there can have a second name; no question where there is none."""
+    """Return whether there is an old single file, and it can have a second name."""
     single = os.path.join(session.directory, session.state.names.single)
     return session.state.has_single and can_link(session.staging, single)
 
 
 def staged_names(plan: ShardPlan) -> dict[str, str]:
-    """Name of each file of a plan -> its name in the staging directory."""
+    """Return the staging name of each file of a plan: name -> name in the staging directory."""
     return {shard.file: f"{number:05d}.weights" for number, shard in enumerate(plan.shards)}
 
 
 def staged_jobs(plan: ShardPlan, session: SaveSession, request: SaveRequest) -> list[WriteJob]:
-    """Describe what to write for each file of a plan, into the staging directory."""
+    """Build the jobs that write a plan's files into the staging directory."""
     paths = [os.path.join(session.staging, name) for name in staged_names(plan).values()]
     return shard_jobs(plan, request, paths, session.replaced)
 
@@ -232,7 +232,7 @@ def shard_jobs(
     *,
     has_index: bool = False,
 ) -> list[WriteJob]:
-    """Describe what to write for each file of a plan, into these paths; with an index, a single one is a shard too."""
+    """Build the jobs that write a plan's files to these paths; with an index, a single file is a shard, too."""
     hfshard_metadata = None
     has_index = has_index or plan.is_sharded
     if not has_index:
@@ -251,7 +251,7 @@ def shard_jobs(
 
 
 def index_of(plan: ShardPlan, request: SaveRequest, digests: Sequence[FileDigest]) -> CheckpointIndex:
-    """Make the index of a plan whose files have these digests."""
+    """Build the index of a plan whose files have these digests."""
     files = {shard.file: digest for shard, digest in zip(plan.shards, digests, strict=True)}
     return CheckpointIndex(
         weight_map=plan.weight_map,
@@ -270,7 +270,7 @@ def _total_parameters(request: SaveRequest) -> int:
     return sum(map(parameter_count, request.tensors.values()))
 
 
-# Saves into a directory: plan, write, index, commit.
+# Saves to a directory: plan, write, index, commit.
 
 
 logger = logging.getLogger(__name__)
@@ -282,11 +282,11 @@ def save_request(
     check: Callable[[], None] = lambda: None,
     writer: ShardWriter | None = None,
 ) -> CheckpointIndex:
-    """Save what a request holds, durably and all or nothing.
+    """Save the contents of a request, durably and all or nothing.
 
     Args:
-        request: What to save, and how.
-        save_directory: Made when it is missing; or the address of a place in a store (see `save_to_store`).
+        request: The data and options.
+        save_directory: Created if it is missing; or the address of a place in a store (see `save_to_store`).
         check: Called when the directory is locked, and just before the commit.
         writer: Writes the files; None: this process does.
 
@@ -320,17 +320,17 @@ def save_request(
     return index
 
 
-# Saves into a store: list, copy and send the shards under names of this save's own, put the index last, list again.
+# Saves to a store: list, copy and send the shards under names unique to this save, put the index last, list again.
 
 
 _STEP: Final = re.compile(r"checkpoint-\d{1,18}")
-"""What a run calls the folder of a checkpoint."""
+"""Name of a checkpoint's folder in a run."""
 
 _SHOWN: Final = 3
-"""Names of objects in a message."""
+"""Maximum number of object names in a message."""
 
 _TRIES: Final = 5
-"""Times that a place is looked at because another process replaced what was listed before it was read."""
+"""Number of tries to inspect a place, as other processes may replace a listed object before it is read."""
 
 
 def save_to_store(
@@ -339,26 +339,25 @@ def save_to_store(
     check: Callable[[], None] = lambda: None,
     writer: ShardWriter | None = None,
 ) -> CheckpointIndex:
-    """Save what a request has into a store, all or nothing; nothing is written to the disk.
+    """Save the contents of a request into a store, all or nothing; nothing is written to disk.
 
     A save that changes nothing puts nothing. Shards that did not change are copied on the server.
 
     Args:
-        request: What to save, and how. `hides_single` does not matter: a checkpoint in a store has an index.
+        request: The data and options. `hides_single` does not matter: a checkpoint in a store has an index.
         address: "s3://bucket/prefix" or another one.
-        check: Called when the place was looked at, and just before the commit.
+        check: Called after the place was inspected, and just before the commit.
         writer: Sends the shards; None: this process does.
 
     Returns:
         The index.
 
     Raises:
-        RemoteChangedError: Another process saved there at the same time: its checkpoint is the newer one.
-        CommitUnfinishedError: Nobody can tell whether the new checkpoint is there; or it is, and the plain copies for
-            other tools are not.
+        RemoteChangedError: Another process saved there at the same time, and its checkpoint is the newer one.
+        CommitUnfinishedError: It is unknown whether the new checkpoint was saved; or it was, without the plain copies
+            for other tools.
         SaveDirectoryError: It is a checkpoint of a run.
-        StoreError: The store refused, or failed: the old checkpoint stays. What was sent stays, too, until the next
-            save deletes it.
+        StoreError: The store refused, or failed: the old checkpoint stays. The next save deletes what was sent.
     """
     store = open_store(address)
     _refuse_folder_of_run(store)
@@ -366,10 +365,10 @@ def save_to_store(
 
 
 def _refuse_folder_of_run(store: Store) -> None:
-    """Refuse a folder whose objects a run deletes when it finds no manifest.
+    """Reject a folder of a run, which deletes the folder's objects when it finds no manifest.
 
     Raises:
-        SaveDirectoryError: It is one.
+        SaveDirectoryError: It is such a folder.
     """
     parent, _, name = store.address.prefix.rpartition("/")
     if _STEP.fullmatch(name) and open_store(replace(store.address, prefix=parent)).list_objects(MARKS):
@@ -381,7 +380,7 @@ def _refuse_folder_of_run(store: Store) -> None:
 
 
 def save_into(store: Store, request: SaveRequest, check: Callable[[], None], writer: ShardWriter) -> CheckpointIndex:
-    """Save into a store that is open; see `save_to_store`."""
+    """Save into an open store; see `save_to_store`."""
     writer_threads()  # raises where the environment asks for more than there is
     plan = plan_request(request)
     save = _begin(store, request, plan)
@@ -399,17 +398,17 @@ def save_into(store: Store, request: SaveRequest, check: Callable[[], None], wri
 
 
 def _saved_by_others(save: _Save, plan: ShardPlan, writer: ShardWriter, error: HfshardError) -> CheckpointIndex:
-    """Find out whether another process has saved the very same meanwhile, so that this save has nothing left to do.
+    """Return the index if another process has saved exactly the same, so that this save has nothing left to do.
 
     Args:
-        save: What was overtaken, or failed: a higher save may have deleted what it was about to send.
-        plan: Of the request.
+        save: The save that was overtaken, or failed: a higher save may have deleted what it was about to send.
+        plan: The request's plan.
         writer: Compares the shards, if it has all of them.
-        error: Why the save has ended.
+        error: The error that ended the save.
 
     Raises:
         RemoteChangedError: Another process has saved something else.
-        The error: None has, or the store can't be asked.
+        The error: No other process has saved, or the store can't be asked.
     """
     other = error
     try:
@@ -423,12 +422,12 @@ def _saved_by_others(save: _Save, plan: ShardPlan, writer: ShardWriter, error: H
         if is_newer:
             other = overtaken(save.store)
     except StoreError:
-        pass  # the first error says more
+        pass  # the first error is more informative
     raise other from (None if other is error else error)
 
 
 def _begin(store: Store, request: SaveRequest, plan: ShardPlan) -> _Save:
-    """Look at what is there, again where it changes meanwhile.
+    """Inspect the place, and retry if it changes meanwhile.
 
     Raises:
         RemoteChangedError: It changed each time.
@@ -449,22 +448,22 @@ def _begin(store: Store, request: SaveRequest, plan: ShardPlan) -> _Save:
 
 @dataclass(frozen=True, slots=True)
 class _Save:
-    """One save into a store, when it is known what is there."""
+    """One save into a store whose state is known."""
 
     store: Store
     request: SaveRequest
     state: StoreState
     plan: ShardPlan
     small_files: Mapping[str, bytes]
-    """Of the new checkpoint, its own and those that stay, without the index."""
+    """Small files of the new checkpoint, its own and the ones it keeps, without the index."""
     replaced: Mapping[str, str]
-    """As in `StoredSave`."""
+    """Name -> sha256 of the plain objects that are replaced; see `StoredSave`."""
     companion_files: Mapping[str, ByteSource]
-    """Those that are not there, or have other bytes."""
+    """Companion files that are missing in the store, or have other bytes there."""
 
     @classmethod
     def begin(cls, store: Store, request: SaveRequest, plan: ShardPlan) -> _Save:
-        """List the place, and read what a save has to know of it.
+        """List the place, and read what a save must know about it.
 
         Raises:
             CheckpointChangedError: It changed meanwhile.
@@ -486,12 +485,12 @@ class _Save:
         )
 
     def if_unchanged(self, writer: ShardWriter, *, is_settled: bool = True) -> CheckpointIndex | None:
-        """Return the index, if all that is to be saved is there.
+        """Return the index, if everything to save is in the store already.
 
         Args:
             writer: Compares the shards.
-            is_settled: Whether nothing else may be there, and plain copies must be right: else another process has just
-                saved it, and is about to do the rest.
+            is_settled: Require also that there is nothing else, and that plain copies are right. False after a save by
+                another process, which is about to do the rest.
         """
         state, save = self.state, self.state.save
         if save is None or (is_settled and not self._is_settled()):
@@ -516,7 +515,7 @@ class _Save:
         return index if is_copied else None
 
     def _is_settled(self) -> bool:
-        """Whether there is nothing to delete, and no companion file to put."""
+        """Return whether there is nothing to delete, and no companion file to put."""
         is_alone = self.state.is_untouched and not self._replaced_below()
         return is_alone and not self.companion_files and not self._drops_plain_config()
 
@@ -524,7 +523,7 @@ class _Save:
         """Copy and send the shards, and commit.
 
         Raises:
-            As `save_to_store`.
+            RemoteChangedError, CommitUnfinishedError, StoreError: See `save_to_store`.
         """
         save_id = next_id(self.state.found)
         transaction = self._transaction(save_id)
@@ -552,13 +551,13 @@ class _Save:
         return StoreTransaction(self.store, self.state.names.index, save_id, self.state.known_shards(), self.store)
 
     def _jobs(self, save_id: SaveId) -> dict[str, WriteJob]:
-        """Describe the shards: usual name -> contents."""
+        """Build the jobs of the shards: usual name -> contents."""
         files = [shard.file for shard in self.plan.shards]
         paths = [str(self.store.address.joined(save_id.object_name(file))) for file in files]
         return dict(zip(files, shard_jobs(self.plan, self.request, paths, has_index=True), strict=True))
 
     def _put_copies(self, transaction: StoreTransaction) -> tuple[Mapping[str, StoredObject], SaveId]:
-        """Put what other tools read: companion files, and plain copies of the small files.
+        """Put the files that other tools read: companion files, and plain copies of the small files.
 
         Returns:
             The last listing, and the highest save in it.
@@ -593,7 +592,7 @@ class _Save:
                 raise
 
     def _delete_lower(self, found: Mapping[str, StoredObject], save_id: SaveId) -> None:
-        """Delete what this save has replaced: earlier saves, whole or not, and what another tool had uploaded."""
+        """Delete what this save has replaced: earlier saves, complete or not, and uploads of another tool."""
         names = self.state.names
         uploaded = [name for name in sorted(self.state.uploaded) if found.get(name) == self.state.found[name]]
         config = [CONFIG_NAME] if self._drops_plain_config() else []
@@ -614,7 +613,7 @@ class _Save:
             )
 
     def _replaced_below(self) -> list[str]:
-        """Name the objects of saves in folders for which the request has other weights, under the names of files."""
+        """List the objects of saves in folders for which the request has other weights, under plain file names."""
         own = self.request.companion_files
         folders = {name.rpartition("/")[0] for name in own if "/" in name and name.endswith(WEIGHTS_SUFFIXES)}
         below: dict[tuple[str, SaveId], dict[str, str]] = defaultdict(dict)
@@ -624,7 +623,7 @@ class _Save:
         indexes, others = [], []
         for names in below.values():
             own_indexes = list(filter(is_save_index, names))
-            if own_indexes:  # else it may be under way
+            if own_indexes:  # without an index, it may still be running
                 indexes += [*own_indexes, *(self.state.found.keys() & {names[one] for one in own_indexes} - own.keys())]
                 others += sorted(names.keys() - own_indexes)
         return list(dict.fromkeys([*indexes, *others]))
@@ -633,7 +632,7 @@ class _Save:
         return self.request.drops_config and CONFIG_NAME in self.state.found
 
     def _note_signature(self) -> None:
-        """Say that a signature which was there, and which this save does not include, is one of other files."""
+        """Warn if an existing signature that this save does not include is now stale."""
         if SIGNATURE_NAME in self.state.found and SIGNATURE_NAME not in self.request.companion_files:
             logger.warning(
                 "The signature '%s' is stale: this save replaced the files it covers, so verification will fail. Sign "
@@ -643,7 +642,7 @@ class _Save:
 
 
 def _changed_companions(store: Store, request: SaveRequest, state: StoreState) -> dict[str, ByteSource]:
-    """The files to be copied along that are not there; a README that is there is the user's own, but for a copy."""
+    """Find the companion files to put; an existing README is the user's own and stays, unless this is a copy."""
     keeps_readme = not request.kept_files
     changed = {}
     for name, source in request.companion_files.items():
@@ -654,23 +653,23 @@ def _changed_companions(store: Store, request: SaveRequest, state: StoreState) -
     return changed
 
 
-# Saves into memory: the files of a request as streams, to be sent without a copy on disk.
+# Saves to memory: the files of a request as streams, to be sent without a copy on disk.
 
 
 def stream_request(request: SaveRequest) -> tuple[dict[str, ByteSource], CheckpointIndex]:
     """Stream the files that a save of this request into an empty directory would write, bit for bit.
 
     Each tensor is read once for the hashes, and again when its file is read. The tensors of a single file are read
-    twice for the hashes, because the file holds its own.
+    twice for the hashes, because the file contains its own digests.
 
     Args:
-        request: Its tensors must not change until the files are read.
+        request: The data and options; the tensors must not change until the files are read.
 
     Returns:
         Name -> contents, and the index.
 
     Raises:
-        UnstorableTensorError, InvalidArgumentError: As when it is saved.
+        UnstorableTensorError, InvalidArgumentError: A value can't be stored, or an option is invalid, as in a save.
     """
     plan = plan_request(request)
     jobs = shard_jobs(plan, request, [""] * len(plan.shards))

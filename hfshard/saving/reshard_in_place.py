@@ -1,4 +1,4 @@
-"""Re-shards a checkpoint in place group by group, so that never more than one shard is on the disk twice."""
+"""Resharding in place, group by group, so that only one group of files is on disk twice at a time."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from hfshard.tensors.stored_tensor import TensorSpec, tensor_specs
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """New files with the tensors of some old files, and no others."""
+    """New files with exactly the tensors of some old files."""
 
     old: tuple[str, ...]
     new: tuple[PlannedShard, ...]
     is_kept: bool
-    """Whether it is one file that stays as it is, except for its name."""
+    """True for one file that stays as it is, except for its name."""
 
     @property
     def nbytes(self) -> int:
@@ -40,24 +40,24 @@ class Group:
 def reshard_in_place(
     checkpoint: OpenCheckpoint, request: SaveRequest, directory: str, check: Callable[[], None]
 ) -> CheckpointIndex:
-    """Re-shard the checkpoint in a directory in groups of its files.
+    """Reshard the checkpoint in a directory in groups of its files.
 
     1. A group is written.
-    2. It is committed by the rename of an index that names its new files, and the old files of the groups to come.
+    2. It is committed by renaming an index that names its new files, and the old files of the groups to come.
     3. Its old files are removed, and the next group follows.
 
     Readers see a complete checkpoint at any time; so does the next run if this one is killed.
 
     Args:
         checkpoint: Open; files that are removed are closed.
-        request: Its tensors are the checkpoint's.
-        directory: The checkpoint's.
+        request: A request with the checkpoint's tensors.
+        directory: The checkpoint's directory.
         check: Called when the directory is locked.
     """
     plan = plan_request(request)
     aligned = aligned_plan(checkpoint, request, plan)
     if checkpoint.weights.kind != "index" or not plan.is_sharded or not aligned.is_sharded:
-        return save_request(request, directory, check)  # one file, old or new: no group is smaller than the whole
+        return save_request(request, directory, check)  # one file, old or new: no group is smaller than everything
     with save_session(directory, request.options.names) as session:
         session.drops_signature = request.options.drop_signature
         check()
@@ -69,11 +69,11 @@ def reshard_in_place(
 
 
 def aligned_plan(checkpoint: OpenCheckpoint, request: SaveRequest, whole: ShardPlan) -> ShardPlan:
-    """Plan files that each consist of whole neighbouring old files that fit, or of parts of one that does not.
+    """Plan files that each consist of complete neighboring old files that fit, or of parts of one that does not.
 
     Args:
-        checkpoint: Its files, in order.
-        request: What is to be written.
+        checkpoint: Open, with its files in order.
+        request: The request to plan for.
         whole: The plan that ignores the old files.
     """
     specs = {spec.name: spec for spec in tensor_specs(request.tensors)}
@@ -109,7 +109,7 @@ def groups_of(plan: ShardPlan, contents: Mapping[str, Sequence[str]]) -> list[Gr
     """Group the new files by the old ones that their tensors come from.
 
     Args:
-        plan: The new files; each consists of whole old files, or of parts of one.
+        plan: The new files; each consists of complete old files, or of parts of one.
         contents: Old file -> names in it.
     """
     old_of = {name: file for file, names in contents.items() for name in names}
@@ -131,11 +131,11 @@ def groups_of(plan: ShardPlan, contents: Mapping[str, Sequence[str]]) -> list[Gr
 def with_one_more_cut(plan: ShardPlan, names: WeightNames, contents: Mapping[str, Sequence[str]]) -> ShardPlan:
     """Cut the smallest file of a plan in two, near its middle, so that the groups stay the same.
 
-    A file that consists of several old ones is cut between two of them. Where none can be cut, an empty one is added.
+    A file that consists of several old ones is cut between two of them. If no file can be cut, an empty one is added.
 
     Args:
-        plan: Of `aligned_plan`.
-        names: How files are called.
+        plan: A plan of `aligned_plan`.
+        names: The checkpoint's file names.
         contents: Old file -> names in it.
     """
     old_of = {name: file for file, members in contents.items() for name in members}
@@ -152,7 +152,7 @@ def with_one_more_cut(plan: ShardPlan, names: WeightNames, contents: Mapping[str
 
 
 def _cut(specs: Sequence[TensorSpec], old_of: Mapping[str, str]) -> int | None:
-    """Find the tensor before which a file may be cut, nearest to its middle; None: it can't be cut."""
+    """Find the cut of a file nearest to its middle, as the index of the tensor after it; None: it can't be cut."""
     files = [old_of[spec.name] for spec in specs]
     has_one_source = len(set(files)) <= 1
     cuts = [at for at in range(1, len(specs)) if has_one_source or files[at] != files[at - 1]]
@@ -166,7 +166,7 @@ def _cut(specs: Sequence[TensorSpec], old_of: Mapping[str, str]) -> int | None:
 
 
 def _is_blocked(plan: ShardPlan, contents: Mapping[str, Sequence[str]], taken: frozenset[str]) -> bool:
-    """Whether a name of the plan is taken by another file."""
+    """Return whether a name of the plan is taken by another file."""
     stay = {group.new[0].file for group in groups_of(plan, contents) if group.is_kept and group.old[0] in _names(group)}
     return any(shard.file in taken and shard.file not in stay for shard in plan.shards)
 
@@ -176,7 +176,7 @@ def _names(group: Group) -> set[str]:
 
 
 class _InPlaceReshard:
-    """One re-shard in place, in a locked directory."""
+    """One resharding in place, in a locked directory."""
 
     def __init__(
         self,
@@ -193,13 +193,13 @@ class _InPlaceReshard:
         self.base = index_of(plan, request, [FileDigest()] * len(plan.shards))
         self.groups = groups_of(plan, contents)
         self.files = {file: tuple(names) for file, names in contents.items() if names}
-        """The files of the checkpoint as it is now -> the names in each; files without tensors are dropped."""
+        """Current file of the checkpoint -> the names in it; files without tensors are dropped."""
         self.has_empty = len(self.files) < len(contents)
         self.digests = {file: checkpoint.index.files[file] for file in self.files if file in checkpoint.index.files}
         self.has_all_digests = len(self.digests) == len(self.files)
 
     def run(self) -> CheckpointIndex:
-        """Write group after group, then give the files that stay their names."""
+        """Write group after group, then rename the files that stay."""
         changed = [group for group in self.groups if not group.is_kept]
         total_bytes = sum(group.nbytes for group in changed)
         self.session.check_space(max((group.nbytes for group in changed), default=0))
@@ -227,7 +227,7 @@ class _InPlaceReshard:
             self.checkpoint.shards.pop(file).close()  # only now is their space on the disk free
 
     def _rename(self, kept: Sequence[Group]) -> CheckpointIndex:
-        """Complete the digests of the files that stay, and link them under the names of the plan, where that works."""
+        """Complete the digests of the files that stay, and link them under the names of the plan if possible."""
         known = dict(self.digests)
         for group in kept:
             [file] = group.old
@@ -242,7 +242,7 @@ class _InPlaceReshard:
         return self._commit(staged) if is_new else self._index()
 
     def _moved(self, kept: Sequence[Group]) -> dict[str, str]:
-        """Old name -> new name of the files that can be linked under both."""
+        """Map old to new names, for the files that can be hard-linked."""
         names = {group.old[0]: group.new[0].file for group in kept if group.old[0] != group.new[0].file}
         paths = {file: os.path.join(self.session.directory, file) for file in names}
         plain = [file for file in names if not os.path.islink(paths[file])]
@@ -264,7 +264,7 @@ class _InPlaceReshard:
         return replace(found, tensor_digests=tensors)
 
     def _index(self) -> CheckpointIndex:
-        """Index the files as they are; without any digests as long as one file has none."""
+        """Build the index of the current files; without any digests as long as one file has none."""
         digests = {**self.digests, **self.request.model_file_digests} if self.has_all_digests else {}
         weight_map = {name: file for file, names in self.files.items() for name in names}
         return replace(self.base, weight_map=weight_map, files=digests)

@@ -1,4 +1,4 @@
-"""Re-shard from end to end: open the source, copy its tensors into other files, check it again, commit."""
+"""Resharding from end to end: open the source, copy its tensors into other files, check it again, commit."""
 
 from __future__ import annotations
 
@@ -48,29 +48,29 @@ from hfshard.tensors.tied import find_shared_tensors
 logger = logging.getLogger(__name__)
 
 BesideOf = Callable[[OpenCheckpoint], Mapping[str, ByteSource]]
-"""Finds the files that lie beside a checkpoint which is open."""
+"""Function that finds the companion files of an open checkpoint."""
 
 _FLOATS: Final = {
     str(dtype).removeprefix("torch."): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 }
-"""What tensors can be cast to."""
+"""Dtypes that tensors can be cast to."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReshardResult:
-    """What a re-shard read and wrote."""
+    """Result of a resharding."""
 
     directory: str
-    """The directory, or the address, that was written."""
+    """The directory or address that was written."""
     index: CheckpointIndex
     source: str
-    """The directory, the address, or the one file, that the tensors were read from."""
+    """The directory, address or single file that the tensors were read from."""
     files_before: dict[str, int]
     """The source's files of weights -> bytes."""
     is_compared: bool
-    """Whether every byte was compared with a checksum while it was copied; else the source has none."""
+    """True if every byte was compared with a checksum; otherwise the source has no checksums."""
     companion_files: tuple[str, ...]
-    """Names of the files that were copied too."""
+    """Names of the other files that were copied."""
 
 
 _LINKS: Final = (
@@ -92,19 +92,19 @@ def reshard_source(
     overwrite: bool = True,
     verify: Verify = "structure",
 ) -> ReshardResult:
-    """Save a checkpoint in files of another size, and tell what was read and written.
+    """Save a checkpoint in files of another size, and return what was read and written.
 
     Args:
         source: The checkpoint.
-        dst: Directory, or address of a store, to save it in; the source's own: in place.
+        dst: Directory, or store address, to save it in; the source's own: in place.
         options: How to save it; `variant` is the source's.
-        dtype, low_disk, key, follow_links: As in `reshard_checkpoint`.
-        beside: For a copy, whose files hold what those of the source do: finds the other files that go along, and
-            replace those of the same names. None: the files are planned by size, and companions are found, and replace
-            nothing.
-        overwrite: For a copy: replace files that don't belong to the checkpoint in `dst` too; else they are refused
-            (see `OwnFiles`).
-        verify: How the source is checked before the first byte is written.
+        dtype, low_disk, key, follow_links: The arguments of `reshard_checkpoint`.
+        beside: For a copy, whose files have the same tensors as the source's: finds the other files that go along, and
+            replace existing ones of the same names. None: the files are planned by size, and the companion files that
+            are found replace nothing.
+        overwrite: For a copy: also replace files in `dst` that don't belong to the checkpoint; otherwise such files are
+            an error (see `OwnFiles`).
+        verify: Level of the source's check before the first byte is written.
 
     Raises:
         Everything that `reshard_checkpoint` raises.
@@ -159,7 +159,7 @@ def reshard_source(
 
 
 def _with_companion_files(request: SaveRequest, place: str, dst: str, *, follow_links: bool) -> SaveRequest:
-    """Add the files beside the checkpoint, which `dst` must not have with other contents."""
+    """Add the checkpoint's companion files, which `dst` must not have with other contents."""
     companions = companions_at(place, request.small_files.keys())
     if not (follow_links or is_address(place)):
         refuse_links_to_outside(place, [*request.small_files, *companions], _LINKS)
@@ -177,7 +177,7 @@ def _with_companion_files(request: SaveRequest, place: str, dst: str, *, follow_
 def _without_own_files(
     request: SaveRequest, dst: str, check: Callable[[], None]
 ) -> tuple[SaveRequest, Callable[[], None]]:
-    """Refuse to replace the user's own files in `dst`, now and right before the commit, and keep a README there."""
+    """Reject replacing the user's own files in `dst`, now and right before the commit, and keep a README there."""
     small = {name: BytesSource(raw) for name, raw in request.small_files.items()}
     own_files = OwnFiles(dst, request.options.names, {**small, **request.companion_files})
 
@@ -200,11 +200,11 @@ def _floating_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     return _FLOATS[name]
 
 
-# Makes a save request from a checkpoint in files: its tensors as they are, or cast, and what goes with them.
+# Save requests from a checkpoint in files: its tensors, unchanged or cast, and the files that go along.
 
 
 _DTYPE_KEYS: Final = ("dtype", "torch_dtype")
-"""Where a config says in which dtype a model is loaded: transformers' key, and its older one."""
+"""Config keys for the dtype in which a model is loaded: transformers' current key, and its older one."""
 
 _OWN_KEYS: Final = frozenset({METADATA_KEY, COMPLEX_AS_REAL_KEY, "format"})
 """Keys of a file's `__metadata__` that a save writes itself."""
@@ -213,12 +213,12 @@ _MetadataValue = TypeVar("_MetadataValue")
 
 
 def with_tensors(request: SaveRequest, checkpoint: OpenCheckpoint, *, weights_only: bool = False) -> SaveRequest:
-    """Fill a request with all that a checkpoint holds, as it is.
+    """Return a request with everything that a checkpoint contains, unchanged.
 
     Args:
-        request: How to save it.
+        request: Request with the options.
         checkpoint: Open; it must stay open until it is saved.
-        weights_only: Leave out the configs beside it.
+        weights_only: Leave out the checkpoint's configs.
     """
     index = checkpoint.index
     tensors = raw_tensors(checkpoint)
@@ -244,11 +244,11 @@ def with_tensors(request: SaveRequest, checkpoint: OpenCheckpoint, *, weights_on
 
 
 def _config_without_override(folder: CheckpointFolder) -> bytes | None:
-    """The config, without the weights that it may name while a commit is under way."""
+    """Read the config, without the weights override that an unfinished commit may have left."""
     raw = config_in(folder)
     if raw is None:
         return None
-    config = without_mark(raw)  # which it has from a store
+    config = without_mark(raw)  # a config from a store has a mark
     return config if weights_override_of(config) is None else without_weights_override(config)
 
 
@@ -259,11 +259,11 @@ def _model_files_of(folder: CheckpointFolder) -> dict[str, bytes]:
 
 
 def guess_order(checkpoint: OpenCheckpoint) -> list[str]:
-    """Put the names into the order of the state dict that was saved, as far as safetensors files tell.
+    """Infer the name order of the saved state dict from the safetensors files.
 
     1. Files are filled in that order, but a tensor that is too large gets its own file, before the file that is being
-       filled. So where a file has one tensor, and more bytes than any file with several, its tensor came after the
-       first tensor of the next file. It is put after the last, where an output layer is.
+       filled. So if a file has one tensor, and more bytes than any file with several, its tensor came after the first
+       tensor of the next file. It is placed after the last, where an output layer is.
     2. Large files at the beginning, such as that of an embedding, may have been written when none was being filled.
        They stay first.
     """
@@ -288,7 +288,7 @@ def _without(values: Mapping[str, _MetadataValue], keys: frozenset[str]) -> dict
 
 
 def with_dtype(request: SaveRequest, dtype: torch.dtype, directory: str) -> SaveRequest:
-    """Change a request so that floating tensors are cast when they are written, and the config says so.
+    """Return a request whose floating tensors are cast when they are written, with the new dtype in the config.
 
     Raises:
         InvalidArgumentError: The checkpoint is quantized: its floats mean nothing without their scales.
@@ -313,38 +313,38 @@ def with_dtype(request: SaveRequest, dtype: torch.dtype, directory: str) -> Save
     return replace(request, tensors=tensors, config=raw)
 
 
-# What a re-shard refuses: directories that it must not write into, and sources that change meanwhile.
+# Checks of a resharding: directories that it must not write into, and sources that change meanwhile.
 
 
 def place_of(local: LocalCheckpoint) -> str:
-    """Where a checkpoint lies: its directory, or its address."""
+    """Return the directory or the address of a checkpoint."""
     return local.directory if local.folder is None else local.folder.path
 
 
 def source_text(local: LocalCheckpoint) -> str:
-    """The directory, the address or the file that tensors are read from."""
+    """Return the directory, the address or the file that tensors are read from."""
     place = place_of(local)
     return place if local.weights_name is None else os.path.join(place, local.weights_name)
 
 
 def is_same_place(local: LocalCheckpoint, other: str) -> bool:
-    """Whether a path leads to the directory of a checkpoint, or an address is its own."""
+    """Return whether a path leads to a checkpoint's directory, or an address is its own."""
     if local.folder is not None or is_address(other):
         return place_of(local) == other
     return is_same_directory(local.directory, other)
 
 
 def is_same_directory(directory: str, other: str) -> bool:
-    """Whether two paths lead to one directory."""
+    """Return whether two paths lead to one directory."""
     return os.path.isdir(directory) and os.path.isdir(other) and os.path.samefile(directory, other)
 
 
 def refuse_beside_file(local: LocalCheckpoint, dst: str) -> None:
-    """Refuse to write what one file holds into its own directory, where it may be a part of another checkpoint.
+    """Reject resharding one file into its own directory, where it may be a part of another checkpoint.
 
     Raises:
         InvalidArgumentError: `dst` is that directory.
-        SaveDirectoryError: `dst` lies in a directory hub.
+        SaveDirectoryError: `dst` is in a directory hub.
     """
     refuse_hub(dst)
     if is_same_place(local, dst):
@@ -356,11 +356,11 @@ def refuse_beside_file(local: LocalCheckpoint, dst: str) -> None:
 
 
 def check_places(source: CheckpointSource, local: LocalCheckpoint, dst: str, *, is_in_place: bool) -> None:
-    """Refuse to write into the source, except to replace it, and into what a hub keeps.
+    """Reject writes into the source, except to replace it, and into the files of a hub.
 
     Raises:
-        InvalidArgumentError: `dst` is not allowed; the message says what is.
-        SaveDirectoryError: `dst` lies in a directory hub.
+        InvalidArgumentError: `dst` is not allowed; the message says what to give instead.
+        SaveDirectoryError: `dst` is in a directory hub.
     """
     refuse_hub(dst)
     if local.folder is not None or is_address(dst):
@@ -391,15 +391,15 @@ def check_places(source: CheckpointSource, local: LocalCheckpoint, dst: str, *, 
 
 
 def _is_snapshot(directory: str) -> bool:
-    """Whether it is a snapshot in the Hub's cache, where files are links to blobs that all commits share."""
+    """Return whether a directory is in a snapshot in the Hub's cache, whose files link to blobs that commits share."""
     return re.search(r"/models--[^/]+/snapshots/[0-9a-f]{40}(/|$)", directory) is not None
 
 
 def check_in_place(checkpoint: OpenCheckpoint, *, low_disk: bool) -> None:
-    """Refuse to convert pickles in place where that replaces other weights, or group by group.
+    """Reject converting pickles in place if that would replace other weights, or with low_disk.
 
     Raises:
-        InvalidArgumentError: It says what to do instead.
+        InvalidArgumentError: The conversion is not allowed; the message says what to do instead.
     """
     if not checkpoint.pickles:
         return
@@ -419,7 +419,7 @@ def check_in_place(checkpoint: OpenCheckpoint, *, low_disk: bool) -> None:
 
 
 def refuse_signed(checkpoint: OpenCheckpoint) -> None:
-    """Refuse to re-shard a signed checkpoint in place, before a byte is written.
+    """Reject resharding a signed checkpoint in place, before a byte is written.
 
     Raises:
         SignatureError: There is a signature.
@@ -433,18 +433,18 @@ def refuse_signed(checkpoint: OpenCheckpoint) -> None:
 
 
 def sizes_of(checkpoint: OpenCheckpoint) -> dict[str, int]:
-    """File of weights -> bytes."""
+    """Return the sizes of the weights files: name -> bytes."""
     pickles = {name: file.identity[2] for name, file in checkpoint.pickles.items()}
     return pickles | {name: shard.size for name, shard in checkpoint.shards.items()}
 
 
 def files_of(checkpoint: OpenCheckpoint) -> tuple[tuple[str, ...], ...]:
-    """The names in each safetensors file, in the order of the files and of the bytes in them; pickles are no such."""
+    """List the names in each safetensors file, in the order of the files and of the bytes in them; skip pickles."""
     return tuple(tuple(shard.header.tensors) for shard in checkpoint.shards.values())
 
 
 def recorded_checksum(checkpoint: OpenCheckpoint) -> Checksum | None:
-    """The kind of checksum that hfshard has recorded of the files; where others have written them, the default."""
+    """Return the kind of checksum that hfshard recorded for the files; the default if other programs wrote them."""
     records = [checkpoint.index.files[name] for name in checkpoint.shards if name in checkpoint.index.files]
     if not records or any(record.sha256 is not None for record in records):
         return "sha256"
@@ -452,10 +452,10 @@ def recorded_checksum(checkpoint: OpenCheckpoint) -> Checksum | None:
 
 
 class SourceCheck:
-    """Refuses a source that somebody else has saved over since this was made; called before the commit.
+    """A check, called before the commit, that no other process has changed the source since this was created.
 
-    A store that is re-sharded in place is looked at once, by the first call: from then on, the save itself changes it,
-    and commits only on top of what it has seen.
+    A store that is resharded in place is checked once, by the first call: after that, the save itself changes it, and
+    commits only on top of the state that it has seen.
     """
 
     def __init__(self, checkpoint: OpenCheckpoint, *, is_in_place: bool) -> None:
@@ -465,10 +465,10 @@ class SourceCheck:
         self._has_looked = False
 
     def __call__(self) -> None:
-        """Look.
+        """Check the source.
 
         Raises:
-            CheckpointChangedError: A file is missing, or is another one.
+            CheckpointChangedError: A file is missing, or was replaced.
         """
         if self._has_looked and self._looks_once:
             return
@@ -482,7 +482,7 @@ class SourceCheck:
 
 
 def _identities_of(checkpoint: OpenCheckpoint) -> dict[str, Identity]:
-    """Path -> identity of the files of weights on the disk, as they were opened; a store keeps its own account."""
+    """Return path -> identity of the weights files on disk, as opened; empty for a store, which has its own listing."""
     if isinstance(checkpoint.folder, RangedFolder):
         return {}
     pickles = {file.path: file.identity for file in checkpoint.pickles.values()}

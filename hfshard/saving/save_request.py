@@ -1,4 +1,4 @@
-"""What a save writes and how, checked once; made from a state dict or a plain module."""
+"""Save requests: the data and options of a save, checked once; built from a state dict or a plain module."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from hfshard.tensors.tied import find_shared_tensors
 
 
 class WholeModel(NamedTuple):
-    """What is known of a model of which ranks may have different parts."""
+    """Facts about a complete model whose parts may be on different ranks."""
 
     names: tuple[str, ...]
-    """Of all that is stored, in the order of the index."""
+    """Names of all stored tensors, in the order of the index."""
     total_parameters: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveRequest:
-    """What is to be saved, collected and checked, and how."""
+    """Everything that a save writes, collected and checked, with the options."""
 
     tensors: Mapping[str, TensorLike] = field(default_factory=dict)
     """FQN -> tensor, or bytes in a file; each is stored once."""
@@ -40,31 +40,31 @@ class SaveRequest:
     tied_names: Mapping[str, str] = field(default_factory=dict)
     """Name -> the stored name that shares its tensor."""
     undeclared_ties: tuple[str, ...] = ()
-    """Those tied names that the config does not tie."""
+    """Tied names that the config does not tie."""
     file_metadata: Mapping[str, str] = field(default_factory=dict)
-    """For the `__metadata__` of every file."""
+    """Entries for the `__metadata__` of every file."""
     total_parameters: int | None = None
-    """For the index; None: counted from the tensors."""
+    """Number for the index; None: counted from the tensors."""
     config: bytes | None = None
     """The contents of config.json."""
     drops_config: bool = False
-    """Whether a config.json that is there goes, because this checkpoint has none."""
+    """Remove an existing config.json, because this checkpoint has none."""
     hides_single: bool = False
-    """As in `NewCheckpoint`."""
+    """Hide the old single file during the commit; see `NewCheckpoint`."""
     model_files: Mapping[str, bytes] = field(default_factory=dict)
     """Other small files that belong to the checkpoint: generation config, custom code."""
     companion_files: Mapping[str, ByteSource] = field(default_factory=dict)
     """Files of another place that are copied along, and are not part of the checkpoint."""
     replaces_readme: bool = False
-    """Whether a README.md among `companion_files` replaces one in a directory, which else stays as it is."""
+    """Let a README.md among `companion_files` replace an existing one in a directory."""
     kept_files: tuple[tuple[str, ...], ...] = ()
-    """The names in each file, where it is to hold what that of another checkpoint does; empty: by their sizes."""
+    """The names in each file, to keep the files of another checkpoint; empty: files are planned by size."""
     separate_names: frozenset[str] = frozenset()
-    """Tensors that get files of their own, because they change more or less often than the rest."""
+    """Tensors that get separate files, because they change more or less often than the rest."""
     name_order: tuple[str, ...] = ()
-    """Where this rank lacks some names, as a pipeline stage does: those of all ranks, in the order of the index."""
+    """If this rank lacks some names, as a pipeline stage does: the names of all ranks, in the order of the index."""
     look_at_whole: Callable[[], WholeModel | None] | None = None
-    """Finds out what the whole model is, where ranks turn out to have different names; None: it can't be known."""
+    """Function that describes the full model, if ranks turn out to have different names; None: it can't be known."""
 
     @property
     def small_files(self) -> dict[str, bytes]:
@@ -82,7 +82,7 @@ class SaveRequest:
 
 
 def request_from_state_dict(state_dict: Mapping[str, Any], options: SaveOptions) -> SaveRequest:
-    """Request the save of a state dict: names that share one tensor are stored once.
+    """Build the request for a state dict; names that share one tensor are stored once.
 
     Raises:
         InvalidArgumentError: It is not a mapping.
@@ -98,54 +98,54 @@ def request_from_state_dict(state_dict: Mapping[str, Any], options: SaveOptions)
 
 
 def request_from_module(model: nn.Module, state_dict: Mapping[str, Any] | None, options: SaveOptions) -> SaveRequest:
-    """Request the save of a module that transformers does not know.
+    """Build the request for a module that transformers does not know.
 
     Args:
-        model: Wrappers around it are looked through.
-        state_dict: What to save in place of the model's own; not mutated.
-        options: How.
+        model: The module; wrappers around it are removed.
+        state_dict: Saved in place of the model's own; not mutated.
+        options: How to save it.
     """
     return request_from_state_dict(collect_state_dict(model) if state_dict is None else dict(state_dict), options)
 
 
-# How a checkpoint is saved: what every function that saves takes, checked once.
+# Options of a save, taken by every function that saves, and checked once.
 
 
 @dataclass(frozen=True, kw_only=True)
 class SaveOptions:
-    """How a checkpoint is saved.
+    """Options for saving a checkpoint.
 
     Raises:
         InvalidSizeError, InvalidSizeTypeError: max_shard_size is not in the grammar of `parse_size`.
-        InvalidArgumentError: Any other value is not one of those that are allowed.
+        InvalidArgumentError: Any other value is not allowed.
     """
 
     max_shard_size: int | str = DEFAULT_MAX_SHARD_SIZE
-    """Bytes, or text such as "5GB": the most that a file has, unless it holds exactly one tensor."""
+    """Limit for each file, in bytes or as text such as "5GB"; a file with exactly one tensor may exceed it."""
     variant: str | None = None
     """Part of the files' names, as in transformers."""
     base: str = MODEL_BASE
-    """How the files' names begin."""
+    """Beginning of the files' names."""
     packing: Packing = "greedy"
-    """Which tensors share a file: filled in their order, or as few files as are found."""
+    """Grouping of tensors into files: in their order, or into as few files as can be found."""
     checksum: Checksum | None = "sha256"
-    """Of every file; None writes none."""
+    """Kind of checksum recorded for every file; None: no checksums."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """JSON values for the index's `metadata`, or for the `__metadata__` of a single file."""
     save_original_format: bool = True
-    """For transformers models: under the names of the original checkpoint."""
+    """For transformers models: save under the names of the original checkpoint."""
     is_collective: bool = False
-    """Whether every rank of the process group makes this save with the others, whatever its tensors are."""
+    """True if every rank of the process group takes part in this save, whatever its tensors are."""
     progress: bool | None = None
     """A bar on stderr; None: on a terminal."""
     drop_signature: bool = False
-    """Whether `model.sig` of the directory is removed if it no longer holds; else a warning says so."""
+    """Remove the directory's `model.sig` if it is stale; otherwise log a warning."""
     headers_count: bool = True
-    """Whether `max_shard_size` is that of a file with its header; else that of its tensors, as in transformers."""
+    """Count the header towards `max_shard_size`; if False, count only the tensors, as transformers does."""
     max_shard_bytes: int = field(init=False)
     """`max_shard_size` in bytes."""
     names: WeightNames = field(init=False)
-    """What the files are called."""
+    """The files' names."""
 
     def __post_init__(self) -> None:
         """Check every value."""

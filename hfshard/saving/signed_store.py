@@ -1,4 +1,4 @@
-"""A signature in a store: the objects there, under the names of a pull, are streamed and compared with it."""
+"""Verification of a signature in a store: objects, under the names of a pull, are streamed and compared with it."""
 
 from __future__ import annotations
 
@@ -36,22 +36,23 @@ def verify_signed_store(
     progress: bool | None,
     trusts_index: bool = True,
 ) -> VerifyReport:
-    """Check a checkpoint in a store, and add what is wrong with its signature, and which files differ from it.
+    """Check a checkpoint in a store, and add the problems of its signature and the files that differ from it.
 
-    Files count under the names that a pull gives them, as those were signed: in a store, names of shards have digits.
-    Shards that were compared with their recorded sha256 are not read again; others are streamed, some at once.
+    Files count under the names that a pull gives them, because those were signed: in a store, shard names have
+    additional digits. Shards that were compared with their recorded sha256 are not read again; others are streamed,
+    several at once.
 
     Args:
-        source: Where it is.
-        by: Who must have signed.
-        verify: Checks what is there without the signature.
-        level: "full"; or "structure": weights are not read, only what is recorded of them is compared.
+        source: The checkpoint.
+        by: The required signer.
+        verify: Checks the checkpoint without the signature.
+        level: "full"; or "structure": weights are not read, only their records are compared.
         progress: Whether to show a bar.
         trusts_index: Whether `verify` compares shards with the sha256 in their index, so that those of a signed index
-            need not be read again. A run's manifest, which may be forged, is no such.
+            need not be read again. False for a run's manifest, which may be forged.
 
     Raises:
-        CheckpointChangedError: What is there was replaced meanwhile.
+        CheckpointChangedError: The checkpoint was replaced meanwhile.
         InvalidArgumentError: It can't be compared in a store.
         Everything that `verify` raises, and a store.
     """
@@ -105,10 +106,10 @@ def _signature(files: StoreFiles) -> bytes:
 
 
 def _as_pulled(files: StoreFiles, manifest: SignedManifest) -> dict[str, ByteSource]:
-    """What lies there, under the names that were signed: as it is, or as a pull would bring it.
+    """Return the files under the names that were signed: unchanged, or as a pull would write them.
 
     Raises:
-        InvalidArgumentError: A pull writes weights that were signed in one file with another header.
+        InvalidArgumentError: A pull writes weights that were signed as one file with another header.
     """
     contents = {name: files.content(name, None) for name in files.paths()}
     if manifest.digests.keys() <= contents.keys():
@@ -129,7 +130,7 @@ def _as_pulled(files: StoreFiles, manifest: SignedManifest) -> dict[str, ByteSou
 
 
 def _recorded(contents: Mapping[str, ByteSource], names: Collection[str], manifest: SignedManifest) -> dict[str, str]:
-    """The sha256 of shards in the indexes that are as they were signed."""
+    """Collect the sha256 of shards from the indexes that are as they were signed."""
     found: dict[str, str] = {}
     for name in names:
         if "/" not in name and INDEX_FILE.fullmatch(name) and contents[name].size <= MAX_INDEX_BYTES:

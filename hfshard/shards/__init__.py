@@ -1,1 +1,1 @@
-"""Safetensors files: planned, read and written."""
+"""Planning, reading and writing safetensors files."""

@@ -1,4 +1,4 @@
-"""A safetensors file read by byte ranges: few requests, straight into place, compared with its digests on the way."""
+"""Safetensors files read by byte ranges: few requests, straight into place, verified during the read."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ from hfshard.shards.shard import SafetensorsShard
 from hfshard.tensors.stored_tensor import memory_of, own_memory
 
 HEAD_BYTES: Final = 32 * 1024
-"""Bytes of a file that are asked for first: the header of some 250 tensors. A longer one takes a second request. What
-comes after the header is kept, and not asked for again."""
+"""Bytes of a file's first request: the header of about 250 tensors. A longer one takes a second request. Data after the
+header is kept, and not requested again."""
 
 _STREAM_BYTES: Final = 4 * BLOCK_BYTES
-"""Bytes that one request asks for where a file is read from end to end, maybe with seven others."""
+"""Bytes per request when a file is read from end to end, with up to seven other files."""
 
 _SAMPLE_BYTES: Final = 64 * 1024
-"""Blocks of at most so many bytes are samples."""
+"""The largest block size, in bytes, that counts as sampling."""
 
 _AHEAD: Final = 3
-"""Such requests that are under way while the bytes of one are in use."""
+"""The most such requests in flight while the bytes of one are in use."""
 
 
 class RangedEntry(Protocol):
-    """A file as it was listed: later reads are of these very bytes, or an error."""
+    """A file as it was listed: later reads return exactly these bytes, or raise."""
 
     @property
     def name(self) -> str:
-        """Its path below the place."""
+        """Path below the place."""
 
     @property
     def size(self) -> int:
@@ -52,11 +52,11 @@ class RangedEntry(Protocol):
 
     @property
     def etag(self) -> str:
-        """Another one for other bytes."""
+        """Identifies the bytes: other bytes have another ETag."""
 
 
 class RangedFiles(Protocol):
-    """A place whose files are read by ranges, such as a `Store`. Used by several threads at once."""
+    """A place whose files are read by ranges, such as a `Store`. Several threads use it at once."""
 
     def list_objects(self, folder: str = "") -> Mapping[str, Any]:
         """List the files directly in a folder by name, each a `RangedEntry`."""
@@ -65,13 +65,13 @@ class RangedFiles(Protocol):
         """Name the folders directly in a folder, sorted."""
 
     def find(self, name: str) -> Any:
-        """Ask for one file, a `RangedEntry`; None where there is none."""
+        """Look up one file, a `RangedEntry`; None if it does not exist."""
 
     def read_into(self, found: Any, begin: int, target: memoryview) -> None:
-        """Fill memory with the bytes of a listed file from `begin` on.
+        """Fill memory with a listed file's bytes from `begin` on.
 
         Raises:
-            CheckpointChangedError: It has other bytes now, or is gone.
+            CheckpointChangedError: The file now has other bytes, or is gone.
         """
 
 
@@ -79,19 +79,19 @@ class FilesInStore(RangedFiles, Protocol):
     """A place in a store."""
 
     def neighbors(self) -> list[str]:
-        """Name the folders next to it."""
+        """Name the folders next to the place."""
 
 
 class RangedShard(SafetensorsShard):
-    """One safetensors file that is read by ranges; nothing of it is on disk."""
+    """One safetensors file that is read by ranges, with nothing on disk."""
 
     def __init__(self, files: RangedFiles, entry: RangedEntry, path: str) -> None:
         """Read and check the header.
 
         Args:
-            files: Where it lies.
-            entry: Which one.
-            path: Its whole address, for messages.
+            files: The place of the file.
+            entry: The file.
+            path: Its complete address, for messages.
 
         Raises:
             DamagedCheckpointError: The header does not match itself or the size of the file.
@@ -100,7 +100,7 @@ class RangedShard(SafetensorsShard):
         self._files, self._entry = files, entry
         self.identity: tuple[Any, ...] = (entry.etag, entry.size)
         self.recorded = FileDigest()
-        """What was recorded of it when it was saved, with which what is read is compared."""
+        """Digests that were recorded when the file was saved; reads are compared with them."""
         self._head = memoryview(b"")
         head = self._read(0, min(entry.size, HEAD_BYTES))
         end = LENGTH_BYTES + read_header_length(bytes(head[:LENGTH_BYTES]), entry.size, path)
@@ -116,18 +116,18 @@ class RangedShard(SafetensorsShard):
 
     @property
     def is_far(self) -> bool:
-        """It is."""
+        """Return True."""
         return True
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Release what this thread has read ahead; no file is open."""
         forget(self)
 
     def read_into(self, begin: int, target: memoryview) -> None:
-        """Fill memory with the bytes of the file from `begin` on.
+        """Fill memory with the file's bytes from `begin` on.
 
         Raises:
-            CheckpointChangedError: The file has other bytes now, or is gone.
+            CheckpointChangedError: The file now has other bytes, or is gone.
             Everything that the place raises.
         """
         known = self._head[begin : begin + len(target)]
@@ -136,17 +136,17 @@ class RangedShard(SafetensorsShard):
             self._files.read_into(self._entry, begin + len(known), target[len(known) :])
 
     def asked_bytes(self, begin: int, end: int) -> int:
-        """How many bytes of a stretch have to be asked for, as they did not come with the header."""
+        """Count the bytes of a range that must be requested, because they did not arrive with the header."""
         return max(0, end - max(begin, len(self._head)))
 
     def tensor_digests(self) -> dict[str, str]:
-        """The recorded digest of each tensor by name; empty where there are none."""
+        """Return each tensor's recorded digest by name; empty if there are none."""
         names = list(self.header.tensors)
         digests = self.recorded.split_tensor_digests(len(names))
         return {} if digests is None else dict(zip(names, digests, strict=True))
 
     def header_as_hashed(self) -> bytes:
-        """All that comes before the data, as it goes into checksums and the fingerprint."""
+        """Return all bytes before the data, in the form that checksums and the fingerprint use."""
         return self._blank_header()
 
     def _read(self, begin: int, end: int) -> memoryview:
@@ -180,14 +180,14 @@ class RangedShard(SafetensorsShard):
             wait_for([reading for reading, _ in under_way])
 
     def _samples(self, start: int, count_bytes: int, block_bytes: int) -> Iterator[memoryview]:
-        """Small blocks, each asked for by itself: who asks for such takes the first, and leaves the rest."""
+        """Yield small blocks, each by its own request: their callers usually take the first, and leave the rest."""
         for begin in range(0, count_bytes, block_bytes):
             room = memoryview(bytearray(min(block_bytes, count_bytes - begin)))
             self.read_into(start + begin, room)
             yield room
 
     def _begun(self, start: int, nbytes: int) -> tuple[Future[None], memoryview]:
-        """Memory that another thread fills, or this one where none can be started."""
+        """Return memory that another thread fills, or this one if the range is small or no thread can be started."""
         found = memoryview(bytearray(nbytes))
         reading = start_thread(partial(self.read_into, start, found), "hfshard-range") if nbytes > BLOCK_BYTES else None
         if reading is None:
@@ -206,17 +206,17 @@ class RangedShard(SafetensorsShard):
         return self._stretch(self.header.data_start, self.data_bytes, BLOCK_BYTES)
 
 
-# What a thread asks for beyond what it needs: the small tensors of a file, one after the other, in few requests.
+# Read-ahead of a thread: it reads a file's small tensors in order with few requests.
 
 
 MOST_BYTES: Final = 4 << 20
-"""Of a window. A request takes some 50 ms, and eight threads have one each."""
+"""The largest window. A request takes about 50 ms, and eight threads have one each."""
 _FIRST_BYTES: Final = 1 << 20
-"""Of the first one. Each that follows another one is twice as large, so that little is asked for in vain."""
+"""The first window. Each following one is twice as large, so that few bytes are requested in vain."""
 
 
 class _Window(threading.local):
-    """The last window of this thread, whatever the file."""
+    """This thread's last window, of any file."""
 
     def __init__(self) -> None:
         self.file: object = None
@@ -230,14 +230,14 @@ _window = _Window()
 def read_ahead(
     file: object, start: int, count_bytes: int, end: int, read_into: Callable[[int, memoryview], None]
 ) -> memoryview:
-    """The bytes of a stretch of a file; no byte is asked for twice as long as a thread reads on from where it was.
+    """Return the bytes of a file range; a thread that reads on from its last position requests no byte twice.
 
     Args:
-        file: Which one.
-        start: Of the stretch.
+        file: The file.
+        start: Start of the range.
         count_bytes: Its length; at most `MOST_BYTES`.
-        end: Of what may be asked for.
-        read_into: Fills memory with the bytes of the file from a position on.
+        end: End of what may be requested.
+        read_into: Fill memory with the file's bytes from a position on.
 
     Raises:
         Everything that `read_into` raises.
@@ -259,46 +259,46 @@ def read_ahead(
 
 
 def forget(file: object) -> None:
-    """Let go of what this thread has of a file."""
+    """Release what this thread has of a file."""
     if _window.file is file:
         _window.file = None
         _window.memory = memoryview(b"")
 
 
-# Reads pieces of files by few requests: near ones at once, several under way, each straight to where it is wanted.
+# Range reads in few requests: nearby pieces together, several requests at once, each piece straight to its target.
 
 
 REQUEST_BYTES: Final = 8 * 1024 * 1024
-"""Bytes that one request asks for at most: what stores advise (8 to 16 MiB), and a tenth of a second of one stream."""
+"""The most bytes per request: as stores advise (8 to 16 MiB), and a tenth of a second of one stream."""
 
 GAP_BYTES: Final = 128 * 1024
-"""Pieces with fewer bytes between them are asked for at once: a request takes longer than these bytes."""
+"""Pieces with at most this many bytes between them share a request, which takes longer than these bytes."""
 
 _MOST_UNDER_WAY: Final = 12
-"""Requests: one stream of a store gives some 80 MB/s, whatever the line."""
+"""The most requests in flight: one stream of a store delivers about 80 MB/s, regardless of the line."""
 
 _BYTES_EACH: Final = 2 * REQUEST_BYTES
-"""Memory of a request under way: its answer, and where pieces wait to be copied to their places."""
+"""Memory of a request in flight: its response, and the stage where pieces wait to be copied to their targets."""
 
 DEFAULT_MEMORY: Final = 256 * 1024 * 1024
-"""Bytes that the reads of one call may take, beyond what they fill."""
+"""Bytes that the reads of one call may use in addition to their targets."""
 
 
 class Piece(NamedTuple):
-    """A stretch of a file that is wanted, at most `REQUEST_BYTES` long."""
+    """A file range to read, at most `REQUEST_BYTES` long."""
 
     start: int
-    """In the file."""
+    """Position in the file."""
     nbytes: int
     target: memoryview | None
-    """Memory to fill; None: the bytes are only shown to `take`."""
+    """Memory to fill; None: the bytes are only passed to `take`."""
     take: Callable[[memoryview, threading.Event], object] | None = None
-    """Gets the bytes when they are there, and what others set that have failed. Without a target they are gone when it
-    returns."""
+    """Called with the bytes after they arrive, and with the event that is set when another request fails. Without a
+    target, the bytes are valid only until it returns."""
 
     @property
     def end(self) -> int:
-        """In the file: one past the last byte."""
+        """Position in the file, one past the last byte."""
         return self.start + self.nbytes
 
 
@@ -308,14 +308,14 @@ class _Request(NamedTuple):
 
 
 class _Stages:
-    """Memory in which pieces wait to be taken, used again and again."""
+    """Reusable memory in which pieces wait to be taken."""
 
     def __init__(self, new_stage: Callable[[], memoryview] | None) -> None:
         self.free: SimpleQueue[memoryview] = SimpleQueue()
         self._new_stage = new_stage
 
     def take(self) -> memoryview:
-        """Never waits for one: who has it may be waiting for the piece that this one is for."""
+        """Return a stage without waiting for one: its user may be waiting for the piece that this one is for."""
         try:
             return self.free.get_nowait()
         except Empty:
@@ -331,13 +331,13 @@ def read_pieces(
     """Read pieces of files into place.
 
     Args:
-        wanted: Files, each with the pieces that are wanted of it, in any order.
-        progress_callback: Called with numbers of bytes of pieces that have come.
-        memory_bytes: What this may take beside the targets.
-        new_stage: Gives memory of `REQUEST_BYTES` in which pieces wait to be taken; None: any.
+        wanted: Files, each with the pieces to read from it, in any order.
+        progress_callback: Called with the bytes of pieces that have arrived.
+        memory_bytes: Memory that this may use in addition to the targets.
+        new_stage: Return memory of `REQUEST_BYTES` in which pieces wait to be taken; None: ordinary memory is used.
 
     Returns:
-        Bytes that were asked for, with those between pieces.
+        Requested bytes, including those between pieces.
 
     Raises:
         Everything that `RangedShard.read_into` and the `take` of a piece raise.
@@ -384,7 +384,7 @@ def _show(piece: Piece, found: memoryview, cancelled: threading.Event) -> None:
 
 
 def _runs(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-    """Group the pieces that one request asks for, in the order of their bytes."""
+    """Group pieces by request, in the order of their bytes."""
     run: list[Piece] = []
     for piece in sorted(pieces, key=lambda piece: piece.start):
         if run and (piece.start - run[-1].end > GAP_BYTES or piece.end - run[0].start > REQUEST_BYTES):
@@ -395,7 +395,7 @@ def _runs(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
         yield run
 
 
-# Brings tensors of files that are read by ranges into memory of their own, on the CPU or a device.
+# Reads of complete tensors by ranges, each into its own memory on the CPU or a device.
 
 
 def read_whole(
@@ -406,17 +406,17 @@ def read_whole(
     progress_callback: ProgressCallback | None = None,
     memory_bytes: int = DEFAULT_MEMORY,
 ) -> dict[str, torch.Tensor]:
-    """Read tensors, each into memory of its own; every byte is asked for once.
+    """Read tensors, each into its own memory, requesting every byte once.
 
     Args:
         wanted: Files, each with the names of tensors.
-        device: Where they go.
-        level: What is compared on the way (see `Comparison`).
-        progress_callback: Called with numbers of bytes that have come.
-        memory_bytes: What this may take beside the tensors.
+        device: The device of the tensors.
+        level: The digests to compare during the read (see `Comparison`).
+        progress_callback: Called with the bytes that have arrived.
+        memory_bytes: Memory that this may use in addition to the tensors.
 
     Raises:
-        IntegrityError: Bytes are not those that were saved.
+        IntegrityError: Bytes differ from the saved ones.
         DamagedCheckpointError: This torch does not know a dtype; nothing was read.
         Everything that `RangedShard.read_into` raises.
     """
@@ -425,7 +425,7 @@ def read_whole(
     comparisons: list[Comparison] = []
     for shard, names in wanted:
         for name in names:
-            shard.described(name)  # raises before memory is taken
+            shard.described(name)  # raises before memory is allocated
     for shard, names in wanted:
         comparison = Comparison(shard, level)
         pieces: list[Piece] = list(comparison.others(set(names)))
@@ -455,16 +455,16 @@ def _page_locked(nbytes: int) -> memoryview:
 
 
 def pieces_of(info: TensorInfo, data_start: int, raw: torch.Tensor, digest: RunningDigest | None) -> Iterator[Piece]:
-    """The pieces by which a tensor is read whole.
+    """Yield the pieces that make up a complete tensor.
 
     Args:
-        info: Which tensor.
-        data_start: Of its file.
-        raw: Where its bytes go, in one dimension.
-        digest: Takes them too.
+        info: The tensor.
+        data_start: Start of the data in its file.
+        raw: One-dimensional target of its bytes.
+        digest: Digest that also gets them.
     """
     memory = memory_of(raw) if raw.device.type == "cpu" else None
-    # The caller's stream, on which the memory was allocated: another thread has another one.
+    # The caller's stream, on which the memory was allocated: other threads have their own.
     stream = torch.cuda.current_stream(raw.device) if raw.device.type == "cuda" else None
     for at in range(0, info.nbytes, REQUEST_BYTES):
         nbytes = min(REQUEST_BYTES, info.nbytes - at)
@@ -490,15 +490,15 @@ def _take(
         digest.add(start, found, cancelled, stays=into is None)
 
 
-# Compares what is read of a file by ranges with the digests that were recorded when it was saved.
+# Verification of range reads against the digests that were recorded when the file was saved.
 
 
 class Comparison:
-    """The digests of one file that a read of some of its tensors can compare.
+    """Comparison of one file's digests with a read of some of its tensors.
 
-    1. Of a tensor that is read whole, its own; at every level but "none".
-    2. "full" compares every byte: where the file has no digests of its tensors, the whole file is read, in order, for
-       its checksum. Where they are all read, the fingerprint is compared too, for the header's sake.
+    1. A tensor that is read completely is compared with its own digest, at every level except "none".
+    2. "full" compares every byte: if the file has no tensor digests, the complete file is read in order for its
+       checksum. If all sampled tensors are read, the fingerprint is compared too, to cover the header.
     """
 
     def __init__(self, shard: RangedShard, level: Verify) -> None:
@@ -515,7 +515,7 @@ class Comparison:
             self._file = kind, RunningDigest(hasher, shard.header.data_start, shard.data_bytes)
 
     def digest_of(self, info: TensorInfo) -> RunningDigest | None:
-        """What takes the bytes of a tensor that is read whole, once; None: nothing is to be compared."""
+        """Return the digest that gets the bytes of a tensor read completely, once; None if nothing is compared."""
         if self._file is not None:
             return self._file[1]
         if info.name not in self._expected or info.name in self._digests:
@@ -525,7 +525,7 @@ class Comparison:
         return digest
 
     def others(self, names: Collection[str]) -> Iterator[Piece]:
-        """What has to be read besides tensors of these names, which are read anyway."""
+        """Yield pieces to read in addition to the tensors of these names, which are read anyway."""
         if self._file is None:
             return
         digest = self._file[1]
@@ -537,10 +537,10 @@ class Comparison:
                     yield Piece(start, nbytes, None, partial(_hash, digest, start))
 
     def compare(self) -> None:
-        """Compare, when everything has been read.
+        """Compare the digests once everything has been read.
 
         Raises:
-            IntegrityError: It names a tensor, or the file, whose bytes are not those that were saved.
+            IntegrityError: A tensor or the file, which the message names, differs from what was saved.
         """
         for name, digest in self._digests.items():
             if digest.is_whole and digest.hexdigest() != self._expected[name]:
@@ -557,7 +557,7 @@ class Comparison:
             raise self._differs("The header of", "fingerprint", str(recorded.fingerprint), str(fingerprint))
 
     def _fingerprint(self) -> str | None:
-        """The file's fingerprint, made of what has passed; None where not all of it has."""
+        """Compute the file's fingerprint from the tensors that were read; None if one of them is missing."""
         infos = list(self._shard.header.tensors.values())
         fingerprint = new_fingerprint()
         fingerprint.update(self._shard.header_as_hashed())
@@ -586,26 +586,26 @@ def _hash(digest: RunningDigest, start: int, block: memoryview, cancelled: threa
     digest.add(start, block, cancelled, stays=False)
 
 
-# Digests of what is read in pieces: computed in order while the pieces come in any order, then compared.
+# Digests of pieces that arrive in any order, computed in the order of their bytes.
 
 
 _LOOK_SECONDS: Final = 0.1
-"""How soon a thread that waits for its turn notices that another one has failed."""
+"""Interval at which a thread that waits for its turn checks whether another one has failed."""
 
 
 class RunningDigest:
-    """Hashes a stretch of bytes whose pieces come in any order, from several threads."""
+    """Digest of a byte range whose pieces arrive in any order, from several threads."""
 
     def __init__(self, hasher: Hasher, start: int, nbytes: int) -> None:
-        """Wait for the first piece.
+        """Begin without pieces.
 
         Args:
-            hasher: What it goes into.
-            start: Where the stretch begins in its file.
-            nbytes: Of the stretch.
+            hasher: The hasher that gets the bytes.
+            start: Start of the range in its file.
+            nbytes: Bytes of the range.
         """
         self.head = b""
-        """The first bytes, as many as go into a file's fingerprint."""
+        """The first bytes, up to the number that a file's fingerprint uses."""
         self._hasher = hasher
         self._start, self._next, self._end = start, start, start + nbytes
         self._early: dict[int, memoryview] = {}
@@ -614,24 +614,24 @@ class RunningDigest:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all bytes have been hashed."""
+        """Return whether all bytes have been hashed."""
         return self._next == self._end
 
     def hexdigest(self) -> str:
-        """The digest."""
+        """Return the digest."""
         return self._hasher.hexdigest()
 
     def add(self, start: int, block: memoryview, cancelled: threading.Event, *, stays: bool) -> None:
-        """Take a piece.
+        """Hash a piece when its turn comes.
 
         Args:
-            start: Where it begins in the file. Pieces are begun in the order of their bytes.
+            start: Start of the piece in the file. Pieces are started in the order of their bytes.
             block: Its bytes.
-            cancelled: Set by others that failed.
-            stays: Whether the memory keeps these bytes; else this waits for the pieces before it.
+            cancelled: Set when another piece fails.
+            stays: Whether the memory keeps these bytes; if not, this waits for the pieces before it.
 
         Raises:
-            InterruptedError: Another piece failed, so that the turn never comes.
+            InterruptedError: Another piece failed, so that this one's turn never comes.
         """
         if start == self._start:
             self.head = bytes(block[:FINGERPRINT_BYTES])
@@ -642,7 +642,7 @@ class RunningDigest:
                 self._changed.wait(_LOOK_SECONDS)
             self._early[start] = block
             if self._is_busy:
-                return  # who is busy takes it
+                return  # the busy thread hashes it
             self._is_busy = True
         while (block_in_turn := self._in_turn()) is not None:
             self._hasher.update(block_in_turn)

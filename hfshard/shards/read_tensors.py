@@ -1,4 +1,4 @@
-"""Bring tensors of open files into memory: mapped, or read by several threads straight into place."""
+"""Read tensors of open files: mapped, or read by several threads straight into place."""
 
 from __future__ import annotations
 
@@ -40,34 +40,34 @@ TensorRead = Sequence[tuple[SafetensorsFile, Sequence[str]]]
 """Files, each with the names of the tensors to read from it."""
 
 _READERS: Final = 4
-"""Threads that read into memory: with more, a disk is not faster, nor is faulting in pages on few cores."""
+"""Threads that read into memory: more speed up neither a disk nor page faults on few cores."""
 
 _DEVICE_READERS: Final = 8
 """Threads that fill page-locked memory: copying out of the page cache takes several cores to keep a GPU's bus busy."""
 
 _PIECE_BYTES: Final = 1024 * 1024
-"""Bytes that one thread reads into place at once: with 4 MiB, 2.5 GB from a cold disk took a fifth longer."""
+"""Bytes that a thread reads into place at once: with 4 MiB, reading 2.5 GB from a cold disk took a fifth longer."""
 
 _STAGE_BYTES: Final = 4 * 1024 * 1024
-"""Bytes that are read at once and then copied: enough for a GPU's bus, and one call for many small tensors."""
+"""Bytes read at once and then copied: enough for a GPU's bus, and one call for many small tensors."""
 
 _MIN_OWN_BYTES: Final = 1024 * 1024
-"""Tensors from this size on get pages of their own to read into; smaller ones are read together and copied."""
+"""Tensors of at least this size are read into their own pages; smaller ones are read together and copied."""
 
 _HUGE_PAGE_BYTES: Final = 2 * 1024 * 1024
 
 _LARGEST_ALIGNMENT: Final = 16
-"""Bytes of a complex128. A tensor that a file does not align to it is copied to memory that is aligned."""
+"""Bytes of a complex128. A tensor that is not aligned to it in the file is copied to aligned memory."""
 
 _STAGES: Final = 2
-"""Page-locked pieces of a thread: one is copied to the device while the other is filled."""
+"""Page-locked pieces per thread: one is copied to the device while the other is filled."""
 
 
 def check_read_mode(read: str, *, disable_mmap: bool | None = None) -> ReadMode:
-    """Resolve two arguments to a mode of reading.
+    """Resolve two arguments to a read mode.
 
     Raises:
-        InvalidArgumentError: There is no such mode, or they contradict each other.
+        InvalidArgumentError: There is no such mode, or the arguments contradict each other.
     """
     if read not in ("auto", "mmap", "pread"):
         raise InvalidArgumentError(f"read must be 'auto', 'mmap' or 'pread', got {read!r}.")
@@ -78,12 +78,12 @@ def check_read_mode(read: str, *, disable_mmap: bool | None = None) -> ReadMode:
 
 
 def mode_of(wanted: TensorRead, read: ReadMode, device: torch.device) -> ReadMode:
-    """How `read_from` will read: "mmap" or "pread".
+    """Return the mode that `read_from` will use: "mmap" or "pread".
 
     Args:
         wanted: The files and names.
         read: "mmap" or "pread" is returned as it is.
-        device: Where the tensors go.
+        device: The device of the tensors.
     """
     if read == "auto":
         is_far = any(is_remote(number) for number in {shard.identity[0] for shard, _ in wanted})
@@ -96,18 +96,18 @@ def read_from(
 ) -> dict[str, torch.Tensor]:
     """Read tensors into memory or onto a device.
 
-    On the CPU, from this machine's own disks, they are mapped: a page is read when it is touched, and threads read
-    ahead (see `read_ahead`). On a GPU, and from file systems of the network, they are read at once. Of a file whose
-    signature was checked, they are read into memory of the CPU, and what was copied is compared with what was signed.
+    For the CPU, tensors on local disks are mapped: a page is read when it is touched, and threads read ahead (see
+    `read_ahead`). For a GPU, and from network file systems, they are read immediately. If a file's signature was
+    checked, they are read into CPU memory, and the copies are compared with the signed checksum.
 
     Args:
         wanted: The files and names.
         read: "mmap" or "pread" overrides that choice. For a GPU, "mmap" copies from mapped memory.
-        device: Where the tensors go.
-        ahead: False: somebody else reads the files ahead.
+        device: The device of the tensors.
+        ahead: Whether to read mapped files ahead; False if another reader does so.
 
     Raises:
-        CheckpointChangedError: A file is not what was signed any more, and its tensors were copied.
+        CheckpointChangedError: A file whose tensors were copied no longer matches its signature.
     """
     if str(device) == "cuda":  # the current device depends on the thread
         device = torch.device("cuda", torch.cuda.current_device())
@@ -119,14 +119,14 @@ def read_from(
     signed = [(shard, names) for shard, names in wanted if names and shard.signed_sha256 is not None]
     others = [(shard, names) for shard, names in wanted if shard.signed_sha256 is None]
     tensors = _read_at_once(others, device)
-    threads = FILES_AT_ONCE if device.type == "cpu" else 1  # what is copied further needs room twice
+    threads = FILES_AT_ONCE if device.type == "cpu" else 1  # tensors that are copied to a device need memory twice
     for one in in_threads(lambda read, _: _read_signed(read, device), signed, threads):
         tensors |= one
     return {name: tensors[name] for _, names in wanted for name in names}
 
 
 def _read_signed(wanted: tuple[SafetensorsFile, Sequence[str]], device: torch.device) -> dict[str, torch.Tensor]:
-    """Copy tensors of a file, compare what was copied with what was signed, and bring it to its device."""
+    """Copy a file's tensors, compare the copies with the signed checksum, and move them to the device."""
     tensors = _read_at_once([wanted], torch.device("cpu"))
     wanted[0].check_copied(tensors)
     return {name: tensor.to(device) for name, tensor in tensors.items()}
@@ -134,21 +134,21 @@ def _read_signed(wanted: tuple[SafetensorsFile, Sequence[str]], device: torch.de
 
 @dataclass(frozen=True, slots=True)
 class _ReadPart:
-    """A stretch of a file, and the bytes of a tensor to read it into."""
+    """A file range, and the bytes of a tensor to read it into."""
 
     target: torch.Tensor
-    """Bytes, one dimension, as long as the stretch."""
+    """One-dimensional bytes, as long as the range."""
     start: int
-    """In the file."""
+    """Position in the file."""
 
     @property
     def end(self) -> int:
-        """In the file: one past the last byte."""
+        """Position in the file, one past the last byte."""
         return self.start + self.target.numel()
 
 
 def _read_at_once(wanted: TensorRead, device: torch.device, *, staged: bool = False) -> dict[str, torch.Tensor]:
-    """Read tensors into memory of their own; `staged` uses the way of a GPU for the CPU too."""
+    """Read tensors into their own memory; `staged` uses a GPU's path for the CPU too."""
     staged = staged or device.type != "cpu"
     threads = _DEVICE_READERS if device.type == "cuda" else _READERS
     stages = _Stages(device, threads)
@@ -177,7 +177,7 @@ def _read_at_once(wanted: TensorRead, device: torch.device, *, staged: bool = Fa
 
 
 class _File:
-    """A file to read pieces from: past the page cache where it is cold, and nobody else on this machine reads it."""
+    """A file to read pieces from, bypassing the page cache if it is cold and no other local process reads it."""
 
     def __init__(self, shard: SafetensorsFile, stack: ExitStack) -> None:
         self.shard = shard
@@ -193,10 +193,10 @@ class _File:
                 stack.callback(self._held.close)
 
     def read(self, buffer: memoryview, start: int, count_bytes: int) -> None:
-        """Read a stretch into an aligned buffer with room around it (see `read_direct`)."""
+        """Read a range into an aligned buffer with room around it (see `read_direct`)."""
         with self.shard.opened() as fd, nullcontext(-1) if self._held is None else self._held.opened() as direct:
             if direct >= 0 and (self._is_shared or self._has_fellows(direct)):
-                self._is_shared = True  # from now on: what they leave in the page cache need not be read again
+                self._is_shared = True  # from now on: what the others leave in the page cache need not be read again
                 direct = -1
             if len(read_direct(fd, direct, buffer, start, count_bytes)) < count_bytes:
                 raise self.shard.truncated_error()
@@ -216,7 +216,7 @@ class _File:
 
 
 def _own_pages(file: _File, start: int, nbytes: int) -> tuple[torch.UntypedStorage, list[Callable[[], object]]]:
-    """Allocate memory for one tensor, at the same offset in a page as in the file; also return the reads to fill it."""
+    """Allocate memory for one tensor at its page offset in the file, and return it with the reads that fill it."""
     lead = start % DATA_ALIGNMENT
     end = lead + nbytes
     pages = mmap.mmap(-1, -(-end // DATA_ALIGNMENT) * DATA_ALIGNMENT, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -235,7 +235,7 @@ def _pieces(raw: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
 
 
 def _runs(parts: Sequence[_ReadPart]) -> Iterator[list[_ReadPart]]:
-    """Group parts that are adjacent in the file, as many as a piece holds."""
+    """Group parts that are adjacent in the file and together fit one piece."""
     run: list[_ReadPart] = []
     for part in parts:
         if run and (part.start != run[-1].end or part.end - run[0].start > _STAGE_BYTES):
@@ -286,7 +286,7 @@ class _Stages:
 
 
 class _HostStage:
-    """Room for one piece."""
+    """Memory for one piece."""
 
     def __init__(self, device: torch.device) -> None:
         room = _STAGE_BYTES + 2 * DATA_ALIGNMENT
@@ -300,7 +300,7 @@ class _HostStage:
             self._raw = torch.frombuffer(self._memory, dtype=torch.uint8)
 
     def fill_targets(self, file: _File, run: Sequence[_ReadPart]) -> None:
-        """Read the parts of a run, and copy each to its target; a GPU's copies go on after this returns."""
+        """Read the parts of a run, and copy each to its target; copies to a GPU continue after this returns."""
         if self._copied is not None:
             self._copied.synchronize()
         start = run[0].start
@@ -313,7 +313,7 @@ class _HostStage:
             self._copied.record(torch.cuda.current_stream(self._device))
 
 
-# Whether other processes of this machine read the same file now: then the page cache should read it once for all.
+# Detection of local processes that read the same file, so that the page cache reads it once for all.
 
 
 _FLOCK: Final = struct.Struct("@hhqqi4x")
@@ -323,10 +323,10 @@ _HAS_LOCKS: Final = sys.platform == "linux" and struct.calcsize("P") == 8
 
 
 def has_fellow_ranks() -> bool:
-    """Whether this process is one of several ranks of a job that are likely to load on this machine at the same time.
+    """Return whether this is one of several ranks that are likely to load on this machine at the same time.
 
-    The launcher says how many there are here (torchrun and accelerate: LOCAL_WORLD_SIZE); without one, the ranks of the
-    default process group are taken for some of this machine.
+    The launcher sets the number of local ranks (torchrun and accelerate: LOCAL_WORLD_SIZE). Without it, the ranks of
+    the default process group are assumed to be local.
     """
     here = os.environ.get("LOCAL_WORLD_SIZE", "")
     if here.isdecimal():
@@ -338,11 +338,10 @@ def has_fellow_ranks() -> bool:
 def mark_reading(fd: int) -> None:
     """Let `has_fellow_readers` of other processes see that a file is being read, until it is closed.
 
-    It is a shared lock of the open file, which keeps nobody from anything. Where the file system has no locks, nothing
-    is to be seen.
+    The mark is a shared lock of the open file, which stops no other process. A file system without locks has no marks.
 
     Args:
-        fd: Open for reading, from a file system of this machine; locks of the network are slow.
+        fd: A file open for reading on a local file system; network locks are slow.
     """
     if _HAS_LOCKS:
         with suppress(OSError):
@@ -350,7 +349,7 @@ def mark_reading(fd: int) -> None:
 
 
 def has_fellow_readers(fd: int) -> bool:
-    """Whether somebody else has marked a file as being read; False where that can't be seen."""
+    """Return whether another process has marked a file as being read; False if this cannot be detected."""
     if not _HAS_LOCKS:
         return False
     try:
@@ -361,35 +360,35 @@ def has_fellow_readers(fd: int) -> bool:
 
 
 def _flock(kind: int) -> bytes:
-    """A lock of the whole file."""
+    """Build a lock of the complete file."""
     return _FLOCK.pack(kind, os.SEEK_SET, 0, 0, 0)
 
 
-# Read mapped tensors ahead in threads, while the model that will use them is being built.
+# Read-ahead of mapped tensors in threads, while the model that will use them is being built.
 
 
 _THREADS: Final = 2
-"""One does not keep a disk busy; more take cores away from building the model."""
+"""Threads per call: one does not keep a disk busy, and more take cores away from building the model."""
 
 _AHEAD_PIECE_BYTES: Final = 4 * 1024 * 1024
-"""Bytes that are requested at once. With 16 MiB the first pages came late: 2.5 GB took 1.2 s instead of 1.1."""
+"""Bytes requested at once. With 16 MiB, the first pages arrived late: 2.5 GB took 1.2 s instead of 1.1."""
 
 _GAP_BYTES: Final = 128 * 1024
-"""Stretches with fewer bytes between them are read as one: the kernel reads that much around a page anyway."""
+"""Ranges with at most this many bytes between them are read as one: the kernel reads that much around a page anyway."""
 
 
 def read_ahead(wanted: Sequence[tuple[SafetensorsFile, Sequence[str]]]) -> list[Future[None]]:
-    """Let threads read what the page cache lacks of some mapped tensors, in the order of the files.
+    """Start threads that read mapped tensors that are not in the page cache, in the order of the files.
 
-    They fill at most half of the available memory. A file that is truncated meanwhile is not an error here: `madvise`
-    reports it, where a page fault would end the process.
+    They fill at most half of the available memory. A file that is truncated during the read is not an error here:
+    `madvise` reports it, while a page fault would kill the process.
 
     Args:
         wanted: Files, each with the names of its tensors.
 
     Returns:
-        What the threads do, nothing if everything is cached or none can be started; they end by themselves, and keep
-        the files mapped until then.
+        A future per thread, none if everything is cached or no thread can be started. The threads end by themselves,
+        and keep the files mapped until then.
     """
     cold = [
         (shard.mapping, begin, end)
@@ -407,7 +406,7 @@ def read_ahead(wanted: Sequence[tuple[SafetensorsFile, Sequence[str]]]) -> list[
 
 
 class _Pieces:
-    """The pieces that are left to read, shared by the threads."""
+    """The remaining pieces to read, shared by the threads."""
 
     def __init__(self, stretches: Sequence[tuple[torch.UntypedStorage, int, int]]) -> None:
         self._pieces = _pieces_of(stretches, _available_bytes() // 2)
@@ -434,7 +433,7 @@ def _pieces_of(
 
 
 def _stretches(shard: SafetensorsFile, names: Sequence[str]) -> Iterator[tuple[int, int]]:
-    """The stretches of a file that hold some tensors; those that nearly touch are one."""
+    """Yield the file ranges of some tensors, with nearby ranges merged."""
     begin = end = -1
     for info in sorted((shard.header.tensors[name] for name in names), key=lambda info: info.begin):
         if info.begin - end > _GAP_BYTES or begin < 0:
@@ -447,7 +446,7 @@ def _stretches(shard: SafetensorsFile, names: Sequence[str]) -> Iterator[tuple[i
 
 
 def _available_bytes() -> int:
-    """Memory that is available without swapping; 0 where the system does not say."""
+    """Return the bytes available without swapping; 0 if the system does not say."""
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
             return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))

@@ -1,4 +1,4 @@
-"""What is true of a safetensors file wherever its bytes are: its tensors' shapes, its digests, and their comparison."""
+"""Base class of safetensors files, local or remote: tensor shapes, digests, and their comparison."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from hfshard.shards.write_shards import COMPLEX_AS_REAL_KEY
 from hfshard.tensors.stored_tensor import TORCH_DTYPES, torch_shape
 
 _SHOWN: Final = 10
-"""Names of tensors in a message."""
+"""The most tensor names in a message."""
 
 
 class SafetensorsShard(ABC):
     """One safetensors file whose header was read and checked.
 
     Attributes:
-        path: Where it was found, for messages.
-        size: Bytes.
-        identity: Another one for another file, or for other bytes.
-        header: What it says about its tensors, checked.
-        hfshard_metadata: What hfshard wrote into it, or what another library says of names that share a tensor.
+        path: The file's path or address, for messages.
+        size: Bytes of the file.
+        identity: Identifies the file and its bytes; it differs for another file or other bytes.
+        header: The checked header, which describes the tensors.
+        hfshard_metadata: Metadata written by hfshard, or another library's record of names that share a tensor.
     """
 
     identity: tuple[Any, ...]
@@ -42,7 +42,7 @@ class SafetensorsShard(ABC):
 
         Args:
             path: The file.
-            raw_header: All that comes before the data.
+            raw_header: All bytes before the data.
             size: Bytes of the file.
 
         Raises:
@@ -58,19 +58,19 @@ class SafetensorsShard(ABC):
     @property
     @abstractmethod
     def is_far(self) -> bool:
-        """Whether its bytes come over a network, where a request costs more than the bytes between two others."""
+        """Return whether the file is remote, so that an extra request costs more than reading a gap between two."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of what was needed to read it; tensors that were mapped stay valid."""
+        """Release what reading the file needed; mapped tensors stay valid."""
 
     @abstractmethod
     def _stretch(self, start: int, count_bytes: int, block_bytes: int) -> Iterator[memoryview]:
-        """Yield the bytes of a stretch of the file, in blocks that are valid until the next one; fewer at its end."""
+        """Yield the bytes of a file range in blocks that are valid until the next one; fewer at the file's end."""
 
     @abstractmethod
     def _places(self, places: Sequence[tuple[int, int]]) -> Iterable[bytes]:
-        """Read small places of the data: the offset of each in the file, and its length."""
+        """Read small spots of the data, each given by its offset in the file and its length."""
 
     @abstractmethod
     def _data(self, *, keep_cached: bool = False) -> Iterator[memoryview]:
@@ -78,16 +78,16 @@ class SafetensorsShard(ABC):
 
     @property
     def written_by_hfshard(self) -> bool:
-        """Whether hfshard wrote it."""
+        """Return whether hfshard wrote the file."""
         return METADATA_KEY in self.header.metadata
 
     @property
     def data_bytes(self) -> int:
-        """Bytes of its tensors, which lie without gaps between the header and the end."""
+        """Bytes of the tensors, which fill the file between the header and the end without gaps."""
         return self.size - self.header.data_start
 
     def shaped(self, name: str, storage: torch.UntypedStorage) -> torch.Tensor:
-        """Make a tensor of bytes in memory or on a device, with its dtype and shape.
+        """Build a tensor with its dtype and shape from bytes in memory or on a device.
 
         Raises:
             DamagedCheckpointError: This torch does not know the dtype.
@@ -108,18 +108,18 @@ class SafetensorsShard(ABC):
         return torch.view_as_complex(tensor) if name in self._complex_as_real else tensor
 
     def described(self, name: str) -> torch.Tensor:
-        """A meta tensor of a stored tensor's dtype and shape; raises what `shaped` raises."""
+        """Return a meta tensor with a stored tensor's dtype and shape; raises what `shaped` raises."""
         return self.shaped(name, torch.UntypedStorage(self.header.tensors[name].nbytes, device="meta"))
 
     @property
     def complex_as_real(self) -> frozenset[str]:
-        """The tensors that are complex, and stored as real pairs."""
+        """Names of the complex tensors that are stored as real pairs."""
         return self._complex_as_real
 
     def blocks(self, info: TensorInfo, block_bytes: int = BLOCK_BYTES) -> Iterator[memoryview]:
         """Yield a tensor's bytes, `block_bytes` at a time and then the rest, read into one buffer.
 
-        A block is valid until the next one is asked for.
+        A block is valid until the next one is requested.
 
         Raises:
             DamagedCheckpointError: The file was truncated since it was opened.
@@ -132,7 +132,7 @@ class SafetensorsShard(ABC):
             raise self.truncated_error()
 
     def fingerprint(self) -> str:
-        """Compute the fingerprint of the file as it is now (see `integrity`)."""
+        """Compute the fingerprint of the file as it is now (see `hfshard.format.digests`)."""
         fingerprint = new_fingerprint()
         fingerprint.update(self._blank_header())
         infos = list(self.header.tensors.values())
@@ -146,11 +146,11 @@ class SafetensorsShard(ABC):
     def checksum(
         self, kind: str, progress_callback: ProgressCallback | None = None, *, keep_cached: bool = False
     ) -> str:
-        """Compute the checksum of the whole file as it is now.
+        """Compute the checksum of the complete file as it is now.
 
         Args:
             kind: A key of `HASHERS`.
-            progress_callback: Called with the number of bytes of each block that was hashed.
+            progress_callback: Called with the number of bytes of each hashed block.
             keep_cached: Whether to leave the file in the page cache, because its tensors will be read.
         """
         hasher = HASHERS[kind]()
@@ -164,13 +164,12 @@ class SafetensorsShard(ABC):
     def checked_sha256(
         self, recorded: FileDigest, progress_callback: ProgressCallback | None = None, *, keep_cached: bool = False
     ) -> str:
-        """Compute the sha256 of the file's bytes, and compare its recorded checksum in the same pass.
+        """Compute the sha256 of the file's bytes, and verify the recorded checksum in the same pass.
 
-        The two differ for a single file, which holds its own checksum: that one is computed with zeros in its place
-        (see `integrity`).
+        The two differ for a single file, which contains its own checksum: that one is computed with zeros in its place.
 
         Raises:
-            IntegrityError: The bytes are not those that were saved.
+            IntegrityError: The bytes differ from the saved ones.
         """
         plain = HASHERS["sha256"]()
         plain.update(self._raw_header)
@@ -189,7 +188,7 @@ class SafetensorsShard(ABC):
         return plain.hexdigest()
 
     def check_size_and_fingerprint(self, recorded: FileDigest, *, with_fingerprint: bool) -> None:
-        """Compare the file's size, and its fingerprint, with what was recorded when it was saved.
+        """Compare the file's size and fingerprint with those recorded when it was saved.
 
         Raises:
             IntegrityError: They differ.
@@ -205,7 +204,7 @@ class SafetensorsShard(ABC):
     def check_contents(
         self, recorded: FileDigest, progress_callback: ProgressCallback | None = None, *, keep_cached: bool = False
     ) -> None:
-        """Compare the whole file's checksum with the recorded one, if there is one (arguments as for `checksum`).
+        """Compare the complete file's checksum with the recorded one, if any; takes the arguments of `checksum`.
 
         Raises:
             IntegrityError: They differ.
@@ -218,7 +217,7 @@ class SafetensorsShard(ABC):
                 raise self._differs(kind, expected, found, self.damaged_tensors(recorded))
 
     def damaged_tensors(self, recorded: FileDigest) -> list[str]:
-        """List the tensors whose bytes are not those that were saved, as far as the digests tell."""
+        """List the tensors whose bytes differ from their recorded digests; empty if none are recorded."""
         infos = list(self.header.tensors.values())
         expected = recorded.split_tensor_digests(len(infos))
         if expected is None:
@@ -244,7 +243,7 @@ class SafetensorsShard(ABC):
         )
 
     def truncated_error(self) -> DamagedCheckpointError:
-        """The error for a file that was truncated after it was opened."""
+        """Build the error for a file that was truncated after it was opened."""
         return DamagedCheckpointError(
             f"Shard '{self.path}' was truncated while it was being read. {remedy(self.path)}", path=self.path
         )

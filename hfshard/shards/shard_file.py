@@ -1,4 +1,4 @@
-"""One safetensors file of this machine: checked as a whole, mapped or read, and held open while there is room."""
+"""Local safetensors files: checked, mapped or read, and kept open while descriptors are available."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ _PLAIN_DTYPES: Final = {DTYPE_NAMES[dtype]: dtype for dtype in PLAIN_DTYPES}
 
 
 class SafetensorsFile(SafetensorsShard):
-    """One safetensors file of this machine; open while it is read, and as long as there is room (see `open_files`).
+    """One local safetensors file; open while it is read, and until its descriptor is needed (see `HeldFile`).
 
     Attributes:
-        signed_sha256: The sha256 of the whole file that was found to be signed: what is copied is compared with it.
+        signed_sha256: The complete file's sha256 that was found to be signed; copied bytes are compared with it.
     """
 
     signed_sha256: str | None = None
 
     def __init__(self, path: str, root: str, real_root: str | None = None) -> None:
-        """Open and check a file (arguments as for `open_regular`).
+        """Open and check a file; takes the arguments of `open_regular`.
 
         Raises:
             DamagedCheckpointError: The header does not match itself or the size of the file.
-            UnsafePathError: It is a link that leaves `root`.
+            UnsafePathError: The file is a link that leaves `root`.
         """
         self._root = root
         self._mapped: torch.UntypedStorage | None = None
@@ -69,29 +69,29 @@ class SafetensorsFile(SafetensorsShard):
 
     @property
     def is_far(self) -> bool:
-        """Whether it is on a file system of the network."""
+        """Return whether the file is on a network file system."""
         return is_remote(self.identity[0])
 
     def close(self) -> None:
-        """Close the file; tensors that were mapped stay valid, and the mapping ends with the last of them."""
+        """Close the file; mapped tensors stay valid, and the mapping ends with the last of them."""
         self._file.close()
-        self._mapped = None  # this object lives until a collection of garbage: its file refers to it
+        self._mapped = None  # this object lives until garbage collection: its file refers to it
 
     def opened(self) -> AbstractContextManager[int]:
-        """The open file, which stays open until the block ends.
+        """Return a context manager that keeps the file open until the block ends.
 
         Raises:
-            CheckpointChangedError: It had to be opened again, and another file has its name now.
+            CheckpointChangedError: The file had to be reopened, and another file now has its name.
         """
         return self._file.opened()
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Map one tensor: a private mapping of its bytes, paged in when touched."""
+        """Map one tensor privately; its pages are read when touched."""
         info = self.header.tensors[name]
         return self.shaped(name, self._slice(info) if info.nbytes else torch.UntypedStorage(0))
 
     def tensors(self, names: Collection[str]) -> dict[str, torch.Tensor]:
-        """Map tensors as `tensor` does, each with a storage of its own; many small ones take half the time."""
+        """Map tensors as `tensor` does, each with its own storage; many small ones take half the time."""
         mapped: dict[str, torch.Tensor] = {}
         if not names:
             return mapped
@@ -111,16 +111,16 @@ class SafetensorsFile(SafetensorsShard):
         return mapped
 
     def check_copied(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Hash what was copied, and compare it with what was signed.
+        """Hash the copied tensors, and compare the hash with the signed one.
 
-        A file can be written over, and put back, so that it looks untouched: through a shared mapping of it, no write
-        need change its ctime. So it is not asked for again; tensors that were not copied are hashed from the file.
+        A file can be overwritten and restored so that it looks untouched: a write through a shared mapping need not
+        change its ctime. So the copies themselves are hashed; tensors that were not copied are hashed from the file.
 
         Args:
-            tensors: Read from this file into memory of their own, on the CPU.
+            tensors: Tensors read from this file into their own memory on the CPU.
 
         Raises:
-            CheckpointChangedError: Other bytes were there when they were read.
+            CheckpointChangedError: The file had other bytes when it was read.
         """
         if self.signed_sha256 is None:
             return
@@ -142,7 +142,7 @@ class SafetensorsFile(SafetensorsShard):
             yield from read_blocks(fd, start, count_bytes, block_bytes)
 
     def _places(self, places: Sequence[tuple[int, int]]) -> list[bytes]:
-        with self.opened() as fd:  # 4 MiB at most; a generator of its own would cost each tensor a call
+        with self.opened() as fd:  # 4 MiB at most; a separate generator would cost each tensor a call
             return [*read_places(fd, self.header.data_start, self.data_bytes, places)]
 
     def _data(self, *, keep_cached: bool = False) -> Iterator[memoryview]:
@@ -159,10 +159,10 @@ class SafetensorsFile(SafetensorsShard):
 
     @property
     def mapping(self) -> torch.UntypedStorage:
-        """The whole file, mapped privately.
+        """The complete file, mapped privately.
 
         Raises:
-            DamagedCheckpointError: It was truncated since it was opened.
+            DamagedCheckpointError: The file was truncated after it was opened.
         """
         if self._mapped is None:
             with self.opened() as fd:
@@ -173,7 +173,7 @@ class SafetensorsFile(SafetensorsShard):
         return self._mapped
 
     def _path_of(self, fd: int) -> str:
-        # The open file itself, even if its name has been given to another file since.
+        # The open file itself, even if another file has its name by now.
         for folder in ("/proc/self/fd", "/dev/fd"):
             if os.path.exists(f"{folder}/{fd}"):
                 return f"{folder}/{fd}"
@@ -195,15 +195,15 @@ class SafetensorsFile(SafetensorsShard):
         ) from problem
 
 
-# Files that stay open after they were used, as long as there is room: any number of them, with few descriptors.
+# A pool of open files that closes idle ones when descriptors run out.
 
 
 _SHARE: Final = 2
-"""One of so many descriptors that the process may have is for these files; the others are left to the program."""
+"""Divisor of the process's descriptor limit: these files use one in this many, and the program has the rest."""
 
 
 def open_with_room(open_file: Callable[[], int]) -> int:
-    """Open a file, and where the process has no descriptor left, close held files that nobody uses now for it.
+    """Open a file; if the process has no descriptor left, close idle pooled files and retry.
 
     Raises:
         Everything that `open_file` raises.
@@ -217,23 +217,23 @@ def open_with_room(open_file: Callable[[], int]) -> int:
 
 
 def close_idle_files() -> bool:
-    """Close all held files that nobody uses now, which are opened again when they are used; False if there was none."""
+    """Close all idle pooled files, which are reopened when used; return False if there was none."""
     return _pool.close_all_idle()
 
 
 class HeldFile:
-    """A file that is open while it is used, and afterwards until others need its descriptor; then it is opened again.
+    """A file that is open while in use and until others need its descriptor; the next use reopens it.
 
-    Used by several threads at once.
+    Several threads use it at once.
     """
 
     def __init__(self, fd: int, open_again: Callable[[], int], pool: FilePool | None = None) -> None:
-        """Take an open file.
+        """Take ownership of an open file.
 
         Args:
-            fd: Belongs to this object from now on.
-            open_again: Opens the same file, or raises.
-            pool: The files that share a limit; None: all of the process.
+            fd: Descriptor, owned by this object from now on.
+            open_again: Open the same file, or raise.
+            pool: Files that share a limit; None: the process-wide pool.
         """
         self._fd, self._open_again, self._pool = fd, open_again, pool or _pool
         self._users = 0
@@ -243,11 +243,11 @@ class HeldFile:
 
     @contextmanager
     def opened(self) -> Iterator[int]:
-        """The open file, which stays open until the block ends.
+        """Keep the file open until the block ends, and yield its descriptor.
 
         Raises:
-            ValueError: It was closed for good.
-            Everything that opening it again raises.
+            ValueError: The file was closed permanently.
+            Everything that reopening it raises.
         """
         self._pool.take(self)
         try:
@@ -261,28 +261,28 @@ class HeldFile:
             self._pool.give_back(self)
 
     def close(self) -> None:
-        """Close it for good, when nobody uses it any more."""
+        """Close the file permanently once its last use ends."""
         self._pool.close(self)
 
 
 class FilePool:
-    """Held files that share a limit."""
+    """Open files that share a limit."""
 
     def __init__(self, most_open: Callable[[], int]) -> None:
-        """Take what tells how many may be open, if no more are in use at once."""
+        """Begin without files; `most_open` returns how many may be open, unless more are in use at once."""
         self._most_open = most_open
         self._idle: dict[HeldFile, None] = {}
-        """Those that are open and not in use; first the one that was not in use for the longest time."""
+        """Open files that are not in use, the longest-idle one first."""
         self._count = 0
-        """How many are open."""
+        """Number of open files."""
         self.renew_lock()
 
     def renew_lock(self) -> None:
-        """Make a new lock: in a forked child, a thread that does not exist there may hold the old one."""
+        """Create a new lock: in a forked child, a thread that does not exist there may hold the old one."""
         self._lock = threading.Lock()
 
     def add(self, file: HeldFile) -> None:
-        """Count a new one, and close others for it."""
+        """Add a new file, and close idle ones for it."""
         with self._lock:
             self._count += 1
             self._idle[file] = None
@@ -295,7 +295,7 @@ class FilePool:
             self._idle.pop(file, None)
 
     def give_back(self, file: HeldFile) -> None:
-        """Let a file be closed when its last user has given it back."""
+        """Release one use of a file, which can be closed once it has no users."""
         with self._lock:
             file._users -= 1
             if file._users == 0 and file._fd >= 0:
@@ -305,7 +305,7 @@ class FilePool:
                     self._close(file)
 
     def open(self, open_again: Callable[[], int]) -> int:
-        """Open a file again, and close others for it."""
+        """Reopen a file, and close idle ones for it."""
         with self._lock:
             self._count += 1
             self._close_idle(self._count - self._most_open())
@@ -317,14 +317,14 @@ class FilePool:
             raise
 
     def close(self, file: HeldFile) -> None:
-        """Close a file for good, now or when its last user has given it back."""
+        """Close a file permanently, now or when its last user releases it."""
         with self._lock:
             file._is_closed = True
             if file._users == 0:
                 self._close(file)
 
     def close_all_idle(self) -> bool:
-        """Close all that can be closed; False if there was none."""
+        """Close all idle files; return False if there was none."""
         with self._lock:
             return self._close_idle(len(self._idle))
 
@@ -350,7 +350,7 @@ _pool: Final = FilePool(_most_open)
 os.register_at_fork(after_in_child=_pool.renew_lock)
 
 
-# Bring a stretch of a mapped file into the page cache, in huge pages where the system has them.
+# Prefaulting: a range of a mapped file is brought into the page cache, in huge pages if the system has them.
 
 
 _POPULATE_READ: Final = 22
@@ -360,28 +360,28 @@ _WILL_NEED: Final = 3
 """`madvise`: read the pages; for older kernels."""
 
 _HUGE_PAGE: Final = 14
-"""`madvise`: in huge pages."""
+"""`madvise`: use huge pages."""
 
 _PIECE_BYTES: Final = 4 * 1024 * 1024
-"""Bytes that are brought in at once, ahead of those that are hashed."""
+"""Bytes that are prefaulted at once, ahead of those that are hashed."""
 
 _AHEAD: Final = 8
-"""Such pieces."""
+"""The most such pieces ahead."""
 
 _THREADS: Final = 2
-"""With one for a file, the disk waits for it to get a core that others hash on: 2.5 GB took 1.06 s instead of 0.96."""
+"""Threads per file. With one, the disk idles until it gets a core from the hashing threads: 2.5 GB took 1.06 s, not
+0.96."""
 
 
 def is_populated(mapping: torch.UntypedStorage, begin: int, end: int) -> bool:
-    """Whether the page cache holds a stretch, judged by a few pages; True where the system does not say."""
+    """Return whether the page cache has a range, judged by a few pages; True if the system does not say."""
     return is_resident(mapping.data_ptr() + begin, end - begin)
 
 
 def advise_huge(mapping: torch.UntypedStorage, begin: int, end: int) -> None:
-    """Let a stretch that is about to be read come into the page cache in huge pages.
+    """Request huge pages for a range that is about to be read into the page cache.
 
-    The disk then writes into long stretches of memory, and each is mapped by one fault. A kernel without them does
-    nothing.
+    The disk then writes into long ranges of memory, and one fault maps each. A kernel without huge pages ignores this.
     """
     base = mapping.data_ptr()
     first = -(-(base + begin) // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
@@ -391,10 +391,10 @@ def advise_huge(mapping: torch.UntypedStorage, begin: int, end: int) -> None:
 
 
 def populate(mapping: torch.UntypedStorage, begin: int, end: int) -> bool:
-    """Read the pages of a stretch, and map them.
+    """Read the pages of a range, and map them.
 
     Returns:
-        False if the file is shorter by now, where a page fault would end the process.
+        False if the file is now shorter, so that a page fault would kill the process.
     """
     begin -= begin % mmap.PAGESIZE
     address, size = mapping.data_ptr() + begin, end - begin
@@ -404,19 +404,19 @@ def populate(mapping: torch.UntypedStorage, begin: int, end: int) -> bool:
 
 
 def populated_blocks(fd: int, mapping: torch.UntypedStorage, begin: int, end: int) -> Iterator[memoryview]:
-    """Yield the bytes of a stretch, and leave it in the page cache, because the tensors there will be used.
+    """Yield the bytes of a range, and leave it in the page cache for the tensors there.
 
-    They are copied out of the page cache: a page of the mapping that is gone because somebody has cut the file short
-    would end the process. What is missing is read ahead by another thread.
+    The bytes are copied out of the page cache: touching a mapped page that another process has truncated away would
+    kill this process. Other threads read missing pages ahead.
 
     Args:
-        fd: The file that is mapped.
-        mapping: All of it.
-        begin, end: The stretch.
+        fd: The mapped file.
+        mapping: The complete mapping.
+        begin, end: The range.
 
     Yields:
-        Blocks as `read_blocks` does: each is valid until the next one is asked for, and if the file ends early, so do
-        they.
+        Blocks like those of `read_blocks`: each is valid until the next one is requested, and they end early if the
+        file does.
     """
     blocks = read_blocks(fd, begin, end - begin, keep_cached=True)
     if end <= begin or is_populated(mapping, begin, end):
@@ -438,7 +438,7 @@ def populated_blocks(fd: int, mapping: torch.UntypedStorage, begin: int, end: in
 
 
 def pieces_of(begin: int, end: int, piece_bytes: int) -> Iterator[tuple[int, int]]:
-    """Divide a stretch of a file at multiples of a piece, so that no huge page belongs to two pieces."""
+    """Divide a file range at multiples of the piece size, so that no huge page belongs to two pieces."""
     while begin < end:
         last = min(begin - begin % piece_bytes + piece_bytes, end)
         yield begin, last
@@ -446,7 +446,7 @@ def pieces_of(begin: int, end: int, piece_bytes: int) -> Iterator[tuple[int, int
 
 
 class _Ahead:
-    """Threads that populate a stretch, a few pieces ahead of who waits for them."""
+    """Threads that prefault a range, a few pieces ahead of the reader that waits for them."""
 
     def __init__(self, mapping: torch.UntypedStorage, begin: int, end: int) -> None:
         self._mapping = mapping
@@ -463,14 +463,14 @@ class _Ahead:
             self._stop()
 
     def wait_for(self, position: int) -> None:
-        """Wait until everything before a position was read, or the threads have stopped."""
+        """Wait until everything before a position has been read, or the threads have stopped."""
         while self._populated < position:
             self._populated, done = self._begun.get()
             done.wait()
             self._room.release()
 
     def close(self) -> None:
-        """End the threads."""
+        """Stop the threads."""
         self._is_closed = True
         self._room.release(_THREADS)
         wait(self._threads)
@@ -489,13 +489,13 @@ class _Ahead:
                 is_read = populate(self._mapping, *piece)
             finally:
                 done.set()
-                if not is_read:  # the page cache reads the rest by itself, as far as the file goes
+                if not is_read:  # the page cache reads the rest of the file by itself
                     self._stop()
             if not is_read:
                 return
 
     def _stop(self) -> None:
-        """Let nobody wait for pieces that will not come."""
+        """Release threads that wait for pieces that will not come."""
         nothing = Event()
         nothing.set()
         self._begun.put((self._end, nothing))

@@ -1,4 +1,4 @@
-"""Which tensor goes into which file: a pure function of names, dtypes, shapes and the limit."""
+"""Assignment of tensors to files: a pure function of names, dtypes, shapes and the size limit."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 Packing = Literal["greedy", "balanced"]
 
 _SHARD_METADATA_BYTES: Final = 256
-"""Room for a shard's `__metadata__`: ours has 45 bytes; callers with more say how much."""
+"""Room for a shard's `__metadata__`: hfshard's has 45 bytes; callers with more pass a larger size."""
 
 
 def check_packing(packing: str) -> None:
-    """Refuse an unknown way of packing.
+    """Reject an unknown packing method.
 
     Raises:
-        InvalidArgumentError: It is neither "greedy" nor "balanced".
+        InvalidArgumentError: `packing` is neither "greedy" nor "balanced".
     """
     if packing not in ("greedy", "balanced"):
         raise InvalidArgumentError(f"packing must be 'greedy' or 'balanced', got {packing!r}.")
@@ -56,11 +56,11 @@ class PlannedShard:
 
 @dataclass(frozen=True, slots=True)
 class ShardPlan:
-    """Which tensor goes into which file.
+    """Assignment of each tensor to a file.
 
     Attributes:
-        shards: The files in order; one file is called `model.safetensors`, several `model-0000i-of-0000n.safetensors`.
-        tied_names: Name -> the name that is stored for it (see `tied.py`).
+        shards: The files in order; one file is named `model.safetensors`, several `model-0000i-of-0000n.safetensors`.
+        tied_names: Name -> the name that is stored for it (see `hfshard.tensors.tied`).
         max_shard_size: The limit in bytes, header included.
     """
 
@@ -70,7 +70,7 @@ class ShardPlan:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether there are several files, and so an index."""
+        """Return whether there are several files, and so an index."""
         return len(self.shards) > 1
 
     @property
@@ -95,19 +95,19 @@ def plan_shards(
 
     Args:
         state_dict: FQN -> tensor, any device; not mutated. Names that share a tensor are stored once.
-        max_shard_size: Bytes, or a string such as "5GB" or "500MiB". A file is at most that large, header included,
-            unless it holds exactly one tensor.
-        packing: "greedy" fills files in the order of the state dict, as transformers does; "balanced" makes the fewest
-            files that best-fit-decreasing finds, and levels their sizes.
+        max_shard_size: Bytes, or a string such as "5GB" or "500MiB". No file is larger, header included, unless it
+            contains exactly one tensor.
+        packing: "greedy" fills files in the order of the state dict, as transformers does; "balanced" uses the fewest
+            files that best-fit-decreasing finds, and evens out their sizes.
         variant: As in `save_pretrained`.
 
     Returns:
-        The plan: which file gets which tensor.
+        The plan, which assigns each tensor to a file.
 
     Raises:
-        InvalidSizeError: The size is not in the grammar of `parse_size`.
+        InvalidSizeError: The size does not match the grammar of `parse_size`.
         InvalidArgumentError: `packing` or `variant` is not valid.
-        UnstorableTensorError: A value can't be stored in the format.
+        UnstorableTensorError: The format cannot store a value.
 
     Example:
         plan = hfshard.plan_shards(state_dict, max_shard_size="2MB")
@@ -136,7 +136,7 @@ def plan_specs(
 ) -> ShardPlan:
     """Plan the files of tensors whose specs are known; none of `separate_names` shares a file with the others.
 
-    Where headers do not count, the limit is that of a file's tensors, as in transformers.
+    If headers do not count, the limit applies to a file's tensors only, as in transformers.
     """
     check_packing(packing)
     sizes = _entry_sizes(specs)
@@ -154,7 +154,7 @@ def plan_specs(
             packed = pack([specs[i].nbytes for i in part], [sizes[i] for i in part], room)
             groups += [[part[i] for i in group] for group in packed]
     if len(groups) == 1 and whole > max_shard_bytes and len(specs) > 1:
-        groups = [groups[0][:1], groups[0][1:]]  # it fits as a shard, but not with the metadata of a single file
+        groups = [groups[0][:1], groups[0][1:]]  # it fits as a shard, but not with a single file's metadata
     files = [names.single] if len(groups) == 1 else names.shards(len(groups))
     shards = tuple(
         PlannedShard(file, tuple(specs[i] for i in sorted(group))) for file, group in zip(files, groups, strict=True)
@@ -165,9 +165,9 @@ def plan_specs(
 def with_one_more_shard(plan: ShardPlan, names: WeightNames) -> ShardPlan:
     """Split the smallest divisible file of a plan in two, so that the other files keep their bytes.
 
-    It is the smallest because the two halves are all that a push has to send again. Where no file holds two tensors, an
-    empty one is added. A save uses this plan where the checkpoint that it replaces still uses the names of the old one
-    (see `storage/commit/`).
+    The smallest is split because a push has to send only the two halves again. If no file has two tensors, an empty one
+    is added. A save uses this plan if the checkpoint that it replaces still uses the file names of the original plan
+    (see `hfshard.commit`).
     """
     groups = [shard.tensors for shard in plan.shards]
     divisible = [i for i, tensors in enumerate(groups) if len(tensors) > 1]
@@ -182,11 +182,11 @@ def with_one_more_shard(plan: ShardPlan, names: WeightNames) -> ShardPlan:
 
 
 _END_BOUND: Final = 10**15
-"""An offset that no file reaches: entries are planned with its digits, so that no header gets longer than planned."""
+"""An offset that no file reaches. Entries are planned with its digits, so that no header is longer than planned."""
 
 
 def _entry_sizes(specs: Sequence[TensorSpec]) -> list[int]:
-    """The most bytes that each tensor's entry takes in a header."""
+    """Compute the most bytes that each tensor's entry takes in a header."""
     nameless: dict[tuple[str, tuple[int, ...]], int] = {}  # a model has few dtypes and shapes
     sizes = []
     for name, dtype, shape, _ in specs:
@@ -199,7 +199,7 @@ def _entry_sizes(specs: Sequence[TensorSpec]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _Room:
-    """The limit that a group of tensors must keep."""
+    """Size limit of a group of tensors."""
 
     max_shard_bytes: int
     metadata_bytes: int
@@ -207,12 +207,12 @@ class _Room:
 
     @property
     def certain_bytes(self) -> int:
-        """Bytes of data and entries together that fit for certain, whatever the rounding."""
+        """Bytes of data and entries together that always fit, regardless of rounding."""
         return self.max_shard_bytes - self.metadata_bytes - LENGTH_BYTES - DATA_ALIGNMENT
 
     @property
     def entries_bytes(self) -> int:
-        """Bytes of entries that a header holds."""
+        """The most bytes of entries in a header."""
         return MAX_HEADER_BYTES - DATA_ALIGNMENT - self.metadata_bytes - 1
 
     def holds(self, data_bytes: int, header_bytes: int) -> bool:
@@ -227,7 +227,7 @@ def _file_bytes(header_bytes: int, data_bytes: int) -> int:
 
 
 def _pack_greedy(nbytes: Sequence[int], sizes: Sequence[int], room: _Room) -> list[list[int]]:
-    # As in transformers: a tensor that is too large gets its own file, and the file that was being filled stays open.
+    # As in transformers: a tensor that is too large gets its own file, and the file being filled stays open.
     groups: list[list[int]] = []
     current: list[int] = []
     data = header = 0

@@ -1,4 +1,4 @@
-"""Write safetensors files, or stream them, straight from tensor memory, with their checksums in the same pass."""
+"""Write or stream safetensors files straight from tensor memory, computing checksums in the same pass."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ from hfshard.tensors.stored_tensor import (
 )
 
 COMPLEX_AS_REAL_KEY: Final = "hfshard.complex"
-"""Key of a file's `__metadata__`: JSON list of tensors that are complex, and stored as pairs of real numbers."""
+"""Key of a file's `__metadata__`: JSON list of the complex tensors, which are stored as pairs of real numbers."""
 
 WRITERS_VARIABLE: Final = "HFSHARD_WRITERS"
-"""The environment variable that says how many files are written at once; with 1, one thread does everything."""
+"""Environment variable: the number of files to write at once; with 1, one thread does everything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +56,13 @@ class WriteJob:
 
     path: str
     tensors: Mapping[str, TensorLike]
-    """In the order of their bytes."""
+    """Tensors in the order of their bytes."""
     metadata: Mapping[str, str]
     """The file's `__metadata__`."""
     hfshard_metadata: Mapping[str, Any] | None = None
-    """For a single file: what it says about itself (see `index.build_hfshard_metadata`); its digests are added."""
+    """For a single file: its own description (see `index.build_hfshard_metadata`), to which its digests are added."""
     like: os.stat_result | None = None
-    """The file that it will replace."""
+    """Status of the file that it will replace."""
 
 
 def write_shards(
@@ -71,9 +71,9 @@ def write_shards(
     """Write files durably, several at once, in bounded memory.
 
     Args:
-        jobs: Their paths must not exist.
+        jobs: The files to write; their paths must not exist.
         checksum: A key of `HASHERS`, or None.
-        progress_callback: Called from any thread with the number of bytes of each block that was written.
+        progress_callback: Called from any thread with the number of bytes of each written block.
 
     Returns:
         The digest of each file, in order.
@@ -88,7 +88,7 @@ def write_shards(
 
 
 def await_devices(jobs: Sequence[WriteJob]) -> None:
-    """Wait for work on the GPUs: the threads that read the tensors use the default stream."""
+    """Wait for pending GPU work: the threads that read the tensors use the default stream."""
     if torch.cuda.is_initialized():
         tensors = (tensor for job in jobs for tensor in job.tensors.values())
         for device in {tensor.device for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.is_cuda}:
@@ -96,7 +96,7 @@ def await_devices(jobs: Sequence[WriteJob]) -> None:
 
 
 def writer_threads() -> int:
-    """Files to write at once, at most."""
+    """Return the most files to write at once."""
     check_setting()
     wanted = os.environ.get(WRITERS_VARIABLE, "")
     if not wanted:
@@ -109,7 +109,7 @@ def writer_threads() -> int:
 
 
 def fingerprint_of(header: bytes, tensors: Sequence[TensorLike]) -> str:
-    """The fingerprint that a file with this header and these tensors, in the order of their bytes, will have."""
+    """Compute the fingerprint of a file with this header and these tensors, given in the order of their bytes."""
     fingerprint = new_fingerprint()
     fingerprint.update(header)
     for position in fingerprint_positions(len(tensors)):
@@ -119,7 +119,7 @@ def fingerprint_of(header: bytes, tensors: Sequence[TensorLike]) -> str:
 
 
 def fingerprint_of_job(job: WriteJob, checksum: str | None) -> str:
-    """The fingerprint of the file that `write_shards` would write for a job; only the first bytes are read."""
+    """Compute the fingerprint of the file that `write_shards` would write for a job, reading only the first bytes."""
     return fingerprint_of(blank_header(job, checksum), list(job.tensors.values()))
 
 
@@ -131,7 +131,7 @@ def file_order(tensors: Mapping[str, TensorLike]) -> dict[str, TensorLike]:
 
 
 def shard_header(tensors: Mapping[str, TensorLike], metadata: Mapping[str, str]) -> bytes:
-    """Build the head of a file of these tensors, given in the order of their bytes."""
+    """Build the header of a file with these tensors, given in the order of their bytes."""
     return header_of_entries(_entries(tensors, tensor_layouts(tensors.values())), metadata)
 
 
@@ -141,7 +141,7 @@ def _entries(tensors: Mapping[str, TensorLike], layouts: Sequence[TensorLayout])
 
 
 def shard_metadata(tensors: Mapping[str, TensorLike], extra: Mapping[str, str]) -> dict[str, str]:
-    """Build the `__metadata__` of a shard: what other readers need, what hfshard adds, what the caller adds."""
+    """Build a shard's `__metadata__` from the entries of other readers, hfshard and the caller."""
     complex_names = [name for name, tensor in tensors.items() if is_complex_as_real(tensor)]
     own = {COMPLEX_AS_REAL_KEY: json.dumps(complex_names, ensure_ascii=False)} if complex_names else {}
     mark = {METADATA_KEY: str(FORMAT_VERSION)}
@@ -150,23 +150,23 @@ def shard_metadata(tensors: Mapping[str, TensorLike], extra: Mapping[str, str]) 
 
 @dataclass(frozen=True, slots=True)
 class _Head:
-    """The head of a file that is being written: what it says of its tensors is built once, its digests come later."""
+    """The header of a file that is being written: its tensor entries are built once, its digests are added later."""
 
     job: WriteJob
     checksum: str | None
     entries: bytes
-    """Of the tensors."""
+    """Header entries of the tensors."""
     data_bytes: int
-    """Of all tensors together."""
+    """Bytes of all tensors together."""
 
     @classmethod
     def of(cls, job: WriteJob, checksum: str | None) -> Self:
-        """Begin the head of the file that `write_shards` would write for a job."""
+        """Begin the header of the file that `write_shards` would write for a job."""
         layouts = tensor_layouts(job.tensors.values())
         return cls(job, checksum, _entries(job.tensors, layouts), sum(layout.nbytes for layout in layouts))
 
     def blank(self) -> bytes:
-        """Build the head that the digests are computed from: with zeros where the file states its own digests."""
+        """Build the header from which the digests are computed, with zeros in the place of the file's own digests."""
         lengths = {"fingerprint": 32}
         if self.checksum is not None:
             lengths |= {
@@ -176,7 +176,7 @@ class _Head:
         return self.stating({name: "0" * length for name, length in lengths.items()})
 
     def stating(self, digests: Mapping[str, str]) -> bytes:
-        """Build the head with these digests, those of `blank` in their order; only a single file states its own."""
+        """Build the header with these digests, in the order of `blank`; only a single file contains its own digests."""
         metadata = dict(self.job.metadata)
         if self.job.hfshard_metadata is not None:
             metadata[METADATA_KEY] = single_file_metadata(self.job.hfshard_metadata, digests)
@@ -215,14 +215,14 @@ def _write_shard(
 def stream_shard(
     job: WriteJob, checksum: str | None, open_output: Callable[[int], Callable[[memoryview], object]]
 ) -> FileDigest:
-    """Pass the bytes of the file that `write_shards` would write for a job on to an output, which can't seek.
+    """Stream the bytes that `write_shards` would write for a job to an output that cannot seek.
 
-    They are read once; those of a single file, which states its own digests at its beginning, twice.
+    Tensors are read once, or twice for a single file, which starts with its own digests.
 
     Args:
-        job: Its path does not matter.
+        job: The file to stream; its path is not used.
         checksum: A key of `HASHERS`, or None.
-        open_output: Gets the number of bytes, and returns what takes the blocks; each is valid until that returns.
+        open_output: Takes the number of bytes, and returns a function that takes each block, valid until it returns.
     """
     head = _Head.of(job, checksum)
     blank = head.blank()
@@ -241,9 +241,9 @@ def stream_shard(
 def digest_shard(
     job: WriteJob, checksum: str | None, progress_callback: ProgressCallback | None, cancelled: threading.Event
 ) -> tuple[FileDigest, bytes]:
-    """Compute the digest and the head of the file that `write_shards` would write for a job; nothing is written.
+    """Compute the digest and header of the file that `write_shards` would write for a job, without writing.
 
-    Without a checksum, only the first bytes of tensors are read, for the fingerprint.
+    Without a checksum, only the tensors' first bytes are read, for the fingerprint.
 
     Raises:
         InterruptedError: `cancelled` was set.
@@ -257,7 +257,7 @@ def digest_shard(
 
 
 def blank_header(job: WriteJob, checksum: str | None) -> bytes:
-    """Build the head that a file's digests are computed from: with zeros where it states its own digests."""
+    """Build the header from which a file's digests are computed, with zeros in the place of its own digests."""
     return _Head.of(job, checksum).blank()
 
 
@@ -265,12 +265,12 @@ def _put_through(head: _Head, blank: bytes, put: Callable[[memoryview], object])
     """Hash a file's bytes and pass them on.
 
     Args:
-        head: Of the file.
-        blank: Its header, with zeros in the place of digests.
-        put: Gets the blocks; each is valid until it returns.
+        head: The file's header builder.
+        blank: The file's header, with zeros in the place of digests.
+        put: Takes each block, which is valid until it returns.
 
     Returns:
-        The file's digest, and its header.
+        The file's digest and header.
     """
     hasher = HASHERS[head.checksum]() if head.checksum is not None else None
     output = HashedOutput(put, hasher)
@@ -292,25 +292,25 @@ def _digest_and_header(head: _Head, blank: bytes, digests: Mapping[str, str]) ->
     return FileDigest(len(header) + head.data_bytes, **digests), header
 
 
-# The bytes of a file on their way to the disk: hashed by tensor, those of small ones passed on many at a time.
+# Output path of a file's bytes: they are hashed by tensor, and small tensors are passed on together.
 
 
 _SMALL_BYTES: Final = 16 * 1024
-"""Tensors of at most this size are gathered: by themselves, 100,000 of them took 1.1 s to hash and write, not 0.2."""
+"""Tensors of at most this size are gathered: separately, 100,000 of them took 1.1 s to hash and write, not 0.2."""
 
 _TOGETHER_BYTES: Final = 256 * 1024
-"""Bytes that are gathered: they stay in the core's cache."""
+"""Gathered bytes per write: they stay in the core's cache."""
 
 
 class HashedOutput:
-    """Takes a file's blocks in order: hashes each, and passes it on while it is in the core's cache."""
+    """Writer of a file's blocks in order: it hashes each, and passes it on while it is in the core's cache."""
 
     def __init__(self, put: Callable[[memoryview], object], hasher: Hasher | None) -> None:
         """Begin a file.
 
         Args:
-            put: Gets the blocks; each is valid until it returns.
-            hasher: Gets them before; None: tensors get no digests either.
+            put: Takes each block, which is valid until it returns.
+            hasher: Gets each block first; None: tensors get no digests either.
         """
         self._put = put
         self._hasher = hasher
@@ -319,25 +319,25 @@ class HashedOutput:
         self._small_bytes = 0
 
     def add_tensor(self, tensor: TensorLike, fingerprint_bytes: int) -> str:
-        """Take all bytes of the next tensor (see `add`); those of small ones are passed on together."""
+        """Add all bytes of the next tensor (see `add`); small tensors are passed on together."""
         raw = small_bytes(tensor, _SMALL_BYTES)
         if raw is None:
             return self.add(iter_blocks(tensor, BLOCK_BYTES), fingerprint_bytes)
         return self._add_small(raw, fingerprint_bytes)
 
     def flush(self) -> None:
-        """Pass on what is left of the small tensors; to be called after the last one, too."""
+        """Pass on the gathered small tensors; must also be called after the last tensor."""
         if self._small_bytes:
             self._pass_on(memoryview(b"".join(self._small)))
         self._small.clear()
         self._small_bytes = 0
 
     def add(self, blocks: Iterable[memoryview], fingerprint_bytes: int) -> str:
-        """Take the blocks of one tensor, and return its digest ("" if none is wanted).
+        """Add the blocks of one tensor, and return its digest ("" without a hasher).
 
         Args:
-            blocks: Each is valid until the next one is asked for.
-            fingerprint_bytes: How many of the first bytes go into the file's fingerprint.
+            blocks: The tensor's blocks; each is valid until the next one is requested.
+            fingerprint_bytes: Number of first bytes that go into the file's fingerprint.
         """
         self.flush()
         blocks = self._passed_on(blocks, fingerprint_bytes)
@@ -370,18 +370,18 @@ class HashedOutput:
         self._put(block)
 
 
-# A safetensors file that is not on a disk: its bytes come from a header and tensors when they are read.
+# A virtual safetensors file: reads take their bytes from a header and tensors.
 
 
 class SafetensorsStream(SeekableReader):
-    """Reads like the file with this header and these tensors; at most one block of a tensor is copied at a time."""
+    """Reader of the file with this header and these tensors; it copies at most one block of a tensor at a time."""
 
     def __init__(self, header: bytes, tensors: Sequence[TensorLike]) -> None:
-        """Make a reader at the first byte.
+        """Start at the first byte.
 
         Args:
-            header: Everything before the data.
-            tensors: In the order of their bytes; they must not change until the last byte is read.
+            header: All bytes before the data.
+            tensors: Tensors in the order of their bytes; they must not change until the last byte is read.
         """
         self._header, self._tensors = header, tensors
         self._starts = [0]
@@ -393,21 +393,21 @@ class SafetensorsStream(SeekableReader):
         self._rest: Iterator[memoryview] = iter(())
         self._block = memoryview(b"")
         self._block_end = -1
-        """The end of the block that was read last: reading on from there needs no search."""
+        """End of the last block that was read; reading on from there needs no search."""
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """Read the next `size` bytes, or fewer at the end; all that are left if it is None or negative."""
+        """Read the next `size` bytes, or fewer at the end; all remaining bytes if it is None or negative."""
         left = self._size - self._position
         left = max(0, left if size is None or size < 0 else min(size, left))
         parts = []
         while left:
             view = self._next(left)
-            parts.append(view.tobytes())  # a block may be invalid when the next one is asked for
+            parts.append(view.tobytes())  # a block may become invalid when the next one is requested
             left -= len(view)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _next(self, limit: int) -> memoryview:
-        """Read between 1 and `limit` bytes; the end must not be reached yet."""
+        """Read 1 to `limit` bytes; the position must be before the end."""
         if self._block_end - len(self._block) != self._position or not self._block:
             self._find()
         view = self._block[:limit]
@@ -416,7 +416,7 @@ class SafetensorsStream(SeekableReader):
         return view
 
     def _find(self) -> None:
-        """Load the block that holds the position, without what is before it."""
+        """Load the block that contains the position, starting there."""
         if self._block_end != self._position:
             number = bisect_right(self._starts, self._position) - 1
             at = self._starts[number]
@@ -430,6 +430,6 @@ class SafetensorsStream(SeekableReader):
                 self._block, self._block_end = block[self._position - at :], at + len(block)
                 return
             at += len(block)
-        # The tensor ended, and the next one begins here (bisect passes over empty ones).
+        # The tensor ended, and the next one begins here (bisect skips empty ones).
         self._block_end = -1
         self._find()

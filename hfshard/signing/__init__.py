@@ -1,4 +1,4 @@
-"""Signatures of checkpoints in the format of OpenSSF Model Signing: made, checked, and demanded by loads."""
+"""Signatures of checkpoints in the format of OpenSSF Model Signing: signing, checking, and requiring them in loads."""
 
 from __future__ import annotations
 

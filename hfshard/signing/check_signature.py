@@ -1,4 +1,4 @@
-"""Files compared with a signature that was checked: in a directory or a store, and the very ones that are open."""
+"""Comparison of files with a verified signature: in a directory or a store, and exactly the ones that are open."""
 
 from __future__ import annotations
 
@@ -49,28 +49,28 @@ from hfshard.signing.signed_files import (
 from hfshard.signing.signer import SignedBy
 
 _SHOWN: Final = 5
-"""Names in a message."""
+"""Maximum number of names in a message."""
 
 
 @dataclass
 class SignedPlace:
-    """A directory, and what a signature that was checked says of it."""
+    """A directory, and the manifest of a verified signature over it."""
 
     root: str
     manifest: SignedManifest
     below: str = ""
-    """The folder in it that is loaded, with a slash at its end; "": all of it."""
+    """The folder in it that is loaded, with a trailing slash; "": all of it."""
     has_code: bool = False
-    """Whether code of the checkpoint may be run."""
+    """True if code of the checkpoint may be run."""
     seen: dict[str, SeenFile] = field(default_factory=dict)
-    """The files that were compared by their names, as they were then."""
+    """The files that were compared by name, and their state then."""
     open_weights: OpenWeights = field(default_factory=OpenWeights)
-    """Those that were compared while they are open."""
+    """The files that were compared while open."""
     objects: Mapping[str, str] = field(default_factory=dict)
-    """Of a store: file -> the name under which it lies there, where that is not the same."""
+    """For a store: file -> name of its object, if different."""
 
     def check_beside(self) -> None:
-        """Compare every file that a load reads beside the weights.
+        """Compare every file that a load reads along with the weights.
 
         Raises:
             SignatureError: One differs, is missing, or was added.
@@ -82,21 +82,21 @@ class SignedPlace:
             self._refuse_other_code()
 
     def compare_names(self, there: Set[str]) -> tuple[set[str], list[SignatureError]]:
-        """Of the files that are there, name those that are signed; and say which are missing, and which were added."""
+        """Return the existing files that are signed, and an error for each missing or added file."""
         signed = self.manifest.digests.keys()
         added, missing = sorted(self._added(there)), sorted(signed - there)
         return {*there} & signed, [*map(self.not_signed, added), *map(self.missing, missing)]
 
     def left_out(self, there: Set[str]) -> list[str]:
-        """Of the files that are there, those that who signed left out on purpose, as no load takes them."""
+        """List the existing files that the signer left out on purpose, because no load uses them."""
         unsigned = there - self.manifest.digests.keys()
         return sorted(unsigned - self._added(unsigned))
 
     def check_all(self, progress: bool | None = None) -> None:
-        """Compare every file that is there, those of other weights too.
+        """Compare every existing file, including those of other weights.
 
         Raises:
-            SignatureError: One differs or was added, or a load needs it and it is missing.
+            SignatureError: A file differs or was added, or a file that a load needs is missing.
         """
         names, signed = self.names_there(), self.manifest.digests.keys()
         self._refuse(missing_files=filter(self._is_needed, signed - names), added_files=self._added(names))
@@ -106,7 +106,7 @@ class SignedPlace:
             self.check(sorted(names), progress_callback)
 
     def check(self, names: Collection[str], progress_callback: ProgressCallback | None = None) -> None:
-        """Hash files, and compare them with what was signed.
+        """Hash files, and compare them with the signed digests.
 
         Raises:
             SignatureError: One differs.
@@ -119,7 +119,7 @@ class SignedPlace:
     def hashed(
         self, names: Collection[str], progress_callback: ProgressCallback | None = None
     ) -> dict[str, tuple[dict[str, str], SeenFile]]:
-        """Hash files as the signature does: path -> digests, and which file it was."""
+        """Hash files as the signature does: path -> digests, and the file's identity."""
         if self.manifest.is_plain:
             plain = hash_files(self.root, names, progress_callback)
             return {name: ({name: digest}, seen) for name, (digest, seen) in plain.items()}
@@ -135,10 +135,11 @@ class SignedPlace:
         return result
 
     def check_opened(self, checkpoint: OpenCheckpoint, progress: bool | None = None) -> None:
-        """Compare the files of weights that are open, whatever has their names by now, and the others once more.
+        """Compare the open files of weights, even if their names now have other files, and the other files once more.
 
         Raises:
             SignatureError: One differs, or is not signed.
+            CheckpointChangedError: The checkpoint was replaced or changed meanwhile.
         """
         files: dict[str, SafetensorsShard | PickleFile] = {**checkpoint.shards, **checkpoint.pickles}
         below = os.path.relpath(checkpoint.directory, self.root)
@@ -157,7 +158,7 @@ class SignedPlace:
         raw = checkpoint.raw_index
         if raw is not None and self._digests_of(entry, raw) != self.manifest.digests[entry]:
             raise self.differs(entry)
-        # The config that was read is the one that is there, if nothing changed since it was compared.
+        # The config that was read is the current one, if nothing changed since it was compared.
         self.confirm()
         if not checkpoint.is_unchanged():
             raise CheckpointChangedError(
@@ -167,11 +168,11 @@ class SignedPlace:
             )
 
     def confirm(self) -> None:
-        """Look once more, when a load is done, whether files have been touched since they were compared, or have come.
+        """Check at the end of a load that no file was touched since it was compared, and none was added.
 
         Raises:
-            SignatureError: One was changed meanwhile, or came and is not as it was signed.
-            CheckpointChangedError: One is as it was signed, but need not have been when it was read.
+            SignatureError: A file was changed meanwhile, or was added and is not as it was signed.
+            CheckpointChangedError: A file is as it was signed, but may have been different when it was read.
         """
         self.open_weights.confirm()
         changed = [name for name, seen in self.seen.items() if seen_file(os.path.join(self.root, name)) != seen]
@@ -187,7 +188,7 @@ class SignedPlace:
             )
 
     def differs(self, name: str, damaged: Collection[str] = ()) -> SignatureError:
-        """The error for a file that is not the one that was signed, or that was not signed."""
+        """Return the error for a file that differs from the signed one, or that was not signed."""
         if name not in self.manifest.digests:
             return self.not_signed(name)
         path = self._path(name)
@@ -200,7 +201,7 @@ class SignedPlace:
         )
 
     def not_signed(self, name: str) -> SignatureError:
-        """The error for a file that was added."""
+        """Return the error for a file that was added."""
         path = self._path(name)
         if self._is_ignored(name):
             return SignatureError(
@@ -215,12 +216,12 @@ class SignedPlace:
         )
 
     def missing(self, name: str) -> SignatureError:
-        """The error for a file that is gone."""
+        """Return the error for a missing file."""
         path = self._path(name)
         return SignatureError(f"'{path}' was signed, and is missing. Download the checkpoint again.", path=path)
 
     def became_link(self, name: str) -> SignatureError | None:
-        """The error for a signed file, or the signature, that is a link now, unless the Hub's cache made it."""
+        """Return the error for a signed file, or the signature, that became a link; None if the Hub's cache made it."""
         path = self._path(name)
         if self.manifest.allows_links or not is_users_link(path, self.root):
             return None
@@ -231,18 +232,18 @@ class SignedPlace:
         )
 
     def names_there(self, *, takes_debris: bool = False) -> set[str]:
-        """The files that are there: those that hfshard would sign, and those that were signed."""
+        """List the existing files: those that hfshard would sign, and those that were signed."""
         names = set(list_files(self.root, takes_debris=takes_debris).names)
         others = self.manifest.digests.keys() - names
         return names | {name for name in others if os.path.lexists(os.path.join(self.root, name))}
 
     def _names_read(self) -> set[str]:
-        """The files that are there, and that a load may read beside the weights."""
+        """List the existing files that a load may read along with the weights."""
         there = {name for name in self.names_there() if is_read(name, has_code=self.has_code)}
         return there & self.manifest.digests.keys() | self._added(there)
 
     def _added(self, names: Collection[str]) -> set[str]:
-        """Those that are not signed, and not left out on purpose where that may be."""
+        """Select the files that are not signed, and were not left out on purpose as far as a signer may do that."""
         unsigned = set(names) - self.manifest.digests.keys()
         return {name for name in unsigned if not (self._is_ignored(name) and may_be_left_out(name))}
 
@@ -295,11 +296,11 @@ class SignedPlace:
             raise self.missing(name)
 
     def _is_ignored(self, name: str) -> bool:
-        """Whether who signed left a file out on purpose."""
+        """Return whether the signer left a file out on purpose."""
         return any(name == path or name.startswith(f"{path}/") for path in self.manifest.ignored)
 
     def _refuse_other_code(self) -> None:
-        """Refuse a config whose code is another repo's, which this signature does not cover."""
+        """Reject a config with code of another repo, which this signature does not cover."""
         for path in {os.path.join(self.root, folder, CONFIG_NAME) for folder in ("", self.below)}:
             if not os.path.lexists(path):
                 continue
@@ -309,7 +310,7 @@ class SignedPlace:
 
 
 def code_elsewhere(config: str, reference: str) -> SignatureError:
-    """Return the error for a config whose code is another repo's."""
+    """Return the error for a config with code of another repo."""
     return SignatureError(
         f"'{config}' takes its code from another repo ({reference!r:.200}), which the signature does not cover. "
         "Load it without trust_remote_code, or without the public key.",
@@ -318,42 +319,42 @@ def code_elsewhere(config: str, reference: str) -> SignatureError:
     )
 
 
-# What a load, or a check, is given: who must have signed; and the signature that is looked for then.
+# Required signatures: a load or a check is given the required signer, and finds the signature.
 
 
 _BLOCK_BYTES: Final = 512
-"""Of st_blocks."""
+"""Unit of st_blocks."""
 
 
 class RequiredSignature:
-    """What a load asks for when it is given a public key."""
+    """The signature that a load requires when it is given a public key."""
 
     def __init__(self, by: SignedBy) -> None:
-        """Take who must have signed."""
+        """Store the required signer."""
         self.by = by
 
     def find(self, directory: str, subfolder: str = "", *, has_code: bool = False) -> SignedPlace:
-        """Find the signature of a checkpoint, check it, and every file that a load reads beside the weights.
+        """Find and check a checkpoint's signature, and check every file that a load reads along with the weights.
 
         Args:
-            directory: The checkpoint's, with the subfolder.
-            subfolder: The end of that path, if the checkpoint lies below the directory or repo that was given: where
-                it has no signature of its own, that of the whole counts.
+            directory: The checkpoint's directory, including the subfolder.
+            subfolder: The end of that path, if the checkpoint is below the directory or repo that was given: if it
+                has no signature of its own, that of the whole directory counts.
             has_code: Whether code of the checkpoint may be run.
 
         Raises:
-            SignatureError: There is none, or not this one's; a file differs, is missing, or was added.
+            SignatureError: There is no signature, or one by another signer; a file differs, is missing, or was added.
         """
         place = self._place(directory, subfolder, has_code=has_code)
         place.check_beside()
         return place
 
     def find_in_store(self, folder: StoreFolder, beside: FilesBeside, *, has_code: bool = False) -> SignedObjects:
-        """Find the signature in a folder of a store (args, raises: as `find_signed_objects`)."""
+        """Find the signature in a folder of a store; see `find_signed_objects` for arguments and errors."""
         return find_signed_objects(folder, beside, self.by, has_code=has_code)
 
     def find_all(self, directory: str, subfolder: str = "") -> SignedPlace:
-        """Find the signature, and compare nothing yet (raises as `find`, for the signature)."""
+        """Find and check the signature without comparing files; raise SignatureError if it is missing or not valid."""
         return self._place(directory, subfolder, has_code=False)
 
     def _place(self, directory: str, subfolder: str, *, has_code: bool) -> SignedPlace:
@@ -368,7 +369,7 @@ class RequiredSignature:
                 f"hfshard sign {root} --private-key KEY; or leave out the public key.",
                 path=root,
             )
-        raw, _ = read_small(path, root, _most_bytes(root, path))  # no pipe, no link to elsewhere, not endless
+        raw, _ = read_small(path, root, _most_bytes(root, path))  # rejects a pipe, a link to elsewhere, or a huge file
         manifest = signed_manifest(root, path, self.by.choose, str(self.by), raw)
         below = os.path.relpath(directory, root)
         return SignedPlace(root, manifest, "" if below == os.curdir else f"{below}/", has_code=has_code)
@@ -384,30 +385,27 @@ def _most_bytes(root: str, signature: str) -> int:
 
 
 def required_signature(public_key: str | os.PathLike[str] | SignedBy | None) -> RequiredSignature | None:
-    """What a load asks for when it is given this `public_key`; None: nothing."""
+    """Return the signature that a load requires when it is given this `public_key`; None: no signature."""
     by = SignedBy.of(public_key)
     return None if by is None else RequiredSignature(by)
 
 
-# What differs from what was signed, added to the report of a check.
-
-
-"""Names in a message."""
+# Differences from the signature, added to the report of a check.
 
 
 def with_signature(
     report: VerifyReport, by: SignedBy, directory: str, subfolder: str = "", *, level: str, progress: bool | None
 ) -> VerifyReport:
-    """Add to a report what is wrong with the signature of a directory, and which files differ from it.
+    """Add to a report the problems of a directory's signature, and the files that differ from it.
 
     Shards whose recorded sha256 was compared with their bytes for the report are not read again.
 
     Args:
-        report: Of the checkpoint there.
-        by: Who must have signed.
-        directory: With the subfolder.
+        report: The report of the checkpoint there.
+        by: The required signer.
+        directory: The directory, including the subfolder.
         subfolder: The end of that path; see `RequiredSignature.find`.
-        level: "full"; or "structure": weights are not read, only what is recorded of them is compared.
+        level: "full"; or "structure": weights are not read, only their records are compared.
         progress: Whether to show a bar.
     """
     try:
@@ -430,7 +428,7 @@ def with_signature(
             hashed = place.hashed(left, progress_callback)
         differing = {name for name in left if hashed[name][0] != place.manifest.digests[name]}
         if level == "full" and any(os.path.normpath(os.path.join(place.root, name)) in compared for name in differing):
-            # What the report compared shards with may itself be forged, such as the manifest of a run's checkpoint.
+            # The records that the report compared shards with may be forged, such as those in a run's manifest.
             again = place.hashed(sorted(known))
             known = {name: found[name] for name, (found, _) in again.items()}
         differing |= {name for name, digest in known.items() if place.manifest.digests[name] != {name: digest}}
@@ -449,7 +447,7 @@ def with_signature(
 
 
 def left_out_warnings(place: SignedPlace, there: Set[str]) -> list[str]:
-    """Say which files nobody signed, on purpose."""
+    """Return a warning that lists the files that were left out of the signature on purpose, if any."""
     left_out = place.left_out(there)
     if not left_out:
         return []
@@ -466,7 +464,7 @@ def with_problems(report: VerifyReport, errors: Collection[HfshardError]) -> Ver
 
 
 def _recorded(place: SignedPlace, names: Collection[str]) -> dict[str, str]:
-    """The sha256 of shards in the indexes that are as they were signed."""
+    """Collect the sha256 of shards from the indexes that are as they were signed."""
     found: dict[str, str] = {}
     for name in names:
         if not INDEX_FILE.fullmatch(name):
@@ -482,28 +480,28 @@ def _recorded(place: SignedPlace, names: Collection[str]) -> dict[str, str]:
     return found
 
 
-# Files in a store compared with a signature: the very bytes that a load reads, and the shards that are open.
+# Comparison of a store's files with a signature: exactly the bytes that a load reads, and the open shards.
 
 
 @dataclass
 class SignedObjects:
-    """A checkpoint in a store, and what a signature that was checked says of it.
+    """A checkpoint in a store, and the manifest of a verified signature over it.
 
-    Every read is of the object that was listed, or an error, so that what was compared is what is loaded.
+    Every read returns the bytes of the listed object, or raises, so that the compared bytes are the loaded ones.
     """
 
     folder: StoreFolder
     beside: FilesBeside
     manifest: SignedManifest
     has_code: bool
-    """Whether code of the checkpoint may be run."""
+    """True if code of the checkpoint may be run."""
     _compared: Mapping[str, bytes] = field(default_factory=dict)
     """The small files, as they were compared."""
     _signature: Hashable = None
-    """What tells the object of the signature that was checked."""
+    """Identity of the verified signature's object."""
 
     def check_beside(self) -> None:
-        """Compare every file that a load reads beside the weights.
+        """Compare every file that a load reads along with the weights.
 
         Raises:
             SignatureError: One differs, is not signed, or is missing.
@@ -518,16 +516,16 @@ class SignedObjects:
             raise code_elsewhere(self.folder.path_of(CONFIG_NAME), reference)
 
     def check_all(self, progress: bool | None = None) -> None:
-        """Refuse what is read by its names, by others (raises InvalidArgumentError)."""
+        """Raise InvalidArgumentError: files that transformers itself reads by name can be checked only on disk."""
         raise needs_disk(self.folder.path, "is read by transformers itself")
 
     def check_opened(self, checkpoint: OpenCheckpoint, progress: bool | None = None) -> None:
-        """Compare the shards that are open, each streamed once, and the small files once more.
+        """Compare the open shards, each streamed once, and the small files once more.
 
         Raises:
             SignatureError: One differs, or is not signed.
-            CheckpointChangedError: Another save came meanwhile.
-            InvalidArgumentError: It can only be compared on a disk.
+            CheckpointChangedError: Another save replaced it meanwhile.
+            InvalidArgumentError: It can be compared only on disk.
         """
         entry = checkpoint.weights.name
         if checkpoint.pickles:
@@ -557,7 +555,7 @@ class SignedObjects:
         self.confirm()
 
     def confirm(self) -> None:
-        """Look whether the small files are still those that were compared (raises CheckpointChangedError)."""
+        """Raise CheckpointChangedError unless the small files are still those that were compared."""
         if self.beside.read_all() != self._compared:
             raise self._changed()
 
@@ -585,16 +583,16 @@ class SignedObjects:
 
 
 def find_signed_objects(folder: StoreFolder, beside: FilesBeside, by: SignedBy, *, has_code: bool) -> SignedObjects:
-    """Find the signature in a folder of a store, check it, and every file that a load reads beside the weights.
+    """Find and check the signature in a store folder, and check every file that a load reads along with the weights.
 
     Args:
-        folder: As it was listed.
+        folder: The folder, listed.
         beside: The small files that a load reads.
-        by: Who must have signed.
+        by: The required signer.
         has_code: Whether code of the checkpoint may be run.
 
     Raises:
-        SignatureError: There is none, or not this one's; a file differs, is not signed, or is missing.
+        SignatureError: There is no signature, or one by another signer; a file differs, is not signed, or is missing.
         InvalidArgumentError: Its digests are of another kind.
     """
     sizes = {name: folder.size(name) for name in folder.names()}
@@ -605,16 +603,16 @@ def find_signed_objects(folder: StoreFolder, beside: FilesBeside, by: SignedBy, 
 
 
 def stored_manifest(place: str, sizes: Mapping[str, int], read: Callable[[int], bytes], by: SignedBy) -> SignedManifest:
-    """Check the signature of what lies in a store.
+    """Check the signature of a place in a store.
 
     Args:
         place: Its address.
         sizes: Name of each file there -> bytes.
-        read: Reads the signature, of at most so many bytes.
-        by: Who must have signed.
+        read: Reads the signature, given the maximum number of bytes.
+        by: The required signer.
 
     Raises:
-        SignatureError: There is none, or not this one's.
+        SignatureError: There is no signature, or one by another signer.
         InvalidArgumentError: Its digests are of another kind.
     """
     path = f"{place}/{SIGNATURE_NAME}"
@@ -638,7 +636,7 @@ def stored_manifest(place: str, sizes: Mapping[str, int], read: Callable[[int], 
 
 
 def needs_disk(place: str, why: str) -> InvalidArgumentError:
-    """Return the error for what can't be compared in a store."""
+    """Return the error for a checkpoint that can't be compared in a store."""
     return InvalidArgumentError(
         f"'{place}' {why}: its signature is checked on a disk. Run: hfshard pull {place} DIR && hfshard verify DIR "
         "--public-key KEY",

@@ -1,4 +1,4 @@
-"""What hfshard asks of the model-signing library: a signature over digests, and the digests in a signature."""
+"""Interface to the model-signing library: sign digests, and verify a signature and read its digests."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from hfshard.errors import InvalidArgumentError, SignatureError
 
 SHA256: Final = "sha256"
 FILES: Final = "files"
-"""The library's default way to list a model: one digest for each file."""
+"""The library's default serialization of a model: one digest for each file."""
 
 _ALGORITHMS: Final = {"blake2b": "blake2"}
-"""What the library calls an algorithm in signatures -> what its functions call it, where that is not the same."""
+"""The library's name of an algorithm in signatures -> the name in its functions, if different."""
 
 _MOST_VALUES: Final = 10_000
-"""Lists, objects and commas in a signature; one of Sigstore has a hundred, and what was signed is one string in it."""
+"""Limit for lists, objects and commas in a signature; a Sigstore one has a hundred, and its payload is one string."""
 
 _OF_OTHER_SHAPE: Final = (AttributeError, IndexError, KeyError, RecursionError, TypeError)
-"""What the library raises where JSON, or a key, is of another kind than it takes for granted."""
+"""Errors that the library raises if JSON, or a key, is of an unexpected kind."""
 
 _print_lock = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
 class _Digest:
-    """A digest in the form in which the library's manifests hold one."""
+    """A digest in the form of the library's manifests."""
 
     algorithm: str
     digest_value: bytes
@@ -45,21 +45,21 @@ class _Digest:
 
 @dataclass(frozen=True, slots=True)
 class SignedManifest:
-    """What a signature that was checked says of files."""
+    """The digests of files in a verified signature."""
 
     digests: dict[str, dict[str, str]]
     """File -> the library's name of it, or of each part of it -> digest in hex."""
     serialization: dict[str, Any]
-    """How the digests were made, in the library's words."""
+    """Description of how the digests were computed, in the library's terms."""
 
     @property
     def is_plain(self) -> bool:
-        """Whether each file has one sha256."""
+        """True if each file has one sha256."""
         return self.serialization.get("method") == FILES and self.serialization.get("hash_type") == SHA256
 
     @property
     def allows_links(self) -> bool:
-        """Whether a link may stand in the place of a file that was signed."""
+        """True if a link may replace a signed file."""
         return bool(self.serialization.get("allow_symlinks", False))
 
     @property
@@ -69,7 +69,7 @@ class SignedManifest:
 
 
 class _KnownDigests:
-    """Stands in for the library's `hashing.Config`: gives it digests that are known, so that it reads nothing."""
+    """Replacement for the library's `hashing.Config`, with known digests, so that the library reads no file."""
 
     def __init__(self, digests: Mapping[str, str], ignored: Collection[str]) -> None:
         self._digests = digests
@@ -93,16 +93,16 @@ class _KnownDigests:
 
 
 class _Reader:
-    """Stands in for the library's `hashing.Config`, and for the manifest that it makes: keeps the one that was signed.
+    """Replacement for the library's `hashing.Config`, and for the manifest that it creates, to capture the signed one.
 
-    The library checks the signature first, and compares the two manifests then.
+    The library checks the signature first, then compares the two manifests.
     """
 
     def __init__(self) -> None:
         self.signed: Any = None
 
     def add_ignored_paths(self, *, model_path: Any, paths: Iterable[Any]) -> None:
-        """The caller of `signed_manifest` compares, and knows them from the manifest."""
+        """Do nothing: the caller of `signed_manifest` compares, and knows the paths from the manifest."""
 
     def hash(self, model_path: Any, *, files_to_hash: Iterable[Any] | None = None) -> _Reader:
         return self
@@ -120,14 +120,14 @@ def sign_digests(
     """Sign digests, and write the signature.
 
     Args:
-        directory: The model's; its name is told in the signature.
+        directory: The model's directory; the signature includes its name.
         target: The file to write.
         digests: Path in the directory -> sha256 in hex.
         ignored: The paths in the directory that were left out.
-        choose: Gives the library's `signing.Config` its signer.
+        choose: Sets the signer of the library's `signing.Config`.
 
     Raises:
-        SignatureError: The library refuses the key, or can't sign.
+        SignatureError: The library rejects the key, or can't sign.
     """
     with _library():
         from model_signing import signing
@@ -147,17 +147,17 @@ def sign_digests(
 def signed_manifest(
     directory: str, signature: str, choose: Callable[[Any], Any], wanted: str, raw: bytes
 ) -> SignedManifest:
-    """Check a signature, and tell what was signed; no file of the model is looked at.
+    """Verify a signature, and return what was signed; no file of the model is read.
 
     Args:
-        directory: The model's.
+        directory: The model's directory.
         signature: The file of the signature.
-        choose: Gives the library's `verifying.Config` its verifier.
-        wanted: Who must have signed, for messages.
-        raw: What is in the file.
+        choose: Sets the verifier of the library's `verifying.Config`.
+        wanted: The required signer, for messages.
+        raw: The contents of the signature file.
 
     Raises:
-        SignatureError: It is no signature, or one of somebody else.
+        SignatureError: It is not a signature, or one by another signer.
     """
     with _library():
         from model_signing import verifying
@@ -184,13 +184,13 @@ def signed_manifest(
 
 
 def _check_signature(config: Any, directory: str, signature: str, raw: bytes, wanted: str) -> None:
-    with tempfile.TemporaryDirectory(prefix="hfshard-") as folder:  # what has the name by now need not be `raw`
+    with tempfile.TemporaryDirectory(prefix="hfshard-") as folder:  # the file may no longer contain `raw`
         copy = Path(folder, SIGNATURE_NAME)
         copy.write_bytes(raw)
         try:
             with _without_print() if b'"hint"' not in raw and b'"publicKey"' in raw else contextlib.nullcontext():
                 config.verify(Path(directory), copy)
-        except Exception as error:  # what a hostile file makes of it, in any of four libraries
+        except Exception as error:  # a hostile file can cause any error in any of four libraries
             raise SignatureError(
                 f"The signature '{signature}' was not made by {wanted}, or is damaged: {_reason(error, 'JSON')}. Ask "
                 "who published the checkpoint for the right key, or don't use it.",
@@ -200,7 +200,7 @@ def _check_signature(config: Any, directory: str, signature: str, raw: bytes, wa
 
 
 def digests_by_library(directory: str, names: Collection[str], serialization: Mapping[str, Any]) -> dict[str, str]:
-    """Hash files as a signature says, by the library: its name of a file or part -> digest in hex."""
+    """Hash files with the library as a signature specifies: its name of a file or part -> digest in hex."""
     from model_signing import hashing
 
     config = hashing.Config()
@@ -238,14 +238,14 @@ def _by_file(signed: Any, signature: str) -> dict[str, dict[str, str]]:
 
 @contextlib.contextmanager
 def _without_print() -> Any:
-    """Send to stderr what the library prints of signatures that don't name their key, on one thread at a time."""
+    """Redirect to stderr what the library prints for signatures that don't name their key, one thread at a time."""
     with _print_lock, contextlib.redirect_stdout(sys.stderr):
         yield
 
 
 @contextlib.contextmanager
 def _library() -> Any:
-    """Say what to install where the library is missing."""
+    """Raise an error that names the package to install if the library is missing."""
     try:
         yield
     except ImportError as error:
@@ -256,7 +256,7 @@ def _library() -> Any:
 
 
 def _reason(error: Exception, what: str = "") -> str:
-    """The first line of what another library says; InvalidSignature says nothing, others nothing to a user."""
+    """Return type and first line of another library's error: InvalidSignature has no text, others none for a user."""
     if what and isinstance(error, _OF_OTHER_SHAPE) and "assword" not in str(error):
         return f"it is {what} of another kind"
     text = (str(error).strip().splitlines() or [""])[0].rstrip(". ")

@@ -1,4 +1,4 @@
-"""Sign a checkpoint: the digests that its save recorded, and those of the files beside it."""
+"""Sign a checkpoint: the digests that its save recorded, and those of its other files."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ from hfshard.signing.signed_files import hash_files, list_files
 from hfshard.signing.signer import existing_file
 
 _LOCK_SECONDS: Final = 60.0
-"""How long a save that is under way is waited for."""
+"""Time to wait for a running save."""
 
 _SHOWN_LINKS: Final = 5
-"""Links in a message."""
+"""Maximum number of links in a message."""
 
 
 @dataclass(frozen=True, slots=True)
 class SignResult:
-    """What `sign_checkpoint` signed."""
+    """Result of `sign_checkpoint`."""
 
     signature: str
     """Path of the file that was written."""
     files: tuple[str, ...]
-    """Paths, below the directory, of the files that are signed."""
+    """Paths, below the directory, of the signed files."""
     read_bytes: int
-    """Bytes of those that were read to hash them."""
+    """Bytes of the signed files that were read to hash them."""
     recorded_bytes: int
-    """Bytes of those whose sha256 the save had recorded."""
+    """Bytes of the signed files whose sha256 the save had recorded."""
 
 
 @names_files("path")
@@ -61,16 +61,16 @@ def sign_checkpoint(
     verify: Verify = "structure",
     progress: bool | None = None,
 ) -> SignResult:
-    """Sign every file of a checkpoint's directory, in the format of OpenSSF Model Signing: `model.sig` beside them.
+    """Sign every file of a checkpoint's directory, in the format of OpenSSF Model Signing: `model.sig` next to them.
 
-    Of shards whose sha256 the save recorded, that one is signed, once their headers, sizes and fingerprints agree; all
-    other files are read. A signature that is there is replaced, in one step.
+    For shards whose sha256 the save recorded, the record is signed, once their headers, sizes and fingerprints agree;
+    all other files are read. An existing signature is replaced, in one step.
 
     Args:
         path: A directory on this machine, such as that of a training checkpoint.
         private_key: File of an elliptic curve key (P-256, P-384, P-521), PEM.
-        password: Of the key, if it has one; not together with a certificate, which model-signing does not combine.
-        signing_certificate: File of the certificate of that key, PEM: then whoever trusts its root can verify.
+        password: Password of the key, if it has one; model-signing does not allow it together with a certificate.
+        signing_certificate: File of the certificate of that key, PEM: then anyone who trusts its root can verify.
         certificate_chain: Files of the certificates between it and the root.
         sigstore: In place of a key: keywords of model-signing's `use_sigstore_signer`, such as
             {"use_ambient_credentials": True}; {} asks in the browser.
@@ -78,14 +78,14 @@ def sign_checkpoint(
         progress: Whether to show a bar on stderr; None: only on a terminal.
 
     Returns:
-        What was signed, and how much of it was read.
+        The signature, the signed files, and how many bytes were read.
 
     Raises:
-        SignatureError: The key can't be used; or a file can't be signed, such as a link, which verifiers refuse.
-        InvalidArgumentError: There is no key; it is an address, a directory hub, or one file; or the package
+        SignatureError: The key can't be used; or a file can't be signed, such as a link, which verifiers reject.
+        InvalidArgumentError: There is no key; the path is an address, a directory hub, or one file; or the package
             model-signing is not installed.
-        CheckpointNotFoundError: There is no such directory, or it holds no weights.
-        DamagedCheckpointError: It is damaged; nothing was signed.
+        CheckpointNotFoundError: There is no such directory, or it has no weights.
+        DamagedCheckpointError: The checkpoint is damaged; nothing was signed.
         DirectoryLockedError: A save there does not end.
 
     Example:
@@ -95,7 +95,7 @@ def sign_checkpoint(
     choose = _signer(private_key, password, signing_certificate, certificate_chain, sigstore)
     directory = _directory_to_sign(path)
     with locked_directory(directory, wait_seconds=_LOCK_SECONDS):
-        unlink_if_there(_new_signature(directory))  # of one that was killed
+        unlink_if_there(_new_signature(directory))  # left by a process that was killed
         listing = list_files(directory)
         links = [name for name in listing.names if os.path.islink(os.path.join(directory, name))]
         if links:
@@ -123,7 +123,7 @@ def _signer(
     certificate_chain: Sequence[str | os.PathLike[str]],
     sigstore: Mapping[str, Any] | None,
 ) -> Any:
-    """What gives the library's `signing.Config` its signer."""
+    """Return a function that sets the signer of the library's `signing.Config`."""
     if (private_key is None) == (sigstore is None):
         raise InvalidArgumentError("Give a private_key, or sigstore={...}: one of them says who signs.")
     if sigstore is not None:
@@ -135,13 +135,13 @@ def _signer(
     if signing_certificate is None:
         if certificate_chain:
             raise InvalidArgumentError("certificate_chain is that of a signing_certificate, which is missing.")
-        # The library hands it to cryptography, which takes bytes, whatever the library's annotation says.
+        # The library passes it to cryptography, which takes bytes, despite the library's annotation.
         secret: Any = None if password is None else password.encode()
         return lambda config: config.use_elliptic_key_signer(private_key=key, password=secret)
     if password is not None:
         raise InvalidArgumentError("model-signing takes no password for the key of a certificate: decrypt the key.")
     certificate = existing_file(signing_certificate, "signing_certificate")
-    # The library wants at least one, and the certificate itself adds nothing to trust.
+    # The library requires at least one, and the certificate itself adds no trust.
     chain = [existing_file(one, "certificate_chain") for one in certificate_chain] or [certificate]
     return lambda config: config.use_certificate_signer(
         private_key=key, signing_certificate=certificate, certificate_chain=chain
@@ -172,7 +172,7 @@ def _directory_to_sign(path: str | os.PathLike[str]) -> str:
 
 
 def _recorded(directory: str, names: Sequence[str], verify: Verify) -> dict[str, str]:
-    """Check every checkpoint of a directory, and tell which shards have a recorded sha256 of the whole file."""
+    """Check every checkpoint of a directory, and return the recorded sha256 of its shards, where there is one."""
     found_variants = variants_of(name for name in names if "/" not in name)
     adapter = None if found_variants else adapter_weights(directory)
     for variant in sorted(found_variants or {None}, key=lambda one: one or ""):
@@ -188,10 +188,10 @@ def _recorded(directory: str, names: Sequence[str], verify: Verify) -> dict[str,
 
 
 def _recorded_in(directory: str, index: CheckpointIndex) -> dict[str, str]:
-    """The recorded sha256 of the shards of an index, once sizes and fingerprints agree.
+    """Return the recorded sha256 of an index's shards, once sizes and fingerprints agree.
 
     Raises:
-        IntegrityError: One is not the file that was saved.
+        IntegrityError: A shard is not the file that was saved.
     """
     found = {}
     for name, record in index.files.items():
@@ -208,7 +208,7 @@ def _recorded_in(directory: str, index: CheckpointIndex) -> dict[str, str]:
 
 
 def _write(directory: str, digests: Mapping[str, str], left_out: Sequence[str], choose: Any) -> None:
-    """Sign, and put the signature in the place of the old one."""
+    """Sign, and replace the old signature."""
     with tempfile.TemporaryDirectory(prefix="hfshard-") as folder:
         made = os.path.join(folder, SIGNATURE_NAME)
         sign_digests(directory, made, digests, left_out, choose)

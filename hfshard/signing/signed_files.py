@@ -26,20 +26,20 @@ from hfshard.format.index import FileDigest
 from hfshard.shards.shard_file import SafetensorsFile
 
 NEVER_SIGNED: Final = (SIGNATURE_NAME, ".cache", ".git", ".gitattributes", ".github", ".gitignore")
-"""At the top of the directory: the signature, git's files, which model-signing leaves out too, and what huggingface_hub
-and hfshard keep there."""
+"""Names at the top of the directory: the signature, git's files, which model-signing leaves out too, and files of
+huggingface_hub and hfshard."""
 
 DEBRIS: Final = frozenset({"__pycache__", ".DS_Store"})
-"""What is made by looking at a directory, wherever it is; a push leaves it out."""
+"""Names, at any depth, of files that tools create when they read a directory; a push leaves them out."""
 
 _MAX_SIGNATURE_BYTES: Final = 256 * 1024 * 1024
-"""The largest signature that is read: a million files of 200 bytes an entry. What checks it takes 8 times its bytes."""
+"""Size of the largest signature that is read: a million entries of 200 bytes. Checking takes 8 times its bytes."""
 SMALL_SIGNATURE_BYTES: Final = 8 * 1024 * 1024
-"""A signature that is read whatever it belongs to: of 20,000 files or parts of them, which may be missing."""
+"""Size up to which a signature is always read: 20,000 files or parts of files, which may be missing."""
 _FILE_BYTES: Final = 4096
-"""What a file that is there adds: paths on Linux have no more, and most have a hundred."""
+"""Bytes allowed for each existing file: a path on Linux has no more, and most have a hundred."""
 _PARTS: Final = 1024
-"""One byte for so many bytes of the files, which may be signed in parts: 300 bytes tell one, of 1 MB, say."""
+"""Bytes of the files per allowed byte of signature: they may be signed in parts, such as 300 bytes for each MB."""
 
 SeenFile = tuple[int, int, int, int, int]
 """Device, inode, size, and the times (ns) of the last change of the bytes, and of anything about the file."""
@@ -47,7 +47,7 @@ SeenFile = tuple[int, int, int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """What lies below a directory."""
+    """The files below a directory."""
 
     names: tuple[str, ...]
     """Paths of files, links included, in order."""
@@ -56,7 +56,7 @@ class Listing:
 
 
 def may_be_signed(name: str) -> bool:
-    """Whether a signature covers a path, as `list_files` lists it."""
+    """Return whether a signature covers a path of `list_files`."""
     parts = name.split("/")
     return parts[0] not in NEVER_SIGNED and DEBRIS.isdisjoint(parts)
 
@@ -65,11 +65,12 @@ def list_files(directory: str, *, takes_debris: bool = False) -> Listing:
     """List the files below a directory that a signature covers.
 
     Args:
-        directory: Where to look.
-        takes_debris: List what was made by looking at the directory, too.
+        directory: The directory to list.
+        takes_debris: Include the files of `DEBRIS`.
 
     Raises:
-        SignatureError: One is neither a file nor a link to one, or its name is not UTF-8; or a folder can't be listed.
+        SignatureError: An entry is neither a file nor a link to one, or its name is not printable; or a folder can't be
+            listed.
     """
     names: list[str] = []
     left_out = set(NEVER_SIGNED)
@@ -101,7 +102,7 @@ def _refuse_unlisted(error: OSError) -> None:
 
 
 def most_signature_bytes(files: int, total_bytes: int) -> int:
-    """The largest signature that is read where so many files lie, of so many bytes together."""
+    """Return the limit for reading a signature over a number of files with a total size."""
     return min(_MAX_SIGNATURE_BYTES, SMALL_SIGNATURE_BYTES + files * _FILE_BYTES + total_bytes // _PARTS)
 
 
@@ -111,15 +112,15 @@ def hash_files(
     """Compute the sha256 of files, several at once.
 
     Args:
-        directory: Theirs.
+        directory: Their directory.
         names: Paths in it.
         progress_callback: Called with the number of bytes of each block.
 
     Returns:
-        Path -> sha256 in hex, and what tells the file from another that takes its place.
+        Path -> sha256 in hex, and the identity that tells the file from a replacement.
 
     Raises:
-        MissingShardError, UnsafePathError, DamagedCheckpointError: One is not there, or is no file of the directory.
+        MissingShardError, UnsafePathError, DamagedCheckpointError: One is missing, or is not a file of the directory.
     """
     hashed = in_threads(
         lambda name, cancelled: _hash_file(directory, name, cancellable(progress_callback, cancelled)),
@@ -130,7 +131,7 @@ def hash_files(
 
 
 def seen_file(path: str) -> SeenFile | None:
-    """What tells a file from another that takes its place; None where there is none."""
+    """Return the identity that tells a file from a replacement; None if there is no file."""
     try:
         return seen_status(os.stat(path))
     except OSError:
@@ -138,7 +139,7 @@ def seen_file(path: str) -> SeenFile | None:
 
 
 def seen_status(status: os.stat_result) -> SeenFile:
-    """What tells a file from another, and from itself with other bytes."""
+    """Return the values that tell a file from another, and from itself with other bytes."""
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
@@ -155,31 +156,31 @@ def _hash_file(directory: str, name: str, progress_callback: ProgressCallback) -
         os.close(fd)
 
 
-# Files of weights that are open: hashed, and looked at once more when all that is wanted of them was read.
+# Open files of weights: hashed, and checked once more when everything needed has been read from them.
 
 
 class OpenWeights:
-    """Which files were hashed, and as what they were found; to be used by several threads."""
+    """The hashed files and their state at that time; may be used by several threads."""
 
     def __init__(self) -> None:
         self._seen: dict[SafetensorsFile, SeenFile] = {}
 
     def sha256(self, file: SafetensorsFile, progress_callback: ProgressCallback) -> str:
-        """Hash a file, from its first byte to its last (raises as `checked_sha256`)."""
+        """Hash a file, from its first byte to its last, with the errors of `checked_sha256`."""
         with file.opened() as fd:
             before = seen_status(os.fstat(fd))
         self._seen[file] = before
         return file.checked_sha256(FileDigest(), progress_callback, keep_cached=True)
 
     def confirm(self) -> None:
-        """Compare the files with what they were when they were hashed.
+        """Compare the files with their state when they were hashed.
 
-        A write changes a file's ctime, which nobody can set back: bytes that were written over, and put back with their
-        old mtime, are noticed; and also another name of the file, as a save beside the load gives to shards that stay.
-        Not every write through a shared mapping does: `SafetensorsFile.check_copied` notices those, in what is copied.
+        A write changes a file's ctime, which cannot be set back. So overwritten bytes are noticed, even with their old
+        mtime restored, and also a second name of the file, as a concurrent save gives to shards that stay. Not every
+        write through a shared mapping changes it; `SafetensorsFile.check_copied` notices those, in copied bytes.
 
         Raises:
-            CheckpointChangedError: One was touched, so that other bytes may have been read.
+            CheckpointChangedError: A file was touched, so that other bytes may have been read.
         """
         for file, before in self._seen.items():
             with file.opened() as fd:
@@ -192,33 +193,33 @@ class OpenWeights:
                 )
 
 
-# Which files a load may read beside the weights that it opens, and what a config says of code.
+# Files that a load may read along with the weights that it opens, and code named in a config.
 
 
 _OWN_STEMS: Final = ("model.", "model-", "pytorch_model.", "pytorch_model-", "optimizer.", "optimizer-")
-"""How weights begin that nothing reads but a load that opens them, and looks at them then."""
+"""Beginnings of the names of weights that are read only by a load that opens, and then checks, them."""
 
 _READ_WEIGHTS: Final = (SAFETENSORS_SUFFIX, BIN_SUFFIX, ".pt", ".pth", ".ckpt")
-"""Weights that a class may read beside a checkpoint's own, such as an adapter; torch reads no others."""
+"""Suffixes of weights that a class may read along with a checkpoint's own, as an adapter; torch reads no others."""
 
 _DOCUMENTS: Final = (".md", ".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp", ".pdf")
-"""Files for people: no load reads them."""
+"""Suffixes of files for people, which no load reads."""
 
 _FOR_PROGRAMS: Final = (".py", ".json", ".jinja", ".txt", ".model", *_READ_WEIGHTS)
-"""Files that are refused, where they are not signed, though who signed left them out on purpose."""
+"""Suffixes of files that are rejected if not signed, even if the signer left them out on purpose."""
 
 _TRAINING: Final = frozenset({"checkpoint.json", "training_state.json"})
 """Files of a training checkpoint that no model needs, so that a pull of the model leaves them out."""
 
 _CODE_KEY: Final = "auto_map"
-"""Where a config names code."""
+"""Key of a config that names code."""
 
 _OTHER_REPO: Final = "--"
-"""What stands in a config between a repo and the name of code in it."""
+"""Separator, in a config, between a repo and the name of code in it."""
 
 
 def is_read(name: str, *, has_code: bool = False) -> bool:
-    """Whether a load may read a file that is none of the checkpoint's own weights; its code may read any other."""
+    """Return whether a load may read a file besides the checkpoint's own weights; its code may read other weights."""
     *folders, last = name.split("/")
     if _is_for_people(name):
         return False
@@ -231,23 +232,23 @@ def is_read(name: str, *, has_code: bool = False) -> bool:
 
 
 def is_needed(name: str) -> bool:
-    """Whether such a file may not be missing: those of other weights may, and what training keeps."""
+    """Return whether a file that a load may read must exist; files of other weights and of training may be missing."""
     last = os.path.basename(name)
     is_of_weights = last.endswith(WEIGHTS_SUFFIXES) or INDEX_FILE.fullmatch(last) is not None
     return is_read(name) and not is_of_weights and last not in _TRAINING
 
 
 def may_be_left_out(name: str) -> bool:
-    """Whether who signs may leave a file out on purpose, as no load takes it."""
+    """Return whether a signer may leave a file out on purpose, because no load uses it."""
     return _is_for_people(name) or not name.endswith(_FOR_PROGRAMS)
 
 
 def references_elsewhere(config: bytes) -> list[str]:
-    """The names of code of other repos in a config, and in those that it holds."""
+    """List the references to code of other repos in a config, and in the configs nested in it."""
     try:
         return [text for text in _texts_below(json.loads(config), is_code=False) if _OTHER_REPO in text]
     except (ValueError, RecursionError):
-        return []  # whoever reads it says so
+        return []  # the reader of the config reports the error
 
 
 def _is_for_people(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Who must have signed a checkpoint: the holder of a key, of a certificate, or a Sigstore identity."""
+"""The required signer of a checkpoint: the holder of a key or a certificate, or a Sigstore identity."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from hfshard.errors import InvalidArgumentError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SignedBy:
-    """Who must have signed: give a public key, or certificates, or an identity with its issuer.
+    """The required signer: pass a public key, or certificates, or an identity with its issuer.
 
     Raises:
-        InvalidArgumentError: It says none of them, or two; or a file is missing.
+        InvalidArgumentError: None of them is given, or two; or a file is missing.
 
     Example:
         by = hfshard.signing.SignedBy(certificate_chain=["root.pem"])
@@ -26,18 +26,18 @@ class SignedBy:
     public_key: str | os.PathLike[str] | None = None
     """File of an elliptic curve key, PEM."""
     certificate_chain: Sequence[str | os.PathLike[str]] = ()
-    """Files of the certificates that are trusted, PEM: the root, and what the signature does not bring along."""
+    """Files of the trusted certificates, PEM: the root, and intermediate ones that the signature does not include."""
     identity: str | None = None
-    """Of Sigstore, such as an e-mail address, or the address of a workflow."""
+    """Sigstore identity, such as an e-mail address, or the address of a workflow."""
     oidc_issuer: str | None = None
-    """Who vouches for the identity, such as "https://accounts.google.com"."""
+    """Issuer that vouches for the identity, such as "https://accounts.google.com"."""
     use_staging: bool = False
-    """Sigstore's staging instance, for tests."""
+    """Use Sigstore's staging instance, for tests."""
     trust_config: str | os.PathLike[str] | None = None
     """File of another Sigstore's keys, JSON."""
 
     def __post_init__(self) -> None:
-        """Check what is given, and make paths absolute."""
+        """Check the arguments, and make paths absolute."""
         kinds = [self.public_key is not None, bool(self.certificate_chain), self.identity is not None]
         if sum(kinds) != 1 or (self.identity is None) != (self.oidc_issuer is None):
             raise InvalidArgumentError(
@@ -54,7 +54,7 @@ class SignedBy:
 
     @classmethod
     def of(cls, value: str | os.PathLike[str] | SignedBy | None) -> SignedBy | None:
-        """Take what was given as `public_key`: the file of one, or who must have signed; None: nobody."""
+        """Convert a `public_key` argument: the file of a key, or a required signer; None: no signature is required."""
         if value is None or isinstance(value, SignedBy):
             return value
         if not isinstance(value, str | os.PathLike):
@@ -71,7 +71,7 @@ class SignedBy:
         return f"'{self.identity}' of '{self.oidc_issuer}'"
 
     def choose(self, config: Any) -> Any:
-        """Give the library's `verifying.Config` its verifier."""
+        """Set the verifier of the library's `verifying.Config`."""
         if self.public_key is not None:
             return config.use_elliptic_key_verifier(public_key=self.public_key)
         if self.certificate_chain:
@@ -85,10 +85,10 @@ class SignedBy:
 
 
 def existing_file(path: str | os.PathLike[str], name: str) -> str:
-    """The absolute path of a file that was given as an argument.
+    """Return the absolute path of a file that was given as an argument.
 
     Raises:
-        InvalidArgumentError: It is none.
+        InvalidArgumentError: It is not a file.
     """
     found = absolute_path(path, name)
     if os.path.isdir(found):

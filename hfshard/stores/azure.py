@@ -32,7 +32,7 @@ _EMULATOR: Final = (
     "AccountName=devstoreaccount1;BlobEndpoint=http://127.0.0.1:10000/devstoreaccount1;AccountKey="
     "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 )
-"""What "UseDevelopmentStorage=true" stands for; the key is public, the same for every emulator."""
+"""Meaning of "UseDevelopmentStorage=true". The key is public and the same for every emulator."""
 _OTHER_LOGINS: Final = (
     "AZURE_CLIENT_SECRET",
     "AZURE_STORAGE_CLIENT_SECRET",
@@ -44,7 +44,7 @@ _OTHER_LOGINS: Final = (
     "AZURE_SKIP_SIGNATURE",
     "AZURE_CREDENTIAL_TYPE",
 )
-"""Variables by which obstore logs in."""
+"""Variables that obstore uses to log in."""
 _READ_BY_OBSTORE: Final = {
     "AZURE_STORAGE_ACCOUNT_KEY": "account_key",
     "AZURE_STORAGE_ACCESS_KEY": "account_key",
@@ -72,16 +72,16 @@ _READ_BY_OBSTORE: Final = {
     "AZURE_STORAGE_USE_EMULATOR": "use_emulator",
     "AZURE_USE_AZURE_CLI": "use_azure_cli",
 }
-"""Variables that obstore reads besides those that az has too -> its setting. A header with a newline is a panic."""
+"""Variables that obstore reads and az does not -> its setting. obstore panics on a header with a newline."""
 _IDENTITY_HEADER: Final = "IDENTITY_HEADER"
-"""Read by obstore too, which takes no setting for it."""
+"""Variable that obstore reads too, and for which it has no setting."""
 
 
 def connect(container: str) -> Connection:
-    """Make the clients of a container.
+    """Create the clients of a container.
 
     Raises:
-        StoreAccessError: No storage account is named, its key is none, or a variable is not valid.
+        StoreAccessError: No storage account is named, its key is not a valid one, or a variable is not valid.
     """
     address = f"az://{container}"
     settings = _settings(address)
@@ -95,7 +95,7 @@ def connect(container: str) -> Connection:
 
 
 def _settings(address: str) -> AzureConfig:
-    """The settings of the connection string, or else those by themselves."""
+    """Build the settings from the connection string, or from the separate variables if there is none."""
     if read_variable(_IDENTITY_HEADER) != os.environ.get(_IDENTITY_HEADER, ""):
         raise StoreAccessError(f"The environment variable {_IDENTITY_HEADER} has a blank at its ends. Remove it.")
     given = _connection_string(*_find("connection_string"))
@@ -123,7 +123,7 @@ def _settings(address: str) -> AzureConfig:
 
 
 def _connection_string(text: str, source: str) -> dict[str, str]:
-    """Its settings by their names in lower case."""
+    """Parse a connection string into its settings, with lower-case names."""
     parts = (part.partition("=") for part in text.split(";") if part.strip())
     found = {name.strip().lower(): value.strip() for name, _, value in parts}
     if found.get("usedevelopmentstorage", "").lower() == "true":
@@ -134,14 +134,14 @@ def _connection_string(text: str, source: str) -> dict[str, str]:
 
 
 def _variable(name: str) -> str:
-    """A setting of az, checked."""
+    """Read and check a setting of az."""
     text, source = _find(name)
     check_text(text, source[:1].upper() + source[1:])
     return text
 
 
 def _find(name: str) -> tuple[str, str]:
-    """A setting of az, and where it is from: an environment variable, or its configuration file."""
+    """Find a setting of az and its source: an environment variable or az's configuration file."""
     variable = f"AZURE_STORAGE_{name.upper()}"
     text = os.environ.get(variable, "").strip()
     if text:
@@ -151,5 +151,5 @@ def _find(name: str) -> tuple[str, str]:
     try:
         config.read(file)
     except (configparser.Error, UnicodeDecodeError):
-        return "", ""  # az itself complains about it; a variable can stand in for it
+        return "", ""  # az itself reports this; a variable can replace the file
     return config.get("storage", name, fallback="").strip(), f"the setting {name} in '{file}'"

@@ -1,4 +1,4 @@
-"""A bucket of the Hugging Face Hub as a `Store`: names by the Hub's calls, bytes by streams of Xet."""
+"""A bucket of the Hugging Face Hub as a `Store`: names by the Hub's calls, bytes by Xet streams."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ from hfshard.stores.xet_tokens import XetTokens, bucket_token_url
 class BucketStore:
     """The objects below a prefix of a bucket; see `Store`.
 
-    An ETag is Xet's hash of the contents. Contents that a listing has shown can be read as long as the storage has
-    them, whatever has their name by then.
+    An ETag is Xet's hash of the contents. Listed contents can be read as long as the storage has them, even if their
+    name has other contents by then.
     """
 
     def __init__(self, address: StoreAddress) -> None:
-        """Ask nothing yet."""
+        """Open the store without sending a request."""
         self.address = address
         self._start = f"{address.prefix}/" if address.prefix else ""
         self._calls = BucketCalls(address)
@@ -65,7 +65,7 @@ class BucketStore:
         self._reader = XetReader(XetTokens(bucket_token_url(address.bucket, "read")))
 
     def __repr__(self) -> str:
-        """The address."""
+        """Show the address."""
         return f"{type(self).__name__}({str(self.address)!r})"
 
     def list_objects(self, folder: str = "", *, recursive: bool = False) -> dict[str, StoredObject]:
@@ -82,12 +82,12 @@ class BucketStore:
         return neighbors_of(self.address, BucketStore)
 
     def find(self, name: str) -> StoredObject | None:
-        """Ask for one object."""
+        """Look up one object; None if it does not exist."""
         found = [file for file in self._calls.find([self._start + name]) if file.path == self._start + name]
         return self._object(found[0]) if found else None
 
     def read_into(self, found: StoredObject, begin: int, target: memoryview) -> None:
-        """Fill memory with the bytes of an object from `begin` on.
+        """Fill memory with an object's bytes from `begin` on.
 
         Raises:
             CheckpointChangedError: The storage no longer has these contents.
@@ -102,13 +102,13 @@ class BucketStore:
                 raise self._changed(found) from error
 
     def read(self, found: StoredObject) -> bytes:
-        """The bytes of a small object; raises as `read_into`."""
+        """Return the bytes of a small object; raises CheckpointChangedError as `read_into` does."""
         raw = bytearray(found.size)
         self.read_into(found, 0, memoryview(raw))
         return bytes(raw)
 
     def put(self, name: str, raw: bytes) -> StoredObject:
-        """Put a small object, whole or not at all; see `Store`."""
+        """Put a small object completely or not at all; see `Store`."""
         writer = self.open_writer(name, len(raw))
         try:
             writer.write(memoryview(raw))
@@ -118,12 +118,12 @@ class BucketStore:
             raise
 
     def open_writer(self, name: str, size: int) -> BucketWriter:
-        """Begin a large object of so many bytes."""
+        """Begin a large object of `size` bytes."""
         with translate_bucket_errors(self.address):
             return BucketWriter(self, name, size, XetUpload(self._write_tokens, size))
 
     def copy(self, source: StoredObject, target: str) -> StoredObject:
-        """Give the contents of an object another name, too; see `Store`."""
+        """Give an object's contents a second name; see `Store`."""
         try:
             self._calls.copy(source.etag, self._start + target)
         except StoreError as error:
@@ -133,16 +133,16 @@ class BucketStore:
         return replace(source, name=target)
 
     def delete(self, names: Collection[str]) -> None:
-        """Delete objects; those that are missing already are no error."""
+        """Delete objects; a missing one is not an error."""
         if names:
             self._calls.delete([self._start + name for name in names])
 
     def sweep_uploads(self, is_left: Callable[[str], bool]) -> int:
-        """Nothing: what was sent and got no name is the Hub's to remove, and no call lists it."""
+        """Do nothing: the Hub removes what was sent and got no name, and no call lists it."""
         return 0
 
     def _name(self, sent: StoredObject) -> StoredObject:
-        """Make what was sent visible; where the answer is lost, look whether it is."""
+        """Make what was sent visible; if the response is lost, check whether it is."""
         try:
             self._calls.name(self._start + sent.name, sent.etag)
         except StoreConnectionError as error:
@@ -167,24 +167,24 @@ class BucketWriter:
     """A large object that is sent as a stream; see `ObjectWriter`."""
 
     def __init__(self, store: BucketStore, name: str, size: int, upload: XetUpload) -> None:
-        """Keep what is being sent."""
+        """Store the arguments."""
         self._store, self._name, self._size = store, name, size
         self._upload = upload
         self._written = 0
 
     def write(self, block: memoryview) -> None:
-        """Send the next bytes, which may change when this returns. It waits while too much is under way."""
+        """Send the next bytes; the caller can reuse their memory on return. Wait while too much is in flight."""
         raw = block.cast("B")
         with translate_bucket_errors(self._store.address):
             self._upload.write(raw)
         self._written += len(raw)
 
     def finish(self) -> StoredObject:
-        """Make the object of the bytes that were written, replacing one of its name."""
+        """Create the object from the bytes that were written, replacing one of the same name."""
         return self._store._name(self.send())
 
     def send(self) -> StoredObject:
-        """Have all bytes in the storage; the object has no name yet."""
+        """Finish sending all bytes to the storage; the object has no name yet."""
         if self._written != self._size:
             raise StoreError(
                 f"'{self._store.address.joined(self._name)}' was to have {self._size} bytes and got {self._written}.",
@@ -196,46 +196,46 @@ class BucketWriter:
         return StoredObject(self._name, sent.size, sent.hash)
 
     def abort(self) -> None:
-        """Give up. What was sent has no name: the Hub removes it in its own time."""
+        """Give up. The Hub removes what was sent in its own time, since it has no name."""
         self._upload.abort()
 
 
-# The Hub's calls about the files of one bucket: listed, named, copied and deleted; the bytes go by Xet.
+# The Hub's calls for one bucket's files: listing, naming, copying and deleting; the bytes go over Xet.
 
 
 _PARTLY: Final = (200, 422)
-"""The statuses of answers that list the operations which failed: some of them, or all."""
+"""Statuses of responses that list the operations that failed: some of them, or all."""
 _AT_ONCE: Final = 1000
-"""Files that the Hub describes or changes in one call."""
+"""The most files that the Hub describes or changes in one call."""
 
 
 class BucketCalls:
-    """One bucket. All paths are those in the bucket.
+    """Calls of one bucket. All paths are paths in the bucket.
 
-    What fails for a while is tried again by huggingface_hub's `http_backoff`. All calls may be made twice with no harm.
-    The requests are those of its own bucket calls, which wait for an answer for ever; these don't.
+    huggingface_hub's `http_backoff` retries transient failures. Every call can be made twice without harm. The requests
+    are the same as in huggingface_hub's own bucket calls, which have no timeout; these have one.
     """
 
     def __init__(self, address: StoreAddress) -> None:
-        """Ask nothing yet; the address is for error messages, too."""
+        """Store the address, which error messages also use, without sending a request."""
         self._address = address
         self._bucket = address.bucket
 
     def files(self, folder: str, recursive: bool = True) -> list[BucketFile]:
-        """The files of a folder, or all below it; "" for the bucket itself."""
+        """List the files of a folder, or all files below it; "" is the bucket itself."""
         found = self._listed(folder, recursive=recursive)
         depth = folder.count("/") + 1 if folder else 0
         return [item for item in found if isinstance(item, BucketFile) and (recursive or item.path.count("/") == depth)]
 
     def folders(self, folder: str) -> list[str]:
-        """The names of the folders directly in a folder."""
+        """Name the folders directly in a folder, sorted."""
         start = f"{folder}/" if folder else ""
         found = self._listed(folder, recursive=False)
         below = (item.path[len(start) :] + "/" * isinstance(item, BucketFolder) for item in found)
         return sorted({name.partition("/")[0] for name in below if "/" in name})
 
     def find(self, paths: Collection[str]) -> list[BucketFile]:
-        """Those files of these that there are."""
+        """Find the files that exist among these paths."""
         found: list[BucketFile] = []
         with self._errors():
             for some in _portions(list(paths)):
@@ -245,18 +245,18 @@ class BucketCalls:
         return found
 
     def name(self, path: str, xet_hash: str) -> None:
-        """Give what was sent to the storage a name, in the place of what has it."""
+        """Give a name to contents that were sent to the storage, replacing a file of that name."""
         with self._errors():
             self._change([{"type": "addFile", "path": path, "xetHash": xet_hash, "mtime": _now()}])
 
     def copy(self, xet_hash: str, path: str) -> None:
-        """Give a file of the bucket another name, too."""
+        """Give a file of the bucket a second name."""
         source = {"sourceRepoType": "bucket", "sourceRepoId": self._bucket, "xetHash": xet_hash}
         with self._errors():
             self._change([{"type": "copyFile", "path": path, "mtime": _now(), **source}])
 
     def delete(self, paths: Collection[str]) -> None:
-        """Delete files; those that are missing already are no error."""
+        """Delete files; a missing one is not an error."""
         for some in _portions(list(paths)):
             with self._errors():
                 try:
@@ -275,7 +275,7 @@ class BucketCalls:
         hf_raise_for_status(response)
 
     def _listed(self, folder: str, *, recursive: bool) -> list[BucketFile | BucketFolder]:
-        """What the Hub lists for a folder, without those beside it whose names only begin like it."""
+        """List a folder through the Hub, without siblings whose names only start with the folder's name."""
         start = f"{folder}/" if folder else ""
         below = f"/{quote(folder, safe='')}" if folder else ""
         url: str | None = self._url(f"tree{below}?recursive={str(recursive).lower()}")
@@ -319,26 +319,26 @@ def _portions(paths: list[str]) -> Iterator[list[str]]:
 
 
 def _now() -> int:
-    """Milliseconds since 1970."""
+    """Return the milliseconds since 1970."""
     return int(time.time() * 1000)
 
 
-# What the answers of the Hub and of Xet storage about a bucket mean in hfshard's errors, and what to do about them.
+# Translation of the Hub's and Xet storage's responses about a bucket into hfshard's errors, with advice.
 
 
 _LOGIN: Final = "To use another token, run: hf auth login, or set HF_TOKEN."
 _NO_RIGHT: Final = (401, 403)
 _SHOWN: Final = 3
-"""Failed files that an error lists."""
+"""The most failed files that an error lists."""
 
 
 @contextmanager
 def translate_bucket_errors(address: StoreAddress) -> Iterator[None]:
-    """Turn what huggingface_hub and hf_xet raise into hfshard's errors.
+    """Translate exceptions of huggingface_hub and hf_xet into hfshard's errors.
 
     Raises:
         StoreAccessError, StoreNotFoundError, StoreConnectionError, StoreError: See `Store`.
-        InvalidPathError: There can't be a bucket of that name.
+        InvalidPathError: No bucket can have that name.
     """
     check_settings(None, StoreAccessError)
     failed = http_library().RequestError
@@ -421,5 +421,5 @@ def _unreachable(address: StoreAddress, problem: str) -> StoreConnectionError:
 
 
 def _masked(text: str) -> str:
-    """A text of others', for the middle of a message: without secrets, and without a full stop at its end."""
+    """Prepare another program's text for the middle of a message: without secrets or a final period."""
     return without_secrets(text, None).rstrip(". \n")

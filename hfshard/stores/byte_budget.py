@@ -1,4 +1,4 @@
-"""The memory that transfers to and from stores share: parts of uploads, and turns of streams over Xet."""
+"""Memory budget that transfers to and from stores share: parts of uploads, and turns of Xet streams."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from hfshard._util.threads import pause
 from hfshard.errors import InvalidArgumentError, InvalidSizeError
 
 MEMORY_VARIABLE: Final = "HFSHARD_STORE_MEMORY"
-"""The environment variable that says how much."""
+"""Environment variable that sets the budget."""
 
 _DEFAULT_BYTES: Final = 256 * 2**20
 _FILES_BYTES: Final = 768 * 2**20
-"""Where no tensors are in memory beside: as much as hf_xet takes by itself to send files (measured: 810 MB)."""
+"""Default for file pushes, with no tensors in memory: as much as hf_xet itself uses to send them (measured: 810 MB)."""
 _LEAST_BYTES: Final = 32 * 2**20
-"""Three parts of 8 MiB under way, and one that is being filled."""
+"""Three parts of 8 MiB in flight, and one that is being filled."""
 
 
 def store_memory_bytes() -> int:
-    """Bytes that all transfers of this process may hold at once, beside the tensors themselves.
+    """Return the bytes that all transfers of this process may use at once, in addition to the tensors themselves.
 
     Raises:
-        InvalidArgumentError: The variable is no size, or a very small one.
+        InvalidArgumentError: The variable is not a size, or is too small.
 
     Example:
         HFSHARD_STORE_MEMORY=1GiB python train.py
@@ -37,7 +37,7 @@ def store_memory_bytes() -> int:
 
 
 def file_push_memory_bytes() -> int:
-    """Bytes that a push of files over Xet may hold at once; else as `store_memory_bytes`."""
+    """Return the bytes that a push of files over Xet may use at once; raises InvalidArgumentError likewise."""
     return _asked_bytes() or _FILES_BYTES
 
 
@@ -58,46 +58,46 @@ def _asked_bytes() -> int | None:
     return size
 
 
-# The memory of the parts that are being filled or sent: bounded, and shared by all uploads of the process.
+# Memory of the parts that are being filled or sent: bounded, and shared by all uploads of the process.
 
 
 _LOOK_SECONDS: Final = 0.5
-"""A service may have stopped answering: who waits for it looks this often whether it still should."""
+"""Interval of the cancellation check while waiting: the service may have stopped responding."""
 _SHARE: Final = 3, 4
-"""Of the memory that is allowed; the rest is the client's own."""
+"""Share of the allowed memory for parts; the client uses the rest."""
 
 
 class PartMemory:
-    """Buffers for parts, which are used again."""
+    """Pool of reusable buffers for parts."""
 
     def __init__(self) -> None:
-        # Reentrant: a buffer may come back while this very thread holds the lock.
+        # Reentrant: a buffer can be returned while this same thread holds the lock.
         self._changed = threading.Condition(threading.RLock())
         self._free: list[mmap] = []
         self._in_use = 0
         self._uploads = 0
 
     def forget(self) -> None:
-        """Begin anew in a forked child: another thread of the parent may have held the lock."""
+        """Start empty in a forked child: another thread of the parent may have held the lock."""
         self.__init__()  # type: ignore[misc]
 
     def join(self) -> None:
-        """An upload begins."""
+        """Register the start of an upload."""
         with self._changed:
             self._uploads += 1
 
     def leave(self) -> None:
-        """An upload is over; after the last one, nothing is kept."""
+        """Register the end of an upload; after the last one, free all buffers."""
         with self._changed:
             self._uploads -= 1
             if not self._uploads:
                 self._free.clear()
 
     def take(self, size: int) -> mmap:
-        """A buffer of this size. Waits until there is room; a part that is larger than all there is comes alone.
+        """Return a buffer of this size, waiting until it fits. One that exceeds the budget waits to be the only one.
 
         Raises:
-            InterruptedError: The work of this thread was cancelled; see `pause`.
+            InterruptedError: This thread's work was cancelled; see `pause`.
         """
         limit = store_memory_bytes() * _SHARE[0] // _SHARE[1]
         with self._changed:
@@ -114,13 +114,13 @@ class PartMemory:
         return mmap(-1, size)  # not from the heap, which would keep it
 
     def lend(self, buffer: mmap, used: int) -> memoryview:
-        """A view of the beginning of a buffer; when nobody holds it any more, the buffer comes back."""
+        """Return a view of a buffer's first `used` bytes; the buffer returns to the pool when the view is freed."""
         view = memoryview(buffer)[:used]
         weakref.finalize(view, self.give_back, buffer).atexit = False
         return view
 
     def give_back(self, buffer: mmap) -> None:
-        """The buffer is not used any more."""
+        """Return a buffer to the pool."""
         with self._changed:
             self._in_use -= len(buffer)
             if self._uploads:
@@ -132,46 +132,46 @@ PART_MEMORY: Final = PartMemory()
 os.register_at_fork(after_in_child=PART_MEMORY.forget)
 
 
-# Turns of transfers over Xet: as many at once as the memory allows, which hf_xet itself does not bound.
+# Turns of transfers over Xet: the memory limits how many run at once, which hf_xet itself does not.
 
 
 UPLOAD_BYTES: Final = 170 * 2**20
-"""What one stream takes at most: 64 MB that are gathered, and 64 MB that are packed and sent (measured: up to 165)."""
+"""The most memory one stream uses: 64 MB gathered, and 64 MB packed and sent (measured: up to 165)."""
 _SESSION_BYTES: Final = 100 * 2**20
-"""What hf_xet takes beside (measured: 93)."""
+"""Memory that hf_xet uses in addition (measured: 93)."""
 SMALL_BYTES: Final = 8_000_000
-"""Smaller transfers need no turn."""
+"""The most bytes of a transfer that needs no turn."""
 PIECE_BYTES: Final = 16 * 2**20
-"""Bytes that one stream brings: hf_xet gives them in blocks of up to 64 MB, of which there are two copies."""
+"""Bytes that one stream downloads: hf_xet returns them in blocks of up to 64 MB, each of which exists twice."""
 BLOCK_BYTES: Final = 64 * 2**20
-"""What hf_xet gathers from the files of a commit before it sends it, as a block."""
+"""Bytes that hf_xet gathers from a commit's files before it sends them as a block."""
 _TURN_LOOK_SECONDS: Final = 0.2
-"""How often who waits for a turn looks whether Ctrl-C came (see `_util.threads.wait_for`)."""
+"""Interval at which a thread that waits for a turn checks for Ctrl-C (see `_util.threads.wait_for`)."""
 _PIECE_SHARE: Final = 64 * 2**20
-"""What one of them takes: sent, unpacked, and given to Python."""
+"""Memory that one piece uses: sent, unpacked, and passed to Python."""
 
 
 def uploads_at_once(memory_bytes: int) -> int:
-    """How many large uploads this much memory is enough for; one is always allowed."""
+    """Return the number of large uploads that fit this much memory; one is always allowed."""
     return max(1, (memory_bytes - _SESSION_BYTES) // UPLOAD_BYTES)
 
 
 def commit_streams(sizes: Collection[int], memory_bytes: int) -> int:
-    """How many files of one commit this much memory lets be sent at once; 0: they can't have one commit.
+    """Return how many files of one commit this much memory allows at once; 0 if they cannot share a commit.
 
-    What of a file fills no block waits in memory for the next file, while that gathers a block of its own. With files
-    that are no larger than a block, that is still as much as one large file takes (measured: 255 MB at most; a file of
-    300 MB alone 255 MB, and two in one commit 282 MB).
+    The rest of a file that does not fill a block waits in memory for the next file, which gathers a block of its own.
+    If no file is larger than a block, this uses no more than one large file (measured: 255 MB at most; a file of 300 MB
+    alone 255 MB, and two in one commit 282 MB).
     """
     at_once = max(0, memory_bytes - _SESSION_BYTES - BLOCK_BYTES) // UPLOAD_BYTES
     return max(at_once, int(len(sizes) == 1 or max(sizes) <= BLOCK_BYTES))
 
 
 def upload_commits(sizes: Sequence[int], memory_bytes: int) -> list[list[int]]:
-    """Divide files into as few commits as this much memory allows: one, or one for each large file and one for others.
+    """Divide files into the fewest commits that fit this much memory: one, or one per large file and one for the rest.
 
     Returns:
-        The numbers of the files of each commit.
+        The file numbers of each commit.
     """
     every = list(range(len(sizes)))
     if not every or commit_streams(sizes, memory_bytes):
@@ -181,12 +181,12 @@ def upload_commits(sizes: Sequence[int], memory_bytes: int) -> list[list[int]]:
 
 
 def downloads_at_once(memory_bytes: int) -> int:
-    """How many pieces this much memory is enough for; one is always allowed."""
+    """Return the number of pieces that fit this much memory; one is always allowed."""
     return max(1, memory_bytes // _PIECE_SHARE)
 
 
 class _Turns:
-    """The turns of this process. A thread that has one gets another at once: it would wait for itself."""
+    """The turns of this process. A thread that has one gets another at once, since it would wait for itself."""
 
     def __init__(self, at_once: Callable[[int], int]) -> None:
         self._at_once = at_once
@@ -194,7 +194,7 @@ class _Turns:
         os.register_at_fork(after_in_child=self._renew)
 
     def _renew(self) -> None:
-        self._changed = threading.Condition(threading.RLock())  # a turn may be given back within the lock, by `__del__`
+        self._changed = threading.Condition(threading.RLock())  # `__del__` can return a turn within the lock
         self._held: list[int] = []
 
     def take(self, thread: int, memory_bytes: int) -> None:
@@ -216,10 +216,10 @@ _DOWNLOADS: Final = _Turns(downloads_at_once)
 
 
 class Turn:
-    """The turn of one transfer, waited for when it is made, and given back once."""
+    """One transfer's turn: creating it waits for it, and `end` returns it."""
 
     def __init__(self, turns: _Turns, size: int, memory_bytes: int | None = None) -> None:
-        """Wait for it, if so many bytes need one; as many have one as this much memory allows."""
+        """Wait for a turn if `size` bytes need one; `memory_bytes` limits how many have one at once."""
         self._turns = turns
         self._thread: int | None = None
         if size > SMALL_BYTES:
@@ -228,31 +228,31 @@ class Turn:
             self._thread = thread
 
     def end(self) -> None:
-        """Let the next one begin. May be called more than once."""
+        """Let the next transfer begin. Can be called more than once."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._turns.give_back(thread)
 
     def __del__(self) -> None:
-        """Whoever forgets to end a transfer must not stop all others."""
+        """Release on garbage collection, so that a leaked transfer cannot block the rest."""
         self.end()
 
 
 def upload_turn(size: int, memory_bytes: int) -> Turn:
-    """Wait until so many bytes may be sent, beside others in so much memory."""
+    """Wait until `size` bytes may be sent along with other uploads within `memory_bytes`."""
     return Turn(_UPLOADS, size, memory_bytes)
 
 
 def download_turn(size: int) -> Turn:
-    """Wait until so many bytes may be fetched."""
+    """Wait until `size` bytes may be downloaded."""
     return Turn(_DOWNLOADS, size)
 
 
 def give_memory_back() -> None:
-    """Give freed memory back to the system, where the C library can be told to.
+    """Return freed memory to the system, if the C library supports it.
 
-    glibc keeps what was freed for the thread that had it: six files in turn, by six threads, take 540 MB without this,
-    and 231 MB with it.
+    glibc keeps freed memory for the thread that used it: six files, one after another in six threads, use 540 MB
+    without this, and 231 MB with it.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
     if trim is not None:

@@ -1,4 +1,4 @@
-"""The clients of one bucket: what holds for its service, what its failures mean, and when to try again."""
+"""Clients of one bucket: properties of its service, the meaning of its failures, and retries."""
 
 from __future__ import annotations
 
@@ -39,60 +39,61 @@ _LONGEST_BACKOFF: Final = timedelta(seconds=15)
 _CONNECT: Final = timedelta(seconds=10)
 _WHOLE_DAY: Final = timedelta(days=1)
 _RETRIES: Final = 10
-"""Of a part, at most."""
+"""The most retries of a part."""
 _UPLOAD_STALLS: Final = 10
-"""A part may take this many stalls: 256 MiB under way on a line of 4 Mbit/s take nine minutes."""
+"""Time limit of a part, as a multiple of the stall time: 256 MiB in flight at 4 Mbit/s take nine minutes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """What holds for a kind of store."""
+    """Properties of a kind of store."""
 
     title: str
     deletes_together: int
-    """How many objects one request deletes."""
+    """The most objects that one request deletes."""
     log_in: str
-    """What to do where there are no credentials."""
+    """Advice for a user without credentials."""
     who_am_i: str
-    """The command that shows whose credentials they are."""
+    """Command that shows whose credentials are in use."""
     permissions: str
-    """What saving, loading and cleaning up need."""
+    """Permissions that saving, loading and cleaning up need."""
     make_bucket: str
-    """The command that makes a bucket; {0} is its address, {1} its name."""
+    """Command that creates a bucket; {0} is its address, {1} its name."""
     other_checksums: str = ""
-    """What to set for a service that does not know the checksum of requests; empty where they have none."""
+    """Advice for a service that does not know the checksum of requests; empty if requests have none."""
 
 
 @dataclass(slots=True)
 class Connection:
-    """The clients of one bucket; threads share them, forked children can't."""
+    """Clients of one bucket. Threads share them; forked children cannot use them."""
 
     service: Service
     address: str
-    """Of the bucket, for messages."""
+    """The bucket's address, for messages."""
     quick: Client = field(repr=False)
-    """For all but uploads: it does not try again, and gives up when the service is silent."""
+    """Client for everything but uploads: it does not retry, and gives up when the service is silent."""
     uploads: Client = field(repr=False)
-    """For bodies that take long: it tries parts again, and knows no silence while one is sent."""
+    """Client for large bodies: it retries parts, and has no stall limit while one is sent."""
     sweep: Callable[[str, Callable[[str], bool]], int] | None = field(repr=False)
-    """Aborts the unfinished uploads below a prefix whose names are to go; None: the service does it, or nobody can."""
+    """Abort the unfinished uploads below a prefix whose names are selected; None: the service does so, or it is
+    impossible."""
     bucket: str
     copy_pinned: Callable[[str, str, int, str], str | None] | None = field(default=None, repr=False)
-    """Copies an object that still has an ETag: key, ETag, bytes, and the key of the copy, whose ETag it returns; None:
-    it has another one. None for services whose copies by obstore are compared afterwards."""
+    """Copy an object if it still has an ETag. Takes key, ETag, size and the copy's key; returns the copy's ETag, or
+    None if the object has another one. None for services whose copies by obstore are compared afterwards."""
     delete_together: Callable[[list[str]], bool] | None = field(default=None, repr=False)
-    """Deletes several objects by one request; False: not all of them, or nobody knows. None: the clients do so."""
+    """Delete several objects by one request; False: not all of them, or unknown. None: the clients delete them."""
     elsewhere: Callable[[str], Connection | None] | None = field(default=None, repr=False)
-    """Finds the bucket's own region, given it or "", and connects there; None: it is where it was asked. Of services
-    whose buckets are asked in their regions, until it was called."""
+    """Find the bucket's own region, given it or "", and connect there; returns None if it is the current one. Set until
+    its first call, for services whose buckets must be addressed in their own region."""
     _moves: int = field(default=0, repr=False)
-    """How often the clients were replaced by those for another region."""
+    """Number of times that the clients were replaced by those for another region."""
     _moving: ProcessLock = field(default_factory=lambda: ProcessLock(), repr=False)
 
     def follower(self) -> Callable[[Failure], bool]:
-        """Return what tells, after a failure of a request that begins now, whether to send it to another region.
+        """Return a function for a request that begins now: after a failure, it decides whether to try another region.
 
-        It looks for the bucket's region the first time that this may be why a request failed.
+        It looks up the bucket's region the first time that the region may be why a request failed.
         """
         moves = self._moves
 
@@ -117,10 +118,10 @@ class Connection:
             self._moves += 1
 
     def check_process(self) -> None:
-        """Refuse to go on in a forked child of a process that used a store: the request would hang.
+        """Reject a request in a forked child of a process that has used a store, since it would hang.
 
-        The threads of obstore's runtime are not in the child, and it can't make new ones. A child of a process that
-        has only opened stores, or not even that, goes on.
+        The threads of obstore's runtime are not in the child, and it cannot start new ones. A child of a process that
+        has sent no request, even if it has opened stores, can continue.
 
         Raises:
             StoreError: An ancestor of this process has sent requests.
@@ -147,17 +148,17 @@ def make_clients(
     allow_http: bool,
     authority: bytes | None = None,
 ) -> tuple[Client, Client]:
-    """Make `Connection.quick` and `Connection.uploads`.
+    """Create `Connection.quick` and `Connection.uploads`.
 
     Args:
-        make: Of a bucket, with its settings.
-        service: Whose.
-        address: Of the bucket.
-        allow_http: Whether the endpoint that the user has set is one without encryption.
-        authority: The certificates to trust, besides the system's.
+        make: Create a client of the bucket from these settings.
+        service: The bucket's service.
+        address: The bucket's address.
+        allow_http: Whether the endpoint that the user has set is unencrypted.
+        authority: Certificates to trust in addition to the system's.
 
     Raises:
-        StoreAccessError: obstore refuses the settings.
+        StoreAccessError: obstore rejects the settings.
     """
     stall = timedelta(seconds=stall_seconds() or 1)
     common: ClientConfig = {"allow_http": allow_http, "connect_timeout": min(stall, _CONNECT)}
@@ -172,7 +173,7 @@ def make_clients(
     try:
         quick = make({**common, "timeout": _WHOLE_DAY, "read_timeout": stall}, {"max_retries": 0})
         uploads = make({**common, "timeout": _UPLOAD_STALLS * stall}, retries)
-    except (BaseError, ValueError):  # without its words, which may hold a key
+    except (BaseError, ValueError):  # without its message, which may contain a key
         raise StoreAccessError(
             f"The settings for {address} can't be used: a key, an endpoint or a certificate among them is not valid. "
             f"{service.log_in}",
@@ -182,13 +183,13 @@ def make_clients(
 
 
 def refusal(service: Service, bucket: str, where: str, failure: Failure) -> StoreError:
-    """The error for a request that failed for good, in words that say what to do.
+    """Build the error for a request that failed permanently, with advice on what to do.
 
     Args:
-        service: Of the bucket.
-        bucket: Its address.
-        where: The address of the object or folder that was asked for.
-        failure: Neither an object that is missing nor a condition that does not hold.
+        service: The bucket's service.
+        bucket: The bucket's address.
+        where: The address of the requested object or folder.
+        failure: The failure; neither a missing object nor a condition that does not hold.
     """
     if failure.no_bucket:
         return StoreNotFoundError(
@@ -243,40 +244,40 @@ def refusal(service: Service, bucket: str, where: str, failure: Failure) -> Stor
     return StoreError(f"{service.title} failed for {where}: {said}. {advice}.", path=where)
 
 
-# What obstore's exceptions say, in numbers and words that can be compared and shown.
+# The contents of obstore's exceptions, as numbers and words that can be compared and shown.
 
 
 OBSTORE_ERRORS: Final = (BaseError, FileNotFoundError)
-"""What obstore raises when a request fails."""
+"""Exceptions that obstore raises when a request fails."""
 
 _STATUS: Final = re.compile(r"status code: (\d{3})")
 _CODE: Final = re.compile(r"<Code>\s*([A-Za-z0-9]+)\s*</Code>|\(code: ([A-Za-z0-9]+)\)")
-"""In an answer, or of one of many objects to delete."""
+"""The code in a response, or of one of many objects to delete."""
 _MESSAGE: Final = re.compile(r"<Message>([^\n<]{1,300})")
 _TRANSPORT: Final = re.compile(r"kind: (Connect|Request|Timeout|Interrupted|Unknown|Decode)\b")
 _SECRET: Final = re.compile(r"(?i)\b(sig|signature|token|key|secret|credential)s?\s*[=:]\s*\S+|\?\S+")
 _DEBUG: Final = "\n\nDebug source:\n"
-"""Where obstore begins to print the error once more, in Rust."""
+"""Start of obstore's second print of the error, in Rust's debug format."""
 
 _TRANSIENT: Final = frozenset({408, 429, 500, 502, 503, 504})
 _SLOW_DOWN: Final = frozenset({429, 503})
 _BUSY: Final = frozenset({"SlowDown", "ServiceUnavailable", "InternalError", "ServerBusy", "RequestTimeout"})
-"""Codes that come with other statuses too: S3 calls a body that came too slowly a bad request."""
+"""Codes that also come with other statuses: to S3, a body that arrives too slowly is a bad request."""
 _COLLISIONS: Final = frozenset({"ConditionalRequestConflict", "OperationAborted"})
-"""Codes of S3 for two requests at the same moment: neither was refused for its condition."""
+"""S3's codes for two simultaneous requests, neither of which was refused for its condition."""
 _CLOCK: Final = ("RequestTimeTooSkewed", "RequestExpired", "Request date header too old", "in a reasonable timeframe")
-"""Words of S3, of Azure and of Google's token service."""
+"""Words used by S3, Azure and Google's token service."""
 _UNKNOWN_REQUEST: Final = frozenset(
     {"NotImplemented", "UnsupportedHeader", "UnsupportedQueryParameter", "UnsupportedHttpVerb"}
 )
-"""Codes of S3 and Google, and of Azure, for a request or a header that the service does not know."""
+"""Codes that S3, Google and Azure use for a request or header that the service does not know."""
 _NOT_IMPLEMENTED: Final = 501
 _REGION: Final = re.compile(r"<Region>([a-z0-9-]{1,63})</Region>")
 _CHECKSUM: Final = re.compile(r"(?i)checksum|crc-?64")
-"""What answers about the algorithm say, such as "Header 'x-amz-checksum-algorithm' ... not implemented" (R2),
+"""Words of responses about the algorithm, such as "Header 'x-amz-checksum-algorithm' ... not implemented" (R2),
 "Unsupported header 'x-amz-checksum-...'" (B2) and "Invalid checksum provided" (older versions of MinIO)."""
 _MISMATCH: Final = re.compile(r"(?i)match|digest")
-"""What they say, or their codes, where the bytes did not have the checksum that was sent."""
+"""Words of the messages or codes for bytes that do not have the checksum that was sent."""
 _NO_BUCKET: Final = frozenset({"NoSuchBucket", "ContainerNotFound", "ContainerBeingDeleted"})
 _OTHER_REGION: Final = frozenset(
     {"PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"}
@@ -288,21 +289,21 @@ _NO_TOKEN: Final = (
     "External AWS credential provider",
     "External GCP credential provider",
 )
-"""How obstore says that it could not get credentials."""
+"""obstore's messages for credentials that it could not get."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A request that failed."""
+    """Details of a failed request."""
 
     status: int | None = None
-    """The HTTP status; None: there was no answer, or none that could be read."""
+    """The HTTP status; None if there was no response, or no readable one."""
     code: str = ""
-    """The service's own word for it, such as "AccessDenied"; empty where it gave none."""
+    """The service's own code, such as "AccessDenied"; empty if it gave none."""
     message: str = ""
-    """The service's own sentence, or the client's where nothing was sent; without secrets, and perhaps empty."""
+    """The service's message, or the client's if nothing was sent; without secrets, and can be empty."""
     transport: str = ""
-    """How the connection failed, such as "Connect" or "Timeout"; empty where it did not."""
+    """Kind of connection failure, such as "Connect" or "Timeout"; empty if the connection did not fail."""
     differs: bool = False
     """A condition of the request does not hold."""
     missing: bool = False
@@ -311,54 +312,54 @@ class Failure:
     """The client could not get credentials to send with it."""
     wrong_region: bool = False
     region: str = ""
-    """Where the bucket is, if the service said it."""
+    """The bucket's region, if the service named it."""
     clock_is_off: bool = False
-    """The service does not believe the time that the request names."""
+    """The service rejects the request's time."""
 
     @property
     def no_bucket(self) -> bool:
-        """Whether the bucket is what is missing."""
+        """Return whether it is the bucket that is missing."""
         return self.code in _NO_BUCKET
 
     @property
     def may_be_elsewhere(self) -> bool:
-        """Whether another region may have the bucket; the answer to a HEAD has no words, and is a bad request then."""
+        """Return whether another region may have the bucket; a HEAD then fails with 400 and no message."""
         return self.wrong_region or (self.status == 400 and not self.code and not self.message)
 
     @property
     def is_unknown_request(self) -> bool:
-        """Whether the service does not know the request, or a header of it: it will not know it later either."""
+        """Return whether the service does not know the request or one of its headers, so that a retry cannot help."""
         return self.status == _NOT_IMPLEMENTED or self.code in _UNKNOWN_REQUEST
 
     @property
     def is_unknown_checksum(self) -> bool:
-        """Whether the service does not know the checksum that a request has."""
+        """Return whether the service does not know the request's checksum algorithm."""
         if not (self.is_unknown_request or self.status == 400):
             return False
         return _CHECKSUM.search(self.message) is not None and not _MISMATCH.search(f"{self.code} {self.message}")
 
     @property
     def is_transient(self) -> bool:
-        """Whether the same request may succeed a little later."""
+        """Return whether the same request may succeed a little later."""
         if self.differs or self.missing or self.no_credentials or self.wrong_region or self.is_unknown_request:
             return False
         return bool(self.transport) or self.status in _TRANSIENT or self.code in _BUSY | _COLLISIONS
 
     @property
     def is_slow_down(self) -> bool:
-        """Whether the service asks to be left alone for a while."""
+        """Return whether the service asks for a pause."""
         return self.status in _SLOW_DOWN
 
     @property
     def may_be_done(self) -> bool:
-        """Whether the service may have done what it was asked: there was no answer that says no."""
+        """Return whether the service may have carried out the request: no response says that it did not."""
         if self.status is None:
             return self.transport not in {"", "Connect"}
         return (self.status >= 500 and not self.is_unknown_request) or self.status == 408
 
 
 def read_failure(error: BaseException) -> Failure:
-    """Tell what an exception of obstore says.
+    """Parse an exception of obstore.
 
     Args:
         error: One of `OBSTORE_ERRORS`.
@@ -388,28 +389,28 @@ def _first(pattern: re.Pattern[str], text: str) -> str:
     return next(filter(None, found.groups()), "") if found else ""
 
 
-# Trying a request again: after which failures, how soon and for how long; and leaving one that may never end.
+# Retries: after which failures, how soon and for how long; and abandoning a request that may never end.
 
 
 _QUICK: Final = 0.2
-"""A connection that broke may be tried again sooner than a service that asks for rest."""
+"""Factor of the first wait: a broken connection is retried sooner than a service that asks for a pause."""
 _LONGEST_WAIT: Final = 15.0
 _UNREACHED_SECONDS: Final = 15.0
-"""A service that can't be connected to at all is not waited for as long as one that fails."""
+"""Retry limit for a service that cannot be connected to; shorter than that for one that fails."""
 _LOOK_SECONDS: Final = 0.1
-"""How soon who waits for an answer notices that the work of its thread was cancelled."""
+"""Interval at which a thread that waits for a response checks whether its work was cancelled."""
 
 _Answer = TypeVar("_Answer")
 
 
 def ask(request: Callable[[], _Answer]) -> _Answer:
-    """Send a request that changes nothing in the store; Ctrl-C, or the failure of others, does not wait for its answer.
+    """Send a request that changes nothing in the store, without delaying Ctrl-C or another thread's failure.
 
-    obstore lets no signal through while it waits for a service that is silent. So another thread waits, and is left to
-    itself where nobody wants the answer any more.
+    obstore lets no signal through while it waits for a silent service. So another thread waits, and is abandoned once
+    its response is no longer wanted.
 
     Raises:
-        InterruptedError: The work of this thread was cancelled; see `pause`.
+        InterruptedError: This thread's work was cancelled; see `pause`.
         Everything that the request raises.
     """
     answer = start_thread(request, "hfshard-request", daemon=True)
@@ -424,23 +425,23 @@ def ask(request: Callable[[], _Answer]) -> _Answer:
 
 
 class Patience:
-    """The waiting of one request, from its first failure on."""
+    """Retry timing of one request, from its first failure on."""
 
     def __init__(self, follow: Callable[[Failure], bool] = lambda failure: False) -> None:
-        """Begin.
+        """Start the clock.
 
         Args:
-            follow: After a failure, tells whether the request now goes elsewhere; see `Connection.follower`.
+            follow: After a failure, return whether the request now goes to another region; see `Connection.follower`.
         """
         self._follow = follow
         self._begin = time.monotonic()
         self._failures = 0
 
     def wait_after(self, failure: Failure) -> bool:
-        """Wait until the request should be tried again; False, at once, if it should not.
+        """Wait until the request should be retried; return False at once if it should not.
 
         Raises:
-            InterruptedError: The work of this thread was cancelled; see `pause`.
+            InterruptedError: This thread's work was cancelled; see `pause`.
         """
         if self._follow(failure):
             return True
@@ -458,19 +459,19 @@ class Patience:
         return True
 
     def reset(self) -> None:
-        """Begin anew, as the request got on."""
+        """Start again, since the request made progress."""
         self._begin = time.monotonic()
         self._failures = 0
 
 
-# Settings and credentials of the environment, without the newline in which a mounted secret ends.
+# Settings and credentials of the environment, without the newline that ends a mounted secret.
 
 
 def read_variable(name: str) -> str:
-    """Read an environment variable without blanks and newlines at its ends; empty where it is not set.
+    """Read an environment variable, stripped of blanks and newlines at its ends; empty if it is not set.
 
     Raises:
-        StoreAccessError: It has a control character, on which the client panics.
+        StoreAccessError: The value has a control character, on which the client panics.
     """
     text = os.environ.get(name, "").strip()
     check_text(text, f"The environment variable {name}")
@@ -478,14 +479,14 @@ def read_variable(name: str) -> str:
 
 
 def check_text(text: str, source: str) -> None:
-    """Refuse text that no header of a request can have.
+    """Reject text that no request header can have.
 
     Args:
-        text: Perhaps a secret, which the message does not show.
-        source: What it is or where it is from, as the beginning of a sentence.
+        text: The text. It can be a secret, so the message does not show it.
+        source: Its name or source, as the beginning of a sentence.
 
     Raises:
-        StoreAccessError: It has a control character.
+        StoreAccessError: The text has a control character.
     """
     at = next((at for at, sign in enumerate(text) if not sign.isprintable()), None)
     if at is not None:
@@ -496,16 +497,16 @@ def check_text(text: str, source: str) -> None:
 
 
 def client_settings(variables: Mapping[str, str]) -> dict[str, str]:
-    """Give obstore those variables that it would read with the blanks at their ends.
+    """Build settings from variables that obstore would otherwise read with the blanks at their ends.
 
     Args:
-        variables: That obstore reads by itself -> its name for the setting.
+        variables: Variable that obstore reads by itself -> its name for the setting.
 
     Returns:
         Settings -> their values.
 
     Raises:
-        StoreAccessError: One has a control character, or nothing but blanks.
+        StoreAccessError: A variable has a control character, or nothing but blanks.
     """
     settings = {}
     for name, setting in variables.items():
@@ -518,7 +519,7 @@ def client_settings(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 class PlainVariables(Mapping[str, str]):
-    """The environment as `read_variable` reads it, for libraries that take one; read when it is asked."""
+    """The environment as `read_variable` reads it, for libraries that accept one; read on access."""
 
     def __getitem__(self, name: str) -> str:
         """Read a variable."""
@@ -527,9 +528,9 @@ class PlainVariables(Mapping[str, str]):
         return read_variable(name)
 
     def __iter__(self) -> Iterator[str]:
-        """All names."""
+        """Iterate over the names."""
         return iter(os.environ)
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return the number of variables."""
         return len(os.environ)

@@ -1,4 +1,4 @@
-"""Google Cloud Storage: where its own tools find credentials and emulators, for obstore."""
+"""Google Cloud Storage: credentials and emulators as its own tools find them, for obstore."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SERVICE: Final = Service(
 )
 
 EMULATOR_VARIABLE: Final = "STORAGE_EMULATOR_HOST"
-"""Of Google's client libraries: the URL, or host and port, of an emulator."""
+"""Variable of Google's client libraries: an emulator's URL, or its host and port."""
 _READ_BY_OBSTORE: Final = {
     "GOOGLE_BEARER_TOKEN": "bearer_token",
     "GOOGLE_BASE_URL": "base_url",
@@ -55,23 +55,23 @@ _READ_BY_OBSTORE: Final = {
     "GOOGLE_SERVICE_ACCOUNT_PATH": "service_account",
     "GOOGLE_SKIP_SIGNATURE": "skip_signature",
 }
-"""Variables that obstore reads by itself -> its setting. A header with a newline is a panic."""
+"""Variables that obstore reads by itself -> its setting. obstore panics on a header with a newline."""
 _ENDPOINT: Final = "https://storage.googleapis.com"
 _KNOWN_TYPES: Final = frozenset({"service_account", "authorized_user"})
 """Types of credentials that obstore reads itself."""
 _EMULATOR_TOKEN: Final = "emulator"
-"""Any word will do."""
+"""Any word works."""
 _TOKEN_LASTS_LONGER: Final = timedelta(minutes=5)
-"""Than it is used."""
+"""Time before its expiry at which a token is renewed."""
 _UPLOAD: Final = re.compile(r"<Upload>.*?</Upload>", re.DOTALL)
 _DELETED: Final = re.compile(r"<Deleted>")
 
 
 def connect(bucket: str) -> Connection:
-    """Make the clients of a bucket.
+    """Create the clients of a bucket.
 
     Raises:
-        StoreAccessError: There are credentials that can't be used, or a variable is not valid.
+        StoreAccessError: The credentials cannot be used, or a variable is not valid.
     """
     address = f"gs://{bucket}"
     emulator = read_variable(EMULATOR_VARIABLE)
@@ -108,7 +108,7 @@ def connect(bucket: str) -> Connection:
 
 
 def _credentials_file() -> Path | None:
-    """The file of Application Default Credentials, if there is one."""
+    """Find the file of Application Default Credentials, if there is one."""
     named = read_variable("GOOGLE_APPLICATION_CREDENTIALS")
     if named:
         return Path(named)
@@ -118,7 +118,7 @@ def _credentials_file() -> Path | None:
 
 
 def _provider(file: Path, address: str) -> Any:
-    """Google's own library, which reads what obstore can't, such as the files of workload identities."""
+    """Return Google's own credential provider, which reads what obstore cannot, such as workload identity files."""
     try:
         from obstore.auth.google import GoogleCredentialProvider
 
@@ -142,10 +142,10 @@ def _type_of(file: Path) -> str:
 
 
 class _XmlCalls:
-    """The calls of the XML API that obstore lacks: the unfinished uploads of a bucket, and the removal of many objects.
+    """XML API calls that obstore lacks: sweeping a bucket's unfinished uploads, and deleting many objects at once.
 
-    obstore does not show the token that it gets, so they take one of Google's own library. Where that is not installed,
-    nothing is swept (the bucket's lifecycle rule AbortIncompleteMultipartUpload does it), and obstore deletes.
+    obstore does not expose its token, so they get one from Google's own library. Without that library, nothing is swept
+    (the bucket's lifecycle rule AbortIncompleteMultipartUpload does it), and obstore deletes.
     """
 
     def __init__(self, bucket: str, emulator: str) -> None:
@@ -153,10 +153,10 @@ class _XmlCalls:
         self._emulator = emulator
         self._token = ""
         self._renewed = datetime.min.replace(tzinfo=UTC)
-        """When the token is too old."""
+        """Time from which the token is too old."""
 
     def _log_in(self) -> bool:
-        """Get a token, unless there is one that is good for a while; False: nobody can."""
+        """Get a token, unless the current one is valid for a while; return False if Google's library is missing."""
         if self._emulator:
             self._token = _EMULATOR_TOKEN
         elif datetime.now(UTC) >= self._renewed:
@@ -177,7 +177,7 @@ class _XmlCalls:
         return True
 
     def delete_together(self, keys: list[str]) -> bool:
-        """Delete at most 1,000 objects by one request; False: not all, or nobody knows."""
+        """Delete at most 1,000 objects by one request; return False if not all were deleted, or it is unknown."""
         objects = "".join(f"<Object><Key>{escape(key)}</Key></Object>" for key in keys)
         body = f"<Delete><Quiet>false</Quiet>{objects}</Delete>".encode()
         try:
@@ -190,7 +190,7 @@ class _XmlCalls:
         return len(_DELETED.findall(answer)) == len(keys)
 
     def sweep(self, prefix: str, is_left: Callable[[str], bool]) -> int:
-        """Abort those below a prefix whose names say that they are left over."""
+        """Abort the unfinished uploads below a prefix whose names mark them as leftovers."""
         if not self._log_in():
             return 0
         swept = 0
@@ -216,7 +216,7 @@ class _XmlCalls:
         return 1
 
     def _ask(self, method: str, rest: str, body: bytes | None = None) -> str:
-        """Send a request, again where that may help; an upload to abort may be gone."""
+        """Send a request, with retries; it is not an error if an upload to abort is gone."""
         url = f"{self._emulator or _ENDPOINT}/{self._bucket}{rest}"
         headers = {"Authorization": f"Bearer {self._token}", "Content-Type": "application/xml"}
         request = urllib.request.Request(url, body, headers, method=method)

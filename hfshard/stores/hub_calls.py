@@ -1,4 +1,4 @@
-"""What calls of huggingface_hub have in common: tokens that no message gives away, and failures that may pass."""
+"""Shared parts of huggingface_hub calls: keeping tokens out of messages, and retrying transient failures."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from hfshard.errors import HfshardError
 logger = logging.getLogger(__name__)
 
 ATTEMPTS: Final = 5
-"""Times that a request is sent that may succeed the next time."""
+"""Number of times that a request is sent if its failure is transient."""
 _FIRST_WAIT_SECONDS: Final = 0.5
 _LONGEST_RETRY_AFTER: Final = 600.0
-"""Seconds that a server may ask us to wait."""
+"""The longest wait, in seconds, that a server may ask for."""
 _RETRIED: Final = frozenset({408, 429, 500, 502, 503, 504})
 
 _TOKEN_VARIABLES: Final = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
@@ -31,32 +31,32 @@ _ENDPOINT_USER: Final = re.compile(r"(?<=://).*@", re.DOTALL)
 _SHOWN_CHARACTERS: Final = 4
 """Characters of a token in messages: enough to recognize it, too few to use it."""
 _SHOWN_FROM: Final = 16
-"""Characters of a token of which some are shown at all; the Hub's have 37."""
+"""Shortest token, in characters, of which any are shown; the Hub's have 37."""
 
 
 def transport_errors() -> tuple[type[Exception], ...]:
-    """The exceptions of huggingface_hub's HTTP library for a failed connection that may succeed the next time."""
+    """Return the exceptions of huggingface_hub's HTTP library for a failed connection that may succeed on a retry."""
     library = http_library()
     return (library.TimeoutException, library.NetworkError, library.RemoteProtocolError, library.ProxyError)
 
 
 def answer_errors() -> tuple[type[Exception], ...]:
-    """All that huggingface_hub's HTTP library raises, too, for an answer or an address that makes no sense.
+    """Return all exceptions of huggingface_hub's HTTP library, including those for an invalid response or address.
 
-    It may come from a proxy: a loop of redirects, a body that can't be unpacked, an address that no host can have.
+    A proxy can cause these: a redirect loop, a body that cannot be unpacked, an address that no host can have.
     """
     library = http_library()
     return (library.RequestError, library.InvalidURL, UnicodeError)
 
 
 def http_library() -> Any:
-    """httpx, or httpx2 from huggingface_hub 2.0 on."""
+    """Return huggingface_hub's HTTP library: httpx, or httpx2 from huggingface_hub 2.0 on."""
     package = next(kind.__module__.split(".")[0] for kind in type(get_session()).__mro__ if "httpx" in kind.__module__)
     return sys.modules[package]
 
 
 def describe_token(token: str | bool | None) -> str:
-    """Say which token a call with this argument uses, without giving it away."""
+    """Describe the token that a call with this argument uses, without revealing it."""
     if isinstance(token, str):
         return f"the token {_masked(token)} that was passed"
     if token is False:
@@ -72,16 +72,16 @@ def describe_token(token: str | bool | None) -> str:
 
 
 def check_settings(token: str | bool | None, access_error: type[HfshardError]) -> None:
-    """Refuse a token or an HF_ENDPOINT that no request can have, before a message quotes it.
+    """Reject a token or HF_ENDPOINT that no request can have, before a message quotes it.
 
-    huggingface_hub drops newlines from the tokens of the environment, and nothing else.
+    huggingface_hub removes newlines from the environment's tokens, and nothing else.
 
     Args:
-        token: Of the call.
-        access_error: What to raise.
+        token: The call's token argument.
+        access_error: The class of the error to raise.
 
     Raises:
-        HfshardError: Of that class.
+        HfshardError: An `access_error`: the token or HF_ENDPOINT is not valid.
     """
     if isinstance(token, str) and (_is_no_token(token) or token != token.strip()):
         raise access_error(
@@ -108,7 +108,7 @@ def _is_no_token(token: str) -> bool:
 
 
 def _clean(token: str) -> str:
-    """A token of the environment as huggingface_hub takes it."""
+    """Clean a token of the environment as huggingface_hub does."""
     return token.replace("\r", "").replace("\n", "").strip()
 
 
@@ -117,19 +117,19 @@ def _masked(token: str) -> str:
 
 
 def shown_endpoint() -> str:
-    """The Hub's endpoint for messages: without a user and password, which that of a mirror may have."""
+    """Return the Hub's endpoint for messages, without the user and password that a mirror's can have."""
     return _ENDPOINT_USER.sub("", constants.ENDPOINT)
 
 
 def without_secrets(text: str, token: str | bool | None) -> str:
-    """Mask the token of a call wherever a text, such as a server's answer, quotes it; and what its URLs hold."""
+    """Mask a call's token wherever a text, such as a server's response, quotes it, and the secrets in its URLs."""
     used = token if isinstance(token, str) else None if token is False else get_token()
     text = without_url_secrets(text)
     return re.sub(rf"(?<![\w-]){re.escape(used)}(?![\w-])", "…", text) if used else text
 
 
 def hide_secrets(error: BaseException) -> None:
-    """Take URLs' secrets out of an error of others and its causes, which a traceback shows above hfshard's own."""
+    """Remove URLs' secrets from another library's error and its causes, which tracebacks show above hfshard's."""
     seen: set[int] = set()
     found: BaseException | None = error
     while found is not None and id(found) not in seen:
@@ -140,7 +140,7 @@ def hide_secrets(error: BaseException) -> None:
 
 
 def offline_variable() -> str:
-    """The environment variable that turned offline mode on: huggingface_hub's, or transformers'."""
+    """Return the environment variable that turned offline mode on: huggingface_hub's or transformers'."""
     theirs, ours = ("TRANSFORMERS_OFFLINE", "HF_HUB_OFFLINE")
     is_on = {
         name: os.environ.get(name, "").strip().upper() in constants.ENV_VARS_TRUE_VALUES for name in (theirs, ours)
@@ -149,19 +149,19 @@ def offline_variable() -> str:
 
 
 def is_passing(error: BaseException) -> bool:
-    """Whether a request may succeed the next time: the server was busy, or the connection failed."""
+    """Return whether a request may succeed on a retry: the server was busy, or the connection failed."""
     if isinstance(error, HfHubHTTPError):
         return status_of(error) in _RETRIED
     return isinstance(error, transport_errors())
 
 
 def wait_before(attempt: int, error: BaseException, what: str) -> None:
-    """Say that something failed, and wait before it is tried again: longer each time, or as long as the Hub asks.
+    """Log a failure and wait before the retry: twice as long each time, and at least as long as the Hub asks.
 
     Args:
         attempt: Number of the next attempt, from 2.
-        error: Why the last one failed.
-        what: What failed, for the log.
+        error: The last attempt's error.
+        what: The failure, for the log.
     """
     wait_seconds = _FIRST_WAIT_SECONDS * 2 ** (attempt - 2)
     if isinstance(error, HfHubHTTPError):
@@ -172,12 +172,12 @@ def wait_before(attempt: int, error: BaseException, what: str) -> None:
 
 
 def status_of(error: HfHubHTTPError) -> int:
-    """The HTTP status of an answer."""
+    """Return the HTTP status of an error's response."""
     return int(error.response.status_code)
 
 
 def retry_after(response: Any) -> float | None:
-    """Seconds that a server asks us to wait; None if it does not say."""
+    """Return the seconds that a server asks clients to wait; None if it does not say."""
     value = response.headers.get("Retry-After")
     if value is None:
         return None

@@ -1,4 +1,4 @@
-"""A `Store` over obstore: names below a prefix, conditions, ranges, uploads in parts, and lost answers."""
+"""A `Store` over obstore: names below a prefix, conditions, ranges, multipart uploads, and lost responses."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 
 _READ_BLOCK: Final = 1 << 20
-"""Bytes that are gathered before they are copied: few calls, and little memory."""
+"""Bytes gathered before a copy: few calls, and little memory."""
 _BODY_BYTES: Final = 1 << 20
-"""A put of more bytes may take longer than the service may be silent."""
+"""A put of more bytes can take longer than the stall limit."""
 
 T = TypeVar("T")
 
@@ -44,18 +44,17 @@ T = TypeVar("T")
 class CloudStore:
     """The objects below one prefix of a bucket of S3, GCS or Azure; see `Store`.
 
-    Every read names the ETag that was listed, so two objects of one name never mix. Objects that are put in parts must
-    have names that stand for their bytes: the parts that Azure has not yet made a blob of belong to its name, not to
-    their writer.
+    Every read names the listed ETag, so two objects of one name never mix. Objects that are put in parts need names
+    that identify their bytes: until Azure has created the blob, its parts belong to its name, not to their writer.
     """
 
     def __init__(self, address: StoreAddress) -> None:
-        """Open.
+        """Open the store.
 
         Raises:
             StoreAccessError: There are no credentials.
         """
-        store_memory_bytes()  # raises where the environment asks for too little
+        store_memory_bytes()  # raises if the environment sets too little
         self._address = address
         self._connection = connection_to(address.scheme, address.bucket)
         self._prefix = f"{address.prefix}/" if address.prefix else ""
@@ -66,7 +65,7 @@ class CloudStore:
 
     @property
     def address(self) -> StoreAddress:
-        """Where it is."""
+        """The store's address."""
         return self._address
 
     def list_objects(self, folder: str = "", *, recursive: bool = False) -> dict[str, StoredObject]:
@@ -77,7 +76,7 @@ class CloudStore:
         else:
             listed = self._list_level(folder)["objects"]
         self._bucket_seen = True
-        # A folder that was made by hand is an object, too: "prefix/", which the client lists as "prefix"; and
+        # A folder that was created by hand is also an object: "prefix/", which the client lists as "prefix"; and
         # "prefix/code/", listed as an empty "prefix/code".
         found = [self._stored(meta) for meta in listed if meta["path"].startswith(self._prefix)]
         above = {"/".join(parts[:end]) for parts in (one.name.split("/") for one in found) for end in range(len(parts))}
@@ -93,12 +92,12 @@ class CloudStore:
         return neighbors_of(self._address, CloudStore)
 
     def find(self, name: str) -> StoredObject | None:
-        """Ask for one object; see `Store`."""
+        """Look up one object; see `Store`."""
         try:
             return self._stored(self._ask(lambda: obstore.head(self._connection.quick, self._key(name)), name))
         except MissingObjectError:
             if not self._bucket_seen:
-                self._list_level("")  # an answer without a body does not say what is missing: the bucket, perhaps
+                self._list_level("")  # without a body, the response does not say whether the bucket is missing
             return None
 
     def read_into(self, found: StoredObject, begin: int, target: memoryview) -> None:
@@ -120,17 +119,17 @@ class CloudStore:
                     raise self._unreadable(found, failure) from None
 
     def read(self, found: StoredObject) -> bytes:
-        """The bytes of a small object; see `Store`."""
+        """Return the bytes of a small object; see `Store`."""
         raw = bytearray(found.size)
         self.read_into(found, 0, memoryview(raw))
         return bytes(raw)
 
     def put(self, name: str, raw: bytes) -> StoredObject:
-        """Put a small object, whole or not at all; see `Store`."""
+        """Put a small object completely or not at all; see `Store`."""
         return self._put_whole(name, memoryview(raw))
 
     def open_writer(self, name: str, size: int) -> ObjectWriter:
-        """Begin a large object of so many bytes; see `Store`."""
+        """Begin a large object of `size` bytes; see `Store`."""
         return Upload(
             self._connection,
             self._key(name),
@@ -145,12 +144,12 @@ class CloudStore:
         """Copy an object on the server; see `Store`."""
         if self._connection.copy_pinned is not None:
             etag = self._connection.copy_pinned(self._key(source.name), source.etag, source.size, self._key(target))
-            # Services exist that ignore the condition; a copy of an object that was put in parts gets another ETag.
+            # Some services ignore the condition; a copy of an object that was put in parts gets another ETag.
             if etag is None or (etag != source.etag and not self._is_still(source)):
                 raise self._changed(source.name)
             return StoredObject(target, source.size, etag)
         self._copy_whole(source.name, target)
-        # obstore's copies have no condition, so the source must be the same one afterwards still.
+        # obstore's copies have no condition, so check afterwards that the source is still the same.
         copy = self.find(target) if self._is_still(source) else None
         if copy is None or copy.size != source.size:
             raise self._changed(source.name)
@@ -164,7 +163,7 @@ class CloudStore:
             self._delete(keys[begin : begin + together])
 
     def sweep_uploads(self, is_left: Callable[[str], bool]) -> int:
-        """Remove what unfinished uploads have left; see `Store`. Azure does that itself, after a week."""
+        """Remove what unfinished uploads have left; see `Store`. Azure does this itself after a week."""
         if self._connection.sweep is None:
             return 0
         return self._connection.sweep(self._prefix, is_left)
@@ -191,16 +190,16 @@ class CloudStore:
         return listed
 
     def _ask(self, request: Callable[[], T], name: str) -> T:
-        """Do a request that changes nothing, and again where it may help."""
+        """Send a request that changes nothing, with retries."""
         return self._attempt(lambda: ask(request), name)
 
     def _attempt(self, action: Callable[[], T], name: str, note: Callable[[Failure], None] = lambda failure: None) -> T:
-        """Do a request, and again where it may help.
+        """Send a request, with retries.
 
         Args:
             action: The request.
-            name: What is asked for, for messages.
-            note: Called with each failure after which nobody knows whether it was done.
+            name: The requested object or folder, for messages.
+            note: Called with each failure after which the request may have been carried out.
         """
         patience = Patience(self._connection.follower())
         while True:
@@ -212,7 +211,7 @@ class CloudStore:
             if failure.may_be_done:
                 note(failure)
             if not patience.wait_after(failure):
-                # Without the cause: obstore prints requests and answers whole, signatures included.
+                # Without the cause: obstore prints complete requests and responses, signatures included.
                 raise self._final(failure, name) from None
 
     def _final(self, failure: Failure, name: str) -> StoreError:
@@ -243,11 +242,11 @@ class CloudStore:
         options: GetOptions = {"if_match": f'"{found.etag}"', "range": (begin, end)}
         answer = ask(lambda: obstore.get(self._connection.quick, self._key(found.name), options=options))
         if self._stored(answer.meta).etag != found.etag:
-            raise self._changed(found.name)  # the service knows no conditions
+            raise self._changed(found.name)  # the service ignores conditions
         return answer.stream(_READ_BLOCK)
 
     def _put_whole(self, name: str, raw: memoryview) -> StoredObject:
-        # What goes by the client for large bodies is tried again in there, and which of the tries failed is not told.
+        # The client for large bodies retries by itself, and does not report which of the attempts failed.
         is_large = len(raw) > _BODY_BYTES
         doubts: list[Failure] = []
         try:
@@ -280,21 +279,21 @@ class CloudStore:
         try:
             self._attempt(lambda: obstore.delete(self._connection.quick, keys), "")
         except MissingObjectError:
-            # One is missing already. Where many go in one request, it may have hidden another one's error.
+            # One is already missing. In a request for several, this can have hidden another one's error.
             if len(keys) > 1:
                 for key in keys:
                     self._delete([key])
 
 
-# A large object on its way: parts are sent while the next ones are filled, and nobody sees it before the end.
+# Multipart upload of a large object: parts are sent while the next ones are filled; it is not visible before the end.
 
 
 _PARTS_AT_ONCE: Final = 8
-"""Of one object: one connection to S3 carries 50 to 100 MB/s."""
+"""Parts of one object sent at once: one connection to S3 carries 50 to 100 MB/s."""
 _LOOK_SECONDS: Final = 0.5
-"""How often who waits for the last parts looks whether the work was cancelled."""
+"""Interval of the cancellation check while waiting for the last parts."""
 _ABORT_SECONDS: Final = 10.0
-"""How long a caller waits for an upload to be given up; what is left then is swept by the next save."""
+"""The longest wait for an upload to stop; the next save sweeps what it leaves after that."""
 
 _OPEN: Final[weakref.WeakSet[Upload]] = weakref.WeakSet()
 
@@ -306,8 +305,8 @@ class _GivenUpError(Exception):
 class Upload:
     """An `ObjectWriter`. An object of at most one part is kept in memory until `finish`, and then put in one request.
 
-    obstore runs in a thread of its own, takes the parts from here and sends up to eight at once. A part's memory is
-    obstore's until it is sent, and is then used again.
+    obstore runs in its own thread, takes parts from the queue and sends up to eight at once. It owns a part's memory
+    until the part is sent; then the memory is reused.
     """
 
     def __init__(
@@ -320,16 +319,16 @@ class Upload:
         find: Callable[[], StoredObject | None],
         refused: Callable[[BaseException], HfshardError],
     ) -> None:
-        """Begin.
+        """Begin the upload.
 
         Args:
-            connection: Of the bucket.
+            connection: The bucket's connection.
             key: The object's name in the bucket.
             name: Its name below the store's prefix.
             size: Its bytes.
-            put_whole: Puts it in one request.
-            find: Finds the object of this name, after a lost answer: no other writer has the name.
-            refused: The error to raise for one of obstore.
+            put_whole: Put it in one request.
+            find: Look up the object of this name after a lost response; no other writer has the name.
+            refused: Build the error to raise for one of obstore's.
         """
         self._connection = connection
         self._key = key
@@ -371,7 +370,7 @@ class Upload:
                 self._send_part()
 
     def finish(self) -> StoredObject:
-        """Make the object; see `ObjectWriter`."""
+        """Create the object; see `ObjectWriter`."""
         try:
             if self._written != self._size:
                 raise StoreError(
@@ -400,7 +399,7 @@ class Upload:
         PART_MEMORY.leave()
 
     def stop(self) -> None:
-        """Let the thread raise into obstore when it asks for the next part."""
+        """Make the thread raise into obstore when it asks for the next part."""
         self._over = True
         self._parts.put(None)
 
@@ -434,7 +433,7 @@ class Upload:
         return StoredObject(self._name, self._size, etag.strip('"'))
 
     def _failed(self, error: BaseException) -> HfshardError:
-        """The error to raise: in words, and another one where the upload itself is gone."""
+        """Build the error to raise, with a separate one if the upload itself is gone."""
         if not isinstance(error, OBSTORE_ERRORS):
             return StoreError(f"'{self._name}' was not put: {type(error).__name__}: {error}", path=self._name)
         failure = read_failure(error)
@@ -447,7 +446,7 @@ class Upload:
         return self._refused(error)
 
     def _run(self) -> None:
-        """Hand the parts to obstore, in this thread; its outcome lies in `_result` or `_error`."""
+        """Pass the parts to obstore in this thread; the outcome is in `_result` or `_error`."""
         patience = Patience(self._connection.follower())
         while True:
             try:
@@ -465,7 +464,7 @@ class Upload:
                 self._drop_parts()
                 return
             except OBSTORE_ERRORS as error:
-                # Before the first part was asked for, nothing is lost by beginning again.
+                # Until the first part is requested, a restart loses nothing.
                 if not self._asked and patience.wait_after(read_failure(error)):
                     continue
                 if not self._was_completed():
@@ -485,13 +484,13 @@ class Upload:
             del part
 
     def _was_completed(self) -> bool:
-        """Whether the object is there all the same: the answer to its completion was lost."""
+        """Return whether the object exists after all, because only the response to its completion was lost."""
         if self._written != self._size:
             return False
         try:
             found = self._find()
         except HfshardError:
-            return False  # the first error is the one to tell
+            return False  # report the first error instead
         if found is None or found.size != self._size:
             return False
         self._result = {"e_tag": found.etag, "version": None}
@@ -507,7 +506,7 @@ class Upload:
 
 @atexit.register
 def _give_up_all() -> None:
-    """Remove the parts of uploads that were left open when the interpreter ends."""
+    """Remove the parts of open uploads when the interpreter exits."""
     left = list(_OPEN)
     for upload in left:
         upload.stop()
@@ -518,17 +517,17 @@ def _give_up_all() -> None:
 os.register_at_fork(after_in_child=_OPEN.clear)  # they are the parent's
 
 
-# How large the parts of an object are.
+# Part sizes of an object.
 
 
 _LEAST_PART: Final = 8 << 20
-"""S3 and GCS take parts of 5 MiB and more, but for the last one."""
+"""S3 and GCS require parts of at least 5 MiB, except for the last one."""
 _MOST_PARTS: Final = 10_000
-"""S3 and GCS; Azure takes 50,000."""
+"""Limit of S3 and GCS; Azure's is 50,000."""
 
 
 def part_bytes(object_bytes: int) -> int:
-    """How large the parts of an object are: a function of its size alone, the same for every writer.
+    """Return the part size of an object, which depends only on its size and is the same for every writer.
 
     Example:
         >>> part_bytes(5 << 40) >> 20
@@ -539,11 +538,11 @@ def part_bytes(object_bytes: int) -> int:
     return max(_LEAST_PART, whole_mib)
 
 
-# One connection for each bucket and its settings in a process.
+# Connections: one per process for each bucket and its settings.
 
 
 _VARIABLES: Final = ("AWS_", "AZURE_", "GOOGLE_", "STORAGE_EMULATOR_HOST", "CLOUDSDK_", "HFSHARD_STORE_", "HOME")
-"""The beginnings of the names of environment variables that may change a connection."""
+"""Name prefixes of environment variables that can change a connection."""
 
 _CONNECT: Final[dict[str, Callable[[str], Connection]]] = {
     "s3": s3.connect,
@@ -556,7 +555,7 @@ _CONNECTIONS: Final[dict[tuple[str, str, str], Connection]] = {}
 
 
 def connection_to(scheme: str, bucket: str) -> Connection:
-    """The connection to a bucket, made when it is first asked for with the environment as it is.
+    """Return the connection to a bucket, created on the first request with the current environment.
 
     Raises:
         StoreAccessError: There are no credentials.
@@ -569,7 +568,7 @@ def connection_to(scheme: str, bucket: str) -> Connection:
 
 
 def _forget() -> None:
-    """Begin anew in a forked child: another thread of the parent may have held the lock."""
+    """Start empty in a forked child: another thread of the parent may have held the lock."""
     global _lock
     _lock = threading.Lock()
     _CONNECTIONS.clear()
@@ -579,7 +578,7 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def _environment() -> str:
-    """A digest of the variables: they hold secrets."""
+    """Return a digest of the variables, since they contain secrets."""
     digest = hashlib.sha256()
     for name in sorted(os.environ):
         if name.startswith(_VARIABLES):

@@ -8,14 +8,14 @@ from hfshard.stores.store import Store
 
 
 def open_store(address: str | StoreAddress) -> Store:
-    """Open the store that an address names; nothing is asked over the network, but by those who find credentials.
+    """Open the store that an address names, without network access except to find credentials.
 
     Args:
-        address: Such as "s3://bucket/prefix".
+        address: An address such as "s3://bucket/prefix".
 
     Raises:
-        InvalidPathError: It is not an address.
-        StoreAccessError: There are no credentials for it.
+        InvalidPathError: The text is not an address.
+        StoreAccessError: There are no credentials for the store.
         StoreError: A package that the service needs is not installed.
 
     Example:

@@ -1,4 +1,4 @@
-"""How long to wait for services and for the Hub, as the environment says."""
+"""Timeouts and retry periods for services and the Hub, set by environment variables."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from typing import Final
 from hfshard.errors import InvalidArgumentError
 
 TIMEOUT_VARIABLE: Final = "HFSHARD_STORE_TIMEOUT"
-"""The environment variable that says how many seconds a service may be silent."""
+"""Environment variable: the number of seconds that a service may be silent."""
 _TIMEOUT: Final = 60.0
 
 RETRY_VARIABLE: Final = "HFSHARD_STORE_RETRY_SECONDS"
-"""The environment variable that says for how many seconds a request that failed is tried again."""
+"""Environment variable: the number of seconds for which a failed request is retried."""
 _RETRY: Final = 120.0
 
 _FIRST_WAIT: Final = 1.0
 _WAITS: Final = 32
-"""The sum of the first five waits is 31 of the first one."""
+"""The first five waits add up to 31 times the first one."""
 
 
 def stall_seconds() -> float:
-    """How long a service may be silent while it is asked."""
+    """Return the number of seconds that a service may be silent during a request."""
     return _seconds(TIMEOUT_VARIABLE, _TIMEOUT)
 
 
 def retry_seconds() -> float:
-    """For how long a request that failed is tried again."""
+    """Return the number of seconds for which a failed request is retried."""
     return _seconds(RETRY_VARIABLE, _RETRY)
 
 
 def first_wait() -> float:
-    """How many seconds to wait after the first failure: twice as many after each further one.
+    """Return the number of seconds to wait after the first failure; the wait doubles after each further one.
 
-    One, where nothing else is said, for the sake of services that ask for it: obstore does not show their Retry-After.
+    The default is one second, for services that ask for a pause: obstore does not expose their Retry-After.
     """
     return min(_FIRST_WAIT, retry_seconds() / _WAITS)
 

@@ -1,4 +1,4 @@
-"""S3 and services like it: settings and credentials as botocore finds them, for obstore."""
+"""S3 and compatible services: settings and credentials as botocore finds them, for obstore."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ SERVICE: Final = Service(
 )
 
 _LOADER: Final = create_loader()
-"""Keeps what botocore reads of its descriptions of S3, which takes a tenth of a second."""
+"""Caches botocore's descriptions of S3, which take a tenth of a second to read."""
 LARGEST_COPY: Final = 5 << 30
-"""Bytes that S3 copies in one request."""
+"""The most bytes that S3 copies in one request."""
 
 COPIED_PART: Final = 1 << 30
-"""Bytes of an object that one request copies; at most 5 GiB."""
+"""Bytes of an object that one request of a copy in parts copies; at most 5 GiB."""
 _COPIES_AT_ONCE: Final = 8
 _READ_BY_OBSTORE: Final = {
     "AWS_SERVER_SIDE_ENCRYPTION": "server_side_encryption",
@@ -74,14 +74,14 @@ _READ_BY_OBSTORE: Final = {
     "AWS_SSE_CUSTOMER_KEY_BASE64": "sse_customer_key_base64",
     "AWS_SKIP_SIGNATURE": "skip_signature",
 }
-"""Variables that obstore reads by itself -> its setting. A header with a newline is a panic."""
+"""Variables that obstore reads by itself -> its setting. obstore panics on a header with a newline."""
 _REGION: Final = re.compile(r"[a-z0-9-]{1,63}")
 _CREDENTIALS_LAST: Final = timedelta(minutes=10)
-"""botocore is asked again after this time; it renews them by itself, long before they expire."""
+"""Time after which botocore is asked again; it renews credentials by itself, long before they expire."""
 
 
 class _Credentials:
-    """Asks botocore for the credentials of the moment."""
+    """Provider of botocore's current credentials."""
 
     def __init__(self, found: Any) -> None:
         self._found = found
@@ -99,12 +99,12 @@ class _Credentials:
 
 
 def connect(bucket: str) -> Connection:
-    """Make the clients of a bucket.
+    """Create the clients of a bucket.
 
     Raises:
         StoreAccessError: botocore finds no credentials, or its configuration or a variable is not valid.
     """
-    # As the aws command line does it; botocore knows the elder one alone.
+    # As the aws command line does; botocore reads only the older variable.
     region = read_variable("AWS_REGION") or read_variable("AWS_DEFAULT_REGION") or None
     client, credentials, authority = _session_of(bucket, region)
     found = _connect(bucket, client, credentials, authority)
@@ -122,7 +122,7 @@ def connect(bucket: str) -> Connection:
 
 
 def _connect(bucket: str, client: Any, credentials: _Credentials | None, authority: bytes | None) -> Connection:
-    """Make the clients of a bucket from botocore's."""
+    """Create the clients of a bucket from botocore's."""
     address = f"s3://{bucket}"
     settings = _settings(bucket, client)
     quick, uploads = make_clients(
@@ -146,10 +146,10 @@ def _connect(bucket: str, client: Any, credentials: _Credentials | None, authori
 
 
 def _session_of(bucket: str, region: str | None) -> tuple[Any, _Credentials | None, bytes | None]:
-    """Make botocore's client for a region, and find its credentials and the certificates to trust.
+    """Create botocore's client for a region, and find its credentials and the certificates to trust.
 
     Raises:
-        StoreAccessError: As `connect`.
+        StoreAccessError: There are no credentials, or the configuration or a variable is not valid.
     """
     address = f"s3://{bucket}"
     try:
@@ -176,7 +176,7 @@ def _session_of(bucket: str, region: str | None) -> tuple[Any, _Credentials | No
         raise StoreAccessError(
             f"The credentials for {address} can't be used: {_said(error)}. {SERVICE.log_in}", path=address
         ) from None
-    except (ValueError, OSError) as error:  # an endpoint without "https://", a bundle that is not there
+    except (ValueError, OSError) as error:  # an endpoint without "https://", a missing bundle
         raise StoreAccessError(
             f"The settings for {address} can't be used: {_said(error)}. Look into AWS_ENDPOINT_URL, AWS_CA_BUNDLE and "
             "the configuration of the aws command line.",
@@ -185,9 +185,9 @@ def _session_of(bucket: str, region: str | None) -> tuple[Any, _Credentials | No
 
 
 def _region_of(client: Any, bucket: str, authority: bytes | None) -> str | None:
-    """Ask for a bucket's region, which S3 tells everybody; None where the service tells none.
+    """Look up a bucket's region, which S3 returns to anyone; None if the service returns none.
 
-    Not by botocore: it asks without end where a HEAD is redirected and names no region.
+    This does not use botocore, which loops forever if a HEAD is redirected without naming a region.
     """
     request = urllib.request.Request(f"{client.meta.endpoint_url}/{bucket}", method="HEAD")
     context = ssl.create_default_context(cadata=authority.decode(errors="ignore")) if authority else None
@@ -203,14 +203,14 @@ def _region_of(client: Any, bucket: str, authority: bytes | None) -> str | None:
 
 
 def _endpoint(session: Any) -> str | None:
-    """The endpoint of the environment, without blanks at its ends, which botocore refuses; None: botocore looks."""
+    """Return the environment's endpoint without blanks at its ends, which botocore rejects; None: botocore finds it."""
     if session.get_config_variable("ignore_configured_endpoint_urls"):
         return None
     return read_variable("AWS_ENDPOINT_URL_S3") or read_variable("AWS_ENDPOINT_URL") or None
 
 
 def _authority(session: Any) -> bytes | None:
-    """The certificates of AWS_CA_BUNDLE, or of the configuration."""
+    """Read the certificates of AWS_CA_BUNDLE or the configuration."""
     bundle = session.get_config_variable("ca_bundle")
     return Path(bundle).read_bytes() if bundle else None
 
@@ -221,24 +221,24 @@ def _credentials(session: Any, address: str) -> _Credentials:
     if found is None:
         raise StoreAccessError(f"There are no credentials for {address}. {SERVICE.log_in}", path=address)
     credentials = _Credentials(found)
-    credentials()  # a login that has expired is told here, not by a request
+    credentials()  # report an expired login here, before any request
     return credentials
 
 
 def _said(error: BaseException) -> str:
-    """What botocore says, without the user and the password of an endpoint or a proxy, and without queries."""
+    """Return botocore's message without the user and password of an endpoint or proxy, and without queries."""
     return without_url_secrets(str(error)).rstrip(".")
 
 
 def _settings(bucket: str, client: Any) -> S3Config:
-    """What botocore resolved, as obstore takes it; each key is given, so that no variable is read twice."""
+    """Convert what botocore resolved to obstore's settings. Each key is set, so that no variable is read twice."""
     region = client.meta.region_name
     endpoint = client.meta.endpoint_url
     virtual = (client.meta.config.s3 or {}).get("addressing_style") == "virtual"
     if virtual:
         scheme, _, host = endpoint.partition("://")
         endpoint = f"{scheme}://{bucket}.{host}"
-    # CRC-64/NVME costs a tenth of SHA-256; a service that knows no checksums gets the latter in the signature.
+    # CRC-64/NVME costs a tenth of SHA-256; a service without checksums gets the latter in the signature.
     checksums = client.meta.config.request_checksum_calculation != "when_required"
     settings: S3Config = {
         "region": region if region and region != "aws-global" else "us-east-1",
@@ -253,18 +253,18 @@ def _settings(bucket: str, client: Any) -> S3Config:
 
 
 def _copy_pinned(client: Any, bucket: str, key: str, etag: str, size: int, target: str) -> str | None:
-    """Copy an object on the server, if it still has an ETag.
+    """Copy an object on the server if it still has an ETag.
 
     Args:
-        client: botocore's.
-        bucket: Of both.
-        key: Of the object.
-        etag: What it must have.
-        size: Its bytes.
-        target: The key of the copy.
+        client: botocore's client.
+        bucket: The bucket of the object and the copy.
+        key: The object's key.
+        etag: The ETag that the object must have.
+        size: The object's bytes.
+        target: The copy's key.
 
     Returns:
-        The ETag of the copy; None where that of the object is another one, or it is gone.
+        The copy's ETag; None if the object has another ETag or is gone.
     """
     try:
         if size > LARGEST_COPY:
@@ -283,7 +283,7 @@ def _copy_pinned(client: Any, bucket: str, key: str, etag: str, size: int, targe
 
 
 def _copy_in_parts(client: Any, bucket: str, key: str, etag: str, size: int, target: str) -> str:
-    """Copy what is too large for one request; see `_copy_pinned`."""
+    """Copy an object that is too large for one request; see `_copy_pinned`."""
     copied = {"Bucket": bucket, "Key": target}
 
     def copy_part(number: int, cancelled: threading.Event) -> dict[str, Any]:
@@ -307,14 +307,14 @@ def _copy_in_parts(client: Any, bucket: str, key: str, etag: str, size: int, tar
     except BaseException:
         try:
             client.abort_multipart_upload(**copied, UploadId=upload)
-        except (ClientError, BotoCoreError) as error:  # the first one says more
+        except (ClientError, BotoCoreError) as error:  # the first error is more useful
             _LOG.warning("The unfinished copy s3://%s/%s could not be removed: %s", bucket, target, _said(error))
         raise
     return str(answer["ETag"])
 
 
 def _sweep(client: Any, bucket: str, prefix: str, is_left: Callable[[str], bool]) -> int:
-    """Abort the unfinished uploads below a prefix whose names say that they are left over."""
+    """Abort the unfinished uploads below a prefix whose names mark them as leftovers."""
     swept = 0
     try:
         pages = client.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=prefix)

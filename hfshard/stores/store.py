@@ -1,4 +1,4 @@
-"""The `Store` protocol: what a checkpoint asks of a store, and an object of one as the contents of a file."""
+"""The `Store` protocol: the operations that checkpoints need, and a store's objects as file contents."""
 
 from __future__ import annotations
 
@@ -14,114 +14,115 @@ from hfshard.disk.byte_source import SeekableReader
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """An object as it was listed or put: later reads are of these very bytes, or an error."""
+    """An object as it was listed or put: later reads return exactly these bytes, or raise."""
 
     name: str
-    """Below the store's prefix, with "/" between its parts."""
+    """Name below the store's prefix, with "/" between its parts."""
     size: int
     """Bytes."""
     etag: str
-    """Another one for other bytes; what it is made of is the service's own matter."""
+    """Identifies the bytes: other bytes have another ETag. Its form is up to the service."""
     put_at: datetime | None = field(default=None, compare=False)
-    """When it was put, by the service's clock; None where the answer does not say it."""
+    """Time of the put, by the service's clock; None if the response does not give it."""
 
 
 class ObjectWriter(Protocol):
-    """A large object that is sent in parts; nobody sees it before `finish`."""
+    """A large object that is sent in parts; it is not visible before `finish`."""
 
     def write(self, block: memoryview) -> None:
-        """Send the next bytes, which may change when this returns. It waits while too much is under way.
+        """Send the next bytes; the caller can reuse their memory on return. Wait while too much is in flight.
 
         Raises:
             StoreError: The service refused or failed, after retries.
         """
 
     def finish(self) -> StoredObject:
-        """Make the object of the bytes that were written, replacing one of its name.
+        """Create the object from the bytes that were written, replacing one of the same name.
 
         Raises:
-            StoreError: It was not made; or nobody can tell, which the message says.
+            StoreError: It was not created, or the outcome is unknown; the message says which.
         """
 
     def abort(self) -> None:
-        """Give up, and remove what was sent. May be called at any time, more than once, and after an error."""
+        """Give up, and remove what was sent. Can be called at any time, more than once, and after an error."""
 
 
 class Store(Protocol):
-    """The objects below one prefix of a bucket. Used by several threads at once.
+    """The objects below one prefix of a bucket. Several threads use it at once.
 
-    All names are those below the prefix. What fails for a while is tried again in here, with backoff; what is raised is
-    final.
+    All names are relative to the prefix. Transient failures are retried inside, with backoff; an error that is raised
+    is final.
 
     Raises (all of them):
-        StoreAccessError: No credentials, or they do not permit it.
+        StoreAccessError: There are no credentials, or they do not permit the request.
         StoreNotFoundError: There is no such bucket.
-        StoreConnectionError: The service can't be reached, or stopped answering.
-        StoreError: It refused or failed in another way.
+        StoreConnectionError: The service cannot be reached, or stopped responding.
+        StoreError: The service refused or failed in another way.
     """
 
     @property
     def address(self) -> StoreAddress:
-        """Where it is."""
+        """The store's address."""
 
     def list_objects(self, folder: str = "", *, recursive: bool = False) -> dict[str, StoredObject]:
-        """List the objects of a folder by name; empty where there are none.
+        """List the objects of a folder by name; empty if there are none.
 
         Args:
             folder: Below the prefix; "" is the prefix itself.
-            recursive: Also those in its folders, as deep as they are; else only those directly in it.
+            recursive: Include its folders at any depth; otherwise list only objects directly in it.
         """
 
     def folders(self, folder: str = "") -> list[str]:
-        """Name the folders directly in a folder, sorted; what is in them is not listed."""
+        """Name the folders directly in a folder, sorted, without listing their contents."""
 
     def neighbors(self) -> list[str]:
-        """Name the folders next to the place, sorted; none where it is a bucket. It takes a listing of that level."""
+        """Name the folders next to the place, sorted; none if it is a bucket. This lists that level."""
 
     def find(self, name: str) -> StoredObject | None:
-        """Ask for one object."""
+        """Look up one object; None if it does not exist."""
 
     def read_into(self, found: StoredObject, begin: int, target: memoryview) -> None:
-        """Fill memory with the bytes of an object from `begin` on.
+        """Fill memory with an object's bytes from `begin` on.
 
         Raises:
-            CheckpointChangedError: The object has other bytes now, or is gone.
+            CheckpointChangedError: The object now has other bytes, or is gone.
         """
 
     def read(self, found: StoredObject) -> bytes:
-        """The bytes of a small object; raises as `read_into`."""
+        """Return the bytes of a small object; raises CheckpointChangedError as `read_into` does."""
 
     def put(self, name: str, raw: bytes) -> StoredObject:
-        """Put a small object, whole or not at all, replacing one of that name.
+        """Put a small object completely or not at all, replacing one of that name.
 
         Raises:
-            StoreError: It was refused; or nobody can tell whether it was done, or will be: then `may_be_done` is set.
+            StoreError: The put was refused, or it is unknown whether it was or will be done: then `may_be_done` is set.
         """
 
     def open_writer(self, name: str, size: int) -> ObjectWriter:
-        """Begin a large object of so many bytes."""
+        """Begin a large object of `size` bytes."""
 
     def copy(self, source: StoredObject, target: str) -> StoredObject:
-        """Copy an object on the server, replacing one of that name; raises as `read_into`.
+        """Copy an object on the server, replacing one of that name; raises CheckpointChangedError as `read_into` does.
 
         Returns:
             The copy.
         """
 
     def delete(self, names: Collection[str]) -> None:
-        """Delete objects; those that are missing already are no error."""
+        """Delete objects; a missing one is not an error."""
 
     def sweep_uploads(self, is_left: Callable[[str], bool]) -> int:
-        """Remove what unfinished uploads below the prefix have left, as deep as it lies, where the service keeps it.
+        """Remove what unfinished uploads have left at any depth below the prefix, where the service keeps it.
 
-        Nobody can tell by looking whether an upload is under way or was left by a process that was killed. A caller
-        knows which ones can no longer be part of the checkpoint; their writers get a StoreError.
+        An upload that is in progress looks the same as one that a killed process has left. The caller knows which ones
+        can no longer be part of the checkpoint; their writers get a StoreError.
 
         Args:
-            is_left: Whether the upload of an object of this name below the prefix is to go: no file of others.
+            is_left: Return whether to remove the upload of an object of this name below the prefix; it must never
+                select another program's file.
 
         Returns:
-            How many were removed.
+            The number of uploads removed.
         """
 
 
@@ -133,11 +134,11 @@ def neighbors_of(address: StoreAddress, open_at: Callable[[StoreAddress], Store]
     return [folder for folder in open_at(replace(address, prefix=parent)).folders() if folder != name]
 
 
-# An object of a store as the contents of a file: read by ranges, pinned to the bytes that were listed.
+# A stored object as file contents: read by ranges, pinned to the bytes that were listed.
 
 
 _READ_BYTES: Final = 8 << 20
-"""What is asked for at once: a request takes some 50 ms, in which a fast line carries as much."""
+"""Bytes per request: a request takes about 50 ms, in which a fast line carries this many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,12 +155,12 @@ class StoredSource:
         return self.found.size
 
     def open(self) -> io.BufferedIOBase:
-        """Return a new reader, which can seek; reading raises as `Store.read_into`."""
+        """Return a new seekable reader; its reads raise CheckpointChangedError as `Store.read_into` does."""
         return _ObjectReader(self.store, self.found)
 
 
 class _ObjectReader(SeekableReader):
-    """Reads one object, ahead of what is asked for by at most one block."""
+    """Reader of one object that reads ahead by at most one block."""
 
     def __init__(self, store: Store, found: StoredObject) -> None:
         super().__init__(found.size)
@@ -169,7 +170,7 @@ class _ObjectReader(SeekableReader):
         self._block_start = 0
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """Read the next `size` bytes, or fewer at the end; all that are left if it is None or negative."""
+        """Read the next `size` bytes, or fewer at the end; all remaining bytes if it is None or negative."""
         left = max(0, self._size - self._position)
         left = left if size is None or size < 0 else min(size, left)
         if left > _READ_BYTES:
@@ -183,7 +184,7 @@ class _ObjectReader(SeekableReader):
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def close(self) -> None:
-        """Let go of the block."""
+        """Release the block."""
         self._block = memoryview(b"")
         super().close()
 
@@ -194,7 +195,7 @@ class _ObjectReader(SeekableReader):
         return bytes(room)
 
     def _buffered(self, limit: int) -> memoryview:
-        """Between 1 and `limit` bytes at the position, which are asked for if they are not there yet."""
+        """Return 1 to `limit` bytes at the position, requesting them if they are not buffered."""
         offset = self._position - self._block_start
         if not 0 <= offset < len(self._block):
             room = memoryview(bytearray(min(_READ_BYTES, self._size - self._position)))

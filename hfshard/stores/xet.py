@@ -1,4 +1,4 @@
-"""hf_xet within the memory that is allowed: its session, its failures, and its streams up and down."""
+"""hf_xet within the memory budget: its sessions, its failures, and its upload and download streams."""
 
 from __future__ import annotations
 
@@ -35,30 +35,30 @@ _Answer = TypeVar("_Answer")
 FailureKind = Literal["access", "missing", "connection", "other"]
 
 _STATUS: Final = re.compile(r"\((\d{3}) [A-Z]")
-"""How hf_xet quotes the status of an answer: "HTTP status client error (403 Forbidden)"."""
+"""The status of a response as hf_xet quotes it: "HTTP status client error (403 Forbidden)"."""
 
 _LOOK_SECONDS: Final = 0.2
-"""How often who waits for hf_xet looks whether it shall end."""
+"""Interval of the cancellation check while waiting for hf_xet."""
 
 
 class XetFailedError(Exception):
-    """hf_xet gave up; the message has no token and no signed address."""
+    """Failure of hf_xet after its retries; the message has no token and no signed URL."""
 
     def __init__(self, message: str, kind: FailureKind) -> None:
-        """Keep what happened, and what kind of failure it is."""
+        """Store the message and the kind of failure."""
         super().__init__(message)
         self.kind: FailureKind = kind
 
 
 class _Sessions:
-    """hf_xet's sessions of this process, one for each limit of memory: a forked child begins its own."""
+    """hf_xet's sessions of this process, one per memory limit; a forked child creates its own."""
 
     def __init__(self) -> None:
         self._lock = ProcessLock()
         self._sessions: dict[tuple[int, int], Any] = {}
 
     def get(self, memory_bytes: int | None = None) -> Any:
-        """The session that keeps to so many bytes; None: to those of all transfers."""
+        """Return the session that is limited to `memory_bytes`; None: to the budget of all transfers."""
         wanted = (os.getpid(), memory_bytes or store_memory_bytes())
         with self._lock.held():
             if wanted not in self._sessions:
@@ -66,13 +66,13 @@ class _Sessions:
             return self._sessions[wanted]
 
     def renew(self) -> None:
-        """Let what comes next have sessions of its own: one in which a call was cancelled may refuse all others."""
+        """Use new sessions from now on: one in which a call was cancelled can refuse all others."""
         with self._lock.held():
             self._sessions = {}
 
 
 def _new_session(memory_bytes: int) -> Any:
-    """Make a session that keeps to so many bytes, and else to hf_xet's own settings (HF_XET_...)."""
+    """Create a session limited to `memory_bytes`, otherwise with hf_xet's own settings (HF_XET_...)."""
     config = hf_xet.XetConfig()
     most = session_limits(memory_bytes)
     known = most.keys() & set(config.keys())
@@ -83,7 +83,7 @@ def _new_session(memory_bytes: int) -> Any:
 
 
 def session_limits(memory_bytes: int) -> dict[str, int]:
-    """The most that the settings of a session may be, by their names in hf_xet's configuration."""
+    """Return the upper limits of a session's settings, by their names in hf_xet's configuration."""
     buffer = memory_bytes // 4
     uploads, downloads = uploads_at_once(memory_bytes), downloads_at_once(memory_bytes)
     return {
@@ -104,12 +104,12 @@ SESSIONS: Final = _Sessions()
 
 
 def interruptible(call: Callable[[], _Answer], cancel: Callable[[], object]) -> _Answer:
-    """Make a call of hf_xet that Ctrl-C ends: it holds up its thread otherwise, as long as the network does.
+    """Make a call of hf_xet that Ctrl-C ends; otherwise it blocks its thread as long as the network does.
 
     Args:
-        call: What to do; in another thread if this is the main one, or one that works for it, where it may go on after
-            Ctrl-C.
-        cancel: Makes the call return soon, and do no harm until it does.
+        call: The call. From the main thread, or one that works for it, it runs in another thread, where it can continue
+            after Ctrl-C.
+        cancel: Make the call return soon, and do no harm until it does.
 
     Raises:
         InterruptedError: In a thread of `in_threads`: another item failed, or Ctrl-C came.
@@ -121,7 +121,7 @@ def interruptible(call: Callable[[], _Answer], cancel: Callable[[], object]) -> 
     if future is None:
         return call()
     try:
-        # Not without end in the main thread either: it may not notice a signal that another thread was woken for.
+        # With a timeout in the main thread too: it can miss a signal that woke another thread.
         while not wait([future], _LOOK_SECONDS).done:
             if cancelled is not None and cancelled.is_set():
                 raise InterruptedError("another item failed, or Ctrl-C came")
@@ -134,7 +134,7 @@ def interruptible(call: Callable[[], _Answer], cancel: Callable[[], object]) -> 
 
 
 def asked(call: Callable[[], _Answer]) -> _Answer:
-    """Make a call of hf_xet; raises XetFailedError, whose message keeps secrets."""
+    """Make a call of hf_xet; raises XetFailedError, whose message reveals no secrets."""
     try:
         return call()
     except (OSError, RuntimeError, ValueError) as error:
@@ -144,7 +144,7 @@ def asked(call: Callable[[], _Answer]) -> _Answer:
 
 
 def kind_of(error: Exception) -> FailureKind:
-    """What kind of failure an error of hf_xet is, by its class and the status that it quotes."""
+    """Classify an error of hf_xet by its class and the status that it quotes."""
     status = {int(found) for found in _STATUS.findall(str(error))}
     if isinstance(error, PermissionError) or status & {401, 403}:
         return "access"
@@ -155,41 +155,41 @@ def kind_of(error: Exception) -> FailureKind:
     return "other"
 
 
-# Files that go to Xet storage as streams: nothing goes to the disk, and memory is bounded.
+# Uploads to Xet storage as streams: nothing is written to disk, and memory is bounded.
 
 
 _BLOCK_BYTES: Final = 8_000_000
-"""hf_xet takes a copy of what it is given, and cuts files into blocks of this size itself."""
+"""Bytes per write: hf_xet copies what it is given, and itself splits files into blocks of this size."""
 
 
 @dataclass(frozen=True, slots=True)
 class XetFile:
-    """A file in Xet storage. It has no name there: the Hub gives it one."""
+    """A file in Xet storage. It has no name there until the Hub gives it one."""
 
     hash: str
-    """Of its contents."""
+    """Hash of its contents."""
     size: int
 
 
 class XetCommit:
     """Files that are sent together; the storage keeps none of them before `finish`, and none if one fails.
 
-    What is new in all of them goes in common blocks, and they are registered by one request.
+    Their new contents share blocks, and one request registers them.
     """
 
     def __init__(
         self, tokens: XetTokens, total_bytes: int, *, at_once: int = 1, memory_bytes: int | None = None
     ) -> None:
-        """Begin, when it is this commit's turn.
+        """Wait for this commit's turn, and begin.
 
         Args:
-            tokens: To write.
-            total_bytes: Of all files that will be sent.
-            at_once: Large files that will be sent at once: that many turns are taken.
-            memory_bytes: That all transfers may take; None: `store_memory_bytes`.
+            tokens: Tokens to write.
+            total_bytes: Bytes of all files that will be sent.
+            at_once: Number of large files that will be sent at once; each takes a turn.
+            memory_bytes: Memory that all transfers may use; None: `store_memory_bytes`.
 
         Raises:
-            XetFailedError: The storage refused, or can't be reached.
+            XetFailedError: The storage refused, or cannot be reached.
             Whatever `XetTokens.current` raises.
         """
         arguments = tokens.arguments()
@@ -207,22 +207,22 @@ class XetCommit:
         """Begin a file; several threads may each send one.
 
         Args:
-            sha256: Of the contents, in hex, where it is known; repos need it, and buckets don't.
+            sha256: The contents' SHA-256 in hex, if it is known; repos need it, and buckets do not.
 
         Raises:
-            XetFailedError: Something went wrong with this file or another one.
+            XetFailedError: This file or another one failed.
         """
         known = hf_xet.SKIP_SHA256 if sha256 is None else sha256
         return XetStream(self, self.do(lambda: self._commit.start_upload_stream(sha256=known)))
 
     def finish(self) -> int:
-        """Have the storage keep the files, whose streams have ended.
+        """Commit the files, whose streams must have ended, to the storage.
 
         Returns:
-            Bytes that were sent: chunks that the storage has are not.
+            Bytes that were sent; chunks that the storage already has are not.
 
         Raises:
-            XetFailedError: It keeps none of them.
+            XetFailedError: The storage keeps none of the files.
         """
         try:
             report = self.do(lambda: self._commit.wait_to_finish())
@@ -231,13 +231,13 @@ class XetCommit:
         return int(report.dedup_metrics.total_bytes_uploaded)
 
     def abort(self) -> None:
-        """Send nothing more. What was sent has no name, and goes when the storage sweeps."""
+        """Send nothing more. What was sent has no name, and the storage's sweep removes it."""
         self._end()
         if self._commit is not None:
             self._commit.abort()
 
     def do(self, call: Callable[[], _Answer]) -> _Answer:
-        """Make a call of hf_xet, which Ctrl-C ends; raises XetFailedError."""
+        """Make a call of hf_xet that Ctrl-C ends; raises XetFailedError."""
         try:
             return interruptible(lambda: asked(call), self.abort)
         except XetFailedError as error:
@@ -256,12 +256,12 @@ class XetStream:
     """One file of a commit."""
 
     def __init__(self, commit: XetCommit, stream: Any) -> None:
-        """Keep what takes the bytes."""
+        """Store the commit and the stream."""
         self._commit, self._stream = commit, stream
         self._written = 0
 
     def write(self, block: memoryview) -> None:
-        """Send the next bytes, which may change when this returns; raises XetFailedError."""
+        """Send the next bytes; the caller can reuse their memory on return; raises XetFailedError."""
         for begin in range(0, len(block), _BLOCK_BYTES):
             piece = bytes(block[begin : begin + _BLOCK_BYTES])
             self._commit.do(lambda piece=piece: self._stream.write(piece))  # type: ignore[misc]
@@ -276,10 +276,10 @@ class XetStream:
 
 
 class XetUpload:
-    """A file that is sent alone; otherwise as `XetCommit` and `XetStream`, which see."""
+    """Upload of one file: an `XetCommit` with a single `XetStream`."""
 
     def __init__(self, tokens: XetTokens, size: int) -> None:
-        """Begin, when it is this upload's turn."""
+        """Wait for this upload's turn, and begin."""
         self._commit = XetCommit(tokens, size)
         try:
             self._stream = self._commit.open()
@@ -292,7 +292,7 @@ class XetUpload:
         self._stream.write(block)
 
     def finish(self) -> XetFile:
-        """Have the storage keep the file."""
+        """Commit the file to the storage."""
         found = self._stream.finish()
         self._commit.finish()
         return found
@@ -302,21 +302,21 @@ class XetUpload:
         self._commit.abort()
 
 
-# Bytes of files in Xet storage, read as streams straight into memory.
+# Downloads from Xet storage as streams, straight into memory.
 
 
 _FRUITLESS_STREAMS: Final = 8
-"""Streams in a row that end early without a byte and without an error, after which a read fails."""
+"""Number of consecutive streams without a byte and without an error after which a read fails."""
 
 
 class XetReader:
-    """Reads files of one bucket or repo."""
+    """Reader of one bucket's or repo's files."""
 
     def __init__(self, tokens: XetTokens) -> None:
-        """Ask nothing yet.
+        """Open the reader without sending a request.
 
         Args:
-            tokens: To read.
+            tokens: Tokens to read.
         """
         self._tokens = tokens
         self._lock = threading.Lock()
@@ -324,16 +324,16 @@ class XetReader:
         self._session: Any = None
 
     def read_into(self, file_hash: str, size: int, begin: int, target: memoryview) -> None:
-        """Fill memory with bytes of a file; for several threads at once.
+        """Fill memory with a file's bytes. Several threads can read at once.
 
         Args:
-            file_hash: What the storage knows the file by.
-            size: Of the whole file.
-            begin: The first byte wanted.
-            target: As many bytes as it has are read.
+            file_hash: The hash by which the storage knows the file.
+            size: Bytes of the complete file.
+            begin: Position of the first byte to read.
+            target: Memory to fill completely.
 
         Raises:
-            XetFailedError: The storage refused, has no such file, can't be reached, or stopped answering.
+            XetFailedError: The storage refused, has no such file, cannot be reached, or stopped responding.
             Whatever `XetTokens.current` raises.
         """
         for at in range(0, len(target), PIECE_BYTES):
@@ -345,9 +345,9 @@ class XetReader:
                 turn.end()
 
     def _read_piece(self, file: tuple[str, int], begin: int, piece: memoryview) -> None:
-        """Read what one stream brings; once more where that may help, by a new group and with a new token.
+        """Read one stream's piece; retry once, if that may help, with a new group and a new token.
 
-        One stream that fails can spoil all others of its group, and hf_xet asks for a new token by the clock alone.
+        A failed stream can break all others of its group, and hf_xet requests a new token only by the clock.
         """
         for is_last in (False, True):
             group, target = self._current_group(), _Target(piece)
@@ -386,7 +386,7 @@ class XetReader:
 
 
 class _Target:
-    """Memory that is being filled, until it is taken away."""
+    """Memory that is being filled until it is taken away."""
 
     def __init__(self, memory: memoryview) -> None:
         self._lock = threading.Lock()
@@ -402,15 +402,15 @@ class _Target:
             self.filled += len(block)
 
     def take_away(self) -> None:
-        """Leave the memory to its owner: a stream that goes on for a while does not touch it any more."""
+        """Return the memory to its owner, so that a stream that continues for a while no longer writes to it."""
         with self._lock:
             self._memory = None
 
 
 def _fill(group: Any, file: tuple[str, int], begin: int, target: _Target) -> None:
-    """Fill memory; what a stream did not bring is asked for again, and no more than that.
+    """Fill memory, requesting again only the bytes that a stream did not deliver.
 
-    hf_xet 1.8 loses about every second error: the stream just ends. So what counts is the number of bytes.
+    hf_xet 1.8 loses about every second error: the stream just ends. So the number of bytes decides.
     """
     info = hf_xet.XetFileInfo(*file)
     fruitless = 0

@@ -1,4 +1,4 @@
-"""Tokens for Xet storage: the Hub gives them out for one bucket or repo, to read or to write, and for some minutes."""
+"""Tokens for Xet storage. The Hub issues each for one bucket or repo, to read or to write, for some minutes."""
 
 from __future__ import annotations
 
@@ -16,45 +16,45 @@ from hfshard.stores.retry import stall_seconds
 _OK: Final = 200
 
 TokenKind = Literal["read", "write"]
-"""What a token permits."""
+"""Access that a token permits."""
 
 _RENEWED_SECONDS: Final = 120.0
-"""A token is not used when it ends this soon: hf_xet asks for another one 30 seconds before it does."""
+"""A token that expires within this time is replaced: hf_xet asks for another one 30 seconds before the expiry."""
 
 
 @dataclass(frozen=True, slots=True)
 class XetToken:
-    """What opens the Xet storage of a bucket or a repo."""
+    """Access to the Xet storage of a bucket or repo."""
 
     endpoint: str
     secret: str = field(repr=False)
     ends: int
-    """Seconds since 1970."""
+    """Expiry, in seconds since 1970."""
 
 
 class XetTokens:
-    """The tokens of one bucket or repo: asked for when they are needed, and kept while they hold; for all threads.
+    """Tokens of one bucket or repo, requested when needed and cached while valid; shared by all threads.
 
-    The addresses are huggingface_hub's own, which has them in a private function (`xet_connection_info_refresh_url`).
+    The URLs are those of huggingface_hub's private function `xet_connection_info_refresh_url`.
     """
 
     def __init__(self, url: str, token: str | bool | None = None) -> None:
-        """Ask nothing yet.
+        """Store the arguments without sending a request.
 
         Args:
-            url: Of the Hub's call that gives them: see `bucket_token_url` and `repo_token_url`.
-            token: Of the user, as in huggingface_hub.
+            url: URL of the Hub's call that issues tokens, from `bucket_token_url` or `repo_token_url`.
+            token: The user's token, as in huggingface_hub.
         """
         self._url, self._user = url, token
         self._lock = threading.Lock()
         self._kept: XetToken | None = None
 
     def current(self) -> XetToken:
-        """A token that holds for a while.
+        """Return a token that does not expire soon.
 
         Raises:
             HfHubHTTPError: The Hub refuses.
-            ValueError, KeyError, TypeError: The answer is not that of a Hub.
+            ValueError, KeyError, TypeError: The response is not a Hub's.
         """
         with self._lock:
             if self._kept is None or self._kept.ends < time.time() + _RENEWED_SECONDS:
@@ -64,7 +64,7 @@ class XetTokens:
             return self._kept
 
     def try_once(self) -> bool:
-        """Ask for a token, once; False where the Hub gives none, as one without Xet does."""
+        """Request a token once; return False if the Hub issues none, such as one without Xet."""
         response = get_session().get(self._url, **self._options())
         if response.status_code != _OK:
             return False
@@ -76,14 +76,14 @@ class XetTokens:
         return {"headers": build_hf_headers(token=self._user), "timeout": stall_seconds() or 1}
 
     def forget(self) -> None:
-        """Ask for a new token the next time: the storage does not take this one."""
+        """Discard the token, which the storage does not accept, so that the next call requests a new one."""
         with self._lock:
             self._kept = None
 
     def arguments(self) -> dict[str, Any]:
-        """What hf_xet's calls take: a token, and how to get the next one; raises as `current`.
+        """Build the arguments of hf_xet's calls: a token, and how to get the next one; raises as `current` does.
 
-        The user's token goes to the Hub only, never to the storage.
+        The user's token is sent to the Hub only, never to the storage.
         """
         token, headers = self.current(), build_hf_headers(token=self._user)
         return {
@@ -101,10 +101,10 @@ def _token_of(answer: Any) -> XetToken:
 
 
 def bucket_token_url(bucket: str, kind: TokenKind) -> str:
-    """Where the Hub gives tokens for a bucket."""
+    """Return the URL at which the Hub issues tokens for a bucket."""
     return f"{constants.ENDPOINT}/api/buckets/{bucket}/xet-{kind}-token"
 
 
 def repo_token_url(repo_id: str, kind: TokenKind, revision: str) -> str:
-    """Where the Hub gives tokens for a branch or commit of a model's repo."""
+    """Return the URL at which the Hub issues tokens for a branch or commit of a model's repo."""
     return f"{constants.ENDPOINT}/api/models/{repo_id}/xet-{kind}-token/{quote(revision, safe='')}"

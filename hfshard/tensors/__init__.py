@@ -1,1 +1,1 @@
-"""Tensors as bytes, and their names."""
+"""Tensors: their bytes and their names."""

@@ -1,4 +1,4 @@
-"""Names without the prefixes of wrappers; names that are asked for, compared with those that a model has."""
+"""Tensor names: without wrapper prefixes, selected, and compared with a model's."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from hfshard._util.text import list_some
 from hfshard.errors import InvalidArgumentError, StateDictMismatchError
 
 _WRAPPERS = frozenset(("module", "_orig_mod"))
-"""The children in which DataParallel, DistributedDataParallel and torch.compile keep what they wrap."""
+"""The children in which DataParallel, DistributedDataParallel and torch.compile keep the wrapped module."""
 _CHECKPOINTED = "_checkpoint_wrapped_module"
-"""The child in which torch's activation checkpointing keeps a module: a part of the names of parameters, but torch
-itself leaves it out of those of a state dict."""
+"""The child in which torch's activation checkpointing keeps a module: it is part of parameter names, but torch itself
+omits it from the names in a state dict."""
 _COMPILED = re.compile(r"(?:^|(?<=\.))_orig_mod\.")
 
 
@@ -31,11 +31,11 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def match_prefixes(names: Iterable[str], expected: Collection[str]) -> dict[str, str]:
-    """Strip `module.` and `_orig_mod.` from a file's names where, and only where, that makes them the model's.
+    """Strip `module.` and `_orig_mod.` from a file's names if, and only if, that makes them the model's.
 
-    1. A wrapper around the model prefixes every name: the number of prefixes is stripped from all names with which the
-       most names fit, so that a child that is really called `module` keeps its name.
-    2. What does not fit then may come from a wrapped child: it is tried without the wrappers inside the name.
+    1. A wrapper around the model prefixes every name: all names are stripped of the number of prefixes with which the
+       most of them fit, so that a child that is really called `module` keeps its name.
+    2. Names that still do not fit may come from a wrapped child: they are tried without the wrappers inside the name.
 
     Args:
         names: The names in the file.
@@ -60,10 +60,10 @@ def match_prefixes(names: Iterable[str], expected: Collection[str]) -> dict[str,
 
 
 def without_common_wrappers(names: Collection[str]) -> dict[str, str]:
-    """Strip what wrappers around a whole model have put before its names, where the model itself is not known.
+    """Strip the prefixes of wrappers around a model from its names, if the model itself is not known.
 
     Returns:
-        Name -> the same without the `module.` and `_orig_mod.` that all of them begin with.
+        Name -> the name without the `module.` and `_orig_mod.` that all of them begin with.
 
     Example:
         >>> without_common_wrappers(["module.0.weight", "module.module.bias"])
@@ -74,17 +74,17 @@ def without_common_wrappers(names: Collection[str]) -> dict[str, str]:
 
 
 def strip_wrappers(name: str) -> str:
-    """Strip from a name all that wrappers around the model and torch.compile put into it."""
+    """Strip from a name all parts that wrappers around the model and torch.compile add."""
     return strip_compiled(_without_first(name, _wrappers_before(name)))
 
 
 def strip_compiled(name: str) -> str:
-    """Strip from a name what torch.compile puts into it."""
+    """Strip from a name the parts that torch.compile adds."""
     return _COMPILED.sub("", name)
 
 
 def has_wrapper_prefix(names: Iterable[str]) -> bool:
-    """Whether any name has a part that could be a wrapper's."""
+    """Return whether any name has a part that could be a wrapper's."""
     return any("mod" in name and not _WRAPPERS.isdisjoint(name.split(".")) for name in names)
 
 
@@ -98,7 +98,7 @@ def _without_first(name: str, count: int) -> str:
 
 
 def _unwrapped_forms(name: str) -> Iterator[str]:
-    """The names that this one can have inside wrapped modules, the likeliest first."""
+    """Yield the names that this one can have inside wrapped modules, the likeliest first."""
     for count in range(_wrappers_before(name) + 1):
         yield strip_compiled(_without_first(name, count))
     yield ".".join(part for part in name.split(".") if part not in _WRAPPERS)
@@ -106,7 +106,7 @@ def _unwrapped_forms(name: str) -> Iterator[str]:
 
 def _wrapped_child(module: nn.Module) -> str | None:
     child = _child_of_wrapper(module)
-    # A subclass may have tensors and children of its own: then it is a model, and no name is left out.
+    # A subclass with tensors or children of its own is a model, and no name is omitted.
     has_own = child is not None and (set(module._modules) != {child} or bool(module._parameters or module._buffers))
     return None if has_own else child
 
@@ -114,7 +114,7 @@ def _wrapped_child(module: nn.Module) -> str | None:
 def _child_of_wrapper(module: nn.Module) -> str | None:
     if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
         return "module"
-    # torch.compile's class is looked up only where it can exist: importing it takes a second.
+    # torch.compile's class is looked up only if it was imported, which takes a second.
     eval_frame = sys.modules.get("torch._dynamo.eval_frame")
     if eval_frame is not None and isinstance(module, eval_frame.OptimizedModule):
         return "_orig_mod"
@@ -136,7 +136,7 @@ def wrapped_prefixes(model: nn.Module) -> set[str]:
 
 
 def without_wrappers(name: str, wrapped: set[str]) -> str:
-    """Remove from a name what `wrapped_prefixes` found."""
+    """Remove from a name the wrappers that `wrapped_prefixes` found."""
     if not wrapped:
         return name
     kept, path = [], ""
@@ -147,11 +147,11 @@ def without_wrappers(name: str, wrapped: set[str]) -> str:
     return ".".join(kept)
 
 
-# Names of tensors: which ones are asked for, and how those of a checkpoint and of a model differ.
+# Selection of tensor names, and comparison of a checkpoint's names with a model's.
 
 
 KeySelection = Collection[str] | Callable[[str], bool] | str
-"""Which tensors to load: names or globs, or a function of the name."""
+"""The tensors to load: names or globs, or a function of the name."""
 
 _SHOWN_KEYS: Final = 20
 
@@ -160,12 +160,12 @@ def select_keys(names: Iterable[str], keys: KeySelection | None) -> list[str]:
     """Select names, in their own order.
 
     Args:
-        names: All of them.
-        keys: Which; None: all.
+        names: All names.
+        keys: The selection; None: all.
 
     Raises:
         InvalidArgumentError: `keys` is something else.
-        StateDictMismatchError: A name or glob that matches nothing.
+        StateDictMismatchError: A name or glob matches nothing.
     """
     names = list(names)
     if keys is None:
@@ -198,7 +198,7 @@ def _matching(names: Iterable[str], glob: str) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class KeyMismatch:
-    """The names and shapes in which a checkpoint and a model differ."""
+    """Differences between the names and shapes of a checkpoint and a model."""
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
@@ -206,7 +206,7 @@ class KeyMismatch:
     """(name, shape in the checkpoint, shape in the model)."""
 
     def raise_unless_allowed(self, *, strict: bool, path: str, matched: int) -> None:
-        """Refuse differences that are not allowed.
+        """Reject differences that are not allowed.
 
         Raises:
             StateDictMismatchError: A shape differs, no name matches, or `strict` and any name differs.
@@ -225,7 +225,7 @@ class KeyMismatch:
         )
 
     def summary(self) -> str:
-        """All differences in words."""
+        """Describe all differences."""
         parts = []
         if self.missing:
             parts.append(f"{len(self.missing)} missing: {list_some(self.missing, _SHOWN_KEYS)}")

@@ -1,4 +1,4 @@
-"""The named tensors of a model, collected and assigned; those that lie elsewhere, or in part on each rank."""
+"""A model's named tensors, collected and assigned, also if they are offloaded or spread over the ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def collect_state_dict(model: nn.Module) -> dict[str, Any]:
     """Collect the model's state dict without the prefixes of wrappers.
 
-    The wrappers themselves are looked for, not their names: a child that is really called `module` keeps its name. The
+    Wrappers are recognized by their class, not by name: a child that is really called `module` keeps its name. The
     tensors are the model's own, not copies; those that accelerate has offloaded are read from where they are.
 
     Raises:
@@ -39,12 +39,12 @@ def collect_state_dict(model: nn.Module) -> dict[str, Any]:
 
 
 def parameter_names(model: nn.Module) -> dict[int, str]:
-    """Map the id of each parameter to its name without the prefixes of wrappers; of tied names, to the first sorted."""
+    """Map each parameter's id to its name without wrapper prefixes; of tied names, to the first in sorted order."""
     return {key: min(names) for key, names in _all_names(model).items()}
 
 
 def tied_parameter_names(model: nn.Module) -> list[list[str]]:
-    """The names of each parameter that has several, without the prefixes of wrappers."""
+    """Return the names of each parameter that has several, without wrapper prefixes."""
     return [names for names in _all_names(model).values() if len(names) > 1]
 
 
@@ -58,7 +58,7 @@ def _all_names(model: nn.Module) -> dict[int, list[str]]:
 
 
 def refuse_freed(model_state: Mapping[str, Any]) -> None:
-    """Refuse to load into tensors whose memory was freed, in whole or in part: to write there would end the process.
+    """Refuse to load into tensors whose memory was freed, fully or partly: writing there would crash the process.
 
     Raises:
         InvalidArgumentError: There is one.
@@ -73,19 +73,19 @@ def refuse_freed(model_state: Mapping[str, Any]) -> None:
 
 
 def assign(model: nn.Module, state_dict: Mapping[str, torch.Tensor], *, runs_hooks: bool = False) -> None:
-    """Load tensors into the model by its own `load_state_dict`; they replace meta tensors. Other names are ignored.
+    """Load tensors into the model with its own `load_state_dict`; they replace meta tensors. Other names are ignored.
 
     Tied parameters stay tied, values are cast to the parameter's dtype and moved to its device, and the modules' hooks,
     `_load_from_state_dict` and `set_extra_state` run.
 
     Args:
         model: Unwrapped; changed.
-        state_dict: By the names that `collect_state_dict` gives.
-        runs_hooks: Whether the hooks run even if there is nothing to assign, because it was done.
+        state_dict: Tensors by the names that `collect_state_dict` returns.
+        runs_hooks: Whether the hooks run even if there is nothing to assign because that was already done.
 
     Raises:
-        InvalidArgumentError: A tensor of the model has no memory, and nothing was assigned; or one that was to be
-            replaced is a meta tensor still.
+        InvalidArgumentError: A tensor of the model has no memory, and nothing was assigned; or one that should have
+            been replaced is still a meta tensor.
     """
     model_state = model.state_dict()
     refuse_freed(model_state)
@@ -103,7 +103,7 @@ def assign(model: nn.Module, state_dict: Mapping[str, torch.Tensor], *, runs_hoo
 
 
 def _refuse_meta(model: nn.Module, names: Iterable[str]) -> None:
-    """Refuse to say that a model is loaded, whose own `_load_from_state_dict` copied values to where no memory is."""
+    """Reject a loaded model with meta tensors left, whose own `_load_from_state_dict` copied values into no memory."""
     state = model.state_dict()
     name = next((name for name in names if getattr(state.get(name), "is_meta", False)), None)
     if name is not None:
@@ -119,12 +119,12 @@ def _load_tensors(
 ) -> None:
     """Do what `model.load_state_dict(tensors, strict=False, assign=assign)` does, in time linear in the names.
 
-    torch looks at all names below a module once for each of its children: a list of 10,000 experts takes 6 s.
+    torch scans all names below a module once for each of its children: a list of 10,000 experts takes 6 s.
 
     Args:
         model: Changed.
-        tensors: By the names of its own state dict.
-        metadata: Of that state dict: the versions of its modules.
+        tensors: Tensors by the names of its own state dict.
+        metadata: That state dict's metadata: the versions of its modules.
         assign: As in `load_state_dict`.
     """
     if type(model).load_state_dict is not nn.Module.load_state_dict:
@@ -153,9 +153,9 @@ def _load_tensors(
 def _by_child(
     tensors: Mapping[str, torch.Tensor], prefix: str, children: Iterable[str]
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """The tensors below each child of the module that has this prefix."""
+    """Group the tensors below a module with this prefix by its children."""
     parts: dict[str, dict[str, torch.Tensor]] = {child: {} for child in children}
-    dotted = [child for child in parts if "." in child]  # `setattr` takes such a name
+    dotted = [child for child in parts if "." in child]  # `setattr` accepts such a name
     for name, tensor in tensors.items():
         child, dot, _ = name.removeprefix(prefix).partition(".")
         if dot and child in parts and name.startswith(prefix):
@@ -167,9 +167,9 @@ def _by_child(
 
 
 def _as_parameters(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Make what replaces meta parameters and buffers: of the parameters' dtypes, and one for all names that are tied.
+    """Create the replacements of meta parameters and buffers, in the parameters' dtypes and one for all tied names.
 
-    Names that share a tensor in the checkpoint, and none in the model, get one each.
+    Names that share a tensor in the checkpoint, but not in the model, get one each.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     registered = {**dict(model.named_buffers(remove_duplicate=False)), **parameters}
@@ -188,7 +188,7 @@ def _as_parameters(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dic
 
 
 def _with_memory_of_its_own(tensor: torch.Tensor, taken: set[int]) -> torch.Tensor:
-    """Copy a tensor whose memory another name of the model has got already: the model does not tie the two."""
+    """Copy a tensor whose memory another name of the model already has: the model does not tie the two."""
     part = local_tensor(tensor) if is_dtensor(tensor) else tensor
     if part.numel() == 0 or part.data_ptr() not in taken:
         taken.add(part.data_ptr())
@@ -196,17 +196,17 @@ def _with_memory_of_its_own(tensor: torch.Tensor, taken: set[int]) -> torch.Tens
     return tensor.clone()
 
 
-# Weights that accelerate keeps elsewhere while they are not computed with: in memory of the CPU, or on the disk.
+# Offloaded weights: accelerate keeps them in CPU memory or on disk while they are not in use.
 
 
 def fill_offloaded(model: nn.Module, state_dict: dict[str, Any]) -> None:
-    """Put the offloaded weights of a model into its state dict, in the place of the meta tensors that stand for them.
+    """Replace the meta tensors in a model's state dict by the offloaded weights that they represent.
 
-    Those on the disk are read into memory, all of them.
+    All of those on disk are read into memory.
 
     Args:
         model: Not changed.
-        state_dict: What `model.state_dict()` returned; changed.
+        state_dict: The result of `model.state_dict()`; changed.
     """
     if not any(_is_meta(value) for value in state_dict.values()):
         return
@@ -216,7 +216,7 @@ def fill_offloaded(model: nn.Module, state_dict: dict[str, Any]) -> None:
 
 
 def refuse_offloaded(model: nn.Module) -> None:
-    """Refuse to load into a model whose weights are offloaded: accelerate would go on computing with the old ones.
+    """Refuse to load into a model whose weights are offloaded: accelerate would continue to use the old ones.
 
     Raises:
         InvalidArgumentError: It has such weights.
@@ -232,9 +232,10 @@ def refuse_offloaded(model: nn.Module) -> None:
 
 
 def _offloaded(model: nn.Module) -> Iterator[tuple[str, Mapping[str, torch.Tensor], str]]:
-    """The name of each offloaded tensor, and where it is: a mapping of accelerate's, and the key there.
+    """Yield each offloaded tensor's name and location: accelerate's mapping, and the key in it.
 
-    Source: accelerate `AlignDevicesHook`, whose `weights_map` holds what it puts into the module before a forward.
+    Source: accelerate `AlignDevicesHook`, whose `weights_map` has the tensors that it places in the module before a
+    forward.
     """
     for path, module in model.named_modules(remove_duplicate=False):
         for hook in _hooks(module):
@@ -259,17 +260,17 @@ def _is_meta(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.is_meta
 
 
-# torch's DTensors, of which each rank has a part, and the ShardedTensors before them: which values are some.
+# Detection of DTensors, of which each rank has a part, and of their predecessors, ShardedTensors.
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
-    """Whether it is a DTensor. Where torch's module of them was never imported, which takes a while, nothing is."""
+    """Return whether it is a DTensor. Nothing is if torch's module for them, slow to import, was never imported."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
 
 def local_tensor(tensor: DTensor) -> torch.Tensor:
-    """This rank's part: not a copy, and empty where it has none. What a collective still fills is waited for."""
+    """Return this rank's part: not a copy; empty if it has none. Wait for a collective that still fills it."""
     with torch.no_grad():
         local = tensor.to_local()
     wait = getattr(local, "wait", None)
@@ -277,7 +278,7 @@ def local_tensor(tensor: DTensor) -> torch.Tensor:
 
 
 def is_sharded_tensor(value: object) -> bool:
-    """Whether it is a ShardedTensor of FSDP1, which `fully_shard` has replaced. The class is not public."""
+    """Return whether it is a ShardedTensor of FSDP1, the predecessor of `fully_shard`. The class is not public."""
     return type(value).__name__ == "ShardedTensor"
 
 
@@ -297,11 +298,11 @@ def refuse_sharded_tensors(tensors: Mapping[str, Any]) -> None:
         )
 
 
-# Refuse parameters that DeepSpeed ZeRO-3 has partitioned: this process has an empty tensor in place of each.
+# Rejection of parameters that DeepSpeed ZeRO-3 has partitioned: this process has an empty tensor in place of each.
 
 
 Purpose = Literal["save", "load", "run"]
-"""What the parameters are needed for: a save, a load into them, or a save or restore of a training run."""
+"""Use of the parameters: a save, a load into them, or a save or restore of a training run."""
 
 RUN_REMEDY: Final = (
     "Save and restore this run with engine.save_checkpoint(directory) and engine.load_checkpoint(directory), which "
@@ -328,14 +329,14 @@ _WORDS: Final[dict[Purpose, tuple[type[HfshardError], str, str]]] = {
     ),
     "run": (InvalidArgumentError, "save or restore a run with", f"Nothing was changed. {RUN_REMEDY}"),
 }
-"""The error, the verb, and what to do."""
+"""Purpose -> the error, the verb, and what to do."""
 
 
 def is_partitioned(value: object) -> bool:
-    """Return whether a tensor belongs to ZeRO-3 and cannot be read now. A parameter that is gathered can be.
+    """Return whether a tensor belongs to ZeRO-3 and cannot be read now. A gathered parameter can be read.
 
-    Source: DeepSpeed `runtime/zero/partition_parameters.py`, `ZeroParamStatus`. The flat tensors by which a partitioned
-    optimizer knows its parameters have a `ds_id` and no `ds_status`.
+    Source: DeepSpeed `runtime/zero/partition_parameters.py`, `ZeroParamStatus`. The flat tensors that a partitioned
+    optimizer has in place of its parameters have a `ds_id` and no `ds_status`.
     """
     if not isinstance(value, torch.Tensor) or not hasattr(value, "ds_id"):
         return False
@@ -359,8 +360,8 @@ def refuse_partitioned(held: nn.Module | Mapping[str, Any], purpose: Purpose = "
         purpose: What the parameters are needed for.
 
     Raises:
-        UnstorableTensorError: To save, one cannot be read.
-        InvalidArgumentError: For any other purpose, one cannot be read.
+        UnstorableTensorError: One cannot be read, and the purpose is "save".
+        InvalidArgumentError: One cannot be read, for any other purpose.
     """
     names = _names_in_module(held) if isinstance(held, nn.Module) else _names_in_state_dict(held)
     if not names:
@@ -379,7 +380,7 @@ def _empty_copies(tensors: Mapping[str, Any]) -> list[str]:
     """Find the empty tensors that a state dict has in place of partitioned parameters.
 
     One that `state_dict()` returned shares the parameter's storage. A copy of it (`.cpu()`, `.clone()`, a description
-    on the meta device) has the parameter's name, maybe with another prefix.
+    on the meta device) has the parameter's name, possibly with another prefix.
     """
     if "deepspeed" not in sys.modules:
         return []
@@ -415,7 +416,7 @@ def _is_empty(value: Any) -> bool:
 
 
 def _partitioned_in_process() -> Iterator[tuple[str, torch.Tensor]]:
-    """Each partitioned parameter of the process, by its name in the outermost module."""
+    """Yield each partitioned parameter of the process, by its name in the outermost module."""
     modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
     children = {id(child) for module in modules for child in (vars(module).get("_modules") or {}).values()}
     for module in modules:
@@ -424,11 +425,11 @@ def _partitioned_in_process() -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _endings(name: str) -> Iterator[str]:
-    """A dotted name, and what is left of it without its first parts."""
+    """Yield a dotted name, and its remainders without its first parts."""
     while name:
         yield name
         name = name.partition(".")[2]
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)  # without elements it has no address
+    return int(tensor.untyped_storage()._cdata)  # a tensor without elements has no address

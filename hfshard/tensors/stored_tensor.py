@@ -1,4 +1,4 @@
-"""How the format stores a tensor: dtype, shape, layout, and its bytes in bounded blocks."""
+"""A tensor as the format stores it: dtype, shape, layout, and its bytes in bounded blocks."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ COMPLEX_AS_REAL_DTYPES: Final[dict[torch.dtype, torch.dtype]] = {
     torch.complex128: torch.float64,
     torch.complex32: torch.float16,
 }
-"""Complex dtypes that the format lacks: stored as real pairs, shape [..., 2], and noted in the file's metadata."""
+"""Complex dtypes that the format lacks: stored as real pairs, shape [..., 2], and recorded in the file's metadata."""
 
 TORCH_DTYPES: Final[dict[str, torch.dtype]] = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 DTYPE_BITS: Final[dict[str, int]] = {
     name: 4 if name == "F4" else dtype.itemsize * 8 for name, dtype in TORCH_DTYPES.items()
 } | {"F6_E2M3": 6, "F6_E3M2": 6}
-"""Bits of one element as the header counts them (F4's shape counts nibbles, torch's counts pairs of them)."""
+"""Bits of one element as the header counts them (the header's F4 shape counts nibbles, torch's counts pairs)."""
 
 
 def stored_shape(tensor: torch.Tensor) -> list[int]:
-    """The shape of a tensor in the header: F4 counts nibbles, real pairs have a last dimension of 2."""
+    """Return the shape of a tensor in the header: F4 counts nibbles, real pairs have a last dimension of 2."""
     shape = list(tensor.shape)
     if tensor.dtype == torch.float4_e2m1fn_x2 and shape:
         shape[-1] *= 2
@@ -67,25 +67,26 @@ def stored_shape(tensor: torch.Tensor) -> list[int]:
 
 
 def stored_dtype_name(dtype: torch.dtype) -> str | None:
-    """The header's name for a dtype, or None where the format can't store it."""
+    """Return the header's name for a dtype, or None if the format cannot store it."""
     return DTYPE_NAMES.get(COMPLEX_AS_REAL_DTYPES.get(dtype, dtype))
 
 
 def torch_shape(dtype_name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape in torch of a tensor with this dtype and shape in the header."""
+    """Return the torch shape of a tensor with this dtype and shape in the header."""
     if dtype_name == "F4" and shape:
         return (*shape[:-1], shape[-1] // 2)
     return shape
 
 
-# The bytes of a tensor as the format stores them, in bounded blocks and without needless copies.
+# A tensor's bytes as the format stores them, in bounded blocks and without needless copies.
 
 
 INTEGER_OF_SIZE: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Blocks are copied as integers, so that no copy touches a bit (NaN payloads, fp4 that torch can't copy)."""
+"""Bytes of an element -> integer dtype. Blocks are copied as integers, so that no copy changes a bit (NaN payloads),
+and fp4 can be copied, which torch cannot do."""
 
 _OWN_PAGES_BYTES: Final = 128 * 1024
-"""Blocks of at least this size are mapped: glibc's first threshold, which it raises later."""
+"""Size from which blocks are mapped: glibc's initial threshold, which it raises later."""
 
 _PLAIN_TYPES: Final = frozenset((torch.Tensor, torch.nn.Parameter))
 
@@ -94,11 +95,11 @@ _LARGEST_ELEMENT: Final = 16
 
 
 def check_storable(name: str, value: Any) -> None:
-    """Refuse what the format can't store, before anything is written.
+    """Reject a value that the format cannot store, before anything is written.
 
     Raises:
-        UnstorableTensorError: Not a tensor; sparse, nested, quantized, meta, or a wrapper (DTensor, torchao); a dtype
-            or a name that the format does not have; its memory was freed, in whole or in part.
+        UnstorableTensorError: It is not a tensor; is sparse, nested, quantized, meta, or a wrapper (DTensor, torchao);
+            has a dtype or a name that the format lacks; or its memory was freed, fully or partly.
     """
     problem = _problem(name, value)
     if problem is not None:
@@ -106,9 +107,9 @@ def check_storable(name: str, value: Any) -> None:
 
 
 def is_plain(value: Any, name: Any) -> TypeGuard[torch.Tensor]:
-    """Whether a tensor is certainly storable, in torch's own shape.
+    """Return whether a tensor is certainly storable, in torch's own shape.
 
-    This is true of most tensors, and takes a fraction of the time of looking for a problem.
+    This is true for most tensors, and takes a fraction of the time that a search for problems takes.
     """
     return (
         type(name) is str
@@ -124,10 +125,10 @@ def is_plain(value: Any, name: Any) -> TypeGuard[torch.Tensor]:
 
 
 def check_initialized(tensors: Mapping[Any, Any]) -> None:
-    """Refuse the parameters of lazy modules that have no shape yet.
+    """Reject parameters of lazy modules that have no shape yet.
 
     Raises:
-        UnstorableTensorError: It names the first one.
+        UnstorableTensorError: There is one; the message names the first.
     """
     for name, value in tensors.items():
         if not is_plain_type(value) and isinstance(value, UninitializedParameter | UninitializedBuffer):
@@ -138,9 +139,9 @@ def check_initialized(tensors: Mapping[Any, Any]) -> None:
 
 
 def lies_in_storage(tensor: torch.Tensor) -> bool:
-    """Whether all elements of a strided tensor are in its storage, which `resize_` may have freed or shrunk.
+    """Return whether all elements of a strided tensor are in its storage, which `resize_` may have freed or shrunk.
 
-    To touch the others would end the process, or give bytes of something else.
+    Access to the others would crash the process, or read unrelated bytes.
     """
     count = tensor.numel()
     if count == 0:
@@ -157,7 +158,7 @@ def lies_in_storage(tensor: torch.Tensor) -> bool:
 
 
 def _has_memory(value: torch.Tensor) -> bool:
-    """Whether a tensor has memory of its own; a subclass that wraps others may have none."""
+    """Return whether a tensor has its own memory; a subclass that wraps others may have none."""
     if type(value) in _PLAIN_TYPES or value.numel() == 0:
         return True
     try:
@@ -167,12 +168,12 @@ def _has_memory(value: torch.Tensor) -> bool:
 
 
 def is_plain_type(value: object) -> TypeGuard[torch.Tensor]:
-    """Whether it is torch's own tensor, not a wrapper whose memory is elsewhere."""
+    """Return whether it is torch's own tensor, not a wrapper whose memory is elsewhere."""
     return type(value) in _PLAIN_TYPES
 
 
 def tensor_nbytes(tensor: TensorLike) -> int:
-    """The number of bytes of the tensor in a file."""
+    """Return the tensor's number of bytes in a file."""
     if isinstance(tensor, RawTensor):
         return tensor.layout.nbytes
     return tensor.numel() * tensor.element_size()
@@ -182,7 +183,7 @@ def iter_blocks(tensor: TensorLike, block_bytes: int) -> Iterator[memoryview]:
     """Yield the tensor's bytes in row-major order, at most `block_bytes` at a time.
 
     A contiguous CPU tensor is not copied; any other (strided, expanded, conjugated, on a device) is copied one block
-    at a time. A view stays valid until the next one is asked for.
+    at a time. A view stays valid until the next one is requested.
 
     Args:
         tensor: Anything that `check_storable` accepts.
@@ -207,14 +208,14 @@ def iter_blocks(tensor: TensorLike, block_bytes: int) -> Iterator[memoryview]:
 
 
 def small_bytes(tensor: TensorLike, limit_bytes: int) -> bytes | None:
-    """Copy the bytes of a small contiguous tensor on the CPU, in a fifth of the time that `iter_blocks` takes for it.
+    """Copy the bytes of a small contiguous CPU tensor, in a fifth of the time that `iter_blocks` takes.
 
     Args:
         tensor: Anything that `check_storable` accepts.
-        limit_bytes: The most that it may have.
+        limit_bytes: The largest size.
 
     Returns:
-        Its bytes; None where it is larger, strided, on a device, or not in memory as the format stores it.
+        Its bytes; None if it is larger, strided, on a device, or not in memory as the format stores it.
     """
     if not is_plain_type(tensor) or not tensor.is_cpu or tensor.nbytes > limit_bytes:
         return None
@@ -227,8 +228,8 @@ def device_blocks(tensor: torch.Tensor, block_bytes: int) -> Iterator[memoryview
     """Yield the blocks of a GPU's tensor through two page-locked buffers: one is filled while the other is used.
 
     Args:
-        tensor: Not empty, of a dtype that is copied as it is. Tests pass CPU tensors.
-        block_bytes: See `iter_blocks`.
+        tensor: A tensor that is not empty, of a dtype that is copied as it is. Tests pass CPU tensors.
+        block_bytes: The most bytes of a block, at least 16.
     """
     stages = [torch.empty(block_bytes, dtype=torch.uint8, device="cpu", pin_memory=tensor.is_cuda) for _ in range(2)]
     before: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
@@ -253,7 +254,7 @@ def _arrived(stage: torch.Tensor, event: torch.cuda.Event | None) -> memoryview:
 
 
 def _device_pieces(tensor: torch.Tensor, block_bytes: int) -> Iterator[torch.Tensor]:
-    """The bytes of a tensor on its device; a contiguous copy of one piece at a time if it is strided."""
+    """Yield the bytes of a tensor on its device; if it is strided, a contiguous copy of one piece at a time."""
     if tensor.dim() == 0:
         tensor = tensor.reshape(1)
     if tensor.is_contiguous():
@@ -281,7 +282,7 @@ def _copied_blocks(tensor: torch.Tensor, block_bytes: int) -> Iterator[memoryvie
             room = own_memory((block.numel(),), block.dtype)
         copy = room[: block.numel()].view(block.shape)
         if block.dim() == 2 and block.stride(0) < block.stride(1) and not block.is_conj():
-            # Rows of a transposed matrix: torch transposes a whole one at least three times as fast as part of one.
+            # Rows of a transposed matrix: torch transposes a full one at least three times as fast as part of one.
             if turned_room.numel() < block.numel():
                 turned_room = own_memory((block.numel(),), block.dtype)
             block = turned_room[: block.numel()].view(block.t().shape).copy_(block.t()).t()
@@ -303,7 +304,7 @@ def _row_blocks(tensor: torch.Tensor, block_bytes: int) -> Iterator[torch.Tensor
 
 
 def own_memory(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Allocate contiguous memory for a block; a large one gets pages of its own, which are freed with it.
+    """Allocate contiguous memory for a block; a large one gets its own pages, which are freed with it.
 
     The C library would keep them: two threads that copied a transposed model kept 130 MiB.
     """
@@ -315,14 +316,14 @@ def own_memory(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, not copied; the view keeps the tensor alive."""
+    """Return the bytes of a contiguous CPU tensor without a copy; the view keeps the tensor alive."""
     array: Any = (ctypes.c_ubyte * tensor_nbytes(tensor)).from_address(tensor.data_ptr())
     array.owner = tensor  # the memoryview holds the array, the array holds the tensor
     return memoryview(array).cast("B")
 
 
 def layout_problem(layout: torch.layout, *, is_nested: bool = False) -> str | None:
-    """Why a tensor of this layout can't be stored, and what to do; None: it can."""
+    """Explain why a tensor of this layout cannot be stored, and what to do; return None if it can."""
     if is_nested or layout == torch.jagged:
         return (
             "it is a nested tensor. Store its parts (tensor.unbind()) under names of their own, or pad it: "
@@ -363,16 +364,16 @@ def _problem(name: Any, value: Any) -> str | None:
     return None
 
 
-# A tensor to save: one of torch's, or bytes in a file that are copied without being decoded.
+# Tensors to save: torch's, or bytes in a file that are copied without being decoded.
 
 
 _BITS_OF_A_BYTE = 8
 
 
 class TensorLayout(NamedTuple):
-    """How the format stores one tensor: all that a plan and a header need.
+    """The form in which the format stores one tensor: all that a plan and a header need.
 
-    A named tuple takes half the time of a data class to create; a model of experts has a million tensors.
+    It is a named tuple, created in half the time of a data class: a model of experts has a million tensors.
     """
 
     dtype: str
@@ -381,7 +382,7 @@ class TensorLayout(NamedTuple):
     """As the format counts it."""
     nbytes: int
     complex_as_real: bool = False
-    """Whether it is complex, and stored as real pairs because the format lacks its dtype."""
+    """True if it is complex, and stored as real pairs because the format lacks its dtype."""
 
     @property
     def element_bytes(self) -> int:
@@ -396,21 +397,21 @@ class TensorLayout(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RawTensor:
-    """A tensor as the bytes of the format, maybe of a dtype that this torch does not know."""
+    """A tensor as the bytes of the format, possibly of a dtype that this torch does not know."""
 
     layout: TensorLayout
     blocks: Callable[[int], Iterator[memoryview]]
-    """Yields its bytes in blocks of at most the given size; each is valid until the next one is asked for."""
+    """Yields its bytes in blocks of at most the given size; each is valid until the next one is requested."""
     digest: str | None = None
-    """The xxh3 of its bytes, where it was recorded; then `blocks` compares them with it, and raises at their end."""
+    """The xxh3 of its bytes, if it was recorded; then `blocks` compares them, and raises at the end if they differ."""
 
 
 TensorLike = torch.Tensor | RawTensor
-"""What a save takes for one name."""
+"""A value that a save accepts for one name."""
 
 
 def tensor_layouts(values: Iterable[TensorLike]) -> list[TensorLayout]:
-    """How the format stores each of these tensors; many of a model have one dtype and shape, and share the answer."""
+    """Return the layout of each tensor. Many tensors of a model have one dtype and shape, and share it."""
     known: dict[tuple[torch.dtype, torch.Size], TensorLayout] = {}
     layouts = []
     for value in values:
@@ -426,33 +427,30 @@ def tensor_layouts(values: Iterable[TensorLike]) -> list[TensorLayout]:
 
 
 def element_bytes(value: TensorLike) -> int:
-    """`TensorLayout.element_bytes` of a tensor, without its layout."""
+    """Return `TensorLayout.element_bytes` of a tensor without building its layout."""
     return value.layout.element_bytes if isinstance(value, RawTensor) else value.element_size()
 
 
 def parameter_count(value: TensorLike) -> int:
-    """`TensorLayout.parameters` of a tensor, without its layout."""
+    """Return `TensorLayout.parameters` of a tensor without building its layout."""
     return value.layout.parameters if isinstance(value, RawTensor) else value.numel()
 
 
 def is_complex_as_real(value: TensorLike) -> bool:
-    """`TensorLayout.complex_as_real` of a tensor, without its layout."""
+    """Return `TensorLayout.complex_as_real` of a tensor without building its layout."""
     return value.layout.complex_as_real if isinstance(value, RawTensor) else value.dtype in COMPLEX_AS_REAL_DTYPES
 
 
 def tensor_layout(value: TensorLike) -> TensorLayout:
-    """How the format stores a tensor that `check_storable` accepts."""
+    """Return the layout of a tensor that `check_storable` accepts."""
     if isinstance(value, RawTensor):
         return value.layout
     dtype, nbytes = stored_dtype_name(value.dtype) or "", value.numel() * value.element_size()
     return TensorLayout(dtype, tuple(stored_shape(value)), nbytes, value.dtype in COMPLEX_AS_REAL_DTYPES)
 
 
-# What a plan needs to know about a tensor: its name, and how the format stores it.
-
-
 class TensorSpec(NamedTuple):
-    """What a plan knows about one tensor (a named tuple for the same reason as `TensorLayout`)."""
+    """A tensor's description for a plan: its name, and how the format stores it (a named tuple for speed)."""
 
     name: str
     dtype: str
@@ -466,7 +464,7 @@ def tensor_specs(state_dict: Mapping[str, TensorLike]) -> list[TensorSpec]:
     """Describe each tensor for a plan, in state dict order.
 
     Raises:
-        UnstorableTensorError: There is a value that the format can't store.
+        UnstorableTensorError: There is a value that the format cannot store.
     """
     specs = []
     with no_collection():

@@ -1,4 +1,4 @@
-"""Names that share memory: find them, keep one, refuse loads that would lose values."""
+"""Names that share memory: find them, choose the stored one, and detect loads that would lose values."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ Place = tuple[nn.Module, str]
 
 
 def find_shared_tensors(state_dict: Mapping[str, Any], *, droppable_patterns: Iterable[str] = ()) -> dict[str, str]:
-    """Find the names that are the same tensor as another name, by storage identity.
+    """Find the names whose tensor is the same as another name's, by storage identity.
 
     Two names are tied when they view the same bytes in the same way: device, address, dtype, shape and strides (except
     the strides of dimensions of size 1). Other views of one storage, disjoint or overlapping, are separate tensors.
     Empty tensors are never tied. Meta tensors and DTensors have no address: those of one storage are compared by their
-    offsets in it. So ranks agree about DTensors, of which one rank may have an empty part.
+    offsets in it, so that ranks agree about DTensors, of which one rank may have an empty part.
 
     Args:
         state_dict: FQN -> tensor, any device; not mutated. Values that are not tensors are never tied.
-        droppable_patterns: Regular expressions of names that need not be stored when they are tied, as transformers'
-            `_tied_weights_keys`; of a group, names that match none of them are kept first.
+        droppable_patterns: Regular expressions of names that need not be stored when they are tied, such as
+            transformers' `_tied_weights_keys`; within a group, a name that matches none of them is preferred.
 
     Returns:
         Tied name -> the name that is stored, in state dict order.
@@ -50,7 +50,7 @@ def find_shared_tensors(state_dict: Mapping[str, Any], *, droppable_patterns: It
 
 
 def _sharing_an_address(state_dict: Mapping[str, Any]) -> list[str]:
-    """The names whose tensors begin at the same address as another one, in order: the few that need a closer look."""
+    """Find the few names to compare further: their tensors begin at the same address as another one. In order."""
     first: dict[int | tuple[int, int], str] = {}
     shared: set[str] = set()
     for name, tensor in state_dict.items():
@@ -62,7 +62,7 @@ def _sharing_an_address(state_dict: Mapping[str, Any]) -> list[str]:
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Whether a tensor has elements that lie at an address, or would if it were not a meta tensor."""
+    """Return whether a tensor has elements at an address, or would have them if it were not a meta tensor."""
     return not (tensor.is_nested or tensor.layout != torch.strided) and tensor.numel() > 0
 
 
@@ -99,14 +99,14 @@ def _kept_name(sorted_names: list[str], patterns: list[re.Pattern[str]]) -> str:
 
 
 def share_tensor(target: Place, origin: Place) -> None:
-    """Let two names of a model share the tensor that one of them has.
+    """Make two names of a model share the tensor of one of them.
 
-    Where one is a parameter and the other a buffer, each stays what it is, and they share their memory: torch would
-    make a parameter of the buffer that is given one, and refuses a buffer in the place of a parameter.
+    If one is a parameter and the other a buffer, each stays what it is, and they share their memory: torch would turn
+    the buffer into a parameter when it is assigned one, and rejects a buffer in place of a parameter.
 
     Args:
-        target: What gets the other's tensor, of the same shape; changed.
-        origin: What has it; not changed.
+        target: The name that gets the other's tensor, of the same shape; changed.
+        origin: The name that has it; not changed.
     """
     old, tensor = getattr(*target), getattr(*origin)
     if isinstance(old, nn.Parameter) == isinstance(tensor, nn.Parameter):
@@ -117,22 +117,22 @@ def share_tensor(target: Place, origin: Place) -> None:
         setattr(*target, tensor.detach())
 
 
-# Names of a model that have memory in common: what would be lost if they were given different tensors.
+# Names that share memory in a model: values that would be lost if they were assigned different tensors.
 
 
 _ALIGNMENT: Final = 16
-"""Bytes of the largest element: a copy of a part of a storage begins at a multiple, so that any dtype can view it."""
+"""Bytes of the largest element: a copy of part of a storage begins at a multiple, so that any dtype can view it."""
 
 
 def find_merged_names(tensors: Mapping[str, Any], model_state: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Find two names whose memory in the model is the same, at least in part, and for which the tensors differ.
+    """Find two names that share memory in the model, at least partly, and for which the tensors differ.
 
     Args:
-        tensors: What is to be assigned, by the model's names.
+        tensors: The tensors to assign, by the model's names.
         model_state: The model's own tensors. Neither is changed.
 
     Returns:
-        The name whose tensor would be lost, and the one that would be kept in its place; None where all fit.
+        The name whose tensor would be lost, and the one that would be kept in its place; None if all fit.
     """
     given = {
         name: tensor
@@ -151,7 +151,7 @@ def names_to_compare(tensors: Mapping[str, Any], model_state: Mapping[str, Any])
     """Find the names whose values `find_merged_names` compares: they share memory in the model, and differ as objects.
 
     Args:
-        tensors: As for `find_merged_names`; they may have no values yet.
+        tensors: The tensors to assign, by the model's names; they need not have values yet.
         model_state: The model's own tensors.
     """
     tied = find_shared_tensors(model_state)
@@ -162,9 +162,9 @@ def names_to_compare(tensors: Mapping[str, Any], model_state: Mapping[str, Any])
 
 
 def find_expanded_names(model: nn.Module) -> list[str]:
-    """Find the names of expanded tensors: several of their elements are one in memory, and torch can't assign to them.
+    """Find the names of expanded tensors: some of their elements are one in memory, and torch cannot assign to them.
 
-    Those of modules with a `_load_from_state_dict` of their own are left out: what it assigns to is not known.
+    Those of modules with their own `_load_from_state_dict` are left out: what it assigns to is not known.
     """
     found = []
     wrapped = wrapped_prefixes(model)
@@ -182,7 +182,7 @@ def _is_expanded(tensor: torch.Tensor) -> bool:
 
 
 def _same(first: torch.Tensor, second: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether two tensors are the same, bit for bit, when they are cast to a dtype."""
+    """Return whether two tensors are the same, bit for bit, when they are cast to a dtype."""
     if first is second:
         return True
     return torch.equal(*(_bytes_of(tensor.to(dtype)) for tensor in (first, second)))
@@ -193,10 +193,10 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _overlapping(tensors: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
-    """Group the tensors whose stretches of memory overlap. DTensors are left out."""
+    """Group the tensors whose memory ranges overlap. DTensors are left out."""
     by_storage: dict[tuple[torch.device, int], dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
-        if is_dtensor(tensor):  # its address is 0, or an offset where this rank's part is a view
+        if is_dtensor(tensor):  # its address is 0, or an offset if this rank's part is a view
             continue
         if has_memory(tensor) and not tensor.is_meta and tensor.data_ptr():
             by_storage.setdefault((tensor.device, tensor.untyped_storage().data_ptr()), {})[name] = tensor
@@ -220,7 +220,7 @@ def _groups(views: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tenso
 
 
 def _end(tensor: torch.Tensor) -> int:
-    """The address after the tensor's last element."""
+    """Compute the address after the tensor's last element."""
     steps = ((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr() + (sum(steps) + 1) * tensor.element_size()
 

@@ -1,1 +1,1 @@
-"""Checkpoints for people to look at: what is in one, and what differs between two."""
+"""Checkpoint viewers: the contents of one, and the differences between two."""

@@ -1,4 +1,4 @@
-"""What differs between two checkpoints, in one sentence: which part of the model, which layers, which names."""
+"""Describe the differences between two checkpoints in one sentence: parts of the model, layers and names."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _HEADS: Final = frozenset(
     {"classification_head", "classifier", "cls", "embed_out", "fc", "head", "heads", "lm_head", "logits"}
     | {"output_projection", "qa_outputs", "score"}
 )
-"""What architectures call the part that is made for a task."""
+"""Names that architectures use for the task-specific part."""
 _FEW: Final = 10
-"""A tenth of all: if less than that has not changed, the sentence names it in place of what has."""
+"""A tenth of all: if at most that many are unchanged, the sentence names those instead of the changed ones."""
 
 
 def headline(found: CheckpointDiff) -> str:
-    """Say in one sentence what differs, and where.
+    """Describe in one sentence what differs, and where.
 
     Args:
-        found: By `diff_checkpoints`.
+        found: The result of `diff_checkpoints`.
 
     Returns:
-        A sentence with names from the checkpoints in it, which are to be escaped where it is shown.
+        A sentence that contains names from the checkpoints, which must be escaped where it is shown.
     """
     by_kind: dict[DiffKind, list[TensorDiff]] = {}
     for tensor in found.tensors:
@@ -136,7 +136,7 @@ _CLAUSES: Final[dict[DiffKind, Callable[[Sequence[TensorDiff], CheckpointDiff], 
 
 
 def _ending(by_kind: dict[DiffKind, list[TensorDiff]], clauses: Sequence[str]) -> str:
-    """What is true of the rest."""
+    """Return the end of the sentence, about the rest of the tensors."""
     if len(clauses) > 1 or clauses[0].startswith(("only", "the o", "all")):
         return ""
     if clauses[0].startswith("cast "):
@@ -161,7 +161,7 @@ def _names_text(renamed: Sequence[TensorDiff]) -> str:
 
 
 def _files_text(found: CheckpointDiff) -> str:
-    """How the files differ that hold the same tensors; "" where they don't."""
+    """Describe how files with the same tensors differ; "" if they do not."""
     files_a = {tensor.a.file for tensor in found.tensors if tensor.a}
     files_b = {tensor.b.file for tensor in found.tensors if tensor.b}
     if all(tensor.a and tensor.b and tensor.a.file == tensor.b.file for tensor in found.tensors):
@@ -172,7 +172,7 @@ def _files_text(found: CheckpointDiff) -> str:
 
 
 def _is_head(name: str) -> bool:
-    """Whether a tensor lies in a head, and in no layer."""
+    """Return whether a tensor is in a head and in no layer."""
     parts = split_name(name)
     return not _HEADS.isdisjoint(parts[:2]) and not any(map(is_number, parts[:2]))
 
@@ -190,19 +190,19 @@ def _capitalized(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-# By which rules the tensors of one checkpoint are called otherwise in another.
+# Renaming rules: how the names of one checkpoint's tensors change in another.
 
 
 class RenameRule(NamedTuple):
-    """What is replaced in names, in whole parts; a "*" stands for a number."""
+    """Replacement of whole parts in names; a "*" represents a number."""
 
     old: str
     new: str
     is_in_front: bool
-    """Whether names begin with it."""
+    """Whether the replaced parts are at the beginning of the names."""
 
     def as_text(self) -> str:
-        """Say it in words."""
+        """Describe the rule."""
         old, new = short_name(self.old), short_name(self.new)
         where = " in front" if self.is_in_front else ""
         if not old:
@@ -213,13 +213,13 @@ class RenameRule(NamedTuple):
 
 
 def rename_rules(pairs: Iterable[tuple[str, str]]) -> list[tuple[RenameRule, int]]:
-    """Find what was replaced in names.
+    """Find the replacements in names.
 
     Args:
-        pairs: The old and the new name of a tensor.
+        pairs: The old and the new name of each tensor.
 
     Returns:
-        Rules and how many of the pairs each is true of, the most frequent first.
+        Rules with the number of pairs that each applies to, the most frequent first.
 
     Example:
         >>> rename_rules([("h.0.bias", "model.h.0.bias"), ("ln.bias", "model.ln.bias")])
@@ -236,7 +236,7 @@ def _rule(old: list[str], new: list[str]) -> RenameRule:
 
 
 def _common(one: list[str], other: list[str]) -> int:
-    """How many first parts are the same."""
+    """Count the first parts that are the same."""
     count = 0
     while count < min(len(one), len(other)) and one[count] == other[count]:
         count += 1
@@ -247,24 +247,24 @@ def _wild(parts: list[str]) -> str:
     return ".".join("*" if is_number(part) else part for part in parts)
 
 
-# Which part of a model some tensors are, in a few words: "query and value of all 6 layers".
+# Short descriptions of the part of a model that some tensors form: "query and value of all 6 layers".
 
 
 _MOST_KINDS: Final = 4
-"""Kinds of tensors in a layer that are named."""
+"""The most kinds of tensors in a layer that are named."""
 _MOST_PLACES: Final = 3
-"""Modules beside the layers that are named."""
+"""The most modules outside the layers that are named."""
 _MOST_LETTERS: Final = 40
-"""Of one name; the middle of a longer one is left out."""
+"""The most characters of one name; the middle of a longer one is left out."""
 
 
 def describe_tensors(chosen: Collection[str], every: Iterable[str], *, names_kinds: bool = False) -> str:
-    """Say which part of a model some of its tensors are.
+    """Describe the part of a model that some of its tensors form.
 
     Args:
         chosen: FQNs of tensors; at least one.
         every: All tensors of the model, these included.
-        names_kinds: Whether kinds of tensors are named where all of them are chosen, too.
+        names_kinds: Whether to name kinds of tensors even if all of them are chosen.
 
     Example:
         >>> every = [f"h.{layer}.{kind}.weight" for layer in range(6) for kind in "qkv"]
@@ -296,7 +296,7 @@ def short_name(name: str) -> str:
 
 
 def _in_stack(stack: LayerStack, chosen: set[str], names_kinds: bool) -> str:
-    """The layers, and what in them; "" where none is chosen."""
+    """Describe the chosen layers and their chosen kinds; "" if none is chosen."""
     whole = {cell for cell, names in stack.cells.items() if chosen.issuperset(names)}
     partly = {cell for cell, names in stack.cells.items() if not chosen.isdisjoint(names)}
     if not partly:
@@ -317,7 +317,7 @@ def _layers_text(layers: set[int], stack: LayerStack) -> str:
 
 
 def _kinds_text(kinds: set[str], stack: LayerStack) -> str:
-    """The modules that are chosen as a whole, and the tensors of others; each by as little of its name as tells it."""
+    """List fully chosen modules, and chosen tensors of others, each by the shortest unambiguous end of its name."""
     tensors: dict[str, set[str]] = {}
     for kind in stack.kinds:
         tensors.setdefault(kind.rpartition(".")[0] or kind, set()).add(kind)
@@ -334,7 +334,7 @@ def _kinds_text(kinds: set[str], stack: LayerStack) -> str:
 
 
 def _short_among(module: str, modules: Collection[str]) -> str:
-    """The last parts of a module's name, as many as no other of the modules ends with."""
+    """Return the shortest end of a module's name that no other of the modules ends with."""
     parts = module.split(".")
     for count in range(1, len(parts)):
         tail = ".".join(parts[-count:])
@@ -352,28 +352,28 @@ def _in_others(chosen: set[str], others: Sequence[str]) -> str:
     return join_words([short_name(row.path) for row in rows])
 
 
-# What PEFT makes of names, in words: an adapter and the modules that are saved with it.
+# PEFT's names: descriptions of an adapter and the modules that are saved with it.
 
 
 _LORA = ".lora_"
-"""How the parts of names begin that PEFT gives to what it adds to a module."""
+"""The beginning of the name parts that PEFT adds to a module."""
 _FRONT = "base_model.model."
-"""Before all names of a model that PEFT wraps."""
+"""The prefix of all names of a model that PEFT wraps."""
 _SAVED = ".modules_to_save."
-"""Behind the name of a module that is trained as a whole; a file of an adapter alone leaves it out."""
+"""Follows the name of a module that is trained as a whole; an adapter-only file leaves it out."""
 _WRAPPED = (".base_layer", ".original_module")
-"""Behind the name of a module that has an adapter, or a trained one in its place."""
+"""Follow the name of a module that has an adapter, or a trained module in its place."""
 
 
 def adapter_in_words(names: Collection[str], *, is_alone: bool) -> str | None:
-    """Say what an adapter is for, and which modules are trained with it.
+    """Describe the modules that an adapter is for, and the modules that are trained with it.
 
     Args:
         names: FQNs; at least one.
-        is_alone: Whether they may be those of a file of an adapter, in which a trained module has its own name.
+        is_alone: Whether they may be from an adapter file, in which a trained module keeps its own name.
 
     Returns:
-        None where these are not the tensors of an adapter.
+        The description, or None if these are not the tensors of an adapter.
 
     Example:
         >>> names = [f"base_model.model.{name}" for name in ("q.lora_A.weight", "q.lora_B.weight", "head.bias")]
@@ -392,7 +392,7 @@ def adapter_in_words(names: Collection[str], *, is_alone: bool) -> str | None:
 
 
 def is_wrapping(pairs: Iterable[tuple[str, str]]) -> bool:
-    """Whether each second name is the first one in a model that PEFT wraps, and one at least has a module wrapped."""
+    """Return whether PEFT's wrapping turns each first name into the second, and wraps a module for at least one."""
     wraps = False
     for plain, wrapped in pairs:
         bare = wrapped.removeprefix(_FRONT)

@@ -1,4 +1,4 @@
-"""Compare two checkpoints, wherever they are: which tensors are the same, changed, cast, renamed, or in one only."""
+"""Compare two checkpoints, wherever they are: tensors that are the same, changed, cast, renamed, or in one only."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _THREADS: Final = 2
 """Threads that read and compare; each reads both checkpoints."""
 
 _FAR_THREADS: Final = 4
-"""The same where a request is waited for: a thread holds some 32 MiB of the answers of two checkpoints."""
+"""The same for remote reads, which wait for requests: a thread buffers some 32 MiB of responses of two checkpoints."""
 
 _Result = TypeVar("_Result")
 
@@ -61,30 +61,29 @@ def diff_checkpoints(
     token: str | bool | None = None,
     progress: bool | None = None,
 ) -> CheckpointDiff:
-    """Compare two checkpoints, tensor by tensor, however they are sharded.
+    """Compare two checkpoints tensor by tensor, however they are sharded.
 
-    Tensors are paired by their names. Where both checkpoints have digests of a tensor, which hfshard writes, or where
-    the sha256 of its file is known to be the same, none of its bytes is read. Where one has none, that one is
-    read; where both have none, both are. Of the Hub and of stores only headers and those bytes come,
-    unless weights are pickled.
+    Tensors are paired by name. If both checkpoints have digests of a tensor, which hfshard writes, or if the sha256 of
+    its file is known to be the same, none of its bytes are read. If one lacks a digest, that one is read; if both do,
+    both are. From the Hub and from stores, only headers and those bytes are fetched, unless weights are pickled.
 
-    What a digest says is believed: an index or a file that lies about its own bytes is found out by `verify="full"`, or
-    by `verify_checkpoint`.
+    Digests are trusted: an index or a file with wrong digests of its own bytes is detected by `verify="full"`, or by
+    `verify_checkpoint`.
 
     Args:
-        a: A directory, one file of weights, an address of a store, "org/name" on the Hub or the directory of a hub,
-            both also with "@revision", a run (its latest checkpoint), also of transformers' Trainer, or one checkpoint
-            of it ("run/checkpoint-30"). In each may be an adapter of PEFT in place of a model.
-        b: The same.
-        values: Whether to measure by how much the values of a tensor that changed, was cast or reshaped differ: both
-            are read for it, block by block.
-        variant: As in `from_pretrained`; of both.
-        key: Of files of torch.save that hold several sets of weights: the one to take, as in `load_state_dict`; of
-            whichever of the two is such a file. A pair: that of a, and that of b.
-        subfolder: As in `from_pretrained`; of both, or a pair: that of a, and that of b.
-        verify: "none": only what reading needs is checked; "structure": what `load_state_dict` checks before it reads,
-            of local files the first bytes of tensors too; "full": no digest is believed, and every byte of both is
-            read, compared with each other and with the digests.
+        a: A directory, one file of weights, a store address, "org/name" on the Hub or a directory hub (either with an
+            optional "@revision"), a run (its latest checkpoint), also of transformers' Trainer, or one of its
+            checkpoints ("run/checkpoint-30"). Each may contain a PEFT adapter instead of a model.
+        b: The other checkpoint, in the same forms.
+        values: Whether to measure how much the values of a changed, cast or reshaped tensor differ; both are read for
+            it, block by block.
+        variant: As in `from_pretrained`; for both.
+        key: For files of torch.save with several sets of weights: the set to use, as in `load_state_dict`; for
+            whichever of the two is such a file. A pair: one for a and one for b.
+        subfolder: As in `from_pretrained`; for both, or a pair: one for a and one for b.
+        verify: "none": check only what reading needs; "structure": check what `load_state_dict` checks before it
+            reads, including the first bytes of tensors in local files; "full": trust no digest, read every byte of
+            both, and compare them with each other and with the digests.
         token: As in `from_pretrained`.
         progress: Whether to show a bar on stderr while tensors are read; None: only on a terminal.
 
@@ -93,11 +92,11 @@ def diff_checkpoints(
 
     Raises:
         CheckpointNotFoundError: There are no weights in one of the places.
-        DamagedCheckpointError, UnsafePathError, UnsafePickleError: A file is not whole, or not safe to read.
-        InvalidArgumentError: `key` does not say which weights of a file, or neither is such a file.
-        UnstorableTensorError: A pickle has a tensor that is not dense, or quantized.
-        CheckpointChangedError: One kept being replaced in a store.
-        HubError, StoreError: The Hub or the store refuses, or can't be reached.
+        DamagedCheckpointError, UnsafePathError, UnsafePickleError: A file is damaged, or not safe to read.
+        InvalidArgumentError: `key` does not select weights of a file, or neither is such a file.
+        UnstorableTensorError: A pickle has a tensor that is sparse or quantized.
+        CheckpointChangedError: One of them kept being replaced in a store.
+        HubError, StoreError: The Hub or the store refuses access, or cannot be reached.
 
     Example:
         report = hfshard.diff_checkpoints("base", "fine-tuned")
@@ -133,7 +132,7 @@ def _diff_once(openings: Sequence[Opening], asked: Asked, *, has_one_key: bool) 
 
 
 def _pair(name: str, value: str | tuple[str | None, ...] | None) -> tuple[str | None, str | None]:
-    """What is given for both checkpoints, or for each."""
+    """Return the values for a and b from one value for both, or a pair."""
     if not isinstance(value, tuple | list):
         return value, value
     if len(value) != 2:
@@ -150,7 +149,7 @@ class _Comparison:
         self.read_bytes = 0
 
     def run(self) -> CheckpointDiff:
-        """Pair the tensors, and compare each pair."""
+        """Pair the tensors and compare each pair."""
         named = pair_by_name(self.a, self.b)
         renamed = self._renamed(named.only_in_a, named.only_in_b)
         found = dict(zip(named.pairs, self._compared(named.pairs), strict=True))
@@ -211,12 +210,12 @@ def _diff_of(pair: TensorPair, finding: Finding) -> TensorDiff:
     return TensorDiff(finding.kind, facts_a, facts_b, finding.values)
 
 
-# Finds out how two tensors differ: from their digests where both have one, else from their bytes, read once.
+# Comparing two tensors: by their digests if both have one, else by their bytes, read once.
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """How two tensors differ."""
+    """Relation of two tensors."""
 
     kind: DiffKind
     values: ValueDiff | None = None
@@ -225,16 +224,16 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What is asked of a comparison."""
+    """Options of a comparison."""
 
     values: bool = False
-    """Whether values that differ are measured."""
+    """Whether to measure values that differ."""
     trusts_digests: bool = True
-    """False: what digests would tell is read."""
+    """False: tensors are read instead of relying on their digests."""
 
 
 def known_finding(pair: TensorPair, asked: Asked) -> Finding | None:
-    """How two tensors differ, if that can be told without reading; None where it can't."""
+    """Determine how two tensors differ without reading them; None if that is not possible."""
     kind = _known_kind(pair, asked)
     if kind is None or (kind != "same" and asked.values and _is_measurable(pair)):
         return None
@@ -262,21 +261,21 @@ def _kind_of_equal(pair: TensorPair) -> DiffKind:
 
 
 def _is_measurable(pair: TensorPair) -> bool:
-    """Whether the values of two tensors can be compared one by one."""
+    """Return whether the values of two tensors can be compared one by one."""
     has_numbers = is_number(pair.a.torch_dtype) and is_number(pair.b.torch_dtype)
     return has_numbers and prod(pair.a.facts.shape) == prod(pair.b.facts.shape)
 
 
 def compare(pair: TensorPair, asked: Asked, report: ProgressCallback) -> Finding:
-    """Find out how two tensors differ, where that must be read.
+    """Determine how two tensors differ by reading them.
 
     Args:
-        pair: Two for which `known_finding` has none.
-        asked: What is wanted.
-        report: Called with the bytes of each block; ends it early by raising.
+        pair: Two tensors for which `known_finding` returns None.
+        asked: The options of the comparison.
+        report: Called with the number of bytes of each block; ends the comparison early by raising.
 
     Raises:
-        IntegrityError: What was read is not what its digest says.
+        IntegrityError: The bytes read do not match their digest.
     """
     known = _known_kind(pair, asked)
     measures = asked.values and _is_measurable(pair)
@@ -300,7 +299,7 @@ def compare(pair: TensorPair, asked: Asked, report: ProgressCallback) -> Finding
 
 
 class _Checks:
-    """What is found out about two tensors while their blocks come."""
+    """State of the comparison of two tensors while their blocks are read."""
 
     def __init__(self, pair: TensorPair, *, is_known: bool, measures: bool) -> None:
         dtype_a, dtype_b = pair.a.torch_dtype, pair.b.torch_dtype
@@ -313,11 +312,11 @@ class _Checks:
 
     @property
     def holds(self) -> bool:
-        """Whether they may be the same yet, but for their dtype or shape."""
+        """True if they may still be the same, except for their dtype or shape."""
         return self.are_equal or (self.rounding is not None and self.rounding.holds)
 
     def add(self, block_a: memoryview, block_b: memoryview) -> None:
-        """Take in the bytes of the same elements of both."""
+        """Add the bytes of the same elements of both."""
         if self.are_equal:
             raw_a, raw_b = (torch.frombuffer(block, dtype=torch.uint8) for block in (block_a, block_b))
             self.are_equal = torch.equal(raw_a, raw_b)
@@ -327,23 +326,23 @@ class _Checks:
             self.measure.add(block_a, block_b)
 
     def kind(self, pair: TensorPair) -> DiffKind:
-        """How they differ, when all blocks have come."""
+        """Return how they differ, after all blocks were added."""
         if self.rounding is not None and self.rounding.holds:
             return "cast"
         return _kind_of_equal(pair) if self.are_equal else "changed"
 
 
 def digest_of(tensor: ComparedTensor, report: ProgressCallback) -> str:
-    """Compute the digest of a tensor's bytes (arguments and errors as for `compare`)."""
+    """Compute the digest of a tensor's bytes; `report` and the error are those of `compare`."""
     return tensor_digest(_reported(tensor.blocks(), report))
 
 
 def paired_blocks(pair: TensorPair, report: ProgressCallback) -> Iterator[tuple[memoryview, memoryview]]:
-    """Read two tensors at once.
+    """Read two tensors in step.
 
     Args:
         pair: The two, with the same number of elements, or of bytes.
-        report: As for `compare`.
+        report: Called with the number of bytes of each block; ends the reads early by raising.
 
     Yields:
         Blocks of the same elements; valid until the next ones.

@@ -1,4 +1,4 @@
-"""What is compared in a diff: the tensors of both sides, the pairs of them, and the report as plain data."""
+"""Data of a diff: the tensors of both sides, their pairs, and the report as plain data."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from hfshard.tensors.tied import find_shared_tensors
 from hfshard.viewing.inspection import TensorEntry, ViewedCheckpoint
 
 DiffKind = Literal["same", "renamed", "cast", "reshaped", "changed", "only_in_a", "only_in_b"]
-"""How a tensor of two checkpoints relates. The same: dtype, shape and bytes. A cast has another dtype and nothing but
-rounding, a reshape another shape and the same bytes; whatever else differs under one name has changed, be it only the
-sign of a zero. Renamed: the same dtype, shape and bytes under another name, where each name is in one checkpoint only.
-"""
+"""The relation of a tensor in two checkpoints. The same: equal dtype, shape and bytes. A cast has another dtype and
+differs by rounding only; a reshape has another shape and the same bytes. Any other difference under one name is a
+change, even the sign of a zero. Renamed: the same dtype, shape and bytes under another name, each name being in one
+checkpoint only."""
 
 
 @dataclass(frozen=True, slots=True)
 class ValueDiff:
-    """How the values of a tensor differ, over the elements that are finite in both.
+    """Difference between the values of two tensors, over the elements that are finite in both.
 
-    Computed in float64; where both have numbers of 8 or 16 bits, in float32: then `max_abs` is right to 7 digits, the
-    norms and the cosine are to 6. Counts are exact.
+    Computed in float64; if both have numbers of 8 or 16 bits, in float32: then `max_abs` is correct to 7 digits, and
+    the norms and the cosine to 6. Counts are exact.
     """
 
     elements: int
@@ -49,9 +49,9 @@ class ValueDiff:
     max_abs: float
     """The largest |b - a|."""
     relative_norm: float
-    """|b - a| / |a|, each the 2-norm; inf where only a is zero, 0.0 where both are."""
+    """|b - a| / |a|, each the 2-norm; inf if only a is zero, 0.0 if both are."""
     cosine: float | None
-    """Of the angle between a and b; None where one of them is zero."""
+    """The cosine of the angle between a and b; None if one of them is zero."""
     nan_a: int
     nan_b: int
     inf_a: int
@@ -59,7 +59,7 @@ class ValueDiff:
 
     @property
     def was_zero(self) -> bool:
-        """Whether only a is zero, so that the change has no relative norm."""
+        """True if only a is zero, so that the change has no relative norm."""
         return math.isinf(self.relative_norm)
 
 
@@ -69,16 +69,16 @@ class TensorDiff:
 
     kind: DiffKind
     a: TensorEntry | None
-    """None: it is only in b."""
+    """None if it is only in b."""
     b: TensorEntry | None
-    """None: it is only in a."""
+    """None if it is only in a."""
     values: ValueDiff | None = None
-    """Where values were asked for, and it changed or was cast or reshaped; both have the same number of elements, and
-    torch knows how to read them as numbers (not F4, F6)."""
+    """Set if values were requested, the tensor was changed, cast or reshaped, both have the same number of elements,
+    and torch can read them as numbers (not F4, F6)."""
 
     @property
     def name(self) -> str:
-        """The FQN in b, or in a where b has none."""
+        """The FQN in b, or in a if it is only there."""
         facts = self.b or self.a
         assert facts is not None
         return facts.name
@@ -86,39 +86,40 @@ class TensorDiff:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointDiff:
-    """What `diff_checkpoints` found."""
+    """Result of `diff_checkpoints`."""
 
     a: str
-    """As it was given, made absolute."""
+    """The given place, made absolute."""
     b: str
     tensors: tuple[TensorDiff, ...]
-    """In the order of b, then those that are only in a, in its order. Names that are tied to one of these in a and in b
-    have no entry of their own."""
+    """In the order of b, then the ones that are only in a, in its order. Names that are tied to one of these in both a
+    and b have no entry of their own."""
     ties_a: dict[str, str]
     """Names of a that are stored as another tensor."""
     ties_b: dict[str, str]
     read_bytes: int
-    """Bytes of tensors that were read to tell; not those that are compared with fingerprints when a file is opened."""
+    """Bytes of tensors that were read for the comparison, without those that are compared with fingerprints when a
+    file is opened."""
     retied: tuple[str, ...] = ()
-    """Names that share a tensor with other names in one than in the other, or are tied in one and not in the other at
-    all. Not those that the config of a model of transformers ties by itself, where the other does not name them."""
+    """Names that share a tensor with different names in a and b, or are tied in one and not in the other. Names that a
+    transformers config ties by itself are not included if the other checkpoint does not have them."""
 
     @property
     def is_same(self) -> bool:
-        """Whether both hold the same tensors under the same names, tied names included."""
+        """True if both have the same tensors under the same names, tied names included."""
         return not self.retied and all(tensor.kind == "same" for tensor in self.tensors)
 
     @property
     def counts(self) -> dict[DiffKind, int]:
-        """How many tensors there are of each kind that occurs."""
+        """The number of tensors of each kind that occurs."""
         return dict(Counter(tensor.kind for tensor in self.tensors))
 
 
-# One of two checkpoints that are compared: its stored tensors, and all names of each.
+# One side of a comparison: a checkpoint's stored tensors, and all names of each.
 
 
 _COMPLEX_DTYPES = {"F64": torch.complex128, "F16": torch.complex32}
-"""What real pairs of the format may stand for."""
+"""The complex dtype that pairs of reals in the format can represent."""
 
 _COMPLEX_NAMES = {"F64": "C128", "F16": "C32"}
 
@@ -128,17 +129,17 @@ class ComparedTensor:
     """A stored tensor of one side."""
 
     position: int
-    """Among the tensors of its side."""
+    """Its position among the tensors of its side."""
     facts: TensorEntry
     value: TensorLike
     names: frozenset[str]
-    """Its own, and those that are tied to it."""
+    """Its own name, and the names that are tied to it."""
     torch_dtype: torch.dtype | None
-    """None: this torch does not have it."""
+    """None if this torch does not have the dtype."""
     digest: str | None
-    """The xxh3 of its bytes, where it is known without reading them."""
+    """The xxh3 of its bytes, if it is known without reading them."""
     places: frozenset[Hashable]
-    """What its bytes lie in: tensors with one in common have the same bytes."""
+    """Locations of its bytes: tensors with one in common have the same bytes."""
 
     @property
     def form(self) -> tuple[str, tuple[int, ...]]:
@@ -146,7 +147,7 @@ class ComparedTensor:
         return self.facts.dtype, self.facts.shape
 
     def blocks(self) -> Iterator[memoryview]:
-        """Read its bytes, and compare them with the digest if there is one; each block is valid until the next one."""
+        """Read its bytes and compare them with the digest, if any; each block is valid until the next one."""
         return iter_blocks(self.value, BLOCK_BYTES)
 
 
@@ -159,20 +160,20 @@ class Side:
     """In the order of the files and of the bytes in them."""
     ties: dict[str, str]
     optional_names: frozenset[str]
-    """Tied names that a model has whether or not they are in the checkpoint, as its config ties them."""
+    """Tied names that a model has whether or not they are in the checkpoint, since its config ties them."""
     is_far: bool
-    """Whether bytes come over a network."""
+    """Whether bytes are read over a network."""
 
     def by_name(self) -> dict[str, ComparedTensor]:
-        """Every name, tied ones included -> its tensor."""
+        """Map every name, tied ones included, to its tensor."""
         return {name: tensor for tensor in self.tensors for name in tensor.names}
 
 
 def side_of(viewed: ViewedCheckpoint) -> Side:
-    """Describe an open checkpoint; nothing more is read.
+    """Describe an open checkpoint without reading anything more.
 
     Raises:
-        UnstorableTensorError: A pickle holds a tensor that the format has no form for: sparse, quantized.
+        UnstorableTensorError: A pickle contains a tensor that the format cannot represent: sparse, quantized.
     """
     checkpoint = viewed.checkpoint
     values = raw_tensors(checkpoint, checks_files=False)
@@ -219,7 +220,7 @@ def _compared(
 
 
 def _places(viewed: ViewedCheckpoint) -> dict[str, list[Hashable]]:
-    """Name -> where its bytes lie: in which file or in a file of which sha256, and at which of its bytes."""
+    """Map each name to the locations of its bytes: a file, or the sha256 of one, and the range in it."""
     found: dict[str, list[Hashable]] = {}
     for file, shard in viewed.checkpoint.shards.items():
         recorded = viewed.checkpoint.index.files.get(file, FileDigest())
@@ -232,9 +233,9 @@ def _places(viewed: ViewedCheckpoint) -> dict[str, list[Hashable]]:
 
 
 def _contents(shard: SafetensorsShard, recorded: FileDigest, *, is_of_hub: bool) -> list[Hashable]:
-    """What tells that another file has the same bytes."""
+    """Return identities of a file's contents; another file with one of them has the same bytes."""
     contents: list[Hashable] = []
-    states_its_own = shard.hfshard_metadata.digests != FileDigest()  # its sha256 is that of another header
+    states_its_own = shard.hfshard_metadata.digests != FileDigest()  # then its sha256 was computed with another header
     if recorded.sha256 is not None and not states_its_own:
         contents.append(recorded.sha256)
     if not isinstance(shard, RangedShard):
@@ -244,18 +245,18 @@ def _contents(shard: SafetensorsShard, recorded: FileDigest, *, is_of_hub: bool)
     return contents
 
 
-# Which tensor of one checkpoint is compared with which of another: by their names, and the rest by their contents.
+# Pairing: tensors of two checkpoints are paired by name, and the rest by contents.
 
 
 _MOST_PARTS: Final = 16
-"""Parts of a dotted name that are looked at, from either end; those of models have up to ten."""
+"""Parts of a dotted name that are compared, from either end; names in models have up to ten."""
 
 TensorKey = Hashable
-"""Is equal for tensors that are the same but for their names."""
+"""A key that is equal for tensors that are the same except for their names."""
 
 
 class TensorPair(NamedTuple):
-    """Two tensors that are compared, and the names by which they were found."""
+    """Two tensors to compare, and the names by which they were paired."""
 
     a: ComparedTensor
     b: ComparedTensor
@@ -264,7 +265,7 @@ class TensorPair(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of both."""
+        """Bytes of both tensors."""
         return self.a.facts.nbytes + self.b.facts.nbytes
 
 
@@ -280,10 +281,10 @@ class NamePairs:
 
 
 def pair_by_name(a: Side, b: Side) -> NamePairs:
-    """Pair the tensors that have a name in common, be it a tied one.
+    """Pair the tensors that have a name in common, which may be a tied one.
 
-    A pair is found by the name under which b stores it, else a, else the first one. Where a name shares a tensor with
-    other names in b than in a, a tensor is in several pairs.
+    A pair is named as b stores it, else as a does, else by the first common name. If a name shares a tensor with
+    different names in a and b, a tensor is in several pairs.
     """
     names_a, names_b = a.by_name(), b.by_name()
     pairs: list[TensorPair] = []
@@ -322,15 +323,15 @@ def pair_by_contents(
     only_in_b: Sequence[ComparedTensor],
     key_of: Callable[[ComparedTensor], TensorKey],
 ) -> list[TensorPair]:
-    """Pair tensors that are the same but for their names, as many as there are.
+    """Pair as many tensors as possible that are the same except for their names.
 
-    Of several that are equal to each other, those are paired first whose names have the most last parts in common
-    ("h.0.bias" and "layers.0.bias" have two), then those with the most first parts, then the others in their order.
+    Among tensors that equal each other, those with the most last name parts in common are paired first ("h.0.bias" and
+    "layers.0.bias" share two), then those with the most first parts, then the others in order.
 
     Args:
-        only_in_a: Each is paired once at most.
-        only_in_b: The same.
-        key_of: What must be equal.
+        only_in_a: Tensors of a; each is paired at most once.
+        only_in_b: Tensors of b; each is paired at most once.
+        key_of: Returns the key that must be equal.
     """
     groups: dict[TensorKey, tuple[list[ComparedTensor], list[ComparedTensor]]] = defaultdict(lambda: ([], []))
     for side, tensors in enumerate((only_in_a, only_in_b)):
@@ -363,7 +364,7 @@ def _renamed(a: ComparedTensor, b: ComparedTensor) -> TensorPair:
 
 
 def _likenesses() -> Iterator[Callable[[str], Hashable]]:
-    """What names may have in common, from much to little; None where a name does not have as much."""
+    """Yield functions that return the part of a name to match, longest first; None if a name is too short."""
     for count in range(_MOST_PARTS, 0, -1):
         yield partial(_last_parts, count)
     for count in range(_MOST_PARTS, 0, -1):

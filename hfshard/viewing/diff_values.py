@@ -1,4 +1,4 @@
-"""Measure by how much the values of two tensors differ, block by block, in bounded memory."""
+"""Measure how much the values of two tensors differ, block by block, in bounded memory."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from hfshard.tensors.stored_tensor import PLAIN_DTYPES
 from hfshard.viewing.diff_tensors import ValueDiff
 
 _CHUNK: Final = 30_848
-"""Elements that are measured at once where some are NaN or infinite, or hard to square: torch starts threads of its own
-for 32,768."""
+"""Elements that are measured at once if some are NaN or infinite, or hard to square: torch starts its own threads at
+32,768."""
 
 
 class ValueMeasure:
-    """What is known of the values of two tensors, as far as they were read."""
+    """Running measurement of the values of two tensors."""
 
     def __init__(self, dtype_a: torch.dtype, dtype_b: torch.dtype) -> None:
-        """Begin with no element.
+        """Begin with no elements.
 
         Args:
-            dtype_a, dtype_b: Those that `is_number` accepts.
+            dtype_a, dtype_b: Dtypes that `is_number` accepts.
         """
         self._dtypes = dtype_a, dtype_b
         self._wide = torch.complex128 if dtype_a.is_complex or dtype_b.is_complex else torch.float64
@@ -40,7 +40,7 @@ class ValueMeasure:
         self._inf = [0, 0]
 
     def add(self, block_a: memoryview, block_b: memoryview) -> None:
-        """Take in the bytes of the same elements of both."""
+        """Add the bytes of the same elements of both."""
         a, b = numbers_in(block_a, self._dtypes[0]), numbers_in(block_b, self._dtypes[1])
         self._elements += len(a)
         step = _CHUNK if self._adder is None else self._adder.elements
@@ -48,7 +48,7 @@ class ValueMeasure:
             self._add_chunk(a[at : at + step], b[at : at + step])
 
     def result(self) -> ValueDiff:
-        """What was measured."""
+        """Return the measurement so far."""
         squares_a, squares_b, squares_d = self._squares
         cosine = None
         if squares_a.value and squares_b.value:
@@ -80,7 +80,7 @@ class ValueMeasure:
         self._changed += sums.changed
 
     def _add_any(self, a: torch.Tensor, b: torch.Tensor) -> None:
-        """Take in numbers that may be NaN or infinite, or whose squares a float may not have."""
+        """Add numbers that may be NaN or infinite, or whose squares may be outside the range of a float."""
         wide_a, wide_b = a.to(self._wide), b.to(self._wide)
         are_integers = not (has_fraction(a.dtype) or has_fraction(b.dtype))
         changed = differing_integers(a, b) if are_integers else differing(wide_a, wide_b)
@@ -108,7 +108,7 @@ class ValueMeasure:
 
 
 class _ScaledSum:
-    """A sum of numbers that float64 may not have: value * 2**exponent."""
+    """A sum of numbers that may be outside the range of float64: value * 2**exponent."""
 
     def __init__(self) -> None:
         self.value = 0.0
@@ -130,13 +130,13 @@ def _relative_norm(difference: _ScaledSum, of: _ScaledSum) -> float:
     if not of.value:
         return math.inf
     norm = _scaled(math.sqrt(difference.value / of.value), (difference.exponent - of.exponent) // 2)
-    return min(norm, sys.float_info.max)  # infinity is for a of zero
+    return min(norm, sys.float_info.max)  # infinity means that a is zero
 
 
 def _square(values: torch.Tensor) -> float:
-    """Of the 2-norm; not by `torch.dot`, which waits for threads of its own however short the tensors are."""
+    """Compute the squared 2-norm without `torch.dot`, which waits for its own threads even for short tensors."""
     norm = float(torch.linalg.vector_norm(values))
-    return norm * norm  # where `**` raises, this is infinite
+    return norm * norm  # `**` would raise on overflow; this gives infinity
 
 
 def _reals(values: torch.Tensor) -> torch.Tensor:
@@ -144,14 +144,14 @@ def _reals(values: torch.Tensor) -> torch.Tensor:
 
 
 def _shrunk(values: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Numbers whose largest is near 1, and the power of two by which they were divided."""
+    """Scale numbers so that the largest is near 1, and return the exponent of two that they were divided by."""
     largest = float(values.abs().max()) if len(values) else 0.0
     exponent = math.frexp(largest)[1]
     return _times(values, -exponent), exponent
 
 
 def _times(values: torch.Tensor, exponent: int) -> torch.Tensor:
-    """Multiply by a power of two, in two steps: it may be one that float64 does not have."""
+    """Multiply by a power of two in two steps, since float64 may not represent it."""
     half = exponent // 2
     return values * math.ldexp(1.0, half) * math.ldexp(1.0, exponent - half)
 
@@ -163,47 +163,47 @@ def _scaled(value: float, exponent: int) -> float:
         return math.inf
 
 
-# Blocks of bytes as numbers: which dtypes are numbers, and which numbers are others rounded.
+# Blocks of bytes as numbers: numeric dtypes, and checks whether numbers are others rounded.
 
 
 _NUMBERS: Final = PLAIN_DTYPES | {torch.complex128, torch.complex32}
-"""All but F4, which torch has no arithmetic for."""
+"""All dtypes but F4, for which torch has no arithmetic."""
 
 
 def is_number(dtype: torch.dtype | None) -> bool:
-    """Whether tensors of this dtype can be read as numbers."""
+    """Return whether tensors of this dtype can be read as numbers."""
     return dtype in _NUMBERS
 
 
 def numbers_in(block: memoryview, dtype: torch.dtype) -> torch.Tensor:
-    """Look at the bytes of a tensor as numbers, in one dimension; complex halves as complex floats.
+    """View a tensor's bytes as numbers in one dimension; complex halves are converted to complex floats.
 
     Args:
-        block: A multiple of an element.
-        dtype: One that `is_number` accepts. A bool is true unless it is zero, and comes as an integer: 0 or 1.
+        block: Bytes of any number of complete elements.
+        dtype: A dtype that `is_number` accepts. A bool is true unless it is zero, and is returned as 0 or 1.
     """
     raw = torch.frombuffer(block, dtype=torch.uint8)
     if raw.data_ptr() % dtype.itemsize:
-        raw = raw.clone()  # a file may have a tensor at any byte
+        raw = raw.clone()  # a tensor may start at any byte of a file
     if dtype is torch.bool:
         return raw.ne(0).view(torch.uint8)
-    if dtype is torch.complex32:  # torch warns of each tensor of this dtype
+    if dtype is torch.complex32:  # torch warns about each tensor of this dtype
         return torch.view_as_complex(raw.view(torch.float16).float().view(-1, 2))
     return raw.view(dtype)
 
 
 class RoundingCheck:
-    """Finds out whether the numbers of one tensor are those of another one, rounded to its dtype.
+    """Check of whether one tensor's numbers are another's, rounded to its dtype.
 
-    To a floating or complex dtype, numbers are rounded as torch's `.to` does it, and equal then; two NaN are equal.
-    Integers and bools are not rounded: they must be the same numbers, and so must be those of floats that were cast.
+    For a floating-point or complex dtype, numbers are rounded as by torch's `.to` and must then be equal; two NaN are
+    equal. Nothing is rounded to an integer or bool dtype: numbers cast to one must be the same, also those of floats.
     """
 
     def __init__(self, dtype_a: torch.dtype, dtype_b: torch.dtype) -> None:
         """Begin with nothing compared.
 
         Args:
-            dtype_a, dtype_b: Two different ones that `is_number` accepts.
+            dtype_a, dtype_b: Two different dtypes that `is_number` accepts.
         """
         self.dtype_a, self.dtype_b = dtype_a, dtype_b
         self._b_is_rounded = _rounds(dtype_a, dtype_b)
@@ -212,11 +212,11 @@ class RoundingCheck:
 
     @property
     def holds(self) -> bool:
-        """Whether all numbers so far are those of the other one."""
+        """True if all numbers so far are those of the other tensor."""
         return self._b_is_rounded or self._a_is_rounded or self._are_equal
 
     def add(self, block_a: memoryview, block_b: memoryview) -> None:
-        """Take in the bytes of the same elements of both."""
+        """Add the bytes of the same elements of both."""
         a, b = numbers_in(block_a, self.dtype_a), numbers_in(block_b, self.dtype_b)
         if self._are_equal:
             self._are_equal = not bool(differing_integers(a, b).any())
@@ -227,7 +227,7 @@ class RoundingCheck:
 
 
 def differing(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Where numbers of one dtype, or of float64 or complex128, are not equal; two NaN are."""
+    """Return a mask of unequal numbers of one dtype, or of float64 or complex128; two NaN are equal."""
     differs = a.ne(b)
     if has_fraction(a.dtype):
         differs &= ~(a.isnan() & b.isnan())
@@ -235,7 +235,7 @@ def differing(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def differing_integers(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Where integers of any two dtypes are not equal."""
+    """Return a mask of unequal integers of any two dtypes."""
     bits_a, bits_b = _int64_bits(a), _int64_bits(b)
     differs = bits_a.ne(bits_b)
     if (a.dtype is torch.uint64) != (b.dtype is torch.uint64):
@@ -244,14 +244,14 @@ def differing_integers(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def integer_difference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """b - a of integers of any two dtypes, as float64: right to 53 bits, and zero only where they are equal."""
+    """Compute b - a of integers of any two dtypes as float64: correct to 53 bits, and zero only if they are equal."""
     wide = b.to(torch.float64) - a.to(torch.float64)
-    exact = (_int64_bits(b) - _int64_bits(a)).to(torch.float64)  # wraps around where it is too large for an int64
+    exact = (_int64_bits(b) - _int64_bits(a)).to(torch.float64)  # wraps around if it is too large for an int64
     return torch.where(wide.abs() < 2.0**62, exact, wide)
 
 
 def has_fraction(dtype: torch.dtype) -> bool:
-    """Whether it is floating or complex."""
+    """Return whether a dtype is floating-point or complex."""
     return dtype.is_floating_point or dtype.is_complex
 
 
@@ -276,7 +276,7 @@ def _are_equal_numbers(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a, b) or not bool(differing(a, b).any())
 
 
-# Adds up how two chunks of numbers differ, in a few long passes, so that threads seldom wait for each other.
+# Sums over two chunks of numbers, in a few long passes, so that threads seldom wait for each other.
 
 
 _Floats: TypeAlias = "NDArray[np.floating[Any]]"
@@ -290,32 +290,32 @@ _SHORT: Final = frozenset(
 _LONG: Final = frozenset((torch.uint32, torch.int32, torch.float32, torch.float64))
 
 _CHUNK_BYTES: Final = 1024 * 1024
-"""Of the floats of one side. Two threads wait for each other at each pass: with a quarter of this, they took twice as
-long; and with twice of it, memory is further away than the processor's caches."""
+"""Bytes of the floats of one side. Two threads wait for each other at each pass: a quarter of this took twice as long,
+and twice as much does not fit the processor's caches."""
 
 _ROW: Final = 1024
-"""Products that are added in the chunk's own dtype, in several sums; the sums of rows are added in float64. A library
-of linear algebra starts no threads for rows of this length."""
+"""Products that are added in the chunk's own dtype, in several sums; the rows' sums are added in float64. A linear
+algebra library starts no threads for rows of this length."""
 
 _PIECE: Final = 32_767
-"""Elements that torch converts at once: for more, it starts threads of its own."""
+"""Elements that torch converts at once: for more, it starts its own threads."""
 
 _UPPER_HALF: Final = np.uint32(0xFFFF0000)
 
 
 @dataclass(frozen=True, slots=True)
 class _Precision:
-    """A dtype that is computed in, and between which sums of squares lost nothing that counts.
+    """A dtype for computing, and the range in which its sums of squares are accurate.
 
-    Below, some of the squares may have been too small for the dtype, above, one was nearly too large.
+    Below the range, some squares may have been too small for the dtype; above it, one was nearly too large.
     """
 
     dtype: Any
     least: float
     most: float
     like_lengths: float
-    """Where squared lengths differ by less, the product of two chunks is as good computed from those and that of their
-    difference, which takes no pass."""
+    """If squared lengths differ by a smaller factor, the product of two chunks is computed equally well from them and
+    the squared length of the difference, which takes no pass."""
 
 
 _FLOAT32: Final = _Precision(np.float32, 1e-25, 1e37, 4.0)
@@ -324,13 +324,13 @@ _FLOAT64: Final = _Precision(np.float64, 1e-200, 1e200, 1e6)
 
 @dataclass(frozen=True, slots=True)
 class ChunkSums:
-    """What was added up of a and b."""
+    """Sums over a chunk of a and b."""
 
     square_a: float
-    """Of the 2-norm, as the other two squares."""
+    """The squared 2-norm of a."""
     square_b: float
     square_d: float
-    """Of b - a."""
+    """The squared 2-norm of b - a."""
     product: float
     """The sum of a * b."""
     max_abs: float
@@ -340,17 +340,17 @@ class ChunkSums:
 
 
 class ChunkAdder:
-    """Adds up chunks of two dtypes, with room of its own: for one thread.
+    """Adder of chunks of two dtypes, with its own buffers: for one thread.
 
-    Two short dtypes, of 8 or 16 bits, are computed in float32, which has their numbers exactly: the largest difference
-    is right to 7 digits, sums are to 6. Others are computed in float64.
+    Two short dtypes, of 8 or 16 bits, are computed in float32, which represents their numbers exactly: the largest
+    difference is correct to 7 digits, and sums to 6. Others are computed in float64.
     """
 
     def __init__(self, dtype_a: torch.dtype, dtype_b: torch.dtype) -> None:
         """Allocate nothing yet.
 
         Args:
-            dtype_a, dtype_b: Two for which `can_add` is true.
+            dtype_a, dtype_b: Dtypes for which `can_add` is true.
         """
         self._precision = _FLOAT32 if {dtype_a, dtype_b} <= _SHORT else _FLOAT64
         self._are_bfloat16 = dtype_a is torch.bfloat16 and dtype_b is torch.bfloat16
@@ -358,16 +358,16 @@ class ChunkAdder:
         self._room: NDArray[Any] = np.empty((3, 0), self._precision.dtype)
         self._are_unequal = np.empty(0, bool)
         self.elements = _CHUNK_BYTES // self._room.itemsize
-        """How many elements a chunk may have."""
+        """The most elements that a chunk may have."""
 
     def add(self, a: torch.Tensor, b: torch.Tensor) -> ChunkSums | None:
         """Add up two chunks.
 
         Args:
-            a, b: In one dimension, at most `elements`, as `numbers_in` gives them.
+            a, b: At most `elements` numbers in one dimension, as returned by `numbers_in`.
 
         Returns:
-            None where a number is NaN or infinite, or a square may not be in the range of the dtype.
+            The sums, or None if a number is NaN or infinite, or a square may be outside the dtype's range.
         """
         with np.errstate(all="ignore"):
             return self._add(self._widened(a, b))
@@ -392,10 +392,10 @@ class ChunkAdder:
     def _has_square(self, square: float, values: _Floats) -> bool:
         if not square:
             return not values.any()
-        return self._precision.least <= square < self._precision.most  # not of NaN
+        return self._precision.least <= square < self._precision.most  # false for NaN
 
     def _widened(self, a: torch.Tensor, b: torch.Tensor) -> _Floats:
-        """The numbers of both as floats, in one order; and room for as many, of shape (3, count)."""
+        """Convert the numbers of both to floats in the same order, with a third row as a buffer: shape (3, count)."""
         count = len(a)
         if count > self._room.shape[1]:
             self._room = np.empty((3, count), self._precision.dtype)
@@ -411,16 +411,16 @@ class ChunkAdder:
 
 
 def can_add(dtype_a: torch.dtype, dtype_b: torch.dtype) -> bool:
-    """Whether float64 has all numbers of these dtypes, and differences of them are zero only for equal ones."""
+    """Return whether float64 represents all numbers of these dtypes, and differences are zero only for equal ones."""
     return {dtype_a, dtype_b} <= _SHORT | _LONG
 
 
 def _table(dtype: torch.dtype, precision: _Precision) -> _Floats | None:
-    """Every number of a dtype of 8 bits."""
+    """Return every number of an 8-bit dtype; None for other dtypes."""
     if dtype.itemsize != 1:
         return None
     values = torch.arange(256, dtype=torch.uint8)
-    if dtype is not torch.bool:  # it comes as an integer
+    if dtype is not torch.bool:  # a bool is passed as an integer
         values = values.view(dtype)
     return values.to(torch.float64).numpy().astype(precision.dtype)
 
@@ -439,9 +439,9 @@ def _widen(values: torch.Tensor, wide: _Floats, table: _Floats | None) -> None:
 
 
 def _part_halves(values: torch.Tensor, wide: _Floats) -> None:
-    """Make float32 of an even number of bfloat16: first each second one, then the others.
+    """Convert an even number of bfloat16 to float32: first every second one, then the others.
 
-    A bfloat16 is the upper half of a float32; so this takes half the time of converting them in their order.
+    A bfloat16 is the upper half of a float32, so this takes half the time of converting them in order.
     """
     pairs = values.view(torch.uint8).numpy().view(np.uint32)
     bits = wide.view(np.uint32)
@@ -450,7 +450,7 @@ def _part_halves(values: torch.Tensor, wide: _Floats) -> None:
 
 
 def _sums_of_products(a: _Floats, b: _Floats) -> list[float]:
-    """Of each row of one with that of the other."""
+    """Compute the sum of products of each row of a with the same row of b."""
     count, length = a.shape
     rows = length // _ROW
     whole = rows * _ROW
@@ -461,27 +461,27 @@ def _sums_of_products(a: _Floats, b: _Floats) -> list[float]:
     return sums.tolist()  # type: ignore[no-any-return]
 
 
-# Levels of shades for relative norms: from the least to the largest that occurs, by their logarithm.
+# Shade levels for relative norms: from the smallest to the largest that occurs, on a logarithmic scale.
 
 
 _DECADES: Final = 6
-"""That the levels may span; what changed by less has the lowest."""
+"""Decades that the levels may span; smaller changes have the lowest level."""
 
 LEAST: Final = sys.float_info.min
-"""Stands for a change that has no norm; it has the lowest level and moves no other."""
+"""Represents a change that has no norm; it has the lowest level and does not affect the scale."""
 
 
 @dataclass(frozen=True, slots=True)
 class NormScale:
-    """Which level a relative norm has."""
+    """Mapping of relative norms to levels."""
 
     low: float
-    """What has the lowest level, as all below it."""
+    """Norms up to this one have the lowest level."""
     high: float
-    """What has the highest one, as all above it, infinity included."""
+    """Norms from this one on have the highest level, infinity included."""
 
     def level(self, norm: float, levels: int) -> int:
-        """The level of a norm, from 1 to `levels`."""
+        """Return the level of a norm, from 1 to `levels`."""
         if norm >= self.high:
             return levels
         if norm <= self.low:
@@ -490,15 +490,15 @@ class NormScale:
         return 1 + round(share * (levels - 1))
 
     def norm_of(self, level: int, levels: int) -> float:
-        """A norm in the middle of a level."""
+        """Return a norm in the middle of a level."""
         return self.low * math.pow(self.high / self.low, (level - 1) / (levels - 1))
 
 
 def norm_scale(norms: Iterable[float]) -> NormScale:
-    """Fit a scale to norms: a decade at least, so that small differences look small.
+    """Fit a scale to norms, spanning at least a decade so that small differences look small.
 
     Args:
-        norms: Any number of them, at least 0; zeros and infinities move nothing.
+        norms: Any number of non-negative norms; zeros and infinities have no effect.
 
     Example:
         >>> norm_scale([1e-5, 1e-3]).level(1e-4, 9)

@@ -1,4 +1,4 @@
-"""What a checkpoint consists of, as plain data: its headers are read, and no tensor."""
+"""The contents of a checkpoint as plain data: only headers are read, no tensors."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class FileEntry:
     name: str
     nbytes: int
     tensors: int | None
-    """How many tensors it holds; None for a config, which holds none."""
+    """The number of tensors in it; None for a config, which has none."""
     digest: FileDigest
-    """What was recorded when it was saved; empty where hfshard did not save it."""
+    """The digest recorded when it was saved; empty if hfshard did not save it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,39 +51,39 @@ class DtypeEntry:
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """A checkpoint, from its index and headers alone: no tensor is read."""
+    """A checkpoint as described by its index and headers alone: no tensors are read."""
 
     place: str
-    """An absolute path, an address of a store, or "org/name@revision"; of a run, that of its checkpoint."""
+    """An absolute path, a store address, or "org/name@revision"; for a run, that of its checkpoint."""
     directory: str
-    """Where its files are; as it was typed, where it was."""
+    """The directory of its files; the path as typed, if that is the directory."""
     entry: str
     """The file that readers open first: the index, or the single file."""
     files: tuple[FileEntry, ...]
     key: str | None
-    """Under which a file of torch.save has the weights; None: it is nothing else, or no such file."""
+    """The key of the weights in a file of torch.save; None if the file has nothing else, or there is no such file."""
     tensors: tuple[TensorEntry, ...]
     """In the order of the files and of the bytes in them."""
     tied_names: dict[str, str]
     metadata: dict[str, Any]
     is_verifiable: bool
-    """Whether every file that holds tensors has a checksum."""
+    """Whether every file with tensors has a checksum."""
     signature: str | None
-    """The name of the signature that lies beside; whether it holds is not checked. None: there is none."""
+    """The name of the signature file, which is not checked; None if there is none."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """The bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     @property
     def parameters(self) -> int:
-        """Elements of all tensors."""
+        """The elements of all tensors."""
         return sum(prod(tensor.shape) for tensor in self.tensors)
 
     @property
     def dtypes(self) -> tuple[DtypeEntry, ...]:
-        """What each dtype takes, the largest first."""
+        """The totals of each dtype, the largest first."""
         counts = Counter(tensor.dtype for tensor in self.tensors)
         entries = [
             DtypeEntry(
@@ -97,11 +97,11 @@ class Inspection:
         return tuple(sorted(entries, key=lambda entry: (-entry.nbytes, entry.dtype)))
 
     def largest(self, count: int) -> list[TensorEntry]:
-        """The tensors with the most bytes, the largest first; the earlier ones of equals."""
+        """Return the tensors with the most bytes, largest first; of equal ones, the earlier."""
         return sorted(self.tensors, key=lambda tensor: -tensor.nbytes)[:count]
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, for `--format json`."""
+        """Return everything, for `--format json`."""
         return {
             "directory": self.directory,
             "entry": self.entry,
@@ -139,14 +139,14 @@ def inspect_checkpoint(
     """Read a checkpoint's index and headers.
 
     Args:
-        path: As for `open_to_view`: a directory, a file, an address, a name of the Hub, a run or a step of one.
+        path: A directory, a file, an address, a name on the Hub, a run or one of its steps, as in `open_to_view`.
         variant, subfolder, revision, token: As in transformers' `from_pretrained`.
-        key: Of a file of torch.save, as in `load_state_dict`.
+        key: For a file of torch.save, as in `load_state_dict`.
 
     Raises:
-        CheckpointNotFoundError: No weights there.
-        DamagedCheckpointError, UnsafePathError, UnsafePickleError: Something is wrong with a file.
-        StoreError, HubError: The store or the Hub refuses, or can't be reached.
+        CheckpointNotFoundError: There are no weights.
+        DamagedCheckpointError, UnsafePathError, UnsafePickleError: A file is damaged or not safe to read.
+        StoreError, HubError: The store or the Hub refuses access, or cannot be reached.
     """
     query = CheckpointQuery(variant=variant, subfolder=subfolder, revision=revision, token=token)
     with open_to_view(path, query, LoadOptions(verify="none", key=key)) as viewed:
@@ -195,7 +195,7 @@ def _tensors(checkpoint: OpenCheckpoint) -> list[TensorEntry]:
     return entries
 
 
-# Opens a checkpoint to be looked at, wherever hfshard reads one from: its headers are read, and no tensor.
+# Opening a checkpoint for viewing from any place that hfshard can read: only headers are read, no tensors.
 
 
 _TRAINER_STATE: Final = "trainer_state.json"
@@ -205,18 +205,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ViewedCheckpoint:
-    """A checkpoint that is open, and where it was found."""
+    """An open checkpoint, and its place."""
 
     place: str
-    """An absolute path, an address of a store, or "org/name@revision", with the subfolder behind it; of a run, that of
-    its checkpoint."""
+    """An absolute path, a store address, or "org/name@revision", followed by the subfolder; for a run, that of its
+    checkpoint."""
     checkpoint: OpenCheckpoint
     is_of_hub: bool = False
-    """Whether its files are read from the Hub by ranges, so that their ETags are what the Hub lists."""
+    """Whether its files are read from the Hub by ranges, so that their ETags are those that the Hub lists."""
 
 
 class Opening(NamedTuple):
-    """What `open_to_view` is asked for."""
+    """Arguments of `open_to_view`."""
 
     place: str | os.PathLike[str]
     query: CheckpointQuery
@@ -229,18 +229,18 @@ def open_to_view(
 ) -> Iterator[ViewedCheckpoint]:
     """Open the checkpoint at a place.
 
-    Of the Hub, headers are read by ranges, and nothing is downloaded, unless the weights are pickled.
+    From the Hub, headers are read by ranges, and nothing is downloaded unless the weights are pickled.
 
     Args:
-        place: A directory, a file of weights, an address of a store, "org/name" or the directory of a hub, either
-            with "@revision"; a run, also of transformers' Trainer, whose latest checkpoint is opened; or one of its
-            checkpoints, "run/checkpoint-30". In each may be an adapter of PEFT in place of a model.
-        query: What else is known of it; a revision in the place comes first.
-        options: How it is checked.
+        place: A directory, a file of weights, a store address, "org/name" or a directory hub (either with an optional
+            "@revision"), a run, also of transformers' Trainer, whose latest checkpoint is opened, or one of its
+            checkpoints, "run/checkpoint-30". Each may contain a PEFT adapter instead of a model.
+        query: The variant, subfolder, token and so on; a revision in the place takes precedence.
+        options: How to check it.
 
     Raises:
         CheckpointNotFoundError: There are no weights.
-        DamagedCheckpointError: The manifest of a run's latest checkpoint can't be read.
+        DamagedCheckpointError: The manifest of a run's latest checkpoint cannot be read.
         Everything that `open_source` and `open_source_by_ranges` raise.
     """
     path, revision = _split_place(place)
@@ -258,14 +258,14 @@ def open_to_view(
 
 
 def open_with_one_key(stack: ExitStack, openings: Sequence[Opening]) -> list[ViewedCheckpoint]:
-    """Open checkpoints with a key that is for those of them that are files of torch.save.
+    """Open checkpoints with a key that applies to the ones that are files of torch.save.
 
     Args:
         stack: Closes them.
-        openings: With the key in their options.
+        openings: Their options contain the key.
 
     Raises:
-        InvalidArgumentError: It is for none of them.
+        InvalidArgumentError: The key applies to none of them.
         Everything that `open_to_view` raises.
     """
     refusals: list[InvalidArgumentError] = []
@@ -298,14 +298,14 @@ def _opened(stack: ExitStack, path: str, query: CheckpointQuery, options: LoadOp
     if local is not None:
         checkpoint = stack.enter_context(open_source(source, options, local))
         return ViewedCheckpoint(_place(source.path, query), checkpoint)
-    from hfshard.hub.download import is_offline  # imports huggingface_hub, which takes time
+    from hfshard.hub.download import is_offline  # imports huggingface_hub, which is slow
 
     place = _place(path, query)
     if not is_offline(query.local_files_only):
         try:
             checkpoint = stack.enter_context(open_source_by_ranges(source, options))
         except InvalidArgumentError as error:
-            logger.info("%s They are downloaded.", error)  # pickles; whatever else it is, is raised again
+            logger.info("%s They are downloaded.", error)  # pickles; any other error is raised again
         else:
             return ViewedCheckpoint(place, checkpoint, is_of_hub=True)
     return ViewedCheckpoint(place, stack.enter_context(open_source(source, options)))
@@ -325,7 +325,7 @@ def _place(path: str, query: CheckpointQuery) -> str:
 
 
 def _checkpoint_of_run(path: str) -> str | None:
-    """The latest checkpoint of the run at a path; or the one of the step in its name, however many zeros that has."""
+    """Find the latest checkpoint of the run at a path, or that of the step in its name, ignoring leading zeros."""
     root, _, name = path.rpartition("/")
     named = CHECKPOINT.fullmatch(name)
     if not is_address(path) and not os.path.isdir(path if named is None else root):
@@ -345,7 +345,7 @@ def _checkpoint_of_run(path: str) -> str | None:
 
 
 def _latest_of_trainer(path: str) -> str | None:
-    """The latest checkpoint of a run of transformers' Trainer, which writes its state after the model."""
+    """Find the latest checkpoint of a run of transformers' Trainer, which writes its state after the model."""
     if is_address(path):
         store = open_store(parse_address(path))
         named = [folder for folder in store.folders() if CHECKPOINT.fullmatch(folder)]
@@ -356,7 +356,7 @@ def _latest_of_trainer(path: str) -> str | None:
     return f"{path}/{found[max(found)]}" if found else None
 
 
-# One tensor of a checkpoint that is looked at or compared.
+# Tensors of a checkpoint that is viewed or compared.
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The modules of a model as a tree in which those that are alike are one, and its stacks of layers."""
+"""A model's modules as a tree in which similar modules are folded, and its stacks of layers."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 _MOST_RANGES: Final = 8
-"""Of numbers in a label; more are cut short."""
+"""The most ranges of numbers in a label; longer lists are cut."""
 _MOST_LETTERS: Final = 40
-"""Of a label that joins the names of several modules."""
+"""The most characters of a label that joins the names of several modules."""
 
 
 @dataclass(frozen=True, slots=True)
 class FoldedModule:
-    """A module, a tensor, or several numbered ones that hold the same names with the same marks."""
+    """A module, a tensor, or several numbered ones that contain the same names with the same marks."""
 
     label: str
     """The last part of its name: "self_attn", or "{0-11}" for several numbers."""
     numbers: tuple[int, ...]
-    """Those of the label; empty where it is no number."""
+    """The numbers in the label; empty if there are none."""
     marks: Counter[str]
-    """How many tensors there are of each mark, in and below it."""
+    """The number of tensors of each mark, in and below it."""
     children: tuple[FoldedModule, ...]
     """In natural order; empty for a tensor."""
     names: tuple[str, ...]
-    """The FQNs of a tensor, or of those that are folded into one; empty for a module."""
+    """The FQNs of a tensor, or of the tensors that are folded into one; empty for a module."""
 
     def tensors(self) -> Iterator[str]:
-        """The FQNs in and below it."""
+        """Yield the FQNs in and below it."""
         yield from self.names
         for child in self.children:
             yield from child.tensors()
@@ -40,23 +40,25 @@ class FoldedRow(NamedTuple):
     """One line of a table of modules."""
 
     path: str
-    """A name in which "{0-11}" or "{query,value}" stands for each of these; "" for the whole model."""
+    """A name in which "{0-11}" or "{query,value}" represents each of these; "" for the whole model."""
     modules: tuple[FoldedModule, ...]
 
     @property
     def marks(self) -> Counter[str]:
-        """How many tensors there are of each mark."""
+        """The number of tensors of each mark."""
         return sum((module.marks for module in self.modules), Counter())
 
 
 def fold_names(marks: Mapping[str, str]) -> FoldedModule:
-    """Make the tree of the modules of a model, and fold those that are alike.
+    """Build the tree of a model's modules, and fold similar ones.
+
+    Takes time proportional to the number of names.
 
     Args:
-        marks: FQN -> what is to be told apart: modules are alike if they have the same names, with the same marks.
+        marks: FQN -> mark to distinguish: modules are similar if they have the same names with the same marks.
 
     Returns:
-        The whole model; it takes time in proportion to the names.
+        The whole model.
 
     Example:
         >>> tree = fold_names({"h.0.weight": "same", "h.1.weight": "same", "h.2.weight": "changed"})
@@ -74,15 +76,15 @@ def fold_names(marks: Mapping[str, str]) -> FoldedModule:
 
 
 def fold_rows(tree: FoldedModule, *, hidden: str, most: int) -> list[FoldedRow]:
-    """Choose the modules of a table: as large as each has one mark only, and not more of them than asked for.
+    """Choose the modules of a table: as large as possible with one mark each, up to a number of rows.
 
     Args:
         tree: The whole model.
-        hidden: A mark; rows of nothing else are left out.
-        most: How many rows there may be; to keep to it, modules with several marks stay one row.
+        hidden: A mark; rows with only this mark are left out.
+        most: The most rows; to stay within it, modules with several marks remain one row.
 
     Returns:
-        In natural order; siblings with the same mark share a row where that is short.
+        Rows in natural order; siblings with the same mark share a row if its label is short.
     """
     root = _Row(FoldedRow("", (tree,)))
     shown = 1
@@ -110,7 +112,7 @@ class _Node:
 
 @dataclass(slots=True)
 class _Row:
-    """A row, and those that replace it."""
+    """A row, and the rows that replace it."""
 
     row: FoldedRow
     parts: list[_Row] = field(default_factory=list)
@@ -123,11 +125,11 @@ class _Row:
 
 
 _Likeness = tuple[object, ...]
-"""Of what a module holds: its children's labels, and the numbers of their likenesses."""
+"""A key of a module's contents: its children's labels, and the numbers of their likenesses."""
 
 
 def _fold(label: str, node: _Node, known: dict[_Likeness, int]) -> tuple[FoldedModule, int]:
-    """Fold what is in a module; the number is the same for modules that are alike."""
+    """Fold a module's contents; the returned number is the same for similar modules."""
     found: list[tuple[FoldedModule, int]] = []
     for part, (name, mark) in node.tensors.items():
         likeness = known.setdefault((mark,), len(known))
@@ -146,7 +148,7 @@ def _fold(label: str, node: _Node, known: dict[_Likeness, int]) -> tuple[FoldedM
 
 
 def _merge(label: str, alike: Sequence[FoldedModule]) -> FoldedModule:
-    """Make one of several modules that hold the same."""
+    """Merge modules with the same contents into one."""
     if len(alike) == 1:
         return alike[0]
     children = zip(*(module.children for module in alike), strict=True)
@@ -162,7 +164,7 @@ def _merge(label: str, alike: Sequence[FoldedModule]) -> FoldedModule:
 def _sum(modules: Sequence[FoldedModule]) -> Counter[str]:
     marks: Counter[str] = Counter()
     for module in modules:
-        for mark, count in module.marks.items():  # `Counter.update` takes ten times as long for so few
+        for mark, count in module.marks.items():  # `Counter.update` takes ten times as long for a few
             marks[mark] += count
     return marks
 
@@ -172,7 +174,7 @@ def _number_in(part: str) -> tuple[int, ...]:
 
 
 def _joined_label(alike: Sequence[FoldedModule]) -> str:
-    """One label for several modules, as shells write alternatives."""
+    """Join the labels of several modules as shells write alternatives."""
     if len(alike) == 1:
         return alike[0].label
     names = [module.label for module in alike if not module.numbers]
@@ -181,7 +183,7 @@ def _joined_label(alike: Sequence[FoldedModule]) -> str:
 
 
 def number_ranges(numbers: Iterable[int]) -> str:
-    """Write numbers as ranges: "0-3,8"; many ranges are cut short."""
+    """Format numbers as ranges: "0-3,8"; long lists are cut."""
     ranges: list[list[int]] = []
     for number in sorted(numbers):
         if ranges and number == ranges[-1][-1] + 1:
@@ -193,7 +195,7 @@ def number_ranges(numbers: Iterable[int]) -> str:
 
 
 def _parts_of(row: FoldedRow, hidden: str) -> list[FoldedRow]:
-    """The rows that may replace one; none where it is best as it is."""
+    """List the rows that may replace a row; none if it should stay as it is."""
     if len(row.modules) > 1:
         return []
     groups: dict[object, list[FoldedModule]] = {}
@@ -216,20 +218,20 @@ def _joined(path: str, label: str) -> str:
 
 
 def _without_single_steps(path: str, module: FoldedModule) -> FoldedRow:
-    """Go down where a module holds one other module and nothing else."""
+    """Descend while a module contains just one other module."""
     while len(module.children) == 1 and module.children[0].children:
         module = module.children[0]
         path = f"{path}.{module.label}"
     return FoldedRow(path, (module,))
 
 
-# The layers of a model, found in the names of its tensors: which layer of which stack, and what it is in there.
+# A model's layers, found in the names of its tensors: the stack, the layer, and the kind of tensor in it.
 
 
 _MOST_PARTS: Final = 32
-"""Parts of a name that are told apart; no model nests deeper, and the rest of a longer name stays one part."""
+"""The most parts of a name; no model nests deeper, and the rest of a longer name stays one part."""
 _MOST_DIGITS: Final = 9
-"""Of the number of a layer; what is longer is a name."""
+"""The most digits of a layer's number; anything longer is a name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,19 +239,19 @@ class LayerStack:
     """Layers that follow each other and are built alike, such as `model.layers.0`, `model.layers.1` ..."""
 
     name: str
-    """What comes before the number: "model.layers"; "" where a name begins with the number."""
+    """The part before the number: "model.layers"; "" if a name begins with the number."""
     layers: tuple[int, ...]
     """The numbers that occur, ascending."""
     kinds: tuple[str, ...]
-    """What comes after the number, in natural order: "self_attn.q_proj.weight". A "*" stands for the numbers of modules
-    that are alike, such as experts."""
+    """The parts after the number, in natural order: "self_attn.q_proj.weight". A "*" represents the numbers of similar
+    modules, such as experts."""
     cells: dict[tuple[int, str], tuple[str, ...]]
     """(layer, kind) -> the names there; a layer may lack a kind."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerGrid:
-    """All names of a model: layers x kinds, and what lies in no layer."""
+    """All names of a model: layers x kinds, and the names outside layers."""
 
     stacks: tuple[LayerStack, ...]
     """In natural order of their names."""
@@ -260,11 +262,11 @@ class LayerGrid:
 def layer_grid(names: Iterable[str]) -> LayerGrid:
     """Find the stacks of layers in the names of a model's tensors.
 
-    A layer is told by a number in a name: the outermost one beside which the same place has other numbers with a tensor
-    of the same name below. It takes time in proportion to the names.
+    A layer is identified by a number in a name: the outermost one for which other numbers at the same place have a
+    tensor of the same name below them. Takes time proportional to the number of names.
 
     Args:
-        names: FQNs, in any order. Any text may be one.
+        names: FQNs, in any order; any text is valid.
 
     Returns:
         Each name once, in a cell of a stack or in `others`.
@@ -295,20 +297,20 @@ def split_name(name: str) -> list[str]:
 
 
 def is_number(part: str) -> bool:
-    """Whether a part of a name is the number of a module in a list, as Python writes it."""
+    """Return whether a part of a name is the number of a module in a list, as Python writes it."""
     is_short = part.isascii() and part.isdigit() and len(part) <= _MOST_DIGITS
     return is_short and (part == "0" or not part.startswith("0"))
 
 
 def natural_order(name: str) -> list[tuple[int, str]]:
-    """The key by which people sort names: "layer.2" before "layer.10"."""
+    """Return the sort key of natural order: "layer.2" before "layer.10"."""
     pieces = re.findall(r"([0-9]+)|([^0-9]+)", name)
     return [(len(digits.lstrip("0")) + 1, digits.lstrip("0")) if digits else (0, text) for digits, text in pieces]
 
 
 @dataclass(slots=True)
 class _Place:
-    """The numbers that occur at one place of names, and what follows them."""
+    """The numbers that occur at one place in names, and what follows them."""
 
     numbers: set[str]
     suffixes: set[str]
@@ -316,17 +318,17 @@ class _Place:
 
     @property
     def is_stack(self) -> bool:
-        """Whether two of the numbers have a tensor of the same name."""
+        """True if two of the numbers have a tensor of the same name."""
         return len(self.pairs) > len(self.suffixes)
 
     @property
     def is_alike(self) -> bool:
-        """Whether all numbers have the same tensors."""
+        """True if all numbers have the same tensors."""
         return len(self.numbers) > 1 and len(self.pairs) == len(self.numbers) * len(self.suffixes)
 
 
 def _places(every: list[list[str]]) -> dict[str, _Place]:
-    """All places where numbers occur, by what comes before them."""
+    """Find all places where numbers occur, by what comes before them."""
     places: dict[str, _Place] = {}
     for parts in every:
         for position in _numbers(parts):
@@ -339,7 +341,7 @@ def _places(every: list[list[str]]) -> dict[str, _Place]:
 
 
 def _numbers(parts: list[str]) -> list[int]:
-    """Positions of the numbers of modules; a number at the end is a tensor's."""
+    """List the positions of module numbers; a number at the end is a tensor's."""
     return [position for position, part in enumerate(parts[:-1]) if is_number(part)]
 
 
@@ -352,7 +354,7 @@ def _wild(parts: list[str]) -> str:
 
 
 def _kind(parts: list[str], layer: int, places: dict[str, _Place]) -> str:
-    """What a tensor is in its layer: numbers of modules that are alike become "*"."""
+    """Return a tensor's kind in its layer; numbers of similar modules become "*"."""
     kind = []
     numbers = _numbers(parts)
     for position in range(layer + 1, len(parts)):

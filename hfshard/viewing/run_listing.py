@@ -1,4 +1,4 @@
-"""The checkpoints of a run in the order in which they were saved, and what each of them takes."""
+"""List the checkpoints of a run in the order in which they were saved, and the space that each takes."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ from hfshard.training.run.reports import as_problems, is_checkpoint
 from hfshard.training.state.collect_state import STATE_BASE
 
 _MOST_FOLDERS: Final = 32
-"""Folders that are looked into for a message."""
+"""The most folders that are listed for a message."""
 
 _LISTINGS_AT_ONCE: Final = 16
 
 _SHOWN: Final = 5
-"""Names of runs in a message."""
+"""The most names of runs in a message."""
 
 Check = Callable[[RunCheckpoint], Sequence[Problem]]
 
 
 @dataclass(frozen=True, slots=True)
 class ListedCheckpoint:
-    """One checkpoint of a run, as the list shows it."""
+    """One checkpoint of a run, as shown in the list."""
 
     path: str
     step: int
@@ -53,7 +53,7 @@ class ListedCheckpoint:
     save_number: int | None = None
     saved: datetime | None = None
     size: int | None = None
-    """Bytes of all its files."""
+    """The bytes of all its files."""
     metrics: dict[str, float] = field(default_factory=dict)
     files: int | None = None
     is_latest: bool = False
@@ -63,12 +63,12 @@ class ListedCheckpoint:
 
     @property
     def is_damaged(self) -> bool:
-        """Whether it was finished, and something is wrong with it."""
+        """True if it was finished, but has problems."""
         return bool(self.problems) and not self.is_unfinished
 
     @property
     def state(self) -> str:
-        """What there is to say about it, in words."""
+        """The text that describes its state."""
         if self.is_unfinished:
             return "UNFINISHED"
         words = ["DAMAGED"] if self.problems else ["whole"] if self.is_verified else []
@@ -77,16 +77,16 @@ class ListedCheckpoint:
 
 
 def checkpoints_of(root: str) -> list[RunCheckpoint]:
-    """Find the checkpoints of a run in the order in which they were saved; those that do not say come last.
+    """Find the checkpoints of a run in the order in which they were saved; ones without that information come last.
 
     Raises:
-        CheckpointNotFoundError: There is none, or it is one checkpoint.
+        CheckpointNotFoundError: There are no checkpoints, or `root` is a single checkpoint.
     """
     if is_checkpoint(root):
         raise CheckpointNotFoundError(
             f"'{root}' is one checkpoint, not a run. To check it, run: hfshard verify {root}", path=root
         )
-    # A store is listed as deep as it is only if it has folders of a run.
+    # A store is listed in full depth only if it has folders of a run.
     may_be_run = not is_address(root) or any(map(CHECKPOINT.fullmatch, _folders_in(root)))
     found = run_place(root).checkpoints()[::-1] if may_be_run else []
     if not found:
@@ -104,7 +104,7 @@ def checkpoints_of(root: str) -> list[RunCheckpoint]:
 
 
 def _runs_below(root: str) -> list[str]:
-    """Name the folders that are runs; no more than some are looked into, each by one listing."""
+    """List the folders that are runs; only the first `_MOST_FOLDERS` are checked, each by one listing."""
     folders = _folders_in(root)[:_MOST_FOLDERS]
     listed = in_threads(lambda name, _: _folders_in(f"{root.rstrip('/')}/{name}"), folders, _LISTINGS_AT_ONCE)
     return [name for name, below in zip(folders, listed, strict=True) if any(map(_is_of_run, below))]
@@ -116,14 +116,14 @@ def _is_of_run(folder: str) -> bool:
 
 
 def _folders_in(place: str) -> list[str]:
-    """Name the folders directly in a place."""
+    """List the folders directly in a place."""
     if is_address(place):
         return open_store(place).folders()
     try:
         with os.scandir(place) as entries:
             return sorted(one.name for one in entries if one.is_dir())
     except OSError:
-        return []  # it can't be read, which those who read it say
+        return []  # it cannot be read, which the code that reads it reports
 
 
 def list_checkpoints(
@@ -133,13 +133,13 @@ def list_checkpoints(
     best: str | None = None,
     metric_mode: MetricMode = "min",
 ) -> list[ListedCheckpoint]:
-    """List checkpoints with what is known of each.
+    """Describe checkpoints for the list.
 
     Args:
-        found: What `checkpoints_of` returned.
-        check: Tells what is wrong with one whose manifest can be read; None: that is not looked for.
-        best: The metric by which one is the best.
-        metric_mode: Which value of it.
+        found: The result of `checkpoints_of`.
+        check: Finds the problems of a checkpoint whose manifest can be read; None: no check.
+        best: The metric that selects the best checkpoint.
+        metric_mode: Whether its lowest or highest value is the best.
     """
     problems = {one.path: _problems_of(one, check) for one in found}
     whole = [one.manifest for one in found if one.manifest is not None and not problems[one.path]]
@@ -182,12 +182,12 @@ def _list_one(
     )
 
 
-# What the checkpoints of a run take: how much of each is the model, and what it has in common with those before it.
+# Space that a run's checkpoints take: the size of each part, and what is shared with earlier checkpoints.
 
 
 Part = Literal["model", "optimizer", "state", "other"]
-"""Tensors of the model, of the optimizer, of what else is restored (random numbers, scalers, moving averages), and all
-other files: configs, tokenizers, the state that is no tensor."""
+"""Tensors of the model, of the optimizer, and of other restored state (random numbers, scalers, moving averages), and
+all other files: configs, tokenizers, state without tensors."""
 
 _NAMES: Final[dict[Part, WeightNames]] = {
     "model": WeightNames(base=MODEL_BASE),
@@ -201,19 +201,19 @@ class CheckpointSpace:
     """The bytes of one checkpoint of a run."""
 
     parts: dict[Part, int]
-    """Of the parts that it has, largest first."""
+    """Bytes of the parts that it has, largest first."""
     unchanged: int
-    """Of files of weights that a checkpoint that was saved before it has too: in a directory the same file on the disk
-    (a hard link), which takes no space of its own; in a store one with the same checksums, which was copied there."""
+    """Bytes of weight files that an earlier checkpoint also has: in a directory, the same file on disk (a hard link),
+    which takes no space of its own; in a store, one with the same checksums, which was copied there."""
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """The bytes of all parts."""
         return sum(self.parts.values())
 
     @property
     def written(self) -> int:
-        """What was written, or sent, for this one."""
+        """The bytes that were written, or sent, for this checkpoint."""
         return self.total - self.unchanged
 
 
@@ -221,7 +221,7 @@ def spaces_of(found: Sequence[RunCheckpoint]) -> dict[str, CheckpointSpace]:
     """Measure the checkpoints of a run.
 
     Args:
-        found: In the order in which they were saved; those without a manifest are left out.
+        found: In the order in which they were saved; ones without a manifest are left out.
 
     Returns:
         Path -> its bytes.
@@ -240,7 +240,7 @@ def spaces_of(found: Sequence[RunCheckpoint]) -> dict[str, CheckpointSpace]:
 
 
 def parts_of(path: str, manifest: CheckpointManifest) -> dict[Part, int]:
-    """Measure the parts of one checkpoint, the manifest's own file included."""
+    """Measure the parts of one checkpoint, including the manifest file."""
     sizes: dict[Part, int] = {"other": files_at(path).size(MANIFEST)}
     for name, record in manifest.files.items():
         part = part_of(name)
@@ -249,12 +249,12 @@ def parts_of(path: str, manifest: CheckpointManifest) -> dict[Part, int]:
 
 
 def counts_of(manifest: CheckpointManifest) -> Counter[Part]:
-    """Count the files of each part of one checkpoint, the manifest's own included."""
+    """Count the files of each part of one checkpoint, including the manifest."""
     return Counter(part_of(name) for name in (*manifest.files, MANIFEST))
 
 
 def part_of(name: str) -> Part:
-    """Tell by the name of a file of a checkpoint which part of it that is."""
+    """Find the part of a checkpoint that a file belongs to, by its name."""
     for part, names in _NAMES.items():
         if name in (names.single, names.index) or names.is_shard(name):
             return part
@@ -262,7 +262,7 @@ def part_of(name: str) -> Part:
 
 
 def _identity_of(path: str, name: str, record: FileDigest) -> object:
-    """What two files have in common that are one; None where that can't be told."""
+    """Return a key that is equal for files that are the same, or None if it cannot be determined."""
     if is_address(path):
         return (record.size, record.sha256, record.xxh3, record.fingerprint) if record.is_verifiable else None
     try:

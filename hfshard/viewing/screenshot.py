@@ -1,4 +1,4 @@
-"""A page as a picture: an installed Chromium draws it, without a window and without the network."""
+"""Screenshots of pages: an installed Chromium draws them, without a window or network access."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ CHROMIUM: Final = "HFSHARD_CHROMIUM"
 
 _COMMANDS: Final = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 _SECONDS: Final = 60.0
-"""For how long a browser may draw: it takes one, and a few on a machine that is busy."""
+"""The time limit for drawing; it takes one second, and a few on a busy machine."""
 _LEAST: Final = 200
 _MOST: Final = 10_000
-"""Pixels of a side. Below 144, a browser whose window has a frame draws nothing."""
+"""Limits of a side in pixels. Below 144, a browser whose window has a frame draws nothing."""
 _PNG: Final = b"\x89PNG\r\n\x1a\n"
 
 _ARGUMENTS: Final = (
@@ -33,21 +33,21 @@ _ARGUMENTS: Final = (
     "--disable-background-networking",
     "--disable-component-update",
     "--disable-sync",
-    "--host-resolver-rules=MAP * ~NOTFOUND",  # the page asks for nothing, and the browser shall not either
+    "--host-resolver-rules=MAP * ~NOTFOUND",  # the page requests nothing, and neither must the browser
 )
 
 _FRAME: Final = """<!doctype html><meta charset="utf-8"><style>html, body {{ margin: 0; overflow: hidden }}
 iframe {{ border: 0; display: block; width: {width}px; height: {height}px }}</style><iframe src="page.html"></iframe>
 """
-"""What the browser opens. Its own windows are at least 500 pixels wide and lower than they are asked to be."""
+"""The page that the browser opens. Its windows are at least 500 pixels wide, and lower than requested."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Still:
-    """How a picture is taken."""
+    """Settings of a screenshot."""
 
     width: int = 1280
-    """Pixels."""
+    """In pixels, like the height."""
     height: int = 800
     theme: Literal["light", "dark"] = "light"
 
@@ -55,7 +55,7 @@ class Still:
         """Check the fields.
 
         Raises:
-            InvalidArgumentError: A side that no picture has, or an unknown theme.
+            InvalidArgumentError: A side is out of range, or the theme is unknown.
         """
         for name, pixels in (("width", self.width), ("height", self.height)):
             if type(pixels) is not int or not _LEAST <= pixels <= _MOST:
@@ -71,7 +71,7 @@ def parse_still_size(text: str) -> tuple[int, int]:
         text: Width and height in pixels: "1280x800".
 
     Raises:
-        InvalidArgumentError: It is something else.
+        InvalidArgumentError: The text has another form.
     """
     match = re.fullmatch(r"([0-9]{1,5})x([0-9]{1,5})", text)
     if match is None:
@@ -83,7 +83,7 @@ def find_chromium() -> str | None:
     """Find a Chromium or Chrome: the one that `HFSHARD_CHROMIUM` names, or the first on PATH.
 
     Returns:
-        Its path, or None where there is none.
+        Its path, or None if there is none.
     """
     named = os.environ.get(CHROMIUM)
     commands = (named,) if named else _COMMANDS
@@ -91,7 +91,7 @@ def find_chromium() -> str | None:
 
 
 def require_chromium() -> str:
-    """Find a browser before anything is read for a picture.
+    """Find a browser, before anything is read for a screenshot.
 
     Raises:
         BrowserError: There is none.
@@ -108,11 +108,11 @@ def require_chromium() -> str:
 
 
 def take_still(html: str, still: Still) -> bytes:
-    """Let the browser draw a page, in a profile of its own that is removed afterwards.
+    """Draw a page with the browser, in a profile that is removed afterwards.
 
     Args:
-        html: The whole page.
-        still: How.
+        html: The complete page.
+        still: The settings.
 
     Returns:
         The picture as PNG.
@@ -146,7 +146,7 @@ def _arguments(still: Still, directory: str) -> list[str]:
     if still.theme == "dark":
         arguments.append("--force-dark-mode")
     if os.geteuid() == 0:
-        arguments.append("--no-sandbox")  # it does not start otherwise, and the page is our own
+        arguments.append("--no-sandbox")  # it does not start otherwise, and the page is hfshard's own
     return arguments
 
 
@@ -154,12 +154,12 @@ def _run(command: list[str], directory: str) -> str:
     """Run a browser to its end.
 
     Returns:
-        The last that it said.
+        The last line of its output, with the exit status.
 
     Raises:
-        BrowserError: It could not be started, or took too long.
+        BrowserError: The browser could not be started, or took too long.
     """
-    environment = {**os.environ, "HOME": directory}  # what it writes beside its profile goes there, too
+    environment = {**os.environ, "HOME": directory}  # for what it writes outside its profile
     try:
         browser = subprocess.Popen(
             command,
@@ -180,7 +180,7 @@ def _run(command: list[str], directory: str) -> str:
             path=command[0],
         ) from error
     finally:
-        if browser.poll() is None:  # too long, or Ctrl-C: its children end with it
+        if browser.poll() is None:  # timeout or Ctrl-C: its children end with it
             os.killpg(browser.pid, signal.SIGKILL)
             browser.communicate()
     lines = told.decode(errors="replace").strip().splitlines() or ["nothing"]

@@ -1,4 +1,4 @@
-"""Write a page on which a checkpoint or a run can be looked at."""
+"""Write an HTML page that shows a checkpoint, a run, or the differences between two checkpoints."""
 
 from __future__ import annotations
 
@@ -45,42 +45,42 @@ def show_checkpoint(
     still: Still | None = None,
     progress: bool | None = None,
 ) -> str:
-    """Write one HTML file that shows what a checkpoint consists of, or what differs between two.
+    """Write one HTML file that shows the contents of a checkpoint or a run, or the differences between two checkpoints.
 
-    Tensors are read only to compare two checkpoints, and only where their digests do not suffice.
+    Tensors are read only for `values`, or to compare two checkpoints whose digests do not suffice.
 
-    The file needs nothing beside it: no network, no other file. It shows the modules by bytes, the files, the dtypes,
-    tied names, the largest tensors and the metadata, and finds tensors by name.
+    The file is self-contained: it needs no network and no other file. It shows the modules by bytes, the files, the
+    dtypes, tied names, the largest tensors and the metadata, and has a search for tensor names.
 
     Args:
-        checkpoint: A directory, an address of a store ("s3://bucket/prefix"), one file of weights, or a repo of the Hub
-            ("org/name" or "org/name@revision"), of which only the index and the headers are fetched; a checkpoint of a
-            training run ("run/checkpoint-30"); or a run, whose checkpoints are shown beside each other.
-        output: The file to write. A page that is there is replaced; any other file is left as it is, with an error.
-            None: there is only `png`.
-        variant, subfolder, revision, token: As in transformers' `from_pretrained`; with `against`, of both, and a
-            revision only behind its checkpoint: "org/name@revision".
-        key: Of a file of torch.save, as in `load_state_dict`; with `against`, of whichever is one.
-        max_shard_size: What the bars of the files are measured by, such as "5GB"; None: the largest file.
-        best: Of a run: the metric by which one checkpoint is marked as the best.
+        checkpoint: A directory, a store address ("s3://bucket/prefix"), one file of weights, or a repo of the Hub
+            ("org/name" or "org/name@revision"), from which only the index and the headers are fetched; a checkpoint of
+            a training run ("run/checkpoint-30"); or a run, whose checkpoints are shown side by side.
+        output: The file to write. An existing page is replaced; any other file is kept, with an error. None: write
+            only `png`.
+        variant, subfolder, revision, token: As in transformers' `from_pretrained`. With `against`, they apply to both,
+            and a revision must follow its checkpoint: "org/name@revision".
+        key: For a file of torch.save, as in `load_state_dict`; with `against`, for whichever is such a file.
+        max_shard_size: The size that fills a file's bar, such as "5GB"; None: the largest file.
+        best: For a run: the metric that selects the checkpoint marked as the best.
         metric_mode: "min": its lowest value is the best; "max": its highest.
-        against: Another checkpoint: the page shows what differs from it, as `diff_checkpoints` finds it.
-        values: Read the tensors, and show what their numbers are like; with `against`, by how much they differ.
-        png: A file for a picture of the page, which an installed Chromium draws.
-        still: The picture's size and theme; None: 1280 x 800, light.
+        against: Another checkpoint: the page shows the differences from it, as found by `diff_checkpoints`.
+        values: Read the tensors and show the distribution of their numbers; with `against`, how much they differ.
+        png: A file for a screenshot of the page, which an installed Chromium draws.
+        still: The screenshot's size and theme; None: 1280 x 800, light.
         progress: Whether to show a bar on stderr while tensors are read; None: only on a terminal.
 
     Returns:
-        The absolute path of the page; without `output` that of the picture.
+        The absolute path of the page; without `output`, that of the screenshot.
 
     Raises:
-        InvalidSizeError, InvalidSizeTypeError: `max_shard_size` is no size.
+        InvalidSizeError, InvalidSizeTypeError: `max_shard_size` is not a size.
         InvalidArgumentError: Neither `output` nor `png` is given, or an argument is for another kind of page.
-        InvalidPathError: `output` can't be written, or is there and no page of hfshard.
+        InvalidPathError: `output` cannot be written, or is an existing file that is not an hfshard page.
         CheckpointNotFoundError: There are no weights.
-        DamagedCheckpointError, UnsafePathError, UnsafePickleError: Something is wrong with a file.
-        StoreError, HubError: The store or the Hub refuses, or can't be reached.
-        BrowserError: `png` is asked for, and no browser was found, or it failed.
+        DamagedCheckpointError, UnsafePathError, UnsafePickleError: A file is damaged or not safe to read.
+        StoreError, HubError: The store or the Hub refuses access, or cannot be reached.
+        BrowserError: `png` is given, but no browser was found, or it failed.
 
     Example:
         hfshard.show_checkpoint("out", "out.html")
@@ -138,20 +138,20 @@ def show_checkpoint(
 
 
 def _refuse(arguments: dict[str, Any], why: str) -> None:
-    """Refuse what would be ignored: it was meant to change what the page shows."""
+    """Reject arguments that would be ignored, since they were meant to change the page."""
     for name, value in arguments.items():
         if value not in (None, ""):
             raise InvalidArgumentError(f"{name} {why}.")
 
 
-# Looks at a run: the page of its checkpoints, and what one of them has beside its model.
+# Runs: the page of a run's checkpoints, and the parts of a checkpoint besides its model.
 
 
 def run_at(place: str | os.PathLike[str]) -> str | None:
     """Find the run at a place.
 
     Returns:
-        Its absolute path or its address; None where there is none, such as at one of its checkpoints.
+        Its absolute path or its address; None if there is none, such as at one of its checkpoints.
     """
     text = path_text(place)
     if not is_address(text) and not os.path.isdir(os.path.expanduser(text)):
@@ -161,10 +161,10 @@ def run_at(place: str | os.PathLike[str]) -> str | None:
 
 
 def page_of_run(root: str, best: str | None, metric_mode: MetricMode) -> Page:
-    """Lay out a run. Of each checkpoint is checked what can be checked without reading tensors.
+    """Build the page of a run, checking each checkpoint without reading tensors.
 
     Raises:
-        CheckpointChangedError: A checkpoint was replaced again and again.
+        CheckpointChangedError: A checkpoint was replaced on every attempt.
     """
     found = checkpoints_of(root)
     listed = list_checkpoints(found, _check, best=best, metric_mode=metric_mode)
@@ -172,18 +172,18 @@ def page_of_run(root: str, best: str | None, metric_mode: MetricMode) -> Page:
 
 
 def with_parts(page: Page, directory: str) -> Page:
-    """Add to the page of a model what else was saved with it, where it lies in a checkpoint of a run.
+    """Add to a model's page what else was saved with it, if it is in a checkpoint of a run.
 
     Args:
-        page: Of the model.
-        directory: Where its files are.
+        page: The model's page.
+        directory: The directory or address of its files.
     """
     files = files_at(directory)
     if not (is_address(directory) or os.path.isdir(directory)) or not files.has(MANIFEST):
         return page
     try:
         manifest = files.manifest()
-    except HfshardError as error:  # damaged, or another tool's: the model is shown all the same
+    except HfshardError as error:  # damaged, or another tool's: the model is shown anyway
         return with_problem(page, error.message)
     return with_step(page, manifest, parts_of(directory, manifest), counts_of(manifest))
 

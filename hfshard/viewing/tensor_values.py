@@ -1,4 +1,4 @@
-"""What the numbers of tensors are like: histograms and summaries, block by block, the largest tensors first."""
+"""Histograms and summaries of tensors' numbers, computed block by block, the largest tensors first."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ from hfshard.viewing.diff_tensors import ComparedTensor, side_of
 from hfshard.viewing.inspection import open_to_view
 
 MOST_TENSORS: Final = 10_000
-"""Whose numbers are read: a page has some 150 bytes of each, so that it stays small whatever the checkpoint is."""
+"""The most tensors whose numbers are read: a page takes some 150 bytes for each, so it stays small in any case."""
 
 _THREADS: Final = 2
 _PIECE_BYTES: Final = 1024 * 1024
-"""Of a block, that is converted at once: an 8-bit number takes eight bytes then, and there are some copies."""
+"""Bytes of a block that are converted at once: an 8-bit number then takes eight bytes, in several copies."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredValues:
-    """What the numbers of a checkpoint are like."""
+    """Summaries of a checkpoint's numbers."""
 
     tensors: dict[str, ValueSummary]
     """By name, the largest tensors first."""
     left_out: int
-    """Tensors that were not read, because there are more than `MOST_TENSORS`."""
+    """The number of tensors that were not read because there are more than `MOST_TENSORS`."""
     unknown: int
-    """Tensors that were not read, because torch can't convert their dtype: numbers of fewer than 8 bits."""
+    """The number of tensors that were not read because torch cannot convert their dtype: fewer than 8 bits."""
 
 
 def measure_values(
     place: str | os.PathLike[str], query: CheckpointQuery, options: LoadOptions, *, most: int = MOST_TENSORS
 ) -> MeasuredValues:
-    """Read the largest tensors of a checkpoint.
+    """Measure the numbers of a checkpoint's largest tensors.
 
-    What is read is compared with its digests, where there are some.
+    The bytes read are compared with their digests, if there are any.
 
     Args:
         place, query, options: As in `open_to_view`.
-        most: How many tensors.
+        most: The most tensors to read.
 
     Raises:
-        IntegrityError: A tensor is not the one that was saved.
+        IntegrityError: A tensor differs from the one that was saved.
         Everything that `open_to_view` raises.
     """
     with open_to_view(place, query, options) as viewed:
@@ -69,7 +69,7 @@ def _is_known(tensor: ComparedTensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Measuring:
-    """Measures one tensor."""
+    """Measurement of one tensor."""
 
     tensor: ComparedTensor
 
@@ -84,15 +84,15 @@ class _Measuring:
         return running.summary()
 
 
-# A histogram of numbers that come in blocks: each is seen once, and nobody knows the least and the greatest before.
+# Histograms of numbers that are read in blocks, each once, without knowing the minimum and maximum in advance.
 
 
 _BINS: Final = 2**16
-"""Of equal width between -2**n and 2**n, where no number is larger. Norms are near 1 and differ in the third digit:
-even they fill the bins that are shown."""
+"""Bins of equal width between -2**n and 2**n, a range that includes every number. Even norms, which are near 1 and
+differ in the third digit, fill the bins that are shown."""
 _SHOWN_BINS: Final = 64
 _LEAST_EXPONENT: Final = -1000
-"""Smaller numbers are all in the two bins in the middle: 2**1001 times one of them is still a number."""
+"""Smaller numbers are all in the two middle bins; 2**1001 times one of them is still finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,24 +103,24 @@ class ValueSummary:
     nan: int
     inf: int
     minimum: float | None
-    """Of the finite ones, as all that follows; None: there are none."""
+    """Of the finite numbers, like all that follows; None if there are none."""
     maximum: float | None
     mean: float | None
     std: float | None
-    """Of all of them, not of a sample."""
+    """The population's, not a sample's."""
     low: float
-    """Where the first bin begins."""
+    """The start of the first bin."""
     high: float
-    """Where the last one ends."""
+    """The end of the last bin."""
     bins: tuple[int, ...]
-    """How many are in each of at most 64 bins of equal width; empty without finite ones."""
+    """The count in each of at most 64 bins of equal width; empty if there are no finite numbers."""
 
 
 class RunningValues:
-    """Adds up what a `ValueSummary` tells.
+    """Accumulator for a `ValueSummary`.
 
-    The bins are wide enough for what was seen; when a larger number comes, their width doubles as often as needed, and
-    neighbours become one. So the counts are those of one histogram, whatever the blocks were.
+    The bins are wide enough for the numbers so far. For a larger number, their width doubles as often as needed, and
+    neighbors are merged. So the counts are those of one histogram, whatever the blocks were.
     """
 
     def __init__(self) -> None:
@@ -140,7 +140,7 @@ class RunningValues:
         """Add the numbers of a block, of any real dtype that torch can convert."""
         numbers = block.flatten().to(torch.float64)
         self._elements += numbers.numel()
-        if not math.isfinite(numbers.sum()):  # an overflow, too: then all are
+        if not math.isfinite(numbers.sum()):  # also on overflow: then all numbers are finite
             is_finite = torch.isfinite(numbers)
             self._nan += int(torch.isnan(numbers).sum())
             self._inf += int(torch.isinf(numbers).sum())
@@ -161,7 +161,7 @@ class RunningValues:
         self._bins += torch.bincount(places.to(torch.int64).clamp_(max=_BINS - 1), minlength=_BINS)
 
     def _add_moments(self, numbers: torch.Tensor) -> None:
-        """Chan's formula: the moments of two sets from the moments of each."""
+        """Combine the moments of two sets by Chan's formula."""
         count = numbers.numel()
         mean = float(numbers.sum()) / count
         distances = numbers - mean
@@ -180,7 +180,7 @@ class RunningValues:
         self._exponent = exponent
 
     def summary(self) -> ValueSummary:
-        """What was added so far."""
+        """Summarize what was added so far."""
         if not self._finite:
             return ValueSummary(self._elements, self._nan, self._inf, None, None, None, None, 0.0, 0.0, ())
         low, high, bins = self._shown_bins()
@@ -192,13 +192,13 @@ class RunningValues:
             maximum=self._maximum,
             mean=_or_none(self._mean),
             std=_or_none(math.sqrt(self._squares / self._finite) if self._squares < math.inf else math.inf),
-            low=min(low, self._minimum),  # rounding puts the smallest numbers beside the middle
+            low=min(low, self._minimum),  # rounding can move the smallest numbers to the other middle bin
             high=max(high, self._maximum),
             bins=bins,
         )
 
     def _shown_bins(self) -> tuple[float, float, tuple[int, ...]]:
-        """Those from the first to the last that has any, several as one where there are more than are shown."""
+        """Return the bins from the first to the last nonempty one, merged if there are more than are shown."""
         used = self._bins.nonzero().flatten()
         first, last = int(used[0]), int(used[-1])
         together = -(-(last + 1 - first) // _SHOWN_BINS)
@@ -212,7 +212,7 @@ class RunningValues:
 def _scaled(number: float, exponent: int) -> float:
     try:
         return math.ldexp(number, exponent)
-    except OverflowError:  # the end of the last bin of the largest numbers there are
+    except OverflowError:  # the end of the last bin for the largest floats
         return math.copysign(1.7976931348623157e308, number)
 
 
@@ -220,43 +220,43 @@ def _or_none(number: float) -> float | None:
     return number if math.isfinite(number) else None
 
 
-# Does what needs bytes of tensors, several at once, each thread in the order of the files; with a bar.
+# Jobs that need bytes of tensors run in several threads, each in the order of the files, with a progress bar.
 
 
 _RUN_BYTES: Final = 64 * 1024 * 1024
-"""Bytes that one thread reads in a row: from far away, small tensors that follow each other come in one request."""
+"""Bytes that one thread reads in a row: remote small tensors that follow each other are fetched in one request."""
 
 _Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
 class ReadJob(Generic[_Result]):
-    """Something to do with the bytes of one tensor or two."""
+    """Work on the bytes of one tensor or two."""
 
     order: tuple[int, int]
-    """Jobs of neighbours in a file are neighbours, too."""
+    """The sort key: tensors that are neighbors in a file get neighboring jobs."""
     nbytes: int
-    """That are read, at most."""
+    """The most bytes that are read."""
     work: Callable[[ProgressCallback], _Result]
-    """Gets what it calls with the bytes of each block, and what ends it early by raising."""
+    """Called with the callback for the number of bytes of each block, which ends the work early by raising."""
 
 
 def do_jobs(
     jobs: Sequence[ReadJob[_Result]], threads: int, progress: bool | None, title: str = "Comparing"
 ) -> list[_Result]:
-    """Do all jobs; the first error of one ends the others.
+    """Run all jobs; the first error ends the others.
 
     Args:
         jobs: In any order.
-        threads: That read at once.
-        progress: A bar on stderr; None: on a terminal.
-        title: Of the bar.
+        threads: The number of threads that read at once.
+        progress: Whether to show a bar on stderr; None: only on a terminal.
+        title: The bar's title.
 
     Returns:
-        What each returned.
+        The result of each job.
 
     Raises:
-        What a job raises.
+        Everything that a job raises.
     """
     results: dict[int, _Result] = {}
     total = sum(job.nbytes for job in jobs)

@@ -1,12 +1,12 @@
-"""What Python runs before a program that `hfshard run` has started, and before those that the program starts.
+"""Startup code of Python in a program that `hfshard run` has started, and in the programs that it starts.
 
-It is found by PYTHONPATH, by every Python of the process tree: by other versions, and where hfshard is not installed,
-too. So it is written for all of them, imports nothing that Python has not imported already, and breaks no program.
-Where nobody asks for transformers, hfshard is not imported.
+Every Python of the process tree finds it by PYTHONPATH, including other versions and Pythons without hfshard. So it is
+written for all of them, imports nothing that Python has not imported already, and breaks no program. hfshard is
+imported only when a program imports transformers.
 
-Why in this order: site imports `sitecustomize` by its name, and finds this one in place of another that the system, or
-the program's owner, may have. The other one runs at the end, as if it had been found: it is what the name stands for
-from then on, its error is site's to report, and where there is none, that is the ImportError which site expects.
+The order matters: site imports `sitecustomize` by its name, and finds this one in place of another that the system, or
+the program's owner, may have. The other one runs at the end, as if site had found it: the name refers to it from then
+on, site reports its error, and if there is no other one, site gets the ImportError that it expects.
 """
 
 import os
@@ -18,13 +18,13 @@ _SETTINGS = "HFSHARD_RUN"
 
 
 class _Waiting:  # not a class of importlib.abc: that would be imported in every Python
-    """Turn hfshard on when somebody looks for transformers, and leave all finding to others."""
+    """Finder that enables hfshard when transformers is looked up, and finds nothing itself."""
 
     is_over = False
 
     def find_spec(self, name, path=None, target=None):  # type: (str, object, object) -> None
         if not self.is_over and name.partition(".")[0] == "transformers":
-            self.is_over = True  # it stays where it is: who walks through sys.meta_path would miss the next one
+            self.is_over = True  # it stays where it is: a loop over sys.meta_path would miss the next finder
             _turn_on_or_say_why_not()
 
 

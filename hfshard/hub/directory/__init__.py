@@ -1,1 +1,1 @@
-"""A directory that serves as a hub: commits side by side, files linked."""
+"""A directory that serves as a hub: commits next to each other, with linked files."""

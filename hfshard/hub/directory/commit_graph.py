@@ -31,7 +31,7 @@ SNAPSHOTS: Final = "snapshots"
 
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 _MAX_PATH: Final = 1024
-"""Characters of a path in a repo: a quarter of what Linux allows a whole path, the hub's own directory included."""
+"""Characters of a path in a repo: a quarter of Linux's limit for a complete path, which includes the hub's own."""
 _MAX_PART_BYTES: Final = 255
 """The longest file name on every common file system."""
 _REMEDY: Final = "Restore the file from a backup, or delete the commit."
@@ -39,7 +39,7 @@ _REMEDY: Final = "Restore the file from a backup, or delete the commit."
 
 @dataclass(frozen=True, slots=True)
 class CommitManifest:
-    """One commit."""
+    """Manifest of one commit."""
 
     files: Mapping[str, RemoteFile] = field(default_factory=dict)
     """Path in the repo -> size and sha256."""
@@ -54,7 +54,7 @@ class CommitManifest:
         return sum(file.size for file in self.files.values())
 
     def to_json(self) -> bytes:
-        """Serialize it in its one form: without time and host, so that the same commit has the same id."""
+        """Serialize it in its canonical form, without time and host, so that the same commit has the same id."""
         return dump_json(
             {
                 "description": self.description,
@@ -67,22 +67,22 @@ class CommitManifest:
 
 
 def commit_id(raw: bytes) -> str:
-    """Make a commit's id from its manifest; it is as long as git's, so that it can be used as a commit hash."""
+    """Compute a commit's id from its manifest; it is as long as git's, so that it can be used as a commit hash."""
     return hashlib.sha256(raw).hexdigest()[:40]
 
 
 def manifest_path(root: str, commit: str) -> str:
-    """Where a commit's manifest is."""
+    """Return the path of a commit's manifest."""
     return os.path.join(root, COMMITS, f"{commit}.json")
 
 
 def snapshot_path(root: str, commit: str) -> str:
-    """The directory of a commit's files."""
+    """Return the directory of a commit's files."""
     return os.path.join(root, SNAPSHOTS, commit)
 
 
 def commit_ids(root: str) -> list[str]:
-    """The ids of all commits that a hub holds, sorted."""
+    """List the ids of all commits of a hub, sorted."""
     try:
         names = os.listdir(os.path.join(root, COMMITS))
     except FileNotFoundError:  # no commit yet
@@ -101,12 +101,12 @@ def read_commit_manifest(root: str, commit: str) -> CommitManifest:
 
 
 def missing_manifest(root: str, commit: str, why: str) -> DamagedCheckpointError:
-    """Make the error for a commit whose manifest was lost.
+    """Build the error for a commit whose manifest was lost.
 
     Args:
         root: The hub.
         commit: Its id.
-        why: What needs the commit; "" if nothing is known to.
+        why: The reason that the commit is needed; "" if none is known.
     """
     path = manifest_path(root, commit)
     needed = f", and {why}" if why else ""
@@ -119,7 +119,7 @@ def missing_manifest(root: str, commit: str, why: str) -> DamagedCheckpointError
 
 
 def read_manifest_file(path: str, root: str, commit: str) -> CommitManifest:
-    """Read and check a manifest, wherever it is; raises like `read_commit_manifest`."""
+    """Read and check a manifest at any path, with the errors of `read_commit_manifest`."""
     try:
         raw, _ = read_small(path, root, MAX_CONFIG_BYTES)
     except MissingShardError as error:
@@ -185,7 +185,7 @@ def check_paths(paths: Iterable[str]) -> None:
                 raise InvalidArgumentError(f"'{above}' can't be a file and the folder of '{path}' too.", path=path)
 
 
-# Names of commits in a directory hub: branches, tags and pull requests, each a small file that holds an id.
+# Names of commits in a directory hub: branches, tags and pull requests, each a small file that contains an id.
 
 
 _PREFIX: Final = re.compile(r"[0-9a-f]{7,39}")
@@ -197,22 +197,22 @@ _SHOWN_NAMES: Final = 20
 
 
 def ref_path(root: str, ref: str) -> str:
-    """The file that holds a ref's id."""
+    """Return the path of the file that contains a ref's id."""
     return os.path.join(root, ref)
 
 
 def read_ref(root: str, ref: str) -> str | None:
-    """Read the id that a ref holds; None if there is no such ref.
+    """Read the id in a ref; None if there is no such ref.
 
     Raises:
-        DamagedCheckpointError: The file does not hold an id.
+        DamagedCheckpointError: The file does not contain an id.
     """
     path = ref_path(root, ref)
     if not os.path.isfile(path):
         return None
     try:
         raw, _ = read_small(path, root, _MAX_REF_BYTES)
-    except MissingShardError:  # deleted in the meantime
+    except MissingShardError:  # deleted since the check
         return None
     commit = raw.decode("ascii", "replace").removesuffix("\n")
     if not is_commit_id(commit):
@@ -223,7 +223,7 @@ def read_ref(root: str, ref: str) -> str | None:
 
 
 def ref_names(root: str) -> list[str]:
-    """The full names of all refs: main first, then branches, tags and pull requests, each sorted."""
+    """List the full names of all refs: main first, then branches, tags and pull requests, each sorted."""
     found = []
     for folder in REF_FOLDERS:
         names = []
@@ -237,12 +237,12 @@ def ref_names(root: str) -> list[str]:
 def _is_ref(ref: str) -> bool:
     try:
         return full_name(ref) == ref
-    except InvalidArgumentError:  # a file that somebody else put there
+    except InvalidArgumentError:  # not a file of hfshard
         return False
 
 
 def all_refs(root: str) -> dict[str, str]:
-    """Full name -> id, in the order of `ref_names`."""
+    """Return full name -> id, in the order of `ref_names`."""
     found = {}
     for ref in ref_names(root):
         if (commit := read_ref(root, ref)) is not None:
@@ -271,7 +271,7 @@ def check_free(root: str, ref: str) -> None:
 
 
 def find_ref(root: str, name: str) -> tuple[str, str] | None:
-    """Find the branch, tag or pull request of a name: its full name and the id that it holds."""
+    """Find a branch, tag or pull request by its name, and return its full name and the id in it."""
     kinds: tuple[RefKind, ...] = ("branch", "tag")
     for kind in kinds:
         try:
@@ -284,7 +284,7 @@ def find_ref(root: str, name: str) -> tuple[str, str] | None:
 
 
 def find_commit(root: str, name: str) -> str | None:
-    """Find a commit by its id, or by the first digits of it, even if its manifest was lost.
+    """Find a commit by its id or the first digits of the id, even if its manifest was lost.
 
     Raises:
         HubError: Several ids begin with these digits.
@@ -313,7 +313,7 @@ def find_revision(root: str, name: str) -> str | None:
 
 
 def revision_not_found(root: str, name: str) -> HubNotFoundError:
-    """Make the error that lists the revisions that exist."""
+    """Build the error that lists the existing revisions."""
     names = [short_name(ref) for ref in ref_names(root)]
     shown = list_some(names, _SHOWN_NAMES)
     count = len(commit_ids(root))
@@ -329,7 +329,7 @@ def revision_not_found(root: str, name: str) -> HubNotFoundError:
     )
 
 
-# Lists what a directory hub holds: the names of commits, all commits, and those that no name leads to.
+# Lists of a directory hub's commits: by name, all of them, and those that no name leads to.
 
 
 _SHOWN: Final = 3
@@ -348,7 +348,7 @@ class Revision:
     message: str
     parents: tuple[str, ...]
     date: datetime
-    """When the commit was made here, in UTC."""
+    """Time at which the commit was made here, in UTC."""
     size: int
     """Bytes of all its files, shared with other commits or not."""
     is_damaged: bool = False
@@ -382,8 +382,8 @@ def unreachable(root: str) -> list[str]:
     """Find the commits that no branch, tag or pull request leads to, directly or through parents.
 
     Raises:
-        DamagedCheckpointError: A manifest on the way is missing or can't be read, so that its parents are unknown; or
-            no name that was deleted led to such a commit either, so that a name was lost.
+        DamagedCheckpointError: A manifest in a history is missing or can't be read, so that its parents are unknown; or
+            no deleted name led to such a commit either, so that a name was lost.
     """
     found = set(commit_ids(root)) - reachable(root, all_refs(root))
     if lost := found.difference(unnamed_commits(root)):
@@ -392,12 +392,12 @@ def unreachable(root: str) -> list[str]:
 
 
 def refuse_lost_names(root: str) -> None:
-    """Refuse to begin a branch anew in a hub that holds commits to which no name leads, nor did one that was deleted.
+    """Reject an empty new branch in a hub with commits that no name leads to, and no deleted name led to.
 
     Raises:
         DamagedCheckpointError: Names were lost.
     """
-    # In this order, as others may push, delete and prune meanwhile.
+    # In this order, because other processes may push, delete and prune at the same time.
     there = commit_ids(root)
     unfinished = unfinished_commit(root)
     named = known_reachable(root, all_refs(root).values())
@@ -407,7 +407,7 @@ def refuse_lost_names(root: str) -> None:
 
 
 def _names_lost(root: str, lost: set[str]) -> DamagedCheckpointError:
-    """Make the error that shows the newest of the commits: a name for them is a name for all."""
+    """Build the error that shows the newest of the commits: names for these lead to all of them."""
     before = known_reachable(root, [parent for commit in lost for parent in _parents(root, commit)])
     commits = sorted(lost - before)
     one = commits[0]
@@ -428,12 +428,12 @@ def _parents(root: str, commit: str) -> tuple[str, ...]:
         return ()
 
 
-# What was deleted from a directory hub on purpose: whatever else is missing was lost, and nothing may be swept for
-# it.
+# Records of what was deleted from a directory hub on purpose: whatever else is missing was lost, and nothing may be
+# removed because of it.
 #
-#     <root>/deleted/<id>.json    the manifest of a commit that was deleted, moved here from commits/; or nothing, where
-#                                 it had been lost
-#     <root>/deleted/<id>         empty: no name led to this commit any more when one that did was deleted
+#     <root>/deleted/<id>.json    the manifest of a deleted commit, moved here from commits/; an empty file if the
+#                                 manifest had been lost
+#     <root>/deleted/<id>         empty: the last name that led to this commit was deleted
 #
 # A partial copy of a hub (an rsync that was cut off) lacks files without any such record. Parents are followed
 # through the manifests of deleted commits, so that deleting one commit of a history does not cut off those before it.
@@ -441,33 +441,32 @@ def _parents(root: str, commit: str) -> tuple[str, ...]:
 
 DELETED: Final = "deleted"
 NEW_COMMIT: Final = "new-commit"
-"""Name in the staging directory of the ref for a commit that is new. As long as it is there, that commit is unfinished;
-renaming it into place commits."""
-"""An id and a newline are 41 bytes."""
+"""Name in the staging directory of the ref for a new commit. While it exists, that commit is unfinished; renaming it
+into place commits."""
 
 
 def deleted_path(root: str, commit: str) -> str:
-    """Where the manifest of a deleted commit is."""
+    """Return the path of a deleted commit's manifest."""
     return os.path.join(root, DELETED, f"{commit}.json")
 
 
 def unnamed_path(root: str, commit: str) -> str:
-    """The file that tells that the last name that led to a commit was deleted."""
+    """Return the path of the file which records that the last name leading to a commit was deleted."""
     return os.path.join(root, DELETED, commit)
 
 
 def deleted_commits(root: str) -> list[str]:
-    """The ids of the commits that were deleted, as far as a commit that is there was made on them."""
+    """List the ids of the deleted commits; `prune` forgets those that no history needs."""
     return sorted(name[:-5] for name in _listing(os.path.join(root, DELETED)) if name.endswith(".json"))
 
 
 def unnamed_commits(root: str) -> list[str]:
-    """The ids of the commits that may go: to which no name led any more when one that did was deleted."""
+    """List the ids of the commits that may be removed, because the last name that led to them was deleted."""
     return sorted(name for name in _listing(os.path.join(root, DELETED)) if is_commit_id(name))
 
 
 def unfinished_commit(root: str) -> str | None:
-    """The id of the commit that is being made, or that a killed push did not finish."""
+    """Return the id of the commit that is being made, or that a killed push did not finish."""
     try:
         with open(os.path.join(root, STAGING, NEW_COMMIT), "rb") as file:
             commit = file.read(_MAX_REF_BYTES).decode("ascii", "replace").removesuffix("\n")
@@ -477,14 +476,14 @@ def unfinished_commit(root: str) -> str | None:
 
 
 def reachable(root: str, named: dict[str, str]) -> set[str]:
-    """Find the commits that names lead to, directly or through parents, those that were deleted included.
+    """Find the commits that names lead to, directly or through parents, including deleted ones.
 
     Args:
         root: The hub.
         named: Full name of a ref -> id.
 
     Raises:
-        DamagedCheckpointError: A manifest on the way is missing or can't be read, so that its parents are unknown.
+        DamagedCheckpointError: A manifest in a history is missing or can't be read, so that its parents are unknown.
     """
     reached: set[str] = set()
     ends = deque((commit, f"'{ref}' points to it") for ref, commit in named.items())
@@ -497,7 +496,7 @@ def reachable(root: str, named: dict[str, str]) -> set[str]:
 
 
 def known_reachable(root: str, commits: Iterable[str]) -> set[str]:
-    """Find the commits that commits lead to, directly or through parents, as far as manifests tell."""
+    """Find commits and their parents, direct and indirect, that readable manifests lead to."""
     reached: set[str] = set()
     ends = list(commits)
     while ends:
@@ -514,7 +513,7 @@ def known_reachable(root: str, commits: Iterable[str]) -> set[str]:
 def lost_commits(root: str) -> list[str]:
     """Find the commits whose manifest was lost: they have a snapshot, or another commit was made on them."""
     candidates = {name for name in _listing(os.path.join(root, SNAPSHOTS)) if is_commit_id(name)}
-    unfinished = unfinished_commit(root)  # before the manifests: it may be finished meanwhile
+    unfinished = unfinished_commit(root)  # before the manifests are listed: it may be finished during that
     there = commit_ids(root)
     parents: set[str] = set()
     for commit in there:

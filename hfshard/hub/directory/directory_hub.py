@@ -1,21 +1,21 @@
-"""A directory that serves as a hub: commits side by side, each a whole snapshot of files that stock readers load.
+"""A directory that serves as a hub: commits next to each other, each a complete snapshot that stock readers load.
 
     <root>/hfshard-hub.json        {"format": 1}: marks a directory hub
-    <root>/commits/<id>.json       what the commit is: files with size and sha256, parents, message, description
+    <root>/commits/<id>.json       the commit: files with size and sha256, parents, message, description
     <root>/snapshots/<id>/...      its files, read-only, a plain directory; unchanged ones are hard links
-    <root>/refs/heads/<branch>     an id; so refs/tags/<tag> and refs/pr/<number>
-    <root>/deleted/                notes of names and commits that were deleted, until `prune`; see `commit_graph.py`
-    <root>/.staging/               what is not complete yet; absent at rest
+    <root>/refs/heads/<branch>     an id; likewise refs/tags/<tag> and refs/pr/<number>
+    <root>/deleted/                records of deleted names and commits, until `prune`; see `commit_graph.py`
+    <root>/.staging/               unfinished changes; absent at rest
 
 An id is the first 40 hex digits of the sha256 of the manifest, which has no time and no host in it: the same files on
-the same parent with the same message are the same commit. The date that is shown is the manifest's modification time.
-How a change is made crash-safe stands in `hub_writer.py`.
+the same parent with the same message are the same commit. The displayed date is the manifest's modification time.
+`hub_writer.py` describes how a change is made crash-safe.
 
-Readers take no lock: a snapshot never changes, and a ref is replaced by a rename. One that opens a commit while `prune`
-removes it finds all of it or gets an error, never silently a part of it.
+Readers take no lock: a snapshot never changes, and a ref is replaced by a rename. A reader that opens a commit while
+`prune` removes it finds all of it or gets an error, never silently a part of it.
 
-Hard links to another user's read-only files are refused by Linux (fs.protected_hardlinks): where several users push
-into one hub, unchanged files share their blocks if the file system can (btrfs, XFS), and are copied if not.
+Linux refuses hard links to another user's read-only files (fs.protected_hardlinks): if several users push into one hub,
+unchanged files share their blocks if the file system can (btrfs, XFS), and are copied if not.
 """
 
 from __future__ import annotations
@@ -68,16 +68,16 @@ LOCK_WAIT_SECONDS: Final = 600.0
 
 
 class DirectoryHub:
-    """A hub in a directory; make one by `open` or `create`."""
+    """A hub in a directory; get one by `open` or `create`."""
 
     def __init__(self, root: str, *, wait_seconds: float = LOCK_WAIT_SECONDS) -> None:
-        """Use `open` or `create`, which check what is there."""
+        """Use `open` or `create`, which check the directory."""
         self.root = absolute_path(root)
         self.wait_seconds = wait_seconds
 
     @staticmethod
     def is_hub(path: str | os.PathLike[str]) -> bool:
-        """Whether a directory is marked as a hub."""
+        """Return whether a directory is marked as a hub."""
         return has_hub_marker(_local(path))
 
     @classmethod
@@ -104,10 +104,10 @@ class DirectoryHub:
     @classmethod
     @names_files("path")
     def create(cls, path: str | os.PathLike[str], *, exist_ok: bool = True) -> DirectoryHub:
-        """Turn a new or empty directory into a hub; a directory that is a hub already is opened.
+        """Turn a new or empty directory into a hub, or open an existing hub.
 
         Raises:
-            HubError: The directory holds something else, such as a checkpoint; or it is a hub and `exist_ok` is false.
+            HubError: The directory has something else, such as a checkpoint; or it is a hub and `exist_ok` is false.
         """
         root = _local(path)
         is_new = not has_hub_marker(root) and write_hub_marker(root, wait_seconds=LOCK_WAIT_SECONDS)
@@ -116,13 +116,12 @@ class DirectoryHub:
         return cls.open(root)
 
     def tree(self, revision: str | None = None) -> RepoTree | None:
-        """The files at a revision (None: main); None if there is no such revision.
+        """Return the files at a revision (None: main); None if there is no such revision.
 
-        As long as there is no `main` either, a branch that is not there yet is empty: its commit is "".
+        While there is no `main` either, a missing branch is empty: its commit is "".
 
         Raises:
-            DamagedCheckpointError: The commit's manifest is missing, or is not what it was; or the hub has commits, and
-                lost all names.
+            DamagedCheckpointError: The commit's manifest is missing or was changed; or the names of commits were lost.
         """
         name = revision or "main"
         commit = find_revision(self.root, name)
@@ -135,7 +134,7 @@ class DirectoryHub:
         return RepoTree("")
 
     def make_branch(self, branch: str) -> None:
-        """Make a branch where `main` is, unless it is there already or nothing was pushed yet.
+        """Create a branch where `main` is, unless it exists already or nothing was pushed yet.
 
         Raises:
             HubNotFoundError: It is the name of a pull request; those are opened by create_pr=True.
@@ -165,7 +164,7 @@ class DirectoryHub:
         return read_small(where, folder, MAX_INDEX_BYTES)[0]
 
     def url_of(self, commit: str) -> str:
-        """The directory of a commit's files."""
+        """Return the directory of a commit's files."""
         return snapshot_path(self.root, commit)
 
     def commit(
@@ -179,19 +178,19 @@ class DirectoryHub:
         create_pr: bool = False,
         progress_callback: Callable[[int], object] | None = None,
     ) -> PushResult:
-        """Make one commit on top of `parent`, and put the branch there.
+        """Make one commit on top of `parent`, and move the branch to it.
 
         Args:
             changes: Path -> new contents, or None for a file to delete.
             parent: The commit that the branch is at; None: it has none yet.
-            revision: A branch, made if it is missing, or "refs/pr/N". None: main.
-            message: What was done.
+            revision: A branch, created if it is missing, or "refs/pr/N". None: main.
+            message: The title of the commit.
             description: More about it.
-            create_pr: Leave the branch, and give the commit a new "refs/pr/N".
+            create_pr: Leave the branch where it is, and give the commit a new "refs/pr/N".
             progress_callback: Called with the size of every block of new contents.
 
         Returns:
-            The commit; it is `parent` where the files are the same.
+            The commit; it is `parent` if the files are the same, unless `create_pr` is true.
 
         Raises:
             StaleParentError: The branch is no longer at `parent`; nothing was changed.
@@ -231,7 +230,7 @@ class DirectoryHub:
         return commit
 
     def snapshot(self, revision: str | None = None) -> str:
-        """The directory of a revision's files; never write into it.
+        """Return the directory of a revision's files; never write into it.
 
         Raises:
             HubNotFoundError: There is no such revision.
@@ -245,11 +244,11 @@ class DirectoryHub:
     def verify(
         self, revision: str | None = None, *, paths: Collection[str] | None = None, progress: bool | None = False
     ) -> None:
-        """Read files of a revision, and compare their sha256 with those that were pushed.
+        """Read files of a revision, and compare their sha256 with the pushed ones.
 
         Args:
-            revision: As in `resolve`.
-            paths: Which files are read. None: all.
+            revision: A branch, tag, "refs/...", an id or its first 7 or more digits. None: main.
+            paths: The files to read. None: all.
             progress: Whether to show a bar on stderr. None: on a terminal.
 
         Raises:
@@ -264,7 +263,7 @@ class DirectoryHub:
         check_hashes(folder, files if paths is None else {path: files[path] for path in paths}, progress)
 
     def revisions(self) -> list[Revision]:
-        """All branches (main first), tags and pull requests, then all commits, the newest first."""
+        """List all branches (main first), tags and pull requests, then all commits, the newest first."""
         return revisions_of(self.root)
 
     def tag(self, name: str, revision: str | None = None) -> str:
@@ -281,7 +280,7 @@ class DirectoryHub:
         return self._name(full_name(name, "tag"), revision)
 
     def branch(self, name: str, revision: str | None = None) -> str:
-        """Make a branch at a revision; raises like `tag`."""
+        """Create a branch at a revision, with the result and the errors of `tag`."""
         return self._name(full_name(name, "branch"), revision)
 
     def delete(self, revision: str, *, force: bool = False) -> int:
@@ -319,7 +318,7 @@ class DirectoryHub:
             Bytes that were freed on disk.
 
         Raises:
-            DamagedCheckpointError: A manifest on the way is missing or can't be read, or names were lost; nothing is
+            DamagedCheckpointError: A manifest in a history is missing or can't be read, or names were lost; nothing is
                 removed.
         """
         with locked_hub(self.root, wait_seconds=self.wait_seconds) as locked:
@@ -351,15 +350,15 @@ def _local(path: str | os.PathLike[str]) -> str:
     return absolute_path(directory_of(name) or name)
 
 
-# Makes one commit of a directory hub: checks what was asked for, stages the snapshot, and puts the branch there.
+# One commit of a directory hub: check the request, stage the snapshot, and move the branch.
 
 
 def branch_for(root: str, request: CommitRequest) -> str:
-    """The full name of the branch or pull request that a commit goes to, or that a new pull request is for.
+    """Return the full name of the branch or pull request that a commit goes to, or that a new pull request is for.
 
     Raises:
         HubError: The revision is a tag or a commit.
-        HubNotFoundError: It is a pull request that is not there.
+        HubNotFoundError: It is a pull request, and does not exist or is to get a pull request of its own.
         InvalidArgumentError: It can't be the name of a branch.
     """
     name = request.revision or "main"
@@ -401,8 +400,8 @@ def commit_changes(
     """Make the commit; see `DirectoryHub.commit`.
 
     Args:
-        locked: The hub, whose lock is held.
-        request: What to change.
+        locked: The writer of the hub, whose lock is held.
+        request: The changes.
         base: The full name of the branch or pull request that must be at the request's parent.
         progress_callback: Called with the size of every block of new contents.
     """
@@ -430,10 +429,10 @@ def commit_changes(
 
 
 def _check_parent(root: str, base: str, parent: str | None) -> bool:
-    """Check that the branch is at the parent, or can be made there.
+    """Check that the branch is at the parent, or can be created there.
 
     Returns:
-        Whether the branch is not there yet.
+        Whether the branch is missing.
 
     Raises:
         StaleParentError: The branch is at another commit, or the parent is gone.

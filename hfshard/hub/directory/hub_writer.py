@@ -1,10 +1,10 @@
-"""Change a directory hub: under its lock, leftovers cleaned up first, each change by one rename or one unlink.
+"""Change a directory hub: under its lock, after removing leftovers, each change by one rename or one unlink.
 
 A push holds the lock of the root directory's own descriptor: the lock ends with the process, and leaves no file.
 It stages the snapshot, flushes it, and renames into place the snapshot, then the manifest, and last the ref, which is
-the commit. As long as the ref is staged as `.staging/new-commit`, its commit was not finished, and the next push
-removes it. A commit is removed by moving its manifest to `deleted/`, then its snapshot goes. A snapshot that has no
-manifest, neither in `commits/` nor in `deleted/`, has lost it, and is left alone.
+the commit. While the ref is staged as `.staging/new-commit`, its commit is unfinished, and the next push removes it.
+A commit is removed by moving its manifest to `deleted/` and then deleting its snapshot. A snapshot with no manifest in
+`commits/` or `deleted/` has lost it, and is left alone.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ from hfshard.hub.directory.snapshot import check_snapshot
 logger = logging.getLogger(__name__)
 
 _STAGED_REF: Final = "ref"
-"""Like `NEW_COMMIT`, for a commit that existed before: nothing but the ref is unfinished."""
+"""Like `NEW_COMMIT`, for a commit that existed before: only the ref is unfinished."""
 _REPLACED: Final = "replaced-"
-"""A damaged snapshot in the staging directory, followed by its id: put back if no whole one took its place."""
+"""Prefix, before its id, of a damaged snapshot in the staging directory: put back if no intact one took its place."""
 _STAGED_FILES: Final = "files"
 _STAGED_MANIFEST: Final = "manifest.json"
 _FOLDERS: Final = (COMMITS, SNAPSHOTS, DELETED, "refs", "refs/heads", "refs/tags", "refs/pr")
@@ -66,7 +66,7 @@ _FOLDERS: Final = (COMMITS, SNAPSHOTS, DELETED, "refs", "refs/heads", "refs/tags
 
 @contextmanager
 def locked_hub(root: str, *, wait_seconds: float) -> Iterator[HubWriter]:
-    """Hold the hub's lock for one change, with leftovers cleaned up before and after it.
+    """Hold the hub's lock for one change, and remove leftovers before and after it.
 
     Raises:
         DirectoryLockedError: Another process held the lock for all of `wait_seconds`.
@@ -88,7 +88,7 @@ def locked_hub(root: str, *, wait_seconds: float) -> Iterator[HubWriter]:
 
 
 class HubWriter:
-    """Changes a hub whose lock is held."""
+    """Writer of a hub whose lock is held."""
 
     def __init__(self, root: str) -> None:
         self.root = root
@@ -100,18 +100,18 @@ class HubWriter:
         return os.path.join(self.staging, _STAGED_FILES)
 
     def make_staging(self) -> None:
-        """Make the staging directory."""
+        """Create the staging directory if it is missing."""
         if not os.path.isdir(self.staging):
             os.mkdir(self.staging)
 
     def commit_staged(self, manifest: CommitManifest, ref: str) -> str:
-        """Turn what was staged into a commit, and point the ref to it.
+        """Turn the staged files into a commit, and point the ref to it.
 
         Returns:
             The commit's id.
 
         Raises:
-            OSError: Nothing was committed; what was written is removed when the lock is released.
+            OSError: Nothing was committed; the files that were written are removed when the lock is released.
             CommitUnfinishedError: It was committed, but a power cut may undo it.
         """
         raw = manifest.to_json()
@@ -143,7 +143,7 @@ class HubWriter:
         self._place_ref(_STAGED_REF, ref)
 
     def remove_ref(self, ref: str) -> None:
-        """Remove a branch, tag or pull request, and note which commits may go: those that only it led to."""
+        """Remove a branch, tag or pull request, and record the commits that may be removed: those only it led to."""
         path = ref_path(self.root, ref)
         commit = str(read_ref(self.root, ref))
         others = {name: target for name, target in all_refs(self.root).items() if name != ref}
@@ -157,7 +157,7 @@ class HubWriter:
         sync_directory(os.path.dirname(path))
 
     def remove_commits(self, commits: Iterable[str]) -> int:
-        """Remove commits that no ref points to: first their manifests go to the deleted ones, then their files.
+        """Remove commits that no ref points to: move their manifests to the deleted ones, then delete their files.
 
         Returns:
             Bytes that were freed on disk; a file that another commit shares frees none.
@@ -177,10 +177,10 @@ class HubWriter:
         return free_bytes
 
     def forget_deleted(self, reached: Collection[str]) -> None:
-        """Remove the notes of what was deleted, except of commits that a history needs.
+        """Remove the records of deletions, except of commits that a history needs.
 
         Args:
-            reached: The commits that names lead to, deleted ones included; no others are left.
+            reached: The commits that names lead to, including deleted ones; no others are left.
         """
         for commit in unnamed_commits(self.root):
             unlink_if_there(unnamed_path(self.root, commit))
@@ -190,7 +190,7 @@ class HubWriter:
         self._sync_folders(DELETED)
 
     def clean_up(self) -> None:
-        """Remove what killed changes left: everything that is staged, and commits that were never finished."""
+        """Remove the leftovers of killed changes: everything that is staged, and unfinished commits."""
         if (new := unfinished_commit(self.root)) is not None:
             self._remove_unfinished(new)
         if os.path.lexists(self.staging):
@@ -205,7 +205,7 @@ class HubWriter:
             self._remove_empty(os.path.join(self.root, folder))
 
     def forget_named(self) -> None:
-        """Remove the notes of commits to which names lead again."""
+        """Remove the records of commits that names lead to again."""
         if noted := set(unnamed_commits(self.root)):
             for commit in noted & known_reachable(self.root, all_refs(self.root).values()):
                 unlink_if_there(unnamed_path(self.root, commit))
@@ -214,7 +214,7 @@ class HubWriter:
         return os.path.join(self.staging, name)
 
     def _is_whole(self, commit: str, manifest: CommitManifest) -> bool:
-        """Whether this commit exists already: the same files on the same parent with the same message."""
+        """Return whether this commit exists intact: the same files on the same parent with the same message."""
         if commit not in commit_ids(self.root):
             return False
         try:
@@ -239,7 +239,7 @@ class HubWriter:
             ) from error
 
     def _note(self, paths: Iterable[str]) -> None:
-        """Make empty files among the notes of what was deleted, durably."""
+        """Create empty files among the records of deletions, durably."""
         make_directories(os.path.join(self.root, DELETED))
         for path in paths:
             if not os.path.lexists(path):
@@ -247,7 +247,7 @@ class HubWriter:
         self._sync_folders(DELETED)
 
     def _is_named(self, commit: str) -> bool:
-        """Whether a ref points to a commit, or may do so, as one can't be read."""
+        """Return whether a ref points to a commit, or may do so because one can't be read."""
         try:
             return commit in all_refs(self.root).values()
         except DamagedCheckpointError as error:
@@ -255,7 +255,7 @@ class HubWriter:
             return True
 
     def _remove_unfinished(self, commit: str) -> None:
-        """Remove a commit that is staged; in the copy of a hub that was in use, it may have been finished since."""
+        """Remove a staged commit, unless it was finished since, as is possible in the copy of a hub that was in use."""
         if commit in all_refs(self.root).values() or self._has_children(commit):
             return
         logger.info("Removing commit %s in '%s', which was never finished.", commit, self.root)
@@ -264,7 +264,7 @@ class HubWriter:
         self._remove_snapshot(commit)
 
     def _has_children(self, commit: str) -> bool:
-        """Whether a commit was made on this one; if a manifest can't be read, it may have been."""
+        """Return whether a commit was made on this one, or may have been because a manifest can't be read."""
         try:
             return any(commit in read_commit_manifest(self.root, one).parents for one in commit_ids(self.root))
         except DamagedCheckpointError as error:
@@ -277,7 +277,7 @@ class HubWriter:
                 sync_directory(path)
 
     def _put_back(self) -> None:
-        """Put damaged snapshots back that were to be replaced, as far as nothing new took their place."""
+        """Put back damaged snapshots that were to be replaced, where nothing new took their place."""
         for name in os.listdir(self.staging):
             if name.startswith(_REPLACED):
                 merge_tree(self._staged(name), snapshot_path(self.root, name.removeprefix(_REPLACED)))
@@ -290,7 +290,7 @@ class HubWriter:
         """Move a snapshot into the staging directory, so that a reader finds all of it or nothing.
 
         Returns:
-            Where it is; None if there was none.
+            Its path now; None if there was none.
         """
         path = snapshot_path(self.root, commit)
         if os.path.islink(path) or not os.path.isdir(path):
@@ -315,7 +315,7 @@ class HubWriter:
                 os.rmdir(base)
 
 
-# Moves the folders of snapshots, also where a file system has no rename of folders, and counts what they take.
+# Moves of snapshot folders, also on file systems that can't rename folders, and the disk space that they take.
 
 
 _BLOCK_BYTES: Final = 512
@@ -323,7 +323,7 @@ _BLOCK_BYTES: Final = 512
 
 
 def move_tree(source: str, target: str) -> None:
-    """Move a folder; where folders have no rename, file by file, durably."""
+    """Move a folder; if folders can't be renamed, move it file by file, durably."""
     try:
         os.rename(source, target)
         return
@@ -340,7 +340,7 @@ def move_tree(source: str, target: str) -> None:
 
 
 def merge_tree(source: str, target: str) -> None:
-    """Move what the target lacks: all, or, where a directory has no rename, the files that were not moved yet."""
+    """Move what the target lacks: all, or, if folders can't be renamed, the files that were not moved yet."""
     if not os.path.lexists(target):
         move_tree(source, target)
         sync_directory(os.path.dirname(target))
@@ -355,7 +355,7 @@ def merge_tree(source: str, target: str) -> None:
 
 
 def bytes_only_in(folders: Iterable[str]) -> int:
-    """Bytes on disk of the files that have no names outside these directories."""
+    """Count the bytes on disk of the files that have no names outside these directories."""
     seen: dict[tuple[int, int], tuple[int, os.stat_result]] = {}
     for folder in folders:
         for base, _, names in os.walk(folder):

@@ -47,7 +47,7 @@ class Stage:
         """Stage all files, and flush them.
 
         Args:
-            kept: The files that are taken over from `commit`.
+            kept: The files to take over from `commit`.
             commit: A commit of the hub; None if nothing is kept.
             adds: Path -> new contents.
 
@@ -92,7 +92,7 @@ class Stage:
                 yield path, FileSource(old, file.size, file.sha256), file
 
     def _target(self, path: str) -> str:
-        """The staged file for a path of the repo; the folders above it are made."""
+        """Return the staged file for a path of the repo, and create the folders above it."""
         target = os.path.join(self.folder, path)
         above = os.path.dirname(target)
         os.makedirs(above, exist_ok=True)
@@ -102,7 +102,7 @@ class Stage:
         return target
 
     def _link_known(self, sha256: str, size: int, target: str) -> bool:
-        """Link a file of any commit that has these contents; it is read first, as it may have been damaged."""
+        """Link a file of any commit that has these contents; it is read first, because it may be damaged."""
         tried: set[tuple[int, int]] = set()  # most commits have the same few files
         for candidate in self._candidates(sha256):
             try:
@@ -159,7 +159,7 @@ class Stage:
         return RemoteFile(size, actual)
 
     def _link_instead(self, sha256: str, size: int, target: str) -> None:
-        """Replace a copy by a link: contents whose hash was not known before may be in the hub already."""
+        """Replace a copy by a link if the hub has the contents already: their hash was not known before the copy."""
         second = f"{self.folder}.second-name"
         if self._link_known(sha256, size, second):
             rename(second, target)
@@ -223,20 +223,20 @@ def _make_read_only(fd: int) -> None:
         logger.debug("The file system has no modes: %s", error)
 
 
-# Compares the files of a snapshot with what its commit says about them: names, sizes, and every byte.
+# Comparison of a snapshot's files with its commit: names, sizes, and every byte.
 
 
 _TODO = "Restore it from a backup, or delete the commit and push again."
 
 
 def check_snapshot(folder: str, files: Mapping[str, RemoteFile]) -> dict[str, os.stat_result]:
-    """Check that the files of a snapshot are there, regular and of the right size; no link is followed.
+    """Check that the files of a snapshot exist, are regular and have the right size; no link is followed.
 
     Returns:
         Path -> status of every file in the directory, including those that are not in `files`.
 
     Raises:
-        MissingShardError: A file is missing, is a link, or lies below one.
+        MissingShardError: A file is missing, is a link, or is below one.
         IntegrityError: A file has another size.
     """
     found = dict(_walk(folder))
@@ -246,7 +246,7 @@ def check_snapshot(folder: str, files: Mapping[str, RemoteFile]) -> dict[str, os
 
 
 def check_size(folder: str, path: str, file: RemoteFile, found: Mapping[str, os.stat_result]) -> None:
-    """Check one file of those that were found in a snapshot; raises like `check_snapshot`."""
+    """Check one file against those that were found in a snapshot, with the errors of `check_snapshot`."""
     where = os.path.join(folder, path)
     if path not in found:
         raise MissingShardError(
@@ -262,10 +262,10 @@ def check_size(folder: str, path: str, file: RemoteFile, found: Mapping[str, os.
 
 
 def check_no_strays(folder: str, files: Mapping[str, RemoteFile], found: Mapping[str, os.stat_result]) -> None:
-    """Check that a snapshot holds nothing else.
+    """Check that a snapshot has no other files.
 
     Raises:
-        IntegrityError: It does.
+        IntegrityError: It has one.
     """
     if extra := sorted(set(found) - set(files)):
         where = os.path.join(folder, extra[0])
@@ -283,7 +283,7 @@ def check_hashes(folder: str, files: Mapping[str, RemoteFile], progress: bool | 
 
 
 def hash_errors(folder: str, files: Mapping[str, RemoteFile], progress: bool | None) -> list[IntegrityError]:
-    """Read files of a snapshot like `check_hashes`, and return what is wrong instead of raising it."""
+    """Read files of a snapshot like `check_hashes`, and return the errors instead of raising one."""
     sizes = sum(file.size for file in files.values())
     with bytes_bar("Verifying", sizes, progress) as progress_callback:
 
@@ -314,7 +314,7 @@ def check_hash(path: str, sha256: str, tell: Callable[[int], object] = lambda _:
 
 
 def hash_file(path: str, tell: Callable[[int], object] = lambda _: None) -> str:
-    """The sha256 of a file, in hex; `tell` is called with the size of every block."""
+    """Compute the sha256 of a file, in hex; `tell` is called with the size of every block."""
     hasher = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(COPY_BYTES):
@@ -324,7 +324,7 @@ def hash_file(path: str, tell: Callable[[int], object] = lambda _: None) -> str:
 
 
 def _walk(folder: str, below: str = "") -> Iterator[tuple[str, os.stat_result]]:
-    """Path -> status of the regular files in and below a directory; of a link, none."""
+    """Yield path and status of the regular files in and below a directory; links are skipped."""
     if below == "" and (os.path.islink(folder) or not os.path.isdir(folder)):
         return
     with os.scandir(os.path.join(folder, below)) as entries:

@@ -1,1 +1,1 @@
-"""Pages of HTML that need nothing beside them: one of a checkpoint, of a run, of what differs between two."""
+"""Self-contained HTML pages of a checkpoint, of a run, and of the differences between two checkpoints."""

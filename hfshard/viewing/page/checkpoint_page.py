@@ -1,4 +1,4 @@
-"""The page of one checkpoint: modules by bytes, files, dtypes, ties, the largest tensors, metadata."""
+"""Page of one checkpoint: modules by bytes, files, dtypes, ties, the largest tensors, metadata."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hfshard.viewing.tensor_values import MeasuredValues, ValueSummary
 _MOST_FILES: Final = 500
 _MOST_TIES: Final = 200
 _MOST_METADATA: Final = 100
-"""Rows of the tables; the page says how many more there are. The search finds every tensor and every tied name."""
+"""The most rows of the tables; the page shows how many more there are. The search finds every tensor and tied name."""
 
 _LARGEST: Final = 20
 
@@ -31,7 +31,7 @@ class _FileRow:
     tensors: int | None
     checksum: str
     percent: float
-    """Of the limit, or of the largest file where none is known; above 100: the file is larger than the limit."""
+    """Percentage of the limit, or of the largest file if there is no limit; above 100, the file exceeds the limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +41,14 @@ class _DtypeRow:
     parameters: int
     nbytes: int
     percent: float
-    """Of all bytes."""
+    """Percentage of all bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class _TensorRow:
     name: str
     node: int
-    """In the tree of the data, for a link into it."""
+    """The tensor's node in the data's tree, for a link to it."""
     dtype: str
     shape: str
     parameters: int
@@ -59,12 +59,12 @@ class _TensorRow:
 def make_checkpoint_page(
     found: Inspection, max_shard_size: int | None = None, measured: MeasuredValues | None = None
 ) -> Page:
-    """Lay out what was found in a checkpoint.
+    """Build the page of a checkpoint.
 
     Args:
-        found: What it consists of.
-        max_shard_size: Bytes that the bars of the files are measured by; None: the largest file.
-        measured: What its numbers are like; None: that is not shown.
+        found: The checkpoint's contents.
+        max_shard_size: Bytes that fill a file's bar; None: the largest file.
+        measured: Summaries of its numbers; None: not shown.
     """
     whole = max_shard_size or max((file.nbytes for file in found.files), default=0)
     tree = make_name_tree([*(tensor.name for tensor in found.tensors), *found.tied_names])
@@ -115,7 +115,7 @@ def _facts(found: Inspection) -> tuple[Fact, ...]:
 
 
 def _data(found: Inspection, tree: NameTree) -> dict[str, Any]:
-    """Columns with an entry for each node of the tree, and tables of what is in many."""
+    """Build columns with an entry for each node of the tree, and tables of the values that recur."""
     kinds: dict[tuple[str, tuple[int, ...], int], int] = {}
     dtypes = {row.dtype: number for number, row in enumerate(found.dtypes)}
     files = {file.name: number for number, file in enumerate(found.files) if file.tensors is not None}
@@ -160,7 +160,7 @@ def _tensor_row(tensor: TensorEntry, tree: NameTree) -> _TensorRow:
 
 
 def _some(rows: Sequence[Any], all_of_them: Collection[Any]) -> dict[str, Any]:
-    """What a table shows, and how many rows it leaves out."""
+    """Return the rows that a table shows, and the number of rows left out."""
     return {"rows": rows, "more": len(all_of_them) - len(rows)}
 
 
@@ -169,43 +169,44 @@ def _percent(part: int, whole: int) -> float:
 
 
 def _short_count(number: int) -> str:
-    """Of 22,713,728: "22.7 M"."""
+    """Shorten a count: 22,713,728 is "22.7 M"."""
     for power, unit in ((12, "T"), (9, "B"), (6, "M")):
         if number >= 10**power:
             return f"{number / 10**power:.1f} {unit}"
     return f"{number:,}"
 
 
-# Dotted names as a tree in columns, so that a page has each prefix once.
+# Trees of dotted names in columns, so that a page has each prefix once.
 
 
 _MOST_CHARACTERS: Final = 2_500_000
-"""Of all labels of a page, as they are coded. What has more is no model's: each label is cut to its share."""
+"""The most characters of all encoded labels of a page. No model has more; beyond it, each label is cut to its share."""
 _SHORTEST_SHARE: Final = 20
 
 
 @dataclass(frozen=True, slots=True)
 class NameTree:
-    """The nodes of a tree of modules, each before what is in it, siblings in natural order; the root is the first.
+    """Nodes of a tree of modules, each before its contents, siblings in natural order; the root comes first.
 
-    A module with nothing but one other module or tensor in it is one node with that: "encoder.layer", "lm_head.weight".
+    A module that contains just one module or tensor shares a node with it: "encoder.layer", "lm_head.weight".
     """
 
     labels: list[str]
-    """Every label that a node has, once, made fit to be shown."""
+    """Each distinct label of the nodes, escaped for display."""
     label: list[int]
-    """Of each node: where its label stands in `labels`."""
+    """For each node, the position of its label in `labels`."""
     depth: list[int]
-    """Of each node: how many are above it."""
+    """For each node, the number of nodes above it."""
     node_of: dict[str, int]
     """Name -> its node, which may have others below it."""
 
 
 def coded_labels(labels: Sequence[str]) -> list[int | str]:
-    """Write labels so that each has only what the one before it does not begin with.
+    """Encode labels so that each omits the prefix that it shares with the previous one.
 
     Returns:
-        Of each label two entries: how many characters (UTF-16) it has in common with the one before, and the rest.
+        Two entries for each label: the number of leading characters (UTF-16) shared with the previous one, and the
+        rest.
     """
     coded = _coded(labels)
     if sum(len(rest) for rest in coded[1::2] if isinstance(rest, str)) <= _MOST_CHARACTERS:
@@ -232,12 +233,12 @@ class _Branch:
     """A node while the tree is built."""
 
     name: str | None = None
-    """The whole name that ends here."""
+    """The full name that ends here."""
     parts: dict[str, _Branch] = field(default_factory=dict)
 
 
 def make_name_tree(names: Iterable[str]) -> NameTree:
-    """Make the tree of these names, in time that is linear but for sorting siblings."""
+    """Build the tree of these names, in linear time except for sorting siblings."""
     root = _Branch()
     for name in names:
         branch = root
@@ -270,15 +271,15 @@ def _in_columns(root: _Branch) -> NameTree:
     return tree
 
 
-# Histograms of tensors on the page of a checkpoint: they are drawn when a tensor is chosen.
+# Histograms on the page of a checkpoint, drawn when a tensor is selected.
 
 
 _DIGITS: Final = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
-"""Heights of bins in 61 steps, a character each: what has any is at least 1."""
+"""Heights of bins in 61 steps, a character each; nonempty bins have at least 1."""
 
 
 def values_fact(measured: MeasuredValues) -> Fact:
-    """Tell at the top of a page whether any number is none."""
+    """Build the fact at the top of a page that counts NaN and infinite numbers."""
     nan = sum(one.nan for one in measured.tensors.values())
     inf = sum(one.inf for one in measured.tensors.values())
     odd = sum(bool(one.nan or one.inf) for one in measured.tensors.values())
@@ -287,7 +288,7 @@ def values_fact(measured: MeasuredValues) -> Fact:
 
 
 def values_data(measured: MeasuredValues, tree: NameTree) -> dict[str, Any]:
-    """Lay out what the numbers of tensors are like, by the tensors' nodes: two names may look alike when shown."""
+    """Build the data of the histograms by the tensors' nodes, since two names may look alike when shown."""
     return {
         "rows": [_row(tree.node_of[name], one) for name, one in measured.tensors.items() if name in tree.node_of],
         "leftOut": measured.left_out,
@@ -306,7 +307,7 @@ def _short(number: float | None) -> float | None:
     return None if number is None else float(f"{number:.5g}")
 
 
-# What a step of a run has beside its model, on the page of its checkpoint: the optimizer, the state, other files.
+# The parts of a run's step besides its model, on its checkpoint's page: the optimizer, the state, other files.
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,17 +316,17 @@ class _PartRow:
     nbytes: int
     files: int
     percent: float
-    """Of the checkpoint."""
+    """Percentage of the checkpoint."""
 
 
 def with_step(page: Page, manifest: CheckpointManifest, parts: Mapping[Part, int], counts: Mapping[Part, int]) -> Page:
-    """Add to the page of a model what was saved with it.
+    """Add to a model's page what was saved with it.
 
     Args:
-        page: Of the checkpoint's model.
-        manifest: Of the checkpoint.
+        page: The page of the checkpoint's model.
+        manifest: The checkpoint's manifest.
         parts: The bytes of each part of it.
-        counts: The files of each.
+        counts: The number of files of each part.
     """
     total = sum(parts.values())
     rows = [_PartRow(part, size, counts[part], round(100 * size / max(1, total), 2)) for part, size in parts.items()]
@@ -336,5 +337,5 @@ def with_step(page: Page, manifest: CheckpointManifest, parts: Mapping[Part, int
 
 
 def with_problem(page: Page, message: str) -> Page:
-    """Add to the page of a model why nothing is known of what was saved with it."""
+    """Add to a model's page the reason why nothing is known about what was saved with it."""
     return replace(page, view={**page.view, "step": {"rows": (), "nbytes": 0, "problem": shown_value(message)}})

@@ -1,4 +1,4 @@
-"""The page of what differs between two checkpoints: layers x kinds of tensors, and a list to search in."""
+"""Page of the differences between two checkpoints: layers x kinds of tensors, and a searchable list."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ _KINDS: Final[tuple[DiffKind, ...]] = (
     "only_in_b",
     "changed",
 )
-"""In the order in which one of a cell is shown rather than another."""
+"""In ascending priority: a cell shows the last of its tensors' kinds."""
 
 _WORDS: Final[dict[DiffKind, str]] = {"only_in_a": "only in A", "only_in_b": "only in B"}
 
 _MOST_LISTED: Final = 20_000
 _MOST_CHARACTERS: Final = 2_000_000
-"""Of the names in the list of what is not the same: a page stays small whatever the checkpoints are."""
+"""The most characters of names in the list of differences: a page stays small whatever the checkpoints are."""
 _MOST_STACKS: Final = 12
 _MOST_LAYERS: Final = 200
 _MOST_ROWS: Final = 100
-"""Of a grid: no model has more, and a hostile one could have any number."""
+"""The most rows of a grid: no model has more, but a hostile one could have any number."""
 
 _MOST_CELLS: Final = 40_000
-"""Of all grids: a browser takes three seconds for 200,000."""
+"""The most cells of all grids: a browser takes three seconds for 200,000."""
 
 _SHADES: Final = 5
-"""Of what changed, in diff.css."""
+"""The number of shades of changes in diff.css."""
 _FROM_ZERO: Final = "from 0"
-"""In place of a relative norm that is infinite."""
+"""Shown in place of an infinite relative norm."""
 
 
 def make_diff_page(found: CheckpointDiff) -> Page:
-    """Lay out what `diff_checkpoints` found; b is what is looked at, against a."""
+    """Build the page of a `diff_checkpoints` result; b is shown, compared with a."""
     by_name: dict[str, list[TensorDiff]] = {}
     for tensor in found.tensors:
         by_name.setdefault(tensor.name, []).append(tensor)
@@ -102,7 +102,7 @@ def _facts(found: CheckpointDiff) -> tuple[Fact, ...]:
 
 
 def _largest_stacks(stacks: Sequence[LayerStack]) -> list[LayerStack]:
-    """Those with the most tensors, as far as their cells fit."""
+    """Select the stacks with the most cells, as long as they fit."""
     largest = sorted(stacks, key=lambda stack: -len(stack.cells))[:_MOST_STACKS]
     totals = accumulate(min(len(one.layers), _MOST_LAYERS) * min(len(one.kinds), _MOST_ROWS) for one in largest)
     return [stack for stack, total in zip(largest, totals, strict=True) if total <= _MOST_CELLS]
@@ -111,7 +111,7 @@ def _largest_stacks(stacks: Sequence[LayerStack]) -> list[LayerStack]:
 def _drawn_stack(
     stack: LayerStack, by_name: dict[str, list[TensorDiff]], scale: NormScale, cells: dict[str, int]
 ) -> dict[str, Any]:
-    """A stack as columns of layers and rows of kinds; `cells` gets the number of each name's cell."""
+    """Lay out a stack as columns of layers and rows of kinds; each name's cell number is added to `cells`."""
     layers = stack.layers[:_MOST_LAYERS]
     kinds = stack.kinds[:_MOST_ROWS]
     first = max(cells.values(), default=-1) + 1
@@ -144,7 +144,7 @@ def _drawn_stack(
 
 
 def _listed(unlike: Sequence[TensorDiff]) -> list[TensorDiff]:
-    """The first of what is not the same, as far as their names fit."""
+    """Select the first differing tensors, as long as their names fit."""
     listed = []
     characters = 0
     for tensor in unlike[:_MOST_LISTED]:
@@ -156,7 +156,7 @@ def _listed(unlike: Sequence[TensorDiff]) -> list[TensorDiff]:
 
 
 def _row(tensor: TensorDiff, cell: int) -> list[Any]:
-    """Name, kind, cell, what it was and what it is, and how its values differ."""
+    """Build a row: name, kind, cell, old and new form, old name, and how the values differ."""
     old = shown_value(tensor.a.name) if tensor.kind == "renamed" and tensor.a is not None else ""
     a, b = _form(tensor.a), _form(tensor.b)
     what = b if tensor.kind in ("changed", "renamed") and a == b else " → ".join(filter(None, (a, b)))
@@ -179,23 +179,23 @@ def _norm(values: ValueDiff) -> float | str:
 
 
 def _number(value: float) -> float | str:
-    """A number that JSON can hold, with the digits that are shown."""
+    """Round a number to the digits that are shown; a string if JSON cannot represent it."""
     return float(f"{value:.4g}") if math.isfinite(value) else str(value)
 
 
-# Short names of two places, by which they can be told apart.
+# Short names that distinguish two places.
 
 
 _LONGEST: Final = 60
-"""Characters of one name; the middle of a longer one is left out."""
+"""The most characters of one name; the middle of a longer one is left out."""
 
 
 def short_names(a: str, b: str) -> tuple[str, str]:
-    """Leave out the folders above what two places differ in.
+    """Leave out the folders above the last part in which two places differ.
 
     Args:
         a: A path, an address, or "org/name@revision".
-        b: The same.
+        b: The other place, in the same forms.
 
     Example:
         >>> short_names("/models/v1/base", "/models/v2/base")
@@ -208,7 +208,7 @@ def short_names(a: str, b: str) -> tuple[str, str]:
 
 
 def _joined(parts: list[str]) -> str:
-    """The first part, in which they differ, and the last one; those between them if there is room."""
+    """Join the first part, which differs, and the last one, with the ones between them if there is room."""
     whole = "/".join(parts)
     text = whole if len(whole) <= _LONGEST or len(parts) < 3 else f"{parts[0]}/…/{parts[-1]}"
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]}…{text[-_LONGEST // 2 + 1 :]}"

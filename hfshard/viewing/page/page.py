@@ -1,4 +1,4 @@
-"""A page as data, as one HTML file that loads nothing else, and in its place: whole or not at all."""
+"""Page data, its rendering as one self-contained HTML file, and writing that file atomically."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from hfshard.disk.fsops import rename, unlink_if_there, write_file
 from hfshard.errors import InvalidPathError, escaped
 
 PageKind = Literal["checkpoint", "run", "diff"]
-"""A kind has a template of its own, `templates/KIND.html`, and scripts and styles that are listed below."""
+"""Each kind has its own template, `templates/KIND.html`, and the scripts and styles listed below."""
 
 LONGEST_TEXT: Final = 4000
-"""Characters of one value that a page shows: a value may have megabytes, and nobody reads them here."""
+"""The most characters of one value that a page shows: values may have megabytes, which nobody reads on a page."""
 
 NO_NAME: Final = "(no name)"
-"""What stands for a tensor whose name is empty."""
+"""Shown for a tensor whose name is empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,33 +45,33 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """What one page shows."""
+    """Contents of one page."""
 
     kind: PageKind
     title: str
-    """What is looked at: a path, an address, a name of the Hub; of a diff, both by their short names."""
+    """The object shown: a path, an address, or a name on the Hub; for a diff, the short names of both."""
     facts: tuple[Fact, ...]
     view: Mapping[str, Any] = field(default_factory=dict)
-    """What the template writes into the HTML, readable without scripts. It escapes markup, and nothing else: names and
-    values from a checkpoint go through `shown` first."""
+    """Values that the template writes into the HTML, readable without scripts. The template escapes only markup: names
+    and values from a checkpoint must pass through `shown` first."""
     data: Mapping[str, Any] = field(default_factory=dict)
-    """What the scripts draw from, as JSON: columns rather than objects, because there may be 100,000 tensors."""
+    """Data for the scripts, as JSON: columns rather than objects, because there may be 100,000 tensors."""
 
 
 def shown(text: str) -> str:
-    """Escape what would hide or reorder text, such as a right-to-left override; markup is the template's to escape."""
+    """Escape what would hide or reorder text, such as a right-to-left override; the template escapes markup."""
     return escaped(text, keep="")
 
 
 def shown_value(value: Any) -> str:
-    """A value of the metadata as text, cut where it is very long."""
+    """Format a metadata value as text, truncated if it is very long."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, sort_keys=True)
     if len(text) > LONGEST_TEXT:
         text = f"{text[:LONGEST_TEXT]} … and {len(text) - LONGEST_TEXT:,} more characters"
     return escaped(text, keep="\n")
 
 
-# A page as one HTML file: styles, scripts and data are in it, and its policy lets nothing else run or load.
+# Rendering as one HTML file: it contains styles, scripts and data, and its policy lets nothing else run or load.
 
 
 _STYLES: Final[dict[PageKind, tuple[str, ...]]] = {
@@ -79,27 +79,27 @@ _STYLES: Final[dict[PageKind, tuple[str, ...]]] = {
     "run": ("base", "run"),
     "diff": ("base", "diff"),
 }
-"""Which files of `assets` a kind of page has, in this order."""
+"""The style files in `assets` for each kind of page, in this order."""
 
 _SCRIPTS: Final[dict[PageKind, tuple[str, ...]]] = {
     "checkpoint": ("base", "tree", "squarify", "treemap", "details", "histograms", "search", "checkpoint"),
     "run": ("base",),
     "diff": ("base", "diff"),
 }
-"""The same of scripts. All are in one function, and call each other's by name."""
+"""The script files for each kind of page. All are placed in one function and call each other's functions by name."""
 
 _LONGEST_BROKEN: Final = 300
-"""Characters of a name that is broken at its dots; a longer one is broken anywhere."""
+"""The most characters of a name that is broken at its dots; a longer name is broken anywhere."""
 
 _ESCAPES: Final = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
-"""What could end a script element, or a line of it: in JSON it stands in strings only."""
+"""Characters that could end a script element, or a line of it; JSON has them in strings only."""
 
 
 def render_page(page: Page) -> str:
-    """Write a page as HTML. It is a function of the page and this version of hfshard alone: no time, no random id.
+    """Render a page as HTML, which depends only on the page and this version of hfshard: no time, no random id.
 
     Args:
-        page: What it shows.
+        page: The page.
     """
     style = _joined(page.kind, "css")
     script = _joined(page.kind, "js")
@@ -117,7 +117,7 @@ def render_page(page: Page) -> str:
 
 
 def json_for_html(value: Any) -> str:
-    """Write JSON that can stand in a script element, whatever text is in it."""
+    """Encode JSON so that it is safe in a script element, whatever text it contains."""
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return text.translate(_ESCAPES)
 
@@ -139,13 +139,13 @@ def _environment() -> jinja2.Environment:
 
 
 def _pieces(name: str) -> list[str]:
-    """Parts of a name, between which it may be broken: after a dot or a slash, not in a word or a number."""
+    """Split a name where it may be broken: after a dot, slash, underscore or hyphen, but not in a word or a number."""
     return [name] if len(name) > _LONGEST_BROKEN else re.split(r"(?<=[._/-])(?=[^\d\s])", name)
 
 
 @cache
 def _joined(kind: PageKind, suffix: str) -> str:
-    """All styles, or scripts, of a kind of page as one text."""
+    """Join all styles, or all scripts, of a kind of page into one text."""
     folder = files("hfshard.viewing.page") / "assets"
     names = {"css": _STYLES, "js": _SCRIPTS}[suffix][kind]
     text = "\n".join((folder / f"{name}.{suffix}").read_text(encoding="utf-8") for name in names)
@@ -153,27 +153,27 @@ def _joined(kind: PageKind, suffix: str) -> str:
 
 
 def _hash(text: str) -> str:
-    """A source of a Content-Security-Policy: this very text."""
+    """Return a Content-Security-Policy source that allows exactly this text."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
-# Puts a page into its file: whole or not at all, and over nothing but a page.
+# Writing a page to its file: atomically, and over nothing but a page.
 
 
 PAGE_BEGINNING: Final = "<!doctype html>\n<!-- A page of hfshard"
-"""How each of our pages begins; every template inherits it."""
+"""The beginning of each hfshard page; every template inherits it."""
 PNG_BEGINNING: Final = b"\x89PNG\r\n\x1a\n"
 
 
 def checked_output(output: str | os.PathLike[str], *, is_picture: bool = False) -> str:
-    """Check where a page, or a picture of one, is to be written, before anything is read for it.
+    """Check the path that a page, or a screenshot of one, is to be written to, before anything is read for it.
 
     Returns:
         The absolute path, without links.
 
     Raises:
-        InvalidPathError: It is an address or a directory, its folder does not exist, or a file is there that is no
-            page of hfshard, or no PNG.
+        InvalidPathError: It is an address or a directory, its parent directory does not exist, or it is an existing
+            file that is not an hfshard page, or not a PNG.
     """
     path = os.path.realpath(absolute_directory(output, "output"))
     if os.path.isdir(path):
@@ -192,17 +192,17 @@ def checked_output(output: str | os.PathLike[str], *, is_picture: bool = False) 
 
 @names_files("path")
 def write_page(page: str | bytes, path: str) -> int:
-    """Write a page or a picture beside its place and rename it: who opens the file sees the old one or the new one.
+    """Write a page or a screenshot to a temporary file and rename it, so that readers see the old or the new one.
 
     Args:
         page: HTML, or the bytes of a PNG.
-        path: What `checked_output` returned.
+        path: The result of `checked_output`.
 
     Returns:
-        Bytes.
+        The number of bytes.
 
     Raises:
-        FileError: The disk is full, or the directory can't be written to. An old page is as it was.
+        FileError: The disk is full, or the directory is not writable. An old page is unchanged.
     """
     raw = page.encode() if isinstance(page, str) else page
     like = os.stat(path) if os.path.exists(path) else None
@@ -218,7 +218,7 @@ def write_page(page: str | bytes, path: str) -> int:
 
 
 def _begins_with(path: str, beginning: bytes) -> bool:
-    """Whether a file is of this kind, or empty."""
+    """Return whether a file has this beginning or is empty."""
     if not os.path.exists(path) or not stat.S_ISREG(os.stat(path).st_mode):
         return False
     with open(path, "rb") as file:

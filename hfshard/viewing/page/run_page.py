@@ -1,4 +1,4 @@
-"""The page of a run: its checkpoints over the steps, what each takes, its metrics, and what is wrong with it."""
+"""Page of a run: its checkpoints over the steps, with their sizes, metrics and problems."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from hfshard.viewing.page.page import Fact, Page, shown, shown_value
 from hfshard.viewing.run_listing import CheckpointSpace, ListedCheckpoint, Part
 
 MOST_CHECKPOINTS: Final = 500
-"""Of the latest ones, that the page shows."""
+"""The most checkpoints that the page shows, the latest ones."""
 _MOST_METRICS: Final = 8
-"""That are drawn; the list has all."""
+"""The most metrics that are drawn; the list has all."""
 _MOST_COLUMNS: Final = 4
-"""Of metrics; where there are more, or one has a long name, they share a column."""
+"""The most columns of metrics; if there are more metrics, or one has a long name, they share a column."""
 _LONGEST_HEAD: Final = 24
-"""Characters of a metric's name that has a column."""
+"""The most characters of the name of a metric with its own column."""
 _MOST_PROBLEMS: Final = 5
-"""Of one checkpoint: each file of it may be damaged."""
+"""The most problems shown of one checkpoint, since each of its files may be damaged."""
 _PARTS: Final[tuple[Part, ...]] = ("model", "optimizer", "state", "other")
 
 
@@ -37,7 +37,7 @@ class _Row:
     linked: int | None
     metrics: str
     values: tuple[str, ...]
-    """Of the metrics that have columns."""
+    """Values of the metrics that have columns."""
     states: tuple[str, ...]
     problems: tuple[str, ...]
     more_problems: int
@@ -45,7 +45,7 @@ class _Row:
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """A bar with what is said of it."""
+    """A bar with the row that describes it."""
 
     bar: Bar
     row: _Row
@@ -59,14 +59,14 @@ def make_run_page(
     best: str | None = None,
     is_store: bool = False,
 ) -> Page:
-    """Lay out the checkpoints of a run.
+    """Build the page of a run's checkpoints.
 
     Args:
-        root: Of the run.
+        root: The run's path or address.
         listed: Its checkpoints, in the order in which they were saved.
         spaces: Path of a checkpoint -> its bytes.
-        best: The metric by which one is marked as the best.
-        is_store: Whether it lies in a store, where what did not change is copied rather than linked.
+        best: The metric that selects the checkpoint marked as the best.
+        is_store: Whether it is in a store, where unchanged files are copied rather than linked.
     """
     latest = listed[-MOST_CHECKPOINTS:]
     names = sorted({name for one in latest for name in one.metrics})
@@ -156,23 +156,23 @@ def _lines(latest: Sequence[ListedCheckpoint], names: Sequence[str]) -> list[Lin
     return lines
 
 
-# Charts of a run as SVG whose widths are percentages: they fit any window without scripts, and their text stays.
+# Charts of a run as SVG with widths in percent: they fit any window without scripts, and text keeps its size.
 
 
 HEIGHT: Final = 150
-"""Pixels of what is drawn; a line of labels comes below it."""
+"""The height of the drawing in pixels; a line of labels is below it."""
 _TOP: Final = 18
 """Pixels above the highest value, for its label."""
 _GAP: Final = 0.3
-"""The share of a bar's place that stays free."""
+"""The share of a bar's slot that stays free."""
 _WIDEST: Final = 6.0
-"""Percent of a bar, where there are few."""
+"""The largest width of a bar in percent, used if there are few."""
 _LABELS: Final = 6
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A checkpoint as a bar of two parts: what was written stands on the axis, what was linked on top of it."""
+    """A checkpoint as a bar of two parts: written bytes on the axis, linked bytes on top."""
 
     left: float
     """Percent."""
@@ -192,7 +192,7 @@ class Label:
     """Percent."""
     text: str
     anchor: str
-    """Of SVG: "start", "middle", "end"."""
+    """SVG text anchor: "start", "middle" or "end"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +204,7 @@ class Point:
     y: float
     """Pixels."""
     number: int
-    """Which checkpoint it is of."""
+    """The number of its checkpoint."""
     value: float
 
 
@@ -220,10 +220,10 @@ class Line:
 
 
 def bars_of(sizes: Sequence[tuple[int, int]]) -> list[Bar]:
-    """Draw what was written and what was linked for each checkpoint, side by side.
+    """Draw a bar of written and linked bytes for each checkpoint, side by side.
 
     Args:
-        sizes: Bytes of both.
+        sizes: The written and the linked bytes of each checkpoint.
     """
     most = max((written + linked for written, linked in sizes), default=0) or 1
     place = 100 / max(len(sizes), 1)
@@ -247,7 +247,7 @@ def bars_of(sizes: Sequence[tuple[int, int]]) -> list[Bar]:
 
 
 def labels_of_bars(steps: Sequence[int]) -> list[Label]:
-    """Label some of the bars: as many as have room on a telephone."""
+    """Label some of the bars, only as many as fit on a phone."""
     place = 100 / max(len(steps), 1)
     shown = range(0, len(steps), max(1, math.ceil(len(steps) / _LABELS)))
     return [Label(round((number + 0.5) * place, 3), f"{steps[number]:,}", "middle") for number in shown]
@@ -258,10 +258,10 @@ def line_of(metric: str, values: Sequence[tuple[int, float]]) -> Line | None:
 
     Args:
         metric: Its name.
-        values: Step and value of each checkpoint; what is not finite is left out.
+        values: Step and value of each checkpoint; values that are not finite are left out.
 
     Returns:
-        The line, or None where there is nothing to draw.
+        The line, or None if there is nothing to draw.
     """
     known = [(number, step, value) for number, (step, value) in enumerate(values) if math.isfinite(value)]
     if not known:
@@ -285,7 +285,7 @@ def line_of(metric: str, values: Sequence[tuple[int, float]]) -> Line | None:
 
 
 def _share(value: float, least: float, greatest: float) -> float:
-    """Where a value lies between two, even where their difference is no number any more."""
+    """Return a value's relative position between two others, even if their difference overflows."""
     return 0.5 if least == greatest else (value / 2 - least / 2) / (greatest / 2 - least / 2)
 
 
