@@ -44,9 +44,9 @@ _FIRST = (
     "tests/scripts/test_bench.py",
     "tests/scripts/test_examples.py",
     "tests/crash/",
-    "tests/distributed/saving/test_stopped_leader.py",
-    "tests/distributed/test_participants.py",
-    "tests/distributed/test_status.py",
+    "tests/distributed/test_save_on_ranks_stopped_leader.py",
+    "tests/distributed/test_rendezvous.py",
+    "tests/distributed/test_rendezvous_status.py",
     "tests/whole/test_concurrency.py",
     "tests/stores/sweep/",
     "tests/stores/runs/test_faults.py",
@@ -57,11 +57,8 @@ _FIRST = (
 _RANKS = (
     "tests/crash/ranks/",
     "tests/distributed/",
-    "tests/pretrained/ranks/",
-    "tests/training/launched/",
-    "tests/training/spread/",
 )
-"""Rooms of groups of processes; a file elsewhere that has some is called `..._on_ranks.py`."""
+"""Folders of tests with groups of processes; a file elsewhere that has some is called `..._on_ranks.py`."""
 
 
 _STORES = (
@@ -69,7 +66,7 @@ _STORES = (
     "tests/bucket_server/test_stock_client.py",
     "tests/stores/",
 )
-"""Rooms of object stores, and what else starts such stores."""
+"""Folders of tests with object stores, and what else starts such stores."""
 
 
 @cache

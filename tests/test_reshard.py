@@ -11,7 +11,7 @@ import pytest
 
 import hfshard
 from tests.helpers.random_state_dicts import assert_same
-from tests.resharding.helpers import SIZES, files_in, floats, odd
+from tests.saving.helpers import SIZES, files_in, floats, odd
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 

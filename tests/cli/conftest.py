@@ -1,8 +1,9 @@
-"""Real checkpoints, and the command line as a real process."""
+"""Real checkpoints, the command line as a real process, and programs for `hfshard run`."""
 
 from __future__ import annotations
 
 import subprocess
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import hfshard
+from tests.cli.programs import LOOKS, without_hfshard_on
 from tests.helpers import forkserver
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -44,3 +46,21 @@ def save_example(directory: Path, **options: object) -> Path:
 def example(tmp_path: Path) -> Path:
     """The checkpoint of `save_example`."""
     return save_example(tmp_path / "example", metadata={"note": "for tests"})
+
+
+@pytest.fixture(scope="session")
+def environment(child_environment: dict[str, str]) -> dict[str, str]:
+    """That of a shell in which nothing runs."""
+    return without_hfshard_on(child_environment)
+
+
+@pytest.fixture
+def programs(tmp_path: Path) -> Path:
+    """The same program as a script, a module of a package, a directory, a zip file; "in here" has a space."""
+    directory = tmp_path / "in here"
+    (directory / "package").mkdir(parents=True)
+    for name in ("look.py", "package/__init__.py", "package/look.py", "package/__main__.py"):
+        (directory / name).write_text("" if name.endswith("__init__.py") else LOOKS)
+    with zipfile.ZipFile(directory / "look.pyz", "w") as archive:
+        archive.writestr("__main__.py", LOOKS)
+    return directory

@@ -21,8 +21,8 @@ from hfshard.errors import (
     SaveDirectoryError,
 )
 from hfshard.remove import plan_removal
-from tests.storage.commit.test_commit import ONE_FILE, SHARDS, listing, save
-from tests.storage.commit.test_readme import NEW, OLD, by_hub, by_transformers, state_dict
+from tests.commit.test_commit_plan_guide import NEW, OLD, by_hub, by_transformers, state_dict
+from tests.commit.test_directory_commit import ONE_FILE, SHARDS, listing, save
 
 INDEX = "model.safetensors.index.json"
 

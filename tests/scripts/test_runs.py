@@ -23,9 +23,9 @@ def _collect(environment: dict[str, str], *arguments: object) -> tuple[set[str],
 @pytest.mark.parametrize(
     ("marks", "file"),
     [
-        ("ranks", "tests/modules/test_plain_on_ranks.py"),
+        ("ranks", "tests/models/test_plain_save_on_ranks.py"),
         ("stores", "tests/bucket_server/test_faults.py"),
-        (ONE_PROCESS, "tests/modules/test_saving.py"),
+        (ONE_PROCESS, "tests/models/test_plain_save.py"),
     ],
 )
 def test_a_run_reads_no_file_of_which_it_takes_nothing(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import HfApi, constants
 
 from hfshard.stores import retry
 from tests.stores.services import running
@@ -15,7 +18,14 @@ from tests.stores.services.buckets import BUCKET, BUCKETS, HUB_BUCKET, Bucket
 from tests.stores.services.fault_proxy import FaultProxy
 from tests.stores.services.kinds import SERVICES
 
+if TYPE_CHECKING:
+    from hfshard.stores.bucket import BucketStore
+    from tests.hubserver.hub_server import HubServer
+
 DIRECTORY = "directory"
+VARIABLES = ("AWS_", "AZURE_", "GOOGLE_", "STORAGE_EMULATOR_HOST", "CLOUDSDK_", "HFSHARD_STORE_")
+SERVER_BUCKET = "org/models"
+_PREFIXES = itertools.count(1)
 _FIRST_WAIT_SECONDS = 0.3
 """Before a request that failed is sent again; it is tried for as long as users' are, however slow the machine is."""
 _ABORT_SECONDS = 100.0
@@ -94,3 +104,56 @@ def store_place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pyt
     else:
         use_service(request.param, monkeypatch)
         yield new_place(request.param)
+
+
+@pytest.fixture
+def nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A user who has set nothing, in a home of his own, on a machine of no cloud; gives the home."""
+    for name in os.environ:
+        if name.startswith(VARIABLES):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("GCE_METADATA_HOST", "127.0.0.1:1")
+    monkeypatch.setenv("HFSHARD_STORE_RETRY_SECONDS", "0.2")
+    monkeypatch.setenv("HFSHARD_STORE_TIMEOUT", "2")
+    return tmp_path
+
+
+@pytest.fixture(scope="session")
+def bucket_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubServer]:
+    from tests.hubserver.hub_server import HubServer
+
+    with HubServer(tmp_path_factory.mktemp("hub"), page_size=2) as server:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(constants, "HF_HUB_OFFLINE", False)
+            HfApi(endpoint=server.endpoint, token="hf_write").create_bucket(SERVER_BUCKET)
+        yield server
+
+
+@pytest.fixture
+def hub(
+    bucket_server: HubServer, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> HubServer:
+    """The server, and the environment that leads hfshard there."""
+    home = tmp_path_factory.getbasetemp() / "hf-home"
+    for name, value in bucket_server.environment(home=home).items():
+        if name.startswith("HF_"):
+            monkeypatch.setenv(name, value)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", bucket_server.endpoint)
+    bucket_server.clear_log()
+    return bucket_server
+
+
+@pytest.fixture
+def store(hub: HubServer) -> BucketStore:
+    """A place in a bucket of that server, of this test alone."""
+    from hfshard.stores.bucket import BucketStore
+    from hfshard.stores.open_store import open_store
+
+    opened = open_store(f"hf://buckets/{SERVER_BUCKET}/runs/{next(_PREFIXES)}")
+    assert isinstance(opened, BucketStore)
+    return opened

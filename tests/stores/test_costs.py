@@ -24,7 +24,7 @@ from tests.helpers import forkserver
 from tests.helpers.memory import peak_during
 from tests.stores.services.buckets import Bucket
 from tests.stores.services.fault_proxy import FaultProxy
-from tests.stores.test_contract import MIB
+from tests.stores.test_store_contract import MIB
 
 PARTS = 2
 """Of 9 MiB in parts of 8 MiB."""

@@ -1,5 +1,5 @@
 """The saved zoo, for the tests of what compares it."""
 
-from tests.pretrained.conftest import own_modules_cache, quiet, saves
+from tests.models.conftest import own_modules_cache, quiet, saves
 
 __all__ = ["own_modules_cache", "quiet", "saves"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.pretrained.conftest import SHARDS, WHOLE
+from tests.models.conftest import SHARDS, WHOLE
 from tests.zoo.models import ZOO
 
 REPRESENTATIVES = frozenset(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import GPT2LMHeadModel, PreTrainedModel
 
-from tests.pretrained.conftest import SHARDS, WHOLE, Saves
+from tests.models.conftest import SHARDS, WHOLE, Saves
 from tests.zoo.compare import Loaded, bits, differences, facts_of_load, load, raw_tensors
 from tests.zoo.models import ZOO
 from tests.zoo.parameters import every_model_by_representatives

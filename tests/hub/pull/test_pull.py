@@ -18,7 +18,7 @@ from tests.helpers.tiny_bert import bert
 from tests.hub.models import digest_of, files_of, make_model, saved
 from tests.hub.pull.pull_hub import PullHub, cached
 from tests.hub.server_fixture import new_repo_id
-from tests.pretrained.load.test_custom_code import LAYERS, MODEL
+from tests.models.load.test_custom_code import LAYERS, MODEL
 
 pytestmark = pytest.mark.compat
 SHARD = 10_000

@@ -13,9 +13,9 @@ from tests.distributed.gloo import check_ranks
 from tests.stores.runs.bucket_run import BucketRun, Net
 from tests.stores.services import running
 from tests.stores.services.kinds import SERVICES
-from tests.training.spread.models import Run
-from tests.training.spread.test_spread_runs import assert_same
-from tests.training.spread.test_spread_saving import Refusing
+from tests.training.models import Run
+from tests.training.test_spread_save_on_ranks import Refusing
+from tests.training.test_spread_save_runs_on_ranks import assert_same
 
 
 def save_and_restore(rank: int, root: str, environment: dict[str, str]) -> None:

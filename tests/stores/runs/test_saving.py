@@ -21,7 +21,7 @@ S3 = pytest.mark.parametrize("scheme", ["s3"])
 S3_AND_HUB = pytest.mark.parametrize(
     "scheme", ["s3", "hf", *(pytest.param(scheme, marks=pytest.mark.slow) for scheme in ("gs", "az"))]
 )
-"""What the services do differently is held by `tests/stores/test_contract.py`."""
+"""What the services do differently is held by `tests/stores/test_store_contract.py`."""
 
 
 def trained(seed: int) -> tuple[TrainingState, nn.Module]:

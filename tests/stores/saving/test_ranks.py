@@ -15,7 +15,7 @@ import hfshard
 from hfshard._util.addresses import parse_address
 from hfshard.stores.open_store import open_store
 from tests.distributed.gloo import check_ranks
-from tests.distributed.saving.test_faults import fail_in_turn, rows, save
+from tests.distributed.test_save_on_ranks_faults import fail_in_turn, rows, save
 from tests.stores.services import running
 from tests.stores.services.kinds import SERVICES
 

@@ -27,7 +27,7 @@ from tests.hubserver.hub_server import HubServer
 from tests.training.fingerprint import flatten, of_model, of_optimizer, of_rngs, of_scheduler
 from tests.training.integrations.accelerate_ranks import as_launched, count_as_gpus, refuse_whole_state
 from tests.training.integrations.trainer_child import Ending, timeless_log
-from tests.training.spread.models import whole
+from tests.training.models import whole
 
 pytestmark = pytest.mark.compat
 

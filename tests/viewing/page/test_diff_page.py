@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from hfshard.viewing.page.diff_page import make_diff_page
-from tests.viewing.diff.reports import report_of, tensor_diff, values_of
+from tests.viewing.reports import report_of, tensor_diff, values_of
 
 
 def test_grids_have_no_more_cells_than_a_browser_draws() -> None:

@@ -1,0 +1,200 @@
+"""A commit whose steps fail: taken back whole, or carried so far that the error says who loads which checkpoint."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hfshard.errors import CommitUndoneError, CommitUnfinishedError
+from tests.commit.test_commit_plan_guide import NEW, OLD, OLD_SHARD_BYTES, by_hub, by_transformers, config, state_dict
+
+SHARDS, ONE_FILE = 1, 10**6
+"""Limits: three files; one."""
+
+
+def listing(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.glob("**/*") if path.is_file()}
+
+
+def save(folder: Path, value: float, limit: int, version: str = "same") -> None:
+    """Save as a model with a config does."""
+    from hfshard.saving.pipeline import save_request
+    from hfshard.saving.save_request import SaveOptions, SaveRequest
+
+    options = SaveOptions(max_shard_size=limit)
+    save_request(SaveRequest(tensors=state_dict(value), options=options, config=config(version)), folder)
+
+
+@pytest.fixture
+def refuse(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Make a system call fail for paths that a function chooses, as `chattr +i` or a sticky directory does."""
+
+    def patch(call: str, chosen: Callable[..., bool], number: int = errno.EPERM) -> None:
+        kept = getattr(os, call)
+
+        def refused(*paths: Any, **keywords: Any) -> Any:
+            if chosen(*map(str, paths)):
+                raise OSError(number, os.strerror(number), paths[-1])
+            return kept(*paths, **keywords)
+
+        monkeypatch.setattr(os, call, refused)
+
+    return patch
+
+
+def is_single(path: str) -> bool:
+    return os.path.basename(path) == "model.safetensors"
+
+
+def test_a_single_file_that_cannot_be_removed_goes_on_loading_for_every_reader(
+    tmp_path: Path, refuse: Callable[..., None]
+) -> None:
+    save(tmp_path, OLD, ONE_FILE)
+    before = listing(tmp_path)
+    refuse("unlink", is_single)
+
+    for _ in range(2):
+        with pytest.raises(
+            CommitUndoneError, match=r"failed at 'remove model.safetensors'.*taken back.*loads"
+        ) as raised:
+            save(tmp_path, NEW, SHARDS)
+
+        assert raised.value.errno == errno.EPERM
+        assert listing(tmp_path) == before
+        assert (by_transformers(tmp_path), by_hub(tmp_path)) == ("old", "old")
+
+
+def test_an_error_between_two_readers_says_who_loads_which(
+    tmp_path: Path, refuse: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, OLD, ONE_FILE)
+    refuse("unlink", is_single)
+    refuse("rename", lambda source, _: source.endswith(".kept"), errno.EIO)
+
+    with pytest.raises(CommitUnfinishedError, match=r"huggingface_hub load the new checkpoint, other readers the old"):
+        save(tmp_path, NEW, SHARDS)
+    assert (by_transformers(tmp_path), by_hub(tmp_path)) == ("old", "new")
+
+    monkeypatch.undo()
+    save(tmp_path, NEW, SHARDS)
+    assert (by_transformers(tmp_path), by_hub(tmp_path)) == ("new", "new")
+    assert len(listing(tmp_path)) == 5  # config, index, three shards
+
+
+@pytest.mark.parametrize("limit", [SHARDS, ONE_FILE])
+@pytest.mark.parametrize("old_limit", [OLD_SHARD_BYTES, ONE_FILE])
+@pytest.mark.parametrize("version", ["same", "new"])
+def test_an_index_that_cannot_be_replaced_leaves_all_as_it_was(
+    version: str, old_limit: int, limit: int, tmp_path: Path, refuse: Callable[..., None]
+) -> None:
+    save(tmp_path, OLD, old_limit, "same" if version == "same" else "old")
+    before = listing(tmp_path)
+    calls: list[str] = []
+
+    def is_second_index_or_index(source: str, target: str) -> bool:
+        """The last rename of the index up to the commit; where an index protects the old file first, the second."""
+        if not target.endswith("model.safetensors.index.json") or source.endswith(".kept"):
+            return False
+        calls.append(target)
+        return len(calls) == (2 if old_limit == ONE_FILE else 1)
+
+    refuse("rename", is_second_index_or_index, errno.EIO)
+    if (version, old_limit, limit) == ("same", ONE_FILE, ONE_FILE):
+        save(tmp_path, NEW, limit, version)  # one rename of the file itself: no index is needed
+        assert by_transformers(tmp_path) == "new"
+        return
+    with pytest.raises(CommitUndoneError, match="taken back"):
+        save(tmp_path, NEW, limit, version)
+
+    assert listing(tmp_path) == before
+    assert (by_transformers(tmp_path), by_hub(tmp_path)) == ("old", "old")
+
+
+def test_after_the_commit_every_reader_loads_the_new_one_and_tries_leave_no_more_shards(
+    tmp_path: Path, refuse: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, OLD, ONE_FILE, "old")
+    refuse("unlink", is_single)
+
+    for value, name in ((NEW, "new"), (OLD, "old"), (NEW, "new")):
+        with pytest.raises(
+            CommitUnfinishedError, match="is saved, and every reader loads it; but cleaning up failed at"
+        ):
+            save(tmp_path, value, SHARDS, name)
+
+        assert (by_transformers(tmp_path), by_hub(tmp_path)) == (name, name)
+        assert len(list(tmp_path.glob("model-0*"))) in (3, 4)  # as many as the index names, whose names were free
+
+    monkeypatch.undo()
+    save(tmp_path, NEW, SHARDS, "new")
+    assert len(listing(tmp_path)) == 5
+
+
+def test_old_shards_go_though_one_of_them_cannot(tmp_path: Path, refuse: Callable[..., None]) -> None:
+    save(tmp_path, OLD, OLD_SHARD_BYTES)
+    refuse("unlink", lambda path: path.endswith("00001-of-00002.safetensors"))
+
+    with pytest.raises(CommitUnfinishedError, match="every reader loads it"):
+        save(tmp_path, NEW, SHARDS)
+
+    assert (by_transformers(tmp_path), by_hub(tmp_path)) == ("new", "new")
+    assert sorted(path.name for path in tmp_path.glob("*-of-00002.safetensors")) == ["model-00001-of-00002.safetensors"]
+
+
+STRAYS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model-00001-of-00009.safetensors")
+OTHERS = (
+    "model-00003-of-00002.safetensors",  # no such shard
+    "model-1-of-2.safetensors",
+    "model-00001-of-00002.safetensors.part",
+    "model.fp16-00001-of-00002.safetensors",  # another variant
+    "model_ema-00001-of-00002.safetensors",
+    "pytorch_model-00001-of-00002.bin",
+)
+
+
+@pytest.mark.parametrize("limit", [SHARDS, ONE_FILE])
+@pytest.mark.parametrize("old_limit", [None, OLD_SHARD_BYTES, ONE_FILE])
+@pytest.mark.parametrize("version", ["same", "new"])
+def test_shards_that_a_killed_stock_save_left_go_after_the_commit(
+    version: str, old_limit: int | None, limit: int, tmp_path: Path
+) -> None:
+    from safetensors.torch import save_file
+
+    if old_limit is not None:
+        save(tmp_path, OLD, old_limit)
+    strays = [name for name in STRAYS if not (tmp_path / name).exists()]
+    for name in (*strays, *OTHERS):
+        save_file({"b": torch.zeros(2)}, tmp_path / name)
+    (tmp_path / strays[-1]).write_bytes(b"cut off")
+
+    save(tmp_path, NEW, limit, version)
+
+    here = {path.name for path in tmp_path.iterdir()}
+    assert set(OTHERS) <= here
+    assert not set(strays) & here
+    assert by_transformers(tmp_path) == "new"
+    for name in OTHERS:
+        (tmp_path / name).unlink()
+    assert by_hub(tmp_path) == "new"
+    assert len(listing(tmp_path)) == (5 if limit == SHARDS else 2)
+
+
+def test_shards_that_an_index_names_or_a_damaged_one_may_name_stay(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    for name in STRAYS[:2]:
+        save_file({"b": torch.zeros(2)}, tmp_path / name)
+    index = '{"metadata": {}, "weight_map": {"b": "model-00001-of-00002.safetensors"}}'
+    (tmp_path / "model.safetensors.index.fp16.json").write_text(index)
+    save(tmp_path, OLD, ONE_FILE)
+    assert [path.name for path in tmp_path.glob("model-0*")] == [STRAYS[0]]
+
+    (tmp_path / "model.safetensors.index.fp16.json").write_text("{")
+    save(tmp_path, NEW, SHARDS)
+    assert (tmp_path / STRAYS[0]).exists()

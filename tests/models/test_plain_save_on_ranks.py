@@ -1,0 +1,55 @@
+"""Plain modules of which each rank has a part: saved and pushed by all, with the config and the card of one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import fully_shard
+
+import hfshard
+from hfshard.hub.directory.directory_hub import DirectoryHub
+from tests.distributed.gloo import check_ranks
+from tests.models.nets import Simple
+
+pytestmark = pytest.mark.compat
+
+
+class Net(hfshard.ShardedModelMixin, Simple):
+    """Arguments with defaults."""
+
+
+def made() -> Any:
+    torch.manual_seed(0)
+    model: Any = Net(width=16)
+    return model
+
+
+def save_and_push(rank: int, place: Path) -> None:
+    model = made()
+    fully_shard(model)
+    assert type(model).__name__ == "FSDPNet"
+    model.save_pretrained(place / "out", max_shard_size=600)
+    model.push_to_hub(place / "hub", max_shard_size=600)
+    target = made()
+    with torch.no_grad():
+        target.layer.weight.zero_()
+    fully_shard(target)
+    hfshard.load_model(target, place / "out", verify="full")
+    assert torch.equal(target.layer.weight.to_local(), model.layer.weight.to_local())
+
+
+def test_every_rank_saves_and_pushes_what_one_process_would(tmp_path: Path) -> None:
+    check_ranks(tmp_path / "ranks", 2, save_and_push, tmp_path)
+    model = made()
+    model.save_pretrained(tmp_path / "alone", max_shard_size=600)
+
+    alone = {path.name: path.read_bytes() for path in (tmp_path / "alone").iterdir() if path.is_file()}
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir() if path.is_file()} == alone
+    snapshot = Path(DirectoryHub.open(str(tmp_path / "hub")).snapshot(None))
+    assert {path.name: path.read_bytes() for path in snapshot.iterdir()} == alone
+    assert json.loads(alone["config.json"])["width"] == 16
+    assert torch.equal(Net.from_pretrained(tmp_path / "out").layer.weight, model.layer.weight)

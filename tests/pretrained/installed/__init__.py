@@ -1,1 +1,0 @@
-"""Every transformers model of a process, by way of hfshard."""

@@ -1,1 +1,0 @@
-"""Tests of hfshard.storage, file by file."""

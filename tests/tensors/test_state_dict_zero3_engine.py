@@ -1,0 +1,81 @@
+"""DeepSpeed: what a real engine has partitioned is refused by every call, and its directories are recognized."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hfshard
+from hfshard.errors import CheckpointNotFoundError
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="pip install deepspeed")
+
+SHAPES = {"first.weight": [3, 2], "first.bias": [3], "second.weight": [1, 3], "second.bias": [1], "mean": [2]}
+REPOSITORY = Path(__file__).parents[2]
+
+
+def run(command: list[str]) -> None:
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=environment, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a child process has trained with ZeRO-3, called hfshard, and saved the engine."""
+    place = tmp_path_factory.mktemp("deepspeed")
+    run([sys.executable, "-W", "ignore", "-m", "tests.tensors.zero3_engine", str(place)])
+    return place
+
+
+@pytest.fixture
+def found(folder: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads((folder / "found.json").read_bytes())
+    return found
+
+
+def test_every_call_refuses_partitioned_parameters(found: list[dict[str, Any]]) -> None:
+    said = found[0]
+
+    assert said.pop("files") == "[]"
+    assert len(said) == 30
+    assert [name for name, text in said.items() if "DeepSpeed ZeRO" not in text or "partitioned" not in text] == []
+
+
+def test_what_is_gathered_is_saved_and_loaded(found: list[dict[str, Any]]) -> None:
+    used = found[1]
+
+    assert {name: float(one) for name, one in used.pop("loaded").items()} == {
+        "first.weight": 6, "first.bias": 3, "second.weight": 3, "second.bias": 1, "mean": 2,
+    }  # fmt: skip
+    assert used == dict.fromkeys(("gathered", "gathered run/checkpoint-00000001", "passed"), SHAPES)
+
+
+def test_the_command_in_the_error_merges_the_directory(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointNotFoundError, match="DeepSpeed has saved in parts for each rank") as caught:
+        hfshard.load_state_dict(folder / "zero3")
+    told = re.search(r": python (\S+zero_to_fp32\.py .*?) \(it unpickles", str(caught.value))
+
+    assert told is not None
+    run([sys.executable, *(str(tmp_path) if word == "OUT" else word for word in shlex.split(told[1]))])
+
+    merged = hfshard.load_state_dict(tmp_path)
+    assert {name: list(one.shape) for name, one in merged.items()} == SHAPES
+    assert all(torch.equal(one.bfloat16(), torch.ones_like(one).bfloat16()) for one in merged.values())
+
+
+def test_the_file_of_a_rank_is_not_taken_for_the_model(folder: Path) -> None:
+    file = next((folder / "zero3").rglob("*_model_states.pt"))
+
+    with pytest.raises(CheckpointNotFoundError, match=r"has an empty tensor in place of 'first\.weight' and 3 more"):
+        hfshard.load_state_dict(file)
