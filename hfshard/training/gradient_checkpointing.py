@@ -24,11 +24,11 @@ from hfshard.errors import InvalidArgumentError
 from hfshard.tensors.parameter_names import unwrap
 
 _BASE: Final = "_hfshard_checkpointed_class"
-"""The attribute of a replaced class that holds the module's original class."""
+"""The attribute of a replaced class that stores the module's original class."""
 
 
 class GradientCheckpointing:
-    """A handle for what `enable_gradient_checkpointing` turned on.
+    """A handle for what `enable_gradient_checkpointing` enabled.
 
     Attributes:
         names: The dotted names of the blocks whose activations are recomputed, in the model's order.
@@ -69,8 +69,8 @@ def enable_gradient_checkpointing(
     """Recompute the activations of a model's blocks in the backward pass instead of keeping them.
 
     Gradients, buffers (BatchNorm counts a step once) and the states of all random number generators are those of
-    training without it, bit for bit. It is never reentrant, works for blocks that are called twice, and under autocast.
-    In eval mode, and where no gradients are recorded, blocks run as usual. Parameter names do not change.
+    training without it, bit for bit. It is never reentrant, and works for blocks that are called twice and under
+    autocast. In eval mode, and where no gradients are recorded, blocks run as usual. Parameter names do not change.
 
     For a transformers model, the flags of its layers are set, which turns its cache (`use_cache`) off. So "bit for bit"
     compares with training with `config.use_cache = False`. With the cache, which some models fill while they train,
@@ -84,8 +84,8 @@ def enable_gradient_checkpointing(
     noticed, and so happen twice.
 
     Args:
-        model: A transformers model, a module that holds some, an `nn.Sequential` of blocks, or any module together
-            with `modules`, wrapped by DistributedDataParallel or torch.compile or not. It is changed in place.
+        model: A transformers model, a module that contains some, an `nn.Sequential` of blocks, or any module together
+            with `modules`; wrapped by DistributedDataParallel or torch.compile or not. It is changed in place.
         modules: Dotted names of blocks, with wildcards in place of parts of a name: "blocks.*" is every child of
             `blocks`, "*.layers.?" works too. None: the layers that transformers chose for its models, or else the
             children of a Sequential that have children themselves (a single layer has nothing to save).
@@ -94,7 +94,7 @@ def enable_gradient_checkpointing(
         A handle with the names of the blocks and a method `remove()`.
 
     Raises:
-        InvalidArgumentError: The model has no such blocks, or can't recompute them; nothing was changed. Later, when
+        InvalidArgumentError: The model has no such blocks, or cannot recompute them; nothing was changed. Later, when
             a block is called: it changes its input or a parameter in place.
 
     Example:
@@ -118,7 +118,7 @@ def enable_gradient_checkpointing(
 
 
 def _children_with_children(model: nn.Module) -> dict[str, nn.Module]:
-    """The blocks of a Sequential."""
+    """Return the blocks of a Sequential."""
     lists = [
         name for name, module in model.named_modules() if name and isinstance(module, nn.ModuleList | nn.Sequential)
     ]
@@ -138,7 +138,7 @@ def _children_with_children(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _named_blocks(model: nn.Module, patterns: tuple[str, ...]) -> dict[str, nn.Module]:
-    """The modules that match patterns, in the model's order; a module with several names appears once."""
+    """Return the modules that match patterns, in the model's order; a module with several names appears once."""
     names = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
     chosen: set[str] = set()
     for pattern in patterns:
@@ -163,17 +163,17 @@ def _named_blocks(model: nn.Module, patterns: tuple[str, ...]) -> dict[str, nn.M
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Whether a pattern matches a dotted name; a wildcard does not match a dot."""
+    """Return whether a pattern matches a dotted name; a wildcard does not match a dot."""
     parts = name.split(".")
     wanted = pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
 
 def _check_block(name: str, block: nn.Module, blocks: dict[str, nn.Module]) -> None:
-    """Refuse a block that can't be recomputed.
+    """Reject a block that cannot be recomputed.
 
     Raises:
-        InvalidArgumentError: It is never called, has a `forward` of its own, or holds another block.
+        InvalidArgumentError: It is never called, has its own `forward`, or contains another block.
     """
     if "forward" in vars(block) or isinstance(block, torch.jit.ScriptModule):
         raise InvalidArgumentError(
@@ -204,10 +204,10 @@ def _is_on(module: nn.Module) -> bool:
 
 
 def _checkpointed_class(base: type[nn.Module]) -> type[nn.Module]:
-    """A subclass that recomputes: its instances are copied, pickled and replicated like those of the class itself.
+    """Return a subclass that recomputes; its instances are copied, pickled and replicated like the base class's own.
 
-    It is a class and not an attribute of the instance: a copy of the attributes (as in DataParallel) would go on
-    calling the original module.
+    It is a class and not an attribute of the instance: a copy of the attributes (as in DataParallel) would still call
+    the original module.
     """
     for known in base.__subclasses__():
         if vars(known).get(_BASE) is base:
@@ -232,13 +232,13 @@ def _checkpointed_class(base: type[nn.Module]) -> type[nn.Module]:
 
 
 def _new_instance(base: type[nn.Module]) -> nn.Module:
-    """An empty module with gradient checkpointing, which a copy or a pickle begins with."""
+    """Create an empty module with gradient checkpointing, from which a copy or a pickle starts."""
     made = _checkpointed_class(base)
     return made.__new__(made)
 
 
 def _transformers_models(model: nn.Module) -> dict[str, nn.Module]:
-    """The outermost transformers models within a module, itself included, found without importing transformers."""
+    """Find the outermost transformers models in a module, itself included, without importing transformers."""
     modeling_utils = sys.modules.get("transformers.modeling_utils")
     if modeling_utils is None:
         return {}
@@ -251,12 +251,12 @@ def _transformers_models(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _transformers_method(model: nn.Module, verb: str) -> Any:
-    """`gradient_checkpointing_enable` or `…_disable`, under their newer names where transformers has these."""
+    """Return `gradient_checkpointing_enable` or `…_disable`, under their newer names if transformers has these."""
     return getattr(model, f"activation_checkpointing_{verb}", None) or getattr(model, f"gradient_checkpointing_{verb}")
 
 
 def _enable_in_transformers(models: dict[str, nn.Module]) -> GradientCheckpointing:
-    """Turn on transformers' own gradient checkpointing, and let its layers call `call_recomputed`.
+    """Enable transformers' own gradient checkpointing, and let its layers call `call_recomputed`.
 
     Raises:
         InvalidArgumentError: An architecture does not support it; nothing was changed.
@@ -268,7 +268,7 @@ def _enable_in_transformers(models: dict[str, nn.Module]) -> GradientCheckpointi
     blocks: dict[str, nn.Module] = {}
     for outer, model in models.items():
         _transformers_method(model, "enable")({"use_reentrant": False, "preserve_rng_state": True})
-        # Only a reentrant checkpoint needs inputs with gradients, which make frozen first layers work for nothing.
+        # Only a reentrant checkpoint needs inputs with gradients, which cost frozen first layers needless work.
         model.disable_input_require_grads()  # type: ignore[operator]
         callers = {
             ".".join(filter(None, (outer, name))): module
@@ -296,9 +296,9 @@ def _unsupported(name: str, model: nn.Module) -> InvalidArgumentError:
 
 
 def _switch_off_within(layer: nn.Module) -> None:
-    """Clear the flag of the modules within a layer, which do not need it, and some of which behave differently with it.
+    """Clear the flag of the modules within a layer, which do not need it; some of them behave differently with it.
 
-    T5's attention lets its zero bias require a gradient, which a reentrant checkpoint needs: torch then takes another
+    T5's attention lets its zero bias require a gradient, which a reentrant checkpoint needs: torch then uses another
     attention kernel, and gradients differ in their last bits (1e-7 of 1) from training without checkpointing.
     """
     for module in layer.modules():
@@ -306,11 +306,11 @@ def _switch_off_within(layer: nn.Module) -> None:
             setattr(module, "gradient_checkpointing", False)  # noqa: B010  # no tensor and no module
 
 
-# What the first run of a block reads and changes, and how it is put before the second run and taken away after it.
+# State that the first run of a block reads and changes: it is restored before the second run, and undone after it.
 #
-# That is: the buffers, attributes and `training` flags of the block's modules, and the generators of Python and
-# numpy, those of the process and those that the modules hold. (torch itself restores its own generators.) Where the
-# second run would start from something that can't be put back, an error names the tensor or the array.
+# It consists of the buffers, attributes and `training` flags of the block's modules, and of the generators of Python
+# and numpy, both the process's and the modules' own. (torch itself restores its own generators.) If the second run
+# would start from something that cannot be restored, an error names the tensor or the array.
 
 
 _SMALL_BYTES: Final = 65_536
@@ -319,7 +319,7 @@ does not see writes through `.data`, which count no version. No BatchNorm has la
 _TORCHS_OWN: Final = frozenset(vars(nn.Module()))
 """Attributes that every module has: its tables of parameters, buffers and hooks, and `training`."""
 _ABSENT: Final = object()
-"""Stands for a buffer or an attribute that does not exist."""
+"""Represents a buffer or an attribute that does not exist."""
 
 
 @dataclass(slots=True)
@@ -331,7 +331,7 @@ class _Buffer:
     copy: Tensor
 
     def is_same(self) -> bool:
-        """Whether the first run did not change it; small ones are not compared."""
+        """Return whether the first run left it unchanged; False for small ones, which are not compared."""
         if self.value.nbytes <= _SMALL_BYTES:
             return False
         return version_of(self.value) == self.version and torch.equal(self.copy, self.value)
@@ -339,16 +339,16 @@ class _Buffer:
 
 @dataclass(frozen=True, slots=True)
 class _TableEntry:
-    """What a table of a module held before the first run."""
+    """An entry of a module's table as it was before the first run."""
 
     table: dict[str, Any]
     name: str
     value: Any
     copy: Tensor | None = None
-    """The numbers from before the first run; a copy of them is put in place each time."""
+    """The numbers from before the first run; a copy of them is placed in the table each time."""
 
     def put(self, copies: dict[int, Tensor]) -> Callable[[], None] | None:
-        """Put it back and return what undoes that, or None if nothing changes. A buffer of two names stays one."""
+        """Put the entry back; return what undoes that, None if nothing changes. A buffer of two names stays one."""
         there = self.table.get(self.name, _ABSENT)
         value = self.value
         if self.copy is not None:
@@ -372,7 +372,7 @@ class _Generator:
 
 @dataclass(slots=True)
 class StateBefore:
-    """Everything that a first run may change, as it was before."""
+    """Everything that a first run can change, as it was before."""
 
     modules: list[nn.Module]
     tables: list[tuple[dict[str, Any], dict[str, Any]]]
@@ -384,9 +384,9 @@ class StateBefore:
     fixed: list[tuple[str, Tensor, int | None]]
     """Tensors that no run may change: a description, the tensor, its version."""
     parameters: int
-    """How many of `fixed` are parameters; these come first."""
+    """The number of parameters in `fixed`; these come first."""
     arrays: list[tuple[str, Any, Any]]
-    """Attributes whose numbers no run may change though nothing counts it: a description, the value, a copy of it."""
+    """Attributes whose numbers no run may change although no version counts it: a description, the value, a copy."""
     generators: list[_Generator]
 
     @classmethod
@@ -425,10 +425,10 @@ class StateBefore:
         )
 
     def compare(self, second_run: SecondRun) -> None:
-        """After the first run: tell the second one what the first one changed; refuse what can't be put back.
+        """Compare after the first run: pass what it changed to the second one; reject what cannot be restored.
 
         Raises:
-            InvalidArgumentError: It changed an input or a parameter.
+            InvalidArgumentError: The first run changed an input or a parameter.
         """
         changed = [(words, tensor) for words, tensor, version in self.fixed if version_of(tensor) != version]
         changed += [(words, value) for words, value, copy in self.arrays if not _is_same_state(copy, _copied(value))]
@@ -458,7 +458,7 @@ class StateBefore:
 
 @dataclass(slots=True)
 class SecondRun:
-    """The context of each recomputation of one call: within it, everything is as it was before the first run."""
+    """The context of each recomputation of a call; within it, everything is as it was before the first run."""
 
     fixed: list[tuple[str, Tensor, int | None]] = field(default_factory=list)
     entries: list[_TableEntry] = field(default_factory=list)
@@ -496,12 +496,12 @@ def _put(table: dict[str, Any], name: str, value: Any) -> None:
 
 
 def version_of(tensor: Tensor) -> int | None:
-    """How often a tensor was changed in place, as torch counts it for autograd; None where torch does not count."""
+    """Return how often a tensor was changed in place, as torch counts it for autograd; None if torch does not count."""
     return None if tensor.is_inference() else tensor._version
 
 
 def _named_parameters(modules: list[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """The parameters of modules, and what they are in words."""
+    """Yield the parameters of modules, each with a description."""
     for module in modules:
         for name, tensor in module._parameters.items():
             if tensor is not None:
@@ -509,12 +509,12 @@ def _named_parameters(modules: list[nn.Module]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _own_attributes(module: nn.Module) -> dict[str, Any]:
-    """The attributes of a module, without those that every module has."""
+    """Return the attributes of a module, without those that every module has."""
     return {name: value for name, value in vars(module).items() if name not in _TORCHS_OWN}
 
 
 def _is_small_array(value: Any) -> bool:
-    """Whether it is a small array of numpy, or tensor: writes to it, or through its `.data`, count no version."""
+    """Return whether it is a small numpy array or tensor: writes to it, or through its `.data`, count no version."""
     if type(value) is Tensor:
         return value.nbytes <= _SMALL_BYTES and not value.is_meta
     numpy = sys.modules.get("numpy")
@@ -527,12 +527,12 @@ def _copied(value: Any) -> Any:
 
 
 def _without_graph(value: Any) -> Any:
-    """The value without the graph that produced it: a chain of graphs would keep every step in memory."""
+    """Return the value without the graph that produced it: a chain of graphs would keep every step in memory."""
     return value.detach() if isinstance(value, Tensor) and value.grad_fn is not None else value
 
 
 def _generators(attributes: Iterable[dict[str, Any]]) -> Iterator[_Generator]:
-    """The generators of Python and numpy, and those that modules hold; a state that is read is a copy."""
+    """Yield the generators of Python and numpy, and those of modules; a state that is read is a copy."""
     yield _Generator(random.getstate, random.setstate, random.getstate())
     numpy = sys.modules.get("numpy")
     if numpy is not None:
@@ -560,9 +560,9 @@ def _is_same_state(one: Any, other: Any) -> bool:
     return bool(one.tobytes() == other.tobytes()) if hasattr(one, "tobytes") else bool(one == other)
 
 
-# Calls a block now and once more in the backward pass, which recomputes its activations exactly.
+# Exact recomputation: a block is called now and once more in the backward pass.
 #
-# `torch.utils.checkpoint` runs the block a second time. What the first run read and changed is put back before the
+# `torch.utils.checkpoint` runs the block a second time. What the first run read and changed is restored before the
 # second one, so that both runs compute the same.
 
 
@@ -610,7 +610,7 @@ def call_recomputed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 
 def _blocks(function: Callable[..., Any], args: tuple[Any, ...]) -> list[nn.Module]:
-    """The modules that a call runs: those that the method is bound to, gets as arguments, or holds in its closure."""
+    """Return the modules that a call runs: those the method is bound to, gets as arguments, or has in its closure."""
     owner = getattr(function, "__self__", function)
     held = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
     blocks = [module for module in (owner, *args, *held) if isinstance(module, nn.Module)]
@@ -623,7 +623,7 @@ def _blocks(function: Callable[..., Any], args: tuple[Any, ...]) -> list[nn.Modu
 
 
 def _one_on_each_device(before: StateBefore, inputs: Any) -> list[Tensor]:
-    """An empty tensor on every device where the block has tensors and its inputs have none."""
+    """Create an empty tensor on every device where the block has tensors and its inputs have none."""
     seen = {leaf.device for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)}
     own = {tensor.device for _, tensor, _ in before.fixed} | {one.value.device for one in before.buffers.values()}
     return [torch.empty(0, device=device) for device in own - seen if device.type not in ("cpu", "meta")]

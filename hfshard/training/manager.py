@@ -1,4 +1,4 @@
-"""`CheckpointManager`: the checkpoints of one run, saved whole, found again, rotated, restored exactly."""
+"""`CheckpointManager`: the checkpoints of one run, saved atomically, found, rotated and restored exactly."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ if TYPE_CHECKING:
     from hfshard.training.run.push_run import PushArguments
 
 
-# What can be asked of a run without restoring it: its steps, its best one, and whether its files are whole.
+# Queries of a run, which restore nothing: its steps, its best one, and whether its files are intact.
 
 
 class RunReader:
-    """The questions that a `CheckpointManager` answers about its run; each waits for a save of this process."""
+    """The queries of a `CheckpointManager` about its run; each waits for a save of this process."""
 
     root: str
     keep_best: str | None
@@ -76,11 +76,11 @@ class RunReader:
             start = manager.latest_step() or 0
 
         Args:
-            verify: Check its files as `restore` does, and pass over damaged checkpoints with a warning. None: only
-                check that the save was finished.
+            verify: Check its files as `restore` does, and skip damaged checkpoints with a warning. None: only check
+                that the save was finished.
 
         Returns:
-            The step, or None where there is no checkpoint.
+            The step, or None if there is no checkpoint.
 
         Raises:
             DamagedCheckpointError: With `verify`, all checkpoints are damaged.
@@ -98,10 +98,10 @@ class RunReader:
             manager.restore(state, manager.best_step())
 
         Returns:
-            The step, or None where no checkpoint has the metric.
+            The step, or None if no checkpoint has the metric.
 
         Raises:
-            InvalidArgumentError: The manager was made without `keep_best`.
+            InvalidArgumentError: The manager was created without `keep_best`.
         """
         if self.keep_best is None:
             raise InvalidArgumentError("The manager has no metric: CheckpointManager(..., keep_best='eval_loss').")
@@ -120,14 +120,14 @@ class RunReader:
             return sorted(one.step for one in self._place.checkpoints() if one.is_finished)
 
     def path_of(self, step: int | Literal["best", "latest"]) -> str:
-        """Return the directory or address of a step's checkpoint, whether it exists or not.
+        """Return the directory or address of a step's checkpoint, whether or not it exists.
 
         Args:
-            step: A step; or "best" or "latest", which must exist: see `best_step` and `latest_step`.
+            step: A step; or "best" or "latest", which must exist, as found by `best_step` and `latest_step`.
 
         Raises:
             CheckpointNotFoundError: There is no checkpoint, or none with the metric.
-            InvalidArgumentError: "best", and the manager was made without `keep_best`.
+            InvalidArgumentError: "best", and the manager was created without `keep_best`.
 
         Example:
             hfshard.load_model(model, manager.path_of("best"))
@@ -135,7 +135,7 @@ class RunReader:
         return checkpoint_path(self.root, self._step_called(step) if isinstance(step, str) else step)
 
     def _step_called(self, word: str) -> int:
-        """The step of the best or the latest checkpoint."""
+        """Find the step of the best or the latest checkpoint."""
         if word not in ("best", "latest"):
             raise InvalidArgumentError(f"step must be a number, 'best' or 'latest', got {word!r}.")
         step = self.best_step() if word == "best" else self.latest_step()
@@ -151,12 +151,12 @@ class RunReader:
             damaged = {step: errors for step, errors in manager.verify().items() if errors}
 
         Args:
-            step: Which checkpoint; None: all of them.
-            level: What `verify` is in `restore`.
+            step: The checkpoint's step; None: all checkpoints.
+            level: Like `verify` of `restore`.
 
         Returns:
-            Step -> what is wrong with its checkpoint; the list of a whole checkpoint is empty. What another process
-            removes meanwhile is left out.
+            Step -> the errors found in its checkpoint; the list of an intact checkpoint is empty. Checkpoints that
+            another process removes during the check are left out.
 
         Raises:
             CheckpointNotFoundError: There is no checkpoint of this step.
@@ -167,11 +167,11 @@ class RunReader:
             return {number: found for number, found in problems.items() if found is not None}
 
 
-# Pushes of a run's checkpoints to a hub that a caller asks for.
+# Pushes of a run's checkpoints to a hub, at the caller's request.
 
 
 class RunPushes(RunReader):
-    """What a `CheckpointManager` pushes when it is told to; other threads may save meanwhile."""
+    """The pushes that a `CheckpointManager` makes on request; other threads may save at the same time."""
 
     process_group: dist.ProcessGroup | None
 
@@ -205,27 +205,26 @@ class RunPushes(RunReader):
 
             manager.push("org/name", "best")
 
-        Its files are compared with its manifest first: a link is pushed as what it leads to, which must be what was
-        saved. Files that the hub has are not sent again. Files that the
-        checkpoint pushed before left there are deleted in the same commit; README and other files stay. If nothing
-        changed, no commit is made.
+        Its files are compared with its manifest first: a link is pushed as its target, which must be what was saved.
+        Files that the hub has are not sent again. Files that the previously pushed checkpoint left there are deleted in
+        the same commit; README and other files stay. If nothing changed, no commit is made.
 
         Args:
             repo_id: "org/name", created if it is missing; or a path or file:// URL of a directory that serves as a hub.
                 With several ranks, all call and the first one pushes.
-            step: Which checkpoint; None: the one that was saved last; "best": see `best_step`; "all": all that the
-                branch has not had, in the order in which they were saved, with one commit each.
+            step: The checkpoint's step; None: the one that was saved last; "best": that of `best_step`; "all": all that
+                the branch has not had, in the order in which they were saved, with one commit each.
             revision, private, token, create_pr: As in `push_checkpoint`.
             commit_message: None: "Checkpoint at step 1200".
             progress: Whether to show a bar on stderr; None: as the manager does.
 
         Returns:
-            The commit, and whether it is a new one; for "all" a list of those that were made.
+            The commit, and whether it is a new one; for "all" a list of the new ones.
 
         Raises:
             CheckpointNotFoundError: There is no such checkpoint.
-            DamagedCheckpointError: It is damaged; nothing was pushed.
-            HubError: As in `push_checkpoint`.
+            DamagedCheckpointError: The checkpoint is damaged; nothing was pushed.
+            HubError: The hub refused or failed, as in `push_checkpoint`.
         """
 
         def work() -> list[PushResult]:
@@ -251,20 +250,20 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointManager(RunPushes):
-    """Saves and restores the training states of one run in one directory, or in one place of a store.
+    """Saves and restores the training states of one run, in one directory or one place of a store.
 
         manager = CheckpointManager("run", max_to_keep=3, keep_best="eval_loss")
         state = TrainingState(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
         start = manager.restore_latest(state) or 0
 
     Each checkpoint is a directory such as `run/checkpoint-00001200`. It is complete in itself, and appears by one
-    rename when every byte is on the disk; stock transformers loads it as a model, unless adapters were added to that.
+    rename when every byte is on disk. Stock transformers loads it as a model, unless adapters were added to the model.
     No pickle is written or read.
 
-    The directory is locked from the first save until `close()` or the end of the process; in a store, the manager that
-    begins to save last takes the run over. Threads may share a manager:
-    each call waits until the save, the restore or the question of another thread is done. For questions about the run
-    (`latest_step`, `best_step`, `all_steps`, `path_of`, `verify`) see `RunReader`.
+    The directory is locked from the first save until `close()` or the end of the process. In a store, the manager that
+    was last to begin saving takes over the run. Threads may share a manager: each call waits until another thread's
+    save, restore or query is done. For queries of the run (`latest_step`, `best_step`, `all_steps`, `path_of`,
+    `verify`) see `RunReader`.
     """
 
     def __init__(
@@ -286,31 +285,31 @@ class CheckpointManager(RunPushes):
 
         Args:
             root: The run's directory, created at the first save; or an address, such as "s3://bucket/run".
-            max_to_keep: How many of the newest checkpoints stay; None: all. A save needs disk space for one more.
+            max_to_keep: The number of newest checkpoints to keep; None: all. A save needs disk space for one more.
             keep_best: The name of a metric: the checkpoint with its best value stays too.
             metric_mode: Whether the lowest ("min") or the highest ("max") value is best. NaN never is.
             keep_every: Checkpoints whose step is a multiple of it stay too.
-            max_shard_size: As in `save_model`; for the files of the model, of the optimizer and of everything else.
+            max_shard_size: Like that of `save_model`; for the files of the model, optimizer and everything else.
             checksum: "xxh3" (as fast as memory) or "sha256" (the checksum that the Hub uses).
             push_to_hub: "org/name", or a path or file:// URL of a directory hub, with "@branch" for one other than
-                main. Each checkpoint is pushed there after its save, in a thread where the save does not block. A push
+                main. Each checkpoint is pushed there after its save, in a thread if the save does not block. A push
                 that fails is logged as a warning, and `wait_until_finished` raises its error.
-            process_group: Whose ranks have this run, and make its calls; None: all, as of the default process group. So
-                several runs may be in one job, such as those of an actor and a critic, each with ranks and a directory
-                of its own.
-            allow_different_replicas: Save though ranks have copies of a parameter that differ: one rank's is stored, of
-                models without DTensors the first one's. (Buffers that differ are stored and restored by each rank.)
+            process_group: The ranks that have this run, and make its calls; None: all, as in the default process group.
+                With groups, one job can have several runs, such as those of an actor and a critic, each with its own
+                ranks and directory.
+            allow_different_replicas: Save even if ranks' copies of a parameter differ. One rank's copy is stored; for
+                models without DTensors, the first one's. (Buffers that differ are stored and restored by each rank.)
             progress: Whether to show a bar on stderr during a blocking save or a restore; None: only on a terminal.
 
         Raises:
             InvalidArgumentError: A number or a name is not valid; or this rank is not in `process_group`.
             InvalidSizeError: `max_shard_size` is not a size.
-            HubNotFoundError: `push_to_hub` can't be the name of a repository.
+            HubNotFoundError: `push_to_hub` cannot be the name of a repository.
         """
         check_process_group(process_group)
         rotation = Rotation(max_to_keep, keep_best, metric_mode, keep_every)
-        SaveOptions(max_shard_size=max_shard_size, checksum=checksum)  # which checks both
-        # Absolute, so that a run that changes its working directory goes on saving to the same place.
+        SaveOptions(max_shard_size=max_shard_size, checksum=checksum)  # this checks both
+        # Absolute, so that a run that changes its working directory still saves to the same place.
         self.root = absolute_path(root, "root")
         self.max_to_keep = max_to_keep
         self.keep_best = keep_best
@@ -348,28 +347,28 @@ class CheckpointManager(RunPushes):
             step: The step of the run, from 0. A checkpoint of the same step is replaced once the new one is complete.
             state: What to save.
             metric: The value of the metric that `keep_best` names; or several metrics by name. None: those of the
-                checkpoint of this step that is replaced, if any; {}: none.
+                replaced checkpoint of this step, if any; {}: none.
             extra: More to store: numbers, text, lists, dicts, tensors.
             max_shard_size: Overrides the manager's.
             blocking: False returns as soon as the tensors are copied; a thread does the rest. Only one save runs at a
                 time: the next call waits for it, and raises its error if it failed.
-            files: Small files to put into the checkpoint: name -> contents.
+            files: Small files to add to the checkpoint: name -> contents.
 
         Returns:
-            The checkpoint's directory, or its address; with blocking=False it exists when the save is done.
+            The checkpoint's directory or address. With blocking=False, it exists when the save is done.
 
         Raises:
             InvalidArgumentError, UnstorableTensorError: Nothing was written.
             DirectoryLockedError: Another manager is saving into the directory.
             RemoteChangedError: Another manager has begun to save into the same place of a store.
-            StoreError: The store refused or failed. All older checkpoints are still there.
-            SaveDirectoryError, AccessDeniedError: The directory is a file, or may not be written.
-            RunRemovedError: It was removed or renamed since the last save. The next save makes a new one.
-            HfshardError: It was called in the middle of another call of this thread, by a signal handler or a hook.
+            StoreError: The store refused or failed. All older checkpoints still exist.
+            SaveDirectoryError, AccessDeniedError: The directory is a file, or cannot be written.
+            RunRemovedError: The directory was removed or renamed since the last save. The next save creates a new one.
+            HfshardError: It was called during another call of this thread, by a signal handler or a hook.
             NotEnoughSpaceError: Nothing was written.
-            RankFailedError: Another rank failed, died, or did not come. All older checkpoints are still there. The new
-                one may be, where the message says that nobody has told the outcome.
-            OSError: The disk failed. All older checkpoints are still there, and the next save may succeed.
+            RankFailedError: Another rank failed, died, or did not call. All older checkpoints still exist. So may the
+                new one, if the message says that the outcome is unknown.
+            OSError: The disk failed. All older checkpoints still exist, and the next save can succeed.
         """
         check_state(state)
         limit = max_shard_size or self.max_shard_size
@@ -405,7 +404,7 @@ class CheckpointManager(RunPushes):
                     self._writer,
                     lambda ranks, own: save_on_all_ranks(step, state, partial(write, own=own), ranks, own),
                 )
-            is_spread_state(state)  # which lets gathered parameters go
+            is_spread_state(state)  # this releases gathered parameters
             return save_on_all_ranks(step, state, write, ALONE)
 
     @names_files("root")
@@ -426,22 +425,22 @@ class CheckpointManager(RunPushes):
             restored = manager.restore(state, 1200)
             print(restored, restored.metrics, restored.extra)
 
-        With several ranks, every rank must call, for the same step; what one of them refuses changes nothing on any.
+        With several ranks, every rank must call, for the same step. If one of them refuses, nothing changes on any.
 
         Args:
             state: Built as for the run that was saved. It is changed, and so are the random number generators.
-            step: Which checkpoint; None or "latest": the one that was saved last; "best": see `best_step`. Or one from
-                elsewhere: the path of its directory, or its address; "org/name" on the Hub, or a path or file:// URL of
-                a directory hub, with "@revision" for one other than main; or a file of torch.save, or a directory of
-                Trainer's or Accelerate's (README, "Old files").
-            strict: Refuse any difference; False restores what fits and reports the rest.
+            step: The checkpoint's step; None or "latest": the one that was saved last; "best": that of `best_step`. Or
+                one from elsewhere: the path of its directory, or its address; "org/name" on the Hub, or a path or
+                file:// URL of a directory hub, with "@revision" for one other than main; or a file of torch.save, or a
+                directory of Trainer or Accelerate (README, "Old files").
+            strict: Reject any difference; False restores what fits and reports the rest.
             verify: "full" compares every byte with its checksum before anything is changed; "structure" compares sizes,
                 headers and fingerprints.
             token: For the Hub, as in huggingface_hub.
-            keys: Of what other programs have saved: name of a part -> its key in a file, with dots: {"model":
+            keys: For other programs' checkpoints: name of a part -> its key in a file, with dots: {"model":
                 "ema.state_dict"}; or its file in a directory: {"ema": "custom_checkpoint_0"}. None: the usual ones.
-            public_key: The file of a public key, or a `hfshard.signing.SignedBy`: its holder must have signed every
-                file of the checkpoint, which every rank compares. Not for stores, nor what other programs have saved.
+            public_key: The file of a public key, or a `hfshard.signing.SignedBy`: its owner must have signed every file
+                of the checkpoint, and every rank compares them. Not for stores or other programs' checkpoints.
             without: Names of parts that stay as they were built, such as ["loader"] on another number of ranks.
 
         Returns:
@@ -449,12 +448,12 @@ class CheckpointManager(RunPushes):
 
         Raises:
             CheckpointNotFoundError: There is no such checkpoint.
-            HubError: It could not be downloaded from the Hub.
-            DamagedCheckpointError: It is damaged. (Without `step`, damaged ones are passed over with a warning.)
+            HubError: The checkpoint could not be downloaded from the Hub.
+            DamagedCheckpointError: It is damaged. (Without `step`, damaged ones are skipped with a warning.)
             StateDictMismatchError: The state does not fit; the message says what differs, and what to do.
-            UnsafePickleError: A file of torch.save asks for more than plain data; nothing of it was run.
-            SignatureError: It is not signed by whom it must be, or was changed since; nothing was changed.
-            RankFailedError: Another rank could not restore it, died, or did not come.
+            UnsafePickleError: A file of torch.save asks for more than plain data; nothing in it was run.
+            SignatureError: The required signer has not signed it, or it was changed since; nothing was changed.
+            RankFailedError: Another rank could not restore it, died, or did not call.
         """
         with self._writer.turn("restore()"), self._ranks("restore") as ranks:
             check_state(state)
@@ -488,20 +487,19 @@ class CheckpointManager(RunPushes):
         public_key: str | os.PathLike[str] | SignedBy | None = None,
         without: Collection[str] = (),
     ) -> RestoredStep | None:
-        """Restore the newest whole checkpoint; each damaged one that is passed over is named in a warning.
+        """Restore the newest intact checkpoint; each damaged one that is skipped is named in a warning.
 
             step = manager.restore_latest(state) or 0
 
         Args:
-            state, strict, verify, public_key, without: As in `restore`. One that is not signed is refused, and is not
-                passed over.
+            state, strict, verify, public_key, without: As in `restore`. An unsigned one is rejected, not skipped.
 
         Returns:
-            The step; None where the run has no checkpoint yet.
+            The step; None if the run has no checkpoint yet.
 
         Raises:
             DamagedCheckpointError: All checkpoints are damaged.
-            StateDictMismatchError, SignatureError: As in `restore`.
+            StateDictMismatchError, SignatureError: The newest one does not fit, or is not signed, as in `restore`.
         """
         with self._writer.turn("restore_latest()"), self._ranks("restore_latest") as ranks:
             check_state(state)
@@ -514,7 +512,7 @@ class CheckpointManager(RunPushes):
 
     @names_files("root")
     def wait_until_finished(self) -> None:
-        """Wait for a save and a push that are under way, and raise the error of the one that failed.
+        """Wait for a save and a push that are in progress, and raise the error of the one that failed.
 
         Example:
             manager.save(step, state, blocking=False)
@@ -523,7 +521,7 @@ class CheckpointManager(RunPushes):
         self._writer.wait_until_finished()
 
     def close(self) -> None:
-        """Wait as `wait_until_finished` does, and let other managers save into the directory.
+        """Wait like `wait_until_finished`, and let other managers save into the directory.
 
         Example:
             manager.save(step, state, blocking=False)
@@ -539,14 +537,14 @@ class CheckpointManager(RunPushes):
 
     @contextmanager
     def _ranks(self, what: str) -> Iterator[Ranks]:
-        """Those that restore a state together, by the same method."""
-        self._writer.join()  # on every rank: it may be a save of them all
+        """Gather the ranks that restore a state together, by the same method."""
+        self._writer.join()  # on every rank: it may be a save by all of them
         with among(self.process_group), Ranks.meeting(what) as ranks:
             ranks.on_each(self._writer.wait)
             yield ranks
 
     def _metrics_of(self, step: int, metric: float | Mapping[str, float] | None) -> dict[str, float] | None:
-        """The metrics of a save by name, if given, with a warning where the one that decides is missing."""
+        """Return a save's metrics by name, if given; warn if the one that selects the best is missing."""
         if metric is None:
             return None
         metrics = plain_metrics(metric, self.keep_best)
@@ -561,7 +559,7 @@ class CheckpointManager(RunPushes):
         token: str | bool | None,
         passed_over: Collection[str],
     ) -> tuple[RunCheckpoint, CheckpointManifest] | None:
-        """On the first rank: find and check the checkpoint to restore; None: the run has none."""
+        """Find and check the checkpoint to restore, on the first rank; None: the run has none."""
         self._writer.wait()
         if step is None:
             return newest_whole(self._place, verify, self.progress, is_read_next=True, passed_over=passed_over)

@@ -1,4 +1,4 @@
-"""Stages of a pipeline: which names each rank has, and their parts made the parts of one whole model."""
+"""Stages of a pipeline: the names that each rank has, and how their parts are merged into those of one model."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from hfshard.training.state.rng import Gradients
 from hfshard.training.state.training_state import TrainingState
 
 _PARAMETERS: Final = ""
-"""Stands for the names by which optimizers know parameters, beside those of the components."""
+"""Represents the names by which optimizers know parameters, next to those of the components."""
 
 NAMES_OPTION: Final = "param_names"
-"""The option of a group with an entry for each parameter, which torch sets where it is given `named_parameters()`."""
+"""The option of a group with an entry for each parameter, which torch sets if it is given `named_parameters()`."""
 
 Names = Mapping[str, frozenset[str]]
 """Component -> the names in its state dict."""
@@ -34,21 +34,21 @@ Names = Mapping[str, frozenset[str]]
 
 @dataclass(frozen=True, slots=True)
 class StageNames:
-    """The names that the modules of this rank have, among those of all ranks."""
+    """The names in this rank's modules, and those in all ranks' modules."""
 
     own: Names
     everywhere: Names
 
     def is_here(self, component: str, name: str) -> bool:
-        """Whether a name of a checkpoint concerns this rank: it has it, or none of them has."""
+        """Return whether a name of a checkpoint concerns this rank: this rank has it, or no rank does."""
         return name in self.own.get(component, ()) or name not in self.everywhere.get(component, ())
 
     def of_this_rank(self, saved: Mapping[str, dict[str, Any]], path: str) -> dict[str, dict[str, Any]]:
-        """What of the saved components this rank restores: of modules, optimizers and gradients its own stage.
+        """Select what this rank restores of the saved components: its own stage of modules, optimizers and gradients.
 
         Args:
-            saved: As they were read; not changed.
-            path: Of their file, for messages.
+            saved: The components as they were read; not changed.
+            path: Their file's path, for messages.
 
         Raises:
             DamagedCheckpointError: They are not what hfshard writes.
@@ -82,21 +82,21 @@ class StageNames:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """The modules of this rank, where other ranks have others."""
+    """The modules of this rank, if other ranks have other modules."""
 
     state: TrainingState
-    """The same parts, whose parameters have the names that they have in the whole model."""
+    """The same parts, whose parameters have their names in the full model."""
     names: StageNames
 
 
 def find_stage(state: TrainingState, ranks: Ranks) -> Stage | None:
-    """Ask the other ranks which modules they have. Every rank must call.
+    """Exchange with the other ranks which modules they have. Every rank must call.
 
     Returns:
-        None where the modules of all ranks have the same names, as in everything but a pipeline.
+        None if the modules of all ranks have the same names, as in everything but a pipeline.
 
     Raises:
-        HfshardError: Another rank can't tell.
+        HfshardError: Another rank could not list its modules.
     """
     if ranks.world_size == 1:
         return None
@@ -116,11 +116,11 @@ def find_stage(state: TrainingState, ranks: Ranks) -> Stage | None:
 
 
 def with_aliases(state: TrainingState, ties: Iterable[Sequence[str]]) -> TrainingState:
-    """The same parts, whose parameters have the names that they have in the whole model.
+    """Return a copy of the state, whose parameters have their names in the full model.
 
     Args:
-        state: Of this rank; not changed.
-        ties: Of all ranks: the names of each parameter that has several.
+        state: This rank's; not changed.
+        ties: Those of all ranks: the names of each parameter that has several.
     """
     groups: list[set[str]] = []
     for names in ties:
@@ -132,9 +132,9 @@ def with_aliases(state: TrainingState, ties: Iterable[Sequence[str]]) -> Trainin
 
 
 def with_whole_gradients(state: TrainingState) -> TrainingState:
-    """The same parts, of which `Gradients` are those of the model, in parts on the ranks, and not a rank's own.
+    """Return a copy of the state, in which `Gradients` belong to the model, spread over the ranks, not to one rank.
 
-    So it is where each stage is on one rank only: ranks that share one may have gradients that are not reduced yet.
+    This is so if each stage is on one rank only: ranks that share one may have gradients that are not reduced yet.
     """
     found = copy.copy(state)
     gradients = {name: "stateful" for name, part in state.components.items() if isinstance(part, Gradients)}
@@ -143,7 +143,7 @@ def with_whole_gradients(state: TrainingState) -> TrainingState:
 
 
 def group_part(group: Mapping[str, Any], numbers: Sequence[int]) -> dict[str, Any]:
-    """Some of the parameters of an encoded group of an optimizer, with all its options."""
+    """Select some parameters of an optimizer's encoded group, with all its options."""
     found = {**group, "params": [group["params"][number] for number in numbers]}
     listed = group["options"].get(NAMES_OPTION)
     if listed is not None:
@@ -165,27 +165,27 @@ def _names_of(state: TrainingState) -> Names:
     return found
 
 
-# One save of the stages of a pipeline: what the ranks say of their parts, made the parts of one whole model.
+# One save of the stages of a pipeline: the parts that the ranks report are merged into those of one model.
 
 
 _BLOCK_BYTES: Final = 1024 * 1024
 
 _SPREAD: Final = "spread"
-"""Stands for the bytes of a tensor of which each rank has a part."""
+"""Represents the bytes of a tensor of which each rank has a part."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageParts:
-    """What one rank of a pipeline says of the parts of its state."""
+    """A report of one pipeline rank about the parts of its state."""
 
     kinds: dict[str, str]
-    """Of all of them."""
+    """The kinds of all parts."""
     by_name: dict[str, Any]
-    """Encoded, of those that have an entry for each parameter: modules, optimizers, gradients that are spread."""
+    """Encoded, the parts with an entry for each parameter: modules, optimizers, gradients that are spread."""
     values: dict[str, dict[str, str]]
-    """Component -> digests of its tensors that belong to no parameter, by name; what has parts has "spread"."""
+    """Component -> digests of its tensors that belong to no parameter, by name; spread ones have "spread"."""
     others: dict[str, str]
-    """Of all other parts: digests of what is no tensor."""
+    """Digests of all other parts, without their tensors."""
 
     @classmethod
     def of(cls, state: TrainingState, components: Components, *, is_first: bool) -> Self:
@@ -194,10 +194,10 @@ class StageParts:
         Args:
             state: This rank's.
             components: The same, encoded.
-            is_first: Whether it is the first rank with these modules, which speaks for them.
+            is_first: Whether it is the first rank with these modules, which reports them.
 
         Raises:
-            InvalidArgumentError: An optimizer's state is of all parameters together.
+            InvalidArgumentError: An optimizer's state covers all parameters together.
         """
         parts = cls({name: entry["kind"] for name, entry in components.encoded.items()}, {}, {}, {})
         for name, entry in components.encoded.items():
@@ -217,12 +217,12 @@ class StageParts:
         return parts
 
     def to_json(self) -> bytes:
-        """Encode it."""
+        """Encode the report."""
         return json.dumps([self.kinds, self.by_name, self.values, self.others]).encode()
 
     @classmethod
     def from_json(cls, raw: bytes) -> Self:
-        """Decode what another rank has told."""
+        """Decode the report of another rank."""
         return cls(*json.loads(raw))
 
 
@@ -231,25 +231,25 @@ class MergedParts:
     """The parts of all stages."""
 
     encoded: dict[str, dict[str, Any]]
-    """As `Components.encoded`."""
+    """Like `Components.encoded`."""
     of_a_rank: list[str]
-    """Parts that are others on another rank: each rank saves its own."""
+    """Parts that differ on another rank: each rank saves its own."""
 
 
 def merge_parts(own: Components, told: Mapping[int, StageParts]) -> MergedParts:
-    """Make the parts of all stages those of one whole model.
+    """Merge the parts of all stages into those of one model.
 
-    Of modules and optimizers, the entries of all ranks are brought together by name; of a name that several ranks have,
-    the first one's counts. Groups of an optimizer with equal options become one. Everything else is stored once where
-    it is the same on all ranks, and for each rank otherwise.
+    The entries of modules and optimizers are merged by name; if several ranks have a name, the first one's entry
+    counts. An optimizer's groups with equal options become one. Everything else is stored once if it is the same on all
+    ranks, and for each rank otherwise.
 
     Args:
-        own: Of the first rank; not changed.
-        told: Rank -> what it says, in the order of the ranks.
+        own: The first rank's components; not changed.
+        told: Rank -> its report, in the order of the ranks.
 
     Raises:
-        InvalidArgumentError: Two ranks have optimizers that can't be those of one model, or a part that is another one
-            on each, and has DTensors.
+        InvalidArgumentError: Two ranks have optimizers that cannot be those of one model, or a part that differs on
+            each and has DTensors.
     """
     refuse_other_parts({rank: parts.kinds for rank, parts in told.items()})
     merged = MergedParts({}, [])
@@ -268,14 +268,14 @@ def merge_parts(own: Components, told: Mapping[int, StageParts]) -> MergedParts:
             merged.encoded[name] = {"kind": entry["kind"], "state": united}
     for name, entry in own.encoded.items():
         if name not in merged.encoded and _is_same(name, told) and (keeps_groups or entry["kind"] != "scheduler"):
-            merged.encoded[name] = {"kind": entry["kind"], "state": entry["state"]}  # that is in no rank's order
+            merged.encoded[name] = {"kind": entry["kind"], "state": entry["state"]}  # which is in no rank's order
         elif name not in merged.encoded:
             merged.of_a_rank.append(name)
     return merged
 
 
 class _OptimizerUnion:
-    """The optimizers of stages as one: `state` is what `encode_optimizer` would give for the whole model."""
+    """The optimizers of stages as one: `state` is what `encode_optimizer` would return for the full model."""
 
     def __init__(self, name: str, first: Mapping[str, Any]) -> None:
         self._name = name
@@ -285,14 +285,14 @@ class _OptimizerUnion:
 
     @property
     def keeps_groups(self) -> bool:
-        """Whether each rank's groups are those of all, in this order."""
+        """True if each rank's groups are those of all ranks, in this order."""
         return all(taken == list(range(len(self.state["groups"]))) for taken in self._taken)
 
     def add(self, rank: int, state: Mapping[str, Any]) -> None:
         """Add the optimizer of a rank.
 
         Raises:
-            InvalidArgumentError: It does not go together with those before.
+            InvalidArgumentError: It does not fit those added before.
         """
         for key in self.state.keys() - {"groups", "state"}:
             if state[key] != self.state[key]:
@@ -324,7 +324,7 @@ class _OptimizerUnion:
 
 
 def _place(groups: Sequence[Mapping[str, Any]], taken: Sequence[int], number: int, group: Mapping[str, Any]) -> int:
-    """Which of the groups so far a rank's group is a part of: of equal options, best of the same number."""
+    """Find the group of which a rank's group is a part: one of equal options, preferably of the same number."""
     in_order = sorted(range(len(groups)), key=lambda at: at != number)
     free = (at for at in in_order if at not in taken and _options(groups[at]) == _options(group))
     return next(free, len(groups))
@@ -353,10 +353,10 @@ def _digest(tensor: torch.Tensor) -> str:
 
 
 def _is_same(name: str, told: Mapping[int, StageParts]) -> bool:
-    """Whether a part is the same on all ranks.
+    """Return whether a part is the same on all ranks.
 
     Raises:
-        InvalidArgumentError: It is not, or may not be, as it has DTensors, which ranks can't store alone.
+        InvalidArgumentError: The part has DTensors, which may differ, and which ranks cannot store alone.
     """
     if any(_SPREAD in parts.values.get(name, {}).values() for parts in told.values()):
         raise _refusal(name, "has DTensors of its own")
@@ -368,7 +368,7 @@ def _is_same(name: str, told: Mapping[int, StageParts]) -> bool:
 
 
 def _check_values(name: str, values: Mapping[int, Mapping[str, str]]) -> None:
-    """Refuse tensors of groups that are others on another rank: their names tell the groups' numbers only."""
+    """Reject group tensors that differ on another rank: their names contain only the groups' numbers."""
     known: dict[str, str] = {}
     for rank, digests in values.items():
         for tensor, digest in digests.items():

@@ -1,4 +1,4 @@
-"""Copies that several ranks have of one thing: compared by digests before a save; what differs is each rank's own."""
+"""Copies of one thing on several ranks: digests compare them before a save; each rank saves what differs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hfshard.training.state.rng import Gradients
 from hfshard.training.state.training_state import TrainingState
 
 _SAMPLES: Final = 64
-"""Elements of a tensor that are compared one by one; of all, a sum of products is."""
+"""Elements of a tensor that are compared one by one; all elements are compared by a sum of products."""
 _PIECE: Final = 1 << 20
 """64-bit words of a tensor that are multiplied at once."""
 _MIXING: Final = (-7046029254386353131, -4658895280553007687, -7723592293110705685)
@@ -35,26 +35,26 @@ _WIDE: Final = 8
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, _WIDE: torch.int64}
 
 Names = dict[str, dict[str, str]]
-"""Which ranks have copies of each other -> name of a tensor -> its digest. Copies of a part that is sharded as well are
-those of ranks with the same coordinates."""
+"""Group of ranks that have copies of each other -> name of a tensor -> its digest. Copies of a part that is sharded as
+well are those of ranks with the same coordinates."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replicas:
-    """What this rank has, of which others may have copies."""
+    """Digests of what this rank has and others may have copies of."""
 
     parameters: Names
     buffers: dict[str, str]
     """Name, with that of its module -> digest."""
     objects: dict[str, str]
-    """Name of a part that is no module and no optimizer -> digest of its state."""
+    """Name of a part that is neither module nor optimizer -> digest of its state."""
 
     @classmethod
     def of(cls, state: TrainingState) -> Replicas:
-        """Take the digests of a state: each of its tensors is read once, on its device.
+        """Compute the digests of a state; each of its tensors is read once, on its device.
 
         Raises:
-            UnstorableTensorError: A tensor can't be stored, so that nobody need compare it.
+            UnstorableTensorError: A tensor cannot be stored, so that a comparison is pointless.
         """
         parameters: dict[str, dict[str, torch.Tensor]] = {}
         buffers: dict[str, torch.Tensor] = {}
@@ -82,31 +82,31 @@ class Replicas:
         return cls({group: _digests(one) for group, one in parameters.items()}, _digests(buffers), objects)
 
     def summary(self) -> list[Any]:
-        """What all ranks tell each other, in a few bytes."""
+        """Return what all ranks exchange first, in a few bytes."""
         groups = {group: short_digest(repr(sorted(one.items()))) for group, one in self.parameters.items()}
         return [groups, short_digest(repr(sorted(self.buffers.items()))), self.objects]
 
     def details(self) -> list[Any]:
-        """What they tell where the summaries differ."""
+        """Return what they exchange if the summaries differ."""
         return [self.parameters, self.buffers]
 
 
 @dataclass(frozen=True, slots=True)
 class OfEachRank:
-    """What is not the same on all ranks, so that each of them stores its own."""
+    """Parts and buffers that are not the same on all ranks, so that each of them stores its own."""
 
     objects: Sequence[str] = field(default_factory=tuple)
     """Names of parts."""
     buffers: Sequence[str] = field(default_factory=tuple)
-    """Names of buffers, with those of their modules."""
+    """Names of buffers, prefixed with those of their modules."""
 
 
 SAME: Final = OfEachRank()
-"""Where all is the same on all ranks, or there is one process."""
+"""The value if everything is the same on all ranks, or there is one process."""
 
 
 def differ(summaries: Iterable[Sequence[Any]]) -> bool:
-    """Whether tensors of some ranks differ, so that their details are needed; the same on every rank."""
+    """Return whether tensors of some ranks differ, so that their details are needed; the same on every rank."""
     groups: dict[str, set[str]] = {}
     buffers = set()
     for parameters, of_buffers, _ in summaries:
@@ -119,15 +119,15 @@ def differ(summaries: Iterable[Sequence[Any]]) -> bool:
 def of_each_rank(
     summaries: Mapping[int, Sequence[Any]], details: Mapping[int, Sequence[Any]], *, allow_different_replicas: bool
 ) -> OfEachRank:
-    """Find out what differs among ranks.
+    """Find what differs among ranks.
 
     Args:
-        summaries: Rank -> `Replicas.summary` there.
-        details: Rank -> `Replicas.details` there; empty where `differ` was false.
-        allow_different_replicas: Store one rank's of the parameters that differ.
+        summaries: Rank -> its `Replicas.summary`.
+        details: Rank -> its `Replicas.details`; empty if `differ` was false.
+        allow_different_replicas: Store one rank's copy of the parameters that differ.
 
     Raises:
-        InvalidArgumentError: Parameters differ that should be copies.
+        InvalidArgumentError: Parameters that should be copies differ.
     """
     objects = _different({"": {rank: summary[2] for rank, summary in summaries.items()}})
     groups: dict[str, dict[int, Mapping[str, str]]] = {}
@@ -149,7 +149,7 @@ def of_each_rank(
 
 
 def _different(groups: Mapping[str, Mapping[int, Mapping[str, str]]]) -> dict[str, tuple[int, int]]:
-    """Name -> two ranks that have another digest of it, though they have copies."""
+    """Return name -> two ranks whose digests of it differ, although they should have copies."""
     found: dict[str, tuple[int, int]] = {}
     for by_rank in groups.values():
         first = min(by_rank, default=0)
@@ -161,7 +161,7 @@ def _different(groups: Mapping[str, Mapping[int, Mapping[str, str]]]) -> dict[st
 
 
 def _copies_of(tensor: object) -> str | None:
-    """What ranks have in common that have copies of a tensor; None where there are none, or it has no numbers."""
+    """Return what ranks with copies of a tensor have in common; None if there are no copies, or it has no values."""
     if is_dtensor(tensor):
         mesh = tensor.device_mesh
         place = mesh.get_coordinate()
@@ -173,7 +173,7 @@ def _copies_of(tensor: object) -> str | None:
 
 
 def _digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Name -> what tells a tensor from one with other numbers."""
+    """Return name -> a digest that differs for a tensor with other values."""
     words = {name: _words(tensor) for name, tensor in tensors.items()}
     on_host = {name: one.cpu().tolist() for name, one in words.items()}
     shapes = {name: [str(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()}
@@ -181,9 +181,10 @@ def _digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
-    """A 64-bit number of all bits of a tensor and their places, and some of its elements.
+    """Compute a 64-bit number of all bits of a tensor and their places, and append some of its elements.
 
-    Each 64 bits are multiplied by a number of their place, and all is added: on the tensor's device, a piece at a time.
+    Each 64 bits are multiplied by a number of their place, and all are added: on the tensor's device, a piece at a
+    time.
     """
     local = local_tensor(tensor) if is_dtensor(tensor) else tensor.detach()
     local = local.resolve_conj().resolve_neg()
@@ -203,7 +204,7 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _numbers_of_places(count: int, device: torch.device) -> torch.Tensor:
-    """An odd number for each place, whose bits look random: what moves to another place changes a sum of products."""
+    """Return a random-looking odd number for each place, so that moving a word changes a sum of products."""
     numbers = torch.arange(1, count + 1, dtype=torch.int64, device=device)
     for factor in _MIXING:
         numbers = numbers * factor

@@ -1,4 +1,4 @@
-"""The processes of a run: values gathered and shared, one outcome for all, and whose states are spread."""
+"""The processes of a run: values gathered and shared, one outcome for all, and checks for states that are spread."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ _Value = TypeVar("_Value")
 
 
 def names_of_place(path: str) -> list[str]:
-    """What a place is called on this rank: ranks that have one of these names in common mean the same."""
+    """Return the names of a place on this rank: ranks that have one of these names in common mean the same place."""
     return [path] if is_address(path) else sorted({path, os.path.realpath(path)})
 
 
 def refuse_other_places(names: Mapping[int, Sequence[str]], does: str) -> None:
-    """Refuse ranks that do not mean the same place, though they make one call together.
+    """Reject ranks that do not mean the same place, although they make one call together.
 
     Args:
-        names: Rank -> what `names_of_place` returned there.
-        does: What they do with it, in words.
+        names: Rank -> what `names_of_place` returned on it.
+        does: A description of what they do with it.
 
     Raises:
-        InvalidArgumentError: It names two ranks, and their places.
+        InvalidArgumentError: The places differ; the message names two ranks, and their places.
     """
     first, *others = names
     for rank in others:
@@ -56,24 +56,24 @@ def refuse_other_places(names: Mapping[int, Sequence[str]], does: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process among those of its run. Where it is alone, all calls are local."""
+    """This process among those of its run. If it is alone, all calls are local."""
 
     rank: int = 0
-    """Among those of the run, from 0; see `number`."""
+    """The rank among those of the run, from 0; `number` returns the one in torch.distributed."""
     world_size: int = 1
     status: SaveStatus | None = None
-    """Of an operation of all ranks: values go by its store, and a rank that dies is an error. None: it is alone."""
+    """The status of an operation of all ranks: its store carries values, and a dead rank is an error. None: alone."""
 
     @classmethod
     @contextmanager
     def meeting(cls, what: str) -> Iterator[Ranks]:
-        """The ranks of the call's process group while the block runs, all of which take part in one operation.
+        """Provide the ranks of the call's process group while the block runs; all of them take part in one operation.
 
         Args:
-            what: They do; where another rank does something else, this raises.
+            what: What they do; if another rank does something else, this raises.
 
         Raises:
-            RankFailedError: A rank failed, died, or did not come.
+            RankFailedError: A rank failed, died, or did not call.
         """
         if not has_other_ranks():
             yield ALONE
@@ -84,20 +84,20 @@ class Ranks:
 
     @classmethod
     def of(cls, status: SaveStatus) -> Ranks:
-        """The ranks of an operation that is under way."""
+        """Return the ranks of an operation that is in progress."""
         return cls(status.place, len(status.ranks), status)
 
     def number(self, rank: int) -> int:
-        """The number that a rank of the run has in torch.distributed, by which errors name it."""
+        """Return the number that a rank of the run has in torch.distributed, by which errors name it."""
         return rank if self.status is None else self.status.ranks[rank]
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the process that writes."""
+        """True for the process that writes."""
         return self.rank == 0
 
     def gather(self, value: _Value) -> list[_Value]:
-        """Return the values of all ranks in order on the first rank, an empty list on others.
+        """Return the values of all ranks in order on the first rank, and an empty list on others.
 
         Every rank must call, once in an operation.
         """
@@ -108,20 +108,20 @@ class Ranks:
         return [pickle.loads(self.status.wait_for("value", rank)) for rank in speakers]
 
     def share(self, value: _Value) -> _Value:
-        """Return the first rank's value, of those that JSON has, on every rank. Every rank must call."""
+        """Return the first rank's value, which JSON must support, on every rank. Every rank must call."""
         if self.status is None:
             return value
         told = self.status.meet("share", json.dumps(value if self.is_first else None).encode())
         return json.loads(told[self.status.leader])  # type: ignore[no-any-return]
 
     def all_of(self, value: _Value) -> list[_Value]:
-        """Return the values of all ranks in order, of those that JSON has, on every rank. Every rank must call."""
+        """Return the values of all ranks in order, on every rank; JSON must support them. Every rank must call."""
         if self.status is None:
             return [value]
         return [json.loads(raw) for raw in self.status.meet("gather", json.dumps(value).encode()).values()]
 
     def refuse_other_places(self, path: str, does: str) -> None:
-        """Refuse ranks that do not mean the same place; see the function. Every rank must call."""
+        """Reject ranks that do not mean the same place. Every rank must call."""
         names = self.all_of(names_of_place(path))
         refuse_other_places({self.number(rank): one for rank, one in enumerate(names)}, does)
 
@@ -129,7 +129,7 @@ class Ranks:
         """Call a function on the first rank, and return its result on every rank. Every rank must call.
 
         Raises:
-            RankFailedError: On the other ranks, when the function failed. On the first rank its own error.
+            RankFailedError: The function failed; raised on the other ranks. The first rank raises its own error.
         """
         value: Any = None
         error: BaseException | None = None
@@ -146,7 +146,7 @@ class Ranks:
         return value  # type: ignore[no-any-return]
 
     def last(self, work: Callable[[], str]) -> str:
-        """As `first`, at the end of what the ranks do: where the function is done, a rank that dies does not matter."""
+        """Run the final step on the first rank. Once it is done, a rank that dies no longer matters."""
         if self.status is None:
             return self.first(work)
         if not self.is_first:
@@ -175,10 +175,10 @@ class Ranks:
         return made[0]
 
     def agree(self, error: BaseException | None) -> None:
-        """Go on only if no rank has an error. Every rank must call.
+        """Continue only if no rank has an error. Every rank must call.
 
         Raises:
-            RankFailedError: Another rank has an error. A rank with an error of its own raises that.
+            RankFailedError: Another rank has an error. A rank with its own error raises that.
         """
         if self.world_size > 1:
             told = _first_of(self.all_of(None if error is None else error_words(error)))
@@ -198,16 +198,16 @@ ALONE: Final = Ranks()
 
 @contextmanager
 def all_ranks() -> Iterator[SaveStatus]:
-    """Wait for all ranks of the call's process group, which do the block together: one such block at a time.
+    """Wait for all ranks of the call's process group, which run the block together: one such block at a time.
 
-    It is the same for all runs, as ranks that need not see one directory may name it differently.
+    It is the same for all runs, because ranks may name a directory differently.
 
     Raises:
-        RankFailedError: A rank failed, died, or did not come.
+        RankFailedError: A rank failed, died, or did not call.
     """
     with gather_participants("the run", needs_all=True) as participation:
         status = participation.status
-        assert status is not None  # that of a rank that takes part
+        assert status is not None  # a rank that takes part has one
         yield status
 
 
@@ -215,17 +215,17 @@ def _first_of(errors: list[str | None]) -> tuple[int, str] | None:
     return next(((rank, text) for rank, text in enumerate(errors) if text is not None), None)
 
 
-# Which training states are spread over ranks (FSDP2, tensor parallel), so that every rank has to take part.
+# Training states that are spread over ranks (FSDP2, tensor parallel), so that every rank must take part.
 
 
 _DIGEST_CHARACTERS: Final = 16
 
 
 def is_spread_state(state: TrainingState) -> bool:
-    """Whether a parameter or buffer is a DTensor. Parameters that a forward pass has gathered are let go first.
+    """Return whether a parameter or buffer is a DTensor, after releasing parameters that a forward pass has gathered.
 
     Args:
-        state: Of its modules, those under `fully_shard` are resharded; the next pass gathers them again.
+        state: Its modules under `fully_shard` are resharded; the next pass gathers them again.
 
     Raises:
         InvalidArgumentError: A module is wrapped by FSDP1; or DeepSpeed has partitioned a part.
@@ -240,18 +240,18 @@ def is_spread_state(state: TrainingState) -> bool:
 
 
 def shared_kinds(state: TrainingState) -> dict[str, str]:
-    """The kinds of the parts, by name, that all ranks must have: but for loaders, of which each rank saves its own."""
+    """Return the kinds, by name, of parts that all ranks must have: all but loaders, which each rank saves itself."""
     return {name: kind for name, kind in state.kinds.items() if kind != "loader"}
 
 
 def refuse_other_parts(kinds: Mapping[int, Mapping[str, str]]) -> None:
-    """Refuse to save ranks together whose states have other parts: only those of the first rank would be stored.
+    """Reject a save by ranks whose states have different parts: only those of the first rank would be stored.
 
     Args:
-        kinds: Rank -> what `shared_kinds` gave there.
+        kinds: Rank -> what `shared_kinds` returned on it.
 
     Raises:
-        InvalidArgumentError: They differ.
+        InvalidArgumentError: The parts differ.
     """
     first = min(kinds)
     for rank, other in kinds.items():
@@ -263,7 +263,7 @@ def refuse_other_parts(kinds: Mapping[int, Mapping[str, str]]) -> None:
 
 
 def stage_digest(state: TrainingState) -> str:
-    """What tells the modules of this rank from those of another: the names and shapes of their tensors."""
+    """Digest what distinguishes the modules of this rank from another's: the names and shapes of their tensors."""
     lines = [
         f"{component}/{name} {tuple(tensor.shape)}"
         for component, module in sorted(state.of_kind("module").items())
@@ -274,14 +274,14 @@ def stage_digest(state: TrainingState) -> str:
 
 
 def short_digest(text: str) -> str:
-    """What tells a text from a few others; all ranks hear that of each."""
+    """Digest a text to distinguish it from a few others; all ranks receive each other's digest."""
     return sha256_of(text.encode(errors="surrogateescape"))[:_DIGEST_CHARACTERS]
 
 
 def _refuse_deepspeed(state: TrainingState) -> None:
-    """Refuse parameters that ZeRO-3 has partitioned, and optimizers of which each rank has a part under no name.
+    """Reject parameters that ZeRO-3 has partitioned, and optimizers whose parts on each rank have no names.
 
-    An optimizer that was given to `deepspeed.initialize` has no parameters between two steps, and knows its state by
+    An optimizer that was passed to `deepspeed.initialize` has no parameters between two steps, and knows its state by
     the flat tensors in which DeepSpeed keeps them.
     """
     for name, part in state.components.items():

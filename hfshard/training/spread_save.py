@@ -1,4 +1,4 @@
-"""Save a training state that is spread over ranks: every rank its part, the first one commits."""
+"""Save a training state that is spread over ranks: every rank writes its part, and the first one commits."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpreadSave:
-    """What is asked of a save, on one rank."""
+    """A save request, on one rank."""
 
     state: TrainingState
     step: int
     extra: Any
-    """The first rank's is stored, and so are its metrics and files."""
+    """Only the first rank's is stored; so are only its metrics and files."""
     metrics_of: Callable[[int], dict[str, float] | None]
     files: Mapping[str, bytes]
     max_shard_size: int | str
@@ -78,21 +78,21 @@ class SpreadSave:
 
 
 def save_spread(order: SpreadSave, writer: RunWriter, save_replicated: Callable[[Ranks, OfEachRank], str]) -> str:
-    """Save what all ranks hold together. Every rank must call.
+    """Save what all ranks have together. Every rank must call.
 
-    A save that does not block copies each rank's part in host memory; the parts are exchanged and written by a thread,
-    over a process group of its own.
+    A save that does not block copies each rank's part to host memory; a thread exchanges and writes the parts, over its
+    own process group.
 
     Args:
         order: What to save.
-        writer: Of the run; it locks and changes the directory on the first rank only.
-        save_replicated: Called where every rank has all of the same modules.
+        writer: The run's; it locks and changes the directory on the first rank only.
+        save_replicated: Called if every rank has the same complete modules.
 
     Returns:
         The checkpoint's directory.
 
     Raises:
-        RankFailedError: Another rank failed, died, or did not come; older checkpoints are still there.
+        RankFailedError: Another rank failed, died, or did not call; older checkpoints still exist.
         Everything that `CheckpointManager.save` raises.
     """
     writer.join()
@@ -129,10 +129,10 @@ def save_spread(order: SpreadSave, writer: RunWriter, save_replicated: Callable[
 
 
 def _find_stages(order: SpreadSave, writer: RunWriter, status: SaveStatus) -> tuple[list[str] | None, OfEachRank]:
-    """What tells the modules of each rank, None where no rank has a part only; and what is not the same on all.
+    """Find the digest of each rank's modules, None if every rank has all of them; and what differs among ranks.
 
     Raises:
-        InvalidArgumentError: A module is wrapped by FSDP1; or the ranks have other parts, or save into different
+        InvalidArgumentError: A module is wrapped by FSDP1; or the ranks have different parts, or save into different
             directories; or copies of a parameter differ.
     """
     is_spread = is_spread_state(order.state)
@@ -156,7 +156,7 @@ def _find_stages(order: SpreadSave, writer: RunWriter, status: SaveStatus) -> tu
 
 
 def _as_stage(state: TrainingState, status: SaveStatus, stages: Sequence[str]) -> TrainingState:
-    """The same parts, with the names that parameters have in the whole model, and its gradients where they are that."""
+    """Return a copy of the state with the full model's names, and with its gradients if each stage has one rank."""
     is_speaker = stages.index(stages[status.place]) == status.place
     told = status.meet("ties", json.dumps(state.tied_parameters() if is_speaker else []).encode())
     state = with_aliases(state, chain.from_iterable(map(json.loads, told.values())))
@@ -164,13 +164,13 @@ def _as_stage(state: TrainingState, status: SaveStatus, stages: Sequence[str]) -
 
 
 def _share_components(order: SpreadSave, status: SaveStatus, stages: Sequence[str]) -> tuple[Components, Sequence[str]]:
-    """Make the parts of all stages those of one model, on the first rank.
+    """Merge the parts of all stages into those of one model, on the first rank.
 
     Returns:
         This rank's components, on the first rank those of all; and the parts of which each rank saves its own.
 
     Raises:
-        InvalidArgumentError: They can't be those of one model.
+        InvalidArgumentError: The parts cannot be those of one model.
     """
     components = encode_components(order.state)
     is_first = stages.index(stages[status.place]) == status.place
@@ -195,7 +195,7 @@ def _planned(
     parts: HeldParts,
     holders: Holders,
 ) -> Callable[[], None]:
-    """Check all that can be checked before the first byte is written, and return what is left to do."""
+    """Check everything that can be checked before the first byte is written, and return the remaining work."""
     is_leader = status.rank == status.leader
     if is_leader:
         metrics = order.metrics_of(order.step)
@@ -213,7 +213,7 @@ def _planned(
             )
             ranks.end()
             status.finish()
-            writer.push_saved(saved, blocking=order.blocking)  # the other ranks go on meanwhile
+            writer.push_saved(saved, blocking=order.blocking)  # the other ranks continue in parallel
         else:
             ranks.follow()
             status.finish()
@@ -234,19 +234,19 @@ def _start(order: SpreadSave, writer: RunWriter, work: Callable[[], None], stack
 def _share_states(
     order: SpreadSave, status: SaveStatus, of_a_rank: Sequence[str], stage: str, buffers: Sequence[str]
 ) -> list[RankState]:
-    """Tell the first rank this rank's own state, but for its tensors, which are exchanged with all others.
+    """Send this rank's own state to the first rank, without its tensors, which are exchanged with all others.
 
     Args:
         order: What to save.
-        status: Of the save.
+        status: The status of the save.
         of_a_rank: Parts of which each rank saves its own.
         stage, buffers: As in `collect_rank`.
 
     Returns:
-        On the first rank the states of all, elsewhere this one's; only this one's has tensors.
+        On the first rank the states of all, on others this rank's; only this rank's has tensors.
 
     Raises:
-        InvalidArgumentError: The ranks save different steps, or not in the same way.
+        InvalidArgumentError: The ranks save different steps, or differ in `blocking`.
     """
     own = collect_rank(order.state, status.place, of_a_rank, stage, buffers)
     asked = [checked_step(order.step), order.blocking]
@@ -266,10 +266,10 @@ def _share_states(
 
 
 def _share_holders(status: SaveStatus, parts: HeldParts) -> Holders:
-    """Find what each rank holds. Of what each has alone, one tells the names, in which the rank's number is left out.
+    """Find what each rank has. One rank lists the names of what each has alone, without the rank's number.
 
     Raises:
-        InvalidArgumentError: The ranks disagree about a tensor, or have not all of it.
+        InvalidArgumentError: The ranks disagree about a tensor, or do not have all of it together.
     """
     listing, meshes = list_tensors(parts.common, _tensors(parts.common.tensors))
     groups, listings = share_listings(status, listing, meshes)
@@ -289,7 +289,7 @@ def _tensors(tensors: Mapping[str, Any]) -> Mapping[str, HeldTensor]:
 
 
 def _host_copies(held: Mapping[str, HeldTensor], copies: HostCopies) -> dict[str, HeldTensor]:
-    """This rank's parts in host memory, where the training does not change them."""
+    """Copy this rank's parts to host memory, where the training does not change them."""
     tensors = {key: one.local if isinstance(one, SpreadTensor) else one for key, one in held.items()}
     copied = copies.copies_of(tensors)  # type: ignore[arg-type]  # a training state has no raw tensors
     return {
@@ -298,20 +298,20 @@ def _host_copies(held: Mapping[str, HeldTensor], copies: HostCopies) -> dict[str
     }
 
 
-# Brings together what each rank of a run adds to a checkpoint, so that the first rank can write it.
+# Contributions of each rank to a checkpoint, gathered so that the first rank can write it.
 
 
 @dataclass(frozen=True, slots=True)
 class RankContribution:
-    """What one rank sends to the first one when a checkpoint is saved."""
+    """Message of one rank to the first one when a checkpoint is saved."""
 
     step: int = -1
     state: RankState | None = None
-    """None where the rank could not collect it."""
+    """None if the rank could not collect it."""
     problem: str = ""
-    """Why it could not, in words."""
+    """The reason why it could not, described."""
     number: int = 0
-    """That of the rank in torch.distributed."""
+    """The rank's number in torch.distributed."""
 
 
 def save_on_all_ranks(
@@ -327,8 +327,8 @@ def save_on_all_ranks(
         step: The step of the run.
         state: What to save.
         write: Called on the first rank, with the contributions of all ranks in their order.
-        ranks: Those that save together.
-        own: What is not the same on all of them.
+        ranks: The ranks that save together.
+        own: What differs among them.
 
     Returns:
         What `write` returned, on every rank.
@@ -355,7 +355,7 @@ def save_on_all_ranks(
 
 
 def agreed_step(contributions: Sequence[RankContribution]) -> tuple[int, list[RankState]]:
-    """The step that all ranks save, and what each of them adds.
+    """Return the step that all ranks save, and what each of them adds.
 
     Raises:
         RankFailedError: A rank could not collect its state.
@@ -373,11 +373,11 @@ def agreed_step(contributions: Sequence[RankContribution]) -> tuple[int, list[Ra
     return steps[0], states
 
 
-# One save of all ranks' tensors: what this rank says that it has, and what the first rank writes for all.
+# One save of all ranks' tensors: this rank's list of them, and what the first rank writes for all.
 
 
 _NUMBERLESS: Final = "rank*/"
-"""Stands for the beginning of the names of what belongs to one rank alone."""
+"""Represents the beginning of the names of tensors that belong to one rank alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,9 +385,9 @@ class HeldParts:
     """The tensors of this rank, by keys: the set of tensors, and the name in it."""
 
     common: SaveRequest
-    """What all ranks have, or have parts of; and what the model says of its names."""
+    """The tensors that all ranks have, or have parts of; and the model's information about its names."""
     own: SaveRequest
-    """What this rank alone gives; names lack its number, see `with_rank`."""
+    """The tensors that this rank alone contributes; names lack its number, which `with_rank` adds."""
     held: dict[str, HeldTensor]
     """Both, by their own names."""
 
@@ -400,28 +400,28 @@ class _KeyedTensor(RawTensor):
 
 
 def key_of(base: str, name: str) -> str:
-    """The key of a tensor: names of different sets may be the same."""
+    """Return the key of a tensor: names of different sets may be the same."""
     return f"{base}/{name}"
 
 
 def name_of_key(key: str) -> str:
-    """The name under which the tensor of a key is stored."""
+    """Return the name under which the tensor of a key is stored."""
     return key.partition("/")[2]
 
 
 def held_parts(payload: SavePayload, rank: int, *, is_stage: bool = False) -> HeldParts:
-    """List what this rank has for a save of all ranks.
+    """List what this rank has for a save by all ranks.
 
-    Of what is not spread, the model's and the optimizer's tensors are the same everywhere; all else is the first
+    Of what is not spread, the model's and the optimizer's tensors are the same everywhere; everything else is the first
     rank's, or this rank's own (random numbers, the position of its loader).
 
     Args:
         payload: What the rank would save if it were alone.
-        rank: This one.
-        is_stage: Whether ranks have different modules: then what else is not a rank's own may be on any of them.
+        rank: This rank.
+        is_stage: Whether ranks have different modules: then tensors that are not a rank's own may be on any of them.
 
     Raises:
-        UnstorableTensorError: A tensor can't be stored.
+        UnstorableTensorError: A tensor cannot be stored.
     """
     prefix = rank_prefix(rank)
     common: dict[str, HeldTensor] = {}
@@ -453,7 +453,7 @@ def held_parts(payload: SavePayload, rank: int, *, is_stage: bool = False) -> He
 
 
 def with_whole_order(payload: SavePayload) -> SavePayload:
-    """The payload of a stage that also knows all names and parameters of the whole model, if these can be known."""
+    """Add all names and the parameter count of the full model to a stage's payload, if they can be known."""
     request = payload.requests.get(MODEL_BASE)
     if request is None or request.name_order:
         return payload
@@ -464,7 +464,7 @@ def with_whole_order(payload: SavePayload) -> SavePayload:
 
 
 def with_rank(listing: Listing, rank: int) -> Listing:
-    """The listing of what a rank has alone, with its number in the names."""
+    """Return the listing of what a rank has alone, with its number in the names."""
     numberless = key_of(STATE_BASE, _NUMBERLESS)
     numbered = key_of(STATE_BASE, rank_prefix(rank))
     entries = {
@@ -475,7 +475,7 @@ def with_rank(listing: Listing, rank: int) -> Listing:
 
 
 def united_payload(payload: SavePayload, holders: Holders) -> SavePayload:
-    """What the first rank saves: its own payload, with the tensors of all ranks."""
+    """Return what the first rank saves: its own payload, with the tensors of all ranks."""
     some_options = next(iter(payload.requests.values())).options
     by_base: dict[str, dict[str, RawTensor]] = {}
     for key, layout in holders.layouts.items():
@@ -498,21 +498,21 @@ def united_payload(payload: SavePayload, holders: Holders) -> SavePayload:
 
 
 class KeyedWriter:
-    """The `ShardWriter` of the first rank: it orders files of all sets of tensors at once.
+    """The `ShardWriter` of the first rank: it has files of all sets of tensors written at once.
 
     Args:
-        ranks: What all ranks take part in; it knows the tensors by their keys.
+        ranks: The writer in which all ranks take part; it knows the tensors by their keys.
     """
 
     def __init__(self, ranks: RankWriter) -> None:
         self._ranks = ranks
 
     def fingerprints(self, jobs: Sequence[WriteJob], checksum: str | None) -> Iterable[str]:
-        """As in `ShardWriter`."""
+        """Compute the jobs' fingerprints, as in `ShardWriter`."""
         return self._ranks.fingerprints(_keyed(jobs), checksum)
 
     def link(self, jobs: Sequence[WriteJob], known: Mapping[str, KnownFile], checksum: str) -> list[FileDigest | None]:
-        """As in `ShardWriter`."""
+        """Hard-link the files that are on disk already, as in `ShardWriter`."""
         return self._ranks.link(_keyed(jobs), known, checksum)
 
     def write(
@@ -522,11 +522,11 @@ class KeyedWriter:
         progress_callback: ProgressCallback | None,
         store: Store | None = None,
     ) -> list[FileDigest]:
-        """As in `ShardWriter`."""
+        """Write the files, as in `ShardWriter`."""
         return self._ranks.write(_keyed(jobs), checksum, progress_callback, store)
 
     def confirm(self) -> None:
-        """As in `ShardWriter`."""
+        """Raise if another rank that writes this save has failed, as in `ShardWriter`."""
         self._ranks.confirm()
 
 
@@ -546,5 +546,5 @@ def _no_bytes(key: str, layout: TensorLayout) -> Callable[[int], Iterator[memory
 
 
 def _typed(tensors: Mapping[str, HeldTensor]) -> Mapping[str, Any]:
-    """A request of this room holds parts of tensors, too."""
+    """Cast tensors for a request, which in this module may also contain parts of tensors."""
     return tensors

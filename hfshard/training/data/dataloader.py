@@ -44,19 +44,19 @@ class ResumableDataLoader(DataLoader[_T_co]):
     The order depends only on the seed and the epoch. Before each batch is loaded, Python's, numpy's and torch's RNGs
     are seeded from seed, epoch and batch: in the worker or, with `num_workers=0`, in this process, where they are
     restored afterwards. So whatever a dataset or `collate_fn` draws from them is the same for any number of workers,
-    even if that changes in between, and iterating changes no RNG of the training loop. An RNG of the dataset's own
+    even if that number changes, and iterating changes no RNG of the training loop. The dataset's own RNG
     (`self.rng = numpy.random.default_rng()`) is not seen: draw from the global ones instead.
 
-    The `set_epoch` method of a `sampler` or `batch_sampler` is called for each epoch, if there is one. While it runs,
-    the global RNGs, and a generator of torch, numpy or Python that it holds, are seeded from seed and epoch, and
-    restored afterwards. An order that depends on anything else is noticed at a resume within an epoch, which compares
-    the indexes. It is asked for up to 64 batches ahead. With several ranks use a `DistributedSampler`: its rank goes
-    into the seeds of each batch, so that each rank augments in its own way.
+    The `set_epoch` method of a `sampler` or `batch_sampler` is called for each epoch, if there is one. While the
+    sampler runs, the global RNGs, and a generator of torch, numpy or Python that it has, are seeded from seed and
+    epoch, and restored afterwards. An order that depends on anything else is noticed at a resume within an epoch, which
+    compares the indexes. Indexes are requested up to 64 batches ahead. With several ranks use a `DistributedSampler`:
+    its rank is part of each batch's seeds, so that each rank augments differently.
 
     A loop that is left early keeps its position for `state_dict`; the next `iter()` begins the next epoch, except
     after `load_state_dict`, which continues, and after `set_epoch`, which begins that epoch. There is only one
-    position, so only the newest iterator can be used. Give `plain_loader(loader)` to code that builds a loader of its
-    own from this one's parts, as `Accelerator.prepare` does.
+    position, so only the newest iterator can be used. Pass `plain_loader(loader)` to code that builds its own loader
+    from this one's parts, as `Accelerator.prepare` does.
 
     Args:
         generator: Only its `initial_seed()` is used, as the seed.
@@ -66,7 +66,7 @@ class ResumableDataLoader(DataLoader[_T_co]):
     All other arguments are those of torch's DataLoader.
 
     Raises:
-        InvalidArgumentError: The dataset is an `IterableDataset`, which has no positions; or `in_order=False`; or there
+        InvalidArgumentError: The dataset is an `IterableDataset`, which has no positions; `in_order=False`; or there
             are two seeds.
     """
 
@@ -129,9 +129,9 @@ class ResumableDataLoader(DataLoader[_T_co]):
         self._checksum: int | None = None
         """The checksum of the indexes of the epoch so far."""
         self._next_start: tuple[int, int] | None = None
-        """Where the next iterator begins; None: here if no batch of the epoch was used, else at the next epoch."""
+        """The next iterator's start; None: here if no batch of the epoch was used, else the next epoch."""
         self._turn = 0
-        """Counts changes of the position; after each one, older iterators can't be used."""
+        """Counts changes of the position; after each one, older iterators cannot be used."""
         self._tasks = TaskSampler()
         self._inner: DataLoader[Any] | None = None
         """The loader that iterates; kept only with persistent workers, so that attributes may be set later."""
@@ -143,7 +143,7 @@ class ResumableDataLoader(DataLoader[_T_co]):
 
     @property
     def batch(self) -> int:
-        """How many batches of the epoch the loop has received."""
+        """The number of batches of the epoch that the loop has received."""
         return self._batch
 
     def set_epoch(self, epoch: int) -> None:
@@ -185,7 +185,7 @@ class ResumableDataLoader(DataLoader[_T_co]):
             loader.check_state_dict(loader.state_dict())
 
         Raises:
-            StateDictMismatchError: A setting differs; the message says which, and what to do.
+            StateDictMismatchError: A setting differs; the message says which one, and what to do.
         """
         check_state(state_dict, settings_of(self, self.seed))
 
@@ -225,7 +225,7 @@ class ResumableDataLoader(DataLoader[_T_co]):
         self._checksum = None
 
     def order(self, epoch: int, start: int = 0) -> BatchOrder:
-        """Return the indexes of the batches of an epoch, from a given one; only the sampler's epoch is changed.
+        """Return the indexes of an epoch's batches, from a given one on; only the sampler's epoch is changed.
 
         Example:
             first_indexes = next(loader.order(epoch=0))
@@ -248,7 +248,7 @@ class ResumableDataLoader(DataLoader[_T_co]):
             )
 
     def _make_inner(self) -> DataLoader[Any]:
-        """A plain loader of tasks; with a generator of its own, it does not draw from the global RNGs."""
+        """Create a plain loader of tasks; it has its own generator, so that it does not draw from the global RNGs."""
         return DataLoader(
             seeded_dataset(self),  # type: ignore[arg-type]
             batch_size=None,
@@ -267,13 +267,13 @@ class ResumableDataLoader(DataLoader[_T_co]):
 
 
 def seeded_dataset(loader: ResumableDataLoader[Any]) -> SeededDataset:
-    """The dataset of a loader, which takes tasks and loads each under its own seeds."""
+    """Return a loader's dataset, wrapped so that it takes tasks and loads each under its own seeds."""
     rank = rank_of(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
     return SeededDataset(loader.dataset, loader.collate_fn, loader.batch_sampler is not None, loader.seed, rank)
 
 
 class _EpochIterator:
-    """One iteration over an epoch: gives the batches and moves the loader's position."""
+    """One iteration over an epoch: returns the batches and moves the loader's position."""
 
     def __init__(self, loader: ResumableDataLoader[Any], batches: Iterator[Any], pending: PendingBatches) -> None:
         self._loader = loader
@@ -308,7 +308,7 @@ class _EpochIterator:
             raise StopIteration
         while self._pending:
             pending, checksum = self._pending.popleft()
-            if pending == number:  # those before it failed, and the loop went on
+            if pending == number:  # those before it failed, and the loop continued
                 break
         loader._batch = number + 1
         loader._checksum = checksum
@@ -338,7 +338,7 @@ _SETTINGS: Final = {
     "drop_last": "drop_last",
     "batches": "number of batches in an epoch",
 }
-"""Settings that must be the same at a resume -> what messages call them."""
+"""Settings that must be the same at a resume -> their names in messages."""
 
 
 def settings_of(loader: DataLoader[Any], seed: int) -> dict[str, Any]:
@@ -356,7 +356,7 @@ def settings_of(loader: DataLoader[Any], seed: int) -> dict[str, Any]:
 
 
 def after_epoch(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the state of a loader that was at an epoch's last batch, at the beginning of the next epoch.
+    """Move a loader's state from the last batch of an epoch to the beginning of the next epoch.
 
     Other loaders' states are returned as they are.
     """
@@ -369,7 +369,7 @@ def check_state(state_dict: Mapping[str, Any], settings: Mapping[str, Any]) -> N
     """Check that a state fits a loader with these settings.
 
     Raises:
-        StateDictMismatchError: A value differs; the message says which, and what to do.
+        StateDictMismatchError: A value differs; the message says which one, and what to do.
     """
     if not isinstance(state_dict, Mapping) or state_dict.get("format") != STATE_FORMAT:
         found = state_dict.get("format") if isinstance(state_dict, Mapping) else type(state_dict).__name__
@@ -420,7 +420,7 @@ def length_of(sized: Any) -> int | None:
 
 
 def checked_seed(seed: int, generator: torch.Generator | None) -> int:
-    """Return the seed as a plain int; the generator's if there is one."""
+    """Return the seed as a plain int; if there is a generator, its seed."""
     seed = checked_int(seed, "seed")
     if generator is None:
         return seed
@@ -447,7 +447,7 @@ class TaskBatches:
     """A batch sampler whose batches are one task each, so that batches keep their seeds when they are split or skipped.
 
     `Accelerator.prepare`, `skip_first_batches` and Trainer build a new loader from the dataset, batch sampler and
-    collate_fn of another. Everything that determines a batch is in these three here.
+    collate_fn of another. Here, these three determine a batch completely.
 
     Attributes:
         batch_size: 1, the number of tasks in a batch, so that every batch counts as full.
@@ -471,14 +471,14 @@ class TaskBatches:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[list[Task]]:
-        epoch = self.epoch  # read at the first batch: torch makes two iterators, and uses one
+        epoch = self.epoch  # read at the first batch: torch creates two iterators, and uses one
         self.epoch += 1
         for batch, indexes in enumerate(self._loader.order(epoch)):
             yield [(epoch, batch, indexes)]
 
 
 def plain_loader(loader: ResumableDataLoader[Any]) -> DataLoader[Any]:
-    """Make a plain DataLoader with the same batches in the same epochs, which draws from no global RNG either.
+    """Build a plain DataLoader with the same batches in the same epochs, which draws from no global RNG either.
 
     It has no position: the caller counts the batches of the epoch and skips them (`accelerate.skip_first_batches`,
     Trainer's own resume), which loads nothing and changes no batch.

@@ -25,7 +25,7 @@ from hfshard.training.state.rng import check_rng_state, rng_state, set_rng_state
 
 _TORCHDATA: Final = "torchdata.stateful_dataloader"
 _FINISHED: Final = "_iterator_finished"
-"""The key by which torchdata's state says that the epoch is over."""
+"""The key of torchdata's state that says whether the epoch is over."""
 _TRACKER: Final = "_hfshard_tracker"
 
 
@@ -64,33 +64,33 @@ def reset_after_iter(
 
 
 class _Pending(NamedTuple):
-    """What is to be done at the next `iter()`."""
+    """Work for the next `iter()`."""
 
     restore: Callable[[], None]
-    """Lets all generators go on from where they were at the save; called after it."""
+    """Lets all generators continue from their states at the save; called after `iter()`."""
     rng_at_iter: Mapping[str, Any] | None
-    """The states to begin it with, from `rng_state`; None: the current ones."""
+    """The states to begin `iter()` with, from `rng_state`; None: the current ones."""
     held_at_iter: Mapping[str, Any] | None = None
-    """As well, of the generators that the loader holds."""
+    """The states to begin `iter()` with, of the generators that the loader has."""
 
 
 class LoaderTracker:
-    """Stands for a loader of another library in a checkpoint: its state, and how its current epoch began.
+    """Represents another library's loader in a checkpoint: its state, and how its current epoch began.
 
     The loader's class is replaced by a subclass that reports `iter()` and the end of iterators; nothing else changes.
 
-    The generators that the loader, its samplers and its dataset hold are stored with it. torchdata's StatefulDataLoader
-    and loaders of the user's own then resume exactly, with these exceptions. All but the last cause a warning when a
+    The generators that the loader, its samplers and its dataset have are stored with it. torchdata's StatefulDataLoader
+    and the user's own loaders then resume exactly, with these exceptions. All but the last cause a warning when a
     checkpoint is saved:
 
     - A loader with worker processes, in the middle of an epoch: what its workers draw is not restored.
     - A loader whose `__iter__` is a generator function that draws in the main process while it fetches a batch, in the
       middle of an epoch: what the first batch after the resume draws is not restored.
-    - torchdata's loader with a sampler that draws from a generator of its own in `__iter__` itself, and not at the
-      first index, in the middle of an epoch: the order after the resume is another one.
+    - torchdata's loader with a sampler that draws from its own generator in `__iter__` itself, and not at the first
+      index, in the middle of an epoch: the order after the resume differs.
     - A generator without a state (random.SystemRandom).
-    - A loader whose class can't be replaced (that of an extension, or one with slots).
-    - An iterator that was made before the TrainingState: its end is not noticed.
+    - A loader whose class cannot be replaced (that of an extension, or one with slots).
+    - An iterator that was created before the TrainingState: its end is not noticed.
 
     Attributes:
         loader: The user's loader.
@@ -115,7 +115,7 @@ class LoaderTracker:
     def state_dict(self) -> dict[str, Any]:
         """Return the loader's state, whether it is within an epoch, and the RNG states with which that epoch began."""
         if _is_torchdata(self.loader) and getattr(self.loader, "_iterator", None) is None:
-            # Its state_dict() would make an iterator, which draws random numbers, and which the next iter() would use.
+            # Its state_dict() would create an iterator, which draws random numbers and is used by the next iter().
             if self._loaded is not None:
                 return dict(self._loaded)
             return {"loader": None, "is_within": False, "generators": HeldGenerators(self.loader).states()}
@@ -142,7 +142,7 @@ class LoaderTracker:
         return {"loader": state, "is_within": not is_over, "rng_at_iter": None}
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Refuse what is not the state of a tracker.
+        """Reject anything that is not the state of a tracker.
 
         Raises:
             StateDictMismatchError: It was saved with a ResumableDataLoader or another object.
@@ -165,7 +165,7 @@ class LoaderTracker:
         self.check_state_dict(state_dict)
         self._loaded = state_dict
         self.pending = None
-        # As at the time of the save until the next iter(), so that a save before that is the same.
+        # Keep the state from the time of the save until the next iter(), so that a save before that is the same.
         self._is_running = state_dict["is_within"]
         self._rng_at_iter = state_dict.get("rng_at_iter")
         self._held_at_iter = state_dict.get("generators_at_iter")
@@ -177,7 +177,7 @@ class LoaderTracker:
         if state is None:
             return
         if _is_torchdata(self.loader) and not state_dict["is_within"]:
-            # With the state of an ended epoch, iter() makes two iterators and draws twice; ending it here avoids it.
+            # With the state of an ended epoch, iter() creates two iterators and draws twice; end it here instead.
             self.loader.load_state_dict({**state, _FINISHED: False})
             for _ in self.loader:
                 raise StateDictMismatchError(
@@ -189,7 +189,7 @@ class LoaderTracker:
             self.loader.load_state_dict(state)
 
     def reset(self, restore_rng: Callable[[], None]) -> None:
-        """After a restore: let the next `iter()` restore the RNG states once more, if the loader needs that."""
+        """After a restore, let the next `iter()` restore the RNG states once more, if the loader needs that."""
         loaded = self._loaded
         if loaded is None or not loaded["is_within"]:
             return
@@ -201,7 +201,7 @@ class LoaderTracker:
         self.pending = _Pending(restore, loaded.get("rng_at_iter"), loaded.get("generators_at_iter"))
 
     def begin(self, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """Make an iterator, for `iter(loader)`."""
+        """Create an iterator, for `iter(loader)`."""
         pending = self.pending
         self.pending = None
         if pending is not None and pending.rng_at_iter is not None:
@@ -228,7 +228,7 @@ class LoaderTracker:
             self._is_running = False
 
     def note_late_draws(self) -> None:
-        """Note that a generator function draws random numbers here while it fetches a batch."""
+        """Note that a generator function draws random numbers in this process while it fetches a batch."""
         self._draws_late = True
 
     def _warn(self, is_within: bool, stateless: list[str]) -> None:
@@ -264,7 +264,7 @@ class LoaderTracker:
 
 
 class _TrackedIterator:
-    """An iterator that reports its end to the tracker; in all else it is the one that it wraps."""
+    """An iterator that reports its end to the tracker, and otherwise behaves like the one that it wraps."""
 
     def __init__(
         self,
@@ -312,7 +312,7 @@ class _TrackedIterator:
 
 
 def _comparable(state: Any) -> Any:
-    """RNG states as values that can be compared."""
+    """Convert RNG states to values that can be compared."""
     if isinstance(state, dict):
         return {key: _comparable(value) for key, value in state.items()}
     return state.tolist() if hasattr(state, "tolist") else repr(state)
@@ -356,15 +356,15 @@ def _is_torchdata(loader: Any) -> bool:
     return any(one.__module__.startswith(_TORCHDATA) for one in type(loader).__mro__)
 
 
-# The random number generators that a loader, its samplers and its dataset hold: found by name, stored and set back.
+# The random number generators of a loader, its samplers and its dataset: found by name, stored and restored.
 
 
 class HeldGenerators:
-    """Those of a loader, as it is now.
+    """The generators that a loader has now.
 
     Args:
-        loader: Its own attributes are looked at, those of its samplers, and of its dataset where it has no workers:
-            these draw from copies.
+        loader: Its own attributes are inspected, and those of its samplers; those of its dataset only if it has no
+            workers, which draw from copies.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -376,7 +376,7 @@ class HeldGenerators:
                 self._found[name] = value
 
     def states(self) -> dict[str, Any]:
-        """Name -> state; without those that have none."""
+        """Return name -> state, without the generators that have no state."""
         found = {}
         for name, generator in self._found.items():
             try:
@@ -386,19 +386,19 @@ class HeldGenerators:
         return found
 
     def drawn_since(self, states: Mapping[str, Any]) -> list[str]:
-        """Name those of samplers, and not of the loader itself, that are in another state now."""
+        """Name the samplers' generators, without the loader's own, whose state has changed."""
         now = self.states()
         return [name for name in now if "sampler." in name and repr(now[name]) != repr(states.get(name))]
 
     def stateless(self) -> list[str]:
-        """Name those that have no state to store."""
+        """Name the generators that have no state to store."""
         return sorted(self._found.keys() - self.states().keys())
 
     def check(self, states: Mapping[str, Any]) -> None:
-        """Refuse states that do not fit, and warn of generators that are not there; nothing is changed.
+        """Reject states that do not fit, and warn of missing generators; nothing is changed.
 
         Raises:
-            DamagedCheckpointError: One is no state of its generator.
+            DamagedCheckpointError: A state is not valid for its generator.
         """
         missing = sorted(states.keys() - self._found.keys())
         if missing:
@@ -422,14 +422,14 @@ class HeldGenerators:
             self.set(before)
 
     def set(self, states: Mapping[str, Any]) -> None:
-        """Let the generators go on from these states; one that is not there yet is made, and seeded, in `__iter__`."""
+        """Let the generators continue from these states; a missing one is created, and seeded, in `__iter__`."""
         for name, state in states.items():
             if name in self._found:
                 set_generator_state(self._found[name], state)
 
 
 def _attributes(loader: Any) -> Iterator[tuple[str, Any]]:
-    """Every generator in the attributes of a loader and its parts, or in a list or dict there."""
+    """Yield every generator in the attributes of a loader and its parts, or in a list or dict in them."""
     names = ["batch_sampler", "sampler", *([] if getattr(loader, "num_workers", 0) else ["dataset"])]
     waiting = [("", loader)]
     seen: set[int] = set()

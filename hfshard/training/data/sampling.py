@@ -1,4 +1,4 @@
-"""The samples of each batch of an epoch, from any batch on, and each loaded under its own seeds."""
+"""The samples of each batch of an epoch, starting at any batch; each batch is loaded under its own seeds."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from hfshard.training.data.seeding import (
 _BURST: Final = 64
 """Batches that are drawn from a sampler at a time, so that swapping the RNG states costs 2 us a batch, not 150."""
 _CHUNK: Final = 4096
-"""Indexes that become Python's ints at a time."""
+"""Indexes that are converted to Python ints at a time."""
 
 
 class EpochSampler(Sampler[int]):
-    """All indexes in an order for each epoch that depends on seed and epoch only; it draws from no global RNG.
+    """All indexes, in an order that depends only on the seed and the epoch; it draws from no global RNG.
 
-    It is `loader.sampler` of a `ResumableDataLoader` that shuffles, so that code which builds another loader from that
-    one's parts, as Accelerate does, keeps the order. Without `set_epoch`, each iteration is the next epoch.
+    It is the `loader.sampler` of a `ResumableDataLoader` that shuffles, so that code which builds another loader from
+    the first one's parts, as Accelerate does, keeps the order. Without `set_epoch`, each iteration is the next epoch.
 
     Args:
         data_source: Only its length is used.
@@ -50,7 +50,7 @@ class EpochSampler(Sampler[int]):
         self.epoch = epoch
 
     def order(self, epoch: int) -> Any:
-        """Return the indexes of an epoch as an int64 array of numpy, 8 bytes a sample."""
+        """Return the indexes of an epoch as an int64 numpy array, 8 bytes a sample."""
         generator = torch.Generator().manual_seed(seeds_for("order", self.seed, epoch).torch)
         return torch.randperm(len(self.data_source), generator=generator, device="cpu").numpy()
 
@@ -58,18 +58,18 @@ class EpochSampler(Sampler[int]):
         return len(self.data_source)
 
     def __iter__(self) -> Iterator[int]:
-        order = self.order(self.epoch)  # read at the first index: torch makes two iterators, and uses one
+        order = self.order(self.epoch)  # read at the first index: torch creates two iterators, and uses one
         self.epoch += 1
         for begin in range(0, len(order), _CHUNK):
             yield from order[begin : begin + _CHUNK].tolist()
 
 
 class BatchOrder:
-    """An iterator over the batches of one epoch, from the first that was not used yet.
+    """An iterator over the batches of one epoch, starting at the first unused one.
 
     Attributes:
-        checksum: CRC-32 of all indexes up to the last batch that was given, without those that are not ints; None where
-            the order can't change.
+        checksum: CRC-32 of all indexes up to the last batch that was returned, without those that are not ints; None if
+            the order cannot change.
 
     Args:
         batches: The batches that remain.
@@ -85,7 +85,7 @@ class BatchOrder:
 
     def __next__(self) -> Any:
         indexes = next(self._batches)
-        if isinstance(indexes, Iterator):  # it can be read only once, and can't be sent to workers
+        if isinstance(indexes, Iterator):  # it can be read only once, and cannot be sent to workers
             indexes = list(indexes)
         if self.checksum is not None:
             try:
@@ -99,7 +99,7 @@ class BatchOrder:
 def own_order(
     sampler: EpochSampler | range, batch_size: int | None, drop_last: bool, epoch: int, start: int
 ) -> BatchOrder:
-    """Return the batches of an order of ours. Skipping costs a CRC of 8 bytes a sample, and nothing without shuffling.
+    """Return the batches of an hfshard order. Skipping costs a CRC of 8 bytes a sample; without shuffling, nothing.
 
     Args:
         sampler: A sampler that shuffles, or the indexes in order.
@@ -120,13 +120,13 @@ def own_order(
 
 
 def sampler_order(sampler: Iterable[Any], seed: int, epoch: int, start: int) -> BatchOrder:
-    """Return the batches of a sampler of the user's; it draws from RNG states that seed and epoch determine.
+    """Return the batches of the user's sampler; it draws from RNG states that seed and epoch determine.
 
-    `set_epoch` is called on it and on the samplers within it, where they have it. A generator of torch, numpy or Python
-    that one of them holds is seeded for the epoch as well. The first batches are drawn again and discarded.
+    `set_epoch` is called on it and on the samplers within it, if they have it. A generator of torch, numpy or Python
+    that one of them has is seeded for the epoch as well. The first batches are drawn again and discarded.
 
     Raises:
-        StateDictMismatchError: It ends before the batch to start at.
+        StateDictMismatchError: The sampler ends before the batch to start at.
     """
     parts = list(_samplers_within(sampler))
     for part in parts:
@@ -146,7 +146,7 @@ def sampler_order(sampler: Iterable[Any], seed: int, epoch: int, start: int) -> 
 
 
 def rank_of(sampler: Any) -> int:
-    """The rank whose samples a sampler, or one within it, gives; 0 where it gives all."""
+    """Return the rank whose samples a sampler, or one within it, gives; 0 if it gives all."""
     ranks = [getattr(part, "rank", None) for part in _samplers_within(sampler)]
     return next((rank for rank in ranks if isinstance(rank, int)), 0)
 
@@ -163,7 +163,7 @@ def _in_bursts(sampler: Iterable[Any], rng: PrivateRng) -> Iterator[Any]:
 
 
 def _samplers_within(sampler: Any) -> Iterator[Any]:
-    """A sampler and those that it wraps, by the two attribute names that torch and Accelerate use."""
+    """Yield a sampler and those that it wraps, by the two attribute names that torch and Accelerate use."""
     seen: set[int] = set()
     waiting = [sampler]
     while waiting:
@@ -202,7 +202,7 @@ class TaskSampler:
         self._tasks: Iterator[Task] = iter(())
 
     def begin(self, order: BatchOrder, epoch: int, start: int) -> PendingBatches:
-        """Begin another epoch; whoever gives out its batches pops them from the deque that is returned."""
+        """Begin another epoch; the iterator that returns its batches pops them from the returned deque."""
         pending: PendingBatches = deque()
 
         def tasks() -> Iterator[Task]:
@@ -218,16 +218,17 @@ class TaskSampler:
 
 
 class SeededDataset:
-    """Maps a task to (number of the batch, collated batch); all other attributes are those of the dataset.
+    """Maps a task to (number of the batch, collated batch); all other attributes are the dataset's.
 
-    In the main process the RNGs are restored after each batch. In a worker nobody else draws from them.
+    In the main process the RNGs are restored after each batch. In a worker nothing else draws from them.
 
     Args:
-        dataset: The user's.
+        dataset: The user's dataset.
         collate: The user's `collate_fn`.
-        is_batched: Whether the indexes are several; False: a single index.
+        is_batched: Whether a task has several indexes; False: a single index.
         seed: Determines the seeds of a batch, together with epoch and batch.
-        rank: Whose samples these are: each rank draws other numbers; the first one draws those of a single process.
+        rank: The rank that these samples belong to: each rank draws other numbers; the first one draws those of a
+            single process.
     """
 
     def __init__(self, dataset: Any, collate: Callable[[Any], Any], is_batched: bool, seed: int, rank: int = 0) -> None:
@@ -268,7 +269,7 @@ class SeededDataset:
     def __getattr__(self, name: str) -> Any:
         if name in _OWN or (
             name.startswith("__") and name.endswith("__")
-        ):  # pickle asks for these before there is state
+        ):  # pickle asks for these before the state exists
             raise AttributeError(name)
         return getattr(self._dataset, name)
 

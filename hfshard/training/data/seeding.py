@@ -1,4 +1,4 @@
-"""RNG states that are a function of a seed and a place, and swapping them with those of the process."""
+"""RNG states that are a function of a seed and a place, and swapping them with the process's own."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Seeds(NamedTuple):
     python: int
     torch: int
     numpy: int
-    """32 bits, the most that `numpy.random.seed` takes as one number."""
+    """32 bits, the most that `numpy.random.seed` accepts as one number."""
 
 
 class RngStates(NamedTuple):
@@ -34,12 +34,12 @@ class RngStates(NamedTuple):
     numpy_bits: Any
     """numpy's bit generator itself: swapping the objects costs 2 us, copying their states 60."""
     numpy_normal: dict[str, Any] | None
-    """All of numpy's state if it keeps a normal number for the next call, which swapping would drop; else None."""
+    """numpy's full state if it keeps a normal number for the next call, which swapping would drop; else None."""
     torch: Tensor
 
 
 def seeds_for(*place: int | str) -> Seeds:
-    """Return seeds that depend only on a place; those of neighbouring places have nothing in common.
+    """Return seeds that depend only on a place; those of neighboring places have nothing in common.
 
     Args:
         place: For example seed, epoch, batch.
@@ -56,7 +56,7 @@ def seed_generators(seeds: Seeds, numpy_bits: np.random.MT19937) -> None:
 
     Args:
         seeds: From `seeds_for`.
-        numpy_bits: Becomes numpy's bit generator: the current one may be of a kind that takes no seed.
+        numpy_bits: Becomes numpy's bit generator: the current one may be of a kind that accepts no seed.
     """
     random.seed(seeds.python)
     _set_numpy_bits(numpy_bits)
@@ -71,7 +71,7 @@ def current_states() -> RngStates:
 
 
 class _NoBits:
-    """Takes the place of a bit generator whose state is not needed."""
+    """A replacement for a bit generator whose state is not needed."""
 
     @property
     def state(self) -> dict[str, Any]:
@@ -82,10 +82,10 @@ _NO_BITS = _NoBits()
 
 
 def _keeps_a_normal() -> bool:
-    """Whether numpy keeps the second of a pair of normal numbers for the next call.
+    """Return whether numpy keeps the second of a pair of normal numbers for the next call.
 
-    Only get_state() tells, and 29 of its 30 us go into 624 words that are not needed here. So it is called without
-    them, by way of a private attribute of numpy.
+    Only get_state() reports it, and 29 of its 30 us go into 624 words that are not needed here. So it is called without
+    them, through a private attribute of numpy.
     """
     bits = getattr(_numpy_singleton, "_bit_generator", None)
     if bits is None:
@@ -107,12 +107,12 @@ def restore_states(states: RngStates) -> None:
 
 
 class PrivateRng:
-    """Private RNG states for code that draws from the global RNGs again and again: `with` swaps the two.
+    """Private RNG states for code that draws from the global RNGs repeatedly: `with` swaps the two.
 
     Args:
         place: Determines the seeds, as in `seeds_for`.
-        generators: More generators, of torch, numpy or Python, which are seeded from the place, their number here, and,
-            those of torch, their own seed; and restored as well.
+        generators: More generators, of torch, numpy or Python, which are restored as well. They are seeded from the
+            place and their number here; those of torch, from the place and their own seed.
     """
 
     def __init__(self, *place: int | str, generators: Sequence[Any] = ()) -> None:
@@ -143,13 +143,13 @@ class PrivateRng:
 
 
 def is_generator(value: Any) -> bool:
-    """Whether it is a generator of torch, numpy or Python that is not a global one."""
+    """Return whether a value is a generator of torch, numpy or Python that is not a global one."""
     kinds = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
     return isinstance(value, kinds) and value is not torch.default_generator and value is not _numpy_singleton
 
 
 def _seeded_state(generator: Any, place: Sequence[int | str], number: int) -> Any:
-    """The state of another generator of the same kind, which is seeded."""
+    """Return the state of a seeded generator of the same kind."""
     if isinstance(generator, torch.Generator):
         seed = seeds_for(*place, generator.initial_seed()).torch
         return torch.Generator(generator.device).manual_seed(seed).get_state()
@@ -176,7 +176,7 @@ def generator_state(generator: Any) -> Any:
 
 
 def set_generator_state(generator: Any, state: Any) -> None:
-    """Let a generator go on from a state that `generator_state` returned."""
+    """Let a generator continue from a state that `generator_state` returned."""
     if isinstance(generator, random.Random):
         generator.setstate(state)
     elif isinstance(generator, np.random.Generator):

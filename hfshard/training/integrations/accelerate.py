@@ -1,4 +1,4 @@
-"""One training state of what Accelerate prepared, and a loader for an Accelerator that keeps its position."""
+"""One training state for what Accelerate prepared, and a loader for an Accelerator that keeps its position."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from hfshard.training.state.training_state import TrainingState
 _REFUSED: Final = frozenset(
     one for name in ("DEEPSPEED", "MEGATRON_LM", "XLA") if (one := getattr(DistributedType, name, None)) is not None
 )
-"""What keeps parts of the state to itself."""
+"""Backends that keep parts of the state to themselves."""
 _PROCESSES: Final = "processes"
-"""The key of a position: how many processes had batches of their own."""
+"""The key of a position: the number of processes that had their own batches."""
 
 
 class PreparedLoader(DataLoaderStateMixin):  # type: ignore[misc]
-    """A ResumableDataLoader whose batches are moved to an Accelerator's device; made by `prepare_loader`.
+    """A ResumableDataLoader whose batches are moved to an Accelerator's device; created by `prepare_loader`.
 
     The Accelerator learns where an epoch ends, so a gradient accumulation ends there. Only the workers of the loader
     fetch batches ahead of the loop.
 
     Args:
-        loader: Gives the batches of this process.
-        accelerator: Whose device they are moved to.
-        processes: How many have batches of their own. The last of several may repeat samples, which
+        loader: Provides the batches of this process.
+        accelerator: The Accelerator to whose device they are moved.
+        processes: The number of processes with their own batches. The last of several may repeat samples, which
             `gather_for_metrics` then leaves out.
     """
 
@@ -64,7 +64,7 @@ class PreparedLoader(DataLoaderStateMixin):  # type: ignore[misc]
 
     @property
     def batch(self) -> int:
-        """How many batches of the epoch the loop has received."""
+        """The number of batches of the epoch that the loop has received."""
         return self.loader.batch
 
     def set_epoch(self, epoch: int) -> None:
@@ -86,24 +86,24 @@ class PreparedLoader(DataLoaderStateMixin):  # type: ignore[misc]
 
 
 def prepare_loader(accelerator: Accelerator, loader: ResumableDataLoader[Any]) -> PreparedLoader:
-    """Prepare a loader; takes the place of `accelerator.prepare(loader)`, which builds one without a position.
+    """Prepare a loader; use it instead of `accelerator.prepare(loader)`, which builds one without a position.
 
         model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
         loader = prepare_loader(accelerator, ResumableDataLoader(dataset, batch_size=8, shuffle=True))
 
-    Of several processes, each gets its share of the batches, as from `accelerator.prepare`, and draws other numbers
+    With several processes, each gets its share of the batches, as from `accelerator.prepare`, and draws other numbers
     while it loads them; those of a tensor parallel group get the same.
 
     Args:
         accelerator: The Accelerator.
-        loader: The loader of all batches, which was not prepared. Of one process it is used, not copied.
+        loader: The loader of all batches, not prepared. With one process it is used, not copied.
 
     Returns:
         The loader to iterate.
 
     Raises:
-        InvalidArgumentError: The Accelerator is not supported; or it is not a ResumableDataLoader, or one whose batches
-            can't be shared out.
+        InvalidArgumentError: The Accelerator is not supported; or the loader is not a ResumableDataLoader, or one whose
+            batches cannot be shared out.
     """
     _check_supported(accelerator)
     if not isinstance(loader, ResumableDataLoader):
@@ -125,16 +125,16 @@ def prepared_state(
     loader: Any = None,
     **stateful: Any,
 ) -> TrainingState:
-    """Make the training state of prepared objects, with the Accelerator's scaler and its count of batches.
+    """Create the training state of prepared objects, with the Accelerator's scaler and its count of batches.
 
         state = prepared_state(accelerator, model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
         step = manager.restore_latest(state) or 0
 
     Save where a gradient accumulation has ended (`accelerator.sync_gradients`), or pass `gradients=Gradients(model)`:
-    without it, gradients are not saved, and a save in the middle is refused.
+    without it, gradients are not saved, and a save in the middle is rejected.
 
     Args:
-        accelerator: The Accelerator: of one process, of DistributedDataParallel, or of FSDP2.
+        accelerator: The Accelerator, with one process, DistributedDataParallel, or FSDP2.
         model, optimizer, scheduler: What `accelerator.prepare` returned.
         loader: What `prepare_loader` returned, or any loader with a position, as in TrainingState.
         stateful: More parts, as in TrainingState.
@@ -163,7 +163,7 @@ def prepared_state(
 
 
 class _Position:
-    """Where a process is among its batches, which are others with another number of processes."""
+    """The position of a process in its batches, which differ with another number of processes."""
 
     def __init__(self, prepared: PreparedLoader) -> None:
         self._loader = prepared.loader
@@ -190,7 +190,7 @@ class _Position:
 
 
 class _Accumulation:
-    """The number of batches that the Accelerator has counted since it last started over."""
+    """The number of batches that the Accelerator has counted since its count last restarted."""
 
     def __init__(self, accelerator: Accelerator, has_gradients: bool) -> None:
         self._accelerator = accelerator
@@ -221,7 +221,7 @@ class _Accumulation:
 def _share_of_batches(
     accelerator: Accelerator, loader: ResumableDataLoader[Any], share: BatchShare
 ) -> ResumableDataLoader[Any]:
-    """Make the loader of one of several processes, as `accelerator.prepare` shares batches out."""
+    """Create the loader of one of several processes, as `accelerator.prepare` shares batches out."""
     if loader.batch_sampler is None or accelerator.dispatch_batches or isinstance(loader.sampler, DistributedSampler):
         raise InvalidArgumentError(
             "prepare_loader shares the batches of all samples out to the processes: give the loader a batch_size, and "
@@ -251,24 +251,24 @@ def _check_supported(accelerator: Accelerator) -> None:
         )
 
 
-# Which of the batches each process of an Accelerator loads, in an order that all compute alike.
+# Shares of the batches that the processes of an Accelerator load, in an order that all compute alike.
 
 
 _BATCH_DIMS: Final = ("dp_replicate", "dp_shard")
-"""The dimensions of Accelerate's device mesh along which processes get batches of their own; the last ones of a mesh,
-for tensor and context parallelism, have ranks that share a batch."""
+"""The dimensions of Accelerate's device mesh along which processes get their own batches; ranks along the last ones,
+for tensor and context parallelism, share a batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchShare:
-    """Which of the processes that get batches of their own this one is; those that share batches have equal shares."""
+    """This process's index among those with their own batches; processes that share batches have equal shares."""
 
     index: int
     count: int
 
     @classmethod
     def of(cls, accelerator: Accelerator) -> BatchShare:
-        """The share of this process."""
+        """Return the share of this process."""
         mesh = accelerator.torch_device_mesh
         if mesh is None:
             return cls(accelerator.process_index, accelerator.num_processes)
@@ -276,10 +276,10 @@ class BatchShare:
         return cls(accelerator.process_index // (accelerator.num_processes // count), count)
 
     def loader(self, loader: DataLoader[Any], batches: Any, seed: int) -> ResumableDataLoader[Any]:
-        """Make the loader of this share, which draws what no other share draws; the first one's what one process does.
+        """Create the loader of this share. It draws what no other share draws; the first draws what one process does.
 
         Args:
-            loader: Gives all but the batches.
+            loader: Provides everything but the batches.
             batches: The batch sampler of this share.
             seed: The same on all ranks.
         """
@@ -304,10 +304,10 @@ class BatchShare:
 class RankBatches:
     """The batch sampler of one rank, whose order is drawn under seeds that all ranks have in common.
 
-    So the loader around it may have a seed of its own, under which this rank's batches are augmented.
+    So the loader around it may have its own seed, under which this rank's batches are augmented.
 
     Args:
-        batches: Gives the batches of this rank, by an order that it computes for all of them.
+        batches: Provides the batches of this rank, in an order that it computes for all ranks.
         seed: The same on all ranks.
     """
 

@@ -17,9 +17,9 @@ from hfshard.training.state.step import RestoredStep
 from hfshard.training.state.training_state import TrainingState
 
 _NAMES: Final = ("lightning.pytorch", "pytorch_lightning")
-"""Lightning goes by two names, whose classes are not each other's."""
+"""Lightning has two package names; the classes of one are not those of the other."""
 _STRATEGIES: Final = ("SingleDeviceStrategy", "DDPStrategy")
-"""Those under which each process has the whole model, and no part of it or of the optimizer is kept elsewhere."""
+"""Strategies under which each process has the full model, with no part of it or of the optimizer elsewhere."""
 
 
 def lightning_callback(
@@ -29,7 +29,7 @@ def lightning_callback(
     resume: bool | int | str | os.PathLike[str] = False,
     blocking: bool = True,
 ) -> Any:
-    """Make a callback that saves and resumes a Lightning training, in the place of `ModelCheckpoint`.
+    """Create a callback that saves and resumes a Lightning training, in place of `ModelCheckpoint`.
 
         manager = CheckpointManager("run", max_to_keep=3)
         checkpoints = lightning_callback(manager, every_n_train_steps=100, resume=True)
@@ -37,23 +37,24 @@ def lightning_callback(
         trainer.fit(model, ResumableDataLoader(dataset, batch_size=8, shuffle=True))
 
     With a `ResumableDataLoader`, or another loader that has a position, a resumed training equals the straight one, bit
-    for bit: weights, optimizers, schedulers, RNG, batches, and what other callbacks keep. Without one, Lightning begins
-    the epoch's data anew. No pickle is written. The weights are a checkpoint like any other: `load_model` takes them.
+    for bit: weights, optimizers, schedulers, RNG, batches, and the state of other callbacks. Without one, Lightning
+    starts the epoch's data again. No pickle is written. The weights are a checkpoint like any other: `load_model`
+    accepts them.
 
     Args:
-        manager: It keeps what it is told to; as metrics it gets the numbers in `trainer.callback_metrics`.
-        every_n_train_steps: Save whenever so many more steps of the optimizer are done. None: after each epoch.
-        resume: True: from the newest whole checkpoint, if the run has one. Or from a step, or a place elsewhere, as in
+        manager: Decides which checkpoints to keep; as metrics it gets the numbers in `trainer.callback_metrics`.
+        every_n_train_steps: Save after every N optimizer steps. None: after each epoch.
+        resume: True: from the newest complete checkpoint, if the run has one. Or from a step, or another place, as in
             `CheckpointManager.restore`.
-        blocking: As in `CheckpointManager.save`.
+        blocking: Like that of `CheckpointManager.save`.
 
     Returns:
-        A Checkpoint of `lightning.pytorch`, or of `pytorch_lightning` where only that is imported or installed. Its
+        A Checkpoint of `lightning.pytorch`, or of `pytorch_lightning` if only that is imported or installed. Its
         `restored` is the step from which `fit` has resumed.
 
     Raises:
         InvalidArgumentError: `every_n_train_steps` is not a number of steps. Later, by `fit`: the Trainer's strategy is
-            neither that of one process nor DistributedDataParallel.
+            neither for one process nor DistributedDataParallel.
         ModuleNotFoundError: Lightning is not installed.
     """
     if every_n_train_steps is not None and every_n_train_steps < 1:
@@ -67,7 +68,7 @@ def lightning_callback(
 
 
 def _lightning() -> str:
-    """The name of the package whose Trainer is in use."""
+    """Return the name of the package whose Trainer is in use."""
     for name in _NAMES:
         if name in sys.modules:
             return name
@@ -96,7 +97,7 @@ class _Saving:
     _saved: int | None = None
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Restore, now that there are optimizers."""
+        """Restore; the optimizers exist by now."""
         self.restored = self._rng = self._saved = None
         strategy = type(trainer.strategy).__name__
         if strategy not in _STRATEGIES:
@@ -116,17 +117,17 @@ class _Saving:
             self._rng = rng_state()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Put the random states back, from which Lightning has drawn to begin with the data."""
+        """Restore the random states again: Lightning has drawn from them to start the data."""
         if self._rng is not None:
             _load_positions(trainer.fit_loop)
             set_rng_state(self._rng)
             self._rng = None
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Save, if so many steps are done."""
+        """Save if the number of steps has been reached."""
         step, every = trainer.global_step, self.every_n_train_steps
         if every is not None and step // every > (self._saved or 0) // every:
-            self._save(trainer, step)  # with several optimizers, a batch may pass over a multiple
+            self._save(trainer, step)  # with several optimizers, a batch can skip a multiple
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Save, if each epoch is to be saved."""
@@ -154,7 +155,7 @@ def _training_state(trainer: Any, own: _Saving) -> TrainingState:
 
 
 class _Progress:
-    """What Lightning itself keeps of a training, of which each rank saves its own: it has positions of loaders."""
+    """Lightning's own record of a training. Each rank saves its own, because it contains positions of loaders."""
 
     def __init__(self, trainer: Any, own: _Saving) -> None:
         self._trainer = trainer
@@ -164,12 +165,12 @@ class _Progress:
             self._kept["datamodule"] = trainer.datamodule
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what it has done, and what its parts keep."""
+        """Return the loops' progress, and the states of their parts."""
         parts = {name: part.state_dict() for name, part in {**self._callbacks, **self._kept}.items()}
         return {"loops": self._trainer.fit_loop.state_dict(), "parts": parts}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from there."""
+        """Continue from that state."""
         for name, part in {**self._callbacks, **self._kept}.items():
             if state_dict["parts"].get(name):
                 part.load_state_dict(state_dict["parts"][name])
@@ -177,7 +178,7 @@ class _Progress:
 
 
 def _load_positions(loop: Any) -> None:
-    """Load the positions that Lightning leaves alone where an epoch was over; it has begun with the data already."""
+    """Load the positions that Lightning ignores after a finished epoch; it has already started the data."""
     if loop._combined_loader_states_to_load:
         loop._combined_loader._load_state_dicts(loop._combined_loader_states_to_load)
         loop._combined_loader_states_to_load = []
@@ -185,7 +186,7 @@ def _load_positions(loop: Any) -> None:
 
 
 def _at_next_batch(loops: dict[str, Any]) -> dict[str, Any]:
-    """Lightning goes on to the next epoch after the last batch, where our loader gives what is left of it: nothing."""
+    """Move to the next epoch after the last batch, as Lightning does; hfshard's loader would give the empty rest."""
     own = loops["state_dict"]
     if not loops["epoch_loop.batch_progress"]["is_last_batch"] or "combined_loader" not in own:
         return loops

@@ -43,12 +43,12 @@ from hfshard.training.state.training_state import TrainingState
 logger = logging.getLogger(__name__)
 
 _LOSS: Final = "_tr_loss"
-"""Since it was last logged."""
+"""The sum of losses since one was last logged."""
 _LOGGED: Final = "_globalstep_last_logged"
 
 
 class CheckpointCallback(TrainerCallback):
-    """Lets a `transformers.Trainer` save and resume through a `CheckpointManager`.
+    """A callback by which a `transformers.Trainer` saves and resumes through a `CheckpointManager`.
 
         trainer = Trainer(model=model, args=args, train_dataset=dataset)
         checkpoints = CheckpointCallback(max_to_keep=3).attach(trainer)
@@ -63,12 +63,12 @@ class CheckpointCallback(TrainerCallback):
     draws other numbers, which are not the same after a resume.) An IterableDataset is resumed as Trainer does it; what
     persistent workers draw for an evaluation is not the same after a resume.
 
-    A save that is due at an epoch's last step waits until the end of the epoch was evaluated and logged.
+    A save that is due at an epoch's last step waits until the end of the epoch has been evaluated and logged.
 
-    `resume_from_checkpoint` also takes "org/name" on the Hub or a directory hub, either with "@revision": what the run
-    has pushed is downloaded, checked and resumed. True works where `output_dir` is the run's directory, and takes what
-    `push_to_hub` names where that has no checkpoint; it refuses a damaged newest checkpoint rather than going on from
-    the one before. A directory that Trainer alone has saved is resumed as usual.
+    `resume_from_checkpoint` also accepts "org/name" on the Hub or a directory hub, either with "@revision": what the
+    run has pushed is downloaded, checked and resumed. True works if `output_dir` is the run's directory, and falls back
+    to the repo named by `push_to_hub` if that directory has no checkpoint. It rejects a damaged newest checkpoint
+    rather than continuing from the one before. A directory that Trainer alone has saved is resumed as usual.
     """
 
     def __init__(
@@ -79,18 +79,18 @@ class CheckpointCallback(TrainerCallback):
         seed_batches: bool = True,
         **manager_arguments: Any,
     ) -> None:
-        """Say where checkpoints go; nothing is created yet.
+        """Set where checkpoints go; nothing is created yet.
 
         Args:
             manager: None: one for the Trainer's `output_dir`, which keeps `save_total_limit` checkpoints and, with
                 `metric_for_best_model`, the best one too.
-            blocking: As in `CheckpointManager.save`.
-            seed_batches: Whether each batch gets seeds of its own. If not, a resume is exact only where loading draws
-                from no RNG.
+            blocking: Like that of `CheckpointManager.save`.
+            seed_batches: Whether each batch gets its own seeds. If not, a resume is exact only if loading draws from no
+                RNG.
             manager_arguments: Arguments for the CheckpointManager: `max_to_keep`, `max_shard_size`, `checksum` ...
 
         Raises:
-            InvalidArgumentError: There are both a manager and arguments for another.
+            InvalidArgumentError: Both a manager and arguments for another were passed.
         """
         if manager is not None and manager_arguments:
             raise InvalidArgumentError(
@@ -111,12 +111,12 @@ class CheckpointCallback(TrainerCallback):
         self._resumed: tuple[int, str] | None = None
         """The step that was restored, and the directory of its checkpoint."""
         self._brought: tuple[str, str] = ("", "")
-        """The directory that Trainer resumes from, if it was brought here, and where the checkpoint itself is."""
+        """The directory that Trainer resumes from, if it was downloaded, and where the checkpoint itself is."""
         self._rng: dict[str, Any] | None = None
         """The RNG states of the checkpoint that is being resumed, until Trainer has skipped to its batch."""
         self._progress: dict[str, Any] = {}
         self._data: dict[str, int | None] = {}
-        """What the order of the batches depends on."""
+        """The settings that the order of the batches depends on."""
         self._is_save_deferred = False
 
     def attach(self, trainer: Trainer) -> CheckpointCallback:
@@ -126,7 +126,7 @@ class CheckpointCallback(TrainerCallback):
             Itself.
 
         Raises:
-            InvalidArgumentError: A setting of the Trainer is not supported; the message says which.
+            InvalidArgumentError: A setting of the Trainer is not supported; the message names it.
         """
         if self._trainer is not None and self._trainer is not trainer:
             raise InvalidArgumentError("This CheckpointCallback is another Trainer's: make one for each.")
@@ -153,14 +153,14 @@ class CheckpointCallback(TrainerCallback):
         return self
 
     def latest(self) -> str | None:
-        """The newest whole checkpoint, for `train(resume_from_checkpoint=)`; None where the run has none yet.
+        """Return the newest complete checkpoint, for `train(resume_from_checkpoint=)`; None if the run has none yet.
 
-        Every byte is compared with its checksum, by the first of several processes. Damaged checkpoints are passed
-        over, each with a warning. Every process must call.
+        The first process compares every byte with its checksum. Damaged checkpoints are skipped, each with a warning.
+        Every process must call.
 
         Raises:
             DamagedCheckpointError: All checkpoints are damaged.
-            RankFailedError: Of another process than the first one: so it says; or one died, or did not come.
+            RankFailedError: The first process failed, on the others; or a process died or did not call.
         """
         manager, _ = self._attached()
         with Ranks.meeting("latest") as ranks:
@@ -168,7 +168,7 @@ class CheckpointCallback(TrainerCallback):
         self._verified = None if step is None else manager.path_of(step)
         return self._verified
 
-    # What stands in for the Trainer's own
+    # Replacements of the Trainer's methods
 
     def _save(self, model: Any, trial: Any) -> None:
         manager, trainer = self._attached()
@@ -193,7 +193,7 @@ class CheckpointCallback(TrainerCallback):
         )
 
     def _train(self, resume_from_checkpoint: Place | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Trainer reads its own progress from a directory before it calls anything else that could download one."""
+        """Download first: Trainer reads its own progress from a directory before it calls anything else that could."""
         manager, trainer = self._attached()
         place = resume_from_checkpoint
         if place and (here := bring_here(place, manager, trainer.args)) is not None:
@@ -223,12 +223,12 @@ class CheckpointCallback(TrainerCallback):
         self._rng = rng_state()
 
     def _load_weights(self, checkpoint: str, *args: Any) -> None:
-        """Trainer calls it before `_load`, which restores the weights with the rest, and reads each byte once."""
+        """Leave the weights to `_load`, called later, which restores them with the rest and reads each byte once."""
         if is_stock_checkpoint(checkpoint):
             self._originals["_load_from_checkpoint"](checkpoint, *args)
 
     def _load_best(self) -> None:
-        """Trainer calls it on all ranks; its own way takes the weights of a whole model."""
+        """Load the best weights, on all ranks; Trainer's own method needs the weights of a full model."""
         _, trainer = self._attached()
         best = trainer.state.best_model_checkpoint
         if load_parts(trainer.model, best):
@@ -239,7 +239,7 @@ class CheckpointCallback(TrainerCallback):
             self._originals["_load_best_model"]()
 
     def _load_rng(self, checkpoint: str | None) -> None:
-        """Trainer calls it after the loader has drawn its random numbers: at a new epoch, or after skipping."""
+        """Restore the RNG. Trainer calls this after the loader has drawn from it: at a new epoch, or after skipping."""
         if self._rng is None:
             self._originals["_load_rng_state"](checkpoint)
         else:
@@ -255,7 +255,7 @@ class CheckpointCallback(TrainerCallback):
         return prepared_seeded_loader(trainer.accelerator, loader, batch_seed(trainer.args))
 
     def _eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        """With persistent workers, iter() draws from the RNG when they start, which happens again after a resume."""
+        """Give persistent workers a generator: iter() draws from the RNG when they start, again after a resume."""
         loader = self._originals["get_eval_dataloader"](*args, **kwargs)
         if loader.persistent_workers:
             getattr(loader, "base_dataloader", loader).generator = torch.Generator()
@@ -305,7 +305,7 @@ class CheckpointCallback(TrainerCallback):
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Make a deferred save; finish all saves before the best model is loaded."""
+        """Do a deferred save; finish all saves before the best model is loaded."""
         if self._is_save_deferred:
             control.should_save = True
             self._is_save_deferred = False
@@ -351,11 +351,11 @@ _DATA: Final = {
     "batches": "number of batches in an epoch",
     "accumulated": "gradient_accumulation_steps",
 }
-"""What has to be the same again for the same batches, and what a message calls it."""
+"""Settings that must be the same again for the same batches -> their names in messages."""
 
 
 def prepared_seeded_loader(accelerator: Accelerator, loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
-    """Return a prepared loader with the batches of another prepared one, each loaded under seeds of its own.
+    """Return a prepared loader with the batches of another prepared one, each loaded under its own seeds.
 
     The other one gives this process its share of the batches already, so Accelerate must not share them out again.
     """
@@ -376,9 +376,9 @@ def prepared_seeded_loader(accelerator: Accelerator, loader: DataLoader[Any], se
 
 
 def _seeded_loader(loader: DataLoader[Any], seed: int, share: BatchShare) -> DataLoader[Any]:
-    """Return a loader with the same batches in the same order, each loaded under seeds of its own.
+    """Return a loader with the same batches in the same order, each loaded under its own seeds.
 
-    It draws from the global RNGs as before, but not with persistent workers: see `CheckpointCallback._eval_dataloader`.
+    It draws from the global RNGs as before, but not with persistent workers, which would draw again after a resume.
     """
     plain = plain_loader(share.loader(loader, loader.batch_sampler, seed))
     if not loader.persistent_workers:
@@ -399,15 +399,15 @@ def data_settings(args: TrainingArguments, loader: Any) -> dict[str, int | None]
 
 
 def batch_seed(args: TrainingArguments) -> int:
-    """Return the seed of what is drawn while data are loaded."""
+    """Return the seed for what is drawn while data are loaded."""
     return args.seed if args.data_seed is None else args.data_seed
 
 
 def check_same_data(was: dict[str, int | None], now: dict[str, int | None], checkpoint: str) -> None:
-    """Refuse to skip batches that are not those of the saved training.
+    """Reject a resume that would skip batches other than those of the saved training.
 
     Raises:
-        StateDictMismatchError: A setting differs; the message says which.
+        StateDictMismatchError: A setting differs; the message names it.
     """
     for name, title in _DATA.items():
         if was.get(name) != now.get(name):
@@ -424,7 +424,7 @@ def check_same_data(was: dict[str, int | None], now: dict[str, int | None], chec
 class UnloggedLoss:
     """The sum of losses since one was last logged, which each rank has for its own batches.
 
-    It takes the place of the loader in the training state, of which each rank saves its own.
+    It replaces the loader in the training state, because each rank saves its own loader.
     """
 
     def __init__(self, loss: float = 0.0) -> None:
@@ -435,26 +435,26 @@ class UnloggedLoss:
         return {"loss": self.loss}
 
     def load_state_dict(self, state_dict: Mapping[str, float]) -> None:
-        """Take the sum that was saved."""
+        """Set the sum to the saved one."""
         self.loss = state_dict["loss"]
 
 
-# Checkpoints in stores for Trainer, which reads its own progress from a directory before it asks for anything else.
+# Checkpoints in stores for Trainer, which reads its own progress from a directory before it requests anything else.
 
 
 _BEST: Final = "best_model_checkpoint"
-"""What Trainer gives up where it is no directory; `CheckpointCallback` knows it anyway."""
+"""The key that Trainer drops if it is not a directory; `CheckpointCallback` knows it anyway."""
 
 
 @contextmanager
 def near_checkpoint(path: str) -> Iterator[str]:
-    """Give Trainer a directory: that of the checkpoint; or, of one in a store, one with Trainer's own progress alone.
+    """Provide a directory for Trainer: the checkpoint's; for one in a store, one with only Trainer's own progress.
 
     Args:
         path: A directory, or an address.
 
     Raises:
-        MissingShardError: Trainer has not saved it.
+        MissingShardError: Trainer did not save the checkpoint.
     """
     if not is_address(path):
         yield path
@@ -466,7 +466,7 @@ def near_checkpoint(path: str) -> Iterator[str]:
         yield os.path.realpath(directory)
 
 
-# The small files that a Trainer's checkpoint has beside the state: its own progress and the tokenizer.
+# The small files that a Trainer's checkpoint has along with the state: its own progress and the tokenizer.
 
 
 STATE_FILE: Final = "trainer_state.json"
@@ -474,7 +474,7 @@ STATE_FILE: Final = "trainer_state.json"
 
 
 def trainer_files(trainer: Trainer) -> dict[str, bytes]:
-    """Trainer's own progress, and the tokenizer's files, as Trainer would write them."""
+    """Return Trainer's own progress, and the tokenizer's files, as Trainer would write them."""
     tokenizer = trainer.processing_class
     if tokenizer is None:
         tokenizer = getattr(trainer.data_collator, "tokenizer", None)
@@ -488,37 +488,37 @@ def trainer_files(trainer: Trainer) -> dict[str, bytes]:
     return files
 
 
-# Where a Trainer resumes from: a checkpoint on a hub is brought to this machine before Trainer looks for its files.
+# The place that a Trainer resumes from: a checkpoint on a hub is downloaded before Trainer looks for its files.
 
 
 _STOCK_FOLDER: Final = re.compile(r"|last-checkpoint|checkpoint-\d+")
-"""Where Trainer pushes checkpoints, by `hub_strategy`; or at the top, if somebody has uploaded one."""
+"""The folders to which Trainer pushes checkpoints, by `hub_strategy`; or the top, if a user uploaded one there."""
 
 Place = str | os.PathLike[str] | bool
-"""What `Trainer.train` takes as `resume_from_checkpoint`; True: the newest checkpoint."""
+"""The type of `resume_from_checkpoint` in `Trainer.train`; True: the newest checkpoint."""
 
 
 def bring_here(place: Place, manager: CheckpointManager, args: TrainingArguments) -> str | None:
     """Download a checkpoint, and compare every byte with its checksum; every rank must call.
 
-    The first rank does both, and so does each other one that does not see the directory which it used. What Trainer
-    alone has pushed has the Hub's checksums only.
+    The first rank does both; so does every other rank that does not see the directory which the first one used. What
+    Trainer alone has pushed has only the Hub's checksums.
 
     Args:
         place: A directory, an address of a store, "org/name" on the Hub, or a directory hub, the last two with
-            "@revision" for one other than main. True: of the run; if that has none, of the hub that the manager pushes
-            to.
-        manager: The run's.
-        args: The Trainer's, for its directory and token.
+            "@revision" for one other than main. True: the run's newest checkpoint; if it has none, that of the hub that
+            the manager pushes to.
+        manager: The run's manager.
+        args: The Trainer's arguments, for its directory and token.
 
     Returns:
-        The checkpoint's directory, or its address, from which nothing is downloaded yet; None where the place is for
-        Trainer to find: a directory, or what True means to it.
+        The checkpoint's directory, or its address, from which nothing is downloaded yet; None if Trainer finds the
+        place itself: a directory, or its own meaning of True.
 
     Raises:
         CheckpointNotFoundError: There is no training checkpoint.
-        HubError: It could not be downloaded.
-        DamagedCheckpointError: It is damaged.
+        HubError: The checkpoint could not be downloaded.
+        DamagedCheckpointError: The checkpoint is damaged.
         RankFailedError: Another rank has one of these errors.
     """
     with Ranks.meeting("resume_from_checkpoint") as ranks:
@@ -533,7 +533,7 @@ def _fetched(place: Place, manager: CheckpointManager, args: TrainingArguments) 
     if address is None or (os.path.isdir(address) and not has_hub_marker(os.fspath(address))):
         return None
     try:
-        token = None if is_address(address) else args.hub_token  # of a store, it is for pushes
+        token = None if is_address(address) else args.hub_token  # a store needs none: the token is for pushes
         checkpoint, _ = checked_at(address, "full", token=token, progress=manager.progress, is_read_next=True)
     except CheckpointNotFoundError:
         if is_address(address):
@@ -546,7 +546,7 @@ def _fetched(place: Place, manager: CheckpointManager, args: TrainingArguments) 
 
 
 def _fetched_from_trainer(address: str | os.PathLike[str], token: str | None, progress: bool | None) -> str | None:
-    """Download what Trainer alone has pushed, which it then resumes as it always does; None where there is no such."""
+    """Download what Trainer alone has pushed, which it then resumes as it always does; None if there is nothing."""
     repo_id, revision = split_address(address)
     tree = _tree(repo_id, revision, token)
     if tree is None:
@@ -565,7 +565,7 @@ def _fetched_from_trainer(address: str | os.PathLike[str], token: str | None, pr
 
 
 def _tree(repo_id: str, revision: str | None, token: str | None) -> RepoTree | None:
-    """Ask a hub for its files; None where it can't be asked."""
+    """Request a hub's list of files; None if no hub can be asked."""
     from hfshard.hub.download import fetch_tree_for_reading, is_offline  # huggingface_hub's import takes time
 
     if has_hub_marker(repo_id):
@@ -578,13 +578,13 @@ def _tree(repo_id: str, revision: str | None, token: str | None) -> RepoTree | N
 
 
 def _order(folder: str) -> tuple[bool, bool, int]:
-    """What is at the top comes before `last-checkpoint`, and that before those with numbers."""
+    """Rank a folder: the top is preferred to `last-checkpoint`, and that to folders with numbers."""
     number = folder.rpartition("-")[2]
     return not folder, folder == "last-checkpoint", int(number) if number.isdecimal() else 0
 
 
 def _newest(manager: CheckpointManager, args: TrainingArguments) -> str | None:
-    """What True means, where Trainer does not find it by itself."""
+    """Find what True means if Trainer does not find it by itself."""
     if is_address(manager.root) and (step := manager.latest_step()) is not None:
         return manager.path_of(step)
     root = str(args.output_dir)
@@ -593,7 +593,7 @@ def _newest(manager: CheckpointManager, args: TrainingArguments) -> str | None:
     return manager.push_to_hub if manager.latest_step() is None else None
 
 
-# Translates a Trainer's arguments for its checkpoints, and refuses those that are not fully supported.
+# Checks of a Trainer: its arguments are translated for a manager, or rejected if not fully supported.
 
 
 REPLACED: Final = (
@@ -607,13 +607,13 @@ REPLACED: Final = (
     "train",
 )
 """Methods of a Trainer that are replaced. The first five are private: on another version of transformers,
-`check_trainer` finds that one is gone, and the tests fail where one is no longer called."""
+`check_trainer` finds that one is gone, and the tests fail if one is no longer called."""
 
 _PROCESSES: Final = (ParallelMode.NOT_PARALLEL, ParallelMode.NOT_DISTRIBUTED, ParallelMode.DISTRIBUTED)
 
 
 def manager_from_arguments(args: TrainingArguments, arguments: dict[str, Any]) -> CheckpointManager:
-    """Make the manager that the Trainer's arguments describe; those of the callback have precedence."""
+    """Create the manager that the Trainer's arguments describe; those of the callback have precedence."""
     known: dict[str, Any] = {}
     if args.save_total_limit is not None and args.save_total_limit > 0:
         known["max_to_keep"] = args.save_total_limit
@@ -628,7 +628,7 @@ def _metric_name(args: TrainingArguments) -> str:
 
 
 def check_trainer(trainer: Trainer) -> None:
-    """Refuse a Trainer with settings that are not fully supported."""
+    """Reject a Trainer with settings that are not fully supported."""
     args = trainer.args
     if missing := [name for name in (*REPLACED, "store_flos") if not hasattr(trainer, name)]:
         raise InvalidArgumentError(
@@ -636,7 +636,7 @@ def check_trainer(trainer: Trainer) -> None:
             "transformers. Install one that is named in hfshard's requirements."
         )
     _check_processes(trainer)
-    # Trainer itself demands save_only_model of a model that a distributed_config has spread.
+    # Trainer itself requires save_only_model for a model that a distributed_config has spread.
     if args.save_only_model and not getattr(trainer, "is_distributed_loading_by_transformers", False):
         raise InvalidArgumentError(
             "save_only_model=True leaves nothing to resume from: remove it, or train without the CheckpointCallback."
@@ -656,7 +656,7 @@ def check_trainer(trainer: Trainer) -> None:
 
 
 def _check_processes(trainer: Trainer) -> None:
-    """Refuse what spreads a training over processes in a way that is not supported."""
+    """Reject methods of spreading a training over processes that are not supported."""
     args = trainer.args
     if trainer.is_deepspeed_enabled or args.parallel_mode not in _PROCESSES:
         name = "DeepSpeed" if trainer.is_deepspeed_enabled else args.parallel_mode.value
@@ -678,7 +678,7 @@ def _check_processes(trainer: Trainer) -> None:
 
 
 def check_rotation(args: TrainingArguments, manager: CheckpointManager) -> None:
-    """Refuse settings by which Trainer and the manager would keep different checkpoints."""
+    """Reject settings with which Trainer and the manager would keep different checkpoints."""
     limit = args.save_total_limit
     if limit is not None and limit > 0 and limit != manager.max_to_keep:
         raise InvalidArgumentError(
@@ -700,20 +700,20 @@ def check_rotation(args: TrainingArguments, manager: CheckpointManager) -> None:
         )
 
 
-# The weights of a Trainer's checkpoints: who has saved them, and how each rank loads its part of them.
+# The weights of a Trainer's checkpoints: which program saved them, and how each rank loads its part.
 
 
 _STOCK_FILES: Final = ("optimizer.pt", "scheduler.pt")
-"""A directory that has one of them was saved by Trainer alone. Under FSDP it writes the second only."""
+"""A directory that has one of them was saved by Trainer alone. Under FSDP it writes only the second."""
 
 
 def is_stock_checkpoint(checkpoint: str) -> bool:
-    """Whether Trainer alone has saved a checkpoint."""
+    """Return whether Trainer alone has saved a checkpoint."""
     return any(os.path.isfile(os.path.join(checkpoint, name)) for name in _STOCK_FILES)
 
 
 def load_parts(model: Any, checkpoint: str | None) -> bool:
-    """Load a checkpoint of ours into a model that is spread over ranks. Every rank must call.
+    """Load a checkpoint of hfshard into a model that is spread over ranks. Every rank must call.
 
     Returns:
         False for other models and checkpoints, into which nothing was loaded.

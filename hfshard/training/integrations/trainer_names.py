@@ -1,4 +1,4 @@
-"""The names of the parameters that Trainer's optimizer has by position, from a model that is built without memory."""
+"""Recovery of the parameter names of a Trainer's optimizer, with a model that is built on the meta device."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from hfshard.training.interop.foreign_readers import is_optimizer_state
 logger = logging.getLogger(__name__)
 
 _LAYERS: Final = re.compile(r"(?:num_|n_)?(?:hidden_|encoder_|decoder_)?layers?")
-"""Keys of configs with a number of layers."""
+"""Keys of configs that state a number of layers."""
 
 _MOST_EXPERTS: Final = 65_536
-"""Of a layer; they may share a tensor."""
+"""The most experts of a layer; they may share a tensor."""
 
 
 def in_order_of_model(foreign: ForeignCheckpoint) -> ForeignCheckpoint:
     """Put the weights of a Trainer's checkpoint into the order of its model, and name its optimizer's parameters.
 
-    The model is the one of transformers that config.json names; it is built without memory, and without code from
-    elsewhere. Names are given where the optimizer has the two groups that Trainer makes, of as many parameters.
+    The model is the transformers one that config.json names; it is built on the meta device, and without remote code.
+    Names are given if the optimizer has the two groups that Trainer creates, with the same numbers of parameters.
 
     Args:
         foreign: It is not changed.
 
     Raises:
-        DamagedCheckpointError: The state of its optimizer is not one.
+        DamagedCheckpointError: The optimizer's state is not valid.
 
     Returns:
-        The checkpoint in that order; or as it is, where it is no Trainer's, or its model is not transformers'.
+        The checkpoint in that order; unchanged if it is not Trainer's, or its model is not transformers'.
     """
     weights = foreign.components.get("model")
     model = _built_model(foreign.path, len(weights)) if isinstance(weights, Mapping) else None
@@ -65,7 +65,7 @@ def in_order_of_model(foreign: ForeignCheckpoint) -> ForeignCheckpoint:
 def _are_trainers(
     optimizer: Mapping[str, Any], names: Sequence[Sequence[str]], weights: Mapping[str, torch.Tensor]
 ) -> bool:
-    """Whether the groups of an optimizer are those that Trainer makes, by their numbers and the states' shapes."""
+    """Return whether an optimizer's groups are those that Trainer creates, by their sizes and the states' shapes."""
     groups = optimizer["param_groups"]
     if [len(group["params"]) for group in groups] != [len(own) for own in names]:
         return False
@@ -80,8 +80,8 @@ def _are_trainers(
 
 
 def _trainers_groups(model: PreTrainedModel) -> list[list[str]]:
-    """The names of the parameters in the groups that Trainer makes."""
-    # It is a method that uses nothing of its Trainer.
+    """Return the parameter names in the groups that Trainer creates."""
+    # The method uses nothing of its Trainer.
     with_decay = set(Trainer.get_decay_parameter_names(cast(Any, None), model))
     kept = parameter_names(model)
     names = [(name in with_decay, kept[id(one)]) for name, one in model.named_parameters()]
@@ -89,11 +89,11 @@ def _trainers_groups(model: PreTrainedModel) -> list[list[str]]:
 
 
 def _built_model(path: str, most_layers: int) -> PreTrainedModel | None:
-    """Build the model of a directory on the device meta; None where it is none of transformers' own.
+    """Build the model of a directory on the meta device; None if it is not one of transformers' own.
 
     Args:
         path: The directory.
-        most_layers: Each has a tensor at least: a config that asks for more is not that of these weights.
+        most_layers: Each layer has at least one tensor, so a config that asks for more is not that of these weights.
     """
     if not os.path.isfile(os.path.join(path, CONFIG_NAME)):
         return None
@@ -111,7 +111,7 @@ def _built_model(path: str, most_layers: int) -> PreTrainedModel | None:
 
 
 def _is_too_large(config: PreTrainedConfig, most_layers: int) -> bool:
-    """Whether a config asks for more modules than a model with these weights has."""
+    """Return whether a config asks for more modules than a model with these weights has."""
     waiting: list[Any] = [config.to_dict()]
     while waiting:
         for key, value in waiting.pop().items():

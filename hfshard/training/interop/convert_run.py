@@ -1,4 +1,4 @@
-"""Makes a checkpoint of ours of another program's, without the model: what is by position gets names, or is refused."""
+"""Conversion of another program's checkpoint without the model: what is by position gets names, or is rejected."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _SCHEDULER: Final = re.compile(r"scheduler(?:_\d+)?")
 
 @dataclass(frozen=True, slots=True)
 class ConvertedRun:
-    """A checkpoint that was made of another program's."""
+    """A checkpoint that was created from another program's."""
 
     path: str
     """Its directory."""
@@ -52,13 +52,13 @@ class ConvertedRun:
     parts: tuple[str, ...]
     """The names of its parts."""
     lacking: tuple[str, ...]
-    """As in `RestoredStep`."""
+    """Descriptions of what the other program's checkpoint lacks, as in `RestoredStep`."""
     differences: tuple[str, ...]
-    """What was left out. Always empty with strict."""
+    """Descriptions of what was left out. Always empty with strict."""
 
 
 def is_foreign_run(place: str) -> bool:
-    """Whether a place has the state of an optimizer that another program has saved; False where it can't be read.
+    """Return whether a place has an optimizer state that another program saved; False if it cannot be read.
 
     Example:
         if is_foreign_run("checkpoint.pth.tar"):
@@ -69,7 +69,7 @@ def is_foreign_run(place: str) -> bool:
         return False
     try:
         found = reader(place, ForeignRequest(strict=False, verify="structure"))
-    except HfshardError:  # whoever reads it next says what is wrong
+    except HfshardError:  # the next reader reports what is wrong
         return False
     return any(is_optimizer_state(value) for value in found.components.values())
 
@@ -87,24 +87,24 @@ def convert_foreign(
     checksum: Checksum = "xxh3",
     progress: bool | None = None,
 ) -> ConvertedRun:
-    """Make a checkpoint of a run of what another program has saved.
+    """Create a checkpoint of a run from what another program has saved.
 
         convert_foreign("checkpoint.pth.tar", "run")
         CheckpointManager("run").restore_latest(state)
 
     Args:
         path: The file or directory.
-        root: The run's directory, made if it is missing.
+        root: The run's directory, created if it is missing.
         keys, strict: As in `CheckpointManager.restore`.
         in_order: Puts what was read into the order of its model, as `trainer_names.in_order_of_model` does.
-        step: Of the checkpoint; None: the step that the file has, else its epoch, else 0.
+        step: The checkpoint's step; None: the step that the file has, else its epoch, else 0.
         max_shard_size, checksum, progress: As in `CheckpointManager`.
 
     Raises:
-        CheckpointNotFoundError: It is no checkpoint of another program.
-        InvalidArgumentError: It has no weights; it is not known whose state is whose in its optimizer; or the run has a
-            checkpoint of this step. Nothing was written.
-        UnsafePickleError, DamagedCheckpointError: It can't be read.
+        CheckpointNotFoundError: The path is not another program's checkpoint.
+        InvalidArgumentError: It has no weights; it is not known which parameter a state of its optimizer belongs to; or
+            the run has a checkpoint of this step. Nothing was written.
+        UnsafePickleError, DamagedCheckpointError: It cannot be read.
     """
     root = absolute_path(root, "root")
     reader = reader_of(path)
@@ -155,7 +155,7 @@ def _payload(
 
 
 def _weights_of(foreign: ForeignCheckpoint) -> dict[str, Any]:
-    """The model's state by names without wrappers."""
+    """Return the model's state by names without wrappers."""
     stored: Mapping[str, Any] = foreign.components.get("model", {})
     if not is_weights(stored):
         raise InvalidArgumentError(
@@ -168,7 +168,7 @@ def _weights_of(foreign: ForeignCheckpoint) -> dict[str, Any]:
 
 
 def _refuse_unknown_names(foreign: ForeignCheckpoint) -> None:
-    """Refuse an optimizer whose groups state names that the weights do not have: no restore would know them."""
+    """Reject an optimizer whose groups state names that the weights do not have: no restore would know them."""
     weights = _weights_of(foreign)
     for component, value in foreign.components.items():
         groups = value["param_groups"] if is_optimizer_state(value) else []
@@ -182,7 +182,7 @@ def _refuse_unknown_names(foreign: ForeignCheckpoint) -> None:
 def _encoded(
     name: str, value: Any, foreign: ForeignCheckpoint, weights: Mapping[str, Any], components: Components
 ) -> tuple[str, Any]:
-    """The kind of a part, and its state in the form that ours has."""
+    """Return the kind of a part, and its state in hfshard's form."""
     if name == "model":
         others = {key: one for key, one in weights.items() if not isinstance(one, torch.Tensor)}
         return "module", encode(others, name, components.tensors)

@@ -1,4 +1,4 @@
-"""Another program's checkpoint: its directory read file by file, and what a reader makes of it."""
+"""Another program's checkpoint: its directory, read file by file, and what a reader returns of it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from hfshard.training.run.run_storage import TRAINING_STATE
 from hfshard.training.state.training_state import PartKind
 
 _TAIL_BYTES: Final = 1 << 16
-"""The end of a file that tells it from another one: there a zip lists the checksums of its records."""
+"""The end of a file that distinguishes it from another: there a zip lists the checksums of its records."""
 
 
 NO_RNG: Final = "the random number generators (dropout and shuffling go on from those of this process)"
@@ -35,14 +35,14 @@ NO_STEP: Final = "the number of steps (0 is taken)"
 
 @dataclass(frozen=True, slots=True)
 class ForeignRequest:
-    """What is wanted of a foreign checkpoint."""
+    """A request for the contents of a foreign checkpoint."""
 
     kinds: Mapping[str, PartKind] = field(default_factory=dict)
-    """The parts of the state that is restored: name -> kind. Empty where there is no state: a conversion."""
+    """The parts of the state that is restored: name -> kind. Empty if there is no state: a conversion."""
     keys: Mapping[str, str] = field(default_factory=dict)
-    """Name of a part -> where its state lies in the file, with dots for what is nested: "ema.state_dict"."""
+    """Name of a part -> where its state is in the file, with dots for nested ones: "ema.state_dict"."""
     strict: bool = True
-    """Refuse a file if something in it can't be read without running code; else that is left out and reported."""
+    """Reject a file if something in it cannot be read without running code; else that is left out and reported."""
     verify: Level = "full"
     """"full": compare every byte with the checksums that the files have."""
     rank: int = 0
@@ -53,41 +53,41 @@ class ForeignRequest:
 class ForeignCheckpoint:
     """Another program's checkpoint, read and not yet compared with a training state.
 
-    What in its values was not read, such as a scheduler's bound method, is `nested_types.NOT_STORED`.
+    Values that were not read, such as a scheduler's bound method, are `nested.NOT_STORED`.
     """
 
     path: str
     """The file or directory."""
     files: Mapping[str, Identity]
-    """Path of each file that was read -> which one it was."""
+    """Path of each file that was read -> its identity."""
     step: int | None
-    """None where it has none."""
+    """None if the checkpoint has none."""
     components: Mapping[str, Any]
-    """Name of a part -> what its own `state_dict()` returned; parameters of an optimizer are by position, still. Names
-    are those of the request where they were found, those of the file otherwise. Tensors of modules may be mapped files,
-    all others are in memory."""
+    """Name of a part -> what its own `state_dict()` returned; an optimizer's parameters are still by position. Names
+    are those of the request where they were found, and those of the file otherwise. Tensors of modules may be mapped
+    files, all others are in memory."""
     files_of_rank: Mapping[str, Identity] = field(default_factory=dict)
-    """As `files`: those that this rank alone has read."""
+    """Like `files`, for those that only this rank has read."""
     has_order: bool = True
-    """Whether the tensors of modules stand in the order of their `state_dict()`: safetensors sorts them."""
+    """True if the tensors of modules are in the order of their `state_dict()`: safetensors sorts them."""
     epochs: float | None = None
-    """How many epochs were trained, whole ones and a part of one; None where it does not say."""
+    """The number of epochs trained, with a fraction for a part of one; None if the checkpoint does not state it."""
     extra: Any = None
-    """What else it holds: epoch, loss, arguments."""
+    """Everything else in it: epoch, loss, arguments."""
     rng: dict[str, Any] | None = None
-    """This rank's random number generators, in the form of `parts.rng.rng_state`; None where it has none."""
+    """This rank's random number generators, in the form of `state.rng.rng_state`; None if it has none."""
     companions: Mapping[str, bytes] = field(default_factory=dict)
-    """Small files that belong to the model, such as config.json: a conversion takes them along."""
+    """Small files that belong to the model, such as config.json; a conversion copies them."""
     lacking: tuple[str, ...] = ()
-    """What it does not hold, in words that follow on "lacks": "the position in the data"."""
+    """Missing items, in words that follow on "lacks": "the position in the data"."""
     differences: tuple[str, ...] = ()
-    """What was left out as it can't be read without running code, in sentences. Always empty with strict."""
+    """Sentences about what was left out: it cannot be read without running code. Always empty with strict."""
 
     def confirm(self) -> None:
         """Check that no file was replaced or changed since it was read.
 
         Raises:
-            CheckpointChangedError: One was.
+            CheckpointChangedError: A file was replaced or changed.
         """
         for path, identity in {**self.files, **self.files_of_rank}.items():
             try:
@@ -100,7 +100,7 @@ class ForeignCheckpoint:
                 )
 
     def fingerprint(self) -> str:
-        """Digest the names, the sizes and the ends of its files: the same on every rank that sees the same ones."""
+        """Digest the names, sizes and ends of its files: the same on every rank that sees the same files."""
         digest = hashlib.sha256()
         for path in sorted(self.files):
             with open(path, "rb") as file:
@@ -110,21 +110,21 @@ class ForeignCheckpoint:
         return digest.hexdigest()
 
 
-# A directory of another program's checkpoint, read file by file: weights, pickles and JSON, and what is not there.
+# A directory of another program's checkpoint, read file by file: weights, pickles and JSON; a missing file gives None.
 
 
 _OURS: Final = frozenset({MANIFEST, TRAINING_STATE})
-"""A directory that has one of these is a checkpoint of ours, maybe a damaged one."""
+"""A directory that has one of these is an hfshard checkpoint, possibly a damaged one."""
 
 _OF_MANY_RANKS: Final = re.compile(
     r"global_step\d+|zero_to_fp32\.py|mp_rank_.*|iter_\d+|pytorch_model(?:_fsdp)?(?:_\d+)?|optimizer_\d+|"
     r"pytorch_model_fsdp(?:_\d+)?\.bin|rank\d+-of-\d+-optimizer\.pt|optimizer\.pt_.*"
 )
-"""What DeepSpeed, FSDP, Megatron-LM and XLA leave: parts of tensors, for the ranks that saved them."""
+"""Files that DeepSpeed, FSDP, Megatron-LM and XLA leave: parts of tensors, for the ranks that saved them."""
 
 
 def names_in(place: object) -> frozenset[str]:
-    """The entries of a directory in which another program may have saved; none where it is none, or has ours."""
+    """Return the entries of a directory that another program may have saved; none for hfshard's or no directory."""
     names = frozenset(os.listdir(place)) if isinstance(place, str) and os.path.isdir(place) else frozenset()
     return frozenset() if names & _OURS else names
 
@@ -136,13 +136,13 @@ _LINKS: Final = (
 
 
 class ForeignDirectory:
-    """The files of one directory, and which of them were read.
+    """The files of one directory, and the ones that were read.
 
     Attributes:
         path: The directory.
-        request: What is wanted of it.
-        names: Of all its entries.
-        files: Path of each file that was read -> which one it was.
+        request: What to read from it.
+        names: The names of all its entries.
+        files: Path of each file that was read -> its identity.
         files_of_rank: Those that this rank alone reads.
         has_order: Whether tensors came in the order of a `state_dict()`.
         differences: What was left out, in sentences.
@@ -164,7 +164,7 @@ class ForeignDirectory:
         self._refuse_parts_of_ranks()
 
     def weights(self, base: str = "model") -> dict[str, Any] | None:
-        """Read the weights whose files begin with a word; None where there are none.
+        """Read the weights whose file names begin with `base`; None if there are none.
 
         Raises:
             DamagedCheckpointError, UnsafePickleError: A file is damaged, or asks for more than tensors.
@@ -187,15 +187,15 @@ class ForeignDirectory:
             return None
 
     def pickle(self, name: str, *, is_of_rank: bool = False) -> Any:
-        """Read a file of torch.save as plain values; None where it is missing.
+        """Read a file of torch.save as plain values; None if it is missing.
 
         Args:
-            name: The file's.
-            is_of_rank: Whether other ranks read another one in its place.
+            name: The file's name.
+            is_of_rank: Whether other ranks read another file in its place.
 
         Raises:
-            UnsafePickleError: It asks for what runs code; or, with strict, for anything but plain data.
-            DamagedCheckpointError: It is not whole.
+            UnsafePickleError: It asks for something that runs code; or, with strict, for anything but plain data.
+            DamagedCheckpointError: It is incomplete.
         """
         if name not in self.names:
             return None
@@ -206,10 +206,10 @@ class ForeignDirectory:
         return file.copied(file.value, name)
 
     def json(self, name: str) -> dict[str, Any] | None:
-        """Read a JSON object, in which Python's json may have written NaN; None where the file is missing.
+        """Read a JSON object, in which Python's json may have written NaN; None if the file is missing.
 
         Raises:
-            DamagedCheckpointError: It is not one.
+            DamagedCheckpointError: The file is not a JSON object.
         """
         if name not in self.names:
             return None
@@ -218,13 +218,13 @@ class ForeignDirectory:
         return parse_json_object(raw, path=path, what="Training state", remedy=remedy(path), takes_constants=True)
 
     def companions(self, but: Collection[str]) -> dict[str, bytes]:
-        """Read the small files beside the weights, such as config.json and the tokenizer's, for a conversion alone.
+        """Read the small files next to the weights, such as config.json and the tokenizer's; only for a conversion.
 
         Args:
             but: Names to leave out.
 
         Raises:
-            DamagedCheckpointError: One can't be read.
+            DamagedCheckpointError: A file cannot be read.
         """
         if self.request.kinds:
             return {}
@@ -237,10 +237,10 @@ class ForeignDirectory:
         return read
 
     def components(self, parts: Mapping[str, Any]) -> dict[str, Any]:
-        """The parts that are there, by the names that the request has for them.
+        """Return the existing parts, by the names that the request has for them.
 
         Raises:
-            StateDictMismatchError: It names one that is not there.
+            StateDictMismatchError: The request names a missing part.
         """
         found = {name: state for name, state in parts.items() if state is not None}
         for name, own in self.request.keys.items():

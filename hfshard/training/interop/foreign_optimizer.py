@@ -34,26 +34,26 @@ def named_optimizer_state(
     component: str,
     path: str,
 ) -> dict[str, Any]:
-    """Bring the state of an optimizer into the form that `encode_optimizer` writes, decoded: by name.
+    """Convert an optimizer's state to the form that `encode_optimizer` writes, decoded: by name.
 
-    Names come from `param_names`, where the groups have them. Otherwise torch has the parameters by position: those of
-    each group are taken to be those of the group that was built. If the weights beside the state stand in another order
-    than the model's, and not sorted by names, a group that was built in the model's order may have been so in the file,
-    too: the shapes of the states must tell.
+    Names come from `param_names`, if the groups have them. Otherwise torch has the parameters by position: those of
+    each group are taken to be those of the group that was built. If the weights next to the state are in another order
+    than the model's, and not sorted by name, a group that was built in the model's order may have had the file's order
+    in that run. Then the shapes of the states must decide.
 
     Args:
         optimizer: The one that was built; it is not changed.
-        saved: What the `state_dict()` of the other one returned.
+        saved: What the other one's `state_dict()` returned.
         names: The names of the parameters that the optimizer has now.
         kept_of: Each name of a tied parameter -> the one that is among `names`.
         in_file: These names in the order in which the file has the weights; empty if it has none.
         component: The optimizer's name in the training state, for messages.
-        path: The file's, for messages.
+        path: The file's path, for messages.
 
     Raises:
         DamagedCheckpointError: It is not what an optimizer saves.
         StateDictMismatchError: It is the state of another optimizer, of other groups, or of parameters in another
-            order, so that it is not known which is whose.
+            order, so that it is not known which state belongs to which parameter.
     """
     check_positions(saved, component, path)
     built = group_names(optimizer, names, component)
@@ -89,10 +89,10 @@ def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 
 def check_positions(saved: Mapping[str, Any], component: str, path: str) -> None:
-    """Refuse a state in which parameters have no numbers, or share one, or have something else than a dict of slots.
+    """Reject a state in which parameters have no numbers, share one, or have anything other than a dict of slots.
 
     Raises:
-        DamagedCheckpointError: It is one.
+        DamagedCheckpointError: The state is such a one.
     """
     positions = [position for group in saved["param_groups"] for position in group["params"]]
     if not all(type(position) in (int, str) for position in positions) or len(set(positions)) < len(positions):
@@ -110,7 +110,7 @@ def check_positions(saved: Mapping[str, Any], component: str, path: str) -> None
 def stated_names(
     groups: Sequence[Mapping[str, Any]], known: Collection[str], kept_of: Mapping[str, str]
 ) -> list[list[str]] | None:
-    """The names that the groups say themselves, without wrappers; None where not all of them do.
+    """Return the names that the groups state themselves, without wrappers; None if not all of them do.
 
     Args:
         groups: The `param_groups` of a state.
@@ -127,7 +127,7 @@ def stated_names(
     flat = [one for own in told for one in own or ()]
     all_names = {**{name: name for name in known}, **kept_of}
     matched = match_prefixes(flat, all_names)
-    if not all_names.keys() >= set(matched.values()):  # of `model.generator.named_parameters()`, maybe
+    if not all_names.keys() >= set(matched.values()):  # for example names of `model.generator.named_parameters()`
         prefixes = {name.removesuffix(flat[0]) for name in all_names if name.endswith((f".{flat[0]}", f":{flat[0]}"))}
         fitting = [one for one in prefixes if {all_names.get(f"{one}{name}") for name in flat} == set(known)]
         matched = {name: f"{one}{name}" for one in fitting for name in flat} or matched
@@ -158,7 +158,7 @@ def _names_of_group(
     component: str,
     path: str,
 ) -> list[str]:
-    """The names that the positions of a group had in the file, where its states are by position."""
+    """Return the names that a group's positions had in the file, whose states are by position."""
     own = set(built)
     before = [name for name in in_file if name in own]
     in_both = set(before)
@@ -183,14 +183,14 @@ def _names_of_group(
 
 
 def _owners(names: Sequence[str], states: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The names of those whose states hold anything."""
+    """Return the names of the parameters whose states have any value."""
     return [name for name, slots in zip(names, states) if any(value is not None for value in slots.values())]
 
 
 def are_sorted_by_name(names: Sequence[str]) -> bool:
-    """Whether weights were sorted by their names, so that their order does not tell that of the model.
+    """Return whether weights were sorted by name, so that their order does not show the model's.
 
-    In the order of a model the weight of a layer comes before its bias.
+    In a model's order the weight of a layer comes before its bias.
 
         assert are_sorted_by_name(["0.bias", "0.weight"])
     """
@@ -200,7 +200,7 @@ def are_sorted_by_name(names: Sequence[str]) -> bool:
 
 
 def _check_shapes(state: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], component: str, path: str) -> None:
-    """Refuse a state that has another parameter's shape."""
+    """Reject a state that has another parameter's shape."""
     if (found := _misfit(state, shapes)) is not None:
         name, slot, shape = found
         raise StateDictMismatchError(
@@ -213,7 +213,7 @@ def _check_shapes(state: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]
 
 
 def _misfit(state: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, str, list[int]] | None:
-    """A parameter, and a slot of its state that has another parameter's shape; None where all fit."""
+    """Find a parameter, and a slot of its state that has another parameter's shape; None if all fit."""
     for name, slots in state.items():
         shape = shapes.get(name)
         for slot, value in slots.items() if isinstance(slots, Mapping) else ():
@@ -224,24 +224,24 @@ def _misfit(state: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> 
     return None
 
 
-# Finds the names of an optimizer's parameters from the weights beside it, where no model is there to ask.
+# Names of an optimizer's parameters from the weights next to it, without a model.
 
 
 _STATISTICS = ("running_mean", "running_var")
-"""Buffers of torch's normalizations, which are no parameters though they look like them."""
+"""Buffers of torch's normalizations, which look like parameters."""
 
 
 def names_by_order(saved: Mapping[str, Any], weights: Mapping[str, Any], component: str, path: str) -> list[str]:
-    """The names of an optimizer's parameters, if there is only one way in which they can be the weights in their order.
+    """Find the names of an optimizer's parameters, if the weights in their order allow only one assignment.
 
     Args:
         saved: What its `state_dict()` returned, with one group.
-        weights: The model's, in their order.
+        weights: The model's weights, in their order.
         component: The optimizer's name, for messages.
-        path: The file's, for messages.
+        path: The file's path, for messages.
 
     Raises:
-        InvalidArgumentError: It has several groups; or there is no such way, or several.
+        InvalidArgumentError: It has several groups; or there is no such assignment, or several.
     """
     groups = saved["param_groups"]
     if len(groups) != 1:
@@ -261,7 +261,7 @@ def names_by_order(saved: Mapping[str, Any], weights: Mapping[str, Any], compone
 
 
 def _possible_parameters(weights: Mapping[str, Any]) -> list[str]:
-    """Weights that can be trained; of several names for one tensor that by which a run knows it, where the first is."""
+    """List trainable weights. A tensor of several names appears at the first, by the one under which a run knows it."""
     tensors = {name: one for name, one in weights.items() if isinstance(one, torch.Tensor)}
     kept_of = find_shared_tensors(tensors)
     return [
@@ -277,7 +277,7 @@ def _is_statistic(name: str, tensors: Mapping[str, torch.Tensor]) -> bool:
 
 
 def _shape_of(slots: Any) -> tuple[int, ...] | None:
-    """The shape of the parameter that a state is of; None where it does not tell."""
+    """Return the shape of the parameter that a state belongs to; None if the state does not show it."""
     for slot, value in slots.items() if isinstance(slots, Mapping) else ():
         if slot in LIKE_THEIR_PARAMETER and isinstance(value, torch.Tensor):
             return tuple(value.shape)
@@ -287,7 +287,7 @@ def _shape_of(slots: Any) -> tuple[int, ...] | None:
 def _match(
     shapes: Sequence[tuple[int, ...] | None], names: Sequence[str], weights: Mapping[str, Any]
 ) -> list[str] | None:
-    """The first names in order that have the shapes; None where there are none.
+    """Find the first names in order that have the shapes; None if there are none.
 
     There is only one way to choose them if the first ones from the other end are the same.
     """
@@ -299,7 +299,7 @@ def _match(
 
 
 def unknown_owners(component: str, path: str, why: str) -> InvalidArgumentError:
-    """The error for an optimizer whose parameters can't be named, and why."""
+    """Build the error for an optimizer whose parameters cannot be named, with the reason."""
     return InvalidArgumentError(
         f"'{path}' can't be converted without the model: of '{component}' it is not known whose state is whose, as "
         f"{why}. Build the model and the optimizer as in that run, and do it in Python: "

@@ -1,4 +1,4 @@
-"""Readers of what transformers' Trainer, Accelerate and tutorials' torch.save write, without these programs."""
+"""Readers for checkpoints of transformers' Trainer, Accelerate and tutorials' torch.save, without these programs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from hfshard.training.state.nested import NotStored
 from hfshard.training.state.rng import check_rng_state
 from hfshard.training.state.training_state import PartKind
 
-# Reads the directories that Accelerate's `save_state` writes, without Accelerate.
+# Accelerate: the directories that its `save_state` writes, read without Accelerate.
 
 
 _WEIGHTS: Final = re.compile(r"(?:pytorch_)?(model(?:_\d+)?)\.(?:safetensors|bin)")
@@ -49,7 +49,7 @@ _IN_EXTRA: Final = ", but for .extra['dl_state_dict'], which the loaders that Ac
 
 
 def is_accelerate_directory(place: object) -> bool:
-    """Whether a place is a directory in which `Accelerator.save_state` has saved, or a part of one."""
+    """Return whether a place is a directory in which `Accelerator.save_state` has saved, or a part of one."""
     return any(_MARKS.fullmatch(name) for name in names_in(place))
 
 
@@ -57,16 +57,16 @@ def read_accelerate_directory(path: str, request: ForeignRequest) -> ForeignChec
     """Read what `Accelerator.save_state` has saved.
 
     Parts are named after their files: "model", "model_1", "optimizer", "custom_checkpoint_0". The state of a stateful
-    loader, "dl_state_dict", is in `extra`: only a loader that Accelerate has prepared takes it, which no TrainingState
+    loader, "dl_state_dict", is in `extra`: only a loader that Accelerate has prepared accepts it, and no TrainingState
     does.
 
     Args:
         path: The directory.
-        request: What is wanted of it.
+        request: What to read from it.
 
     Raises:
         DamagedCheckpointError: A file is damaged.
-        UnsafePickleError: A file can't be read without running code.
+        UnsafePickleError: A file cannot be read without running code.
         StateDictMismatchError: It was saved by FSDP or DeepSpeed, in parts.
     """
     directory = ForeignDirectory(path, request)
@@ -87,7 +87,7 @@ def read_accelerate_directory(path: str, request: ForeignRequest) -> ForeignChec
     ]
     states = states_of_rank(directory, _ACCELERATE_RNG, ACCELERATE_KEYS)
     if "accelerator" in request.kinds and "step" in states.others:
-        parts["accelerator"] = {"step": states.others["step"]}  # how many batches it has counted, see `prepared_state`
+        parts["accelerator"] = {"step": states.others["step"]}  # counted batches, for `prepared_state`
     return ForeignCheckpoint(
         path=path,
         files=directory.files,
@@ -102,7 +102,7 @@ def read_accelerate_directory(path: str, request: ForeignRequest) -> ForeignChec
     )
 
 
-# Reads the `checkpoint-500/` that transformers' Trainer has saved, without transformers.
+# Trainer: the `checkpoint-500/` that it has saved, read without transformers.
 
 
 _STATE: Final = "trainer_state.json"
@@ -115,7 +115,7 @@ _TRAINER_RNG: Final = re.compile(r"rng_state(?:_(\d+))?\.pth")
 
 
 def is_trainer_directory(place: object) -> bool:
-    """Whether a place is a directory in which Trainer alone has saved a checkpoint, or a part of one."""
+    """Return whether a place is a directory in which Trainer alone has saved a checkpoint, or a part of one."""
     return not names_in(place).isdisjoint({_STATE, "optimizer.pt", "scheduler.pt"})
 
 
@@ -124,11 +124,11 @@ def read_trainer_directory(path: str, request: ForeignRequest) -> ForeignCheckpo
 
     Args:
         path: Its directory.
-        request: What is wanted of it.
+        request: What to read from it.
 
     Raises:
         DamagedCheckpointError: A file is damaged.
-        UnsafePickleError: A file can't be read without running code.
+        UnsafePickleError: A file cannot be read without running code.
         StateDictMismatchError: It was saved by FSDP or DeepSpeed, in parts.
     """
     directory = ForeignDirectory(path, request)
@@ -153,10 +153,10 @@ def read_trainer_directory(path: str, request: ForeignRequest) -> ForeignCheckpo
 
 
 def _checked(progress: Mapping[str, Any], key: str, kind: type, path: str) -> Any:
-    """A number from 0 in Trainer's own progress; None where it has none.
+    """Return a number from 0 in Trainer's own progress; None if it has none.
 
     Raises:
-        DamagedCheckpointError: It is something else.
+        DamagedCheckpointError: The value is something else.
     """
     value = progress.get(key)
     if value is None:
@@ -170,19 +170,19 @@ def _checked(progress: Mapping[str, Any], key: str, kind: type, path: str) -> An
     return kind(value)
 
 
-# Directories that hold several checkpoints of another program: one of them has to be named.
+# Directories that contain several checkpoints of another program: one of them must be named.
 
 
 _NUMBER: Final = re.compile(r"(\d+)\Z")
 
 
 def is_run_directory(place: object) -> bool:
-    """Whether a place is a directory of such directories, and of no checkpoint of ours."""
+    """Return whether a place is a directory that contains such directories, and no hfshard checkpoint."""
     return len(_checkpoints_below(place)) > 0
 
 
 def refuse_run_directory(path: str, request: ForeignRequest) -> Never:
-    """Say which checkpoint may be meant.
+    """Reject a directory of several checkpoints, and name one that could be meant.
 
     Raises:
         CheckpointNotFoundError: Always.
@@ -195,7 +195,7 @@ def refuse_run_directory(path: str, request: ForeignRequest) -> Never:
 
 
 def _checkpoints_below(place: Any) -> list[str]:
-    """The checkpoints of Trainer or Accelerate in a directory, those with the highest numbers last."""
+    """List the checkpoints of Trainer or Accelerate in a directory, those with the highest numbers last."""
     below = [os.path.join(place, name) for name in names_in(place)]
     if any(os.path.lexists(os.path.join(path, MANIFEST)) for path in below):
         return []
@@ -203,7 +203,7 @@ def _checkpoints_below(place: Any) -> list[str]:
     return sorted(found, key=lambda path: (int(match.group()) if (match := _NUMBER.search(path)) else -1, path))
 
 
-# The states of random number generators that transformers' Trainer and Accelerate save, in the form that ours have.
+# Random number generators: the states that Trainer and Accelerate save, converted to hfshard's form.
 
 
 TRAINER_KEYS: Final[Mapping[str, str]] = {
@@ -213,7 +213,7 @@ TRAINER_KEYS: Final[Mapping[str, str]] = {
     "cuda": "cuda",
     "xpu": "xpu",
 }
-"""Trainer's names -> ours."""
+"""Trainer's names -> hfshard's."""
 
 ACCELERATE_KEYS: Final[Mapping[str, str]] = {
     "random_state": "python",
@@ -222,31 +222,31 @@ ACCELERATE_KEYS: Final[Mapping[str, str]] = {
     "torch_cuda_manual_seed": "cuda",
     "torch_xpu_manual_seed": "xpu",
 }
-"""Accelerate's names -> ours."""
+"""Accelerate's names -> hfshard's."""
 
 _COUNTS: Final = frozenset({"step"})
-"""What else Accelerate's file has."""
+"""Other keys in Accelerate's file."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankStates:
-    """What one process had for itself."""
+    """State that one process had for itself."""
 
     rng: dict[str, Any] | None
-    """Its random number generators, in the form of `parts.rng.rng_state`; None where there are none for it."""
+    """Its random number generators, in the form of `state.rng.rng_state`; None if there are none for it."""
     others: dict[str, Any]
-    """What else its file has: counts, and the generators of devices that are not restored."""
+    """Everything else in its file: counts, and the generators of devices that are not restored."""
     lacking: tuple[str, ...]
-    """What is not restored, in words."""
+    """Descriptions of what is not restored."""
 
 
 def states_of_rank(directory: ForeignDirectory, files: re.Pattern[str], keys: Mapping[str, str]) -> RankStates:
-    """Read the random number generators of this rank, if so many processes saved theirs as there are now.
+    """Read this rank's random number generators, if the checkpoint has those of the same number of processes as now.
 
     Args:
-        directory: Where they are.
-        files: Matches the names of the files, with the rank as its group; without one it is the only one.
-        keys: The names under which a file has the states -> ours.
+        directory: The directory that contains them.
+        files: Matches the names of the files, with the rank as its group; a file without a rank is the only one.
+        keys: The names under which a file has the states -> hfshard's.
 
     Raises:
         DamagedCheckpointError, UnsafePickleError: Its file is damaged, or asks for more than plain data.
@@ -268,17 +268,17 @@ def states_of_rank(directory: ForeignDirectory, files: re.Pattern[str], keys: Ma
 
 
 def own_rng_state(saved: Any, keys: Mapping[str, str], path: str) -> dict[str, Any]:
-    """Turn the states of one process into what `set_rng_state` takes.
+    """Convert the states of one process to what `set_rng_state` accepts.
 
         state = own_rng_state(torch.load("rng_state.pth"), TRAINER_KEYS, "rng_state.pth")
 
     Args:
-        saved: What the file holds, as plain values.
-        keys: The names under which it has the states -> ours.
-        path: The file's, for messages.
+        saved: The contents of the file, as plain values.
+        keys: The names under which it has the states -> hfshard's.
+        path: The file's path, for messages.
 
     Raises:
-        DamagedCheckpointError: It is not what they save.
+        DamagedCheckpointError: It is not what these programs save.
         StateDictMismatchError: numpy's global generator is another kind here.
     """
     try:
@@ -317,11 +317,11 @@ _CONVERTERS: Final[Mapping[str, Callable[[Any], Any]]] = {
 }
 
 
-# Reads the general checkpoint of tutorials: a dict of state dicts, epoch and loss, in one file of torch.save.
+# torch.save: the general checkpoint of tutorials, a dict of state dicts, epoch and loss, in one file.
 
 
 def is_torch_file(path: object) -> bool:
-    """Whether a place is a file, which only other programs save runs in."""
+    """Return whether a place is a file, as only other programs save runs."""
     return isinstance(path, str) and os.path.isfile(path)
 
 
@@ -330,11 +330,11 @@ def read_torch_file(path: str, request: ForeignRequest) -> ForeignCheckpoint:
 
     Args:
         path: The file.
-        request: What is wanted.
+        request: What to read from it.
 
     Raises:
-        UnsafePickleError: It asks for what runs code; or, with strict, for more than plain data.
-        DamagedCheckpointError: It is not whole, or no dict of states.
+        UnsafePickleError: It asks for something that runs code; or, with strict, for more than plain data.
+        DamagedCheckpointError: It is incomplete, or not a dict of states.
         StateDictMismatchError: A part may be one of several entries.
         CheckpointNotFoundError: Its weights are in other files, in parts.
     """
@@ -377,19 +377,19 @@ _READERS: Final[tuple[tuple[Callable[[Any], bool], Reader], ...]] = (
     (is_trainer_directory, read_trainer_directory),
     (is_accelerate_directory, read_accelerate_directory),
 )
-"""What tells whether a place is of a kind, and reads it. The first one that says yes reads."""
+"""Pairs of a check whether a place is of a kind, and its reader. The first match reads."""
 
 
 def reader_of(place: object) -> Reader | None:
-    """Find what reads another program's checkpoint; None where the place is none, or one of ours.
+    """Find the reader for another program's checkpoint; None if the place is not one, or is hfshard's.
 
     Args:
-        place: A path, or anything else that `CheckpointManager.restore` takes as a step.
+        place: A path, or anything else that `CheckpointManager.restore` accepts as a step.
     """
     return next((reader for is_of_kind, reader in _READERS if is_of_kind(place)), None)
 
 
-# Under which keys programs save the parts of a run with torch.save.
+# Keys under which programs save the parts of a run with torch.save.
 
 
 _ALIASES: Final[Mapping[str, tuple[str, ...]]] = {
@@ -399,7 +399,7 @@ _ALIASES: Final[Mapping[str, tuple[str, ...]]] = {
     "scaler": ("grad_scaler", "amp_scaler", "loss_scaler", "amp", "MixedPrecision"),
     "ema": ("model_ema", "ema_model", "model_ema_state_dict"),
 }
-"""Part -> keys under which tutorials and much used programs save it, besides those of its own name."""
+"""Part -> keys under which tutorials and widely used programs save it, besides those of its own name."""
 
 _USUAL: Final[Mapping[str, PartKind]] = {
     "model": "module",
@@ -408,22 +408,22 @@ _USUAL: Final[Mapping[str, PartKind]] = {
     "scaler": "stateful",
     "ema": "module",
 }
-"""The parts that are looked for where there is no state to say which."""
+"""The parts to look for if there is no state that names them."""
 
 _FORMS: Final = ("{}", "{}_state_dict", "{}_state", "{}_dict", "state_dict_{}")
-"""How a key is made of a part's own name."""
+"""Forms of a key that is derived from a part's own name."""
 
 _LISTS: Final = frozenset({"optimizer_states", "optimizers", "lr_schedulers", "schedulers"})
 """Keys that have a list of states, as Lightning saves them."""
 
 _STEPS: Final = ("global_step", "step", "iteration", "iter", "num_updates", "steps")
-"""Keys of the number of optimizer steps, the surest first."""
+"""Keys of the number of optimizer steps, the most reliable first."""
 
 _GENERATORS: Final = re.compile(
     r"(?:\w+_)?(?:rng(?:_?states?)?|random_?states?)(?:_(?:all|dict|cpu|cuda|gpu|torch|numpy|np|python))?",
     re.IGNORECASE,
 )
-"""Keys of the states of random number generators, which are in as many forms as there are programs."""
+"""Keys of the states of random number generators, whose form differs between programs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -431,7 +431,7 @@ class SortedEntries:
     """The entries of a file, sorted."""
 
     components: dict[str, tuple[str, Any]]
-    """Part -> where it is in the file, and its state."""
+    """Part -> its place in the file, and its state."""
     extra: dict[str, Any]
 
 
@@ -441,17 +441,17 @@ def sort_entries(
     """Find the parts of a run in a dict.
 
     Args:
-        value: What the file holds, with stand-ins.
-        kinds: The parts that are wanted: name -> kind. Empty: all that are known.
-        keys: Name of a part -> where its state lies, with dots for what is nested.
-        path: The file's, for messages.
+        value: The contents of the file, with replacements for what was not read.
+        kinds: The requested parts: name -> kind. Empty: all known ones.
+        keys: Name of a part -> where its state is, with dots for nested ones.
+        path: The file's path, for messages.
 
     Returns:
-        The parts by the names of the request; those that nobody asked for under their own keys.
+        The parts by the names of the request; those that were not requested under their own keys.
 
     Raises:
-        StateDictMismatchError: A part may be one of several entries; or `keys` names one that is not there.
-        InvalidArgumentError: `keys` names a part that is not wanted, or not known.
+        StateDictMismatchError: A part may be one of several entries; or `keys` names a missing one.
+        InvalidArgumentError: `keys` names a part that is not requested, or not known.
     """
     kinds, known = (kinds, "no part of the TrainingState") if kinds else (_USUAL, "none of the parts that are known")
     unknown = [name for name in keys if name not in kinds]
@@ -473,12 +473,12 @@ def sort_entries(
 
 
 def is_generators(key: str) -> bool:
-    """Whether a key is one of those under which programs save random number generators: "rng_state", "cuda_rng"."""
+    """Return whether programs save random number generators under a key: "rng_state", "cuda_rng"."""
     return _GENERATORS.fullmatch(key) is not None
 
 
 def step_of(extra: Mapping[str, Any]) -> tuple[int | None, str]:
-    """The step among what a file holds besides its parts, and under which key: of the epochs if there is no other."""
+    """Find the step in a file's other entries, and its key: the number of epochs if there is no other."""
     for key in (*_STEPS, "epoch"):
         number = _whole_number(extra.get(key))
         if number is not None:
@@ -487,7 +487,7 @@ def step_of(extra: Mapping[str, Any]) -> tuple[int | None, str]:
 
 
 def is_optimizer_state(value: Any) -> bool:
-    """Whether a value is what the `state_dict()` of an optimizer returns."""
+    """Return whether a value is what an optimizer's `state_dict()` returns."""
     if not isinstance(value, Mapping) or not isinstance(value.get("state"), Mapping):
         return False
     groups = value.get("param_groups")
@@ -497,7 +497,7 @@ def is_optimizer_state(value: Any) -> bool:
 
 
 def is_weights(value: Any) -> bool:
-    """Whether a value is the state dict of a module: names with tensors, and maybe states that are none."""
+    """Return whether a value is a module's state dict: names with tensors, possibly with extra states that are none."""
     if not isinstance(value, Mapping) or not value or not all(isinstance(key, str) for key in value):
         return False
     others = [key for key, one in value.items() if not isinstance(one, torch.Tensor)]
@@ -505,7 +505,7 @@ def is_weights(value: Any) -> bool:
 
 
 def _entries(value: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The entries of a dict, and those of lists of states: "optimizer_states.0"."""
+    """Yield the entries of a dict, and those of lists of states: "optimizer_states.0"."""
     for key, one in value.items():
         if key in _LISTS and isinstance(one, list):
             yield from ((f"{key}.{number}", item) for number, item in enumerate(one))
@@ -516,7 +516,7 @@ def _entries(value: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def _only_candidate(
     name: str, kind: PartKind, entries: Mapping[str, Any], keys: Mapping[str, str], path: str
 ) -> str | None:
-    """The entry that is a part: the one of its name if there is one, else the only one under a usual key."""
+    """Find the entry that is a part: the one of its name if there is one, else the only one under a usual key."""
     fits = [at for at in _in_order(_keys_of(name), entries) if _fits(entries[at], kind)]
     exact = [at for at in fits if at.split(".")[0] == name]
     free = [at for at in exact or fits if at not in keys.values()]
@@ -534,12 +534,12 @@ def _only_candidate(
 
 
 def _keys_of(name: str) -> list[str]:
-    """The keys under which a part of this name is saved."""
+    """Return the keys under which a part of this name is saved."""
     return [*(form.format(name) for form in _FORMS), *_ALIASES.get(name, ())]
 
 
 def _in_order(keys: list[str], entries: Mapping[str, Any]) -> list[str]:
-    """The entries under some keys, or in lists under them, each once."""
+    """List the entries under some keys, or in lists under them, each once."""
     found: dict[str, None] = {}
     for key in keys:
         found |= {at: None for at in entries if at == key or (key in _LISTS and at.startswith(f"{key}."))}
@@ -547,7 +547,7 @@ def _in_order(keys: list[str], entries: Mapping[str, Any]) -> list[str]:
 
 
 def _fits(value: Any, kind: PartKind) -> bool:
-    """Whether an entry has the form of a part's state."""
+    """Return whether an entry has the form of a part's state."""
     if kind == "module":
         return is_weights(value) or _is_nested(value, kind)
     if kind == "optimizer":
@@ -560,7 +560,7 @@ def _is_nested(value: Any, kind: PartKind) -> bool:
 
 
 def _is_part(at: str, value: Any) -> bool:
-    """Whether an entry that nobody asked for is the state of a part, which a restore would leave out."""
+    """Return whether an entry that was not requested is the state of a part, which a restore would leave out."""
     if is_generators(at):
         return False
     usual = {key for name in ("scheduler", "scaler") for key in _keys_of(name)}
@@ -573,7 +573,7 @@ def _is_taken(at: str, taken: set[str]) -> bool:
 
 
 def _at(value: Any, at: str, path: str) -> Any:
-    """The entry at a path with dots; keys that have dots themselves are found too."""
+    """Return the entry at a path with dots; keys that contain dots are found too."""
     if isinstance(value, Mapping) and at in value:
         return value[at]
     first, _, rest = at.partition(".")
@@ -594,7 +594,7 @@ def _at(value: Any, at: str, path: str) -> Any:
 
 
 def _whole_number(value: Any) -> int | None:
-    """A count of steps: an int, or a tensor or a number of numpy's with one; None for anything else."""
+    """Return a count of steps: an int, or a tensor or numpy number with one; None for anything else."""
     if isinstance(value, torch.Tensor) or (hasattr(value, "dtype") and hasattr(value, "item")):
         value = value.item() if getattr(value, "ndim", 1) == 0 else None
     is_whole = isinstance(value, int) and not isinstance(value, bool) and value >= 0

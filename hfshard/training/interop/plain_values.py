@@ -1,4 +1,4 @@
-"""Read any file of torch.save as plain values: what was described becomes what it is, if it is only data."""
+"""Read any file of torch.save as plain values: described objects are converted if they are only data."""
 
 from __future__ import annotations
 
@@ -27,56 +27,56 @@ from hfshard.training.run.find_checkpoint import Level
 from hfshard.training.state.nested import NOT_STORED
 
 _MAX_DEPTH: Final = 100
-"""Real states have ten levels."""
+"""The limit on nesting; real states have ten levels."""
 
 _MOST_ENTRIES: Final = 100_000_000
-"""Entries of all containers, those that occur several times counted each time: an optimizer has a few per parameter."""
+"""Entries of all containers, repeated ones counted each time; an optimizer has a few per parameter."""
 
 _AT_ONCE: Final = 1 << 20
 """Entries, bytes and characters that the objects of any small file may have."""
 
 _KINDS: Final = (dict, OrderedDict, Counter, list, tuple, set, frozenset, torch.Size)
-"""Containers that are copied as what they are."""
+"""Containers whose copies have the same type."""
 _SCALARS: Final = frozenset({int, float, bool, str, bytes, type(None)})
-"""What is its own copy, and may come in millions."""
+"""Types whose values are their own copies, and may occur in millions."""
 _CHOSEN_HASH: Final = (tuple, frozenset, complex)
-"""Names whose hash a file can choose: see `NameHashes`."""
+"""Types of names whose hash a file can choose; see `NameHashes`."""
 
 
 class PlainValues:
-    """Copies values of one file; what can't be had without running code becomes `NOT_STORED`, and is noted."""
+    """Copies values of one file; what cannot be read without running code becomes `NOT_STORED`, and is noted."""
 
     def __init__(self, path: str, described: DescribedFile | None = None) -> None:
-        """Begin.
+        """Prepare to copy values.
 
         Args:
-            path: The file's, for messages.
-            described: The file, where its pickle was only described; it must stay open.
+            path: The file's path, for messages.
+            described: The file, if its pickle was only described; it must stay open.
         """
         self.path = path
         self.described = described
         self.unread: dict[str, str] = {}
-        """Where an object was that is not read -> which class or function it is of."""
+        """Place of each object that was not read -> its class or function."""
         self._copies: dict[int, tuple[Any, int, Any]] = {}
         self._above: set[int] = set()
         self._storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self._left = _AT_ONCE + 4 * described.size if described is not None else 0
-        """How much of described objects may still be copied: they may have the same parts, each of which is copied."""
+        """The amount of described objects that may still be copied: they can share parts, each copied every time."""
 
     def of(self, value: Any, at: str = "") -> Any:
-        """Copy a value: tensors get memory of their own.
+        """Copy a value: tensors get their own memory.
 
         Args:
-            value: What the file holds.
-            at: Where it is in the file, for messages.
+            value: A value from the file.
+            at: Its place in the file, for messages.
 
         Raises:
-            DamagedCheckpointError: It contains itself, is larger than any real state, or not what it says.
+            DamagedCheckpointError: It contains itself, is larger than any real state, or is not what it claims to be.
         """
         return self._copied(value, at)[0]
 
     def _copied(self, value: Any, at: str) -> tuple[Any, int]:
-        """The copy, and how many entries it has in all."""
+        """Return the copy, and the total number of its entries."""
         make: Callable[[Any, str], tuple[Any, int]]
         if isinstance(value, torch.Tensor):
             make = self._tensor
@@ -100,7 +100,7 @@ class PlainValues:
         self._above.discard(id(value))
         if entries > _MOST_ENTRIES:
             raise self._damaged(at, "has more entries than any state of a run")
-        self._copies[id(value)] = copied, entries, value  # which stays alive, as its id is the key
+        self._copies[id(value)] = copied, entries, value  # it stays alive, as its id is the key
         return copied, entries
 
     def _container(self, value: Any, at: str) -> tuple[Any, int]:
@@ -122,7 +122,7 @@ class PlainValues:
         return (kind or list)([one for one, _ in items]), 1 + sum(count for _, count in items)
 
     def _check_names(self, names: list[Any], at: str) -> None:
-        """Refuse names of one hash, which some have only now that they are what was described."""
+        """Reject many names with one hash; for some, it is known only now, after their conversion."""
         hashes = NameHashes()
         for name in names:
             if isinstance(name, _CHOSEN_HASH) and hashes.is_one_of_many(name):
@@ -135,7 +135,7 @@ class PlainValues:
         return self._clone(value) if self.described is None else value, 1
 
     def _clone(self, value: torch.Tensor) -> torch.Tensor:
-        """A copy; several views of one memory stay that."""
+        """Copy a tensor; several views of one memory still share it."""
         if value.layout is not torch.strided or value.device.type == "meta" or value.is_conj() or value.is_neg():
             return value.detach().clone()
         storage = value.untyped_storage()
@@ -172,7 +172,7 @@ def _shown(key: Any) -> str:
     return str(key)[:100] if isinstance(key, str | int | float) else type(key).__name__
 
 
-# Reads any file of torch.save as plain values: with weights_only=True, or by description where that refuses it.
+# Any file of torch.save as plain values: read with weights_only=True, or by description if that refuses it.
 
 
 _SHOWN: Final = 10
@@ -180,20 +180,20 @@ _SHOWN: Final = 10
 
 @dataclass(frozen=True, slots=True)
 class PlainFile:
-    """What a file of torch.save holds, as plain values."""
+    """The contents of a file of torch.save, as plain values."""
 
     path: str
     identity: Identity
-    """Which file it was."""
+    """The identity of the file."""
     value: Any
-    """Containers, numbers, text, tensors and numpy's arrays; `NOT_STORED` for what is more than data."""
+    """Containers, numbers, text, tensors and numpy arrays; `NOT_STORED` for anything that is more than data."""
     is_mapped: bool
-    """Whether tensors are mapped files, to be copied before the training goes on with them: see `copied`."""
+    """True if tensors are mapped files, which `copied` must copy before the training continues with them."""
     unread: dict[str, str] = field(default_factory=dict)
-    """Where an object was that is more than data -> its class or function. Always empty with strict."""
+    """Place of each object that is more than data -> its class or function. Always empty with strict."""
 
     def copied(self, value: Any, at: str) -> Any:
-        """A part of the value with memory of its own.
+        """Return a part of the value with its own memory.
 
         Raises:
             DamagedCheckpointError: It contains itself, or is larger than any real state.
@@ -201,7 +201,7 @@ class PlainFile:
         return PlainValues(self.path).of(value, at) if self.is_mapped else value
 
     def left_out(self) -> tuple[str, ...]:
-        """What was not read, in sentences."""
+        """Describe what was not read, in sentences."""
         return tuple(
             f"'{at}' in '{self.path}' is of '{name}', which can't be read without running code, and was left out."
             for at, name in self.unread.items()
@@ -213,13 +213,13 @@ def read_plain_file(path: str, root: str, *, strict: bool, verify: Level) -> Pla
 
     Args:
         path: The file.
-        root: The directory in which it, and what it links to, must lie.
-        strict: Refuse a file with objects that are more than data; else they are left out.
+        root: The directory that must contain it, and what it links to.
+        strict: Reject a file with objects that are more than data; else they are left out.
         verify: "full": compare every byte with the checksums that torch.save writes.
 
     Raises:
-        UnsafePickleError: It asks for what runs code; or strict, and it has objects that are more than data.
-        DamagedCheckpointError: It is not whole, or no file of torch.save.
+        UnsafePickleError: It asks for something that runs code; or strict, and it has objects that are more than data.
+        DamagedCheckpointError: It is incomplete, or not a file of torch.save.
     """
     try:
         contents = read_pickle(path, root)
@@ -231,7 +231,7 @@ def read_plain_file(path: str, root: str, *, strict: bool, verify: Level) -> Pla
 
 
 def _read_described(path: str, root: str, error: UnsafePickleError, *, strict: bool) -> PlainFile:
-    """Read what `weights_only=True` refuses. Whatever is read of a zip is compared with its checksum, in any case."""
+    """Read what `weights_only=True` refuses. Everything that is read of a zip is compared with its checksum."""
     with described_file(path, root) as file:
         refuse_code(path, file.names)
         values = PlainValues(path, file)
@@ -249,18 +249,18 @@ def _read_described(path: str, root: str, error: UnsafePickleError, *, strict: b
         return PlainFile(path, file.identity, value, is_mapped=False, unread=values.unread)
 
 
-# What the described objects of a pickle mean that are only data: containers, numbers, numpy's arrays, paths.
+# Described objects of a pickle that are only data: containers, numbers, numpy arrays, paths.
 
 
 OTHER: Final = object()
-"""What is returned for an object that is more than data."""
+"""Returned for an object that is more than data."""
 
 _SIZED: Final = (str, bytes, bytearray, list, tuple, dict, set, frozenset)
 _BYTES: Final = ("_codecs.encode",)
-"""What protocol 2 makes the bytes of arrays from."""
+"""The function from which protocol 2 builds the bytes of arrays."""
 
 _NUMPY_DTYPE: Final = re.compile(r"[<>|=]?[biufc]\d{1,2}")
-"""numpy's numbers. Other dtypes hold objects, or fields that may lie outside of the bytes."""
+"""numpy's numbers. Other dtypes contain objects, or fields that may be outside of the bytes."""
 
 _ARRAY: Final = re.compile(r"numpy\.(_core|core)\.multiarray\._reconstruct")
 _SCALAR: Final = re.compile(r"numpy\.(_core|core)\.multiarray\.scalar")
@@ -271,7 +271,7 @@ _LISTS: Final = ("collections.deque", "builtins.list")
 
 
 def size_of(value: Named | Described) -> int:
-    """How much is copied of the parts of an object that is only data: entries, bytes, or characters."""
+    """Return how much is copied of the parts of an object that is only data: entries, bytes, or characters."""
     if isinstance(value, Named):
         return 0
     parts = [value.arguments, value.state, value.items, value.pairs]
@@ -283,11 +283,11 @@ def size_of(value: Named | Described) -> int:
 def meaning(value: Named | Described) -> Any:
     """Return what an object is, with the parts of a container still as they were described; `OTHER` if it is more.
 
-    numpy's arrays and numbers become themselves, namespaces of arguments and defaultdicts dicts, deques lists, paths
-    text.
+    numpy's arrays and numbers become themselves; namespaces of arguments and defaultdicts become dicts, deques lists,
+    and paths text.
 
     Raises:
-        TypeError, ValueError, LookupError, OverflowError, AttributeError: It is not saved like this.
+        TypeError, ValueError, LookupError, OverflowError, AttributeError: An object is not saved like this.
     """
     if isinstance(value, Named):
         dtype = getattr(torch, value.name.removeprefix("torch."), None) if value.name.startswith("torch.") else None
@@ -340,7 +340,7 @@ def _number(value: Described) -> Any:
 
 
 def _bytes_of(value: Any) -> bytes:
-    """Bytes, as they are or as protocol 2 writes them: text of which each character is a byte."""
+    """Return bytes, given as bytes or as protocol 2 writes them: text in which each character is a byte."""
     if isinstance(value, bytes):
         return value
     text, encoding = value.arguments
@@ -350,10 +350,10 @@ def _bytes_of(value: Any) -> bytes:
 
 
 def _numpy_dtype(value: Any) -> Any:
-    """A numpy dtype of numbers.
+    """Return a numpy dtype of numbers.
 
     Raises:
-        TypeError: It is another one.
+        TypeError: The dtype is another one.
     """
     import numpy
 
@@ -375,7 +375,7 @@ def _from_bytes(raw: Any, dtype: Any, count: int) -> Any:
     return numpy.frombuffer(data, dtype=dtype).copy()
 
 
-# Tensors of a file of torch.save whose pickle was only described: their bytes from the file, nothing else of it.
+# Tensors of a file of torch.save whose pickle was only described: only their bytes are read.
 
 
 _PICKLE: Final = "/data.pkl"
@@ -396,7 +396,7 @@ _STORAGES: Final = {
     "torch.ComplexFloatStorage": torch.complex64,
     "torch.ComplexDoubleStorage": torch.complex128,
 }
-"""How the classes of storages are called, and the dtypes of their tensors."""
+"""Names of the storage classes, and the dtypes of their tensors."""
 
 _REBUILT: Final = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor")
 
@@ -416,10 +416,10 @@ class DescribedFile:
         self._storages: dict[str, bytearray] = {}
 
     def tensor(self, described: Described) -> torch.Tensor | None:
-        """Make the tensor that was described; None where it is another object.
+        """Build the tensor that was described; None if it is another object.
 
         Raises:
-            DamagedCheckpointError: Its bytes are not in the file, or are fewer than it says.
+            DamagedCheckpointError: Its bytes are not in the file, or fewer than it states.
         """
         if described.name == "torch._utils._rebuild_parameter":
             inner = described.arguments[0]
@@ -454,19 +454,19 @@ def described_file(path: str, root: str) -> Iterator[DescribedFile]:
     """Open a file of torch.save, and describe its pickle.
 
     Args:
-        path: The file; those older than the zip format too.
-        root: The directory in which it, and what it links to, must lie.
+        path: The file; files older than the zip format are accepted too.
+        root: The directory that must contain it, and what it links to.
 
     Raises:
-        UnsafePickleError: Its pickle does what no state of a run needs.
-        DamagedCheckpointError: It is not whole, or no file of torch.save.
+        UnsafePickleError: Its pickle does something that no state of a run needs.
+        DamagedCheckpointError: It is incomplete, or not a file of torch.save.
     """
     with os.fdopen(open_regular(path, root), "rb") as file:
         identity = identity_of(os.fstat(file.fileno()))
         is_zip = file.read(len(_ZIP_MARK)) == _ZIP_MARK
         file.seek(0)
         if not is_zip:
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:  # which never gives more than it has
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:  # never returns more than it has
                 described, read = _describe_old_format(mapped, path)
                 yield DescribedFile(path, identity, described, read)
             return
@@ -491,7 +491,7 @@ def _record(archive: zipfile.ZipFile, name: str, path: str) -> bytes:
 
 
 class _Bounded:
-    """A file of which no more is read than it has: room for what a pickle only says that it has is not made."""
+    """A file that is never read beyond its size: no memory is allocated for what a pickle only claims to have."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -533,7 +533,7 @@ def _describe_old_format(file: mmap.mmap, path: str) -> tuple[PickleDescription,
 
 
 def refuse_code(path: str, names: frozenset[str]) -> None:
-    """Refuse a file that names what runs code, in whatever part of it.
+    """Reject a file if any part of it names something that runs code.
 
     Raises:
         UnsafePickleError: It does.
@@ -566,11 +566,11 @@ _RUN_CODE: Final = frozenset(
     + ("os", "pdb", "pickle", "pip")
     + ("posix", "pty", "runpy", "shutil", "signal", "socket", "subprocess", "sys", "timeit", "types", "webbrowser")
 )
-"""Modules that no state of a run needs anything of, but for what follows."""
+"""Modules of which no state of a run needs anything, except the names that follow."""
 
 _HARMLESS: Final = frozenset(
     ("builtins.getattr", "builtins.object", "builtins.list", "builtins.dict", "builtins.tuple", "builtins.frozenset")
     + ("builtins.set", "builtins.int", "builtins.float", "builtins.bool", "builtins.str", "builtins.bytes")
     + ("builtins.bytearray", "builtins.complex", "builtins.slice", "builtins.range", "types.SimpleNamespace")
 )
-"""What is in these modules and in honest files: bound methods, classes as values, namespaces of arguments."""
+"""Names in these modules that honest files have: bound methods, classes as values, namespaces of arguments."""

@@ -53,14 +53,14 @@ def resume_foreign(
 
     Args:
         state: It is changed if every rank can restore it.
-        place: What was asked for; the first rank's decides whether it is another program's.
-        keys: Name of a part -> where its state lies; None: under the usual keys.
+        place: The requested place; the first rank's decides whether it is another program's.
+        keys: Name of a part -> where its state is; None: under the usual keys.
         strict, verify: As in `CheckpointManager.restore`.
         ranks: This process among those that restore.
-        must_be_signed: Refuse it, as such files are not held to a signature.
+        must_be_signed: Reject it, because such files have no signature to check.
 
     Returns:
-        The step; None where the place is none of another program's.
+        The step; None if the place is not another program's.
 
     Raises:
         InvalidArgumentError: The state is spread over ranks; or what is restored must be signed.
@@ -96,7 +96,7 @@ def _resume(
     strict: bool,
     verify: Level,
 ) -> RestoredStep:
-    assert reader is not None  # as on every rank
+    assert reader is not None  # every rank has one
     is_spread = any(ranks.all_of(ranks.on_each(lambda: is_spread_state(state))))
     stage = find_stage(state, ranks)
     is_stage = stage is not None and stage.names.own != stage.names.everywhere
@@ -139,18 +139,18 @@ def _restored(foreign: ForeignCheckpoint, restoration: Restoration) -> RestoredS
     return restored
 
 
-# Compares another program's checkpoint with a training state, by the checks that one of ours has.
+# Comparison of another program's checkpoint with a training state, by the checks for an hfshard checkpoint.
 
 
 def plan_foreign(state: TrainingState, foreign: ForeignCheckpoint, *, strict: bool) -> Restoration:
     """Compare another program's checkpoint with a training state, which is not changed.
 
-    What such a file never holds is no difference: random number generators, a loader's position, gradients.
+    What such a file never has is no difference: random number generators, a loader's position, gradients.
 
     Args:
         state: Built as for the run that was saved.
-        foreign: What a reader has made of its checkpoint.
-        strict: Refuse any difference; else what differs stays as it was built, and is reported.
+        foreign: What a reader returned for its checkpoint.
+        strict: Reject any difference; else what differs stays as it was built, and is reported.
 
     Raises:
         StateDictMismatchError: strict, and something differs.
@@ -182,7 +182,7 @@ def plan_foreign(state: TrainingState, foreign: ForeignCheckpoint, *, strict: bo
 
 
 def _plan(planner: PartPlanner, name: str, foreign: ForeignCheckpoint) -> None:
-    """Bring the state of one part into the form that ours has, and plan it."""
+    """Convert the state of one part to hfshard's form, and plan it."""
     part = planner.state.components[name]
     kind = planner.state.kinds[name]
     value = foreign.components[name]
@@ -213,13 +213,13 @@ def _plan(planner: PartPlanner, name: str, foreign: ForeignCheckpoint) -> None:
 
 
 def _kept_names(state: TrainingState) -> dict[str, str]:
-    """Each name of a tied parameter -> the one by which optimizers know it."""
+    """Return each name of a tied parameter -> the one by which optimizers know it."""
     known = set(state.parameter_names().values())
     return {name: kept for names in state.tied_parameters() for kept in known.intersection(names) for name in names}
 
 
 def _names_in_file(state: TrainingState, foreign: ForeignCheckpoint, kept_of: Mapping[str, str]) -> Iterator[str]:
-    """The names of parameters, as optimizers know them, in the order in which the file has the weights."""
+    """Yield the names of parameters, as optimizers know them, in the order in which the file has the weights."""
     known = set(state.parameter_names().values())
     for component, module in state.of_kind("module").items():
         tensors = foreign.components.get(component)
@@ -234,19 +234,19 @@ def _names_in_file(state: TrainingState, foreign: ForeignCheckpoint, kept_of: Ma
                 yield own
 
 
-# Gives a data loader the position that another program counted in epochs, which knows no loader of ours.
+# Position of a data loader, from the epochs that another program counted.
 
 
 _NEAR: Final = 1e-6
-"""Of a batch: epochs are a float64, whose fraction is rounded."""
+"""A fraction of a batch: epochs are a float64, whose fraction is rounded."""
 
 
 def with_positions(foreign: ForeignCheckpoint, state: TrainingState) -> ForeignCheckpoint:
-    """Bring the positions of loaders into the form that ours have; a number of epochs will do.
+    """Convert the positions of loaders to hfshard's form; a number of epochs is enough.
 
     Args:
         foreign: It is not changed.
-        state: That is restored; it is not changed either.
+        state: The state that is restored; it is not changed either.
     """
     components = dict(foreign.components)
     lacking = list(foreign.lacking)
@@ -261,17 +261,17 @@ def with_positions(foreign: ForeignCheckpoint, state: TrainingState) -> ForeignC
 
 
 def position_after(loader: ResumableDataLoader[Any], epochs: float) -> tuple[dict[str, Any] | None, str]:
-    """Find the state in which a loader goes on after so many epochs, whole ones and a part of one.
+    """Find the state in which a loader continues after a number of epochs, whole ones and a part of one.
 
         state, lacking = position_after(loader, 1.25)  # of 8 batches: the third one of the second epoch comes next
 
     Args:
         loader: It is not changed.
-        epochs: How many the run has trained.
+        epochs: The number of epochs that the run has trained.
 
     Returns:
-        The state for its `load_state_dict`, and what is lacking for its batches to be those of the run, in words; no
-        state where the position is none of this loader's.
+        The state for its `load_state_dict`, and a description of what is missing for its batches to equal the run's; no
+        state if the position does not fit this loader.
     """
     state = loader.state_dict()
     batches = state["batches"]

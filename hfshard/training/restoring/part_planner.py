@@ -1,4 +1,4 @@
-"""Each part of a training state compared with what was saved of it, and all applied on every rank, or none."""
+"""Comparison of each part of a training state with its saved state; all parts are applied on every rank, or none."""
 
 from __future__ import annotations
 
@@ -43,21 +43,21 @@ from hfshard.training.state.scheduler import plan_scheduler
 from hfshard.training.state.training_state import PartKind, TrainingState
 
 PART_ORDER: Final[Mapping[PartKind, int]] = {"module": 0, "optimizer": 1, "scheduler": 2, "stateful": 3, "loader": 3}
-"""The order of comparison: if the model differs, its optimizer does too, and the model's error says more."""
+"""The order of comparison: if the model differs, its optimizer does too, and the model's error is clearer."""
 
 
 @dataclass
 class Restoration:
-    """A checkpoint that was read and compared with a training state, and the changes that are still to be made."""
+    """A checkpoint that was read and compared with a training state, and the changes that remain to be made."""
 
     pending_loads: list[PendingLoad] = field(default_factory=list)
     differences: list[str] = field(default_factory=list)
-    """What does not fit, in words. Always empty with strict."""
+    """Descriptions of what does not fit. Always empty with strict."""
     objects: list[StatefulLoad] = field(default_factory=list)
     """The user's own objects, each of which may refuse its state."""
     extra: Any = None
     lacking: tuple[str, ...] = ()
-    """What another program's checkpoint did not hold, see `RestoredStep.lacking`."""
+    """Descriptions of what another program's checkpoint lacks, as in `RestoredStep.lacking`."""
     set_rng: Callable[[], None] = lambda: None
     directory: str = ""
     without_gradients: list[nn.Parameter] = field(default_factory=list)
@@ -65,18 +65,18 @@ class Restoration:
     """Loaders of other libraries: their next `iter()` draws random numbers, after which the RNG is restored again."""
 
     def apply(self, ranks: Ranks = ALONE) -> None:
-        """Load everything on all ranks; the random number generators last. Every rank must call.
+        """Load everything on all ranks, the random number generators last. Every rank must call.
 
         Raises:
             StateDictMismatchError: An object refused its state, and nothing was changed.
-            RankFailedError: So did one on another rank.
-            KeyboardInterrupt: Ctrl-C was pressed meanwhile, and everything is restored: all of it was in memory.
+            RankFailedError: An object refused its state on another rank.
+            KeyboardInterrupt: Ctrl-C was pressed during the load, and everything is restored: all of it was in memory.
         """
         with deferred_interrupt():
             load_all(self.objects, self.pending_loads, self.directory, ranks)
             with all_or_nothing(ranks):
                 for parameter in self.without_gradients:
-                    parameter.grad = None  # gradients of another step than the one that is resumed
+                    parameter.grad = None  # their gradients belong to another step than the resumed one
                 self.set_rng()
                 for tracker in self.trackers:
                     tracker.reset(self.set_rng)
@@ -94,14 +94,14 @@ class PartPlanner:
         *,
         strict: bool,
     ) -> None:
-        """Begin.
+        """Prepare to plan the parts of a state.
 
         Args:
             state: Built as for the run that was saved; it is not changed.
-            saved: Name of a part -> its entry: `kind`, `state`, and maybe `order`.
-            directory: The checkpoint's, for messages.
+            saved: Name of a part -> its entry: `kind`, `state`, and for some parts `order`.
+            directory: The checkpoint's directory, for messages.
             restoration: Receives the loads, and without strict the differences.
-            strict: Refuse any difference.
+            strict: Reject any difference.
         """
         self.state = state
         self.saved = saved
@@ -114,12 +114,12 @@ class PartPlanner:
         """Plan one part.
 
         Args:
-            name: Of the part.
+            name: The part's name.
             value: Its state, decoded.
 
         Raises:
-            StateDictMismatchError: strict, and it does not fit.
-            KeyError, IndexError, TypeError, ValueError, AttributeError: It is not what such a part saves.
+            StateDictMismatchError: strict, and the state does not fit.
+            KeyError, IndexError, TypeError, ValueError, AttributeError: The value is not what such a part saves.
         """
         try:
             self._plan(name, self.state.components[name], value)
@@ -149,7 +149,7 @@ class PartPlanner:
         restoration.pending_loads.append(load)
 
 
-# Applies a restoration on all ranks, or on none: whatever refuses, every part gets its old state back.
+# Application of a restoration on all ranks, or on none: if anything refuses, every part gets its old state back.
 
 
 logger = logging.getLogger(__name__)
@@ -165,12 +165,12 @@ def load_all(
     Args:
         objects: The user's own objects.
         pending_loads: The checked loads; those of weights have no undo.
-        directory: The checkpoint's, for messages.
+        directory: The checkpoint's directory, for messages.
         ranks: This process among those that restore.
 
     Raises:
-        StateDictMismatchError: One refused.
-        RankFailedError: One refused on another rank.
+        StateDictMismatchError: An object refused its state.
+        RankFailedError: An object refused its state on another rank.
     """
     undo: list[Undo] = []
     weights = [one for one in pending_loads if one.undo is None]
@@ -178,7 +178,7 @@ def load_all(
     with all_or_nothing(ranks, undo):
         _load_parts(objects, pending_loads, directory, undo, is_last=ranks.world_size == 1 and not is_kept)
     with all_or_nothing(ranks, undo):
-        if is_kept:  # a copy in host memory, which weights that nothing can refuse do not need
+        if is_kept:  # weights that nothing can refuse need no copy
             undo += [one.keep() for one in weights if one.keep is not None]
         for one in weights:
             one.run(directory, "Nothing was restored" if is_kept else "It may be half restored")
@@ -186,11 +186,11 @@ def load_all(
 
 @contextmanager
 def all_or_nothing(ranks: Ranks, undo: Sequence[Undo] = ()) -> Iterator[None]:
-    """Raise what the block raises on one rank on every rank, after what was done is undone. Every rank must call.
+    """Raise on every rank what the block raises on one, after undoing what was done. Every rank must call.
 
     Args:
         ranks: This process among those that restore.
-        undo: Called in reverse if a rank fails, all of them, whatever one raises; the block may add to it.
+        undo: All are called in reverse if a rank fails, even if one of them raises; the block may add to it.
 
     Raises:
         RankFailedError: Another rank failed. A rank that failed raises its own error.
@@ -219,9 +219,9 @@ def _load_parts(
     *,
     is_last: bool,
 ) -> None:
-    """Load all that may be refused, and note how it is put back.
+    """Load everything that may be refused, and note how it is undone.
 
-    The largest object comes last: where nothing may refuse after it (`is_last`), no copy of what it has is needed.
+    The largest object comes last: if nothing can refuse after it (`is_last`), no copy of its state is needed.
     """
     in_order = sorted(objects, key=lambda one: one.nbytes)
     last = in_order[-1:] if is_last else []
@@ -236,11 +236,11 @@ def _load_parts(
         one.load()
 
 
-# Compares the parts of a training state with those that a checkpoint has: which are there, and of which kind.
+# Comparison of the parts of a training state with a checkpoint's: which ones exist, and of which kind.
 
 
 def take_gradients(state: TrainingState, saved: dict[str, Any], saved_ranks: int, world_size: int) -> None:
-    """Take gradients of one process for those of ranks that share a model, and the other way round."""
+    """Accept gradients of one process for ranks that share a model, and the other way round."""
     for name, part in state.components.items():
         kinds = saved.get(name, {}).get("kind"), state.kinds[name]
         if isinstance(part, Gradients) and kinds in (("loader", "stateful"), ("stateful", "loader")):
@@ -250,7 +250,7 @@ def take_gradients(state: TrainingState, saved: dict[str, Any], saved_ranks: int
 
 
 def take_converted(state: TrainingState, saved: dict[str, Any]) -> None:
-    """Take a dict of tensors for a module's, and the other way round: a conversion of an old file can't tell them."""
+    """Accept a dict of tensors as a module's, and the other way round: converted old files do not distinguish them."""
     alike = ("module", "stateful")
     for name, kind in state.kinds.items():
         if name != "model" and kind in alike and saved.get(name, {}).get("kind") in alike:
@@ -258,7 +258,7 @@ def take_converted(state: TrainingState, saved: dict[str, Any]) -> None:
 
 
 def parts_of_other_stages(state: TrainingState, own: Mapping[str, Any]) -> set[str]:
-    """What each stage of a pipeline has saved for itself, where this rank has another stage, or the whole model."""
+    """List what each pipeline stage saved for itself, if this rank has another stage, or the full model."""
     alone = {name for name, entry in own["components"].items() if entry.get("kind") != "loader"}
     alone |= {name for name, part in state.components.items() if isinstance(part, Gradients)} & own["components"].keys()
     return alone if alone and own.get("stage") not in (None, stage_digest(state)) else set()
@@ -274,19 +274,19 @@ def check_components(
     strict: bool,
     may_lack: Collection[str] = (),
 ) -> None:
-    """Find parts that the checkpoint or the state lacks, or has of another kind.
+    """Find parts that the checkpoint or the state lacks, or that differ in kind.
 
     Args:
-        state: That is restored.
+        state: The state that is restored.
         saved: The components of the checkpoint.
-        directory: The checkpoint's, for messages.
-        differences: Receives them, in words.
+        directory: The checkpoint's directory, for messages.
+        differences: Receives descriptions of them.
         elsewhere: Parts that other stages have saved for themselves.
-        strict: Refuse any.
+        strict: Reject any of them.
         may_lack: Parts that the checkpoint need not have.
 
     Raises:
-        StateDictMismatchError: strict, and there is one.
+        StateDictMismatchError: strict, and there is a difference.
     """
     wanted = [name for name in state.components if name in saved or name not in may_lack]
     for name in wanted:
@@ -324,13 +324,13 @@ def check_components(
 
 
 def never_held(state: TrainingState) -> frozenset[str]:
-    """The parts of a state that other programs do not save: positions of loaders, gradients between micro-batches."""
+    """List the parts that other programs do not save: positions of loaders, gradients between micro-batches."""
     gradients = {name for name, part in state.components.items() if isinstance(part, Gradients)}
     return frozenset(gradients.union(state.of_kind("loader")))
 
 
 def check_object(name: str, part: Any, value: Any, directory: str) -> None:
-    """Ask an object whether it would take its state.
+    """Check that an object would accept its state.
 
     Raises:
         StateDictMismatchError: It would not.
@@ -355,25 +355,25 @@ def check_object(name: str, part: Any, value: Any, directory: str) -> None:
         ) from error
 
 
-# Compares a saved module with the one that was built, and plans how its tensors are assigned.
+# Comparison of a saved module with the one that was built, and the plan of how its tensors are assigned.
 
 
 _SHOWN: Final = 5
-"""How many dtypes a message lists."""
+"""The number of dtypes that a message lists."""
 
 
 def plan_module(
     name: str, module: nn.Module, saved: dict[str, Any], directory: str, differences: list[str], *, strict: bool
 ) -> PendingLoad:
-    """Compare the tensors of a module with those that were saved, and return what assigns them.
+    """Compare a module's tensors with the saved ones, and return the load that assigns them.
 
     Args:
         name: The module's name in the training state.
-        module: The module that was built; wrappers are looked through. It is not changed before the load.
+        module: The module that was built, with or without wrappers. It is not changed before the load.
         saved: Name -> what was saved.
-        directory: The checkpoint's, for messages.
-        differences: Without strict, receives what does not fit, in words.
-        strict: Refuse any difference.
+        directory: The checkpoint's directory, for messages.
+        differences: Without strict, receives descriptions of what does not fit.
+        strict: Reject any difference.
 
     Raises:
         StateDictMismatchError: strict, and something differs; or two different tensors would become one.
@@ -410,7 +410,7 @@ def plan_module(
 
 
 def _dtype_differences(tensors: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
-    """The tensors whose dtype is another one than the module's, in words."""
+    """Describe the tensors whose dtype differs from the module's."""
     found: list[str] = []
     for key, tensor in tensors.items():
         current = own.get(key)
@@ -421,20 +421,20 @@ def _dtype_differences(tensors: Mapping[str, Any], own: Mapping[str, Any]) -> li
     return found
 
 
-# A copy of a module's tensors in host memory, for the case that a hook of its own refuses those of a checkpoint.
+# Copies of a module's tensors in host memory, in case a hook of the module refuses those of a checkpoint.
 
 
 _METHODS: Final = ("load_state_dict", "_load_from_state_dict", "set_extra_state")
-"""What may refuse a state; torch's own layers do not."""
+"""Methods that may refuse a state; those of torch's own layers do not."""
 
 
 def may_refuse(module: nn.Module) -> bool:
-    """Whether a hook, or a method that is not torch's, takes part in loading the module, and may raise."""
+    """Return whether a hook, or a method that is not torch's, takes part in loading the module, and may raise."""
     return any(_is_loaded_by_user(one) for one in module.modules())
 
 
 def keep_module(module: nn.Module) -> Callable[[], None]:
-    """Copy a module's tensors and extra states, and return what puts them back."""
+    """Copy a module's tensors and extra states, and return a function that restores them."""
     held = list(_tensors(module))
     copies = {id(tensor): _own_part(tensor).to("cpu", copy=True) for _, _, tensor in held if not tensor.is_meta}
     extras = [(one, copy.deepcopy(one.get_extra_state())) for one in module.modules() if _has_extra_state(one)]
@@ -453,7 +453,7 @@ def keep_module(module: nn.Module) -> Callable[[], None]:
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
-    """Each parameter and buffer with the module that holds it and its name there."""
+    """Yield each parameter and buffer with the module that owns it and its name there."""
     for owner in module.modules():
         for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
             yield owner, name, parameter
@@ -462,7 +462,7 @@ def _tensors(module: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]
 
 
 def _own_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a tensor, in the same memory."""
+    """Return this rank's part of a tensor, in the same memory."""
     return local_tensor(tensor) if is_dtensor(tensor) else tensor.detach()
 
 
@@ -476,7 +476,7 @@ def _is_loaded_by_user(module: nn.Module) -> bool:
 
 
 def _is_harmless(hook: Any) -> bool:
-    """Whether a hook is torch's: it translates names for weight_norm, or lets go what `fully_shard` has gathered."""
+    """Return whether a hook is torch's: it renames for weight_norm, or releases what `fully_shard` has gathered."""
     module = getattr(getattr(hook, "hook", hook), "__module__", None)
     return module == weight_norm.__module__ or str(module).startswith("torch.distributed.fsdp.")
 
@@ -492,7 +492,7 @@ def _put_back_extra(module: nn.Module, state: Any) -> None:
         logger.error("The extra state of a %s can't be put back as it was: %s", type(module).__name__, error)
 
 
-# Compares the orders of groups and parameters with those of a checkpoint, for all that is matched by position.
+# Comparison of the orders of groups and parameters with a checkpoint's, for everything that is matched by position.
 
 
 _NONE: Final[frozenset[str]] = frozenset()
@@ -501,19 +501,19 @@ _NONE: Final[frozenset[str]] = frozenset()
 def find_reorderings(
     name: str, state: TrainingState, saved: Mapping[str, dict[str, Any]], path: str
 ) -> list[Reordering]:
-    """Find the optimizers of a scheduler, or of another object, whose groups stand in another order than then.
+    """Find the optimizers of a scheduler, or of another object, whose groups are in another order than when saved.
 
     Args:
         name: The object's name in the training state.
         state: The training state.
         saved: The components of the checkpoint, as they were read.
-        path: The checkpoint's, for messages.
+        path: The checkpoint's path, for messages.
     """
     part = state.components[name]
     names = state.parameter_names()
     components = {id(one): component for component, one in state.of_kind("optimizer").items()}
     held = held_optimizers(part)
-    if not held and state.kinds[name] == "scheduler":  # it may hold one where it is not seen
+    if not held and state.kinds[name] == "scheduler":  # it may have one that was not found
         held = list(state.of_kind("optimizer").values())
     own = getattr(part, "optimizer", None)
     found: list[Reordering] = []
@@ -537,18 +537,18 @@ def find_reorderings(
 
 
 def reordered_state(name: str, state: TrainingState, saved: Mapping[str, dict[str, Any]], path: str, value: Any) -> Any:
-    """Return the state of a user's object in the order of now.
+    """Return the state of a user's object in the current order.
 
     Args:
         name: The object's name in the training state.
         state: The training state.
         saved: The components of the checkpoint, as they were read.
-        path: The checkpoint's, for messages.
+        path: The checkpoint's path, for messages.
         value: The object's state, decoded.
 
     Raises:
-        StateDictMismatchError: It has an entry for each of some parameters, or groups, and these stand in another
-            order.
+        StateDictMismatchError: It has entries for some parameters or groups by position, and these are in another
+            order now.
     """
     part = state.components[name]
     for reordering in find_reorderings(name, state, saved, path):
@@ -569,6 +569,6 @@ def reordered_state(name: str, state: TrainingState, saved: Mapping[str, dict[st
 
 
 def _is_same_order(name: str, state: TrainingState, saved: Mapping[str, dict[str, Any]]) -> bool:
-    """Whether the orders that an object's positions may refer to are those of the checkpoint, as far as it has them."""
+    """Return whether the orders that an object's positions may refer to equal the checkpoint's, if it states them."""
     before = saved[name].get("order")
     return before is None or before == state.order_digest(name)

@@ -31,23 +31,23 @@ class ReadPart(Protocol):
     def __call__(
         self, base: str, is_wanted: Callable[[str], bool] | None = None, *, is_copied: bool = False
     ) -> dict[str, torch.Tensor]:
-        """Return name -> tensor, of the names that are wanted or of all.
+        """Return name -> tensor, of the wanted names or of all.
 
-        Those that are only copied from (`is_copied`) may be mapped files.
+        Tensors that are only copied from (`is_copied`) may be mapped files.
         """
 
 
 def part_reader(state: TrainingState, files: CheckpointFiles, manifest: CheckpointManifest, own_rank: int) -> ReadPart:
-    """What reads the tensors of one set of files.
+    """Build the function that reads the tensors of one set of files.
 
-    Those that the training goes on with are read into memory: a mapped file would keep its space on the disk after it
-    was rotated away. Of a state that is spread over ranks, this rank's parts are read.
+    Tensors with which the training continues are read into memory: a mapped file would keep its disk space after its
+    checkpoint was removed by rotation. For a state that is spread over ranks, this rank's parts are read.
 
     Args:
-        state: That is restored.
-        files: The checkpoint's.
-        manifest: The checkpoint's.
-        own_rank: Whose own random numbers and positions are wanted.
+        state: The state that is restored.
+        files: The checkpoint's files.
+        manifest: The checkpoint's manifest.
+        own_rank: The rank whose own random numbers and positions are read.
     """
     layouts = StateLayouts(state) if is_spread_state(state) else None
 
@@ -66,11 +66,11 @@ def part_reader(state: TrainingState, files: CheckpointFiles, manifest: Checkpoi
     return read
 
 
-# How the tensors of a checkpoint are spread over the ranks that restore it: as those of the state that was built.
+# Layouts for a restore: each tensor is distributed like its counterpart in the current state.
 
 
 _PLAIN_SLOT: Final = "step"
-"""Which torch's optimizers count in a plain number, whatever the parameter is."""
+"""The slot that torch's optimizers count in a plain number, whatever the parameter is."""
 
 
 class StateLayouts:
@@ -85,17 +85,17 @@ class StateLayouts:
         self._names = state.parameter_names()
 
     def empty(self, base: str, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
-        """Make what this rank's part of a stored tensor is read into; None where it is read whole.
+        """Create the target into which this rank's part of a stored tensor is read; None if it is read in full.
 
-        A tensor that the state has has the layout that it has there. One of an optimizer that has not run yet has the
-        layout of the parameter, where it has its shape; a number is plain; what is between (the rows' and columns'
-        statistics of Adafactor) is on every rank of the parameter's mesh.
+        A tensor that the state has gets its layout there. One of an optimizer that has not run yet gets the parameter's
+        layout, if it has its shape; a number is plain; anything between (Adafactor's statistics of rows and columns) is
+        on every rank of the parameter's mesh.
 
         Args:
             base: The set of tensors.
-            name: The stored one.
-            shape: Of the whole tensor.
-            dtype: Of the stored tensor.
+            name: The stored tensor's name.
+            shape: The shape of the full tensor.
+            dtype: The dtype of the stored tensor.
         """
         live = self._live[base].get(name)
         if live is not None and tuple(live.shape) == shape:
@@ -110,7 +110,7 @@ class StateLayouts:
 
     @cached_property
     def _parameters(self) -> dict[str, torch.Tensor]:
-        """The spread parameters by name."""
+        """The spread parameters, by name."""
         modules = self._state.of_kind("module").values()
         parameters = chain.from_iterable(module.parameters() for module in modules)
         return {self._names[id(one)]: one for one in parameters if is_dtensor(one)}
@@ -136,11 +136,11 @@ class StateLayouts:
         try:
             encode(collect_state_dict(part) if isinstance(part, torch.nn.Module) else part.state_dict(), name, own)
         except UnstorableTensorError:
-            return  # an object that can't be saved now may be restored
+            return  # an object that cannot be saved now may be restored
         tensors |= own
 
     def _parameter_of(self, base: str, name: str) -> torch.Tensor | None:
-        """The spread parameter that a tensor of an optimizer, or of another object, is about."""
+        """Find the spread parameter that a tensor of an optimizer, or of another object, belongs to."""
         words = name.split("/")
         if base == STATE_BASE:
             component = words[1] if is_of_a_rank(name) and len(words) > 1 else words[0]
@@ -152,7 +152,7 @@ class StateLayouts:
 
 
 def _empty_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The same part of a tensor of another dtype, without its values."""
+    """Allocate the same part of a tensor with another dtype, without its values."""
     return torch.empty_like(tensor.detach(), dtype=dtype, requires_grad=False)
 
 
@@ -164,7 +164,7 @@ def _empty_everywhere(parameter: Any, shape: tuple[int, ...], dtype: torch.dtype
     return DTensor.from_local(local, parameter.device_mesh, placements, run_check=False)
 
 
-# Reads the tensors of a checkpoint for a state that is spread over ranks: of each, this rank's part.
+# Reading for a state that is spread over ranks: this rank's part of each tensor.
 
 
 def read_part_of_rank(
@@ -177,14 +177,14 @@ def read_part_of_rank(
     """Read what this rank needs of one set of tensors into memory.
 
     Args:
-        checkpoint: Open, of that set.
+        checkpoint: That set, opened.
         base: The set.
-        layouts: Of the state that is restored.
-        own_rank: Whose own random numbers and positions are wanted.
-        is_wanted: Which names are; None: all.
+        layouts: The layouts of the state that is restored.
+        own_rank: The rank whose own random numbers and positions are read.
+        is_wanted: Selects names; None: all.
 
     Returns:
-        Name -> a DTensor that has this rank's part, or the whole tensor where the state has it whole.
+        Name -> a DTensor that has this rank's part, or the full tensor if the state has it in full.
     """
     targets: dict[str, torch.Tensor] = {}
     whole: list[str] = []

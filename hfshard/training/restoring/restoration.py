@@ -1,4 +1,4 @@
-"""Reads one checkpoint, compares all of it with a training state, and only then changes that state."""
+"""Read one checkpoint, compare all of it with a training state, and only then change that state."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ def plan_restoration(
 
     Args:
         state: Built as for the run that was saved.
-        files: The checkpoint's.
-        manifest: The checkpoint's.
-        strict: Refuse any difference; else what differs stays as it was built, and is reported.
-        ranks: Which rank this process is.
-        stage: What of the modules it has, where other ranks have the rest; None: all.
-        without: Parts of the checkpoint to leave out; the state has them no longer.
+        files: The checkpoint's files.
+        manifest: The checkpoint's manifest.
+        strict: Reject any difference; else what differs stays as it was built, and is reported.
+        ranks: This process among those that restore.
+        stage: The names that its modules have, if other ranks have the rest; None: all.
+        without: Parts of the checkpoint to leave out; they were removed from the state already.
 
     Raises:
         StateDictMismatchError: strict, and something differs.
@@ -121,7 +121,7 @@ def plan_restoration(
 
 
 class _Planner:
-    """Decodes the saved state of one component after another, and has it planned."""
+    """Decodes the saved state of one component after another, and plans it."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class _Planner:
     ) -> None:
         self.parts = parts
         self.buffers = buffers
-        """Those that this rank has saved for itself, encoded, by the names of their modules; or None."""
+        """Buffers that this rank has saved for itself, encoded, by the names of their modules; or None."""
         self.read = read
         self.path = path
         self.tensors = tensors
@@ -145,7 +145,7 @@ class _Planner:
 
         Raises:
             StateDictMismatchError: strict, and it does not fit.
-            DamagedCheckpointError: What was saved is not what hfshard writes.
+            DamagedCheckpointError: The saved state is not what hfshard writes.
         """
         saved = self.parts.saved[name]["state"]
         tensors = self.tensors
@@ -174,7 +174,7 @@ class _Planner:
 
 
 def _is_on_accelerators(optimizer: Optimizer) -> bool:
-    """Whether no parameter is in host memory, so that all of the state is copied to another device."""
+    """Return whether no parameter is in host memory, so that all of the state is copied to another device."""
     return all(one.device.type != "cpu" for group in optimizer.param_groups for one in group["params"])
 
 

@@ -1,4 +1,4 @@
-"""Resumes from one checkpoint: the first rank chooses and checks it, and either all ranks restore it or none does."""
+"""Resume from one checkpoint: the first rank chooses and checks it, and either all ranks restore it or none does."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ from hfshard.training.state.training_state import TrainingState
 logger = logging.getLogger(__name__)
 
 _TRIES: Final = 50
-"""How often a checkpoint is chosen again that was replaced while it was read."""
+"""The number of times a checkpoint is chosen, if each one is replaced or found damaged while it is read."""
 
 ChosenCheckpoint = tuple[RunCheckpoint, CheckpointManifest]
 
 Choose = Callable[[Collection[str]], ChosenCheckpoint | None]
-"""Chooses a checkpoint, but none of some paths; None if there is none."""
+"""Chooses a checkpoint, except those of some paths; None if there is none."""
 
 
 def absolute_place(step: int | str | os.PathLike[str] | None) -> int | str | os.PathLike[str] | None:
-    """Return a step as it is, and the place of a checkpoint from elsewhere, or of a file, as an absolute one.
+    """Return a step unchanged, and another checkpoint's or file's place as an absolute one.
 
     Raises:
         InvalidPathError: It is neither.
@@ -66,12 +66,12 @@ def absolute_place(step: int | str | os.PathLike[str] | None) -> int | str | os.
 def choose_checkpoint(
     place: RunPlace, step: int | str | os.PathLike[str], verify: Level, token: str | bool | None, progress: bool | None
 ) -> ChosenCheckpoint:
-    """Find and check the checkpoint that was asked for: of a step of the run, or from elsewhere.
+    """Find and check the requested checkpoint: of a step of the run, or from elsewhere.
 
     Raises:
         CheckpointNotFoundError: There is no such checkpoint.
-        HubError: It could not be downloaded.
-        DamagedCheckpointError: It is damaged.
+        HubError: The checkpoint could not be downloaded.
+        DamagedCheckpointError: The checkpoint is damaged.
     """
     if isinstance(step, str | os.PathLike):
         return checked_at(step, verify, token=token, progress=progress, is_read_next=True)
@@ -94,17 +94,17 @@ def resume(
     Args:
         state: It is changed if every rank can restore it.
         choose: Called on the first rank, with the paths of checkpoints that were found damaged when they were read.
-        wanted: The step or place that this rank asks for, which must be the same step on every rank.
-        strict: Refuse any difference.
+        wanted: The step or place that this rank requests, which must be the same step on every rank.
+        strict: Reject any difference.
         ranks: This process among those that restore.
-        signature: By whom every file must be signed, which each rank checks; None: nobody need sign.
+        signature: The required signer of every file, which each rank checks; None: no signature is needed.
         without: Parts of the checkpoint that are not restored.
 
     Returns:
         The step; None if there is no checkpoint.
 
     Raises:
-        InvalidArgumentError: The ranks ask for different steps; nothing was changed.
+        InvalidArgumentError: The ranks request different steps; nothing was changed.
         StateDictMismatchError, DamagedCheckpointError, SignatureError: Nothing was changed.
         RankFailedError: Another rank has one of these errors; nothing was changed.
     """
@@ -150,11 +150,11 @@ def _resume_on_ranks(
                 )
         except Exception as caught:  # noqa: BLE001 - raised by `agree`, when all ranks know
             error = caught
-        # The first rank looks when the others have read: where one of them failed, this may be why.
+        # The first rank checks after the others have read: a replacement may be why one of them failed.
         ranks.all_of(error is None)
         is_replaced = (ranks.is_first or error is None) and has_changed(checkpoint)
         if any(ranks.all_of(is_replaced)):
-            continue  # a run that is saving has removed or replaced it meanwhile
+            continue  # a run that is saving has removed or replaced it
         is_damaged = is_newest and isinstance(error, DamagedCheckpointError) and files.is_compared_when_read
         if not any(ranks.all_of(is_damaged)):
             break
@@ -182,12 +182,12 @@ def _resume_on_ranks(
 def _all_signed(
     checkpoint: RunCheckpoint, manifest: CheckpointManifest, signature: SignatureDemand | None
 ) -> Iterator[None]:
-    """Compare every file with what was signed before it is read, and look at all of them again afterwards.
+    """Compare every file with what was signed before it is read, and check all of them again afterwards.
 
     Raises:
         SignatureError: There is no such signature, or a file differs, is missing, or was added.
-        CheckpointChangedError: It was replaced meanwhile.
-        InvalidArgumentError: It is in a store.
+        CheckpointChangedError: The checkpoint was replaced during the check.
+        InvalidArgumentError: The checkpoint is in a store.
     """
     if signature is None:
         yield
@@ -230,10 +230,10 @@ def _choose_together(choose: Callable[[], ChosenCheckpoint | None], ranks: Ranks
 
 
 def _refuse_others(choose: Callable[[], ChosenCheckpoint | None], ranks: Ranks) -> None:
-    """Refuse a checkpoint that another rank sees where the first one sees none: the run would begin anew.
+    """Reject a checkpoint that another rank sees if the first one sees none: the run would restart from scratch.
 
     Raises:
-        CheckpointNotFoundError: It names the rank, and the checkpoint.
+        CheckpointNotFoundError: A rank sees one; the message names the rank and the checkpoint.
     """
     own = None if ranks.is_first else _own_choice(choose)
     for rank, path in enumerate(ranks.all_of(own)):
@@ -247,7 +247,7 @@ def _refuse_others(choose: Callable[[], ChosenCheckpoint | None], ranks: Ranks) 
 
 
 def _own_choice(choose: Callable[[], ChosenCheckpoint | None]) -> str | None:
-    """The path of the checkpoint that this rank would choose, whole or damaged."""
+    """Return the path of the checkpoint that this rank would choose, intact or damaged."""
     try:
         found = choose()
     except HfshardError as error:

@@ -1,4 +1,4 @@
-"""One piece of work at a time in a thread, turns of threads, and host copies of what is written meanwhile."""
+"""One piece of work at a time in a thread, a mutex for threads, and host copies of what is being written."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ logger = logging.getLogger(__name__)
 
 _running: Final[weakref.WeakSet[Background]] = weakref.WeakSet()
 _listing = threading.RLock()
-"""Held for a moment where a thread is noted or forgotten: any thread may start, wait or end the process."""
+"""Locked briefly while a thread is noted or forgotten: any thread may start, wait or end the process."""
 
 
 class Background:
-    """Runs one piece of work in a thread beside the caller.
+    """Runs one piece of work in a thread in parallel with the caller.
 
-    It waits for a future, not for the thread: after Ctrl-C in `Thread.join`, Python 3.11 takes the thread for ended.
+    It waits for a future, not for the thread: after Ctrl-C in `Thread.join`, Python 3.11 considers the thread ended.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Background:
         self._error: BaseException | None = None
 
     def start(self, work: Callable[[], object], what: str) -> None:
-        """Start some work, or do it here where no thread can be started; nothing else may be running."""
+        """Start some work, or do it here if no thread can be started; nothing else may be running."""
 
         def run() -> None:
             try:
@@ -57,7 +57,7 @@ class Background:
 
     @property
     def is_running(self) -> bool:
-        """Whether the work is still running."""
+        """True while the work is running."""
         under_way = self._work
         return under_way is not None and not under_way.done()
 
@@ -93,7 +93,7 @@ def _under_way() -> list[Future[None]]:
 
 def _wait_for_all() -> None:
     while under_way := _under_way():
-        wait_for(under_way)  # and look again: a save may have started a push
+        wait_for(under_way)  # check again: a save may have started a push
 
 
 def _forget_in_child() -> None:
@@ -103,21 +103,21 @@ def _forget_in_child() -> None:
         one.forget()
 
 
-# At its exit Python first forbids new work in thread pools, which a push to the Hub needs, and only then waits for
-# threads. No public hook runs before that; `test_exit_waits_for_a_save_in_flight` fails when this one is gone.
+# At exit, Python first forbids new work in thread pools, which a push to the Hub needs, and only then waits for
+# threads. No public hook runs before that; `test_exit_waits_for_a_save_in_flight` fails if this one is gone.
 _before_pools_close = threading._register_atexit  # type: ignore[attr-defined]
 _before_pools_close(_wait_for_all)
 os.register_at_fork(after_in_child=_forget_in_child)
 
 
-# Which thread's turn it is, and what a thread keeps as it is meanwhile; a forked process knows nothing of either.
+# Turns of threads, and checkpoints that stay while a thread reads them; a forked process starts without either.
 
 
 _all: Final[weakref.WeakSet[Turns | StepsInUse]] = weakref.WeakSet()
 
 
 class Turns:
-    """The turns of the threads that use one object."""
+    """A mutex for the threads that use one object."""
 
     def __init__(self) -> None:
         self._changing = ""
@@ -126,11 +126,11 @@ class Turns:
 
     @contextmanager
     def taken(self, changing: str = "") -> Iterator[None]:
-        """Wait until no other thread has the turn, and keep it. A thread that has it already may take it again.
+        """Wait until no other thread has the mutex, and keep it. A thread that has it already may take it again.
 
         Args:
-            changing: What the block does, where it must not be done within another such block of the same thread, as a
-                signal handler may try; empty: it only looks.
+            changing: The change that the block makes, if it must not run within another such block of the same thread,
+                as a signal handler may try; empty: the block only reads.
 
         Raises:
             HfshardError: This thread is in the middle of another change.
@@ -149,7 +149,7 @@ class Turns:
                 self._changing = before
 
     def renew(self) -> None:
-        """Forget whose turn it is."""
+        """Reset the mutex."""
         self._lock = threading.RLock()
         self._changing = ""
 
@@ -164,7 +164,7 @@ class StepsInUse:
 
     @property
     def steps(self) -> set[int]:
-        """All of them."""
+        """All steps in use."""
         with self._changed:
             return {step for step, _ in self._used}
 
@@ -189,7 +189,7 @@ class StepsInUse:
             self._changed.wait_for(lambda: all(used != step or thread == me for used, thread in self._used))
 
     def renew(self) -> None:
-        """Forget what is used."""
+        """Forget all uses."""
         self._changed = threading.Condition()
         self._used = []
 
@@ -202,15 +202,15 @@ def _renew_in_child() -> None:
 os.register_at_fork(after_in_child=_renew_in_child)
 
 
-# Copies the tensors of a state into reused host memory, so that training goes on while they are written.
+# Host copies: a state's tensors in reused host memory, so that training continues while they are written.
 
 
 _THREADS: Final = 4
-"""Copies at a time, at most: two saturate a desktop's memory; new pages, which the kernel clears, need more."""
+"""The most copies at a time: two saturate a desktop's memory; new pages, which the kernel clears, need more."""
 
 
 class HostCopies:
-    """Buffers as large as the state, made at the first save and filled at each one."""
+    """Buffers as large as the state, allocated at the first save and filled at each one."""
 
     def __init__(self) -> None:
         self._buffers: dict[Hashable, torch.Tensor] = {}
@@ -241,7 +241,7 @@ class HostCopies:
         with (
             torch.inference_mode(False),
             torch.no_grad(),
-        ):  # buffers that are made in inference mode are used outside of it, too
+        ):  # buffers that are allocated in inference mode are used outside of it, too
             self._fill(tensors)
         return dict(self._buffers)
 
@@ -267,7 +267,7 @@ def _buffer_for(tensor: torch.Tensor, old: torch.Tensor | None) -> torch.Tensor:
 def _copy(buffer: torch.Tensor, tensor: torch.Tensor) -> None:
     is_plain = is_plain_type(tensor) and tensor.device.type == "cpu" and tensor.is_contiguous()
     is_plain = is_plain and not (tensor.is_conj() or tensor.is_neg())
-    if is_plain:  # bytes as they are, past the caches: torch's own copy takes half as long again
+    if is_plain:  # plain bytes, past the caches: torch's own copy takes 1.5 times as long
         ctypes.memmove(buffer.data_ptr(), tensor.data_ptr(), tensor.nbytes)
         return
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Find the checkpoints of a run, and tell whole ones from damaged ones."""
+"""Find the checkpoints of a run, and distinguish intact ones from damaged ones."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from hfshard.training.state.collect_state import PARTS
 logger = logging.getLogger(__name__)
 
 _TRIES: Final = 50
-"""How often a run is read again whose checkpoints are replaced meanwhile: one may save all the time and keep one."""
+"""The most reads of a run whose checkpoints are being replaced: it may save constantly and keep only one."""
 
 Level = Literal["structure", "full"]
 
 
 def manifests_in(place: RunPlace) -> list[CheckpointManifest]:
-    """The manifests of all finished checkpoints; the one that was saved last comes first."""
+    """Return the manifests of all finished checkpoints; the one that was saved last comes first."""
     return [one.manifest for one in place.checkpoints() if one.manifest is not None]
 
 
@@ -41,11 +41,11 @@ def checkpoint_of_step(place: RunPlace, step: int) -> RunCheckpoint:
     """Find the checkpoint of a step, damaged or not.
 
     Raises:
-        CheckpointNotFoundError: There is none.
+        CheckpointNotFoundError: There is none of this step.
     """
     found = place.checkpoints()
     if candidates := [one for one in found if one.step == step]:
-        return max(candidates, key=lambda one: one.manifest is not None)  # another tool's directory may be beside it
+        return max(candidates, key=lambda one: one.manifest is not None)  # another tool's directory may exist as well
     steps = ", ".join(str(one.step) for one in found) or "none"
     raise CheckpointNotFoundError(
         f"There is no checkpoint of step {step} in '{place.root}'. It has: {steps}.", path=place.root
@@ -58,13 +58,13 @@ def check_run_checkpoint(
     """Check that the files of a checkpoint are those that were saved, and return its manifest.
 
     Args:
-        checkpoint: The one.
+        checkpoint: The checkpoint.
         verify: "structure": sizes, headers and fingerprints; "full": every byte.
         progress: Whether to show a bar with "full".
-        is_read_next: Whether what can be compared while it is read is left to that.
+        is_read_next: Leave to the reader what it compares while it reads.
 
     Raises:
-        DamagedCheckpointError, UnsafePathError: A file is missing or not the one that was saved.
+        DamagedCheckpointError, UnsafePathError: A file is missing, or differs from the saved one.
     """
     if verify not in ("structure", "full"):
         raise InvalidArgumentError(f"verify must be 'structure' or 'full', got {verify!r}.")
@@ -87,16 +87,16 @@ def newest_whole(
     is_read_next: bool = False,
     passed_over: Collection[str] = (),
 ) -> tuple[RunCheckpoint, CheckpointManifest] | None:
-    """Find the whole checkpoint that was saved last, with a warning for each that is passed over; None in an empty run.
+    """Find the intact checkpoint that was saved last; warn of each that is skipped. Return None for an empty run.
 
     Args:
-        place: Of the run.
+        place: The run's place.
         verify, progress, is_read_next: As in `check_run_checkpoint`.
-        passed_over: Paths of checkpoints that turned out to be damaged when they were read.
+        passed_over: Paths of checkpoints that proved damaged when they were read.
 
     Raises:
-        DamagedCheckpointError: All of them are damaged.
-        StoreError: The store can't be asked.
+        DamagedCheckpointError: All checkpoints are damaged.
+        StoreError: The store did not respond, or refused.
     """
     for _ in range(_TRIES):
         found = place.checkpoints()
@@ -105,7 +105,7 @@ def newest_whole(
             try:
                 manifest = check_run_checkpoint(one, verify, progress, is_read_next=is_read_next)
             except (InvalidArgumentError, StoreError):
-                raise  # a store that fails says nothing of the checkpoint
+                raise  # a failing store says nothing about the checkpoint
             except HfshardError as error:
                 if has_changed(one):  # a run that is saving there has removed it, and has a newer one
                     break
@@ -135,7 +135,7 @@ def _warn_of(damaged: list[tuple[RunCheckpoint, HfshardError]]) -> None:
 def checkpoint_problems(
     checkpoint: RunCheckpoint, level: Level, progress_callback: Callable[[int], object] | None = None
 ) -> list[HfshardError]:
-    """List what is wrong with a checkpoint; `progress_callback` gets the bytes that were hashed."""
+    """List the problems of a checkpoint; `progress_callback` gets the bytes that were hashed."""
     problems: list[HfshardError] = []
     if checkpoint.manifest is not None:
         files = files_at(checkpoint.path)
@@ -152,10 +152,10 @@ def checkpoint_problems(
 
 
 def current_problems(checkpoint: RunCheckpoint, level: Level) -> list[HfshardError] | None:
-    """List what is wrong with a checkpoint now; None where a run that is saving there has removed it meanwhile.
+    """List the current problems of a checkpoint; None if a run that is saving there has removed it.
 
     Raises:
-        CheckpointChangedError: It was replaced again and again.
+        CheckpointChangedError: The checkpoint was replaced on every attempt.
     """
     for _ in range(_TRIES):
         problems = checkpoint_problems(checkpoint, level)
@@ -170,7 +170,7 @@ def current_problems(checkpoint: RunCheckpoint, level: Level) -> list[HfshardErr
 
 
 def _strays(files: CheckpointFiles, manifest: CheckpointManifest) -> list[HfshardError]:
-    """Files in a checkpoint that other tools would load instead of its own."""
+    """Report files in a checkpoint that other tools would load instead of its own."""
     problems: list[HfshardError] = []
     for base in PARTS:
         names = WeightNames(base=base)
@@ -186,26 +186,26 @@ def _strays(files: CheckpointFiles, manifest: CheckpointManifest) -> list[Hfshar
     return problems
 
 
-# Finds the place of a run, or the files of one checkpoint, by its path.
+# Lookup by path: the place of a run, or the files of one checkpoint.
 
 
 def run_place(root: str) -> RunPlace:
-    """The place of a run; nothing is read or created yet."""
+    """Return the place of a run; nothing is read or created yet."""
     return StorePlace(root) if is_address(root) else DirectoryPlace(root)
 
 
 def files_at(path: str) -> CheckpointFiles:
-    """The files of the checkpoint at a path; nothing is read yet."""
+    """Return the files of the checkpoint at a path; nothing is read yet."""
     return StoreCheckpoint(path) if is_address(path) else DirectoryCheckpoint(path)
 
 
 def checkpoint_at(path: str, step: int) -> RunCheckpoint:
-    """Read the manifest of one checkpoint, which must be of the step in its name."""
+    """Read the manifest of one checkpoint, whose step must be the one in its name."""
     return read_run_checkpoint(path, step, files_at(path).manifest)
 
 
 def has_changed(checkpoint: RunCheckpoint) -> bool:
-    """Whether a checkpoint is no longer where it was found, or is another one: a run that saves has removed it."""
+    """Return whether a checkpoint is gone from where it was found, or was replaced, by a run that is saving."""
     now = checkpoint_at(checkpoint.path, checkpoint.step).manifest
     if now is None or checkpoint.manifest is None:
         return now is not checkpoint.manifest or not files_at(checkpoint.path).is_there()

@@ -1,4 +1,4 @@
-"""`checkpoint.json`, the last file of a checkpoint of a run; checkpoints as they are found, and which of them stay."""
+"""`checkpoint.json`, a run checkpoint's last file; checkpoints as they are found, and the rule for which ones stay."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _REMEDY: Final = "Restore another checkpoint, or download it again."
 
 @dataclass(frozen=True, slots=True)
 class CheckpointManifest:
-    """What makes a directory a whole checkpoint."""
+    """The manifest that makes a directory a complete checkpoint."""
 
     step: int
     save_number: int
@@ -51,7 +51,7 @@ class CheckpointManifest:
     """Every file of the checkpoint except the manifest."""
 
     def to_json(self) -> bytes:
-        """The bytes of the file, with a checksum of its contents."""
+        """Encode the manifest as the bytes of the file, with a checksum of its contents."""
         body = {
             "format": MANIFEST_FORMAT,
             "step": self.step,
@@ -104,7 +104,7 @@ def read_checkpoint_manifest(directory: str) -> CheckpointManifest:
     """Read the manifest of a checkpoint; the other files are not checked.
 
     Raises:
-        MissingShardError: There is none: the checkpoint was never finished, or is another tool's.
+        MissingShardError: It is missing: the checkpoint was never finished, or is another tool's.
         DamagedCheckpointError, UnsafePathError: It is damaged.
     """
     path = os.path.join(directory, MANIFEST)
@@ -122,14 +122,14 @@ def check_files(
     """Compare every file of a checkpoint with its manifest, several at once.
 
     Args:
-        directory: The checkpoint's.
-        manifest: The checkpoint's.
+        directory: The checkpoint's directory.
+        manifest: The checkpoint's manifest.
         is_full: Compare checksums of all bytes; else sizes and fingerprints.
         progress_callback: Gets the bytes that were hashed, from any thread.
         on_problem: Gets the error of each damaged file; None: the first one is raised.
 
     Raises:
-        DamagedCheckpointError, UnsafePathError: A file is missing, or not the one that was saved.
+        DamagedCheckpointError, UnsafePathError: A file is missing, or differs from the saved one.
     """
     check = partial(_check_file, directory, is_full=is_full, progress_callback=progress_callback, on_problem=on_problem)
     in_threads(check, sorted(manifest.files.items(), key=lambda item: -(item[1].size or 0)), FILES_AT_ONCE)
@@ -170,7 +170,7 @@ def _check_file(
 
 
 def _check_own_digests(shard: SafetensorsFile, record: FileDigest) -> None:
-    """Compare the digests that a single file holds itself: its checksum leaves them out, and readers rely on them."""
+    """Compare the digests that a single file states itself: its checksum excludes them, and readers rely on them."""
     for kind in ("fingerprint", "xxh3", "sha256"):
         stated = getattr(shard.hfshard_metadata.digests, kind)
         expected = getattr(record, kind)
@@ -200,17 +200,17 @@ def _check_small(path: str, directory: str, record: FileDigest) -> None:
 
 
 def small_record(raw: bytes) -> FileDigest:
-    """The record of a small file."""
+    """Build the record of a small file."""
     return FileDigest(size=len(raw), sha256=sha256_of(raw))
 
 
 def shard_record(record: FileDigest) -> FileDigest:
-    """The part of an index's record of a shard that the manifest repeats."""
+    """Return the part of an index's record of a shard that the manifest repeats."""
     return FileDigest(record.size, record.sha256, record.xxh3, record.fingerprint)
 
 
 def plain_metrics(metric: float | Mapping[str, float], name: str | None) -> dict[str, float]:
-    """Return the metrics of a save by name; a single number is the metric that the best checkpoint is chosen by.
+    """Return the metrics of a save by name; a single number is the metric that selects the best checkpoint.
 
     Raises:
         InvalidArgumentError: A value is not a number.
@@ -228,7 +228,7 @@ def plain_metrics(metric: float | Mapping[str, float], name: str | None) -> dict
 def _checksum_of(body: dict[str, object]) -> str | None:
     try:
         return sha256_of(dump_json(body))
-    except ValueError:  # a number such as 1e999, which JSON does not have
+    except ValueError:  # a number such as 1e999, which JSON does not support
         return None
 
 
@@ -240,21 +240,21 @@ def _is_count(value: object) -> TypeGuard[int]:
     return type(value) is int and value >= 0
 
 
-# A checkpoint of a run as it is found: where it is, its step, and its manifest or what is wrong with that.
+# A checkpoint of a run as it is found: its place, its step, and its manifest or the manifest's problem.
 
 
 CHECKPOINT: Final = re.compile(r"checkpoint-(\d{1,18})")
-"""What the folder of a checkpoint may be called."""
+"""The names that the folder of a checkpoint can have."""
 
 
 class RunCheckpoint:
-    """What looks like a checkpoint. Its manifest is read when it is asked for, once.
+    """A possible checkpoint. Its manifest is read once, when it is first needed.
 
     Args:
-        path: Of its directory, or its address in a store.
-        step: In its name.
+        path: The path of its directory, or its address in a store.
+        step: The step in its name.
         read: Reads the manifest.
-        save_id: In a store, the number and id in the names of its objects; None: the manifest tells the number.
+        save_id: In a store, the number and id in its objects' names; None: the manifest has the number.
     """
 
     def __init__(
@@ -280,39 +280,39 @@ class RunCheckpoint:
 
     @property
     def manifest(self) -> CheckpointManifest | None:
-        """The manifest; None where it can't be read."""
+        """The manifest; None if it cannot be read."""
         return self._outcome[0]
 
     @property
     def problem(self) -> HfshardError | None:
-        """Why the manifest can't be read; None where it can."""
+        """The reason why the manifest cannot be read; None if it can."""
         return self._outcome[1]
 
     @property
     def save_number(self) -> int:
-        """Which save of the run it is; 0 where that can't be read."""
+        """The number of the save in the run; 0 if it cannot be read."""
         if self.save_id is not None:
             return self.save_id.number
         return 0 if self.manifest is None else self.manifest.save_number
 
     @property
     def age(self) -> tuple[bool, int, str, int]:
-        """Sorts checkpoints by when they were saved; those that do not tell come last."""
+        """A key that sorts checkpoints by when they were saved; those without a known time come last."""
         return not self.is_finished, self.save_number, "" if self.save_id is None else self.save_id.id, self.step
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether it has no manifest, which comes last: a save or a copy has not got that far, or has been killed."""
+        """True without a manifest, which is written last: a save or copy has not got that far, or was killed."""
         return isinstance(self.problem, MissingShardError)
 
     @property
     def is_finished(self) -> bool:
-        """Whether its save was finished, as far as the place tells without reading more than it must."""
+        """True if its save was finished, by what the place shows without unnecessary reads."""
         return self.save_id is not None or self.manifest is not None
 
     @property
     def is_own(self) -> bool:
-        """Whether a save has made it under this name; a copy that a user has made is never removed."""
+        """True if a save created it under this name; a user's copy is never removed."""
         return self.is_finished and is_own_name(os.path.basename(self.path), self.step)
 
     @cached_property
@@ -333,12 +333,12 @@ class RunCheckpoint:
 
 
 def checkpoint_path(root: str, step: int) -> str:
-    """The path or address of the checkpoint of a step."""
+    """Return the path or address of the checkpoint of a step."""
     return os.path.join(root, f"checkpoint-{step:08d}")
 
 
 def is_own_name(name: str, step: int) -> bool:
-    """Whether a save gives the checkpoint of a step this name."""
+    """Return whether a save gives the checkpoint of a step this name."""
     return name == os.path.basename(checkpoint_path("", step))
 
 
@@ -352,13 +352,13 @@ def read_run_checkpoint(path: str, step: int, read: Callable[[], CheckpointManif
 def newest_first(found: Sequence[RunCheckpoint]) -> list[RunCheckpoint]:
     """Sort checkpoints: the one that was saved last comes first.
 
-    Checkpoints whose manifest can't be read come before all others: nothing says when they were saved, and they must
+    Checkpoints whose manifest cannot be read come before all others: it is unknown when they were saved, and they must
     not be skipped silently.
     """
     return sorted(found, key=lambda one: one.age, reverse=True)
 
 
-# Which checkpoints of a run stay: the newest, the best, and one every so many steps; a pure function.
+# Rotation, a pure function: the newest checkpoints stay, the best, and those of every Nth step.
 
 
 MetricMode = Literal["min", "max"]
@@ -368,7 +368,7 @@ def best_of(manifests: Sequence[CheckpointManifest], metric: str, mode: MetricMo
     """Find the checkpoint with the best value of a metric: the earliest of equal ones, never one without it or NaN.
 
     Args:
-        manifests: The manifests of the whole checkpoints, in any order.
+        manifests: The manifests of the complete checkpoints, in any order.
         metric: The name of the metric.
         mode: "min": lower is better; "max": higher is better.
     """
@@ -379,14 +379,14 @@ def best_of(manifests: Sequence[CheckpointManifest], metric: str, mode: MetricMo
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """Which checkpoints of a run stay."""
+    """The rule for which checkpoints of a run stay."""
 
     max_to_keep: int | None = None
-    """How many of the newest; None: all."""
+    """The number of newest checkpoints to keep; None: all."""
     keep_best: str | None = None
     """A metric: the checkpoint with its best value stays too."""
     metric_mode: MetricMode = "min"
-    """As in `best_of`."""
+    """"min": lower is better; "max": higher is better."""
     keep_every: int | None = None
     """Checkpoints whose step is a multiple of it stay too, and do not count."""
 
@@ -408,13 +408,13 @@ class Rotation:
 
     @property
     def does_remove(self) -> bool:
-        """Whether any checkpoint is ever removed."""
+        """True if any checkpoint is ever removed."""
         return self.max_to_keep is not None
 
     def to_remove(self, found: Sequence[RunCheckpoint]) -> list[RunCheckpoint]:
-        """List the checkpoints that are to be removed, given all finished ones of a run in any order.
+        """List the checkpoints to remove, given all finished ones of a run in any order.
 
-        Their manifests are read only where a metric decides.
+        Their manifests are read only if a metric decides.
         """
         if self.max_to_keep is None:
             return []

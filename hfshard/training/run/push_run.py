@@ -1,4 +1,4 @@
-"""Checkpoints of a run on hubs: read, pushed as one commit in the background, and fetched where no run is."""
+"""Checkpoints of a run on hubs: pushed as one commit each, in the background or not, and downloaded from there."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ Hashes = dict[FileDigest, str]
 
 @dataclass(frozen=True, slots=True)
 class VerifiedContents:
-    """A checkpoint that is pushed."""
+    """A checkpoint to push."""
 
     files: CheckpointFiles
     manifest: CheckpointManifest
@@ -65,7 +65,7 @@ def read_manifest_of(found: RunCheckpoint) -> VerifiedContents:
     """Read the manifest of a checkpoint, without the contents yet.
 
     Raises:
-        DamagedCheckpointError: Its manifest can't be read.
+        DamagedCheckpointError: Its manifest cannot be read.
     """
     if found.manifest is None:
         raise found.problem or RuntimeError(f"'{found.path}' has no manifest.")
@@ -76,15 +76,15 @@ def read_manifest_of(found: RunCheckpoint) -> VerifiedContents:
 
 
 def read_whole(one: VerifiedContents, progress: bool | None = None, hashes: Hashes | None = None) -> VerifiedContents:
-    """Add the contents, compared and hashed in one reading.
+    """Add the contents, which are compared and hashed in one pass.
 
     Args:
         one: The checkpoint.
         progress: Whether to show a bar on stderr. None: on a terminal.
-        hashes: The hashes of earlier pushes, which are replaced by those of this one.
+        hashes: The hashes of earlier pushes, which this push's hashes replace.
 
     Raises:
-        DamagedCheckpointError, UnsafePathError: A file is not the one that was saved.
+        DamagedCheckpointError, UnsafePathError: A file differs from the saved one.
     """
     hashes = {} if hashes is None else hashes
     recorded = one.manifest.files
@@ -116,7 +116,7 @@ def _content(
 def _checked_sha256(files: CheckpointFiles, name: str, record: FileDigest, hashes: Hashes) -> str:
     shard = files.open_shard(name)
     try:
-        # A file that holds its own checksum was hashed with zeros in its place.
+        # A file that contains its own checksum was hashed with zeros in its place.
         known = hashes.get(record) or (None if shard.written_by_hfshard else record.sha256)
         if known is None:
             return shard.checked_sha256(record)
@@ -126,19 +126,19 @@ def _checked_sha256(files: CheckpointFiles, name: str, record: FileDigest, hashe
         shard.close()
 
 
-# Runs on hubs: a checkpoint pushed as one commit, and fetched whole where no run directory is.
+# Runs on hubs: a checkpoint is pushed as one commit, and downloaded in full where no run directory exists.
 
 
-# What uses huggingface_hub is imported where it is needed, as that takes time to import.
+# Code that uses huggingface_hub is imported on demand, because that import takes time.
 
 logger = logging.getLogger(__name__)
 
 _KEPT: Final = frozenset({README, ".gitattributes", ".gitignore"})
-"""Files that stay on a hub even if the checkpoint that was pushed before had them: people edit them there."""
+"""Files that stay on a hub even if the previously pushed checkpoint had them: people edit them there."""
 
 
 _RESUME_THERE: Final = "The optimizer and the rest of the run are resumed only by the program that saved them."
-"""After a description of parts, from which hfshard restores no run."""
+"""Follows a description of parts, from which hfshard restores no run."""
 
 
 class PushArguments(TypedDict, total=False):
@@ -155,10 +155,10 @@ class PushArguments(TypedDict, total=False):
 def found_to_push(
     place: RunPlace, step: int | Literal["best", "all"] | None, best_step: Callable[[], int | None]
 ) -> list[RunCheckpoint]:
-    """Find the checkpoint of a run to push, or all; see `CheckpointManager.push`.
+    """Find the checkpoint of a run to push, or all of them, as `CheckpointManager.push` describes.
 
     Raises:
-        InvalidArgumentError: `step` is not one.
+        InvalidArgumentError: `step` is not valid.
         CheckpointNotFoundError: There is no such checkpoint.
     """
     if isinstance(step, str) and step not in ("best", "all"):
@@ -186,7 +186,7 @@ def push_run(
     step: int | Literal["best", "all"] | None,
     options: PushOptions,
 ) -> list[PushResult]:
-    """Push what `found_to_push` found; one result for each checkpoint that was pushed.
+    """Push what `found_to_push` found; return one result for each checkpoint that was pushed.
 
     Raises:
         Everything that `push_found` and `push_all` raise.
@@ -200,7 +200,7 @@ def push_found(
     """Push one checkpoint as one commit, its files at the top of the repo; those of the previous one are deleted.
 
     Raises:
-        DamagedCheckpointError: A file is not the one that was saved; nothing was sent.
+        DamagedCheckpointError: A file differs from the saved one; nothing was sent.
         HubError: The push failed, as in `push_checkpoint`.
     """
     return _push(read_whole(read_manifest_of(found), options.progress, hashes), repo_id, options)
@@ -209,8 +209,8 @@ def push_found(
 def push_all(found: Sequence[RunCheckpoint], repo_id: str | os.PathLike[str], options: PushOptions) -> list[PushResult]:
     """Push checkpoints in the order in which they were saved, a commit each, except those that were pushed before.
 
-    The checkpoint at the branch tells which: if it is one of these, it and those before it are skipped; if it is
-    another one, those are skipped that are neither of a later save nor of a higher step.
+    The checkpoint on the branch decides: if it is one of these, it and those before it are skipped; otherwise those
+    are skipped that are neither of a later save nor of a higher step.
 
     Args:
         found: The checkpoints, in any order.
@@ -220,7 +220,7 @@ def push_all(found: Sequence[RunCheckpoint], repo_id: str | os.PathLike[str], op
         One result for each checkpoint that was pushed.
 
     Raises:
-        InvalidArgumentError: A pull request was asked for, which is for one checkpoint.
+        InvalidArgumentError: A pull request was requested, which is for one checkpoint.
         HubError: The branch is at another checkpoint that is newer than all of these.
         Everything that `push_found` raises; all are compared with their manifests before the first is pushed.
     """
@@ -278,9 +278,9 @@ def _push(pushed: VerifiedContents, repo_id: str | os.PathLike[str], options: Pu
 
 
 def _stale(pushed: VerifiedContents, there: Mapping[str, RemoteFile], read: Callable[[str], bytes]) -> set[str]:
-    """Find what the checkpoint that was pushed before left: its weights by their names, and what its manifest names.
+    """Find what the previously pushed checkpoint left: weights, by their names, and the files in its manifest.
 
-    A file that its manifest names stays if somebody has changed it since.
+    A file in its manifest stays if it was changed since.
     """
     parts = [base for base in PARTS if any(_is_of(base, name) for name in pushed.contents)]
     stale = {name for name in there if name not in pushed.contents and any(_is_of(base, name) for base in parts)}
@@ -320,20 +320,20 @@ def checked_at(
     progress: bool | None = None,
     is_read_next: bool = False,
 ) -> tuple[RunCheckpoint, CheckpointManifest]:
-    """Find and check the checkpoint in a directory, a directory hub, or a repo of the Hub, from which it is downloaded.
+    """Find and check a checkpoint in a directory, at an address, or on a hub; one on the Hub is downloaded.
 
     Args:
         place: A path, an address or `file://` URL, or "org/name"; on a hub with "@revision" unless it is main.
-        verify: As in `finding.check_run_checkpoint`.
+        verify: As in `find_checkpoint.check_run_checkpoint`.
         token: A token, as in huggingface_hub.
         progress: Whether to show a bar on stderr. None: on a terminal.
-        is_read_next: As in `finding.check_run_checkpoint`.
+        is_read_next: As in `find_checkpoint.check_run_checkpoint`.
 
     Raises:
-        InvalidArgumentError: `place` is not one, or is the address of a store, for which there is no token.
+        InvalidArgumentError: `place` is not valid, or it is a store's address, which takes no token.
         CheckpointNotFoundError: There is no training checkpoint; a model alone is not one.
-        HubNotFoundError, HubAccessError, HubConnectionError, HubError: The repo can't be read.
-        DamagedCheckpointError, UnsafePathError: It is damaged.
+        HubNotFoundError, HubAccessError, HubConnectionError, HubError: The repo cannot be read.
+        DamagedCheckpointError, UnsafePathError: The checkpoint is damaged.
     """
     if isinstance(place, str) and place.isdecimal() and not os.path.isdir(place):
         raise InvalidArgumentError(f"'{place}' is neither a place nor a step: give a step as a number, {int(place)}.")
@@ -368,10 +368,10 @@ def checked_at(
 
 
 def check_repo(repo_id: str) -> None:
-    """Check that a name can be that of a repo of the Hub.
+    """Check that a name can be that of a repo on the Hub.
 
     Raises:
-        HubNotFoundError: It can't.
+        HubNotFoundError: It cannot.
     """
     from hfshard.hub.download import check_repo_id
 
@@ -398,7 +398,7 @@ def _no_checkpoint(what: str, todo: str, path: str | None = None) -> CheckpointN
 
 
 def _in(directory: str) -> RunCheckpoint:
-    """The checkpoint in a directory or at an address, which must be one."""
+    """Return the checkpoint in a directory or at an address, which must be one."""
     files = files_at(directory)
     if files.has(MANIFEST):
         manifest = files.manifest()
@@ -415,14 +415,14 @@ def _in(directory: str) -> RunCheckpoint:
     raise _no_checkpoint(f"'{directory}'", todo, directory)
 
 
-# Pushes what a manager saves to one repo, in the background: one push at a time, and always the newest checkpoint.
+# Background pushes: one at a time to one repo, and always the newest checkpoint.
 
 
 _all: Final[weakref.WeakSet[BackgroundPusher]] = weakref.WeakSet()
 
 
 class BackgroundPusher:
-    """Pushes checkpoints; a failure is a warning, as the checkpoint is on disk, and `wait` raises the last one."""
+    """Pushes checkpoints; a failure is a warning, because the checkpoint is on disk, and `wait` raises the last one."""
 
     def __init__(self, address: str | os.PathLike[str], progress: bool | None) -> None:
         """Check the address; no request is sent yet.
@@ -440,11 +440,11 @@ class BackgroundPusher:
         self._options = PushOptions(revision=revision, progress=progress)
         self._hashes: Hashes = {}
         self._thread = Background()
-        self._lock = threading.RLock()  # a signal handler may save amid a look
+        self._lock = threading.RLock()  # a signal handler may save while it is held
         self._pushing: RunCheckpoint | None = None
         self._waiting: RunCheckpoint | None = None
         self._error: Exception | None = None
-        """The last push's."""
+        """The last push's error."""
         _all.add(self)
 
     @property
@@ -456,7 +456,7 @@ class BackgroundPusher:
     def push(self, found: RunCheckpoint, *, blocking: bool) -> None:
         """Push a checkpoint now; or in the background, after the push that is running.
 
-        A checkpoint that is still waiting is not pushed any more, as this one is newer.
+        A checkpoint that is still waiting is no longer pushed, because this one is newer.
         """
         if blocking:
             self.join()
@@ -472,7 +472,7 @@ class BackgroundPusher:
 
     def forget(self) -> None:
         """Forget the pushes in a forked process, where the thread does not exist."""
-        self._lock = threading.RLock()  # a signal handler may save amid a look
+        self._lock = threading.RLock()  # a signal handler may save while it is held
         self._pushing = self._waiting = self._error = None
 
     def join(self) -> None:

@@ -26,7 +26,7 @@ def is_checkpoint(place: str) -> bool:
 
 
 def is_run(place: str) -> bool:
-    """Return whether a directory or an address is that of a run that has a training checkpoint, and not of one."""
+    """Return whether a directory or an address is that of a run with a training checkpoint, not of a checkpoint."""
     run = run_place(place)
     if isinstance(run, StorePlace) and not run.has_folders():
         return False  # without listing everything below
@@ -34,12 +34,12 @@ def is_run(place: str) -> bool:
 
 
 def reports_of_run(root: str, check: Callable[[str], VerifyReport]) -> Iterator[VerifyReport]:
-    """Check each checkpoint of a run, in the order in which they were saved; those that do not say come last.
+    """Check each checkpoint of a run, in the order in which they were saved; those of unknown time come last.
 
-    One that is damaged because a process that saves there is removing it is left out.
+    A damaged checkpoint that another process is removing is left out.
 
     Args:
-        root: Of the run.
+        root: The run's directory or address.
         check: Checks the checkpoint at a path.
     """
     for one in run_place(root).checkpoints()[::-1]:
@@ -57,7 +57,7 @@ def reports_of_run(root: str, check: Callable[[str], VerifyReport]) -> Iterator[
 
 
 def report_of(directory: str, level: Level, *, progress: bool | None) -> VerifyReport:
-    """Check every file that the manifest of a training checkpoint names; of damaged weights, name the tensors."""
+    """Check every file that a training checkpoint's manifest names; name the damaged tensors of weights."""
     files = files_at(directory)
     try:
         manifest = files.manifest()
@@ -93,7 +93,7 @@ def _name_damaged_tensors(
 
 
 def as_problems(errors: Sequence[HfshardError], directory: str) -> list[Problem]:
-    """Turn the errors of a check into what a report lists."""
+    """Convert the errors of a check to the problems that a report lists."""
     return [
         Problem(error.path or directory, error.fqn, error.message.replace(f", or run 'hfshard verify {directory}'", ""))
         for error in errors

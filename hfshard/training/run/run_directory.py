@@ -1,4 +1,4 @@
-"""A run in a directory: locked while a manager lives, each checkpoint a folder that appears by one rename."""
+"""A run in a directory: locked while a manager exists; each checkpoint is a folder that appears by one rename."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ _REPLACED: Final = re.compile(r"\.replaced-(\d+)-(\d+)")
 _REMOVED: Final = re.compile(r"\.removed-(\d+)-(\d+)")
 
 _LOOKS: Final = 100
-"""How often a run is listed again, at most, while another process saves into it."""
+"""The most times that a run is listed again while another process saves into it."""
 
 
 def writing_path(root: str, step: int) -> str:
-    """The path where a checkpoint is written until it is complete."""
+    """Return the path where a checkpoint is written until it is complete."""
     return os.path.join(root, f".tmp-{step}-{os.getpid()}")
 
 
@@ -84,12 +84,12 @@ def _names_in(root: str) -> list[str]:
 
 
 def _step_directories(root: str, names: list[str], gone: list[str]) -> Iterator[tuple[str, int]]:
-    """The name and step of each directory among some names that is a checkpoint; those that vanished come to `gone`.
+    """Yield the name and step of each checkpoint directory among some names; add those that vanished to `gone`.
 
-    A name may have a directory again by the time the names are compared, that of the next save.
+    A vanished name may exist again, as that of the next save, by the time the names are compared.
 
-    Those that were moved aside count where nothing has replaced them, and those of other names, such as a user's copy
-    `checkpoint-4`, where the step has no other and they have a manifest: without one, they are another tool's.
+    Directories that were moved aside count if nothing has replaced them. Those with other names, such as a user's copy
+    `checkpoint-4`, count if the step has no other and they have a manifest: without one, they are another tool's.
     """
     steps: set[int] = set()
     for name in names:
@@ -119,12 +119,12 @@ def _is_directory(root: str, name: str, gone: list[str]) -> bool:
         if not os.path.islink(path):
             gone.append(name)
     except OSError:
-        pass  # it is nothing that can be read, now and later
+        pass  # it cannot be read, now or later
     return False
 
 
 def clean_up_run(root: str) -> None:
-    """Remove what killed saves left, and put back what they had moved aside; the caller holds the run's lock."""
+    """Remove what killed saves left, and restore what they had moved aside; the caller holds the run's lock."""
     for one in _moved_aside(root):
         target = checkpoint_path(root, one.step)
         logger.info("Putting '%s' back, which a killed save was about to replace.", target)
@@ -141,18 +141,18 @@ def clean_up_run(root: str) -> None:
 
 
 def _remove_marks(root: str) -> None:
-    """Remove the marks of saves of a run that was synced from a store: in a directory nobody reads them."""
+    """Remove the save marks of a run that was synced from a store: in a directory nothing reads them."""
     folder = os.path.join(root, MARKS)
     for name in os.listdir(folder) if os.path.isdir(folder) and not os.path.islink(folder) else ():
         split = split_object_name(name)
         if split is not None and CHECKPOINT.fullmatch(split[0]):
             os.unlink(os.path.join(folder, name))
-    with suppress(OSError):  # there is none, or files of others are in it
+    with suppress(OSError):  # it is missing, or has other files
         os.rmdir(folder)
 
 
 def leftovers_in(root: str) -> tuple[list[str], list[str]]:
-    """Name what killed saves left in a run: the folders that `clean_up_run` removes, and those that it puts back."""
+    """Name the leftovers of killed saves in a run: folders that `clean_up_run` removes, and those that it restores."""
     put_back = [os.path.basename(one.path) for one in _moved_aside(root)]
     patterns = (_WRITING, _REPLACED, _REMOVED)
     left = [name for name in sorted(os.listdir(root)) if any(pattern.fullmatch(name) for pattern in patterns)]
@@ -169,7 +169,7 @@ def _moved_aside(root: str) -> list[RunCheckpoint]:
 
 
 def put_in_place(written: str, root: str, step: int) -> str:
-    """Make a written checkpoint the one of its step, by one rename; then remove the one that was there before.
+    """Make a written checkpoint the one of its step, by one rename; then remove the one that it replaces.
 
     Returns:
         The path of the checkpoint.
@@ -193,7 +193,7 @@ def put_in_place(written: str, root: str, step: int) -> str:
 
 
 def remove_checkpoint(checkpoint: RunCheckpoint, root: str) -> None:
-    """Remove a checkpoint: first by one rename, then its files. What can't be removed is logged as a warning."""
+    """Remove a checkpoint: first by one rename, then its files. What cannot be removed is logged as a warning."""
     for name in _names_in(root):  # what it replaced must not come back in its place
         replaced = _REPLACED.fullmatch(name)
         if replaced is not None and int(replaced[1]) == checkpoint.step:
@@ -205,7 +205,7 @@ def _remove(path: str, root: str, step: int) -> None:
     aside = _free_name(root, "removed", step)
     try:
         os.rename(path, aside)
-        sync_directory(root)  # or a power cut could leave it in place with half of its files
+        sync_directory(root)  # or a power failure could leave it in place with half of its files
     except OSError as error:
         logger.warning("'%s' can't be removed (%s); the next save tries again.", path, error)
         return
@@ -213,7 +213,7 @@ def _remove(path: str, root: str, step: int) -> None:
 
 
 def _free_name(root: str, what: str, step: int) -> str:
-    """A name that is free: what could not be removed before may still be there."""
+    """Find a free name: earlier removals may have failed and left files."""
     number = os.getpid()
     while os.path.lexists(path := os.path.join(root, f".{what}-{step}-{number}")):
         number += 1
@@ -230,7 +230,7 @@ def _remove_tree(path: str) -> None:
         logger.warning("'%s' can't be removed (%s); the next run tries again.", path, error)
 
 
-# A run in a directory: locked while a manager lives, each checkpoint a folder that appears by one rename.
+# Implementation of a run's place in a directory.
 
 
 class DirectoryCheckpoint:
@@ -242,11 +242,11 @@ class DirectoryCheckpoint:
         self.path = path
 
     def is_there(self) -> bool:
-        """Whether it is a directory."""
+        """Return whether it is a directory."""
         return os.path.isdir(self.path)
 
     def has(self, name: str) -> bool:
-        """Whether the directory has such a name."""
+        """Return whether the directory has such a name."""
         return os.path.lexists(os.path.join(self.path, name))
 
     def names(self) -> list[str]:
@@ -254,11 +254,11 @@ class DirectoryCheckpoint:
         return names_in(self.path)
 
     def size(self, name: str) -> int:
-        """As the file system says."""
+        """Return the size of a file in bytes, from the file system."""
         return os.stat(os.path.join(self.path, name)).st_size
 
     def saved_at(self) -> datetime | None:
-        """As the file system says."""
+        """Return the manifest's modification time, from the file system."""
         return datetime.fromtimestamp(os.stat(os.path.join(self.path, MANIFEST)).st_mtime, UTC)
 
     def manifest(self) -> CheckpointManifest:
@@ -277,20 +277,20 @@ class DirectoryCheckpoint:
         check_files(self.path, manifest, is_full=is_full, progress_callback=progress_callback, on_problem=on_problem)
 
     def read_small(self, name: str) -> bytes:
-        """Read a small file, through no link that leads elsewhere."""
+        """Read a small file, through no link that leads outside."""
         return read_small(os.path.join(self.path, name), self.path, MAX_INDEX_BYTES)[0]
 
     def open_shard(self, name: str) -> SafetensorsShard:
-        """Open it, through no link that leads elsewhere."""
+        """Open a shard, through no link that leads outside."""
         return SafetensorsFile(os.path.join(self.path, name), self.path)
 
     def source(self, name: str, sha256: str | None) -> ByteSource:
-        """Read it when it is asked for."""
+        """Return the contents of a file, which are read on demand."""
         path = os.path.join(self.path, name)
         return FileSource(path, os.stat(path).st_size, sha256)
 
     def open_part(self, base: str, entry: str) -> AbstractContextManager[OpenCheckpoint]:
-        """Open its files, or map them."""
+        """Open a part's files, or map them."""
         return open_checkpoint(self.path, use_safetensors=True, base=base, weights_name=entry)
 
 
@@ -301,7 +301,7 @@ class DirectoryPlace:
         self.root = root
         self._lock: RunLock | None = None
         self._save_number = 0
-        """The highest number that was seen: a manifest that can't be read for a moment has one, too."""
+        """The highest number seen so far, in case a manifest cannot be read for a moment."""
 
     def known_checkpoints(self) -> list[RunCheckpoint]:
         """List the folders and read their manifests."""
@@ -312,24 +312,24 @@ class DirectoryPlace:
         return checkpoints_in(self.root)
 
     def saving(self) -> AbstractContextManager[None]:
-        """See `saving_into`.
+        """Report failures of the block as `saving_into` does.
 
         Raises:
-            SaveDirectoryError, AccessDeniedError, RunRemovedError: As there.
+            SaveDirectoryError, AccessDeniedError, RunRemovedError: The directory cannot be saved into.
         """
         return saving_into(self.root, self._is_there)
 
     @property
     def is_taken(self) -> bool:
-        """Whether this process holds the lock."""
+        """True if this process holds the lock."""
         return self._lock is not None and self._lock.is_held
 
     def take(self) -> bool:
-        """Make the directory where it is missing, and lock it.
+        """Create the directory if it is missing, and lock it.
 
         Raises:
             DirectoryLockedError: Another manager, in this process or another one, holds the lock.
-            RunRemovedError: The directory that was locked is not there any more.
+            RunRemovedError: The directory that was locked does not exist any more.
         """
         if not self._is_there():
             raise removed(self.root)
@@ -337,7 +337,7 @@ class DirectoryPlace:
             return False
         refuse_hub(self.root)
         make_directories(self.root)
-        self._lock = RunLock(self.root)  # a forked process needs one of its own
+        self._lock = RunLock(self.root)  # a forked process needs its own
         weakref.finalize(self, self._lock.release)
         return True
 
@@ -348,11 +348,11 @@ class DirectoryPlace:
             self._lock = None
 
     def clean_up(self) -> None:
-        """See `clean_up_run`."""
+        """Clean up as `clean_up_run` does."""
         clean_up_run(self.root)
 
     def write(self, order: CheckpointOrder) -> RunCheckpoint:
-        """Write it into a hidden folder and flush that to the disk; one rename makes it the checkpoint."""
+        """Write a checkpoint into a hidden folder and flush it to disk; one rename makes it the checkpoint."""
         step = order.manifest.step
         found = self.checkpoints()
         order = order.over(next((one for one in found if one.step == step and one.is_own), None))
@@ -380,13 +380,13 @@ class DirectoryPlace:
         return RunCheckpoint.of(path, manifest)
 
     def remove(self, checkpoints: Sequence[RunCheckpoint]) -> None:
-        """Remove each: first by one rename, then its files."""
+        """Remove each checkpoint: first by one rename, then its files."""
         for one in checkpoints:
             if _is_current(one):
                 remove_checkpoint(one, self.root)
 
     def _is_there(self) -> bool:
-        """Whether the directory is the one that was locked; if not, the next save locks another one."""
+        """Return whether the directory is the one that was locked; if not, the next save locks another one."""
         is_there = self._lock is None or not self._lock.is_held or self._lock.is_of_the_run
         if not is_there:
             self.release()
@@ -394,7 +394,7 @@ class DirectoryPlace:
 
 
 def _is_current(checkpoint: RunCheckpoint) -> bool:
-    """Whether a checkpoint is where it was found, and is not another one by now."""
+    """Return whether a checkpoint is still where it was found, and was not replaced."""
     found = read_run_checkpoint(checkpoint.path, checkpoint.step, partial(read_checkpoint_manifest, checkpoint.path))
     was, now = checkpoint.manifest, found.manifest
     if was is None or now is None:
@@ -402,7 +402,7 @@ def _is_current(checkpoint: RunCheckpoint) -> bool:
     return (now.save_number, now.files) == (was.save_number, was.files)
 
 
-# Errors of a run's own directory, which is a file, was removed, or may not be written: one each, which names it.
+# Errors of a run's own directory, which is a file, was removed, or cannot be written; each names it.
 
 
 _DENIED: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
@@ -411,16 +411,16 @@ _NO_DIRECTORY: Final = frozenset({errno.ENOTDIR, errno.EEXIST})
 
 @contextmanager
 def saving_into(root: str, is_there: Callable[[], bool] = lambda: True) -> Iterator[None]:
-    """Save into a run's directory.
+    """Convert errors of the block, which saves into a run's directory.
 
     Args:
         root: The directory.
-        is_there: Whether it is still the one that was locked, which is asked when something failed.
+        is_there: Whether it is still the one that was locked; called if something failed.
 
     Raises:
         SaveDirectoryError: It is a file, or below one.
-        AccessDeniedError: It may not be written.
-        RunRemovedError: It was removed meanwhile.
+        AccessDeniedError: It cannot be written.
+        RunRemovedError: It was removed during the save.
         OSError: The disk failed.
     """
     try:
@@ -442,11 +442,11 @@ def saving_into(root: str, is_there: Callable[[], bool] = lambda: True) -> Itera
 
 
 def names_in(root: str) -> list[str]:
-    """List a run's directory; nothing where there is none yet.
+    """List a run's directory; return nothing if it does not exist yet.
 
     Raises:
         SaveDirectoryError: It is a file, or below one, or a link that leads nowhere.
-        AccessDeniedError: It may not be read.
+        AccessDeniedError: It cannot be read.
     """
     try:
         return os.listdir(root)
@@ -465,7 +465,7 @@ def names_in(root: str) -> list[str]:
 
 
 def removed(root: str) -> RunRemovedError:
-    """The error of a run whose directory is not there any more, or is another one."""
+    """Build the error of a run whose directory does not exist any more, or is another one."""
     return RunRemovedError(
         f"The run's directory '{root}' was removed or renamed while this run was saving into it. Put it back, or save "
         "again, which makes a new one.",
@@ -481,11 +481,11 @@ def _no_directory(root: str) -> SaveDirectoryError:
     )
 
 
-# The lock of a run directory: held by one manager while it lives, and never by the processes that it forks.
+# The lock of a run directory: held by one manager while it exists, and never by the processes that it forks.
 
 
 _WAIT_SECONDS: Final = 5.0
-"""How long a manager waits for another one: a killed process may take as long to disappear."""
+"""The time that a manager waits for another one: a killed process may take that long to disappear."""
 
 
 class RunLock:
@@ -516,19 +516,19 @@ class RunLock:
 
     @property
     def is_held(self) -> bool:
-        """Whether this process holds the lock; a forked one does not."""
+        """True if this process holds the lock; a forked one does not."""
         return self._own.is_open
 
     @property
     def is_of_the_run(self) -> bool:
-        """Whether the directory that is locked is still the one at its path: it may have been removed or renamed."""
+        """True if the locked directory is still the one at its path: it may have been removed or renamed."""
         try:
             locked, found = os.fstat(self._own.fd), os.stat(self.directory)
         except (FileNotFoundError, NotADirectoryError):
             return False
         if os.path.samestat(locked, found):
             return True
-        # Some network file systems give a directory another number each time: then it holds what is found there.
+        # Some network file systems change a directory's number each time: then its contents equal those at the path.
         return locked.st_nlink > 0 and sorted(os.listdir(self._own.fd)) == sorted(os.listdir(self.directory))
 
     def release(self) -> None:

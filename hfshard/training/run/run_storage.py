@@ -1,4 +1,4 @@
-"""What a run asks of the place where its checkpoints lie, and how one is written into a new directory."""
+"""Interfaces of the place that has a run's checkpoints, and the writing of one into a new directory."""
 
 from __future__ import annotations
 
@@ -36,32 +36,32 @@ class CheckpointFiles(Protocol):
 
     @property
     def path(self) -> str:
-        """Of its directory, or its address."""
+        """The path of its directory, or its address."""
 
     @property
     def is_compared_when_read(self) -> bool:
-        """Whether tensors are compared with their checksums while they are read: then nothing is read only for that."""
+        """True if tensors are compared with their checksums while they are read, so that no extra pass is needed."""
 
     def is_there(self) -> bool:
-        """Whether there is such a folder."""
+        """Return whether the folder exists."""
 
     def has(self, name: str) -> bool:
-        """Whether it has a file of this name, whatever is in it."""
+        """Return whether it has a file of this name, whatever its contents."""
 
     def names(self) -> list[str]:
-        """Name the files that lie directly in it."""
+        """Name the files directly in it."""
 
     def size(self, name: str) -> int:
-        """Bytes of a file."""
+        """Return the size of a file in bytes."""
 
     def saved_at(self) -> datetime | None:
-        """When the manifest was written; None where the place does not say."""
+        """Return when the manifest was written; None if the place does not record it."""
 
     def manifest(self) -> CheckpointManifest:
         """Read its manifest; the other files are not checked.
 
         Raises:
-            MissingShardError: There is none: the checkpoint was never finished, or is another tool's.
+            MissingShardError: It is missing: the checkpoint was never finished, or is another tool's.
             DamagedCheckpointError, UnsafePathError: It is damaged.
         """
 
@@ -79,51 +79,51 @@ class CheckpointFiles(Protocol):
         """Read a small file.
 
         Raises:
-            MissingShardError, DamagedCheckpointError, UnsafePathError: It is missing, or can't be one of a checkpoint.
+            MissingShardError, DamagedCheckpointError, UnsafePathError: It is missing, or cannot be a checkpoint's.
         """
 
     def open_shard(self, name: str) -> SafetensorsShard:
         """Open one file of weights; the caller closes it."""
 
     def source(self, name: str, sha256: str | None) -> ByteSource:
-        """The contents of a file, whose sha256 is this one."""
+        """Return the contents of a file, whose sha256 is this one."""
 
     def open_part(self, base: str, entry: str) -> AbstractContextManager[OpenCheckpoint]:
         """Open one set of tensors for reading.
 
         Args:
-            base: How the names of its files begin.
+            base: The prefix of its files' names.
             entry: Its index or single file.
         """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointOrder:
-    """What is asked of a save."""
+    """A request to write one checkpoint."""
 
     payload: SavePayload
     manifest: CheckpointManifest
-    """Without files, and without the number of the save, which the place gives."""
+    """The manifest without files, and without the save's number, which the place sets."""
     files: Mapping[str, bytes]
     """More small files."""
     progress_callback: Callable[[int], object] | None
-    """Gets the bytes that were written, from any thread."""
+    """A function that gets the bytes that were written, from any thread."""
     writer: ShardWriter | None
-    """Writes the shards, where other ranks take part; None: this process does."""
+    """Writes the shards, if other ranks take part; None: this process does."""
     before_commit: Callable[[], None]
-    """Called when all is written and nothing is visible yet: the last moment to raise."""
+    """Called when everything is written and nothing is visible yet: the last moment to raise."""
     keeps_metrics: bool = False
-    """Whether it has the metrics of the checkpoint of its step that it replaces."""
+    """True if it keeps the metrics of the checkpoint that it replaces."""
 
     def over(self, replaced: RunCheckpoint | None) -> CheckpointOrder:
-        """Return what is asked for where it replaces this checkpoint, which is read only where it has to be."""
+        """Return the request for the case that it replaces this checkpoint, which is read only if necessary."""
         if not self.keeps_metrics or replaced is None or replaced.manifest is None:
             return self
         return replace(self, manifest=replace(self.manifest, metrics=replaced.manifest.metrics))
 
 
 class RunPlace(Protocol):
-    """Where the checkpoints of a run lie; `take` comes before all that changes it."""
+    """The place of a run's checkpoints; `take` comes before anything that changes it."""
 
     @property
     def root(self) -> str:
@@ -133,39 +133,39 @@ class RunPlace(Protocol):
         """List every checkpoint, damaged ones too, as `newest_first` sorts them."""
 
     def saving(self) -> AbstractContextManager[None]:
-        """Change it while the block runs: what it refuses is one error each, which names it."""
+        """Change the place while the block runs; each refusal raises one error, which names it."""
 
     def take(self) -> bool:
-        """Become the only writer, where this process is not that yet.
+        """Become the only writer, if this process is not the only one yet.
 
         Returns:
-            Whether it has just become that, so that others may have left something there.
+            Whether it has just become that, so that other writers may have left something there.
         """
 
     @property
     def is_taken(self) -> bool:
-        """Whether this process is its only writer."""
+        """True if this process is its only writer."""
 
     def release(self) -> None:
         """Let others become its writer; a second call does nothing."""
 
     def clean_up(self) -> None:
-        """Remove what killed saves left, and put back what they had moved aside."""
+        """Remove what killed saves left, and restore what they had moved aside."""
 
     def known_checkpoints(self) -> list[RunCheckpoint]:
-        """List the checkpoints as `checkpoints` does; what only this writer changes need not be asked for again."""
+        """List the checkpoints like `checkpoints`; what only this writer changes need not be requested again."""
 
     def write(self, order: CheckpointOrder) -> RunCheckpoint:
-        """Write a checkpoint, durably and all or nothing; one of its step that was there before is replaced."""
+        """Write a checkpoint, durably and all or nothing; the previous one of its step is replaced."""
 
     def remove(self, checkpoints: Sequence[RunCheckpoint]) -> None:
-        """Remove checkpoints, each at once, and then its files; not what another save has put in its place meanwhile.
+        """Remove checkpoints: each at once, then its files; not what another save has put in its place.
 
-        What can't be removed is logged as a warning.
+        What cannot be removed is logged as a warning.
         """
 
 
-# Writes one checkpoint into a new directory: shards that did not change are linked, all others are written.
+# Writing of one checkpoint into a new directory: unchanged shards are linked, all others are written.
 
 
 TRAINING_STATE: Final = "training_state.json"
@@ -175,7 +175,7 @@ _OWN_SUFFIXES: Final = (SAFETENSORS_SUFFIX, INDEX_SUFFIX)
 
 @dataclass
 class ReusableShards:
-    """Files of the checkpoint before, by fingerprint: weights that did not change need not be written again."""
+    """Files of the previous checkpoint, by fingerprint: unchanged weights need not be written again."""
 
     files: dict[str, KnownFile] = field(default_factory=dict)
 
@@ -207,7 +207,7 @@ def write_checkpoint(
         payload: What to write.
         manifest: The manifest without files.
         files: More small files to write.
-        reusable: The files of the checkpoint before.
+        reusable: The files of the previous checkpoint.
         progress_callback: Gets the bytes that were written, from any thread.
         writer: Writes and links the shards; None: this process does.
 
@@ -215,7 +215,7 @@ def write_checkpoint(
         The manifest with all files.
 
     Raises:
-        NotEnoughSpaceError: Before the first byte is written.
+        NotEnoughSpaceError: There is too little space; raised before the first byte is written.
         OSError: The disk failed; the caller removes what was written.
     """
     plans = {base: plan_request(request) for base, request in payload.requests.items()}
@@ -252,7 +252,7 @@ def _link_or_write(
     progress_callback: Callable[[int], object] | None,
     writer: ShardWriter,
 ) -> dict[str, FileDigest]:
-    """Link the shards that did not change, write all others, and return the digests of both by file name."""
+    """Link unchanged shards, write all others, and return the digests of both by file name."""
     await_devices(list(jobs.values()))  # a step that still runs must not change what is compared and written
     records: dict[str, FileDigest] = {}
     if checksum is not None and reusable.files:
@@ -270,10 +270,10 @@ def _link_or_write(
 
 
 def check_names(files: Mapping[str, bytes], payload: SavePayload) -> None:
-    """Refuse small files whose names lead elsewhere or are used by a checkpoint, and plain values that are too long.
+    """Reject small files whose names lead elsewhere or are used by a checkpoint, and plain values that are too long.
 
     Raises:
-        InvalidArgumentError: A name is refused, or the plain values are longer than a restore reads.
+        InvalidArgumentError: A name is rejected, or the plain values are longer than a restore reads.
     """
     if len(payload.training_state) > MAX_INDEX_BYTES:
         raise InvalidArgumentError(

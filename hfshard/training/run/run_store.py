@@ -1,8 +1,8 @@
-"""A run in a store: one order of saves over all its folders, without a lock, and the highest manifest is the latest.
+"""A run in a store: one order of saves over all its folders, without a lock; the highest manifest is the latest.
 
-Each save puts a mark with its number and id below `.saves/` before anything else, and the mark goes only when
-that of a higher save is there. So one listing of a few marks tells the highest number of any object of the run: after
-its first save a manager need not list all checkpoints again. hfshard/stores/GUIDE.md has the rules.
+Each save puts a mark with its number and id below `.saves/` before anything else. The mark is deleted only when that of
+a higher save exists. So one listing of a few marks shows the highest number of any object of the run: after its first
+save a manager need not list all checkpoints again. hfshard/stores/GUIDE.md has the rules.
 """
 
 from __future__ import annotations
@@ -108,16 +108,16 @@ class StoreCheckpoint:
         return folder
 
     def is_there(self) -> bool:
-        """Whether it has any object, or had one when this was first asked for something."""
+        """Return whether it has any object, or had one when it was first listed."""
         return bool(self._folder.listed_objects())
 
     def usual_names(self) -> set[str]:
-        """Name all objects directly there, without the numbers and ids of saves; nothing is read."""
+        """Name all objects directly in it, without the numbers and ids of saves; nothing is read."""
         names = self._folder.listed_objects()
         return {split[0] if (split := split_object_name(name)) is not None else name for name in names}
 
     def has(self, name: str) -> bool:
-        """Whether there is such a file."""
+        """Return whether it has such a file."""
         return self._folder.has(name)
 
     def names(self) -> list[str]:
@@ -147,7 +147,7 @@ class StoreCheckpoint:
     ) -> None:
         """Compare all files with the manifest, several at once: weights by their listed sizes, or in full."""
         try:
-            self._folder.names()  # reads the index of the save, once, before several threads ask for it
+            self._folder.names()  # reads the index of the save once, before several threads request it
         except DamagedCheckpointError as error:
             if on_problem is None:
                 raise
@@ -161,16 +161,16 @@ class StoreCheckpoint:
         return self._folder.read_small(name, MAX_INDEX_BYTES)
 
     def open_shard(self, name: str) -> SafetensorsShard:
-        """Read its header."""
+        """Open a shard by reading its header."""
         return self._folder.open_shards([name])[name]
 
     def source(self, name: str, sha256: str | None) -> ByteSource:
-        """Return the contents of a file, read by ranges when they are asked for."""
+        """Return the contents of a file, which are read by ranges on demand."""
         found = self._folder.content(name)
         return BytesSource(found) if isinstance(found, bytes) else StoredSource(self._store, found, sha256)
 
     def open_part(self, base: str, entry: str) -> AbstractContextManager[OpenCheckpoint]:
-        """Read the headers; every tensor is compared with its checksum while it is read."""
+        """Open a part by reading its headers; every tensor is compared with its checksum while it is read."""
         return open_checkpoint(self._folder, use_safetensors=True, base=base, weights_name=entry, verify="full")
 
     def _check_one(
@@ -221,22 +221,22 @@ class StoreCheckpoint:
 
 @dataclass
 class _Seen:
-    """What a manager knows of its run."""
+    """A manager's knowledge of its run."""
 
     folders: dict[str, dict[str, StoredObject]] = field(default_factory=lambda: defaultdict(dict))
-    """As `Folders`, of the checkpoints."""
+    """The folders of checkpoints, in the form of `Folders`."""
     marks: set[SaveId] = field(default_factory=set)
-    """Those that were listed."""
+    """The marks that were listed."""
     suspects: dict[SaveId, str] = field(default_factory=dict)
-    """Saves of which a listing of the whole run showed no manifest, or nothing else, and their folders."""
+    """Saves for which a listing of the run showed no manifest, or only a manifest, and their folders."""
     own: SaveId | None = None
-    """The last one of this manager, which is whole."""
+    """The last save of this manager, which is complete."""
     highest_uploaded: int = 0
-    """The highest number of a save in a checkpoint that another tool has uploaded, such as a run from a directory."""
+    """The highest save number in a checkpoint that another tool has uploaded, such as a run from a directory."""
     process: int = field(default_factory=os.getpid)
 
     def ids(self) -> set[SaveId]:
-        """Return all saves of which there is, or was, an object."""
+        """Return all saves that have, or had, an object."""
         return self.marks.union(*(saves_among(files) for files in self.folders.values()))
 
 
@@ -247,14 +247,14 @@ class StorePlace:
         self.root = root
         self._address = parse_address(root, "root")
         self._seen: _Seen | None = None
-        """None before the first save, and after one that failed: the whole run is listed then."""
+        """None before the first save, and after one that failed: then the run is listed in full."""
 
     @cached_property
     def _store(self) -> Store:
         return open_store(self._address)
 
     def checkpoints(self) -> list[RunCheckpoint]:
-        """List the whole run with one request or a few. Manifests are read when they are asked for.
+        """List the run in full with one request or a few. Manifests are read on demand.
 
         Raises:
             StoreError: The store refused or failed.
@@ -262,39 +262,39 @@ class StorePlace:
         return self._checkpoints_in(self.listed_folders())
 
     def has_folders(self) -> bool:
-        """Tell whether it has a folder with the name of a checkpoint's, by one listing of one level."""
+        """Return whether it has a folder with a checkpoint's name, by one listing of one level."""
         return any(map(CHECKPOINT.fullmatch, self._store.folders()))
 
     def known_checkpoints(self) -> list[RunCheckpoint]:
-        """List the checkpoints that the last save has seen; only others can have changed them since."""
+        """List the checkpoints that the last save saw; only other managers can have changed them since."""
         return self.checkpoints() if self._seen is None else self._checkpoints_in(self._seen.folders)
 
     def saving(self) -> AbstractContextManager[None]:
-        """Nothing is to be translated: a store's errors name it."""
+        """Convert nothing: a store's errors name it already."""
         return nullcontext()
 
     @property
     def is_taken(self) -> bool:
-        """Whether this process has saved into it."""
+        """True if this process has saved into it."""
         return self._seen is not None and self._seen.process == os.getpid()
 
     def take(self) -> bool:
-        """Nothing is taken: any number of managers may save into a run in a store."""
+        """Take nothing: any number of managers may save into a run in a store."""
         return False
 
     def release(self) -> None:
-        """Forget what was seen: the next save lists the whole run."""
+        """Forget what was seen: the next save lists the full run."""
         self._seen = None
 
     def clean_up(self) -> None:
-        """Nothing: the next save deletes what killed ones have left."""
+        """Do nothing: the next save deletes what killed ones have left."""
 
     def write(self, order: CheckpointOrder) -> RunCheckpoint:
         """Put a mark, all shards, and the manifest last.
 
         Raises:
             RemoteChangedError: Another manager has saved at the same time, and its checkpoint is the newer one.
-            CommitUnfinishedError: Nobody can tell whether the manifest was put, or will be; or the checkpoint is saved,
+            CommitUnfinishedError: It is unknown whether the manifest was put, or will be; or the checkpoint is saved,
                 and the plain copies for other tools are not.
             StoreError: The store refused or failed. What was sent stays, for the next save to delete.
         """
@@ -352,7 +352,7 @@ class StorePlace:
             delete_or_warn(self._store, names, None)
 
     def _look(self) -> _Seen:
-        """Find out which saves there are; with one listing of the marks, if nobody else has saved meanwhile."""
+        """Find which saves exist; one listing of the marks is enough if no other manager has saved since."""
         if self._seen is not None and self._seen.process == os.getpid():
             marks = self.listed_marks()
             if marks.keys() <= self._seen.marks:
@@ -371,14 +371,14 @@ class StorePlace:
         return _marks_among(self._store.list_objects(MARKS))
 
     def listed_folders(self) -> Folders:
-        """List the folders of checkpoints, also those without a manifest."""
+        """List the folders of checkpoints, including those without a manifest."""
         return _folders_among(self._store.list_objects(recursive=True))
 
     def shown_saves(self, folders: Folders) -> dict[str, SaveId]:
         """Return the save that is the checkpoint of each folder.
 
-        A manifest alone is that of a save whose other objects are deleted. It counts only if it is the highest of the
-        run, and its folder has no other: then that is damage.
+        A manifest without its save's other objects belongs to a save whose objects were deleted. It counts only if it
+        is the run's highest, and its folder has no other: then the checkpoint is damaged.
         """
         highest = {folder: highest_index(files, MANIFEST) for folder, files in folders.items()}
         latest = max((one for one in highest.values() if one is not None), default=None)
@@ -409,16 +409,16 @@ class StorePlace:
     def _checkpoint(
         self, folder: str, step: int, files: Mapping[str, StoredObject], shown: SaveId | None
     ) -> RunCheckpoint | None:
-        """Return the checkpoint in a folder; None where there is no manifest."""
+        """Return the checkpoint in a folder; None if it has no manifest."""
         path = f"{self.root.rstrip('/')}/{folder}"
         if shown is not None:
             manifest = files[shown.object_name(MANIFEST)]
             read = partial(self._read_manifest, folder, manifest, shown)
             return RunCheckpoint(path, step, read, save_id=shown)
-        if MANIFEST in files:  # uploaded by another tool: it tells its number itself
+        if MANIFEST in files:  # uploaded by another tool: the manifest has the number
             found = read_run_checkpoint(path, step, partial(self._read_plain_manifest, folder, files[MANIFEST]))
             is_copy = found.manifest is not None and bool(saves_among(found.manifest.files))
-            return None if is_copy else found  # one that has outlived its save
+            return None if is_copy else found  # a copy that has outlived its save
         return None
 
     def _read_manifest(self, folder: str, found: StoredObject, save_id: SaveId) -> CheckpointManifest:
@@ -446,7 +446,7 @@ class StorePlace:
         return known
 
     def _known_shards(self, seen: _Seen) -> dict[str, KnownShard]:
-        """Return the shards of the newest checkpoint, by fingerprint: those that still have the ETag that they got."""
+        """Return the shards of the newest checkpoint, by fingerprint: those whose ETag is still the recorded one."""
         newest = next(iter(self._checkpoints_in(seen.folders)), None)
         if newest is None or newest.save_id is None:
             return {}
@@ -456,7 +456,7 @@ class StorePlace:
         try:
             save = self._read_save(folder, found, newest.save_id)
         except (CheckpointChangedError, DamagedCheckpointError, UnsafePathError):
-            return {}  # all is sent
+            return {}  # everything is sent
         known = {}
         for name, digest in ({} if newest.manifest is None else newest.manifest.files).items():
             there, record = files.get(newest.save_id.object_name(name)), save.objects.get(name)
@@ -467,7 +467,7 @@ class StorePlace:
         return known
 
     def _send(self, transaction: StoreTransaction, order: CheckpointOrder) -> CheckpointManifest:
-        """Copy and send all files but the manifest, and return that."""
+        """Copy and send all files but the manifest, and return the manifest."""
         writer = order.writer or OwnShardWriter()
         small = {**order.files, TRAINING_STATE: order.payload.training_state}
         plans: dict[str, ShardPlan] = {}
@@ -495,7 +495,7 @@ class StorePlace:
         return manifest
 
     def _put_copies(self, transaction: StoreTransaction) -> dict[str, StoredObject]:
-        """Put the plain copies, which make the folder a run's checkpoint for other tools; return its last listing."""
+        """Put the plain copies, which make the folder a checkpoint for other tools; return its last listing."""
         place, save_id = transaction.store, transaction.save_id
         put_copies(place, _plain_copies(transaction.small_files, save_id), {})
         return settle_copies(place, MANIFEST, save_id, _plain_copies)[0]
@@ -506,8 +506,8 @@ class StorePlace:
         """Raise if another manager has begun a higher save, and finished it.
 
         Args:
-            transaction: That of this save.
-            marks: Listed after its manifest was put.
+            transaction: The transaction of this save.
+            marks: The marks, listed after its manifest was put.
             found: The objects of its folder, listed after that, too.
         """
         if max(marks, default=transaction.save_id) > transaction.save_id:
@@ -519,8 +519,8 @@ class StorePlace:
     def _withdraw_incomplete(self, transaction: StoreTransaction, found: Mapping[str, StoredObject]) -> None:
         """Delete what an overtaken save has put, unless it is a complete checkpoint.
 
-        Another save may have taken it for one of a killed process, and deleted its shards; or rotation has removed it;
-        or the other save is of the same step. It can't become the highest any more, so nothing of it is needed.
+        Another save may have considered it a killed process's save and deleted its shards; or rotation has removed it;
+        or the other save is of the same step. It cannot become the highest any more, so nothing of it is needed.
         """
         save_id, folder = transaction.save_id, transaction.folder
         highest = highest_index(found, MANIFEST)
@@ -548,7 +548,7 @@ class StorePlace:
             one: target for one, target in others.items() if self._is_unfinished(one, target, seen.folders[target])
         }
         seen.suspects = {}
-        # By a listing from after the commit: a save without its manifest by now never is the highest.
+        # By a listing from after the commit: a save without its manifest by then is never the highest.
         for target in sorted(set(suspects.values())):
             seen.folders[target] = _in_folder(self._store.list_objects(target))
         unfinished = {
@@ -566,7 +566,7 @@ class StorePlace:
         def is_unfinished(name: str) -> bool:
             return save_in_name(name) in unfinished
 
-        # Marks last: they tell the next save where to look for what could not be deleted.
+        # Marks last: they show the next save where to look for what could not be deleted.
         if delete_or_warn(self._store, list(dict.fromkeys(names)), is_unfinished if unfinished else None):
             delete_or_warn(self._store, [f"{MARKS}/{target}-{mark}" for mark, target in sorted(marks.items())], None)
 
@@ -586,9 +586,9 @@ class StorePlace:
         return _lower(files, shown)
 
     def _is_unfinished(self, save_id: SaveId, folder: str, files: Mapping[str, StoredObject]) -> bool:
-        """Whether a listing shows no manifest of a save, or not all that it names: it can't be a checkpoint any more.
+        """Return whether a listing lacks a save's manifest, or objects that it names: it cannot be a checkpoint.
 
-        Its manifest may be late, and its other objects deleted by then.
+        Its manifest may arrive late, with its other objects deleted by then.
         """
         if save_id not in finished_saves(files):
             return True
@@ -598,15 +598,15 @@ class StorePlace:
         try:
             save = self._read_save(folder, found, save_id)
         except CheckpointChangedError:
-            return True  # it was deleted
+            return True  # the manifest was deleted
         except (DamagedCheckpointError, UnsafePathError):
             return False
         return not files.keys() >= set(map(save_id.object_name, save.objects))
 
     def _objects_of(self, checkpoint: RunCheckpoint, folder: str) -> list[str]:
-        """Name the objects of a checkpoint, its manifest first: all of its folder, as a directory's would be removed.
+        """Name the objects of a checkpoint, its manifest first: all of its folder, as in the removal of a directory.
 
-        Where a higher save has begun in the folder, its objects stay, and so do plain ones.
+        If a higher save has begun in the folder, its objects stay, and so do plain ones.
         """
         files = self._seen.folders[folder] if self._seen is not None else {}
         files = files or _in_folder(self._store.list_objects(folder))
@@ -618,7 +618,7 @@ class StorePlace:
 
 
 def _plain_copies(small_files: Mapping[str, bytes], save_id: SaveId) -> dict[str, bytes]:
-    """Return the plain copies of a checkpoint's small files, its manifest last: in a directory they make a checkpoint.
+    """Return the plain copies of a checkpoint's small files, its manifest last: in a directory they form a checkpoint.
 
     Indexes and manifest name the objects of the save, whose names stay in a copy of the folder.
     """
@@ -645,7 +645,7 @@ def _manifests_first(names: Iterable[str]) -> list[str]:
 
 
 def _marks_among(paths: Iterable[str]) -> dict[SaveId, str]:
-    """Return the saves that objects are marks of, and the folders that they are for."""
+    """Return the saves whose marks are among the paths, and the folders that they are for."""
     names = (path.removeprefix(f"{MARKS}/") for path in paths if path.startswith(f"{MARKS}/"))
     matches = (_MARK.fullmatch(name) for name in names)
     return {SaveId(int(match[2]), match[3]): match[1] for match in matches if match is not None}
@@ -666,6 +666,6 @@ def _in_folder(listed: Mapping[str, StoredObject]) -> dict[str, StoredObject]:
 
 
 def _own_names_first(folders: Iterable[str]) -> list[tuple[str, int]]:
-    """Folders and their steps: those that saves name first, then copies that users have made."""
+    """Return folders and their steps: those that saves name first, then copies by users."""
     found = [(folder, int(match[1])) for folder in folders if (match := CHECKPOINT.fullmatch(folder))]
     return sorted(found, key=lambda one: (not is_own_name(*one), one[0]))

@@ -1,4 +1,4 @@
-"""Writes the checkpoints of one run: takes its place, writes one after another, and removes old ones."""
+"""Writer of one run's checkpoints: it takes the run's place, writes one checkpoint after another, removes old ones."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ class RunWriter:
         self._background = Background()
         self.host_copies = HostCopies()
         self._is_clean = False
-        """Whether nothing is left of saves that failed or were killed; Ctrl-C may end one anywhere."""
+        """True if nothing is left of saves that failed or were killed; Ctrl-C may end one anywhere."""
         self._in_use = StepsInUse()
-        """What callers push."""
+        """The steps that callers push."""
 
     def turn(self, changing: str = "") -> AbstractContextManager[None]:
-        """Keep other threads out while the block runs; see `Turns.taken`."""
+        """Keep other threads out while the block runs, as `Turns.taken` does."""
         return self._turns.taken(changing)
 
     @contextmanager
     def settled(self) -> Iterator[None]:
-        """Keep other threads out, and wait for a save that is under way; raises its error, once."""
+        """Keep other threads out, and wait for a save in progress; its error is raised once."""
         with self._turns.taken():
             self._background.wait()
             yield
 
     @contextmanager
     def kept(self, choose: Callable[[], list[RunCheckpoint]]) -> Iterator[list[RunCheckpoint]]:
-        """Choose checkpoints that stay as they are while the block runs, though other threads save meanwhile."""
+        """Choose checkpoints that stay as they are while the block runs, even if other threads save."""
         self.wait_for_all()
         with ExitStack() as use:
             use.callback(self._rotate_again)
@@ -67,9 +67,9 @@ class RunWriter:
         *,
         blocking: bool,
     ) -> None:
-        """Write a checkpoint; if it does not block, from a copy in a thread.
+        """Write a checkpoint; with blocking=False, from a copy in a thread.
 
-        The caller has the turn, and no other save is under way. The metrics are as in `write`.
+        The caller has the mutex, and no other save is in progress. The metrics are as in `write`.
 
         Raises:
             SaveDirectoryError, AccessDeniedError, RunRemovedError, StoreError: The place refuses it.
@@ -87,10 +87,10 @@ class RunWriter:
             self.start(step, work)
 
     def begin(self) -> None:
-        """Take the run's place, and make it where it is missing.
+        """Take the run's place, and create it if it is missing.
 
         Raises:
-            As `save`.
+            The errors of `save`.
         """
         with self._place.saving():
             self._begin()
@@ -105,22 +105,22 @@ class RunWriter:
         blocking: bool,
         writer: ShardWriter | None = None,
     ) -> RunCheckpoint:
-        """Write a checkpoint, after `begin`; it is to be pushed by `push_saved`.
+        """Write a checkpoint, after `begin`; `push_saved` pushes it.
 
         Args:
-            step, payload, metrics, files: Of the checkpoint; metrics=None: those of the one of this step that it
+            step, payload, metrics, files: Those of the checkpoint; metrics=None: those of the one of this step that it
                 replaces, if any.
             blocking: Whether the caller waits for it.
-            writer: Writes the shards, where other ranks take part; None: this process does.
+            writer: Writes the shards, if other ranks take part; None: this process does.
 
         Raises:
-            As `save`.
+            The errors of `save`.
         """
         with self._place.saving():
             return self._write(step, payload, metrics, files, writer, blocking=blocking)
 
     def push_saved(self, saved: RunCheckpoint, *, blocking: bool) -> None:
-        """Push a checkpoint that was just written, if each one is to be."""
+        """Push a checkpoint that was just written, if each one is pushed."""
         if self._pusher is not None:
             self._pusher.push(saved, blocking=blocking)
 
@@ -129,41 +129,41 @@ class RunWriter:
         self._background.start(work, f"Saving the checkpoint of step {step} into '{self.root}'")
 
     def join(self) -> None:
-        """Wait for a save that is under way; its error is left to `wait`."""
+        """Wait for a save in progress; its error is left to `wait`."""
         with self._turns.taken():
             self._background.join()
 
     def wait(self) -> None:
-        """Wait for a save that is under way, and raise its error, once."""
+        """Wait for a save in progress, and raise its error, once."""
         with self.settled():
             pass
 
     def wait_for_all(self) -> None:
-        """Wait for a save and a push that are under way, and raise the save's error, once."""
+        """Wait for a save and a push in progress, and raise the save's error, once."""
         try:
             self.wait()
         finally:
             if self._pusher is not None:
-                self._pusher.join()  # without the turn: other threads may save meanwhile
+                self._pusher.join()  # without the mutex, so that other threads can save
                 self._rotate_again()
 
     def wait_until_finished(self) -> None:
-        """Wait as `wait_for_all` does, and raise the last push's error, once."""
+        """Wait like `wait_for_all`, and raise the last push's error, once."""
         self.wait_for_all()
         if self._pusher is not None:
             self._pusher.wait()
 
     def close(self) -> None:
-        """Wait as `wait_until_finished` does, and let others become the writer."""
+        """Wait like `wait_until_finished`, and let other managers become the writer."""
         with self._turns.taken("close()"):
             try:
                 self.wait_until_finished()
             finally:
-                if not self._background.is_running:  # Ctrl-C ends the wait, and the save goes on
+                if not self._background.is_running:  # Ctrl-C ends the wait, and the save continues
                     self._place.release()
 
     def _begin(self) -> None:
-        """At the first save: take the place, and remove what killed saves left."""
+        """Take the place at the first save, and remove what killed saves left."""
         if self._place.take():
             self._is_clean = False
         if not self._is_clean:
@@ -203,13 +203,13 @@ class RunWriter:
         return saved
 
     def _wait_for_pushes_of(self, step: int) -> None:
-        """Wait until no other thread is reading the checkpoint that is to be replaced."""
+        """Wait until no other thread is reading the checkpoint that is about to be replaced."""
         if self._pusher is not None and step in self._pusher.steps_in_use:
             self._pusher.join()
         self._in_use.wait_for(step)
 
     def _rotate_again(self) -> None:
-        """Remove what had to stay while it was pushed; a save that is under way does so itself."""
+        """Remove what had to stay while it was pushed; a save in progress does so itself."""
         with self._turns.taken():
             if self._place.is_taken and not self._background.is_running:
                 self._rotate()

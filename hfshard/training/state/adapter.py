@@ -1,4 +1,4 @@
-"""The adapter of a model, saved beside it as PEFT saves one, so that `PeftModel.from_pretrained` opens a checkpoint."""
+"""The adapter of a model, saved next to it as PEFT does, so that `PeftModel.from_pretrained` opens a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from hfshard.tensors.parameter_names import unwrap
 from hfshard.tensors.state_dict import collect_state_dict
 
 ADAPTER_BASE: Final = "adapter_model"
-"""How PEFT calls the file of its weights."""
+"""The name that PEFT gives to the file of its weights."""
 
 _PREFIX: Final = "base_model.model."
-"""Begins the names in that file; the adapters that transformers adds to a model have none in the model."""
+"""The prefix of names in that file; adapters that transformers adds to a model have none in the model."""
 
 _LARGEST: Final = sys.maxsize
 """PEFT reads one file, however large."""
 
 _NOT_ALONE: Final = frozenset({"XLORA"})
-"""Kinds of adapters that PEFT makes of several, with files of their own."""
+"""Kinds of adapters that PEFT builds from several, with their own files."""
 
 
 def adapter_request(model: Any, options: SaveOptions) -> SaveRequest | None:
     """Request the files that PEFT would write for the active adapter. A restore does not need them.
 
-    They hold what the files of the model hold, too, under PEFT's names. There are none for learned prompts, of which
-    PEFT saves what their encoder makes of them; where several adapters are active at once; and for X-LoRA.
+    They repeat tensors of the model's files, under PEFT's names. There are none for learned prompts, of which PEFT
+    saves the encoder's output; if several adapters are active at once; and for X-LoRA.
 
     Args:
-        model: Wrappers around it are looked through.
-        options: Of the model's files.
+        model: The model, with or without wrappers.
+        options: The options of the model's files.
 
     Returns:
-        None: there are no such files.
+        The request; None if there are no such files.
     """
     peft = sys.modules.get("peft")
     model = unwrap(model)
@@ -60,7 +60,7 @@ def adapter_request(model: Any, options: SaveOptions) -> SaveRequest | None:
         )
         config_file = _config_file(base, config)
     finally:
-        vars(config).update(as_it_is)  # PEFT gives the ranks of AdaLoRA other names
+        vars(config).update(as_it_is)  # PEFT renames the ranks of AdaLoRA
     return SaveRequest(
         tensors={key if is_wrapped else f"{_PREFIX}{key}": tensor for key, tensor in tensors.items()},
         options=replace(options, base=ADAPTER_BASE, max_shard_size=_LARGEST, progress=None),
@@ -69,10 +69,10 @@ def adapter_request(model: Any, options: SaveOptions) -> SaveRequest | None:
 
 
 def _active_adapter(model: Any, wrapper_class: Any) -> tuple[str, Any] | None:
-    """The name and the config of the one adapter that is active."""
+    """Return the name and the config of the one active adapter."""
     if isinstance(model, wrapper_class):
         names = model.active_adapters
-    elif getattr(model, "_hf_peft_config_loaded", False):  # as transformers marks a model that it put adapters on
+    elif getattr(model, "_hf_peft_config_loaded", False):  # as transformers marks a model to which it added adapters
         names = model.active_adapters()
     else:
         return None
@@ -80,10 +80,10 @@ def _active_adapter(model: Any, wrapper_class: Any) -> tuple[str, Any] | None:
 
 
 def _holds_embeddings(peft: Any, base: Any, config: Any) -> bool:
-    """Whether the file has the embeddings, too: they were adapted, or their number has changed.
+    """Return whether the file has the embeddings, too: they were adapted, or their number has changed.
 
-    As PEFT decides it, but from what is on this machine: PEFT would ask the Hub for the config of the base model at
-    each save.
+    PEFT decides it in the same way, but would request the base model's config from the Hub at each save. This uses only
+    what is on this machine.
     """
     adapted = {name.rpartition(".")[2] for name, module in base.named_modules() if hasattr(module, "base_layer")}
     has_new_tokens = config.peft_type == "TRAINABLE_TOKENS" or getattr(config, "trainable_token_indices", None)
@@ -102,7 +102,7 @@ def _holds_embeddings(peft: Any, base: Any, config: Any) -> bool:
 
 
 def _config_file(base: nn.Module, config: Any) -> bytes:
-    """What PEFT writes of a config, which stays as it is."""
+    """Return what PEFT writes for a config; the config itself is not changed."""
     config = copy.copy(config)
     config.inference_mode = True
     config.base_model_name_or_path = config.base_model_name_or_path or vars(base).get("name_or_path") or None

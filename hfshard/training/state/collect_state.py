@@ -1,4 +1,4 @@
-"""Collects what one save writes: three sets of tensors, and one JSON file of everything else."""
+"""Collect what one save writes: three sets of tensors, and one JSON file of everything else."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PARTS: Final = (MODEL_BASE, "optimizer", STATE_BASE)
 _OF_A_RANK: Final = re.compile(r"rank\d+/")
 
 _FROZEN_SHARE: Final = 0.1
-"""The share of a model's bytes from which frozen weights get files of their own; below it there is little to save."""
+"""The share of a model's bytes from which frozen weights get their own files; below it there is little to save."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class SavePayload:
     """Everything that one save writes."""
 
     requests: dict[str, SaveRequest]
-    """By set of tensors; sets without tensors and config are left out."""
+    """The requests by set of tensors; sets without tensors and config are left out."""
     training_state: bytes
     """The contents of `training_state.json`."""
 
@@ -55,15 +55,15 @@ class SavePayload:
         return sum(tensor_nbytes(tensor) for request in self.requests.values() for tensor in request.tensors.values())
 
     def without_adapter(self) -> SavePayload:
-        """The same, without the files that PEFT reads: in a store, whose names it can't read."""
+        """Return a payload without the files for PEFT, which cannot read the names in a store."""
         return replace(self, requests={base: one for base, one in self.requests.items() if base != ADAPTER_BASE})
 
     def of_one_process(self) -> SavePayload:
-        """The same, for a process that stores all tensors itself, which are checked before anything is copied.
+        """Return the payload for a process that stores all tensors itself; they are checked before anything is copied.
 
         Raises:
-            UnstorableTensorError: It can't store one.
-            InvalidArgumentError: Other ranks have parts of one, or other layers of the model.
+            UnstorableTensorError: A tensor cannot be stored.
+            InvalidArgumentError: Other ranks have parts of a tensor, or other layers of the model.
         """
         model = self.requests.get(MODEL_BASE)
         if model is not None and model.name_order:
@@ -86,26 +86,26 @@ class Components:
     encoded: dict[str, dict[str, Any]]
     """Name -> its kind and state."""
     optimizer_tensors: dict[str, torch.Tensor]
-    """Of the component `optimizer`."""
+    """The tensors of the component `optimizer`."""
     tensors: dict[str, torch.Tensor]
-    """Of all others, but for the model."""
+    """The tensors of all other components, except the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """What one rank adds to a checkpoint: its random state and the positions of its loaders."""
+    """One rank's contribution to a checkpoint: its random state and the positions of its loaders."""
 
     nested: dict[str, Any]
     tensors: dict[str, torch.Tensor]
 
 
 def rank_prefix(rank: int) -> str:
-    """Begins the names of the tensors that belong to one rank alone."""
+    """Return the prefix of the names of tensors that belong to one rank alone."""
     return f"rank{rank}/"
 
 
 def is_of_a_rank(name: str) -> bool:
-    """Whether a tensor of the set `STATE_BASE` belongs to one rank alone."""
+    """Return whether a tensor of the set `STATE_BASE` belongs to one rank alone."""
     return _OF_A_RANK.match(name) is not None
 
 
@@ -116,13 +116,13 @@ def collect_rank(
 
     Args:
         state: The parts.
-        rank: This one.
-        more: Parts that are others on each stage of a pipeline, or on each rank.
-        stage: What tells this rank's stage from others; empty where there is no pipeline.
-        buffers: Those of modules that are others on each rank, as `OfEachRank` names them.
+        rank: This rank.
+        more: Parts that differ on each stage of a pipeline, or on each rank.
+        stage: A digest that distinguishes this rank's stage from others; empty without a pipeline.
+        buffers: Buffers of modules that differ on each rank, as `OfEachRank` names them.
 
     Raises:
-        UnstorableTensorError: A value can't be stored; the message says where it is.
+        UnstorableTensorError: A value cannot be stored; the message says where it is.
     """
     tensors: dict[str, torch.Tensor] = {}
     prefix = rank_prefix(rank)
@@ -146,10 +146,10 @@ def encode_components(state: TrainingState, left_out: Collection[str] = ()) -> C
 
     Args:
         state: The parts.
-        left_out: Those that are others on each stage of a pipeline, or on each rank, see `collect_rank`.
+        left_out: Parts that differ on each stage of a pipeline, or on each rank, and are in `collect_rank`.
 
     Raises:
-        UnstorableTensorError: A value can't be stored; the message says where it is. (Tensors are checked later.)
+        UnstorableTensorError: A value cannot be stored; the message says where it is. (Tensors are checked later.)
         InvalidArgumentError: An optimizer has a parameter without a name.
     """
     found = Components({}, {}, {})
@@ -174,14 +174,14 @@ def collect(
 
     Args:
         components: Those that all ranks share; receives the tensors of the rest.
-        model: The one of the state.
-        ranks: What belongs to each rank alone.
-        extra: More to store: anything that `nested.encode` takes.
-        options: Of each set of tensors.
-        lacking: What another program's checkpoint did not hold that this one is made of.
+        model: The state's model.
+        ranks: The states that belong to each rank alone.
+        extra: More to store: anything that `nested.encode` accepts.
+        options: The options of each set of tensors.
+        lacking: What was missing in the other program's checkpoint from which this one is created.
 
     Raises:
-        UnstorableTensorError: A value can't be stored; the message says where it is. (Tensors are checked later.)
+        UnstorableTensorError: A value cannot be stored; the message says where it is. (Tensors are checked later.)
     """
     tensors = components.tensors
     for rank in ranks:
@@ -202,7 +202,7 @@ def collect(
 
 
 def save_options(max_shard_size: int | str, checksum: Checksum | None, progress: bool | None) -> SaveOptions:
-    """How the files of a checkpoint are written, for each set of tensors."""
+    """Return the options with which a checkpoint's files are written, for each set of tensors."""
     return SaveOptions(max_shard_size=max_shard_size, checksum=checksum, save_original_format=False, progress=progress)
 
 
@@ -224,7 +224,7 @@ def _encode_component(
 
 
 def encode_alone(name: str, kind: PartKind, state: TrainingState, path: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """Encode a part that is no module and no optimizer; `tensors` receives what `path` begins the names of."""
+    """Encode a part that is neither module nor optimizer; `tensors` receives its tensors, named from `path`."""
     part = state.components[name]
     return encode_scheduler(part, path, tensors) if kind == "scheduler" else encode(part.state_dict(), path, tensors)
 
@@ -240,7 +240,7 @@ def _model_request(model: torch.nn.Module, options: SaveOptions) -> SaveRequest:
 
 
 def _frozen(model: torch.nn.Module, request: SaveRequest) -> frozenset[str]:
-    """The weights that are not trained, if they are a large part: their files are linked and not written again."""
+    """Return the weights that are not trained, if they are a large part: their files are linked, not written again."""
     names = parameter_names(model)
     not_trained = {names[id(parameter)] for parameter in model.parameters() if not parameter.requires_grad}
     frozen = frozenset(not_trained & request.tensors.keys())
@@ -250,5 +250,5 @@ def _frozen(model: torch.nn.Module, request: SaveRequest) -> frozenset[str]:
 
 
 def _no_tensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """What a module's `get_extra_state` returned that is not a tensor."""
+    """Return what a module's `get_extra_state` returned that is not a tensor."""
     return {name: value for name, value in state_dict.items() if not isinstance(value, torch.Tensor)}

@@ -17,17 +17,17 @@ from hfshard.errors import DamagedCheckpointError, UnstorableTensorError
 from hfshard.training.state.step import RestoredStep
 
 _MAX_DEPTH: Final = 40
-"""How deep values may be nested: real states have ten levels, and what has more than this contains itself."""
+"""The most levels of nested values: real states have ten, and a value with more contains itself."""
 
 _PLAIN_INT_BITS: Final = 64
 """Longer integers are written in hex, which Python reads at any length."""
 
 OnObject = Callable[[Any], "NotStored | ObjectState | None"]
-"""What to store for a value of any other type; None refuses it."""
+"""Returns what to store for a value of any other type; None rejects it."""
 
 
 def encode(value: Any, path: str, tensors: dict[str, torch.Tensor], on_object: OnObject = lambda value: None) -> Any:
-    """Turn a value into JSON, and set its tensors aside.
+    """Convert a value to JSON, and set its tensors aside.
 
         tensors = {}
         nested = encode({"milestones": Counter({3: 1}), "weight": torch.ones(2)}, "state", tensors)
@@ -35,23 +35,23 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor], on_object: O
 
     Args:
         value: None, bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, range, slice, Counter,
-            OrderedDict, defaultdict, deque, tensors, torch's Size, dtype and device, numpy's arrays and scalars, in
-            any nesting. It is not changed.
+            OrderedDict, defaultdict, deque, tensors, torch's Size, dtype and device, numpy arrays and scalars, in any
+            nesting. It is not changed.
         path: The prefix of the names of its tensors; it also appears in messages.
         tensors: Receives name -> tensor; the tensors themselves, not copies.
         on_object: Called for every value of another type.
 
     Returns:
-        What `json.dumps` takes.
+        A value that `json.dumps` accepts.
 
     Raises:
-        UnstorableTensorError: It contains a value that can't be stored; the message says where.
+        UnstorableTensorError: It contains a value that cannot be stored; the message says where.
     """
     return _Encoder(tensors, on_object).encode(value, path, 0)
 
 
 def decode(nested: Any, tensors: Mapping[str, torch.Tensor], file: str) -> Any:
-    """Turn what `encode` returned back into the value.
+    """Convert what `encode` returned back to the value.
 
         assert decode(nested, tensors, "training_state.json")["milestones"] == Counter({3: 1})
 
@@ -104,7 +104,7 @@ class _Encoder:
         return value if math.isfinite(value) else _typed("float", value=repr(value))
 
     def step(self, value: RestoredStep, path: str, depth: int) -> int:
-        return int(value)  # a run may note where it was resumed
+        return int(value)  # a run may record where it was resumed
 
     def complex(self, value: complex, path: str, depth: int) -> Any:
         parts = (value.real, value.imag)
@@ -127,7 +127,7 @@ class _Encoder:
             tensors = {names[key]: item for key, item in value.items() if isinstance(item, torch.Tensor)}
             is_plain = all(_order(tensor) is None for tensor in tensors.values())
             if value and is_plain and len(tensors) == len(value) and self.tensors.keys().isdisjoint(tensors):
-                # One entry for all: an optimizer has such a dict for each of maybe a million parameters.
+                # One entry for all: an optimizer may have a million parameters, with such a dict for each.
                 self.tensors |= {name: tensor.detach() for name, tensor in tensors.items()}
                 return _typed("tensors", at=path, keys=[self.text(key, path, depth) for key in value])
             return {
@@ -150,7 +150,7 @@ class _Encoder:
         return _typed("deque", items=self.items(value, path, depth), maxlen=value.maxlen)
 
     def set(self, value: set[Any] | frozenset[Any], path: str, depth: int) -> Any:
-        # Sorted: each process orders a set of strings differently, and equal states must make equal files.
+        # Sorted: each process orders a set of strings differently, and equal states must give equal files.
         members = sorted(value, key=lambda member: (type(member).__name__, repr(member)))
         return _typed(type(value).__name__, items=self.items(members, path, depth))
 
@@ -233,7 +233,7 @@ def _refused(value: Any, path: str, why: str) -> UnstorableTensorError:
 
 
 def _order(tensor: torch.Tensor) -> list[int] | None:
-    """The dimensions in the order in which they lie in memory, if that is another order (channels_last)."""
+    """Return the dimensions in their order in memory, if that is another order (channels_last)."""
     if tensor.layout != torch.strided or tensor.is_contiguous():
         return None
     strides = tensor.stride()
@@ -241,18 +241,18 @@ def _order(tensor: torch.Tensor) -> list[int] | None:
     return order if tensor.permute(order).is_contiguous() else None
 
 
-# What encoding and decoding of nested values agree on: how a type is written, and what stands for an object.
+# Shared definitions of encoding and decoding: the key of a type, and the replacements for objects.
 
 
 TYPE_KEY: Final = "$type"
-"""The key by which an encoded object says that it is not a plain dict."""
+"""The key that marks an encoded object as other than a plain dict."""
 
 FACTORIES: Final[dict[str, Any]] = {"int": int, "float": float, "list": list, "dict": dict, "set": set, "str": str}
 """The default factories of a defaultdict that have a name in a file."""
 
 
 class NotStored:
-    """Stands for a value that was not stored: on a restore, the object that was built keeps its own."""
+    """A replacement for a value that was not stored: on a restore, the object that was built keeps its own."""
 
 
 NOT_STORED: Final = NotStored()
@@ -267,15 +267,15 @@ class ObjectState:
 
 
 def key_name(key: Any) -> str:
-    """How a key of a dict is written in the name of a tensor."""
+    """Return the form of a dict's key in the name of a tensor."""
     return str(key)[:200]
 
 
-# Values from strict JSON and named tensors: the way back from what `nested.encode` writes.
+# Decoding of what `nested.encode` writes: values from strict JSON and named tensors.
 
 
 def decode_value(nested: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """The value of strict JSON that `encode` wrote; whatever is wrong with it raises one of Python's own errors."""
+    """Decode strict JSON that `encode` wrote; anything wrong with it raises one of Python's own errors."""
     if isinstance(nested, list):
         return [decode_value(item, tensors) for item in nested]
     if not isinstance(nested, dict):
@@ -306,7 +306,7 @@ def decode_value(nested: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 def tensor_names(nested: Any) -> Iterator[str]:
-    """The names of the tensors that `decode_value` would ask for.
+    """Yield the names of the tensors that `decode_value` would request.
 
     Example:
         assert list(tensor_names([{"$type": "tensor", "name": "ema/weight"}])) == ["ema/weight"]
@@ -326,10 +326,10 @@ def tensor_names(nested: Any) -> Iterator[str]:
 
 
 def encoded_entries(nested: Any) -> dict[str, Any]:
-    """The entries of an encoded dict whose keys are text, one by one.
+    """Return the entries of an encoded dict whose keys are text, one by one.
 
     Raises:
-        ValueError: It is none.
+        ValueError: It is not such a dict.
 
     Example:
         entries = encoded_entries({"$type": "tensors", "at": "ema", "keys": ["weight"]})
@@ -390,7 +390,7 @@ def _numpy_values(raw: bytes, dtype: str) -> Any:
 
 
 def _ordered(tensor: torch.Tensor, order: list[int] | None) -> torch.Tensor:
-    """The same values in their old memory order: fused optimizers go through memory, not through indexes."""
+    """Restore the memory order of a tensor: fused optimizers go through memory, not through indexes."""
     if order is None:
         return tensor
     back = [order.index(dimension) for dimension in range(tensor.ndim)]

@@ -1,4 +1,4 @@
-"""An optimizer's state by parameter name, in the dtypes that it had; it is restored completely or refused."""
+"""An optimizer's state by parameter name, in the dtypes that it had; it is restored completely or rejected."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from hfshard.training.state.reordering import (
 )
 
 _SHOWN = 5
-"""How many names a message lists."""
+"""The number of names that a message lists."""
 
 
 def encode_optimizer(
     optimizer: Optimizer, names: Names, component: str, tensors: dict[str, torch.Tensor], prefix: str = ""
 ) -> dict[str, Any]:
-    """Encode the state of an optimizer (see `nested.encode`); its tensors are named "<parameter>/<slot>".
+    """Encode the state of an optimizer with `nested.encode`; its tensors are named "<parameter>/<slot>".
 
     Args:
         optimizer: Any optimizer; it is not changed.
         names: The names of all parameters that it may have.
         component: Its name in the training state, for messages.
         tensors: Receives its tensors by name.
-        prefix: Put before the names of the tensors.
+        prefix: Prepended to the names of the tensors.
 
     Raises:
         InvalidArgumentError: A parameter has no name.
-        UnstorableTensorError: A value in its state can't be stored.
+        UnstorableTensorError: A value in its state cannot be stored.
     """
     state_dict = optimizer.state_dict()
     position_names = _position_names(optimizer, state_dict, names, component)
@@ -70,20 +70,20 @@ def encode_optimizer(
 
 
 def plan_optimizer(optimizer: Optimizer, saved: dict[str, Any], names: Names, component: str, path: str) -> PendingLoad:
-    """Check a state against an optimizer, and return what loads it.
+    """Check a state against an optimizer, and return the load that applies it.
 
     Args:
         optimizer: Built as for the run that was saved; parameters and groups may be in another order. It is not changed
             before the load.
-        saved: What `encode_optimizer` returned, decoded. Of another program's its class is None; and `by_position` is
-            true if its parameters got their names by their order.
+        saved: What `encode_optimizer` returned, decoded. For another program's state, the class is None; and
+            `by_position` is true if its parameters got their names by their order.
         names: The names of the parameters that it has now.
         component: Its name in the training state, for messages.
-        path: The checkpoint's, for messages.
+        path: The checkpoint's path, for messages.
 
     Raises:
-        StateDictMismatchError: It is of another class, or its groups have other parameters; or these stand in another
-            order, and a part of the state depends on it.
+        StateDictMismatchError: The state is of another class, or its groups have other parameters; or these are in
+            another order, and a part of the state depends on it.
     """
     _check_form(saved)
     check_class(saved["class"], optimizer, "optimizer", component, path)
@@ -138,9 +138,9 @@ def plan_optimizer(optimizer: Optimizer, saved: dict[str, Any], names: Names, co
 
 
 def _twin(optimizer: Optimizer) -> Optimizer:
-    """Another optimizer of the same parameters and attributes, which loads a state for itself, and calls no hooks.
+    """Build another optimizer of the same parameters and attributes, which loads a state alone and calls no hooks.
 
-    (`copy.copy` leaves out the attributes of a user's class, which its `__setstate__` may need.)
+    (`copy.copy` omits the attributes of a user's class, which its `__setstate__` may need.)
     """
     twin: Optimizer = object.__new__(type(optimizer))
     vars(twin).update(vars(optimizer))
@@ -150,7 +150,7 @@ def _twin(optimizer: Optimizer) -> Optimizer:
 
 
 def group_names(optimizer: Optimizer, names: Names, component: str) -> list[list[str]]:
-    """The names of the parameters in each group of an optimizer.
+    """Return the names of the parameters in each group of an optimizer.
 
     Raises:
         InvalidArgumentError: A parameter has no name.
@@ -165,10 +165,10 @@ def group_names(optimizer: Optimizer, names: Names, component: str) -> list[list
 
 
 def _check_form(saved: dict[str, Any]) -> None:
-    """Refuse what `encode_optimizer` does not write, before it changes anything.
+    """Reject what `encode_optimizer` does not write, before it changes anything.
 
     Raises:
-        TypeError, KeyError: It is something else.
+        TypeError, KeyError: It has another form.
     """
     groups = saved["groups"]
     if not isinstance(groups, list) or not all(isinstance(group["params"], list) for group in groups):
@@ -235,7 +235,7 @@ def _matched_groups(
 
 
 def _refuse_ordered_state(optimizer: Optimizer, saved: dict[str, Any], names: Names, component: str, path: str) -> None:
-    """Refuse a state that is not of one parameter, but of all in their order, where that is another one now."""
+    """Reject a state that belongs not to one parameter but to all in their order, if that order has changed."""
     before = [group["params"] for group in saved["groups"]]
     if group_names(optimizer, names, component) == before:
         return
@@ -263,7 +263,7 @@ def _ordered(
 def _options_in_order(
     optimizer: Optimizer, number: int, saved: dict[str, Any], names: Names, component: str, path: str
 ) -> dict[str, Any]:
-    """The saved options of a group; those with an entry for each parameter in the order of now."""
+    """Return the saved options of a group; those with an entry for each parameter are in the current order."""
     group = _groups(optimizer)[number]
     current = [names[id(one)] for one in group["params"]]
     if current == saved["params"]:
@@ -278,7 +278,7 @@ def _options_in_order(
         counts=frozenset({len(current)}),
         known=frozenset({"param_names"}),
     )
-    # What has a default is the same for groups of any size: betas are not one for each of two parameters.
+    # An option with a default is the same for groups of any size: betas are not one for each of two parameters.
     own = {key: value for key, value in saved["options"].items() if key not in optimizer.defaults}
     place = find_in(own, lambda value: hasattr(value, "shape") and is_one_each(value), f"group {number}")
     if place is not None:
@@ -297,7 +297,7 @@ def _all_parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _kept_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Options that depend on the current order of the parameters."""
+    """Return options that depend on the current order of the parameters."""
     return {"param_names": group["param_names"]} if "param_names" in group else {}
 
 
@@ -313,7 +313,7 @@ def _are(names: list[str]) -> str:
 
 
 def moved_like(options: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
-    """The saved options, with tensors (a learning rate) on the devices of the current ones."""
+    """Return the saved options, with tensors (a learning rate) on the devices of the current ones."""
     moved = {}
     for key, value in options.items():
         now = group.get(key)
@@ -323,15 +323,15 @@ def moved_like(options: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str
 
 
 def fill_options(groups: Sequence[dict[str, Any]], held: Sequence[Mapping[str, Any]]) -> Callable[[], None]:
-    """Put tensors of options into the tensors that the groups had: the program may hold these, and change them.
+    """Copy tensors of options into those that the groups had: the program may have references to them, and change them.
 
     Args:
-        groups: As loaded; tensors of the groups before take the place of what they can hold. One that several groups
-            had can't where these now have different numbers.
-        held: The groups before, in the same order.
+        groups: The groups as loaded; the previous groups' tensors replace the loaded ones that fit into them. A tensor
+            that several groups shared is not kept if their values differ now.
+        held: The previous groups, in the same order.
 
     Returns:
-        What puts the old numbers back.
+        A function that restores the old values.
     """
     uses: dict[int, list[tuple[torch.Tensor, dict[str, Any], str]]] = {}
     for options, group in zip(groups, held, strict=False):
@@ -366,8 +366,9 @@ def exact(loaded: Any, saved: Any, now: Any = None) -> Any:
 
     Args:
         loaded: A parameter's state after `load_state_dict`.
-        saved: What was given to it.
-        now: The state that the optimizer had before, if any: what it kept elsewhere than the parameter stays there.
+        saved: The state that was passed to it.
+        now: The previous state of the optimizer, if any: what it kept on another device than the parameter's stays
+            there.
     """
     if isinstance(loaded, torch.Tensor) and isinstance(saved, torch.Tensor):
         device = now.device if isinstance(now, torch.Tensor) else loaded.device
@@ -392,19 +393,16 @@ def lying_like(parameter: torch.Tensor, value: Any) -> Any:
     return alike.copy_(value) if alike.stride() == parameter.stride() else value
 
 
-# Optimizers that step by another one which they hold: its state is saved, and what they share stays shared.
-
-
-"""How many slots a message lists."""
+# Optimizers that step by an inner one: its state is saved, and what they share stays shared.
 
 
 def refuse_unsaved(optimizer: Optimizer, component: str, parts: Iterable[object]) -> None:
-    """Refuse an optimizer that holds another one, whose state neither its state_dict has nor another part is.
+    """Reject an optimizer with an inner one whose state is neither in its state_dict nor saved as another part.
 
     Args:
-        optimizer: Any.
+        optimizer: Any optimizer.
         component: Its name in the training state, for messages.
-        parts: All of the training state.
+        parts: All parts of the training state.
 
     Raises:
         InvalidArgumentError: The state would be lost, or each rank has a part of it.
@@ -425,7 +423,7 @@ def refuse_unsaved(optimizer: Optimizer, component: str, parts: Iterable[object]
 
 
 def refuse_parted(optimizer: Optimizer, component: str) -> None:
-    """Refuse an optimizer of which each rank has a part of the state, under no name.
+    """Reject an optimizer whose state is in parts on the ranks, without names.
 
     Raises:
         InvalidArgumentError: It is a ZeroRedundancyOptimizer.
@@ -439,15 +437,15 @@ def refuse_parted(optimizer: Optimizer, component: str) -> None:
 
 
 def with_inner(load: PendingLoad, optimizer: Optimizer, optimizers: Iterable[Optimizer]) -> PendingLoad:
-    """Let the optimizers that an optimizer holds, or shares its groups with, follow its load and its undo.
+    """Let an optimizer's inner optimizers, and those that share its groups, follow its load and its undo.
 
-    A load makes new groups: those that had the same list of them have the same again, so that a learning rate which a
-    scheduler sets reaches both.
+    A load creates new groups: optimizers that had the same list of groups have the same again, so that a learning rate
+    which a scheduler sets reaches both.
 
     Args:
-        load: Of the optimizer.
-        optimizer: Which is not changed before the load.
-        optimizers: All of the training state.
+        load: The optimizer's load.
+        optimizer: It is not changed before the load.
+        optimizers: All optimizers of the training state.
     """
     groups = optimizer.param_groups
     sharing = [one for one in optimizers if one is not optimizer and one.param_groups is groups]
@@ -460,7 +458,7 @@ def with_inner(load: PendingLoad, optimizer: Optimizer, optimizers: Iterable[Opt
     def load_all() -> None:
         load.load()
         lists = [one.param_groups for one in (optimizer, *joined)]
-        loaded = next((held for held in lists if held is not groups), groups)  # one may hand its load on to another
+        loaded = next((held for held in lists if held is not groups), groups)  # one may pass its load on to another
         for one in (optimizer, *joined):
             if one.param_groups is not loaded:
                 one.param_groups = loaded
@@ -475,7 +473,7 @@ def with_inner(load: PendingLoad, optimizer: Optimizer, optimizers: Iterable[Opt
 
 
 def _inner_optimizers(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
-    """The optimizers among the attributes of one, or in lists and dicts there, each with its place."""
+    """Yield the optimizers among the attributes of one, or in lists and dicts there, each with its place."""
     for name, value in vars(optimizer).items():
         if isinstance(value, Optimizer):
             yield name, value

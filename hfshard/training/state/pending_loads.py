@@ -1,4 +1,4 @@
-"""Loads that were planned and may still fail, what takes them back, and objects of the class that was saved."""
+"""Planned loads that can still fail, how to undo them, and checks that an object is of the class that was saved."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StatefulLoad:
-    """An object of the user's own, and the state that it is to load."""
+    """A user's own object, and the state that it is about to load."""
 
     name: str
     part: Any
     state: Any
     directory: str
-    """The checkpoint's, for messages."""
+    """The checkpoint's directory, for messages."""
 
     @property
     def nbytes(self) -> int:
@@ -49,7 +49,7 @@ class StatefulLoad:
         """Load the state.
 
         Raises:
-            StateDictMismatchError: The object raised an error, whatever it was.
+            StateDictMismatchError: The object raised an error of any kind.
         """
         try:
             self.part.load_state_dict(self.state)
@@ -63,7 +63,7 @@ class StatefulLoad:
             ) from error
 
     def now(self) -> Any:
-        """Copy the state that the object has now."""
+        """Copy the object's current state."""
         tensors: dict[str, torch.Tensor] = {}
         nested = encode(self.part.state_dict(), self.name, tensors)
         return decode(nested, {name: tensor.clone() for name, tensor in tensors.items()}, self.name)
@@ -78,27 +78,27 @@ class StatefulLoad:
 
 @dataclass(frozen=True, slots=True)
 class PendingLoad:
-    """A load that was checked but may still raise, in a hook or a load_state_dict of the user's own."""
+    """A load that was checked but may still raise, in the user's own hook or load_state_dict."""
 
     name: str
-    """The part's."""
+    """The part's name."""
     load: Callable[[], None]
     undo: Callable[[], None] | None = None
-    """Puts the part back as it was, whether it was loaded or not; None for weights, of which that needs a copy."""
+    """Restores the part's old state, whether or not it was loaded; None for weights, which need a copy for that."""
     keep: Callable[[], Callable[[], None]] | None = None
-    """For weights: copies them, and returns what puts them back."""
+    """For weights: copies them, and returns a function that restores them."""
     may_refuse: bool = False
-    """For weights: whether a hook or a method of the user's own may refuse them."""
+    """For weights: whether the user's own hook or method may refuse them."""
 
     def run(self, directory: str, outcome: str = "Nothing was restored") -> None:
-        """Load.
+        """Load the part.
 
         Args:
-            directory: The checkpoint's, for messages.
-            outcome: What an error leaves behind, in words.
+            directory: The checkpoint's directory, for messages.
+            outcome: A description of what an error leaves behind.
 
         Raises:
-            StateDictMismatchError: The part raised an error, whatever it was.
+            StateDictMismatchError: The part raised an error of any kind.
         """
         try:
             self.load()
@@ -121,33 +121,33 @@ _LATER: Final = frozenset({"foreach", "maximize", "capturable", "differentiable"
 _OF_SCHEDULERS: Final = frozenset(
     {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "max_beta1", "swa_lr", "param_names", "params"}
 )
-"""Options that schedulers put into groups."""
+"""Options that schedulers add to groups."""
 
 _OF_VERSIONS: Final = frozenset(
     ("_is_initial", "_get_lr_called_within_step", "_initial_step", "_step_count", "_last_lr", "verbose", "mode_worse")
     + ("_scale_fn_ref", "_scale_fn_custom", "scale_fn", "_anneal_func_type", "anneal_func", "default_min_lr")
 )
-"""Entries that torch's schedulers have in some versions, or at some times."""
+"""Entries that torch's schedulers have only in some versions, or at some times."""
 
 _OF_OPTIMIZERS: Final = frozenset(
     ("amsgrad", "momentum", "dampening", "nesterov", "betas", "alpha", "centered", "rho", "etas", "step_sizes")
     + ("momentum_decay", "lr_decay", "initial_accumulator_value", "lambd", "t0", "ns_steps", "beta2_decay")
 )
-"""Options of torch's optimizers that others of them do not have."""
+"""Options that some of torch's optimizers have and others do not."""
 
 _SHOWN: Final = 5
-"""How many names a message lists."""
+"""The number of names that a message lists."""
 
 
 def check_class(saved: str | None, part: object, kind: str, name: str, path: str) -> None:
-    """Refuse an object of another class; its module may have moved since.
+    """Reject an object of another class; its module may have moved since.
 
     Args:
-        saved: The qualified name of the class that was saved; None where the program that saved it did not note it.
-        part: What was built.
+        saved: The qualified name of the class that was saved; None if the program that saved it did not record it.
+        part: The object that was built.
         kind: "optimizer" or "scheduler", for messages.
         name: Its name in the training state.
-        path: The checkpoint's.
+        path: The checkpoint's path.
 
     Raises:
         StateDictMismatchError: The classes differ.
@@ -164,16 +164,16 @@ def check_class(saved: str | None, part: object, kind: str, name: str, path: str
 
 
 def check_options(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], name: str, path: str) -> None:
-    """Refuse the state of another class of optimizers, of which only the options of its groups tell.
+    """Reject the state of another class of optimizers, which only the options of its groups reveal.
 
     Args:
-        optimizer: That was built.
+        optimizer: The one that was built.
         groups: The options of each group that was saved.
         name: Its name in the training state.
-        path: The checkpoint's.
+        path: The checkpoint's path.
 
     Raises:
-        StateDictMismatchError: Options of its class are missing; or it is one of torch's, and there are another one's.
+        StateDictMismatchError: Options of its class are missing; or it is one of torch's, and has another one's.
     """
     own = set(optimizer.defaults)
     known = own.union(_OF_SCHEDULERS, _LATER, *optimizer.param_groups)
@@ -185,13 +185,13 @@ def check_options(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], nam
 
 
 def check_entries(scheduler: Any, saved: Mapping[str, Any], name: str, path: str) -> None:
-    """Refuse the state of another class of schedulers, of which only its entries tell.
+    """Reject the state of another class of schedulers, which only its entries reveal.
 
     Args:
-        scheduler: That was built.
-        saved: What the `state_dict()` of the other one returned.
+        scheduler: The one that was built.
+        saved: What the other one's `state_dict()` returned.
         name: Its name in the training state.
-        path: The checkpoint's.
+        path: The checkpoint's path.
 
     Raises:
         StateDictMismatchError: Entries are missing; or it is one of torch's, and there are others.

@@ -1,4 +1,4 @@
-"""State that depends on the order of parameters or groups: found, compared, and put into the order of now."""
+"""State that depends on the order of parameters or groups: found, compared, and put into the current order."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from hfshard.training.state.nested import NotStored, ObjectState
 
 
 def is_sequence(value: Any) -> bool:
-    """Whether a value's entries have positions: a list, a tuple, a deque, or a dict with the keys 0, 1, 2 and so on."""
+    """Return whether entries have positions: a list, a tuple, a deque, or a dict with the keys 0, 1, 2 and so on."""
     if isinstance(value, dict):
         return len(value) > 0 and not isinstance(value, Counter) and set(value) == set(range(len(value)))
     return isinstance(value, list | tuple | deque)
 
 
 def entries_of(value: Any) -> Iterator[tuple[Any, Any]]:
-    """The entries of a value with their keys or positions; none of a value that is no container."""
+    """Yield the entries of a value with their keys or positions; none if it is not a container."""
     if isinstance(value, ObjectState):
         value = value.attributes
     if isinstance(value, dict):
@@ -38,7 +38,7 @@ def entries_of(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def entry_of(value: Any, name: Any) -> Any:
-    """An entry of a value; None where it has none."""
+    """Return an entry of a value; None if it has none."""
     if isinstance(value, dict):
         return value.get(name)
     is_there = isinstance(value, list | tuple | deque) and isinstance(name, int) and name < len(value)
@@ -46,7 +46,7 @@ def entry_of(value: Any, name: Any) -> Any:
 
 
 def with_items(value: Any, change: Callable[[Any, Any], Any]) -> Any:
-    """A container of the same kind with changed entries; any other value as it is."""
+    """Return a container of the same kind with changed entries; any other value unchanged."""
     if isinstance(value, tuple):
         return type(value)([change(number, item) for number, item in enumerate(value)])
     if not isinstance(value, list | deque | dict):
@@ -58,7 +58,7 @@ def with_items(value: Any, change: Callable[[Any, Any], Any]) -> Any:
 
 
 def moved(value: Any, order: Sequence[int], axis: int) -> Any:
-    """A value with its entries in another order."""
+    """Return a value with its entries in another order."""
     if isinstance(value, torch.Tensor):
         return value.index_select(axis, torch.tensor(order, device=value.device))
     if hasattr(value, "shape"):
@@ -67,7 +67,7 @@ def moved(value: Any, order: Sequence[int], axis: int) -> Any:
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Whether a saved value equals another, bit for bit; what was not stored (a function) equals any such object."""
+    """Return whether a saved value equals another, bit for bit; one not stored (a function) equals any such object."""
     if isinstance(one, NotStored):
         return isinstance(other, NotStored) or callable(other) or hasattr(other, "__dict__")
     if isinstance(one, ObjectState):
@@ -86,23 +86,23 @@ def is_same(one: Any, other: Any) -> bool:
     return bool(one == other or (one != one and other != other))  # NaN
 
 
-# Which optimizers an object holds, and a digest of the orders that positions in its state may refer to.
+# Optimizers of an object, and a digest of the orders that positions in its state may refer to.
 
 
 Names = Mapping[int, str]
 """id of a parameter -> its name."""
 
 _MOST_ENTRIES: Final = 1000
-"""Lists that are longer than this hold no optimizers, but data (a replay buffer), and are not looked through."""
+"""Lists that are longer than this contain no optimizers, but data (a replay buffer), and are not searched."""
 
 _DIGEST_CHARACTERS: Final = 32
 """128 bits of an order's sha256."""
 
 
 def held_optimizers(part: object) -> list[Optimizer]:
-    """The optimizers that an object holds, in its attributes, in lists and dicts, or in schedulers that it holds.
+    """Find the optimizers in an object: in its attributes, in lists and dicts, or in its schedulers.
 
-    Those that Accelerate has wrapped are returned unwrapped.
+    Optimizers that Accelerate has wrapped are returned unwrapped.
     """
     found: dict[int, Optimizer] = {}
     seen: set[int] = set()
@@ -133,7 +133,7 @@ def order_digest(part: object, names: Names, modules: Mapping[str, nn.Module] | 
     """Digest the orders that positions in an object's state may refer to.
 
     Args:
-        part: The object: the groups of the optimizers that it holds count.
+        part: The object; the groups of its optimizers count.
         names: The names of parameters.
         modules: Their parameters count, too. Without them it is the state of a scheduler, for which the order within a
             group makes no difference.
@@ -153,11 +153,11 @@ def order_digest(part: object, names: Names, modules: Mapping[str, nn.Module] | 
     return hashlib.sha256(json.dumps([groups, orders]).encode()).hexdigest()[:_DIGEST_CHARACTERS]
 
 
-# Finds state that depends on the order of parameters: vectors and lists of all of them.
+# Search for state that depends on the order of parameters: vectors and lists of all of them.
 
 
 def find_in(value: Any, is_wanted: Callable[[Any], bool], at: str = "") -> str | None:
-    """Find the first of the nested values that is wanted, and return where it is.
+    """Find the first of the nested values that matches, and return its place.
 
     Example:
         assert find_in({"d": [1, "x"]}, lambda one: isinstance(one, str)) == "d.1"
@@ -172,10 +172,10 @@ def find_in(value: Any, is_wanted: Callable[[Any], bool], at: str = "") -> str |
 
 
 def one_per_parameter(parameters: Collection[torch.Tensor]) -> Callable[[Any], bool]:
-    """Return what tells whether a value may have an entry for each of some parameters, or for each of their elements.
+    """Build a test of whether a value may have an entry for each of some parameters, or for each of their elements.
 
-    That is a list (or tuple, or dict of positions) of tensors that have the shapes of parameters, or one vector of all
-    of them.
+    Such a value is a list (or tuple, or dict of positions) of tensors that have the shapes of parameters, or one vector
+    of all of them.
     """
     shapes = {tuple(one.shape) for one in parameters}
     trained = [one for one in parameters if one.requires_grad]
@@ -195,20 +195,20 @@ def one_per_parameter(parameters: Collection[torch.Tensor]) -> Callable[[Any], b
 
 
 def _has_numbers(value: Any) -> bool:
-    """Whether a dict has numbers as keys, as in an optimizer's state_dict: some parameters may have no state."""
+    """Return whether a dict has numbers as keys, as in an optimizer's state_dict: some parameters may have no state."""
     return isinstance(value, dict) and all(type(key) is int for key in value)
 
 
 def find_ordered_state(saved: Mapping[str, Any], parameters: Mapping[str, torch.Tensor]) -> str | None:
-    """Find what depends on the order of an optimizer's parameters or groups, and return where it is.
+    """Find state that depends on the order of an optimizer's parameters or groups, and return its place.
 
     Args:
         saved: What `encode_optimizer` returned, decoded.
-        parameters: All of the optimizer's, by name.
+        parameters: All of the optimizer's parameters, by name.
     """
     groups = [[parameters[name] for name in group["params"]] for group in saved["groups"]]
     counts = {len(parameters), len(groups), *map(len, groups)} - {0, 1}
-    is_shared = len(saved["state"]) == 1 < len(parameters)  # the first parameter's stands for all, as LBFGS has it
+    is_shared = len(saved["state"]) == 1 < len(parameters)  # the first parameter's state is for all, as in LBFGS
 
     def counts_entries(value: Any) -> bool:
         shape = (len(value),) if is_sequence(value) else getattr(value, "shape", ())
@@ -227,7 +227,7 @@ def find_ordered_state(saved: Mapping[str, Any], parameters: Mapping[str, torch.
             if is_shared and shape != own.shape and counts_entries(value):
                 return True
             if shape is None or all(size == 1 or size in own.shape for size in shape):
-                return False  # its own, or made of its dimensions: Adafactor's rows, Shampoo's matrices
+                return False  # its own, or built from its dimensions: Adafactor's rows, Shampoo's matrices
             return int(math.prod(shape)) > (2 * own.numel() if own.is_complex() else own.numel())
 
         if (place := find_in(slots, is_of_others, f"state.{name}")) is not None:
@@ -238,7 +238,7 @@ def find_ordered_state(saved: Mapping[str, Any], parameters: Mapping[str, torch.
     return None
 
 
-# Puts lists with an entry for each group of an optimizer into the order in which the groups stand now.
+# Reordering: lists with an entry for each group of an optimizer are put into the groups' current order.
 
 
 PER_GROUP: Final = frozenset(
@@ -247,39 +247,39 @@ PER_GROUP: Final = frozenset(
 """Lists in the schedulers of torch and transformers that have one entry for each group of the optimizer."""
 
 _NOT_PER_GROUP: Final = frozenset({"_milestones", "_schedule_phases", "_streaming_avg"})
-"""Those that may have as many entries by chance (SequentialLR, OneCycleLR, transformers' GreedyLR)."""
+"""Lists that may have as many entries by coincidence (SequentialLR, OneCycleLR, transformers' GreedyLR)."""
 
 _SCHEDULERS: Final = "_schedulers"
-"""Those of a chained or sequential scheduler: each has such lists of its own."""
+"""The schedulers of a chained or sequential one; each has its own such lists."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reordering:
-    """The entries of an object's lists, one for each group of an optimizer, say, that stood in another order."""
+    """A change of order for an object's lists that have one entry for each owner, such as an optimizer's group."""
 
     part: str
     """The object's name in the training state, for messages."""
     owners: str
-    """What has an entry each, for messages: "groups of 'optimizer'"."""
+    """The owners of one entry each, for messages: "groups of 'optimizer'"."""
     path: str
-    """The checkpoint's."""
+    """The checkpoint's path."""
     positions: tuple[int, ...] | None
-    """For each owner of now the position that it had; None where they are not the same owners."""
+    """The old position of each current owner; None if they are not the same owners."""
     counts: frozenset[int]
-    """How many owners there are, and were."""
+    """The numbers of owners, now and when saved."""
     known: frozenset[str] = PER_GROUP
-    """Lists that are known to have one entry each."""
+    """Lists that are known to have one entry for each owner."""
 
     def apply(self, saved: Any, fresh: Any, at: str = "", key: object = None) -> Any:
-        """Return a saved value with its entries in the order of now.
+        """Return a saved value with its entries in the current order.
 
         Args:
             saved: Any value. Its lists, tuples, dicts of numbers, tensors and arrays with one entry for each owner are
-                put in order where it is known that this is what they are: by their key, or as the object that was
-                built has the same entries in the new order.
+                reordered if it is certain that they are such: by their key, or because the object that was built has
+                the same entries in the new order.
             fresh: The value in the object that was built.
-            at: Where it is, for messages.
-            key: The last part of that.
+            at: Its place, for messages.
+            key: The last part of that place.
 
         Raises:
             StateDictMismatchError: A value has as many entries as there are owners, and may or may not be theirs.
@@ -309,14 +309,14 @@ class Reordering:
         raise self._unknown(at, len(saved))
 
     def _order(self, value: Any, axis: int) -> Sequence[int]:
-        """The positions; where they are not known, those that change every value whose entries are not all the same."""
+        """Return the positions; if unknown, positions that change every value whose entries are not all the same."""
         if self.positions is not None:
             return self.positions
         size = self._size(value, axis)
         return [*range(1, size), 0]
 
     def _axes(self, value: Any) -> list[int]:
-        """The dimensions of a value that have one entry for each owner."""
+        """Return the dimensions of a value that have one entry for each owner."""
         shape = [len(value)] if is_sequence(value) else list(getattr(value, "shape", ()))
         return [axis for axis, size in enumerate(shape) if size > 1 and size in self.counts]
 
@@ -335,10 +335,10 @@ class Reordering:
 
 
 def matched_positions(now: Sequence[Collection[str]], before: Sequence[Collection[str]]) -> tuple[int, ...] | None:
-    """Find each group of parameters among those of before: the position of the one with the same names.
+    """Find each group of parameters among the old ones: the position of the one with the same names.
 
     Returns:
-        None unless they are the same groups, in whatever order.
+        The positions; None unless they are the same groups, in any order.
 
     Example:
         assert matched_positions([["b"], ["a", "c"]], [["c", "a"], ["b"]]) == (1, 0)
@@ -351,10 +351,10 @@ def matched_positions(now: Sequence[Collection[str]], before: Sequence[Collectio
 
 
 def related_positions(now: Sequence[Collection[str]], before: Sequence[Collection[str]]) -> tuple[int, ...] | None:
-    """Find each group among those of before, as `matched_positions` does, though some have more or fewer parameters.
+    """Find each group among the old ones, like `matched_positions`, even if some have more or fewer parameters.
 
     Returns:
-        None unless each group has parameters of one of before, and no two of the same.
+        The positions; None unless each group has parameters of one old group, and no two of the same.
 
     Example:
         assert related_positions([["b"], ["a", "new"]], [["a", "gone"], ["b"]]) == (1, 0)

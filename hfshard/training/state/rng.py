@@ -20,21 +20,21 @@ from hfshard.tensors.state_dict import is_dtensor, parameter_names
 logger = logging.getLogger(__name__)
 
 _MERSENNE_TWISTER: Final = "MT19937"
-"""What numpy uses for its global generator unless another is set."""
+"""The kind of numpy's global generator unless another is set."""
 
 _PLACES: Final = {_MERSENNE_TWISTER: ("state", "pos", 624), "Philox": ("", "buffer_pos", 4)}
-"""numpy's generators that read from a buffer at a number in their state -> where it is, and its highest value. numpy
-takes any, and then reads beyond the buffer."""
+"""numpy's generators that read from a buffer at a position in their state -> where it is, and its highest value. numpy
+accepts any, and then reads beyond the buffer."""
 
 _DEVICES: Final = ("cuda", "xpu")
 """Kinds of devices with a generator for each device; MPS has a single one."""
 
 _CURRENT: Final = "current_devices"
-"""The key of the process' own device of each kind."""
+"""The key of the process's own device of each kind."""
 
 
 def rng_state() -> dict[str, Any]:
-    """Return the state of all generators as tensors and plain values (see `nested.py`); nothing is drawn.
+    """Return the state of all generators as tensors and plain values that `nested` encodes; nothing is drawn.
 
     Example:
         state = rng_state()
@@ -63,11 +63,11 @@ def rng_state() -> dict[str, Any]:
 
 
 def check_rng_state(state: Any, file: str) -> None:
-    """Refuse a state that `set_rng_state` can't use.
+    """Reject a state that `set_rng_state` cannot use.
 
     Raises:
         DamagedCheckpointError: It is not what `rng_state` returns.
-        StateDictMismatchError: numpy's global generator is another kind here.
+        StateDictMismatchError: numpy's global generator is of another kind here.
     """
     try:
         probe = random.Random()
@@ -114,7 +114,7 @@ def _refuse_other_generator(state: dict[str, Any], file: str) -> None:
 
 
 def _check_place(state: dict[str, Any]) -> None:
-    """Refuse a generator of numpy's that would read beyond its buffer.
+    """Reject a numpy generator that would read beyond its buffer.
 
     Raises:
         ValueError: It would.
@@ -128,7 +128,7 @@ def _check_place(state: dict[str, Any]) -> None:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Set all generators to a state of `rng_state`; warns if there are fewer devices than in the state."""
+    """Set all generators to a state of `rng_state`; warn if there are fewer devices than in the state."""
     random.setstate(_python_state(state))
     if "numpy" in state:
         import numpy
@@ -160,16 +160,16 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 
 def device_places(saved: int, current: int | None, now: int, count: int) -> dict[int, int]:
-    """Which of the saved states of a kind of device goes to which device here.
+    """Choose which of the saved states of a kind of device goes to which device here.
 
-    That of the device on which the process drew goes to the one on which it draws now: a rank may have another one than
-    before, as where two machines of 4 became one of 8. The others keep their numbers, as far as there are such devices.
+    The state of the device on which the process drew goes to the one on which it draws now: a rank may have another one
+    than before, for example if two machines of 4 became one of 8. The others keep their numbers, if such devices exist.
 
     Args:
-        saved: How many states there are.
-        current: The process' own device when they were saved; None: a checkpoint does not say.
+        saved: The number of states.
+        current: The process's own device when they were saved; None: the checkpoint does not record it.
         now: Its own device here.
-        count: How many devices there are here.
+        count: The number of devices here.
 
     Example:
         >>> device_places(saved=4, current=1, now=5, count=8)
@@ -183,7 +183,7 @@ def device_places(saved: int, current: int | None, now: int, count: int) -> dict
 def seed_from_state(state: dict[str, Any], rank: int, world_size: int) -> None:
     """Seed all generators from a state of another number of ranks: always the same, and different on each rank."""
     word = hashlib.sha256(f"{rank} of {world_size}".encode() + state["torch"].numpy().tobytes()).digest()
-    seed = int.from_bytes(word[:8], "little") >> 1  # what torch takes: 63 bits
+    seed = int.from_bytes(word[:8], "little") >> 1  # torch accepts 63 bits
     random.seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(seed & 0xFFFF_FFFF)
@@ -205,40 +205,40 @@ class Gradients:
 
     It is needed only for saves while gradients accumulate: after `optimizer.step()` there are none to save. It makes a
     checkpoint larger by the size of the gradients. Under `fully_shard`, gradients are those that were reduced: after a
-    backward pass with `set_requires_gradient_sync(False)` a save is refused.
+    backward pass with `set_requires_gradient_sync(False)` a save is rejected.
     """
 
     def __init__(self, model: nn.Module) -> None:
         """Name the model.
 
         Args:
-            model: Any module; wrappers are looked through.
+            model: Any module, with or without wrappers.
         """
         self._model = model
 
     @property
     def is_spread(self) -> bool:
-        """Whether a parameter is a DTensor, so that its gradient is that of all ranks."""
+        """True if a parameter is a DTensor, so that its gradient is that of all ranks."""
         fsdp = sys.modules.get("torch.distributed.fsdp")
         is_gathered = fsdp is not None and any(isinstance(one, fsdp.FSDPModule) for one in self._model.modules())
         return is_gathered or any(map(is_dtensor, self._model.parameters()))
 
     @property
     def names(self) -> set[str]:
-        """Of all parameters, with a gradient or without."""
+        """The names of all parameters, with or without a gradient."""
         return set(self._parameters())
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return name -> gradient of the parameters that have one; the tensors themselves.
 
         Raises:
-            InvalidArgumentError: One is not reduced over the ranks yet.
+            InvalidArgumentError: A gradient is not reduced over the ranks yet.
         """
         refuse_unreduced(self._model, "save")
         return {name: one.grad for name, one in self._parameters().items() if one.grad is not None}
 
     def check_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
-        """Refuse gradients of another model; nothing is changed.
+        """Reject gradients of another model; nothing is changed.
 
         Raises:
             StateDictMismatchError: A parameter is missing, or has another shape.
@@ -258,7 +258,7 @@ class Gradients:
         """Restore the gradient of each parameter, and remove the gradients of those that had none.
 
         Raises:
-            StateDictMismatchError: As in `check_state_dict`.
+            StateDictMismatchError: A parameter is missing, or has another shape.
         """
         self.check_state_dict(state_dict)
         for name, parameter in self._parameters().items():
@@ -271,16 +271,16 @@ class Gradients:
 
 
 def refuse_unreduced(model: nn.Module, verb: str) -> None:
-    """Refuse gradients that FSDP2 keeps to itself until a later backward pass reduces them over the ranks.
+    """Reject gradients that FSDP2 keeps to itself until a later backward pass reduces them over the ranks.
 
     No parameter has them as its `.grad`, so a save would lose them, and a restore would leave them to the next step.
 
     Args:
         model: Any module; under `fully_shard` it must have been resharded.
-        verb: What is refused, "save" or "restore".
+        verb: What is rejected, "save" or "restore".
 
     Raises:
-        InvalidArgumentError: There are some.
+        InvalidArgumentError: There are such gradients.
     """
     found = next(_unreduced_names(model), None)
     if found is not None:
@@ -294,7 +294,7 @@ def refuse_unreduced(model: nn.Module, verb: str) -> None:
 
 
 def _unreduced_names(model: nn.Module) -> Iterator[str]:
-    """Parameters whose gradients are not reduced; with HSDP also those that are not summed up over the replicas."""
+    """Yield the parameters whose gradients are not reduced, or with HSDP not summed up over the replicas."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     modules = [] if fsdp is None else [one for one in model.modules() if isinstance(one, fsdp.FSDPModule)]
     names = parameter_names(model) if modules else {}
@@ -307,7 +307,7 @@ def _unreduced_names(model: nn.Module) -> Iterator[str]:
 
 
 def _parameter_groups(module: Any) -> list[Any]:
-    """Those of a module under `fully_shard`; torch has no public name for them, and before 2.13 one or none."""
+    """Return a module's groups under `fully_shard`; torch has no public name for them, and before 2.13 at most one."""
     state = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)

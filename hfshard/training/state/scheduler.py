@@ -1,4 +1,4 @@
-"""A learning rate scheduler's state: its numbers, but not the functions, optimizers and modules that it holds."""
+"""A learning rate scheduler's state: its numbers, but not its functions, optimizers and modules."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ _NEVER_STORED: Final = (
     LRScheduler,
     ReduceLROnPlateau,
 )
-"""What a scheduler gets from its constructor and keeps when its state is restored: torch's own rule for LambdaLR."""
+"""Types that a scheduler gets from its constructor and keeps in a restore: torch's own rule for LambdaLR."""
 
 _BUILTIN_VALUES: Final = (enum.Enum, int, float, complex, str, bytes, tuple, list, dict, set, frozenset, BaseException)
-"""Instances of their subclasses have a value besides their attributes."""
+"""Types whose subclasses' instances have a value besides their attributes."""
 
 _MISSING: Final = object()
 
 
 def is_scheduler(value: object) -> bool:
-    """Whether an object is one of torch's schedulers, or derived from one."""
+    """Return whether an object is one of torch's schedulers, or derived from one."""
     return isinstance(value, LRScheduler | ReduceLROnPlateau)
 
 
 def encode_scheduler(scheduler: Any, path: str, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Encode the state of a scheduler (see `nested.encode`).
+    """Encode the state of a scheduler with `nested.encode`.
 
     Functions, lambdas, bound methods, optimizers and modules in it are marked as not stored. For any other object, such
-    as a callable with state of its own or another scheduler, the attributes are stored.
+    as a callable with its own state or another scheduler, the attributes are stored.
 
     Raises:
         UnstorableTensorError: It contains an object that is more than its attributes.
@@ -72,14 +72,14 @@ def encode_scheduler(scheduler: Any, path: str, tensors: dict[str, torch.Tensor]
 def plan_scheduler(
     scheduler: Any, saved: dict[str, Any], name: str, path: str, reorderings: Sequence[Reordering] = ()
 ) -> PendingLoad:
-    """Check a state against a freshly built scheduler, and return what loads it.
+    """Check a state against a freshly built scheduler, and return the load that applies it.
 
     Args:
         scheduler: Built as for the run that was saved; it is not changed before the load.
         saved: What `encode_scheduler` returned, decoded.
         name: The scheduler's name in the training state, for messages.
-        path: The checkpoint's, for messages.
-        reorderings: How the groups of its optimizers stand now, where that is another order than when it was saved.
+        path: The checkpoint's path, for messages.
+        reorderings: The current order of its optimizers' groups, if it is another one than when it was saved.
 
     Raises:
         StateDictMismatchError: It has another class, or schedulers of other classes, or lacks an object that was marked
@@ -119,7 +119,7 @@ def plan_scheduler(
 
 
 def _part_classes(scheduler: Any) -> list[Any]:
-    """The classes of the schedulers in a chained or sequential one, each before the list of its own."""
+    """Return the classes of the schedulers in a chained or sequential one, each before the list of its own."""
     parts: list[Any] = []
     for part in getattr(scheduler, "_schedulers", ()):
         parts += [type(part).__qualname__, _part_classes(part)]
@@ -133,7 +133,7 @@ def _stand_in(value: Any) -> NotStored | ObjectState | None:
 
 
 def _collect_owners(value: Any, owners: dict[int, Any]) -> None:
-    """Collect all objects whose attributes a load changes: the scheduler, those in it, and the objects they hold."""
+    """Collect all objects whose attributes a load changes: the scheduler, those in it, and the objects they contain."""
     if isinstance(value, list | tuple):
         for item in value:
             _collect_owners(item, owners)
@@ -145,7 +145,7 @@ def _collect_owners(value: Any, owners: dict[int, Any]) -> None:
 
 
 def _is_its_attributes(value: Any) -> bool:
-    """Whether an object is no more than its attributes, unlike an enum, a random.Random or a subclass of dict."""
+    """Return whether an object is only its attributes, unlike an enum, a random.Random or a subclass of dict."""
     kind = type(value)
     has_own_state = any(
         getattr(kind, method, default) is not default
@@ -160,7 +160,7 @@ def _is_its_attributes(value: Any) -> bool:
 
 
 class _Merging:
-    """Puts the built scheduler's own objects where the saved state marks one as not stored; tensors on its devices."""
+    """Uses the built scheduler's own objects for what was not stored, and moves tensors to its devices."""
 
     def __init__(self, name: str, path: str, held: list[tuple[Any, dict[str, Any]]]) -> None:
         self.name = name

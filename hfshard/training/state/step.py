@@ -1,4 +1,4 @@
-"""A step of a run: checked when it is saved, and with what was saved beside it when it is restored."""
+"""A step of a run: validated when it is saved, and returned with what was saved along with it when restored."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from typing import Any, Final
 from hfshard.errors import InvalidArgumentError
 
 _MAX_STEP: Final = 10**18 - 1
-"""The highest step that the name of a directory has room for."""
+"""The highest step that fits into the name of a directory."""
 
 
 class RestoredStep(int):
-    """The step that was restored, as an int, with what was saved beside the state.
+    """The step that was restored, as an int, with what was saved along with the state.
 
     restored = manager.restore_latest(state)
     print(restored + 1, restored.metrics["eval_loss"])
     """
 
     path: str
-    """The checkpoint's directory or address; of another program's, its file or directory."""
+    """The checkpoint's directory or address; for another program's, its file or directory."""
     extra: Any
-    """What was passed to `save` as `extra`."""
+    """The value that was passed to `save` as `extra`."""
     metrics: dict[str, float]
     differences: tuple[str, ...]
-    """With strict=False: what did not fit and stayed as it was built, in words."""
+    """With strict=False: descriptions of what did not fit and stayed as it was built."""
     lacking: tuple[str, ...] = ()
-    """Of another program's checkpoint: what it does not hold and our own would, such as random number generators."""
+    """For another program's checkpoint: what it lacks that hfshard's would have, such as random number generators."""
 
 
 def checked_step(step: object) -> int:

@@ -21,11 +21,11 @@ from hfshard.training.state.rng import Gradients
 from hfshard.training.state.scheduler import is_scheduler
 
 PartKind = Literal["module", "optimizer", "scheduler", "loader", "stateful"]
-"""What a part is. Each rank saves its own parts of the kind "loader" (data positions, gradients that are accumulating);
+"""The kind of a part. Each rank saves its own parts of the kind "loader" (data positions, accumulating gradients);
 parts of the other kinds are the same on every rank, or have DTensors, which are spread over the ranks."""
 
 _RESERVED: Final = re.compile(r"rng|extra|rank\d+")
-"""Names that a checkpoint uses for what is not a component."""
+"""Names that a checkpoint uses for data other than components."""
 
 
 class TrainingState:
@@ -48,17 +48,17 @@ class TrainingState:
         """Name the parts of a run.
 
         Args:
-            model: Any module; wrappers (DataParallel, DistributedDataParallel, torch.compile) are looked through.
+            model: Any module, also in a wrapper (DataParallel, DistributedDataParallel, torch.compile).
             optimizer: One of torch's, one derived from these, or one prepared by Accelerate.
             scheduler: One of torch's, one derived from these, one prepared by Accelerate, or one with a state_dict.
             loader: A `ResumableDataLoader`, or another loader with state_dict and load_state_dict.
             scaler: A GradScaler.
-            stateful: More parts under names of your own: modules (an EMA), optimizers, schedulers, and other objects
-                with state_dict and load_state_dict; and a `torch.Generator`.
+            stateful: More parts under your own names: modules (an EMA), optimizers, schedulers, and other objects with
+                state_dict and load_state_dict; and a `torch.Generator`.
 
         Raises:
             InvalidArgumentError: A part has no state_dict. (An optimizer with parameters of a module that is not part
-                of the state is refused when it is saved or restored.)
+                of the state is rejected when it is saved or restored.)
         """
         named = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader, "scaler": scaler}
         named |= stateful
@@ -67,14 +67,14 @@ class TrainingState:
         self.components: dict[str, Any] = {
             name: track(part) if self.kinds[name] == "loader" else part for name, part in parts.items()
         }
-        """The parts by name; a loader of another library is tracked from now on (see `external_loader.py`)."""
+        """The parts by name; a loader of another library is tracked from now on, by `external_loader`."""
         self.left_out: dict[str, Any] = {}
         """Parts that stay as they are: their modules still name the parameters of an optimizer."""
         self.aliases: dict[str, str] = {}
-        """Names of parameters -> those by which another stage of a pipeline, where they are tied, knows them."""
+        """Names of parameters -> the names of their ties that another stage of a pipeline uses."""
 
     def without(self, names: Collection[str]) -> TrainingState:
-        """Return the same parts without some of them, and this state itself where there are none to leave out.
+        """Return the same parts without some of them; this state itself if there are none to leave out.
 
         Raises:
             InvalidArgumentError: It has no such part.
@@ -122,7 +122,7 @@ class TrainingState:
         """Return the id of every parameter -> its name, which is "component:name" outside of the model."""
         names: dict[int, str] = {}
         modules = self._naming_modules()
-        for component in sorted(modules, key=lambda name: (name != "model", name)):  # not as they were passed
+        for component in sorted(modules, key=lambda name: (name != "model", name)):  # not as passed
             prefix = "" if component == "model" else f"{component}:"
             for key, name in parameter_names(modules[component]).items():
                 names.setdefault(key, self.aliases.get(prefix + name, prefix + name))
@@ -142,10 +142,10 @@ class TrainingState:
 
 
 def check_state(state: object) -> None:
-    """Refuse what is no `TrainingState`.
+    """Reject anything that is not a `TrainingState`.
 
     Raises:
-        InvalidArgumentError: It says what to write instead.
+        InvalidArgumentError: It is not one; the message says what to write instead.
     """
     if not isinstance(state, TrainingState):
         names = [name for name in state if isinstance(name, str)] if isinstance(state, dict) else []
@@ -156,10 +156,10 @@ def check_state(state: object) -> None:
 
 
 def refuse_meta(state: TrainingState) -> None:
-    """Refuse an optimizer of parameters without numbers: a load makes new ones, which the optimizer would never see.
+    """Reject an optimizer of parameters on the meta device: a load creates new ones, which it would never see.
 
     Raises:
-        InvalidArgumentError: It names the first one.
+        InvalidArgumentError: There is such a parameter; the message names the first one.
     """
     for name, optimizer in state.of_kind("optimizer").items():
         parameters = [one for group in optimizer.param_groups for one in group["params"] if one.is_meta]
@@ -183,7 +183,7 @@ class GeneratorPart:
         return {"state": self.generator.get_state()}
 
     def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
-        """Set it."""
+        """Set its state."""
         self.generator.set_state(state_dict["state"])
 
 
