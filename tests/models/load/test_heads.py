@@ -68,7 +68,7 @@ by_those_on_oldest = pytest.mark.parametrize(
     ("name", "target"),
     [pytest.param(*pair, marks=pytest.mark.compat if pair in ON_OLDEST else pytest.mark.slow) for pair in PAIRS],
 )
-"""For files whose tensors are those of stock files, as tests/models/test_collect_zoo.py shows: others run with --slow."""
+"""For files whose tensors are those of stock files, as test_collect_zoo.py shows: others run with --slow."""
 
 BASES = [
     ("LlamaModel", "llama_untied", "LlamaForCausalLM"),
