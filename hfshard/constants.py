@@ -80,10 +80,10 @@ STAGING_DIRECTORY: Final = ".cache/huggingface/hfshard"
 """The directory in which a save writes before it commits: `upload_folder` and `snapshot_download` leave
 `.cache/huggingface` alone, and no tool that globs `*.safetensors` sees an unfinished file."""
 
-CHANGED_RETRIES: Final = 400
+REPLACED_RETRIES: Final = 400
 """The number of times that a reader starts again because a save replaced the checkpoint."""
 
-CHANGED_WAIT_SECONDS: Final = 0.005
+REPLACED_WAIT_SECONDS: Final = 0.005
 """Seconds between two such attempts."""
 
 MIXIN_MARK: Final = "_is_hfshard_model"

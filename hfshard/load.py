@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hfshard._util.arguments import names_files, path_text, refuse_unknown
-from hfshard.checkpoint.load_options import LoadOptions, checked_device, files_holding, read_tensors
+from hfshard._util.arguments import checked_path_text, reject_unknown_arguments, wraps_os_errors
+from hfshard.checkpoint.load_options import LoadOptions, checked_device, files_with_keys, read_tensors
 from hfshard.checkpoint.open_checkpoint import FilesOf
 from hfshard.distributed.group_store import among
 from hfshard.distributed.load_on_ranks import (
@@ -27,7 +27,7 @@ from hfshard.errors import InvalidArgumentError
 from hfshard.format.digests import Verify
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.models.model_kinds import is_plain_class
-from hfshard.places.source import CheckpointSource, open_source_by_ranges, with_checkpoint
+from hfshard.places.source import CheckpointSource, open_source_by_ranges, use_checkpoint
 from hfshard.shards.read_tensors import ReadMode
 from hfshard.signing.check_signature import required_signature
 from hfshard.signing.signer import SignedBy
@@ -39,7 +39,7 @@ _QUERY_ARGUMENTS: Final = frozenset(
 """Keyword arguments that `load_model` accepts for a module in addition to its named ones."""
 
 
-@names_files("path")
+@wraps_os_errors("path")
 def load_state_dict(
     path: str | os.PathLike[str],
     *,
@@ -139,7 +139,7 @@ def load_state_dict(
     options = LoadOptions(
         verify=verify, read=read, disable_mmap=disable_mmap, progress=progress, key=key, signature=signature
     )
-    source = CheckpointSource(path_text(path), query, takes_files=True)
+    source = CheckpointSource(checked_path_text(path), query, takes_files=True)
     with among(process_group):
         if like is not None:
             return load_like(source, like, device, options)
@@ -148,7 +148,7 @@ def load_state_dict(
         with open_source_by_ranges(source, options) as checkpoint:
             return read_tensors(checkpoint, keys, device, "pread")
     use = partial(read_tensors, keys=keys, device=device, read=options.read)
-    return with_checkpoint(source, options, use, local)
+    return use_checkpoint(source, options, use, local)
 
 
 def load_model(
@@ -248,22 +248,22 @@ def load_model(
         )
     if model_args:
         raise InvalidArgumentError("Positional arguments after the path are for a model class, not for a module.")
-    refuse_unknown(kwargs, _QUERY_ARGUMENTS, "load_model")
+    reject_unknown_arguments(kwargs, _QUERY_ARGUMENTS, "load_model")
     query = CheckpointQuery(**kwargs, needs_signature=signature is not None)
-    source = CheckpointSource(path_text(path), query, takes_files=True)
+    source = CheckpointSource(checked_path_text(path), query, takes_files=True)
     with among(process_group):
         info = _load_module(model, source, options)
     return (model, info) if output_loading_info else model
 
 
-@names_files("path")
+@wraps_os_errors("path")
 def _load_module(model: nn.Module, source: CheckpointSource, options: LoadOptions) -> dict[str, Any]:
     if has_spread_state(model):
         return load_into_spread_module(model, source, options)
-    return with_checkpoint(source, options, partial(load_opened, model, options=options))
+    return use_checkpoint(source, options, partial(load_opened, model, options=options))
 
 
 def _files_of(keys: KeySelection | None, like: Mapping[str, torch.Tensor] | None) -> FilesOf | None:
     if like is not None:
         return lambda index: files_of_names(index, like.keys())
-    return None if keys is None else lambda index: files_holding(index, keys)
+    return None if keys is None else lambda index: files_with_keys(index, keys)

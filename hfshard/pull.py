@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from hfshard._util.addresses import is_address, names_store
-from hfshard._util.arguments import absolute_path, names_files, path_text
+from hfshard._util.addresses import is_address, is_store_url
+from hfshard._util.arguments import absolute_path, checked_path_text, wraps_os_errors
 from hfshard.errors import InvalidArgumentError
 from hfshard.format.digests import Verify
 from hfshard.hub.resolve import CheckpointQuery
-from hfshard.places.fetch import pull_from_hub
+from hfshard.places.fetch import fetch_or_export
 from hfshard.saving.copy_checkpoint import copy_checkpoint, listed
 
 
-@names_files("repo_id")
+@wraps_os_errors("repo_id")
 def pull_checkpoint(
     repo_id: str | os.PathLike[str],
     local_dir: str | os.PathLike[str] | None = None,
@@ -103,12 +103,12 @@ def pull_checkpoint(
     )
     if local_dir is not None:
         local_dir = absolute_path(local_dir, "local_dir")
-    if names_store(repo_id):
-        address = path_text(repo_id, "repo_id")
+    if is_store_url(repo_id):
+        address = checked_path_text(repo_id, "repo_id")
         return _pull_from_store(address, local_dir, query, verify=verify, progress=progress, overwrite=overwrite)
     if local_dir is None or not is_address(local_dir):
-        return pull_from_hub(repo_id, local_dir, query, verify=verify, progress=progress, overwrite=overwrite)
-    directory = pull_from_hub(repo_id, None, query, verify=verify, progress=progress)
+        return fetch_or_export(repo_id, local_dir, query, verify=verify, progress=progress, overwrite=overwrite)
+    directory = fetch_or_export(repo_id, None, query, verify=verify, progress=progress)
     return copy_checkpoint(directory, local_dir, query, progress=progress, overwrite=overwrite)
 
 

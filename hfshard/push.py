@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 
-from hfshard._util.addresses import is_address, names_store, parse_address
-from hfshard._util.arguments import absolute_path, names_files, path_text
-from hfshard.commit.hub_marker import absolute_address
+from hfshard._util.addresses import is_address, is_store_url, parse_address
+from hfshard._util.arguments import absolute_path, checked_path_text, wraps_os_errors
+from hfshard.commit.hub_marker import absolute_repo_id
 from hfshard.errors import InvalidArgumentError
 from hfshard.hub.push_files import DirectoryFiles, PushOptions, PushRequest, contents_of, push_directory, push_files
 from hfshard.hub.repo import PushResult
 from hfshard.saving.copy_checkpoint import StoreFiles, copy_to_store, without_marks
 
 
-@names_files("directory")
+@wraps_os_errors("directory")
 def push_checkpoint(
     directory: str | os.PathLike[str],
     repo_id: str | os.PathLike[str],
@@ -91,10 +91,10 @@ def push_checkpoint(
         follow_links=follow_links,
         progress=progress,
     )
-    return push_anywhere(directory, repo_id, options, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns)
+    return push_to_place(directory, repo_id, options, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns)
 
 
-def push_anywhere(
+def push_to_place(
     directory: str | os.PathLike[str],
     repo_id: str | os.PathLike[str],
     options: PushOptions,
@@ -105,20 +105,20 @@ def push_anywhere(
     """Do what `push_checkpoint` does, with its options as one object."""
     place = absolute_path(directory, "directory")
     patterns = {"allow_patterns": allow_patterns, "ignore_patterns": ignore_patterns}
-    if names_store(repo_id):
-        target = parse_address(path_text(repo_id, "repo_id"), "repo_id")
-        _refuse_commits(options, str(target))
+    if is_store_url(repo_id):
+        target = parse_address(checked_path_text(repo_id, "repo_id"), "repo_id")
+        _reject_commits(options, str(target))
         files = StoreFiles(place) if is_address(place) else DirectoryFiles(place, follow_links=options.follow_links)
         folder = options.folder.rstrip("/")
         return copy_to_store(files, str(target.joined(folder) if folder else target), options.progress, **patterns)
     if not is_address(place):
         return push_directory(place, repo_id, options, **patterns)
-    repo_id = absolute_address(repo_id)
+    repo_id = absolute_repo_id(repo_id)
     found = without_marks(contents_of(StoreFiles(place), **patterns))
     return push_files(PushRequest(contents=found.contents, variants=frozenset(found.indexes), options=options), repo_id)
 
 
-def _refuse_commits(options: PushOptions, address: str) -> None:
+def _reject_commits(options: PushOptions, address: str) -> None:
     """Reject options that only a hub has."""
     given = {
         "revision": options.revision,

@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import Final
 
 from hfshard._util.addresses import is_address
-from hfshard._util.arguments import absolute_path, names_files
-from hfshard._util.text import list_some
+from hfshard._util.arguments import absolute_path, wraps_os_errors
+from hfshard._util.text import shorten_list
 from hfshard.checkpoint.locate import directory_not_found
-from hfshard.commit.hub_marker import enclosing_hub
+from hfshard.commit.hub_marker import find_enclosing_hub
 from hfshard.constants import MARKS
 from hfshard.errors import (
     CheckpointChangedError,
@@ -45,7 +45,7 @@ _SHOWN: Final = 5
 """The most steps in a message."""
 
 
-@names_files("path")
+@wraps_os_errors("path")
 def remove_checkpoint(
     path: str | os.PathLike[str],
     *,
@@ -96,7 +96,7 @@ def remove_checkpoint(
     return replace(removal.report, is_done=not dry_run)
 
 
-@names_files("path")
+@wraps_os_errors("path")
 def plan_removal(
     path: str | os.PathLike[str],
     *,
@@ -154,7 +154,7 @@ def _check_directory(directory: str, given: str) -> None:
                 path=directory,
             )
         raise directory_not_found(directory)
-    hub = enclosing_hub(directory)
+    hub = find_enclosing_hub(directory)
     if hub is not None:
         raise SaveDirectoryError(
             f"'{directory}' is in the directory hub '{hub}': its commits are removed with: "
@@ -173,7 +173,7 @@ def _checkpoint_on_disk(directory: str, names: WeightNames) -> Removal:
     try:
         return remove_from_directory(directory, names)
     except CheckpointNotFoundError:
-        _refuse_run(directory)
+        _reject_run(directory)
         raise
 
 
@@ -189,7 +189,7 @@ def _checkpoint_in_store(address: str, names: WeightNames, *, unfinished: bool) 
     try:
         return remove_from_store(store, names, unfinished=unfinished)
     except CheckpointNotFoundError:
-        _refuse_run(address)
+        _reject_run(address)
         raise
 
 
@@ -214,7 +214,7 @@ def _is_folder_of_run(store: Store) -> bool:
     return bool(open_store(replace(store.address, prefix=parent)).list_objects(MARKS))
 
 
-def _refuse_run(place: str) -> None:
+def _reject_run(place: str) -> None:
     """Reject a run: the caller must name one of its checkpoints.
 
     Raises:
@@ -223,7 +223,7 @@ def _refuse_run(place: str) -> None:
     if is_run(place):
         steps = [str(one.step) for one in run_place(place).checkpoints()]
         raise InvalidArgumentError(
-            f"'{place}' is a run: choose one of its checkpoints by its step ({list_some(steps, _SHOWN)}), as in: "
+            f"'{place}' is a run: choose one of its checkpoints by its step ({shorten_list(steps, _SHOWN)}), as in: "
             f"hfshard remove {place} --step {steps[-1]}",
             path=place,
         )

@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from hfshard._util.arguments import absolute_path, names_files, path_text
+from hfshard._util.arguments import absolute_path, checked_path_text, wraps_os_errors
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
 from hfshard.format.digests import Checksum
 from hfshard.format.index import CheckpointIndex
@@ -17,7 +17,7 @@ from hfshard.saving.save_request import SaveOptions
 from hfshard.shards.shard_plan import Packing
 
 
-@names_files("dst")
+@wraps_os_errors("dst")
 def reshard_checkpoint(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],
@@ -104,7 +104,7 @@ def reshard_checkpoint(
         cache_dir=cache_dir,
         local_files_only=local_files_only,
     )
-    source = CheckpointSource(path_text(src, "src"), query, takes_files=True)
+    source = CheckpointSource(checked_path_text(src, "src"), query, takes_files=True)
     options = SaveOptions(
         max_shard_size=max_shard_size,
         variant=variant,

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hfshard._util.arguments import absolute_path, names_files
+from hfshard._util.arguments import absolute_path, wraps_os_errors
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
 from hfshard.distributed.group_store import among
-from hfshard.distributed.save_on_ranks import save_anywhere, telling_other_ranks
+from hfshard.distributed.save_on_ranks import abort_peers_on_error, save_here_or_on_ranks
 from hfshard.distributed.spread_tensor import has_spread
 from hfshard.errors import InvalidArgumentError
 from hfshard.format.digests import Checksum
@@ -25,7 +25,7 @@ from hfshard.shards.shard_plan import Packing
 from hfshard.tensors.parameter_names import unwrap
 
 
-@names_files("save_directory")
+@wraps_os_errors("save_directory")
 def save_state_dict(
     state_dict: Mapping[str, torch.Tensor],
     save_directory: str | os.PathLike[str],
@@ -100,12 +100,12 @@ def save_state_dict(
         progress=progress,
     )
     with among(process_group):
-        with telling_other_ranks(directory, lambda: collective or has_spread(state_dict)):
+        with abort_peers_on_error(directory, lambda: collective or has_spread(state_dict)):
             request = request_from_state_dict(state_dict, options)
-        return save_anywhere(request, directory)
+        return save_here_or_on_ranks(request, directory)
 
 
-@names_files("save_directory")
+@wraps_os_errors("save_directory")
 def save_model(
     model: nn.Module,
     save_directory: str | os.PathLike[str],

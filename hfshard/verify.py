@@ -10,10 +10,10 @@ from functools import partial
 from typing import Final, Literal
 
 from hfshard._util.addresses import is_address
-from hfshard._util.arguments import absolute_path, check_texts, names_files
-from hfshard.checkpoint.locate import adapter_weights, split_weights_path
+from hfshard._util.arguments import absolute_path, check_text_arguments, wraps_os_errors
+from hfshard.checkpoint.locate import adapter_weights, split_file_path
 from hfshard.checkpoint.verifier import Problem, VerifyReport, verify_directory
-from hfshard.commit.hub_marker import directory_of, has_hub_marker
+from hfshard.commit.hub_marker import has_hub_marker, hub_directory
 from hfshard.constants import BIN_SUFFIX, CONFIG_NAME, HUB_MARKER, WEIGHTS_SUFFIXES
 from hfshard.errors import (
     CheckpointNotFoundError,
@@ -34,7 +34,7 @@ from hfshard.hub.directory.commit_graph import (
     snapshot_path,
 )
 from hfshard.hub.directory.directory_hub import DirectoryHub
-from hfshard.hub.directory.snapshot import check_no_strays, check_size, check_snapshot, hash_errors
+from hfshard.hub.directory.snapshot import check_size, check_snapshot, hash_errors, reject_unexpected_files
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.places.source import CheckpointSource
 from hfshard.signing.check_signature import with_signature
@@ -43,7 +43,7 @@ from hfshard.training.run.find_checkpoint import Level
 from hfshard.training.run.reports import is_checkpoint, is_run, report_of, reports_of_run
 
 
-@names_files("path")
+@wraps_os_errors("path")
 def verify_checkpoint(
     path: str | os.PathLike[str],
     *,
@@ -90,7 +90,7 @@ def verify_checkpoint(
         report = hfshard.verify_checkpoint("out")
         assert report.ok, report.problems
     """
-    check_texts(subfolder=subfolder or None)
+    check_text_arguments(subfolder=subfolder or None)
     signed_by = SignedBy.of(public_key)
     if level not in ("structure", "full"):
         raise InvalidArgumentError(f"level must be 'structure' or 'full', got {level!r}.")
@@ -106,7 +106,7 @@ def _folder_at(path: str | os.PathLike[str], subfolder: str) -> str | None:
     """Return the directory or address that may have training checkpoints; None for a file, a hub, or a missing one."""
     if is_address(path):
         return f"{absolute_path(path)}/{subfolder}".rstrip("/")
-    root = absolute_path(directory_of(path) or path)
+    root = absolute_path(hub_directory(path) or path)
     directory = os.path.join(root, subfolder).rstrip(os.sep)
     return directory if os.path.isdir(directory) and not has_hub_marker(root) else None
 
@@ -203,13 +203,13 @@ def _verify(
         assert local is not None and local.folder is not None
         report = verify_directory(local.folder, WeightNames(variant), level, progress, local.weights_name)
         return report, local.folder.path
-    directory = absolute_path(directory_of(path) or path)
+    directory = absolute_path(hub_directory(path) or path)
     if has_hub_marker(directory):
         report = verify_hub(directory, WeightNames(variant), subfolder=subfolder, level=level, progress=progress)
         return report, directory
     if subfolder:
         directory = os.path.join(directory, subfolder)
-    directory, weights_name = split_weights_path(directory)
+    directory, weights_name = split_file_path(directory)
     return verify_directory(directory, WeightNames(variant), level, progress, weights_name), directory
 
 
@@ -285,7 +285,7 @@ def _differences(folder: str, manifest: CommitManifest, level: str, progress: bo
     if level == "full":
         errors += hash_errors(folder, whole, progress)
     try:
-        check_no_strays(folder, manifest.files, found)
+        reject_unexpected_files(folder, manifest.files, found)
     except IntegrityError as error:
         errors.append(error)
     return errors

@@ -58,7 +58,7 @@ def is_address(place: Any) -> bool:
     return isinstance(place, str) and _URL.match(place) is not None and not place.lower().startswith("file:")
 
 
-def names_store(place: Any) -> bool:
+def is_store_url(place: Any) -> bool:
     """Return whether something is an address with the scheme of a store; another URL may be a wrong repo_id."""
     return is_address(place) and place.partition("://")[0].lower() in SCHEMES
 
@@ -113,7 +113,7 @@ def parse_address(text: str, argument: str = "path") -> StoreAddress:
     return StoreAddress(scheme, parts[0], "/".join(parts[1:]))
 
 
-def refuse_hub_arguments(address: str, *, revision: str | None = None, token: str | bool | None = None) -> None:
+def reject_hub_arguments(address: str, *, revision: str | None = None, token: str | bool | None = None) -> None:
     """Reject arguments for a hub's repo together with a store address, which would ignore them.
 
     Args:

@@ -20,7 +20,7 @@ from hfshard.errors import (
 )
 
 
-def refuse_unknown(names: Iterable[str], known: Collection[str], function: str) -> None:
+def reject_unknown_arguments(names: Iterable[str], known: Collection[str], function: str) -> None:
     """Reject unknown keyword arguments.
 
     Args:
@@ -38,7 +38,7 @@ def refuse_unknown(names: Iterable[str], known: Collection[str], function: str) 
             raise UnknownArgumentError(f"{function}() got an unexpected keyword argument '{name}'.{hint}")
 
 
-def refuse_pickles(kwargs: MutableMapping[str, Any]) -> None:
+def reject_pickle_request(kwargs: MutableMapping[str, Any]) -> None:
     """Remove `safe_serialization` of older code from keyword arguments; reject False, which asks for a pickle.
 
     Raises:
@@ -48,7 +48,7 @@ def refuse_pickles(kwargs: MutableMapping[str, Any]) -> None:
         raise InvalidArgumentError("hfshard does not write pickles: leave out safe_serialization=False.")
 
 
-def check_texts(**values: object) -> None:
+def check_text_arguments(**values: object) -> None:
     """Reject arguments that are neither None nor text that can be sent and can be part of a path.
 
     Raises:
@@ -87,7 +87,7 @@ def absolute_path(path: str | os.PathLike[str], argument: str = "path") -> str:
         >>> absolute_path("/srv//models/./bert/")
         '/srv/models/bert'
     """
-    text = path_text(path, argument)
+    text = checked_path_text(path, argument)
     if is_address(text):
         return str(parse_address(text, argument))
     if text.lower().startswith(_FILE_SCHEME):
@@ -123,7 +123,7 @@ def absolute_directory(path: str | os.PathLike[str], argument: str) -> str:
     return text
 
 
-def path_text(path: str | os.PathLike[str], argument: str = "path") -> str:
+def checked_path_text(path: str | os.PathLike[str], argument: str = "path") -> str:
     """Check a path, or a name that may be one, and return it as text.
 
     Raises:
@@ -165,7 +165,7 @@ _TODO = {
 }
 
 
-def names_files(argument: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+def wraps_os_errors(argument: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Make a public function raise a `FileError` if the operating system refuses a file.
 
     Args:
@@ -184,14 +184,14 @@ def names_files(argument: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]
                     raise
                 given = dict(zip(names, args), **kwargs)
                 place = given[argument] if argument in given else getattr(given.get("self"), argument, None)
-                raise file_error(error, place) from error
+                raise as_file_error(error, place) from error
 
         return wrapped
 
     return decorate
 
 
-def file_error(error: OSError, place: Any) -> FileError:
+def as_file_error(error: OSError, place: Any) -> FileError:
     """Create the error that names the file of a system error, or else `place`."""
     named = [os.fsdecode(name) for name in (error.filename, error.filename2) if isinstance(name, str | bytes)]
     path = named[0] if named else os.fsdecode(os.fspath(place)) if isinstance(place, str | os.PathLike) else None

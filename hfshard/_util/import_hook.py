@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     Work = Callable[[ModuleType], object]
 
 
-def when_imported(name: str, work: Work) -> None:
+def on_import(name: str, work: Work) -> None:
     """Call a function with a module each time it is imported or reloaded, and now if it is already imported.
 
     Args:
@@ -25,9 +25,9 @@ def when_imported(name: str, work: Work) -> None:
         work: Called in the importing thread before that continues. Registering the same function twice has no effect.
             Its errors are raised by the import. If threads import and wait at the same time, it may be called twice.
     """
-    finder = next((one for one in sys.meta_path if isinstance(one, _HookedFinder)), None)
+    finder = next((one for one in sys.meta_path if isinstance(one, _ImportHookFinder)), None)
     if finder is None:
-        finder = _HookedFinder()
+        finder = _ImportHookFinder()
         sys.meta_path.insert(0, finder)
     works = finder.works.setdefault(name, [])
     if work not in works:
@@ -53,7 +53,7 @@ def _wait_for_import(name: str) -> None:
             pass
 
 
-class _HookedFinder:
+class _ImportHookFinder:
     """A finder that finds the awaited modules through the other finders, and adds the work to their loaders."""
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ _RANKS: Final = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "P
 """Variables in which torchrun, Slurm and MPI pass a process its rank; the first one that is set counts."""
 
 
-def announce(where: str = "") -> None:
+def announce_once(where: str = "") -> None:
     """Report that hfshard is on: once, in the first process; of ranks that a launcher started, on the first one.
 
     Args:

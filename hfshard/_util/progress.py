@@ -23,7 +23,7 @@ ProgressCallback = Callable[[int], object]
 
 
 @contextmanager
-def bytes_bar(description: str, total_bytes: int, progress: bool | None = None) -> Iterator[Callable[[int], None]]:
+def byte_progress(description: str, total_bytes: int, progress: bool | None = None) -> Iterator[Callable[[int], None]]:
     """Show a bar of bytes while the block runs.
 
     Args:
@@ -36,7 +36,7 @@ def bytes_bar(description: str, total_bytes: int, progress: bool | None = None) 
         A function that takes the bytes done since its last call; any thread may call it. It never raises: a closed
         terminal does not stop a save.
     """
-    if not is_bar_wanted(progress):
+    if not shows_progress_bar(progress):
         yield _ignore
         return
     bar = _Bar(description, total_bytes)
@@ -46,8 +46,8 @@ def bytes_bar(description: str, total_bytes: int, progress: bool | None = None) 
         bar.close()
 
 
-def is_bar_wanted(progress: bool | None = None) -> bool:
-    """Return whether `bytes_bar` shows a bar: by the variable, the argument and stderr, in this order."""
+def shows_progress_bar(progress: bool | None = None) -> bool:
+    """Return whether `byte_progress` shows a bar: by the variable, the argument and stderr, in this order."""
     if os.environ.get(DISABLE_VARIABLE, "").upper() in _TRUE:
         return False
     return _is_terminal() if progress is None else bool(progress)

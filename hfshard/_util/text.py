@@ -19,7 +19,7 @@ endpoint without its scheme, which does not follow a folder."""
 _QUERY: Final = re.compile(r"(https?:/{1,2}[^\s?\"'<>]*)\?[^\s\"'<>)]*")
 
 
-def list_some(items: Collection[str], most: int, *, quote: bool = False) -> str:
+def shorten_list(items: Collection[str], most: int, *, quote: bool = False) -> str:
     """Join the first items of a collection for a message, and add the number of omitted ones.
 
     Args:
@@ -28,7 +28,7 @@ def list_some(items: Collection[str], most: int, *, quote: bool = False) -> str:
         quote: Whether to quote each.
 
     Example:
-        >>> list_some(["a", "b", "c"], 2, quote=True)
+        >>> shorten_list(["a", "b", "c"], 2, quote=True)
         "'a', 'b' and 1 more"
     """
     shown = ", ".join(f"'{item}'" if quote else item for item in islice(items, most))
@@ -56,11 +56,11 @@ def without_url_secrets(text: str) -> str:
     return _QUERY.sub(r"\1?…", _USER.sub("", text))
 
 
-def error_words(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Describe an error by its class and its message, if it has one: Ctrl-C does not.
 
     Example:
-        >>> error_words(KeyError("x")), error_words(KeyboardInterrupt())
+        >>> describe_error(KeyError("x")), describe_error(KeyboardInterrupt())
         ("KeyError: 'x'", 'KeyboardInterrupt')
     """
     words = str(error)

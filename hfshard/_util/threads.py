@@ -25,7 +25,7 @@ _LENDING_SECONDS: Final = 0.05
 """Interval at which a thread that waits for a `LendingLock` checks whether the lock's holder waits for it."""
 
 _of_thread = threading.local()
-"""`cancelled`: the event of the `in_threads` that this thread works for."""
+"""`cancelled`: the event of the `run_in_threads` that this thread works for."""
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -43,7 +43,7 @@ def cancellable(progress_callback: Callable[[int], object] | None, cancelled: th
     return report
 
 
-def in_threads(
+def run_in_threads(
     work: Callable[[_Item, threading.Event], _Result],
     items: Iterable[_Item],
     threads: int,
@@ -70,10 +70,10 @@ def in_threads(
     under_way: list[Future[None]] = []
     try:
         for _ in range(count if count > 1 else 0):  # Ctrl-C may come in here, too
-            started = start_thread(run.do_items_beside, "hfshard-work")
+            started = start_worker(run.do_items_beside, "hfshard-work")
             under_way += [] if started is None else [started]
         if not under_way:
-            run.do_items()
+            run.run_items()
         wait_for(under_way)
     except BaseException:
         run.stop()
@@ -102,24 +102,24 @@ def result_of(future: Future[_Result]) -> _Result:
 
 
 def pause(seconds: float) -> None:
-    """Sleep; in a thread of `in_threads` only until another item fails, or Ctrl-C comes.
+    """Sleep; in a thread of `run_in_threads` only until another item fails, or Ctrl-C comes.
 
     Raises:
         InterruptedError: Another item failed, or Ctrl-C came.
     """
-    cancelled = cancellation()
+    cancelled = current_cancellation()
     if cancelled is None:
         time.sleep(seconds)
     elif cancelled.wait(seconds):
         raise InterruptedError("another item failed, or Ctrl-C came")
 
 
-def cancellation() -> threading.Event | None:
-    """Return the event that `in_threads` sets to end this thread's item early; None in other threads."""
+def current_cancellation() -> threading.Event | None:
+    """Return the event that `run_in_threads` sets to end this thread's item early; None in other threads."""
     return getattr(_of_thread, "cancelled", None)
 
 
-def start_thread(work: Callable[[], _Result], name: str, *, daemon: bool = False) -> Future[_Result] | None:
+def start_worker(work: Callable[[], _Result], name: str, *, daemon: bool = False) -> Future[_Result] | None:
     """Start a thread that does some work in the caller's torch modes; return None if no thread can be started.
 
     Args:
@@ -140,7 +140,7 @@ def start_thread(work: Callable[[], _Result], name: str, *, daemon: bool = False
     return future
 
 
-def pools_take_work() -> bool:
+def can_use_thread_pools() -> bool:
     """Return whether another library's `ThreadPoolExecutor` would work: it does not while Python exits."""
     try:
         from concurrent.futures import ThreadPoolExecutor  # its first import fails while Python exits
@@ -200,7 +200,7 @@ class _Run(Generic[_Item, _Result]):
         self.begun: list[Future[None]] = []
         """One for each thread that began, even if its start was interrupted."""
 
-    def do_items(self) -> None:
+    def run_items(self) -> None:
         """Do one item after another, until none is left, or one has failed."""
         outer = getattr(_of_thread, "cancelled", None)
         _of_thread.cancelled = self._cancelled
@@ -214,7 +214,7 @@ class _Run(Generic[_Item, _Result]):
         ended: Future[None] = Future()
         self.begun.append(ended)
         try:
-            self.do_items()
+            self.run_items()
         finally:
             ended.set_result(None)
 
@@ -249,7 +249,7 @@ class _Run(Generic[_Item, _Result]):
             return None if self._is_stopped else next(self._left, None)
 
 
-class ProcessLock:
+class ForkSafeLock:
     """A re-entrant lock that is new in a forked process, where the thread that held it in the parent does not exist."""
 
     def __init__(self) -> None:
@@ -273,7 +273,7 @@ class LendingLock:
     timeout. It continues once the other has ended, so what the other does under the lock happens within its own block.
     For other means (events, queues), Python does not record which thread waits for which.
 
-    It is new in a forked process, as a `ProcessLock` is.
+    It is new in a forked process, as a `ForkSafeLock` is.
     """
 
     def __init__(self) -> None:
@@ -350,7 +350,7 @@ def _stack(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 @contextmanager
-def no_collection() -> Iterator[None]:
+def pause_gc() -> Iterator[None]:
     """Pause garbage collection in a short block that creates a million objects, none of them in a cycle.
 
     Scanning them again and again took half of the time for planning or loading 100,000 tensors.
@@ -368,7 +368,7 @@ def no_collection() -> Iterator[None]:
 
 
 @contextmanager
-def deferred_interrupt() -> Iterator[Callable[[], bool]]:
+def delay_interrupt() -> Iterator[Callable[[], bool]]:
     """Delay Ctrl-C during a short block that must not end half done; yield a function that tells whether it came."""
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False

@@ -8,13 +8,13 @@ import threading
 from collections.abc import Collection, Mapping
 
 from hfshard._util.progress import ProgressCallback
-from hfshard._util.threads import cancellable, in_threads
-from hfshard.checkpoint.folder import CheckpointFolder
+from hfshard._util.threads import cancellable, run_in_threads
+from hfshard.checkpoint.folder import Folder
 from hfshard.constants import CONFIG_NAME, FILES_AT_ONCE, MAX_CONFIG_BYTES, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
 from hfshard.errors import DamagedCheckpointError, HfshardError, IntegrityError
 from hfshard.format.digests import sha256_of
 from hfshard.format.file_names import INDEX_FILE
-from hfshard.format.index import CheckpointIndex, FileDigest, as_saved, without_mark
+from hfshard.format.index import CheckpointIndex, FileDigest, without_commit_keys, without_commit_marker
 from hfshard.pickles.pickle_file import PickleFile
 from hfshard.shards.shard import SafetensorsShard
 from hfshard.shards.shard_file import SafetensorsFile
@@ -101,7 +101,7 @@ def check_total(weights_path: str, index: CheckpointIndex, actual: int) -> None:
 
 
 def check_checksums(
-    folder: CheckpointFolder,
+    folder: Folder,
     weights_path: str,
     index: CheckpointIndex,
     shards: Mapping[str, SafetensorsShard],
@@ -122,8 +122,8 @@ def check_checksums(
         DamagedCheckpointError: There are no checksums.
         IntegrityError: A file differs.
     """
-    refuse_unverifiable(weights_path, index, shards)
-    in_threads(
+    reject_unverifiable(weights_path, index, shards)
+    run_in_threads(
         lambda file, cancelled: shards[file].check_contents(
             index.files[file], cancellable(progress_callback, cancelled), keep_cached=True
         ),
@@ -134,7 +134,7 @@ def check_checksums(
     check_small_files(folder, index)
 
 
-def check_small_files(folder: CheckpointFolder, index: CheckpointIndex) -> None:
+def check_small_files(folder: Folder, index: CheckpointIndex) -> None:
     """Compare config.json and generation_config.json with the digests recorded when they were saved.
 
     Raises:
@@ -145,7 +145,7 @@ def check_small_files(folder: CheckpointFolder, index: CheckpointIndex) -> None:
             check_small_file(folder, name, recorded)
 
 
-def refuse_unverifiable(weights_path: str, index: CheckpointIndex, shards: Mapping[str, SafetensorsShard]) -> None:
+def reject_unverifiable(weights_path: str, index: CheckpointIndex, shards: Mapping[str, SafetensorsShard]) -> None:
     """Reject a checkpoint that has no checksums.
 
     Raises:
@@ -161,7 +161,9 @@ def refuse_unverifiable(weights_path: str, index: CheckpointIndex, shards: Mappi
         )
 
 
-def compare_pickles(pickles: Mapping[str, PickleFile], progress_callback: ProgressCallback | None = None) -> list[str]:
+def check_pickle_checksums(
+    pickles: Mapping[str, PickleFile], progress_callback: ProgressCallback | None = None
+) -> list[str]:
     """Compare every byte of pickled files with the checksums of their zips, several files at once.
 
     Returns:
@@ -171,7 +173,7 @@ def compare_pickles(pickles: Mapping[str, PickleFile], progress_callback: Progre
         IntegrityError: A file differs.
     """
     files = list(pickles.values())
-    compared = in_threads(
+    compared = run_in_threads(
         lambda file, cancelled: file.check_every_byte(cancellable(progress_callback, cancelled)), files, FILES_AT_ONCE
     )
     return [file.path for file, is_compared in zip(files, compared, strict=True) if not is_compared]
@@ -184,7 +186,7 @@ def check_pickles(pickles: Mapping[str, PickleFile], progress_callback: Progress
         DamagedCheckpointError: A file has no checksums.
         IntegrityError: A file differs.
     """
-    lacking = compare_pickles(pickles, progress_callback)
+    lacking = check_pickle_checksums(pickles, progress_callback)
     if lacking:
         raise DamagedCheckpointError(
             f"'{lacking[0]}' can't be verified in full: torch.save wrote no checksums into it. "
@@ -193,7 +195,7 @@ def check_pickles(pickles: Mapping[str, PickleFile], progress_callback: Progress
         )
 
 
-def check_small_file(folder: CheckpointFolder, name: str, recorded: FileDigest) -> None:
+def check_small_file(folder: Folder, name: str, recorded: FileDigest) -> None:
     """Compare config.json or generation_config.json with the digest recorded when it was saved.
 
     A variant shares these files with the weights next to it, and the last save of either writes them. So a digest that
@@ -204,7 +206,7 @@ def check_small_file(folder: CheckpointFolder, name: str, recorded: FileDigest) 
     """
     path = os.path.join(folder.path, name)
     raw = folder.read_small(name, MAX_CONFIG_BYTES)
-    found = sha256_of(as_saved(raw) if name == CONFIG_NAME else without_mark(raw))
+    found = sha256_of(without_commit_keys(raw) if name == CONFIG_NAME else without_commit_marker(raw))
     if recorded.sha256 not in (None, found) and found not in _recorded_by_others(folder, name):
         raise IntegrityError(
             f"'{path}' is not the file that was saved: its sha256 is {found}, but was {recorded.sha256}. "
@@ -215,7 +217,7 @@ def check_small_file(folder: CheckpointFolder, name: str, recorded: FileDigest) 
         )
 
 
-def _recorded_by_others(folder: CheckpointFolder, name: str) -> set[str | None]:
+def _recorded_by_others(folder: Folder, name: str) -> set[str | None]:
     """Collect the sha256 values that a folder's checkpoints recorded for a small file; damaged ones are skipped."""
     found: set[str | None] = set()
     for file in folder.names():

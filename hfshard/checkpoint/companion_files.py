@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from hfshard._util.addresses import is_address
 from hfshard._util.progress import ProgressCallback
 from hfshard.constants import ADAPTER_CONFIG_NAME, COPY_BYTES, MAX_COMPANION_BYTES, README, WEIGHTS_SUFFIXES
-from hfshard.disk.byte_source import ByteSource, FileSource, file_source, has_same_bytes
+from hfshard.disk.byte_source import ByteSource, FileSource, contents_equal, file_source
 from hfshard.disk.fsops import copy_mode, sync
 from hfshard.disk.safe_open import open_regular
 from hfshard.errors import SaveDirectoryError
@@ -59,7 +59,7 @@ def copy_companion(
         sync(writing.fileno(), target)
 
 
-def find_companion_files(directory: str, but: Collection[str]) -> dict[str, CompanionFile]:
+def list_companion_files(directory: str, but: Collection[str]) -> dict[str, CompanionFile]:
     """List the files at the top level of a checkpoint's directory that are not weights.
 
     Left out are weights and indexes of any library, objects of a save into a store, files over 256 MiB (data sets),
@@ -80,7 +80,7 @@ def find_companion_files(directory: str, but: Collection[str]) -> dict[str, Comp
     names = os.listdir(directory)
     for name in sorted(set(names) - objects_of_saves(names)):
         path = os.path.join(directory, name)
-        if not is_companion(name, but):
+        if not is_companion_name(name, but):
             continue
         if os.path.exists(path) and not os.path.isfile(path):
             if not os.path.isdir(path):
@@ -88,26 +88,28 @@ def find_companion_files(directory: str, but: Collection[str]) -> dict[str, Comp
             continue
         os.close(open_regular(path, directory))
         size = os.stat(path).st_size
-        if fits_beside(path, size):
+        if is_small_enough_to_copy(path, size):
             found[name] = CompanionFile(path, directory, size)
     return found
 
 
-def is_companion(name: str, but: Collection[str]) -> bool:
+def is_companion_name(name: str, but: Collection[str]) -> bool:
     """Return whether a file of this name, directly next to a checkpoint, is a companion file."""
     if "/" in name or name.startswith(".") or name == ADAPTER_CONFIG_NAME or name in but:
         return False
     return not (name.endswith(WEIGHTS_SUFFIXES) or INDEX_FILE.fullmatch(name))
 
 
-def fits_beside(path: str, size: int) -> bool:
+def is_small_enough_to_copy(path: str, size: int) -> bool:
     """Return whether a file is small enough to go along with a checkpoint; warn if it is not."""
     if size > MAX_COMPANION_BYTES:
         logger.warning("'%s' has %d bytes, too many for a file beside the weights: it is not copied.", path, size)
     return size <= MAX_COMPANION_BYTES
 
 
-def refuse_conflicts(files: Mapping[str, ByteSource], directory: str, taken: Mapping[str, ByteSource]) -> None:
+def reject_companion_conflicts(
+    files: Mapping[str, ByteSource], directory: str, taken: Mapping[str, ByteSource]
+) -> None:
     """Reject files that would replace a different file of a directory; a README there is kept, and is no conflict.
 
     Args:
@@ -119,7 +121,7 @@ def refuse_conflicts(files: Mapping[str, ByteSource], directory: str, taken: Map
         SaveDirectoryError: A name is taken.
     """
     for name, file in files.items():
-        if name != README and name in taken and not has_same_bytes(file, taken[name]):
+        if name != README and name in taken and not contents_equal(file, taken[name]):
             raise SaveDirectoryError(
                 f"'{directory}/{name}' exists already, and differs from the '{name}' beside the checkpoint, "
                 "which would replace it. Move it away, or pass another directory.",
@@ -130,7 +132,7 @@ def refuse_conflicts(files: Mapping[str, ByteSource], directory: str, taken: Map
 # Companion files of a checkpoint that is saved elsewhere, and the existing files that they would replace.
 
 
-def companions_at(place: str, but: Collection[str]) -> dict[str, ByteSource]:
+def list_companions(place: str, but: Collection[str]) -> dict[str, ByteSource]:
     """List the files directly in a directory or a store that go along with the checkpoint there.
 
     Args:
@@ -138,15 +140,15 @@ def companions_at(place: str, but: Collection[str]) -> dict[str, ByteSource]:
         but: Names to leave out.
     """
     if not is_address(place):
-        return dict(find_companion_files(place, but))
+        return dict(list_companion_files(place, but))
     store = open_store(place)
     listed = store.list_objects()
-    names = [name for name in listed.keys() - objects_of_saves(listed) if is_companion(name, but)]
+    names = [name for name in listed.keys() - objects_of_saves(listed) if is_companion_name(name, but)]
     found = {name: StoredSource(store, listed[name]) for name in sorted(names)}
-    return {name: source for name, source in found.items() if fits_beside(f"{place}/{name}", source.size)}
+    return {name: source for name, source in found.items() if is_small_enough_to_copy(f"{place}/{name}", source.size)}
 
 
-def taken_at(place: str, names: Collection[str]) -> dict[str, ByteSource]:
+def names_in_use(place: str, names: Collection[str]) -> dict[str, ByteSource]:
     """List the existing files of these names in a directory or a store."""
     if not is_address(place):
         paths = {name: os.path.join(place, name) for name in names}

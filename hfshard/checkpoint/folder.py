@@ -7,16 +7,16 @@ import os
 from collections.abc import Collection, Hashable, Mapping
 from typing import Any, Final, Protocol
 
-from hfshard._util.threads import in_threads
+from hfshard._util.threads import run_in_threads
 from hfshard.constants import (
     ADAPTER_CONFIG_NAME,
-    CHANGED_RETRIES,
-    CHANGED_WAIT_SECONDS,
     CONFIG_NAME,
     GENERATION_CONFIG_NAME,
     MANIFEST_NAME,
     MAX_CONFIG_BYTES,
     MAX_INDEX_BYTES,
+    REPLACED_RETRIES,
+    REPLACED_WAIT_SECONDS,
     SAFETENSORS_SUFFIX,
 )
 from hfshard.disk.safe_open import identity_of, read_small
@@ -32,7 +32,7 @@ from hfshard.errors import (
 )
 from hfshard.format.digests import md5_of, sha256_of
 from hfshard.format.file_names import WeightNames
-from hfshard.format.index import CheckpointIndex, mark_of, without_mark
+from hfshard.format.index import CheckpointIndex, mark_of, without_commit_marker
 from hfshard.format.stored_save import (
     MAX_SAVE_BYTES,
     SaveId,
@@ -45,8 +45,8 @@ from hfshard.format.stored_save import (
     save_of_copy,
     split_object_name,
 )
-from hfshard.pickles.pickle_file import FileInMemory, PickleFile
-from hfshard.shards.ranged_shard import DEFAULT_MEMORY, FilesInStore, RangedEntry, RangedFiles, RangedShard
+from hfshard.pickles.pickle_file import MemoryFile, PickleFile
+from hfshard.shards.ranged_shard import DEFAULT_MEMORY, FilesInStore, RangedFile, RangedShard, RangeReader
 from hfshard.shards.shard import SafetensorsShard
 from hfshard.shards.shard_file import SafetensorsFile
 
@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 _HEADERS_AT_ONCE: Final = 16
 """Number of files whose headers are requested at once."""
 
-FAR_TRIES: Final = 20
+REMOTE_RETRIES: Final = 20
 """Number of tries of a reader if a remote checkpoint is replaced while it reads; each costs requests."""
 
 _FAR_WAIT_SECONDS: Final = 0.05
@@ -71,7 +71,7 @@ _GENERATE_FOLDER: Final = "custom_generate"
 """Folder in which transformers looks for a checkpoint's own generation code."""
 
 
-class CheckpointFolder(Protocol):
+class Folder(Protocol):
     """Files by name, among which a checkpoint is looked for."""
 
     path: str
@@ -132,8 +132,8 @@ class CheckpointFolder(Protocol):
 class LocalFolder:
     """A directory as a folder."""
 
-    most_tries = CHANGED_RETRIES
-    wait_seconds = CHANGED_WAIT_SECONDS
+    most_tries = REPLACED_RETRIES
+    wait_seconds = REPLACED_WAIT_SECONDS
     memory_bytes = DEFAULT_MEMORY
 
     is_pinned = False
@@ -236,7 +236,7 @@ class StockFolder(LocalFolder):
             return PickleFile(path, os.path.dirname(path), key)
 
 
-def folder_of(place: str | CheckpointFolder) -> CheckpointFolder:
+def folder_of(place: str | Folder) -> Folder:
     """Return a folder as it is, or the folder of a directory's path."""
     return LocalFolder(place) if isinstance(place, str) else place
 
@@ -244,10 +244,10 @@ def folder_of(place: str | CheckpointFolder) -> CheckpointFolder:
 class RangedFolder:
     """A place whose files are read by ranges. A read returns the bytes of the listed file, or raises if it changed."""
 
-    most_tries = FAR_TRIES
+    most_tries = REMOTE_RETRIES
     wait_seconds = _FAR_WAIT_SECONDS
 
-    def __init__(self, files: RangedFiles, path: str, memory_bytes: int = DEFAULT_MEMORY) -> None:
+    def __init__(self, files: RangeReader, path: str, memory_bytes: int = DEFAULT_MEMORY) -> None:
         """Set up the folder without listing it.
 
         Args:
@@ -292,7 +292,7 @@ class RangedFolder:
         """Return whether there is a file of this name, without listing."""
         return self._files.find(name) is not None
 
-    def code_names(self, folders: Collection[str]) -> list[str]:
+    def list_code_files(self, folders: Collection[str]) -> list[str]:
         """List the Python files directly in this folder, and in folders below; each folder takes a listing.
 
         Args:
@@ -325,10 +325,10 @@ class RangedFolder:
         """List the folders below that have a file of one of these names, or a save; if none has, try the next level."""
         above = [""]
         for _ in range(_LEVELS_BELOW):
-            listed = in_threads(lambda folder, _: self._files.folders(folder), above, _HEADERS_AT_ONCE)
+            listed = run_in_threads(lambda folder, _: self._files.folders(folder), above, _HEADERS_AT_ONCE)
             below = [f"{folder}/{name}".lstrip("/") for folder, some in zip(above, listed) for name in some]
             above = below[:_MOST_FOLDERS]
-            found = in_threads(lambda folder, _: self._files.list_objects(folder), above, _HEADERS_AT_ONCE)
+            found = run_in_threads(lambda folder, _: self._files.list_objects(folder), above, _HEADERS_AT_ONCE)
             self._listed = {**self._listed, **{path: one for paths in found for path, one in paths.items()}}
             held = {folder: {path.rpartition("/")[2] for path in paths} for folder, paths in zip(above, found)}
             if hits := [one for one, files in held.items() if not files.isdisjoint(names) or _has_entry(files)]:
@@ -376,7 +376,7 @@ class RangedFolder:
     def open_shards(self, names: Collection[str]) -> dict[str, SafetensorsShard]:
         """Read the headers of files as they were listed, several at once."""
         entries = [self._entry(name) for name in names]
-        opened = in_threads(
+        opened = run_in_threads(
             lambda entry, _: RangedShard(self._files, entry, self._path(entry.name)), entries, _HEADERS_AT_ONCE
         )
         return dict(zip(names, opened, strict=True))
@@ -391,7 +391,7 @@ class RangedFolder:
                 "tool of the service, and save it as safetensors: hfshard convert DIR DIR.",
                 path=path,
             )
-        held = FileInMemory(entry.size, lambda begin, target: self._files.read_into(entry, begin, target))
+        held = MemoryFile(entry.size, lambda begin, target: self._files.read_into(entry, begin, target))
         return PickleFile(path, self.path, key, held.open)
 
     def still_holds(self, shards: Mapping[str, SafetensorsShard]) -> bool:
@@ -410,7 +410,7 @@ class RangedFolder:
         """Return the listed entry of a file; None if there is none."""
         return self._listed.get(name)
 
-    def _read_object(self, entry: RangedEntry, limit: int) -> bytes:
+    def _read_object(self, entry: RangedFile, limit: int) -> bytes:
         identity, raw = self._small.get(entry.name, (None, b""))
         if identity == (entry.etag, entry.size):
             return raw
@@ -512,7 +512,7 @@ class StoreFolder(RangedFolder):
         except StoreError:
             return []
 
-    def note(self, found: RangedEntry, raw: bytes) -> None:
+    def note(self, found: RangedFile, raw: bytes) -> None:
         """Record the contents of a listed object, so that it need not be read."""
         self._small[found.name] = (found.etag, found.size), raw
 
@@ -571,7 +571,7 @@ class StoreFolder(RangedFolder):
             return []
         copies = {name: self.plain_contents(name) or b"" for name in self._editable()}
         others = {name: raw for name, raw in copies.items() if mark_of(raw) not in (None, save.save_id.id)}
-        stale = [name for name, raw in others.items() if without_mark(raw) != save.small_files[name]]
+        stale = [name for name, raw in others.items() if without_commit_marker(raw) != save.small_files[name]]
         indexes = [names.index for names in self._names if names.index in self._listed]
         return stale + [name for name in indexes if self._copied_save(name) not in (None, save.save_id)]
 
@@ -666,7 +666,7 @@ class StoreFolder(RangedFolder):
         if save is None or raw is None or name not in self._editable():
             return raw
         plain = self.plain_contents(name)
-        return without_mark(plain) if plain is not None and save.is_edit(name, plain) else raw
+        return without_commit_marker(plain) if plain is not None and save.is_edit(name, plain) else raw
 
     def _find(self, name: str) -> Any:
         save = self.save

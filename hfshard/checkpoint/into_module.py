@@ -12,7 +12,7 @@ from hfshard.checkpoint.load_options import LoadOptions, read_tensors
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
 from hfshard.errors import StateDictMismatchError
 from hfshard.tensors.parameter_names import KeyMismatch, compare, has_wrapper_prefix, match_prefixes, unwrap
-from hfshard.tensors.state_dict import assign, collect_state_dict, refuse_offloaded, refuse_partitioned
+from hfshard.tensors.state_dict import assign, collect_state_dict, reject_offloaded, reject_partitioned
 from hfshard.tensors.tied import find_expanded_names, find_merged_names, find_shared_tensors, names_to_compare
 
 ValuesOf = Callable[[Mapping[str, torch.Tensor]], dict[str, torch.Tensor]]
@@ -22,7 +22,7 @@ Fill = Callable[[nn.Module, Mapping[str, torch.Tensor]], None]
 """Function that assigns a checkpoint's tensors to a module, by the names that `collect_state_dict` gives."""
 
 
-def match_to_model(
+def match_names(
     tensors: Mapping[str, torch.Tensor],
     model_state: Mapping[str, torch.Tensor],
     path: str,
@@ -50,7 +50,7 @@ def match_to_model(
     renamed = _with_tied_names(renamed, model_state)
     if values_of is not None:
         renamed |= values_of(_in_need_of_values(renamed, model_state))
-    _refuse_merging(renamed, model_state, path, model_name)
+    _reject_merging(renamed, model_state, path, model_name)
     return renamed, compare(renamed, model_state)
 
 
@@ -78,7 +78,7 @@ def load_into_module(
         options: Options of the load; `strict=False` ignores missing and unexpected names.
         stored: The checkpoint's tensors, tied names included; None: they are read according to the options.
         fill: Assigns the matching tensors, once everything is checked.
-        values_of: Passed to `match_to_model`.
+        values_of: Passed to `match_names`.
 
     Returns:
         The differences, in the form of transformers' `output_loading_info`.
@@ -88,13 +88,13 @@ def load_into_module(
         InvalidArgumentError: Its weights are offloaded, DeepSpeed has partitioned them, or their memory was freed.
     """
     model = unwrap(model)
-    refuse_offloaded(model)
-    refuse_partitioned(model, "load")
+    reject_offloaded(model)
+    reject_partitioned(model, "load")
     model_state = collect_state_dict(model)
     if stored is None:
         stored = read_tensors(checkpoint, None, "cpu", options.read)
-    tensors, difference = match_to_model(stored, model_state, checkpoint.directory, values_of=values_of)
-    refuse_expanded(model, tensors, checkpoint.directory)
+    tensors, difference = match_names(stored, model_state, checkpoint.directory, values_of=values_of)
+    reject_expanded(model, tensors, checkpoint.directory)
     matched = len(model_state) - len(difference.missing)
     difference.raise_unless_allowed(strict=options.strict is not False, path=checkpoint.directory, matched=matched)
     fill(model, tensors)
@@ -106,7 +106,7 @@ def load_into_module(
     }
 
 
-def refuse_expanded(model: nn.Module, tensors: Mapping[str, torch.Tensor], path: str) -> None:
+def reject_expanded(model: nn.Module, tensors: Mapping[str, torch.Tensor], path: str) -> None:
     """Reject a load into tensors that torch can't assign to, before the first one is assigned.
 
     Args:
@@ -128,7 +128,7 @@ def refuse_expanded(model: nn.Module, tensors: Mapping[str, torch.Tensor], path:
         )
 
 
-def _refuse_merging(
+def _reject_merging(
     tensors: Mapping[str, torch.Tensor], model_state: Mapping[str, torch.Tensor], path: str, model_name: str
 ) -> None:
     merged = find_merged_names(tensors, model_state)

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from hfshard._util.arguments import check_texts
+from hfshard._util.arguments import check_text_arguments
 from hfshard.checkpoint.folder import StoreFolder
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
 from hfshard.errors import InvalidArgumentError
@@ -18,7 +18,7 @@ from hfshard.shards.read_tensors import ReadMode, check_read_mode
 from hfshard.tensors.parameter_names import KeySelection, select_keys
 
 
-class SignedFiles(Protocol):
+class SignatureCheck(Protocol):
     """Files of a checkpoint, and a verified signature over them."""
 
     def check_all(self, progress: bool | None = None) -> None:
@@ -38,13 +38,13 @@ class FilesBeside(Protocol):
         """Read the files as the folder last listed them: name -> contents."""
 
 
-class SignatureDemand(Protocol):
+class SignatureRequirement(Protocol):
     """The signature that a load requires (`hfshard.signing`)."""
 
-    def find(self, directory: str, subfolder: str = "", *, has_code: bool = False) -> SignedFiles:
+    def find(self, directory: str, subfolder: str = "", *, has_code: bool = False) -> SignatureCheck:
         """Check the signature, and all files that a load reads along with the weights."""
 
-    def find_in_store(self, folder: StoreFolder, beside: FilesBeside, *, has_code: bool = False) -> SignedFiles:
+    def find_in_store(self, folder: StoreFolder, beside: FilesBeside, *, has_code: bool = False) -> SignatureCheck:
         """Do the same in a store."""
 
 
@@ -70,7 +70,7 @@ class LoadOptions:
     """A bar on stderr; None: on a terminal."""
     key: str | None = None
     """Key of the weights in a file of torch.save; None: there must be only one candidate."""
-    signature: SignatureDemand | None = None
+    signature: SignatureRequirement | None = None
     """Signature that must cover every file that is read; None: no signature is needed. If set, every byte of the
     weights is hashed, whatever `verify` asks for."""
     parallelize: Callable[[Any], Any] | None = None
@@ -79,7 +79,7 @@ class LoadOptions:
     def __post_init__(self) -> None:
         """Check every value."""
         check_verify_level(self.verify)
-        check_texts(key=self.key)
+        check_text_arguments(key=self.key)
         if self.signature is not None:
             object.__setattr__(self, "is_lenient", False)  # transformers would not check the signature
         object.__setattr__(self, "read", check_read_mode(self.read, disable_mmap=self.disable_mmap))
@@ -107,7 +107,7 @@ def checked_device(device: Any) -> torch.device:
 # Selection of a checkpoint's tensors by name.
 
 
-def files_holding(index: CheckpointIndex, keys: KeySelection) -> set[str]:
+def files_with_keys(index: CheckpointIndex, keys: KeySelection) -> set[str]:
     """Find the files that contain the tensors of these names, tied names included.
 
     Raises:

@@ -7,8 +7,8 @@ from collections.abc import Collection, Hashable
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from hfshard._util.text import list_some, nearest_first
-from hfshard.checkpoint.folder import CheckpointFolder, LocalFolder, RangedFolder, StoreFolder, folder_of
+from hfshard._util.text import nearest_first, shorten_list
+from hfshard.checkpoint.folder import Folder, LocalFolder, RangedFolder, StoreFolder, folder_of
 from hfshard.constants import (
     ADAPTER_CONFIG_NAME,
     BIN_SUFFIX,
@@ -50,9 +50,7 @@ class WeightsEntry:
         return self.kind in ("index", "bin_index")
 
 
-def locate_checkpoint(
-    place: str | CheckpointFolder, names: WeightNames, use_safetensors: bool | None = None
-) -> WeightsEntry:
+def locate_checkpoint(place: str | Folder, names: WeightNames, use_safetensors: bool | None = None) -> WeightsEntry:
     """Find the file by which transformers enters a checkpoint.
 
     Raises:
@@ -100,7 +98,7 @@ def entry_of(name: str) -> WeightsEntry:
     return WeightsEntry("bin" if name.endswith(_PICKLE_SUFFIXES) else "single", name)
 
 
-def split_weights_path(path: str) -> tuple[str, str | None]:
+def split_file_path(path: str) -> tuple[str, str | None]:
     """Split the path of a file of weights, or of an index, into its directory and its name.
 
     Args:
@@ -122,7 +120,7 @@ def split_weights_path(path: str) -> tuple[str, str | None]:
 
 
 def find_weights(
-    folder: CheckpointFolder, names: WeightNames, use_safetensors: bool | None, weights_override: str | None
+    folder: Folder, names: WeightNames, use_safetensors: bool | None, weights_override: str | None
 ) -> WeightsEntry:
     """Find the entry like `locate_checkpoint`, given the `weights_override` that the config names."""
     candidates = candidate_weights(names, use_safetensors, weights_override)
@@ -145,14 +143,14 @@ def adapter_weights(directory: str) -> str | None:
     return next((name for name in ADAPTER_WEIGHTS if os.path.isfile(os.path.join(directory, name))), None)
 
 
-def adapter_alone(folder: CheckpointFolder, names: WeightNames) -> str | None:
+def find_lone_adapter(folder: Folder, names: WeightNames) -> str | None:
     """Find the weights file of an adapter in a folder without a model; None if there is a model, or no adapter."""
     if names.variant is not None or any(folder.has(one.name) for one in candidate_weights(names, None)):
         return None
     return next(filter(folder.has, ADAPTER_WEIGHTS), None)
 
 
-def _not_found(folder: CheckpointFolder, names: WeightNames, looked_for: list[str]) -> CheckpointNotFoundError:
+def _not_found(folder: Folder, names: WeightNames, looked_for: list[str]) -> CheckpointNotFoundError:
     directory = folder.path
     is_far = not isinstance(folder, LocalFolder)
     if not is_far and not os.path.isdir(directory):
@@ -162,17 +160,17 @@ def _not_found(folder: CheckpointFolder, names: WeightNames, looked_for: list[st
     runs = [] if is_far else _folders_with(directory, looked_for)
     if is_far and not there and not below:
         beside = nearest_first(directory.rpartition("/")[2], _neighbors(folder))
-        hint = f"Next to it {'is' if len(beside) == 1 else 'are'} {list_some(beside, _SHOWN)}: c" if beside else "C"
+        hint = f"Next to it {'is' if len(beside) == 1 else 'are'} {shorten_list(beside, _SHOWN)}: c" if beside else "C"
         return CheckpointNotFoundError(f"There is nothing at '{directory}'. {hint}heck the address.", path=directory)
     if not below and (parts := _describe_parts(folder)) is not None:
         return CheckpointNotFoundError(parts, path=directory)
     found = [name for name in there if name.endswith((SAFETENSORS_SUFFIX, BIN_SUFFIX))]
-    hint = f"It holds {list_some(found, _SHOWN)}" if found else "It holds no weights at all"
+    hint = f"It holds {shorten_list(found, _SHOWN)}" if found else "It holds no weights at all"
     if below:
-        hint = f"Weights are in its {'folder' if len(below) == 1 else 'folders'} {list_some(below, _SHOWN)}: give "
+        hint = f"Weights are in its {'folder' if len(below) == 1 else 'folders'} {shorten_list(below, _SHOWN)}: give "
         hint += f"{'it' if len(below) == 1 else 'one of them'} as subfolder"
     if runs and not found:
-        hint = f"Its {'folder has' if len(runs) == 1 else 'folders have'} weights, {list_some(runs, _SHOWN)}: give "
+        hint = f"Its {'folder has' if len(runs) == 1 else 'folders have'} weights, {shorten_list(runs, _SHOWN)}: give "
         hint += f"{'it' if len(runs) == 1 else 'one of them'}, as '{os.path.join(directory, runs[0])}'"
     if ADAPTER_CONFIG_NAME in there:
         hint = "It holds a PEFT adapter: load it with from_pretrained of a model class, with peft installed"
@@ -191,17 +189,17 @@ def _folders_with(directory: str, names: Collection[str]) -> list[str]:
     return [one for one, files in paths.items() if any(map(os.path.isfile, files))]
 
 
-def _neighbors(folder: CheckpointFolder) -> list[str]:
+def _neighbors(folder: Folder) -> list[str]:
     return folder.neighbors() if isinstance(folder, StoreFolder) else []
 
 
-def _describe_parts(folder: CheckpointFolder) -> str | None:
+def _describe_parts(folder: Folder) -> str | None:
     if isinstance(folder, RangedFolder):
         return describe_parts(folder.paths(), folder.path, is_local=False)
     return describe_parts_in(folder.path)
 
 
-def weights_bytes(place: str | CheckpointFolder, suffixes: tuple[str, ...] = (SAFETENSORS_SUFFIX, BIN_SUFFIX)) -> int:
+def weights_bytes(place: str | Folder, suffixes: tuple[str, ...] = (SAFETENSORS_SUFFIX, BIN_SUFFIX)) -> int:
     """Return the total size of the weights files in a directory or folder, in bytes; 0 if there are none."""
     folder = folder_of(place)
     return sum(folder.size(name) for name in folder.names() if name.endswith(suffixes))
@@ -212,7 +210,7 @@ def read_config(directory: str) -> bytes | None:
     return config_in(LocalFolder(directory))
 
 
-def config_in(folder: CheckpointFolder) -> bytes | None:
+def config_in(folder: Folder) -> bytes | None:
     """Read the bytes of a folder's config.json; None if there is none."""
     return folder.read_small(CONFIG_NAME, MAX_CONFIG_BYTES) if folder.has(CONFIG_NAME) else None
 
@@ -261,7 +259,7 @@ def checked_weights_override(
     return value
 
 
-def state_token(folder: CheckpointFolder, names: WeightNames, weights_override: str | None) -> tuple[Hashable, ...]:
+def state_token(folder: Folder, names: WeightNames, weights_override: str | None) -> tuple[Hashable, ...]:
     """Collect the identities of all files by which a replaced checkpoint is noticed."""
     files = [CONFIG_NAME, names.single, names.index, names.hub_index, names.bin_single, names.bin_index]
     if weights_override:

@@ -14,24 +14,24 @@ from typing import Final
 
 import torch
 
-from hfshard._util.progress import ProgressCallback, bytes_bar
-from hfshard._util.threads import cancellable, result_of, start_thread, wait_for
+from hfshard._util.progress import ProgressCallback, byte_progress
+from hfshard._util.threads import cancellable, result_of, start_worker, wait_for
 from hfshard.checkpoint.check_files import (
     check_checksums,
     check_fingerprints,
     check_keys,
+    check_pickle_checksums,
     check_pickles,
     check_small_files,
-    compare_pickles,
     find_places,
-    refuse_unverifiable,
+    reject_unverifiable,
 )
-from hfshard.checkpoint.folder import CheckpointFolder, folder_of
+from hfshard.checkpoint.folder import Folder, folder_of
 from hfshard.checkpoint.locate import (
     WeightsEntry,
-    adapter_alone,
     checked_weights_override,
     config_in,
+    find_lone_adapter,
     find_weights,
     state_token,
 )
@@ -59,9 +59,9 @@ from hfshard.tensors.stored_tensor import (
     RawTensor,
     TensorLayout,
     TensorLike,
+    allocate_pages,
+    bytes_view,
     iter_blocks,
-    memory_of,
-    own_memory,
     stored_dtype_name,
     tensor_layout,
     tensor_nbytes,
@@ -83,7 +83,7 @@ class OpenCheckpoint:
         raw_index: The bytes of the index, if `keeps_index` was passed.
     """
 
-    folder: CheckpointFolder
+    folder: Folder
     names: WeightNames
     weights: WeightsEntry
     index: CheckpointIndex
@@ -157,7 +157,7 @@ class OpenCheckpoint:
             if isinstance(shard, RangedShard)
         ]
         total = sum(shard.header.tensors[name].nbytes for shard, some in held for name in some)
-        with bytes_bar("Loading", total, self.progress) as progress_callback:
+        with byte_progress("Loading", total, self.progress) as progress_callback:
             tensors = read_whole(
                 held,
                 device,
@@ -200,7 +200,7 @@ _FULL: Final = ("full", "sha256")
 
 @contextmanager
 def open_checkpoint(
-    directory: str | CheckpointFolder,
+    directory: str | Folder,
     *,
     variant: str | None = None,
     use_safetensors: bool | None = None,
@@ -231,7 +231,7 @@ def open_checkpoint(
         weights_name: The index or single file to open, regardless of other files. None: the one transformers finds.
         check_beside: Compare the checksums while the block runs, not before it. Damage is raised at the end of the
             block, also in place of an error of its own. For a block that discards everything it read in that case.
-        key: Key of the weights in a single pickle, as for `choose_weights`.
+        key: Key of the weights in a single pickle, as for `select_weights`.
         when_open: Called with the open checkpoint before all of it is known to be of one save; again if it is not.
         keeps_index: Keep the bytes of the index, for `raw_index`.
         opens_adapter: Open the weights of an adapter if there is no model.
@@ -248,7 +248,7 @@ def open_checkpoint(
 
     def finish(opened: OpenCheckpoint) -> None:
         if verify in _FULL and opened.is_ranged:  # the weights are compared while they are read: no byte comes twice
-            refuse_unverifiable(opened.weights_path, opened.index, opened.shards)
+            reject_unverifiable(opened.weights_path, opened.index, opened.shards)
             check_small_files(folder, opened.index)
         if when_open is not None:
             when_open(opened)
@@ -286,7 +286,7 @@ def _check_contents(
 def _checked_beside(checkpoint: OpenCheckpoint, progress_callback: ProgressCallback | None) -> Iterator[None]:
     """Compare every byte in another thread while the block runs, and raise damage at its end."""
     cancelled = threading.Event()
-    checking = start_thread(partial(_check_contents, checkpoint, progress_callback, cancelled), "hfshard-check")
+    checking = start_worker(partial(_check_contents, checkpoint, progress_callback, cancelled), "hfshard-check")
     if checking is None:
         _check_contents(checkpoint, progress_callback, cancelled)
         yield
@@ -305,7 +305,7 @@ def _checked_beside(checkpoint: OpenCheckpoint, progress_callback: ProgressCallb
 
 
 def _open_until_whole(
-    folder: CheckpointFolder,
+    folder: Folder,
     names: WeightNames,
     use_safetensors: bool | None,
     weights_name: str | None,
@@ -344,7 +344,7 @@ def _open_until_whole(
     ) from last
 
 
-def _token(folder: CheckpointFolder, names: WeightNames, weights_override: str | None) -> tuple[Hashable, ...]:
+def _token(folder: Folder, names: WeightNames, weights_override: str | None) -> tuple[Hashable, ...]:
     """Return the result of `state_token`; if the index of a save can't be read, the error's message."""
     try:
         return state_token(folder, names, weights_override)
@@ -354,14 +354,14 @@ def _token(folder: CheckpointFolder, names: WeightNames, weights_override: str |
         return (error.message,)
 
 
-def _name_in(folder: CheckpointFolder, names: WeightNames, given: str | None, *, opens_adapter: bool) -> str | None:
+def _name_in(folder: Folder, names: WeightNames, given: str | None, *, opens_adapter: bool) -> str | None:
     """Return the name of the file to open, regardless of other files; None: the one that transformers finds."""
     found = given or checked_weights_override(config_in(folder), folder.path, names, folder.pass_over)
-    return adapter_alone(folder, names) if found is None and opens_adapter else found
+    return find_lone_adapter(folder, names) if found is None and opens_adapter else found
 
 
 def _open_once(
-    folder: CheckpointFolder,
+    folder: Folder,
     names: WeightNames,
     weights: WeightsEntry,
     *,
@@ -429,7 +429,7 @@ def _open_files(checkpoint: OpenCheckpoint, files_of: FilesOf | None) -> None:
         checkpoint.index = replace(index, weight_map=found)
 
 
-def _open_single(folder: CheckpointFolder, names: WeightNames, weights: WeightsEntry) -> OpenCheckpoint:
+def _open_single(folder: Folder, names: WeightNames, weights: WeightsEntry) -> OpenCheckpoint:
     shard = folder.open_shards([weights.name])[weights.name]
     try:
         tensors = shard.header.tensors
@@ -500,7 +500,7 @@ def is_compared(checkpoint: OpenCheckpoint) -> bool:
         IntegrityError: A pickle is damaged.
     """
     if checkpoint.pickles:
-        return not compare_pickles(checkpoint.pickles)
+        return not check_pickle_checksums(checkpoint.pickles)
     return checkpoint.index.is_verifiable
 
 
@@ -556,7 +556,7 @@ def _cast_blocks(
 ) -> Iterator[memoryview]:
     # An old block yields at most one new block, and less if the new elements are smaller.
     source_bytes = block_bytes * dtype.itemsize // max(dtype.itemsize, new_dtype.itemsize)
-    room = own_memory((min(source_bytes, tensor_nbytes(value)) // dtype.itemsize,), new_dtype)
+    room = allocate_pages((min(source_bytes, tensor_nbytes(value)) // dtype.itemsize,), new_dtype)
     for block in iter_blocks(value, source_bytes):
         old = torch.frombuffer(block, dtype=dtype)
-        yield memory_of(room[: old.numel()].copy_(old))
+        yield bytes_view(room[: old.numel()].copy_(old))

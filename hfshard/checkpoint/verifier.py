@@ -9,10 +9,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from hfshard._util.progress import ProgressCallback, bytes_bar
-from hfshard._util.threads import cancellable, in_threads
+from hfshard._util.progress import ProgressCallback, byte_progress
+from hfshard._util.threads import cancellable, run_in_threads
 from hfshard.checkpoint.check_files import check_small_file, check_total
-from hfshard.checkpoint.folder import FAR_TRIES, CheckpointFolder, StoreFolder, folder_of
+from hfshard.checkpoint.folder import REMOTE_RETRIES, Folder, StoreFolder, folder_of
 from hfshard.checkpoint.locate import entry_of, locate_checkpoint, weights_bytes
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
 from hfshard.constants import FILES_AT_ONCE, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
@@ -73,7 +73,7 @@ class _Findings:
 
 
 def verify_directory(
-    directory: str | CheckpointFolder,
+    directory: str | Folder,
     names: WeightNames,
     level: str,
     progress: bool | None,
@@ -96,7 +96,7 @@ def verify_directory(
     if level not in ("structure", "full"):
         raise InvalidArgumentError(f"level must be 'structure' or 'full', got {level!r}.")
     folder = folder_of(directory)
-    for _ in range(FAR_TRIES):
+    for _ in range(REMOTE_RETRIES):
         folder.look()
         if weights_name is None:
             folder.enter(names)
@@ -105,7 +105,7 @@ def verify_directory(
         if level == "full":
             with suppress(DamagedCheckpointError, UnsafePathError, CheckpointChangedError):  # the verifier reports it
                 total = weights_bytes(folder, (SAFETENSORS_SUFFIX,))
-        with bytes_bar("Verifying", total, progress if total else False) as progress_callback:
+        with byte_progress("Verifying", total, progress if total else False) as progress_callback:
             verifier.run(progress_callback)
         report = verifier.report()
         if report.ok or not folder.has_changed():
@@ -119,9 +119,7 @@ def verify_directory(
 class Verifier:
     """Checker that collects problems file by file, several at once, then those that only all files together show."""
 
-    def __init__(
-        self, folder: CheckpointFolder, names: WeightNames, level: str, weights_name: str | None = None
-    ) -> None:
+    def __init__(self, folder: Folder, names: WeightNames, level: str, weights_name: str | None = None) -> None:
         self.folder = folder
         self.directory = folder.path
         self.weights_name = weights_name
@@ -187,7 +185,7 @@ class Verifier:
             self.names_in[file].append(tensor)
         self.files += names
         largest_first = sorted(names, key=lambda name: -self.folder.size(name))
-        checked = in_threads(
+        checked = run_in_threads(
             lambda name, cancelled: self._check_file(name, index, digests, cancellable(progress_callback, cancelled)),
             largest_first,
             FILES_AT_ONCE,
@@ -301,7 +299,7 @@ class Verifier:
         try:
             with self._opened_pickles() as checkpoint:
                 self.files.extend(checkpoint.pickles)
-                checked = in_threads(
+                checked = run_in_threads(
                     lambda item, cancelled: self._check_pickle(*item, cancellable(progress_callback, cancelled)),
                     checkpoint.pickles.items(),
                     FILES_AT_ONCE,

@@ -28,7 +28,7 @@ from hfshard.signing.sign import sign_checkpoint
 from hfshard.signing.signer import SignedBy
 from hfshard.verify import verify_checkpoint
 from hfshard.viewing.inspection import Inspection, TensorEntry, inspect_checkpoint
-from hfshard.viewing.screenshot import Still, parse_still_size
+from hfshard.viewing.screenshot import ScreenshotOptions, parse_still_size
 from hfshard.viewing.show import show_checkpoint
 
 _LARGEST: Final = 5
@@ -214,7 +214,7 @@ def show(arguments: argparse.Namespace) -> int:
         against=arguments.against,
         values=arguments.values,
         png=arguments.png,
-        still=Still(width=width, height=height, theme=arguments.png_theme),
+        still=ScreenshotOptions(width=width, height=height, theme=arguments.png_theme),
         progress=arguments.progress,
     )
     nbytes = os.path.getsize(path)

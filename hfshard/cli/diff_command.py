@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final, get_args
 
 from hfshard._util.arguments import absolute_path
-from hfshard._util.text import format_size, list_some
-from hfshard.cli.output import count_of, has_colors, print_json, print_text, printable, shortened, table
+from hfshard._util.text import format_size, shorten_list
+from hfshard.cli.output import count_of, elide_middle, has_colors, print_json, print_text, printable, table
 from hfshard.viewing.describe import headline, rename_rules
 from hfshard.viewing.diff_checkpoints import diff_checkpoints
 from hfshard.viewing.diff_tensors import CheckpointDiff, DiffKind, TensorDiff, ValueDiff
@@ -57,7 +57,7 @@ def print_diff(found: CheckpointDiff, places: tuple[str, str], *, lists_all: boo
     columns = shutil.get_terminal_size().columns
     print_text(printable(headline(found)))
     print_text("\n" + places_table(found, *places))
-    print_text(f"\n{_how_it_was_told(found)}")
+    print_text(f"\n{_comparison_method(found)}")
     for line in (*not_finite_lines(found), *zero_before_lines(found)):
         print_text(line)
     if all(tensor.kind == "same" for tensor in found.tensors):
@@ -81,7 +81,7 @@ def _shown_place(given: str, found: str) -> str:
     return given if absolute_path(given) == found else found
 
 
-def _how_it_was_told(found: CheckpointDiff) -> str:
+def _comparison_method(found: CheckpointDiff) -> str:
     if found.read_bytes == 0:
         return "Told from names and digests; no tensor was read."
     return f"{format_size(found.read_bytes)} of tensors were read."
@@ -204,8 +204,8 @@ def _map(stack: LayerStack, norms: dict[str, float], scale: NormScale, style: He
     for (_, kind), norm in cells.items():
         heat[kind] = max(norm, heat.get(kind, 0.0))
     hot = {kind for kind in sorted(heat, key=lambda kind: -heat[kind])[:_MOST_KINDS] if heat[kind]}
-    labels = {kind: shortened(printable(kind), _MOST_LABEL) for kind in stack.kinds if kind in hot}
-    title = shortened(printable(f"{stack.name}.*" if stack.name else "*"), _MOST_LABEL)
+    labels = {kind: elide_middle(printable(kind), _MOST_LABEL) for kind in stack.kinds if kind in hot}
+    title = elide_middle(printable(f"{stack.name}.*" if stack.name else "*"), _MOST_LABEL)
     width = max(len(title), *map(len, labels.values()))
     per_column = max(1, math.ceil(len(stack.layers) / max(1, style.columns - width - 2)))
     groups = [stack.layers[start : start + per_column] for start in range(0, len(stack.layers), per_column)]
@@ -289,7 +289,7 @@ def renames_table(found: CheckpointDiff) -> str:
     """List the rules by which names differ; "" if none does."""
     pairs = [(one.a.name, one.b.name) for one in found.tensors if one.kind == "renamed" and one.a and one.b]
     rules = rename_rules(pairs)
-    rows = [[f"{count:,}", shortened(rule.as_text(), 60)] for rule, count in rules[:_MOST_RULES]]
+    rows = [[f"{count:,}", elide_middle(rule.as_text(), 60)] for rule, count in rules[:_MOST_RULES]]
     left = sum(count for _, count in rules[_MOST_RULES:])
     if left:
         rows.append([f"{left:,}", f"in {len(rules) - _MOST_RULES:,} other ways"])
@@ -337,7 +337,7 @@ def not_finite_lines(found: CheckpointDiff) -> list[str]:
         names = [name for name, count in more.items() if count > 0]
         if names:
             count = count_of(sum(more[name] for name in names), "element")
-            text = list_some([shortened(printable(name), 60) for name in names], 3)
+            text = shorten_list([elide_middle(printable(name), 60) for name in names], 3)
             lines.append(f"NaN or infinite in {side} and not in {other}: {count} of {text}")
     return lines
 
@@ -347,7 +347,7 @@ def zero_before_lines(found: CheckpointDiff) -> list[str]:
     names = [tensor.name for tensor in found.tensors if tensor.values and tensor.values.was_zero]
     if not names:
         return []
-    text = list_some([shortened(printable(name), 60) for name in names], 3)
+    text = shorten_list([elide_middle(printable(name), 60) for name in names], 3)
     return [f"Zero in A and not in B: {count_of(len(names), 'tensor')}: {text}"]
 
 
@@ -403,4 +403,4 @@ def _fitted(titles: Sequence[str], rows: Sequence[Sequence[str]], columns: int) 
     """Lay out a table whose last column takes the space that the others leave."""
     others = table(titles[:-1], [row[:-1] for row in rows]).split("\n")
     width = max(20, columns - max(map(len, others)) - 2)
-    return table(titles, [[*row[:-1], shortened(printable(row[-1]), width)] for row in rows])
+    return table(titles, [[*row[:-1], elide_middle(printable(row[-1]), width)] for row in rows])

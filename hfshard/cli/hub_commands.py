@@ -10,7 +10,7 @@ from hfshard.cli.output import print_json, print_message, print_text, printable,
 from hfshard.hub.directory.directory_hub import DirectoryHub
 from hfshard.hub.push_files import PushOptions
 from hfshard.pull import pull_checkpoint
-from hfshard.push import push_anywhere
+from hfshard.push import push_to_place
 
 
 def push(arguments: argparse.Namespace) -> int:
@@ -26,7 +26,7 @@ def push(arguments: argparse.Namespace) -> int:
         follow_links=arguments.follow_links,
         progress=arguments.progress,
     )
-    result = push_anywhere(
+    result = push_to_place(
         arguments.directory,
         arguments.repo_id,
         options,

@@ -12,8 +12,8 @@ from typing import Final
 
 from hfshard._util.addresses import check_slashes, is_address
 from hfshard.cli.arguments import make_parser
-from hfshard.cli.output import drop_output, print_message, replace_closed_streams, use_any_encoding
-from hfshard.cli.run_command import COMMAND, split_words
+from hfshard.cli.output import discard_stdout, open_missing_streams, print_message, use_any_encoding
+from hfshard.cli.run_command import COMMAND, split_command_line
 from hfshard.errors import HfshardError, InvalidArgumentError, InvalidPathError, InvalidSizeError, InvalidSizeTypeError
 
 EXIT_DONE: Final = 0
@@ -41,11 +41,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0 done and intact, 1 damaged or failed, 2 bad usage; from `diff`, 1 different, 2 also failed.
         `run` does not return: the program replaces the process.
     """
-    replace_closed_streams()
+    open_missing_streams()
     use_any_encoding()
     parser = make_parser()
     parser.set_defaults(exit_failed=EXIT_FAILED)  # `diff` sets another one: its 1 means that something differs
-    own, program = split_words(sys.argv[1:] if argv is None else argv)
+    own, program = split_command_line(sys.argv[1:] if argv is None else argv)
     arguments = parser.parse_args(own)
     arguments.program = program
     if arguments.needs_directory and not (arguments.takes_address and is_address(arguments.directory)):
@@ -63,11 +63,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_message(str(error))
         return int(arguments.exit_failed)
     except BrokenPipeError:  # `hfshard inspect DIR | head`
-        drop_output()
+        discard_stdout()
         return _EXIT_SIGNAL + _SIGPIPE
     except OSError as error:  # `hfshard inspect DIR > /dev/full`
         print_message(f"{error}")
-        drop_output()
+        discard_stdout()
         return int(arguments.exit_failed)
     except KeyboardInterrupt:
         return _EXIT_SIGNAL + _SIGINT

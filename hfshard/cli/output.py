@@ -19,7 +19,7 @@ _HASH_DIGITS: Final = 12
 """Hex digits of a hash in a table: enough to tell files and commits apart; JSON has all of them."""
 
 
-def replace_closed_streams() -> None:
+def open_missing_streams() -> None:
     """Open the null device in place of standard streams that the caller has closed (`hfshard verify DIR >&-`).
 
     Otherwise a file that is opened later would get a closed stream's number, and the stream's output.
@@ -29,7 +29,7 @@ def replace_closed_streams() -> None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  # open to the end
 
 
-def drop_output() -> None:
+def discard_stdout() -> None:
     """Redirect a stdout that can't be written to into the null device: Python would report the rest at exit."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, sys.stdout.fileno())
@@ -71,7 +71,7 @@ def printable(text: str) -> str:
     return escaped(text, keep="")
 
 
-def shortened(text: str, most: int) -> str:
+def elide_middle(text: str, most: int) -> str:
     """Cut the middle out of a text with more than `most` characters; both ends distinguish tensors."""
     if len(text) <= most:
         return text

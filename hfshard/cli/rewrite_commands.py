@@ -250,9 +250,9 @@ def _order_of_model(source: str) -> Callable[[ForeignCheckpoint], ForeignCheckpo
     """Return a function that puts a Trainer's checkpoint into the order of its model; it leaves others unchanged."""
     if not is_trainer_directory(source):
         return lambda foreign: foreign
-    from hfshard.training.integrations.trainer_names import in_order_of_model  # imports transformers: that takes time
+    from hfshard.training.integrations.trainer_names import reorder_by_model  # imports transformers: that takes time
 
-    return in_order_of_model
+    return reorder_by_model
 
 
 def _is_in_place(source: str, target: str) -> bool:

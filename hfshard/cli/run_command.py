@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from typing import Final, NoReturn
 
 from hfshard._util.addresses import is_address
-from hfshard._util.import_hook import ANNOUNCED, announce
+from hfshard._util.import_hook import ANNOUNCED, announce_once
 from hfshard._util.text import without_url_secrets
 from hfshard.cli.output import printable
 from hfshard.errors import InvalidArgumentError, InvalidPathError, readable
@@ -57,12 +57,12 @@ def run(arguments: argparse.Namespace) -> NoReturn:
         letters += own_letters
     else:
         command = target
-        letters += _letters_of_command(path, target)
-    _refuse_ignoring(letters)
-    _refuse_folder()
+        letters += _python_option_letters(path, target)
+    _reject_ignoring(letters)
+    _reject_folder()
     if is_found and not arguments.quiet:  # else the only line is the error
         name = " ".join(target[:2]) if target[0] == "-m" else target[0]
-        announce(f" in {printable(name)} and the Python processes that it starts")
+        announce_once(f" in {printable(name)} and the Python processes that it starts")
     environment = _environment(os.environ, arguments)
     for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and what is ignored stays so in the program
         signal.signal(number, signal.SIG_DFL)
@@ -100,7 +100,7 @@ def _does_python_find(target: Sequence[str]) -> bool:
     return target[0].startswith("-") or os.path.exists(target[0])  # -c, or - for stdin
 
 
-def _letters_of_command(path: str, command: Sequence[str]) -> str:
+def _python_option_letters(path: str, command: Sequence[str]) -> str:
     """Return the letters of the options with which a command runs Python; "" if it does not run it directly."""
     is_python = re.fullmatch(r"python[\d.]*", os.path.basename(command[0]))
     return split_python_options(command[1:] if is_python else _words_for_python(path)[1:])[2]
@@ -121,7 +121,7 @@ def _first_line(path: str) -> str:
         return file.read(_FIRST_LINE_BYTES).split(b"\n")[0].decode("latin-1")
 
 
-def _refuse_ignoring(letters: str) -> None:
+def _reject_ignoring(letters: str) -> None:
     for letter in _IGNORING:
         if letter in letters:
             raise InvalidArgumentError(
@@ -130,7 +130,7 @@ def _refuse_ignoring(letters: str) -> None:
             )
 
 
-def _refuse_folder() -> None:
+def _reject_folder() -> None:
     if os.pathsep in _FOLDER:
         raise InvalidPathError(
             f"hfshard lies in {readable(_FOLDER)}, and PYTHONPATH can't name a folder with '{os.pathsep}': install it "
@@ -163,7 +163,7 @@ _PROGRAM_LETTERS: Final = "mc"
 _LETTERS_WITH_VALUE: Final = "WX"
 
 
-def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
+def split_command_line(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Cut `run --quiet train.py --verify` after hfshard's own words; the program's words may look like them.
 
     Args:

@@ -46,7 +46,7 @@ def plan_commit(old: DirectoryState, new: NewCheckpoint) -> CommitPlan:
     return _single_by_config(plan, old, new, config)
 
 
-def needs_links(old: DirectoryState, new: NewCheckpoint) -> bool:
+def needs_hard_links(old: DirectoryState, new: NewCheckpoint) -> bool:
     """Return whether the plan temporarily gives a file two names, which some file systems cannot."""
     return any(step.kind == "link" for step in plan_commit(old, new).steps)
 
@@ -74,7 +74,7 @@ def _into_empty(old: DirectoryState, new: NewCheckpoint) -> CommitPlan:
     plan.sync()
 
     # Clean up: files with names that only an unfinished commit gives, and shards of a killed stock save.
-    plan.remove(outdated_files(old, new))
+    plan.remove(superseded_files(old, new))
     plan.sync()
     if new.index is None and old.strays:
         plan.remove([old.names.index])
@@ -103,7 +103,7 @@ def _sharded_by_index(old: DirectoryState, new: NewCheckpoint, config: bytes | N
 
     # Replace the small files, then clean up what only the old checkpoint needed.
     _replace_small_files(plan, old, new, config)
-    _remove_old(plan, old, outdated_files(old, new) - {old.names.single})
+    _remove_old(plan, old, superseded_files(old, new) - {old.names.single})
     return plan
 
 
@@ -134,7 +134,7 @@ def _sharded_by_config(plan: CommitPlan, old: DirectoryState, new: NewCheckpoint
     plan.sync()
 
     # Clean up.
-    _remove_old(plan, old, (outdated_files(old, new) | {unique}) - {old.names.single})
+    _remove_old(plan, old, (superseded_files(old, new) | {unique}) - {old.names.single})
     return plan
 
 
@@ -160,7 +160,7 @@ def _single_by_rename(old: DirectoryState, new: NewCheckpoint, config: bytes | N
     _replace_small_files(plan, old, new, config)
 
     # ... until the old shards are gone, and the single file is the only one left.
-    _remove_old(plan, old, outdated_files(old, new) - {old.names.index})
+    _remove_old(plan, old, superseded_files(old, new) - {old.names.index})
     if needs_index:
         plan.remove([old.names.index])
         plan.sync()
@@ -197,7 +197,7 @@ def _single_by_config(plan: CommitPlan, old: DirectoryState, new: NewCheckpoint,
     plan.sync()
 
     # Clean up: the index goes last, when `model.safetensors` is the only file of weights.
-    _remove_old(plan, old, (outdated_files(old, new) | {unique}) - {index})
+    _remove_old(plan, old, (superseded_files(old, new) | {unique}) - {index})
     plan.remove([index])
     plan.sync()
     return plan
@@ -401,7 +401,7 @@ def changed_config(old: DirectoryState, new: NewCheckpoint) -> bytes | None:
     return None if config == old.config else config
 
 
-def outdated_files(old: DirectoryState, new: NewCheckpoint) -> set[str]:
+def superseded_files(old: DirectoryState, new: NewCheckpoint) -> set[str]:
     """Find the files that the old checkpoint owned and the new one does not, strays, and this commit's placeholder."""
     outdated = set(old.owned | old.strays)
     has_others = (old.has_bins or old.has_hub_index) and not old.has_index and not old.has_single

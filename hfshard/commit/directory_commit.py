@@ -15,24 +15,24 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
-from hfshard._util.threads import deferred_interrupt
+from hfshard._util.threads import delay_interrupt
 from hfshard.commit.commit_plan import CommitPlan, CommitStep
 from hfshard.commit.directory_state import DirectoryState, note_pending_deletes, read_state
-from hfshard.commit.hub_marker import refuse_hub
+from hfshard.commit.hub_marker import reject_hub_directory
 from hfshard.constants import CONFIG_NAME, MAX_CONFIG_BYTES, SIGNATURE_NAME, STAGING_DIRECTORY
 from hfshard.disk.fsops import (
     NO_LINKS,
-    Unflushed,
+    FlushBatch,
     can_link,
     locked_directory,
     make_directories,
-    refuse_odd_directories,
+    reject_linked_directories,
     remove_empty_directories,
     rename,
     require_space,
     sync,
     sync_directory,
-    unlink_if_there,
+    unlink_if_exists,
 )
 from hfshard.disk.safe_open import Identity, identity_of, open_folder, read_small
 from hfshard.errors import CommitUndoneError, CommitUnfinishedError, HfshardError, SaveDirectoryError
@@ -48,7 +48,7 @@ LOCK_WAIT_SECONDS: Final = 600.0
 
 
 @dataclass
-class SaveSession:
+class DirectorySession:
     """A locked save directory with an empty staging directory in it."""
 
     directory: str
@@ -133,7 +133,7 @@ class SaveSession:
         """
         to_commit = plan.to_commit
         rollback = Rollback(self.directory, self.staging)
-        with Unflushed() as unflushed:
+        with FlushBatch() as unflushed:
             self._stage_small_files(plan, unflushed)
             rollback.prepare(to_commit, unflushed)
             for made in self.made:
@@ -141,12 +141,12 @@ class SaveSession:
             unflushed.flush(writer_threads())
         decisive = next(step.source for step in reversed(to_commit) if step.kind == "rename")
         self._note_pending_deletes(plan.steps, decisive)
-        with deferred_interrupt() as was_interrupted:
+        with delay_interrupt() as was_interrupted:
             self._run_to_commit(to_commit, rollback, was_interrupted)
             self.is_committed = True
             self._run_after_commit(plan.steps[len(to_commit) :])
 
-    def _stage_small_files(self, plan: CommitPlan, unflushed: Unflushed) -> None:
+    def _stage_small_files(self, plan: CommitPlan, unflushed: FlushBatch) -> None:
         targets = {step.source: step.target for step in plan.steps if step.kind == "rename"}
         weights = self.replaced
         for staged, content in plan.small_files.items():
@@ -231,7 +231,7 @@ class SaveSession:
             os.link(os.path.join(self.directory, step.source), second)
             rename(second, target)
         elif step.kind == "remove":
-            unlink_if_there(target)
+            unlink_if_exists(target)
         else:
             for folder in sorted(self.changed_folders):
                 with open_folder(self.directory, folder) as fd:
@@ -259,7 +259,7 @@ class SaveSession:
         places = sorted(names)
         for name in places:
             with suppress(FileNotFoundError), open_folder(self.directory, os.path.dirname(name)):
-                _refuse_directory(self.directory, name)
+                _reject_directory(self.directory, name)
         for name in places:
             with open_folder(self.directory, os.path.dirname(name), self.made):
                 continue
@@ -268,7 +268,7 @@ class SaveSession:
 @contextmanager
 def save_session(
     directory: str, names: WeightNames, *, wait_seconds: float = LOCK_WAIT_SECONDS
-) -> Iterator[SaveSession]:
+) -> Iterator[DirectorySession]:
     """Create and lock the save directory, clean up after killed saves, and create an empty staging directory.
 
     Args:
@@ -281,24 +281,24 @@ def save_session(
             the single file of weights, or of the index.
         DirectoryLockedError: Another process is saving there.
     """
-    refuse_hub(directory)
+    reject_hub_directory(directory)
     made = _make(directory)
     try:
         with locked_directory(directory, wait_seconds=wait_seconds):
-            refuse_odd_directories(directory, STAGING_DIRECTORY)
+            reject_linked_directories(directory, STAGING_DIRECTORY)
             for name in (CONFIG_NAME, names.single, names.index):
-                _refuse_directory(directory, name)
+                _reject_directory(directory, name)
             state = read_state(directory, names)
             if state.leftovers:
                 _clean_up(directory, state.leftovers)
                 state = read_state(directory, names)
-            session = SaveSession(directory, state, made)
-            watch = SignatureWatch(directory)
+            session = DirectorySession(directory, state, made)
+            watch = SignatureTracker(directory)
             try:
                 clear_staging(directory)
                 os.makedirs(session.staging)
                 yield session
-                watch.after_save(partial(_recorded, directory, names), is_dropped=session.drops_signature)
+                watch.after_save(partial(_recorded, directory, names), is_removed=session.drops_signature)
             finally:
                 if not session.is_unfinished:
                     clear_staging(directory)
@@ -313,7 +313,7 @@ def _recorded(directory: str, names: WeightNames) -> dict[str, FileDigest]:
     return {} if index is None else index.files
 
 
-def _refuse_directory(directory: str, name: str) -> None:
+def _reject_directory(directory: str, name: str) -> None:
     path = os.path.join(directory, name)
     if os.path.isdir(path) and not os.path.islink(path):
         raise SaveDirectoryError(
@@ -342,7 +342,7 @@ def _make(directory: str) -> list[str]:
 def _clean_up(directory: str, leftovers: tuple[str, ...]) -> None:
     for name in leftovers:
         logger.info("Removing '%s' from '%s', left by a save that was killed.", name, directory)
-        unlink_if_there(os.path.join(directory, name))
+        unlink_if_exists(os.path.join(directory, name))
     sync_directory(directory)
 
 
@@ -379,7 +379,7 @@ class Rollback:
         self._prepared: deque[Callable[[], None]] = deque()
         self._undo: list[tuple[CommitStep, Callable[[], None]]] = []
 
-    def prepare(self, steps: Sequence[CommitStep], unflushed: Unflushed) -> None:
+    def prepare(self, steps: Sequence[CommitStep], unflushed: FlushBatch) -> None:
         """Prepare to roll steps back.
 
         Args:
@@ -392,7 +392,7 @@ class Rollback:
         placed: dict[str, str] = {}
         for number, step in enumerate(steps):
             now = placed.get(step.target, os.path.join(self.directory, step.target))
-            self._prepared.append(self._undo_of(step, now, f"{number:03d}.kept", unflushed))
+            self._prepared.append(self._rollback_for(step, now, f"{number:03d}.kept", unflushed))
             if step.kind == "rename":
                 placed[step.target] = os.path.join(self.staging, step.source)
 
@@ -430,12 +430,12 @@ class Rollback:
             return False
         return True
 
-    def _undo_of(self, step: CommitStep, now: str, kept_name: str, unflushed: Unflushed) -> Callable[[], None]:
+    def _rollback_for(self, step: CommitStep, now: str, kept_name: str, unflushed: FlushBatch) -> Callable[[], None]:
         """Prepare the undo of a step; `now` is the file that will have the target's name when the step begins."""
         target = os.path.join(self.directory, step.target)
         if step.kind == "link":
             is_new = not os.path.lexists(now)
-            return lambda: unlink_if_there(target) if is_new else None
+            return lambda: unlink_if_exists(target) if is_new else None
         if step.kind == "remove":
             return self._undo_of_removal(target, kept_name)
         if step.kind != "rename":
@@ -450,7 +450,7 @@ class Rollback:
         try:
             status = os.lstat(now)
         except FileNotFoundError:
-            return lambda: None if os.path.exists(staged) else unlink_if_there(target)
+            return lambda: None if os.path.exists(staged) else unlink_if_exists(target)
         if stat.S_ISLNK(status.st_mode):
             os.symlink(os.readlink(now), kept)
             return restore
@@ -499,7 +499,7 @@ _SMALL_BYTES: Final = 1024 * 1024
 """Size of the largest file that is read for a warning; the sha256 of shards is recorded by the save."""
 
 
-class SignatureWatch:
+class SignatureTracker:
     """The files next to a signature, before a save changes them."""
 
     def __init__(self, directory: str) -> None:
@@ -508,12 +508,12 @@ class SignatureWatch:
         self._has_signature = os.path.isfile(os.path.join(directory, SIGNATURE_NAME))
         self._before = self._identities() if self._has_signature else {}
 
-    def after_save(self, recorded: Callable[[], Mapping[str, FileDigest]], *, is_dropped: bool) -> None:
+    def after_save(self, recorded: Callable[[], Mapping[str, FileDigest]], *, is_removed: bool) -> None:
         """Warn if the signature is stale.
 
         Args:
             recorded: Returns the digests that the index there records.
-            is_dropped: Remove the signature instead.
+            is_removed: Remove the signature instead.
         """
         path = os.path.join(self._directory, SIGNATURE_NAME)
         now = self._identities() if self._has_signature else {}
@@ -523,8 +523,8 @@ class SignatureWatch:
             or not self._is_stale(now, recorded)
         ):
             return  # none, or one that belongs to the saved files and came with them
-        if is_dropped:
-            unlink_if_there(path)
+        if is_removed:
+            unlink_if_exists(path)
             sync_directory(self._directory)
             logger.info("Removed '%s', which no longer held.", path)
             return

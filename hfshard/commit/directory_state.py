@@ -164,7 +164,7 @@ def read_state(directory: str, names: WeightNames) -> DirectoryState:
         strays=frozenset(
             name
             for name in unreferenced
-            if found.is_known and names.is_stock_shard(name) and os.path.isfile(_at(directory, name))
+            if found.is_known and names.has_standard_shard_name(name) and os.path.isfile(_at(directory, name))
         ),
     )
 
@@ -218,7 +218,7 @@ def _read_index(directory: str, name: str) -> CheckpointIndex | None:
         raw, _ = read_small(_at(directory, name), directory, MAX_INDEX_BYTES)
         return CheckpointIndex.from_json(raw, _at(directory, name))
 
-    return unless_damaged(read)  # if it is damaged, the files that it names are unknown, and are left alone
+    return none_if_damaged(read)  # if it is damaged, the files that it names are unknown, and are left alone
 
 
 def _references(index: CheckpointIndex | None) -> frozenset[str]:
@@ -229,7 +229,7 @@ def _references(index: CheckpointIndex | None) -> frozenset[str]:
 
 
 def _written_by_hfshard(directory: str, name: str) -> bool:
-    shard = unless_damaged(lambda: SafetensorsFile(_at(directory, name), directory))
+    shard = none_if_damaged(lambda: SafetensorsFile(_at(directory, name), directory))
     if shard is None:
         return False
     shard.close()
@@ -237,7 +237,7 @@ def _written_by_hfshard(directory: str, name: str) -> bool:
 
 
 def _keys_of(directory: str, name: str) -> list[str]:
-    shard = unless_damaged(lambda: SafetensorsFile(_at(directory, name), directory))
+    shard = none_if_damaged(lambda: SafetensorsFile(_at(directory, name), directory))
     if shard is None:
         return []
     shard.close()
@@ -262,7 +262,7 @@ _NOTHING_THERE: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
 """Errors of `open` for a missing file, and for a broken link."""
 
 
-def unless_damaged(read: Callable[[], _Contents]) -> _Contents | None:
+def none_if_damaged(read: Callable[[], _Contents]) -> _Contents | None:
     """Read a file; None if it is damaged or missing, and so can't say which files belong to it.
 
     Raises:
@@ -319,7 +319,7 @@ def noted_pending_deletes(directory: str, names: WeightNames, listing: Collectio
         raw, _ = read_small(path, directory, MAX_CONFIG_BYTES)
         return parse_json_object(raw, path=path, what="Note", remedy="The next save removes it.")
 
-    note = unless_damaged(read)
+    note = none_if_damaged(read)
     if note is None:
         return frozenset()  # its contents are unknown, so nothing is deleted
     commit_source = note.get("commit")
@@ -334,7 +334,7 @@ def noted_pending_deletes(directory: str, names: WeightNames, listing: Collectio
 
 def _fingerprint(directory: str, name: str) -> str | None:
     """Read the fingerprint of a shard; None if it is not a safetensors file."""
-    shard = unless_damaged(lambda: SafetensorsFile(os.path.join(directory, name), directory))
+    shard = none_if_damaged(lambda: SafetensorsFile(os.path.join(directory, name), directory))
     if shard is None:
         return None
     try:

@@ -7,8 +7,8 @@ import shutil
 from typing import Final
 from urllib.parse import unquote, urlsplit
 
-from hfshard._util.addresses import check_slashes, is_address, names_store, parse_address, suggest_address
-from hfshard._util.arguments import absolute_path, path_text
+from hfshard._util.addresses import check_slashes, is_address, is_store_url, parse_address, suggest_address
+from hfshard._util.arguments import absolute_path, checked_path_text
 from hfshard._util.text import without_url_secrets
 from hfshard.constants import FORMAT_VERSION, HUB_MARKER, MAX_CONFIG_BYTES
 from hfshard.disk.fsops import (
@@ -115,7 +115,7 @@ def has_hub_marker(root: str) -> bool:
     return os.path.isfile(os.path.join(root, HUB_MARKER))
 
 
-def enclosing_hub(directory: str) -> str | None:
+def find_enclosing_hub(directory: str) -> str | None:
     """Find the directory hub that a path is, or is in; links are followed, and the path need not exist."""
     at = os.path.realpath(directory)
     while not has_hub_marker(at):
@@ -126,7 +126,7 @@ def enclosing_hub(directory: str) -> str | None:
     return at
 
 
-def refuse_hub(directory: str) -> None:
+def reject_hub_directory(directory: str) -> None:
     """Reject a save into a directory hub, where only pushes write: it would be part of no commit, or damage one.
 
     Raises:
@@ -134,7 +134,7 @@ def refuse_hub(directory: str) -> None:
     """
     if is_address(directory):
         return
-    hub = enclosing_hub(directory)
+    hub = find_enclosing_hub(directory)
     if hub is not None:
         where = "is" if hub == os.path.realpath(directory) else "lies in"
         raise SaveDirectoryError(
@@ -152,7 +152,7 @@ _FILE_SCHEME: Final = "file://"
 _PATH_STARTS: Final = ("/", "./", "../", "~")
 
 
-def directory_of(repo_id: str | os.PathLike[str]) -> str | None:
+def hub_directory(repo_id: str | os.PathLike[str]) -> str | None:
     """Find the directory that a repo_id names; None if it is "org/name" on the Hugging Face Hub.
 
     A directory is named by a path object, a `file://` URL, text that looks like a path (it begins with `/`, `./`, `../`
@@ -162,7 +162,7 @@ def directory_of(repo_id: str | os.PathLike[str]) -> str | None:
         InvalidArgumentError: It is a URL of another machine or of another kind, or a store address, valid or not.
     """
     if not isinstance(repo_id, str):
-        return os.path.expanduser(path_text(repo_id, "repo_id"))
+        return os.path.expanduser(checked_path_text(repo_id, "repo_id"))
     check_slashes(repo_id, "repo_id")
     if repo_id.startswith(_FILE_SCHEME):
         parts = urlsplit(repo_id)
@@ -174,7 +174,7 @@ def directory_of(repo_id: str | os.PathLike[str]) -> str | None:
                 path=shown,
             )
         return unquote(parts.path)
-    if names_store(repo_id):
+    if is_store_url(repo_id):
         raise InvalidArgumentError(
             f"'{parse_address(repo_id, 'repo_id')}' is the address of a store, which holds checkpoints and no commits, "
             "so that no repo can be there: save to it (save_pretrained), or copy a checkpoint to it: "
@@ -192,14 +192,14 @@ def directory_of(repo_id: str | os.PathLike[str]) -> str | None:
     return None
 
 
-def absolute_address(repo_id: str | os.PathLike[str]) -> str:
+def absolute_repo_id(repo_id: str | os.PathLike[str]) -> str:
     """Return what a repo_id names, independent of the working directory: a directory's absolute path, or "org/name".
 
     Raises:
-        InvalidArgumentError: It is neither a path nor a name, or a URL or address that `directory_of` rejects.
+        InvalidArgumentError: It is neither a path nor a name, or a URL or address that `hub_directory` rejects.
     """
-    text = path_text(repo_id, "repo_id")
-    directory = directory_of(repo_id)
+    text = checked_path_text(repo_id, "repo_id")
+    directory = hub_directory(repo_id)
     return text if directory is None else absolute_path(directory, "repo_id")
 
 
@@ -211,8 +211,8 @@ def split_address(place: str | os.PathLike[str]) -> tuple[str, str | None]:
     Raises:
         InvalidArgumentError: The part before or after the "@" is empty, or it is a URL of another kind.
     """
-    text = path_text(place, "repo_id")
-    directory = directory_of(place)
+    text = checked_path_text(place, "repo_id")
+    directory = hub_directory(place)
     if directory is None:
         at = -1 if os.path.isdir(text) else text.find("@")
         is_password = ":" in text[: max(at, 0)]  # of user:password@host, which is not a repo_id

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from hfshard._util.progress import ProgressCallback
-from hfshard._util.threads import in_threads
+from hfshard._util.threads import run_in_threads
 from hfshard.commit import store_plan
 from hfshard.commit.store_plan import KnownShard, highest_index
 from hfshard.commit.transaction import KnownFile, ShardWriter
@@ -36,7 +36,7 @@ from hfshard.format.stored_save import (
     plain_copy,
     plain_index,
 )
-from hfshard.shards.write_shards import WriteJob, await_devices
+from hfshard.shards.write_shards import WriteJob, synchronize_devices
 from hfshard.stores.store import Store, StoredObject
 from hfshard.tensors.stored_tensor import RawTensor
 
@@ -94,7 +94,7 @@ class StoreTransaction:
                 return None
             return replace(digest, etag=copied.etag)
 
-        copied = in_threads(lambda name, _: copy(name), same, FILES_AT_ONCE)
+        copied = run_in_threads(lambda name, _: copy(name), same, FILES_AT_ONCE)
         self.digests |= {name: digest for name, digest in zip(same, copied, strict=True) if digest is not None}
 
     def find_unchanged(
@@ -124,7 +124,7 @@ class StoreTransaction:
         Raises:
             StoreError: The store refused, or failed. The next save deletes what was sent.
         """
-        await_devices(list(jobs.values()))
+        synchronize_devices(list(jobs.values()))
         left = {name: job for name, job in jobs.items() if name not in self.digests}
         sent = writer.write(list(left.values()), checksum, progress_callback, self.store)
         self.digests |= zip(left, sent, strict=True)
@@ -137,7 +137,7 @@ class StoreTransaction:
         """
         self.small_files |= files
         large = [name for name, raw in files.items() if len(raw) > INLINED_BYTES and not INDEX_FILE.fullmatch(name)]
-        put = in_threads(
+        put = run_in_threads(
             lambda name, _: self.store.put(self.save_id.object_name(name), files[name]), large, FILES_AT_ONCE
         )
         self._objects |= {name: StoredObjectRecord(one.size, one.etag) for name, one in zip(large, put, strict=True)}
@@ -174,7 +174,7 @@ class StoreTransaction:
         name = self.save_id.object_name(self.entry)
         raw = save.to_json()
         try:
-            store_plan.note_put(self.store, self.store.put(name, raw), raw)
+            store_plan.remember_put(self.store, self.store.put(name, raw), raw)
         except StoreError as error:
             if not error.may_be_done:
                 raise
@@ -217,9 +217,9 @@ def put_copies(store: Store, copies: Mapping[str, bytes], found: Mapping[str, St
     entries = changed[-1:] if changed[-1:] == list(copies)[-1:] else []
 
     def put(name: str) -> None:
-        store_plan.note_put(store, store.put(name, copies[name]), copies[name])
+        store_plan.remember_put(store, store.put(name, copies[name]), copies[name])
 
-    in_threads(lambda name, _: put(name), [name for name in changed if name not in entries], FILES_AT_ONCE)
+    run_in_threads(lambda name, _: put(name), [name for name in changed if name not in entries], FILES_AT_ONCE)
     for name in entries:
         put(name)
 

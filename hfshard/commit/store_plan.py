@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from hfshard._util.threads import ProcessLock
+from hfshard._util.threads import ForkSafeLock
 from hfshard.checkpoint.folder import StoreFolder
 from hfshard.commit.directory_state import find_ownership, weights_override_of
 from hfshard.constants import BIN_SUFFIX, CONFIG_NAME, MANIFEST_NAME, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
@@ -186,7 +186,9 @@ def _uploaded(folder: StoreFolder, names: WeightNames, found: Mapping[str, Store
     indexes = {name: _parsed(shown, name) for name in sorted(plain) if INDEX_FILE.fullmatch(name)}
     owners = find_ownership(names, plain, override if override in plain else None, indexes)
     unnamed = plain - owners.referenced if owners.is_known else frozenset[str]()
-    strays = {name for name in unnamed if names.is_stock_shard(name)}  # of a stock save that did not reach its index
+    strays = {
+        name for name in unnamed if names.has_standard_shard_name(name)
+    }  # of a stock save that did not reach its index
     return (owners.owned | strays) - {names.index}
 
 
@@ -199,10 +201,10 @@ _MOST_BYTES: Final = 1 << 20
 
 _OBJECTS: OrderedDict[str, tuple[str, bytes]] = OrderedDict()
 """Address of an object -> ETag and bytes, in the order of the puts."""
-_LOCK: Final = ProcessLock()
+_LOCK: Final = ForkSafeLock()
 
 
-def note_put(store: Store, put: StoredObject, raw: bytes) -> None:
+def remember_put(store: Store, put: StoredObject, raw: bytes) -> None:
     """Note the bytes of an object that was put."""
     key = str(store.address.joined(put.name))
     with _LOCK.held():

@@ -12,17 +12,17 @@ from threading import Event
 from typing import Protocol
 
 from hfshard._util.progress import ProgressCallback
-from hfshard._util.threads import cancellable, in_threads
+from hfshard._util.threads import cancellable, run_in_threads
 from hfshard.constants import FILES_AT_ONCE
 from hfshard.errors import HfshardError
 from hfshard.format.index import FileDigest
 from hfshard.shards.shard_file import SafetensorsFile
 from hfshard.shards.write_shards import (
     WriteJob,
-    await_devices,
     digest_shard,
     fingerprint_of_job,
     stream_shard,
+    synchronize_devices,
     write_shards,
     writer_threads,
 )
@@ -114,7 +114,7 @@ def link_unchanged(jobs: Sequence[WriteJob], known: Mapping[str, KnownFile], che
     Returns:
         For each job the digest of the file that was linked; None: it must be written.
     """
-    return in_threads(partial(_link_one, known=known, checksum=checksum), jobs, FILES_AT_ONCE)
+    return run_in_threads(partial(_link_one, known=known, checksum=checksum), jobs, FILES_AT_ONCE)
 
 
 def _link_one(job: WriteJob, stop: Event, *, known: Mapping[str, KnownFile], checksum: str) -> FileDigest | None:
@@ -179,9 +179,9 @@ def upload_files(
     Raises:
         StoreError: The first error of any file; the others stop. The next save deletes what was sent.
     """
-    await_devices(list(jobs.values()))
+    synchronize_devices(list(jobs.values()))
     upload = partial(_upload, store, checksum=checksum, progress_callback=progress_callback)
-    return dict(in_threads(upload, jobs.items(), writer_threads()))
+    return dict(run_in_threads(upload, jobs.items(), writer_threads()))
 
 
 def _upload(

@@ -106,7 +106,7 @@ def sha256_of_reader(reader: io.BufferedIOBase, cancelled: threading.Event | Non
     return hasher.hexdigest()
 
 
-def has_same_bytes(one: ByteSource, other: ByteSource) -> bool:
+def contents_equal(one: ByteSource, other: ByteSource) -> bool:
     """Return whether two contents are equal; they are read only if their sizes are equal."""
     if one.size != other.size:
         return False

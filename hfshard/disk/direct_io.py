@@ -17,7 +17,7 @@ from queue import SimpleQueue
 from typing import Final, TypeAlias
 
 from hfshard._util.progress import ProgressCallback
-from hfshard._util.threads import in_threads, start_thread
+from hfshard._util.threads import run_in_threads, start_worker
 from hfshard.constants import DATA_ALIGNMENT
 from hfshard.disk.fsops import UNSUPPORTED
 from hfshard.errors import InvalidArgumentError
@@ -167,7 +167,7 @@ def read_blocks(
             os.close(direct)
 
 
-def read_places(fd: int, start: int, count_bytes: int, places: Sequence[tuple[int, int]]) -> Iterable[bytes]:
+def read_spots(fd: int, start: int, count_bytes: int, places: Sequence[tuple[int, int]]) -> Iterable[bytes]:
     """Read a few small spots in a range of a file.
 
     If the file is cold and the spots are few for the range's size, they are read several at once, bypassing the page
@@ -193,7 +193,7 @@ def read_places(fd: int, start: int, count_bytes: int, places: Sequence[tuple[in
         return bytes(read_direct(fd, direct, aligned_block(count + 2 * DATA_ALIGNMENT), at, count))
 
     try:
-        return in_threads(read, places, _PLACES_AT_ONCE)
+        return run_in_threads(read, places, _PLACES_AT_ONCE)
     finally:
         os.close(direct)
 
@@ -308,7 +308,7 @@ class _Reads:
         free: SimpleQueue[memoryview] = SimpleQueue()
         full: SimpleQueue[tuple[memoryview, memoryview] | None] = SimpleQueue()
         # A daemon: if a traceback holds this generator when Python exits, nothing ends the thread.
-        reading = start_thread(partial(self._read_all, free, full), "hfshard-read", daemon=True)
+        reading = start_worker(partial(self._read_all, free, full), "hfshard-read", daemon=True)
         if reading is None:
             yield from self.one_by_one()
             return
@@ -450,7 +450,7 @@ class BlockWriter:
 
     def _start_writing(self) -> Future[None] | None:
         fd = os.dup(self._fd)  # its own one: after repeated Ctrl-C, the caller may close the other one early
-        writing = start_thread(partial(self._write_in_background, fd), "hfshard-disk")
+        writing = start_worker(partial(self._write_in_background, fd), "hfshard-disk")
         if writing is None:
             os.close(fd)
             return None

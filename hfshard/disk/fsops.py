@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
-from hfshard._util.threads import in_threads
+from hfshard._util.threads import run_in_threads
 from hfshard.constants import COPY_BYTES
 from hfshard.errors import DirectoryLockedError, NotEnoughSpaceError, SaveDirectoryError
 
@@ -53,7 +53,7 @@ def locked_directory(directory: str, *, wait_seconds: float) -> Iterator[int]:
     Raises:
         DirectoryLockedError: Another process held it for all that time.
     """
-    own = OwnDescriptor(directory)
+    own = ForkSafeDescriptor(directory)
     try:
         lock(own.fd, directory, wait_seconds)
         yield own.fd
@@ -94,14 +94,14 @@ def lock(fd: int, directory: str, wait_seconds: float) -> None:
             now = time.monotonic()
             if now >= deadline:
                 raise DirectoryLockedError(
-                    f"'{directory}' is locked: {holder_of(fd)} has been saving there for {wait_seconds:g} s. "
+                    f"'{directory}' is locked: {lock_holder(fd)} has been saving there for {wait_seconds:g} s. "
                     "Wait for it, or save into another directory.",
                     path=directory,
                 ) from error
             if not was_told and now - began >= _SILENT_SECONDS:
                 was_told = True
                 logger.warning(
-                    "Waiting for up to %g s: %s is saving into '%s'.", wait_seconds, holder_of(fd), directory
+                    "Waiting for up to %g s: %s is saving into '%s'.", wait_seconds, lock_holder(fd), directory
                 )
             time.sleep(_LOCK_WAIT_SECONDS)
         except OSError as error:
@@ -207,7 +207,7 @@ def make_directories(directory: str, *, flush: bool = True) -> list[str]:
     return made
 
 
-def refuse_odd_directories(directory: str, below: str) -> None:
+def reject_linked_directories(directory: str, below: str) -> None:
     """Reject a path with a part that is not a plain directory: what is emptied later must not be elsewhere.
 
     Args:
@@ -246,12 +246,12 @@ def write_all(fd: int, raw: bytes | memoryview) -> None:
 
 def write_file(path: str, raw: bytes, *, like: os.stat_result | None = None) -> None:
     """Write a new small file durably, with the mode and group of the file that it will replace."""
-    with Unflushed() as unflushed:
+    with FlushBatch() as unflushed:
         unflushed.write_file(path, raw, like=like)
         unflushed.flush(1)
 
 
-class Unflushed:
+class FlushBatch:
     """A batch of small files and directories that become durable together, before anything that needs them begins.
 
     They are flushed in parallel: a file system with a journal may write it once for several.
@@ -260,7 +260,7 @@ class Unflushed:
     def __init__(self) -> None:
         self._open: list[tuple[int, str]] = []
 
-    def __enter__(self) -> Unflushed:
+    def __enter__(self) -> FlushBatch:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -280,7 +280,7 @@ class Unflushed:
 
     def flush(self, threads: int) -> None:
         """Make all durable, at most `threads` at once; skip one with a warning if its file system cannot."""
-        in_threads(lambda one, _: sync(*one), self._open, threads)
+        run_in_threads(lambda one, _: sync(*one), self._open, threads)
 
 
 def copy_mode(fd: int, like: os.stat_result | None) -> None:
@@ -315,7 +315,7 @@ def rename(source: str, target: str, folder_fd: int | None = None) -> None:
         os.unlink(source)
 
 
-def unlink_if_there(path: str) -> None:
+def unlink_if_exists(path: str) -> None:
     """Remove a file; do nothing if there is none."""
     try:
         os.unlink(path)
@@ -381,12 +381,12 @@ _LOCKS: Final = "/proc/locks"
 _LONGEST_COMMAND: Final = 80
 """Number of shown characters of a command line."""
 
-_open: Final[weakref.WeakSet[OwnDescriptor]] = weakref.WeakSet()
+_open: Final[weakref.WeakSet[ForkSafeDescriptor]] = weakref.WeakSet()
 _opening = threading.RLock()
 """Held while one is opened, and by `fork`: a process forked between opening it and noting it would keep it."""
 
 
-class OwnDescriptor:
+class ForkSafeDescriptor:
     """A directory's descriptor, which a forked process closes at once.
 
     A lock (flock) lives as long as any process has the descriptor with which it was acquired. A DataLoader's worker
@@ -434,7 +434,7 @@ def _close_in_child() -> None:
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_close_in_child)
 
 
-def holder_of(fd: int) -> str:
+def lock_holder(fd: int) -> str:
     """Describe the process that holds the `flock` of an open directory, with its command line.
 
     Returns:

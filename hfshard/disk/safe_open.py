@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from hfshard._util.text import list_some
+from hfshard._util.text import shorten_list
 from hfshard.constants import COPY_BYTES
 from hfshard.disk.fsops import sync
 from hfshard.errors import (
@@ -74,7 +74,7 @@ def open_regular(path: str, root: str, real_root: str | None = None) -> int:
     return fd
 
 
-def link_to_outside(path: str, root: str) -> str | None:
+def resolve_outside_link(path: str, root: str) -> str | None:
     """Return the path's real location if it is outside `root` and not a snapshot's blob in the Hub's cache; else None.
 
     A broken link leads to the target it names.
@@ -89,7 +89,7 @@ def is_users_link(path: str, root: str) -> bool:
     return os.path.islink(path) and not _is_blob(os.path.realpath(path), real_root)
 
 
-def refuse_links_to_outside(directory: str, names: Iterable[str], where: str) -> None:
+def reject_links_to_outside(directory: str, names: Iterable[str], where: str) -> None:
     """Reject links that leave a directory: another user may have created them, to a file that must stay private.
 
     Args:
@@ -100,10 +100,10 @@ def refuse_links_to_outside(directory: str, names: Iterable[str], where: str) ->
     Raises:
         InvalidArgumentError: There are such links; the message names the first ones and their targets.
     """
-    found = {name: link_to_outside(os.path.join(directory, name), directory) for name in sorted(names)}
+    found = {name: resolve_outside_link(os.path.join(directory, name), directory) for name in sorted(names)}
     outside = [f"'{os.path.join(directory, name)}' is a link to '{to}'" for name, to in found.items() if to is not None]
     if outside:
-        raise InvalidArgumentError(f"{list_some(outside, _SHOWN_LINKS)}, outside {where}", path=directory)
+        raise InvalidArgumentError(f"{shorten_list(outside, _SHOWN_LINKS)}, outside {where}", path=directory)
 
 
 def _resolved(path: str, root: str, real_root: str | None) -> tuple[str, os.stat_result]:

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from hfshard._util.addresses import is_address
-from hfshard._util.arguments import names_files, path_text
+from hfshard._util.arguments import checked_path_text, wraps_os_errors
 from hfshard.checkpoint.load_options import LoadOptions
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
 from hfshard.distributed.dcp_chunks import check_held, chunk_box, state_dict_of
@@ -127,7 +127,7 @@ class StorageReader(dcp_storage.StorageReader):
             self._problem = error
             raise
 
-    @names_files("checkpoint_id")
+    @wraps_os_errors("checkpoint_id")
     def _read_metadata(self) -> Metadata:
         self._close()
         if self._source is None:
@@ -165,7 +165,7 @@ class StorageReader(dcp_storage.StorageReader):
             )
         return plans
 
-    @names_files("checkpoint_id")
+    @wraps_os_errors("checkpoint_id")
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read this rank's parts into place.
 
@@ -190,7 +190,7 @@ class StorageReader(dcp_storage.StorageReader):
         return future
 
     def _source_of(self, path: str | os.PathLike[str]) -> CheckpointSource:
-        return CheckpointSource(path_text(path), self._query, takes_files=True)
+        return CheckpointSource(checked_path_text(path), self._query, takes_files=True)
 
     def _open_one(self) -> OpenCheckpoint:
         if self._checkpoint is None:

@@ -20,11 +20,11 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWr
 from torch.futures import Future
 
 from hfshard._util.addresses import is_address
-from hfshard._util.arguments import absolute_path, names_files
-from hfshard._util.progress import ProgressCallback, bytes_bar
-from hfshard._util.text import error_words, list_some
-from hfshard._util.threads import in_threads
-from hfshard.commit.commit_plan import NewCheckpoint, needs_links, plan_commit
+from hfshard._util.arguments import absolute_path, wraps_os_errors
+from hfshard._util.progress import ProgressCallback, byte_progress
+from hfshard._util.text import describe_error, shorten_list
+from hfshard._util.threads import run_in_threads
+from hfshard.commit.commit_plan import NewCheckpoint, needs_hard_links, plan_commit
 from hfshard.commit.directory_commit import save_session
 from hfshard.commit.transaction import OwnShardWriter
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
@@ -41,7 +41,7 @@ from hfshard.errors import (
 )
 from hfshard.format.digests import Checksum
 from hfshard.format.index import CheckpointIndex, FileDigest
-from hfshard.saving.pipeline import avoid_taken_names, plan_request, staged_jobs, staged_names, write_staged
+from hfshard.saving.pipeline import plan_request, staged_jobs, staged_names, with_unused_names, write_to_staging
 from hfshard.saving.save_request import SaveOptions, SaveRequest
 from hfshard.shards.shard_plan import Packing, ShardPlan, with_one_more_shard
 from hfshard.shards.write_shards import (
@@ -51,15 +51,15 @@ from hfshard.shards.write_shards import (
     writer_threads,
 )
 from hfshard.stores.store import Store
-from hfshard.tensors.state_dict import refuse_partitioned
+from hfshard.tensors.state_dict import reject_partitioned
 from hfshard.tensors.stored_tensor import (
     RawTensor,
     TensorLayout,
     check_storable,
     iter_blocks,
-    layout_problem,
     tensor_layout,
     tensor_nbytes,
+    unsupported_layout_reason,
 )
 
 _SHOWN: Final = 5
@@ -151,7 +151,7 @@ class StorageWriter(dcp_storage.StorageWriter):
         check_items(plan.items)
         return replace(plan, storage_data=described_items(plan))
 
-    @names_files("checkpoint_id")
+    @wraps_os_errors("checkpoint_id")
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Check, on the coordinating rank, that all ranks' parts form complete tensors, and create the files.
 
@@ -160,7 +160,7 @@ class StorageWriter(dcp_storage.StorageWriter):
             Everything that `hfshard.save_state_dict` raises before it writes.
         """
         assert self.checkpoint_id is not None
-        self._save = StagedSave(self.checkpoint_id, self._options, united_layouts(plans))
+        self._save = StagedSave(self.checkpoint_id, self._options, merge_layouts(plans))
         places = self._save.places
         ordered = []
         for plan in plans:
@@ -179,13 +179,13 @@ class StorageWriter(dcp_storage.StorageWriter):
             if self._undo(error):
                 raise
             rank = dist.get_rank() if dist.is_initialized() else 0
-            failure = _Failure(rank, error_words(error))
+            failure = _Failure(rank, describe_error(error))
             written = [dcp_storage.WriteResult(MetadataIndex("failure"), 0, failure)]
         future: Future[list[dcp_storage.WriteResult]] = Future()
         future.set_result(written)
         return future
 
-    @names_files("checkpoint_id")
+    @wraps_os_errors("checkpoint_id")
     def finish(self, metadata: Metadata, results: list[list[dcp_storage.WriteResult]]) -> None:
         """Commit, on the coordinating rank, after all ranks have written.
 
@@ -208,7 +208,7 @@ class StorageWriter(dcp_storage.StorageWriter):
         self._save = None
         save.commit()
 
-    @names_files("checkpoint_id")
+    @wraps_os_errors("checkpoint_id")
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[dcp_storage.WriteResult]:
         orders = plan.storage_data
         if type(orders) is not _Orders or getattr(planner, "_enable_plan_caching", False):
@@ -296,13 +296,13 @@ def check_items(items: Iterable[WriteItem]) -> None:
     if objects:
         raise UnstorableTensorError(
             f"A Hugging Face checkpoint holds tensors only, and these values are something else: "
-            f"{list_some(objects, _SHOWN, quote=True)}. Take them out of the state dict; hfshard.CheckpointManager "
+            f"{shorten_list(objects, _SHOWN, quote=True)}. Take them out of the state dict; hfshard.CheckpointManager "
             "saves the whole state of a training run.",
             fqn=objects[0],
         )
     for item in all_items:
         _check_item(item)
-    refuse_partitioned({item.index.fqn: torch.empty(data_of(item).size, device="meta") for item in all_items})
+    reject_partitioned({item.index.fqn: torch.empty(data_of(item).size, device="meta") for item in all_items})
 
 
 def data_of(item: WriteItem) -> TensorWriteData:
@@ -325,7 +325,7 @@ def _check_item(item: WriteItem) -> None:
     """Reject a tensor that the format cannot store, judging by the plan alone."""
     data = data_of(item)
     name = item.index.fqn
-    if (problem := layout_problem(data.properties.layout)) is not None:
+    if (problem := unsupported_layout_reason(data.properties.layout)) is not None:
         raise UnstorableTensorError(f"Can't store {name!r}: {problem}", fqn=name)
     check_storable(name, torch.empty((0,) * len(data.size), dtype=data.properties.dtype, device="cpu"))
 
@@ -335,7 +335,7 @@ def described_items(plan: SavePlan) -> dict[str, TensorWriteData]:
     return {item.index.fqn: data_of(item) for item in plan.items}
 
 
-def united_layouts(plans: Sequence[SavePlan]) -> dict[str, TensorLayout]:
+def merge_layouts(plans: Sequence[SavePlan]) -> dict[str, TensorLayout]:
     """Return name -> layout of the stored tensor, in the order of the first rank's state dict, then of the next one's.
 
     Args:
@@ -467,7 +467,7 @@ class StagedSave:
         self._context = save_session(directory, options.names)
         self._session = self._context.__enter__()
         try:
-            self._plan = self._staged(avoid_taken_names(plan, self._session, options.names))
+            self._plan = self._staged(with_unused_names(plan, self._session, options.names))
         except BaseException as error:
             self.undo(error)
             raise
@@ -480,8 +480,10 @@ class StagedSave:
         """
         options = self._request.options
         try:
-            with bytes_bar("Hashing", self._plan.total_size, options.progress) as progress_callback:
-                new, index = write_staged(self._plan, self._session, self._request, _FilledFiles(), progress_callback)
+            with byte_progress("Hashing", self._plan.total_size, options.progress) as progress_callback:
+                new, index = write_to_staging(
+                    self._plan, self._session, self._request, _FilledFiles(), progress_callback
+                )
             self._session.commit(plan_commit(self._session.state, new))
         except BaseException as error:
             self.undo(error)
@@ -505,13 +507,13 @@ class StagedSave:
         self._session.check_space(plan.total_size)
         self._make_files(plan)
         new = NewCheckpoint(staged_names(plan), list(plan.weight_map), None, None, {}, "")
-        if plan.is_sharded or not needs_links(self._session.state, new):
+        if plan.is_sharded or not needs_hard_links(self._session.state, new):
             return plan
         if self._session.can_link(next(iter(new.shards.values()))):
             return plan
         self._session.empty_staging()
         names = self._request.options.names
-        plan = avoid_taken_names(with_one_more_shard(plan, names), self._session, names)
+        plan = with_unused_names(with_one_more_shard(plan, names), self._session, names)
         self._make_files(plan)
         return plan
 
@@ -582,7 +584,7 @@ class _FilledFiles(OwnShardWriter):
     ) -> list[FileDigest]:
         """Complete the files and return their digests; for directories only."""
         work = partial(_complete, checksum=checksum, progress_callback=progress_callback)
-        return in_threads(work, jobs, writer_threads())
+        return run_in_threads(work, jobs, writer_threads())
 
 
 def _complete(

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from hfshard.constants import COPY_BYTES
 from hfshard.distributed.rendezvous import SaveStatus
 from hfshard.distributed.spread_tensor import ByteArray, Positions, SpreadTensor, scatter_into
-from hfshard.distributed.tensor_owners import HeldTensor, Holders
+from hfshard.distributed.tensor_owners import LocalTensor, TensorOwners
 from hfshard.errors import RankFailedError
-from hfshard.tensors.stored_tensor import INTEGER_OF_SIZE, RawTensor, TensorLike, iter_blocks, memory_of, tensor_nbytes
+from hfshard.tensors.stored_tensor import INTEGER_OF_SIZE, RawTensor, TensorLike, bytes_view, iter_blocks, tensor_nbytes
 
 WINDOW_BYTES: Final = 4 * 1024 * 1024
 """Bytes of one owner's files in one round: large for a network, and a few windows are small compared with a model."""
@@ -60,7 +60,7 @@ def cut_windows(sizes: Sequence[tuple[str, int]], window_bytes: int) -> Iterator
 
 def schedule(
     streams: Mapping[int, Sequence[tuple[str, int]]],
-    holders: Holders,
+    holders: TensorOwners,
     *,
     window_bytes: int = WINDOW_BYTES,
     source_bytes: int = SOURCE_BYTES,
@@ -103,7 +103,7 @@ def schedule(
         yield given
 
 
-def _sent_by(window: Window, owner: int, holders: Holders, most_parts: int) -> dict[int, int]:
+def _sent_by(window: Window, owner: int, holders: TensorOwners, most_parts: int) -> dict[int, int]:
     """Estimate the bytes of a window that each rank sends, for tensors with at most `most_parts` parts in it."""
     sent: dict[int, int] = {}
     for name, start, stop in window:
@@ -119,8 +119,8 @@ def _sent_by(window: Window, owner: int, holders: Holders, most_parts: int) -> d
 
 # Exchange: in each round, the owners of files each get one window of their bytes.
 #
-# All ranks derive from `Holders` alone which bytes go where, so that nothing else is sent. A rank that fails completes
-# its round, and reports the failure by one byte to each of the others. Then all leave the rounds together, no
+# All ranks derive from `TensorOwners` alone which bytes go where, so that nothing else is sent. A rank that fails
+# completes its round, and reports the failure by one byte to each of the others. Then all leave the rounds together, no
 # collective is half done, and the same process group can save again.
 
 
@@ -164,7 +164,7 @@ class Exchange:
     """
 
     def __init__(
-        self, holders: Holders, held: Mapping[str, HeldTensor], status: SaveStatus, group: CpuGroup | None
+        self, holders: TensorOwners, held: Mapping[str, LocalTensor], status: SaveStatus, group: CpuGroup | None
     ) -> None:
         self._holders, self._held, self._status, self._group = holders, held, status, group
         self._rank, self._ranks = status.rank, list(status.ranks)
@@ -226,7 +226,7 @@ class Exchange:
         self.sent_bytes += int(out_ends[-1])
         if error is not None:
             raise error
-        self._refuse_failed(in_ends)
+        self._reject_failed(in_ends)
         if window is not None:
             self._unpack(window, received, in_ends - in_sizes)
         return window
@@ -310,7 +310,7 @@ class Exchange:
             work = group.alltoall_base(inbox, outbox, in_sizes, out_sizes)
         self._status.await_work(work)
 
-    def _refuse_failed(self, ends: Positions) -> None:
+    def _reject_failed(self, ends: Positions) -> None:
         failed = self._others[self._inbox[ends[self._others] - 1] != 0]
         if len(failed):
             rank = self._ranks[int(failed[0])]
@@ -319,7 +319,7 @@ class Exchange:
 
     def _bytes_of(self, name: str, start: int, stop: int) -> ByteArray:
         held: Any = self._held[name]
-        return byte_stretch(held.part() if isinstance(held, SpreadTensor) else held, start, stop)
+        return byte_range(held.part() if isinstance(held, SpreadTensor) else held, start, stop)
 
 
 def _at_least(buffer: ByteArray, nbytes: int) -> ByteArray:
@@ -329,7 +329,7 @@ def _at_least(buffer: ByteArray, nbytes: int) -> ByteArray:
 # Byte ranges of a tensor that this rank has, with no copy of more than is asked for.
 
 
-def byte_stretch(tensor: TensorLike, start: int, stop: int) -> ByteArray:
+def byte_range(tensor: TensorLike, start: int, stop: int) -> ByteArray:
     """Return a range of a tensor's row-major bytes.
 
     Args:
@@ -349,9 +349,9 @@ def byte_stretch(tensor: TensorLike, start: int, stop: int) -> ByteArray:
         tensor = tensor.resolve_conj().resolve_neg()
     tensor = tensor.view(INTEGER_OF_SIZE.get(tensor.element_size(), tensor.dtype)).contiguous()
     if tensor.device.type == "cpu":
-        return np.frombuffer(memory_of(tensor), np.uint8)[start:stop]
+        return np.frombuffer(bytes_view(tensor), np.uint8)[start:stop]
     flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-    return np.frombuffer(memory_of(flat[start:stop].cpu()), np.uint8)
+    return np.frombuffer(bytes_view(flat[start:stop].cpu()), np.uint8)
 
 
 def _stretch_of_blocks(blocks: Iterable[memoryview], start: int, stop: int) -> ByteArray:

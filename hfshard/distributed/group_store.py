@@ -17,7 +17,7 @@ from typing import Any, Final, TypeVar
 
 import torch.distributed as dist
 
-from hfshard._util.threads import start_thread
+from hfshard._util.threads import start_worker
 from hfshard.errors import InvalidArgumentError, RankFailedError
 
 _Result = TypeVar("_Result")
@@ -40,7 +40,7 @@ _NONE: Final = "?"
 """A value that no key has: comparing with it reads a key, or finds it missing, in one step without waiting."""
 
 
-class AnsweringStore:
+class TimeoutStore:
     """The ranks' keys and values, in the store of the default process group.
 
     A call of torch's `TCPStore` blocks forever if the process that hosts the store is stopped or unreachable,
@@ -62,7 +62,7 @@ class AnsweringStore:
         self._keeper, self._keeping_rank = _keeper(original)
         self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
         self._lost_words = ""
-        self._thread = start_thread(self._serve, "hfshard-store", daemon=True)
+        self._thread = start_worker(self._serve, "hfshard-store", daemon=True)
         self._store = self._ask(lambda: self._connected(original))
 
     def put(self, key: str, value: bytes) -> list[str]:
@@ -221,7 +221,7 @@ def _is_done_within(future: Future[Any], seconds: float) -> bool:
     return any(wait([future], timeout=_SLICE_SECONDS).done for _ in slices)
 
 
-def open_group_store(answer_seconds: float = DEATH_SECONDS) -> AnsweringStore:
+def open_group_store(answer_seconds: float = DEATH_SECONDS) -> TimeoutStore:
     """Open the store of the default process group, to be closed by the caller.
 
     A connection to a `TCPStore` is kept for as long as the group lives. For each new one, torch looks up the peer's
@@ -233,7 +233,7 @@ def open_group_store(answer_seconds: float = DEATH_SECONDS) -> AnsweringStore:
     """
     original = _default_store()
     if not isinstance(_innermost(original), dist.TCPStore):  # type: ignore[attr-defined]
-        return AnsweringStore(original, answer_seconds)
+        return TimeoutStore(original, answer_seconds)
     key = os.getpid(), answer_seconds
     with _KEPT_LOCK:
         of, kept = _KEPT.get(key, (None, None))
@@ -241,12 +241,12 @@ def open_group_store(answer_seconds: float = DEATH_SECONDS) -> AnsweringStore:
             if of is not None and of() is original and not kept.is_lost:
                 return kept
             kept.end()
-        store = AnsweringStore(_of_this_start(original), answer_seconds, is_kept=True)
+        store = TimeoutStore(_of_this_start(original), answer_seconds, is_kept=True)
         _KEPT[key] = weakref.ref(original), store
         return store
 
 
-_KEPT: dict[tuple[int, float], tuple[weakref.ref[Any], AnsweringStore]] = {}
+_KEPT: dict[tuple[int, float], tuple[weakref.ref[Any], TimeoutStore]] = {}
 """(Process, answer seconds) -> the group's store, and the connection to it."""
 _KEPT_LOCK = threading.Lock()
 

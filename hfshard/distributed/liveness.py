@@ -18,9 +18,9 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
-from hfshard._util.text import error_words, list_some
-from hfshard._util.threads import start_thread
-from hfshard.distributed.group_store import DEATH_SECONDS, AnsweringStore, call_group, open_group_store
+from hfshard._util.text import describe_error, shorten_list
+from hfshard._util.threads import start_worker
+from hfshard.distributed.group_store import DEATH_SECONDS, TimeoutStore, call_group, open_group_store
 from hfshard.errors import RankFailedError, RankMissingError
 
 _BEATS_PER_DEATH: Final = 15
@@ -30,19 +30,19 @@ _WAY_KEY: Final = "hfshard/way"
 _PROCESS_KEY: Final = "hfshard/process"
 
 
-class Heart:
+class Heartbeat:
     """Heartbeats of this rank: a counter under a key, sent by a thread, or by the rank's checks if none can be started.
 
     Each beat identifies the process, too, so that other processes on this machine see at once that it has ended.
     """
 
-    def __init__(self, store: AnsweringStore, key: str, death_seconds: float) -> None:
+    def __init__(self, store: TimeoutStore, key: str, death_seconds: float) -> None:
         self.key = key
         self.seconds = death_seconds / _BEATS_PER_DEATH
         self._store = store
         self._is_stopped = threading.Event()
         self._count = 0
-        self._process = own_record()
+        self._process = current_process()
         self._beaten_at = time.monotonic()
         self._longest_silence = 0.0
         self._thread: Future[None] | None = None
@@ -50,7 +50,7 @@ class Heart:
     def start(self) -> None:
         """Beat once, so that the key exists, and continue in a thread."""
         self._beat()
-        self._thread = start_thread(self._go_on, "hfshard-beat", daemon=True)
+        self._thread = start_worker(self._go_on, "hfshard-beat", daemon=True)
 
     def stop(self) -> None:
         """Stop beating; a beat in progress is completed first."""
@@ -85,10 +85,10 @@ class Heart:
         self._store.put(self.key, b"%d %b" % (self._count, self._process))
 
 
-class LifeSigns:
+class PeerHeartbeats:
     """Silence of other ranks: how long this rank has seen no new beat of each."""
 
-    def __init__(self, store: AnsweringStore, key: str, death_seconds: float) -> None:
+    def __init__(self, store: TimeoutStore, key: str, death_seconds: float) -> None:
         self._store, self._key, self._death_seconds = store, key, death_seconds
         self._seen: dict[int, tuple[bytes | None, float, float]] = {}
 
@@ -120,13 +120,13 @@ def _process(beat: bytes | None) -> bytes:
 
 
 @contextmanager
-def on_the_way(rank: int, death_seconds: float = DEATH_SECONDS) -> Iterator[None]:
+def announce_arrival(rank: int, death_seconds: float = DEATH_SECONDS) -> Iterator[None]:
     """Send heartbeats while the block prepares for a call of several ranks, which wait for this one.
 
     Afterwards the rank joins them, and deletes the key; if the block raises, the rank does not join.
     """
     with closing(open_group_store(death_seconds)) as store:
-        heart = Heart(store, way_key(rank), death_seconds)
+        heart = Heartbeat(store, arrival_key(rank), death_seconds)
         heart.start()
         try:
             yield
@@ -139,11 +139,11 @@ def on_the_way(rank: int, death_seconds: float = DEATH_SECONDS) -> Iterator[None
             heart.stop()
 
 
-class WaySigns:
+class ArrivalHeartbeats:
     """Detection of ranks that died before they arrived, or, on this machine, between two calls."""
 
-    def __init__(self, store: AnsweringStore, death_seconds: float) -> None:
-        self._life = LifeSigns(store, _WAY_KEY, death_seconds)
+    def __init__(self, store: TimeoutStore, death_seconds: float) -> None:
+        self._life = PeerHeartbeats(store, _WAY_KEY, death_seconds)
         self._pause_seconds = death_seconds / _BEATS_PER_DEATH
         self._death_seconds = death_seconds
         self._store = store
@@ -167,7 +167,7 @@ def process_key(rank: int) -> str:
     return f"{_PROCESS_KEY}/{rank}"
 
 
-def way_key(rank: int) -> str:
+def arrival_key(rank: int) -> str:
     """Return the key of the beats of a rank that has not arrived yet."""
     return f"{_WAY_KEY}/{rank}"
 
@@ -185,7 +185,7 @@ _ENDED: Final = (b"Z", b"X")
 """States of a process that has ended, and that its parent has not waited for."""
 
 
-def own_record() -> bytes:
+def current_process() -> bytes:
     """Describe this process for `has_ended`; empty if the system does not show it."""
     pid = os.getpid()
     machine = _machine(pid)
@@ -281,10 +281,10 @@ class Watch:
             or was not awaited.
     """
 
-    def __init__(self, store: AnsweringStore, tag: str, rank: int, heart: Heart, death_seconds: float) -> None:
+    def __init__(self, store: TimeoutStore, tag: str, rank: int, heart: Heartbeat, death_seconds: float) -> None:
         self._store, self._rank, self._heart, self._death_seconds = store, rank, heart, death_seconds
         self._failed_key = failed_key(tag)
-        self._life = LifeSigns(store, beat_key(tag), death_seconds)
+        self._life = PeerHeartbeats(store, beat_key(tag), death_seconds)
         self._looked_at = time.monotonic()
         self._watched_at = self._looked_at
         self._told_at = 0.0
@@ -311,7 +311,7 @@ class Watch:
         """Return whether any of these ranks sends heartbeats."""
         return any(silent_seconds <= self._death_seconds for silent_seconds in self._life.look(ranks).values())
 
-    def trust_again(self, ranks: Collection[int]) -> None:
+    def reset_suspicion(self, ranks: Collection[int]) -> None:
         """If this process was stopped, wait until each rank has beaten again: some may have given up by now.
 
         Raises:
@@ -385,7 +385,7 @@ class Watch:
             if self._looked_at - self._told_at < self._death_seconds:
                 return
         self.has_final_word = is_final(told) or not awaits_leader
-        raise told_error(told)
+        raise error_from_record(told)
 
     def _check_life(
         self, ranks: Collection[int], most_seconds: float, *, awaits_leader: bool = False
@@ -411,7 +411,7 @@ class Watch:
         told = self._store.get(self._failed_key)
         if told is None:
             return
-        error = told_error(told)
+        error = error_from_record(told)
         if not awaits_leader or is_final(told) or error.rank == rank:
             self.has_final_word = is_final(told) or not awaits_leader
             raise error
@@ -528,7 +528,7 @@ def failure_record(error: BaseException, rank: int, *, may_be_done: bool = False
         rank: The rank that reports it.
         may_be_done: Whether the ranks' operation may be done nevertheless.
     """
-    record = {"kind": type(error).__name__, "rank": rank, "words": error_words(error)}
+    record = {"kind": type(error).__name__, "rank": rank, "words": describe_error(error)}
     record["may_be_done"] = may_be_done
     if isinstance(error, RankFailedError):
         record |= {"rank": error.rank, "words": str(error)}
@@ -545,7 +545,7 @@ def is_final(record: bytes) -> bool:
     return "is_final" in json.loads(record)
 
 
-def told_error(record: bytes) -> RankFailedError:
+def error_from_record(record: bytes) -> RankFailedError:
     """Create the error to raise for another rank's record."""
     told: Mapping[str, Any] = json.loads(record)
     if told["kind"] in ("RankFailedError", "RankMissingError"):
@@ -569,9 +569,9 @@ def death_error(rank: int, silent_seconds: float) -> RankFailedError:
     )
 
 
-def missing_word(rank: int, missing: Collection[int], place: str, seconds: float, patience_seconds: float) -> str:
+def waiting_message(rank: int, missing: Collection[int], place: str, seconds: float, patience_seconds: float) -> str:
     """Compose the message of a rank that is waiting for others."""
-    others = list_some(list(map(str, sorted(missing))), _SHOWN_RANKS)
+    others = shorten_list(list(map(str, sorted(missing))), _SHOWN_RANKS)
     return (
         f"Rank {rank} has waited {seconds:.0f} s for rank {others} to make the same call, about {place!r}, "
         f"and gives up after {patience_seconds:g} s (as long as collectives wait: init_process_group(timeout=...)). "

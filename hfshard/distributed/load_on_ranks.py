@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hfshard._util.progress import bytes_bar
+from hfshard._util.progress import byte_progress
 from hfshard.checkpoint.check_files import check_checksums, check_pickles
-from hfshard.checkpoint.folder import FAR_TRIES
+from hfshard.checkpoint.folder import REMOTE_RETRIES
 from hfshard.checkpoint.into_module import load_into_module
 from hfshard.checkpoint.load_options import LoadOptions
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
@@ -37,7 +37,7 @@ from hfshard.errors import CheckpointChangedError, HfshardError, InvalidArgument
 from hfshard.format.digests import sha256_of
 from hfshard.format.index import CheckpointIndex
 from hfshard.pickles.pickle_file import PickleFile
-from hfshard.places.source import CheckpointSource, LocalCheckpoint, open_source, with_checkpoint
+from hfshard.places.source import CheckpointSource, ResolvedSource, open_source, use_checkpoint
 from hfshard.shards.ranged_shard import RangedShard
 from hfshard.shards.shard import SafetensorsShard
 from hfshard.shards.shard_file import SafetensorsFile
@@ -48,10 +48,10 @@ from hfshard.tensors.state_dict import (
     is_dtensor,
     is_sharded_tensor,
     local_tensor,
-    refuse_freed,
-    refuse_partitioned,
+    reject_freed,
+    reject_partitioned,
 )
-from hfshard.tensors.stored_tensor import is_plain_type
+from hfshard.tensors.stored_tensor import is_torch_tensor_type
 from hfshard.tensors.tied import find_shared_tensors
 
 if TYPE_CHECKING:
@@ -94,12 +94,12 @@ def load_opened(model: nn.Module, checkpoint: OpenCheckpoint, options: LoadOptio
     Args, returns, raises: The same as `load_into_module`.
     """
     if checkpoint.is_ranged:
-        return _load_in_place(model, checkpoint, options, LoadAgreement(None))
+        return _load_in_place(model, checkpoint, options, SharedLoad(None))
     return load_into_module(model, checkpoint, options)
 
 
 def _load_in_place(
-    model: nn.Module, checkpoint: OpenCheckpoint, options: LoadOptions, agreement: LoadAgreement
+    model: nn.Module, checkpoint: OpenCheckpoint, options: LoadOptions, agreement: SharedLoad
 ) -> dict[str, Any]:
     """Read a module's tensors straight into its memory, once every rank has found that the checkpoint fits."""
     mapped = _mapped_tensors(checkpoint)
@@ -137,9 +137,9 @@ def load_like(
 
 
 def _read_like(
-    checkpoint: OpenCheckpoint, like: Mapping[str, torch.Tensor], device: torch.device, agreement: LoadAgreement
+    checkpoint: OpenCheckpoint, like: Mapping[str, torch.Tensor], device: torch.device, agreement: SharedLoad
 ) -> dict[str, torch.Tensor]:
-    _refuse_misfits(checkpoint, like)
+    _reject_misfits(checkpoint, like)
     tied_names = checkpoint.index.tied_names
     made: dict[tuple[Any, ...], torch.Tensor] = {}
     keys: dict[str, tuple[Any, ...]] = {}
@@ -163,7 +163,7 @@ def has_spread_state(model: nn.Module) -> bool:
     if "torch.distributed.tensor" not in sys.modules:
         return False
     state_dict = model.state_dict()
-    _refuse_sharded_tensors(state_dict)
+    _reject_sharded_tensors(state_dict)
     return has_spread(state_dict)
 
 
@@ -182,8 +182,8 @@ def check_like(like: Mapping[str, Any]) -> None:
     """
     if not isinstance(like, Mapping):
         raise InvalidArgumentError(f"like must map names to tensors, got a {type(like).__name__}.")
-    _refuse_sharded_tensors(like)
-    refuse_partitioned(like, "load")
+    _reject_sharded_tensors(like)
+    reject_partitioned(like, "load")
     for name, tensor in like.items():
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
             raise InvalidArgumentError(
@@ -192,7 +192,7 @@ def check_like(like: Mapping[str, Any]) -> None:
             )
 
 
-def _refuse_sharded_tensors(state_dict: Mapping[str, Any]) -> None:
+def _reject_sharded_tensors(state_dict: Mapping[str, Any]) -> None:
     name = next((name for name, value in state_dict.items() if is_sharded_tensor(value)), None)
     if name is not None:
         raise InvalidArgumentError(
@@ -218,7 +218,7 @@ def _mapped_tensors(checkpoint: OpenCheckpoint) -> dict[str, torch.Tensor]:
 def _fill(
     checkpoint: OpenCheckpoint,
     stored_names: Mapping[int, str],
-    agreement: LoadAgreement,
+    agreement: SharedLoad,
     model: nn.Module,
     tensors: Mapping[str, torch.Tensor],
 ) -> None:
@@ -232,7 +232,7 @@ def _fill(
         tensors: Those that fit, by the model's names.
     """
     model_state = collect_state_dict(model)
-    refuse_freed(model_state)
+    reject_freed(model_state)
     by_modules = _loaded_by_modules(model, model_state)
     in_place = {name for name, own in model_state.items() if name not in by_modules and _has_own_memory(own)}
     tied = find_shared_tensors(model_state)
@@ -290,7 +290,7 @@ def _loads_by_itself(module: nn.Module) -> bool:
 def _has_own_memory(value: Any) -> bool:
     """Return whether it is a tensor with memory that can be read into, and not another library's wrapper."""
     part = local_tensor(value) if is_dtensor(value) else value
-    return is_plain_type(part) and not part.is_meta
+    return is_torch_tensor_type(part) and not part.is_meta
 
 
 def _device_of_meshes(model_state: Mapping[str, Any]) -> torch.device:
@@ -320,12 +320,12 @@ def _empty_like(own: Any, dtype: torch.dtype, device: torch.device, shape: torch
         return DTensor.from_local(
             room, own.device_mesh, own.placements, run_check=False, shape=own.shape, stride=own.stride()
         )
-    if not is_plain_type(own):
+    if not is_torch_tensor_type(own):
         return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.empty_like(own, dtype=dtype, device=device if own.is_meta else own.device, requires_grad=False)
 
 
-def _refuse_misfits(checkpoint: OpenCheckpoint, like: Mapping[str, torch.Tensor]) -> None:
+def _reject_misfits(checkpoint: OpenCheckpoint, like: Mapping[str, torch.Tensor]) -> None:
     """Reject names, shapes and dtypes of a state dict that differ from the checkpoint's.
 
     Raises:
@@ -356,7 +356,7 @@ _Result = TypeVar("_Result")
 logger = logging.getLogger(__name__)
 
 
-class LoadAgreement:
+class SharedLoad:
     """Agreement of one rank with the others about a load. A rank that loads alone agrees with itself."""
 
     def __init__(self, status: SaveStatus | None) -> None:
@@ -372,7 +372,7 @@ class LoadAgreement:
         """True if there are other ranks."""
         return self._status is not None
 
-    def fetch(self, source: CheckpointSource, progress: bool | None = None) -> LocalCheckpoint:
+    def fetch(self, source: CheckpointSource, progress: bool | None = None) -> ResolvedSource:
         """Find the checkpoint on this machine, as `CheckpointSource.fetch` does.
 
         The first rank resolves the revision, and all load that commit, even if another one is pushed during the load.
@@ -397,7 +397,7 @@ class LoadAgreement:
         self,
         source: CheckpointSource,
         options: LoadOptions,
-        local: LocalCheckpoint | None = None,
+        local: ResolvedSource | None = None,
         *,
         check_beside: bool = False,
     ) -> Iterator[OpenCheckpoint]:
@@ -436,18 +436,18 @@ class LoadAgreement:
             Everything that `opened` and `work` raise.
         """
         if self._status is None:
-            return with_checkpoint(source, options, work)
+            return use_checkpoint(source, options, work)
         local = self.fetch(source, options.progress)
-        for _ in range(FAR_TRIES):
-            with self.unless_overtaken(local), self.opened(source, options, local) as checkpoint:
+        for _ in range(REMOTE_RETRIES):
+            with self.retry_if_replaced(local), self.opened(source, options, local) as checkpoint:
                 result = work(checkpoint)
                 if local.folder is not None:
                     self.meet("read")
                 return result
-        raise self.kept_changing(source.path)
+        raise self.replaced_too_often_error(source.path)
 
     @contextmanager
-    def unless_overtaken(self, local: LocalCheckpoint) -> Iterator[None]:
+    def retry_if_replaced(self, local: ResolvedSource) -> Iterator[None]:
         """Try with the other ranks; if a save in a store overtakes one of them, the try ends on all without an error.
 
         Then all have to start again. All reads of the checkpoint must be in the block, before a last `meet`.
@@ -473,7 +473,7 @@ class LoadAgreement:
                 time.sleep(local.folder.wait_seconds)
             logger.info("%s Starting again.", error)
 
-    def kept_changing(self, path: str) -> CheckpointChangedError:
+    def replaced_too_often_error(self, path: str) -> CheckpointChangedError:
         """Create the error for a load whose every try was overtaken.
 
         Args:
@@ -497,14 +497,14 @@ class LoadAgreement:
         if self._status is None:
             return
         files = files_of(checkpoint)
-        digests = [checkpoint_digest(checkpoint, config), digest_of(sorted(files)), digest_of(sightings(files))]
+        digests = [checkpoint_digest(checkpoint, config), digest_of(sorted(files)), digest_of(file_identities(files))]
         told = self._meet("checked", json.dumps(digests).encode())
         said = {rank: json.loads(words) for rank, words in told.items()}
-        self._refuse_others(checkpoint, {rank: words[0] for rank, words in said.items()})
+        self._reject_others(checkpoint, {rank: words[0] for rank, words in said.items()})
         if len({words[1] for words in said.values()}) == 1 < len({words[2] for words in said.values()}):  # copies
-            self._refuse_others(checkpoint, self._meet("copies", contents_digest(checkpoint).encode()))
+            self._reject_others(checkpoint, self._meet("copies", contents_digest(checkpoint).encode()))
 
-    def all_say(self, word: str, *, is_so: bool) -> bool:
+    def all_agree(self, word: str, *, is_so: bool) -> bool:
         """Return whether a condition holds on every rank.
 
         Args:
@@ -528,7 +528,7 @@ class LoadAgreement:
             self._meet(word)
 
     @contextmanager
-    def naming_who_broke_it(self) -> Iterator[None]:
+    def attribute_collective_failure(self) -> Iterator[None]:
         """Name the rank that failed or died, if a collective in the block, of code outside hfshard, fails.
 
         Raises:
@@ -545,12 +545,12 @@ class LoadAgreement:
         """Compare this rank's share of the files with their checksums."""
         assert self._status is not None
         files = files_of(checkpoint)
-        seen = self._meet("files", digest_of(sightings(files)).encode())
+        seen = self._meet("files", digest_of(file_identities(files)).encode())
         sharing = [rank for rank, sighting in seen.items() if sighting == seen[self._status.rank]]
         names = sorted(files)
         owners = assign_owners([files[name].size for name in names], sharing)
         mine = {name for name, owner in zip(names, owners, strict=True) if owner == self._status.rank}
-        with bytes_bar("Verifying", sum(files[name].size for name in mine), progress) as progress_callback:
+        with byte_progress("Verifying", sum(files[name].size for name in mine), progress) as progress_callback:
             if checkpoint.pickles:
                 check_pickles({name: checkpoint.pickles[name] for name in mine}, progress_callback)
             else:
@@ -567,7 +567,7 @@ class LoadAgreement:
             raise CheckpointChangedError(f"The checkpoint was replaced while rank {rank} read it. Load it again.")
         return told
 
-    def _refuse_others(self, checkpoint: OpenCheckpoint, digests: Mapping[int, str | bytes]) -> None:
+    def _reject_others(self, checkpoint: OpenCheckpoint, digests: Mapping[int, str | bytes]) -> None:
         leader = min(digests)
         other = next((rank for rank, digest in digests.items() if digest != digests[leader]), None)
         if other is not None:
@@ -585,12 +585,12 @@ _CACHE: Final = b"cache "
 _SNAPSHOT: Final = b"snapshot "
 """Prefixes of a rank's value for where it loads from: a repo of the Hub, or a directory hub."""
 
-_UNDER_WAY: Final[ContextVar[LoadAgreement | None]] = ContextVar("hfshard_load_agreement", default=None)
+_CURRENT_LOAD: Final[ContextVar[SharedLoad | None]] = ContextVar("hfshard_load_agreement", default=None)
 """The agreement of this thread's load: loads by all ranks within it belong to the same one."""
 
 
 @contextmanager
-def load_together(call: str, *, is_collective: bool) -> Iterator[LoadAgreement]:
+def load_together(call: str, *, is_collective: bool) -> Iterator[SharedLoad]:
     """Run the block on every rank or on none: if one raises before it confirms, the others raise instead of continuing.
 
     Args:
@@ -601,37 +601,37 @@ def load_together(call: str, *, is_collective: bool) -> Iterator[LoadAgreement]:
         RankFailedError: Another rank failed, died, or did not come.
     """
     if not is_collective or not has_other_ranks():
-        with _under_way(LoadAgreement(None)) as agreement:
+        with _under_way(SharedLoad(None)) as agreement:
             yield agreement
-    elif current_agreement().is_collective:
-        yield current_agreement()
+    elif current_load().is_collective:
+        yield current_load()
     else:
         with gather_participants(call, needs_all=True) as participation:
             status = participation.status
             assert status is not None  # the rank takes part
-            with _under_way(LoadAgreement(status)) as agreement:
+            with _under_way(SharedLoad(status)) as agreement:
                 yield agreement
             status.meet("loaded")
             status.finish()
 
 
-def current_agreement() -> LoadAgreement:
+def current_load() -> SharedLoad:
     """Return the agreement of the innermost `load_together` in this thread."""
-    return _UNDER_WAY.get() or LoadAgreement(None)
+    return _CURRENT_LOAD.get() or SharedLoad(None)
 
 
 @contextmanager
-def _under_way(agreement: LoadAgreement) -> Iterator[LoadAgreement]:
-    token = _UNDER_WAY.set(agreement)
+def _under_way(agreement: SharedLoad) -> Iterator[SharedLoad]:
+    token = _CURRENT_LOAD.set(agreement)
     try:
         yield agreement
     finally:
-        _UNDER_WAY.reset(token)
+        _CURRENT_LOAD.reset(token)
 
 
 def _fetch_together(
     status: SaveStatus, source: CheckpointSource, caches: Mapping[int, bytes], progress: bool | None
-) -> LocalCheckpoint:
+) -> ResolvedSource:
     """Let one rank per cache download the commit that the first rank finds.
 
     Args:
@@ -671,12 +671,12 @@ def _cache_of(source: CheckpointSource) -> bytes:
     return _CACHE + json.dumps([*place_of(os.stat(existing).st_dev), root]).encode(errors="surrogateescape")
 
 
-def _snapshot_of(local: LocalCheckpoint, source: CheckpointSource) -> bytes:
+def _snapshot_of(local: ResolvedSource, source: CheckpointSource) -> bytes:
     """Describe the directory that this rank found: of a directory hub the commit, else nothing."""
     return _SNAPSHOT + os.path.basename(local.path).encode() if has_hub_marker(source.path) else b""
 
 
-def _same_snapshot(local: LocalCheckpoint, source: CheckpointSource, told: Mapping[int, bytes]) -> LocalCheckpoint:
+def _same_snapshot(local: ResolvedSource, source: CheckpointSource, told: Mapping[int, bytes]) -> ResolvedSource:
     """Replace this rank's commit of a directory hub by the one that the first rank has found."""
     first = next((words for words in told.values() if words.startswith(_SNAPSHOT)), b"")
     if _snapshot_of(local, source) in (b"", first):
@@ -698,7 +698,7 @@ def files_of(checkpoint: OpenCheckpoint) -> dict[str, SafetensorsShard | PickleF
     return {**checkpoint.shards, **checkpoint.pickles}
 
 
-def sightings(files: Mapping[str, SafetensorsShard | PickleFile]) -> list[list[str | int]]:
+def file_identities(files: Mapping[str, SafetensorsShard | PickleFile]) -> list[list[str | int]]:
     """Identify files: two ranks get equal values if, and only if, their files are the same ones, not copies."""
     said: list[list[str | int]] = []
     for name, file in sorted(files.items()):

@@ -25,7 +25,7 @@ _CALL: Final = "push_to_hub"
 """The call that the ranks make together."""
 
 
-class PushTogether:
+class SharedPush:
     """A push that one rank coordinates with the others. A rank that pushes alone is the sender."""
 
     def __init__(self, status: SaveStatus | None) -> None:
@@ -144,7 +144,7 @@ class PushTogether:
 
 
 @contextmanager
-def push_together(*, is_collective: bool) -> Iterator[PushTogether]:
+def push_together(*, is_collective: bool) -> Iterator[SharedPush]:
     """Run one push by all ranks of the call's process group, or raise on all.
 
     Args:
@@ -155,10 +155,10 @@ def push_together(*, is_collective: bool) -> Iterator[PushTogether]:
         RankFailedError: Another rank failed, died, or did not come.
     """
     if not is_collective or not has_other_ranks():
-        yield PushTogether(None)
+        yield SharedPush(None)
         return
     with gather_participants(_CALL, needs_all=True) as participation:
-        yield PushTogether(participation.status)
+        yield SharedPush(participation.status)
 
 
 # Temporary directory for the files that the ranks stage for one push, and the ranks that see it.
@@ -173,7 +173,7 @@ class StagingFolder:
     """The ranks that can write there; a rank on another machine may not see it."""
     unseen_by: tuple[int, ...] = ()
 
-    def refuse_unseen(self) -> None:
+    def reject_unseen(self) -> None:
         """Raise if a rank that is needed does not see the directory.
 
         Raises:

@@ -17,13 +17,13 @@ from typing import Any, Final, Literal, Self
 
 from hfshard._util.addresses import is_address
 from hfshard._util.progress import ProgressCallback
-from hfshard._util.threads import deferred_interrupt, start_thread
+from hfshard._util.threads import delay_interrupt, start_worker
 from hfshard.commit.transaction import KnownFile, link_if_same, upload_files
 from hfshard.constants import FINGERPRINT_BYTES
 from hfshard.distributed.exchange import CpuGroup, Exchange
 from hfshard.distributed.rendezvous import SaveStatus
 from hfshard.distributed.spread_tensor import ByteArray
-from hfshard.distributed.tensor_owners import HeldTensor, Holders, assign_owners
+from hfshard.distributed.tensor_owners import LocalTensor, TensorOwners, assign_owners
 from hfshard.errors import HfshardError
 from hfshard.format.digests import fingerprint_positions
 from hfshard.format.index import FileDigest
@@ -64,8 +64,8 @@ class RankWriter:
     def __init__(
         self,
         status: SaveStatus,
-        holders: Holders,
-        held: Mapping[str, HeldTensor],
+        holders: TensorOwners,
+        held: Mapping[str, LocalTensor],
         group: CpuGroup | None,
         stored_name: Callable[[str], str] = str,
         writers: Sequence[int] = (),
@@ -125,7 +125,7 @@ class RankWriter:
             if raw == _CONFIRM:
                 self._status.begin_step()
                 self._status.tell(self._answer())
-            elif found := self._carry_out(Order.from_json(raw, self._names), None):
+            elif found := self._carry_out(WriteTask.from_json(raw, self._names), None):
                 self._status.tell(self._answer(), json.dumps(found).encode())
 
     def _next_order(self) -> str:
@@ -143,7 +143,7 @@ class RankWriter:
         progress_callback: ProgressCallback | None,
         known: Sequence[KnownFile] = (),
     ) -> list[Any]:
-        order = Order.of(kind, jobs, checksum, known)
+        order = WriteTask.of(kind, jobs, checksum, known)
         self._status.tell(self._next_order(), order.to_json(self._names))
         try:
             found: dict[str, Any] = dict(self._carry_out(order, progress_callback))
@@ -154,23 +154,23 @@ class RankWriter:
             raise
         return [found[str(number)] for number in range(len(order.files))]
 
-    def _owners(self, order: Order) -> list[int]:
+    def _owners(self, order: WriteTask) -> list[int]:
         layouts = self._holders.layouts
         sizes = [sum(count for _, count in order.wanted_bytes(file, layouts)) for file in order.files]
         return assign_owners(sizes, self._writers)
 
-    def _carry_out(self, order: Order, progress_callback: ProgressCallback | None) -> dict[str, Any]:
+    def _carry_out(self, order: WriteTask, progress_callback: ProgressCallback | None) -> dict[str, Any]:
         """Take part in one order; return this rank's results by the numbers of its files."""
-        mine: dict[str, OrderedFile] = {}
+        mine: dict[str, TaskFile] = {}
         streams: dict[int, list[tuple[str, int]]] = {}
         for number, (file, owner) in enumerate(zip(order.files, self._owners(order), strict=True)):
             streams.setdefault(owner, []).extend(order.wanted_bytes(file, self._holders.layouts))
             if owner == self._status.rank:
                 mine[str(number)] = file
-        incoming = Incoming()
-        with deferred_interrupt() as was_interrupted:
+        incoming = WindowQueue()
+        with delay_interrupt() as was_interrupted:
             self._status.meet("ready")  # from here on each rank takes part in every round
-            writer = start_thread(partial(self._write_files, order, mine, incoming), "hfshard-owner")
+            writer = start_worker(partial(self._write_files, order, mine, incoming), "hfshard-owner")
 
             def failure() -> BaseException | None:
                 if writer is None:
@@ -203,7 +203,7 @@ class RankWriter:
             self._status.check()
         return writer.result()
 
-    def _write_files(self, order: Order, files: Mapping[str, OrderedFile], incoming: Incoming) -> dict[str, Any]:
+    def _write_files(self, order: WriteTask, files: Mapping[str, TaskFile], incoming: WindowQueue) -> dict[str, Any]:
         """Write an owner's files one after another, as their bytes arrive; runs in a thread."""
         found: dict[str, Any] = {}
         for number, file in files.items():
@@ -248,7 +248,7 @@ Kind = Literal["write", "link", "fingerprint"]
 
 
 @dataclass(frozen=True, slots=True)
-class OrderedFile:
+class TaskFile:
     """One file of an order: a `WriteJob` without its tensors' bytes."""
 
     path: str
@@ -271,12 +271,12 @@ class OrderedFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class WriteTask:
     """Files for all ranks, each of which owns some."""
 
     kind: Kind
     checksum: str | None
-    files: tuple[OrderedFile, ...]
+    files: tuple[TaskFile, ...]
 
     @classmethod
     def of(cls, kind: Kind, jobs: Sequence[WriteJob], checksum: str | None, known: Sequence[KnownFile] = ()) -> Self:
@@ -284,7 +284,7 @@ class Order:
         files = zip(jobs, known or repeat(None))
         return cls(kind, checksum, tuple(_ordered(job, file) for job, file in files))
 
-    def wanted_bytes(self, file: OrderedFile, layouts: Mapping[str, TensorLayout]) -> list[tuple[str, int]]:
+    def wanted_bytes(self, file: TaskFile, layouts: Mapping[str, TensorLayout]) -> list[tuple[str, int]]:
         """List (name, number of its first bytes that are needed), in the order of the file."""
         if self.kind == "fingerprint":
             sampled = [file.names[position] for position in fingerprint_positions(len(file.names))]
@@ -316,15 +316,15 @@ class Order:
             chosen = tuple(names[number] for start, stop in ranges for number in range(start, stop))
             mode_and_group = None if like is None else tuple(like)
             file = None if known is None else KnownFile(known[0], FileDigest(**known[1]))
-            files.append(OrderedFile(path, chosen, metadata, hfshard_metadata, mode_and_group, file))
+            files.append(TaskFile(path, chosen, metadata, hfshard_metadata, mode_and_group, file))
         return cls(kind, checksum, tuple(files))
 
 
-def _ordered(job: WriteJob, known: KnownFile | None) -> OrderedFile:
+def _ordered(job: WriteJob, known: KnownFile | None) -> TaskFile:
     own = job.hfshard_metadata
     like = None if job.like is None else (stat.S_IMODE(job.like.st_mode), job.like.st_gid)
     own_metadata = None if own is None else dict(own)
-    return OrderedFile(job.path, tuple(job.tensors), dict(job.metadata), own_metadata, like, known)
+    return TaskFile(job.path, tuple(job.tensors), dict(job.metadata), own_metadata, like, known)
 
 
 def _ranges(numbers: Iterable[int]) -> list[tuple[int, int]]:
@@ -347,7 +347,7 @@ _INCOMING_LOOK_SECONDS: Final = 0.1
 """Between two checks that the other side still runs."""
 
 
-class Incoming:
+class WindowQueue:
     """A queue of consecutive windows: one thread puts them, one takes their bytes."""
 
     def __init__(self) -> None:

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch.autograd.graph import increment_version
 
-from hfshard._util.progress import bytes_bar
-from hfshard._util.threads import in_threads
+from hfshard._util.progress import byte_progress
+from hfshard._util.threads import run_in_threads
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
 from hfshard.distributed.layout import Box, Interval, box_shape, section, whole_box
 from hfshard.distributed.spread_tensor import ByteArray, Runs, SpreadTensor, gather_into
@@ -30,12 +30,12 @@ from hfshard.shards.ranged_shard import (
     Comparison,
     Piece,
     RangedShard,
-    RunningDigest,
+    UnorderedDigest,
     read_pieces,
 )
 from hfshard.shards.shard_file import SafetensorsFile
 from hfshard.tensors.state_dict import is_dtensor
-from hfshard.tensors.stored_tensor import INTEGER_OF_SIZE, lies_in_storage, memory_of, own_memory
+from hfshard.tensors.stored_tensor import INTEGER_OF_SIZE, allocate_pages, bytes_view, fits_its_storage
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -195,7 +195,7 @@ def _check_target(name: str, part: Part) -> None:
     target = part.target
     dtype = part.source.dtype
     is_expanded = any(size > 1 and stride == 0 for size, stride in zip(target.shape, target.stride(), strict=True))
-    if target.is_meta or not lies_in_storage(target):
+    if target.is_meta or not fits_its_storage(target):
         problem = "has no memory. Give it some first: torch.empty_like(..., device=...)."
     elif target.numel() and is_expanded:
         problem = "is expanded: several of its elements are one in memory. Give it memory of its own: .contiguous()."
@@ -300,7 +300,7 @@ def _is_plain(target: torch.Tensor, dtype: torch.dtype) -> bool:
 
 def bytes_of(tensor: torch.Tensor) -> ByteArray:
     """Return the bytes of a contiguous CPU tensor, without a copy."""
-    return np.frombuffer(memory_of(tensor), np.uint8)
+    return np.frombuffer(bytes_view(tensor), np.uint8)
 
 
 def assign_bits(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -366,7 +366,7 @@ class PartReader:
         blocks = [block for part in parts for block in (ranged.add(part) if is_ranged(part) else blocks_of(part))]
         with torch.no_grad():
             count_bytes = ranged.read(memory_bytes, progress)
-            count_bytes += sum(in_threads(lambda block, _: self.read(block), blocks, _READERS))
+            count_bytes += sum(run_in_threads(lambda block, _: self.read(block), blocks, _READERS))
         increment_version([part.target for part in parts if not part.target.is_inference()])
         return count_bytes
 
@@ -390,7 +390,7 @@ class PartReader:
         offsets = (runs.offsets + source.start).tolist()
         lengths = runs.lengths.tolist()
         positions = runs.positions.tolist()
-        memory = memory_of(target)
+        memory = bytes_view(target)
         with _reading(source.shard) as read_exactly:
             for first, last in windows_of(runs, _FAR_GAP_BYTES if source.is_far else 0):
                 start, stop = offsets[first], offsets[last - 1] + lengths[last - 1]
@@ -401,7 +401,7 @@ class PartReader:
                     starts = runs.offsets[first:last] - runs.offsets[first]
                     with self._stage() as stage:
                         window = stage[: stop - start]
-                        read_exactly(memory_of(window), start)
+                        read_exactly(bytes_view(window), start)
                         gather_into(bytes_of(target)[begin:end], bytes_of(window), starts, runs.lengths[first:last])
                 count_bytes += stop - start
         return count_bytes
@@ -412,7 +412,7 @@ class PartReader:
         try:
             stage = self._stages.pop()
         except IndexError:
-            stage = own_memory((max(BLOCK_BYTES, WINDOW_BYTES),), torch.uint8)
+            stage = allocate_pages((max(BLOCK_BYTES, WINDOW_BYTES),), torch.uint8)
         try:
             yield stage
         finally:
@@ -503,14 +503,14 @@ class RangedParts:
         for shard, comparison in self._comparisons.items():
             self._pieces[shard] += comparison.others(self._whole[shard])
         total = sum(piece.nbytes for pieces in self._pieces.values() for piece in pieces)
-        with bytes_bar("Loading", total, progress if total else False) as progress_callback:
+        with byte_progress("Loading", total, progress if total else False) as progress_callback:
             count_bytes = read_pieces(list(self._pieces.items()), progress_callback, memory_bytes)
         for comparison in self._comparisons.values():
             comparison.compare()
         return count_bytes
 
 
-def _pieces_of(block: Part, source: FileTensor, digest: RunningDigest | None) -> list[Piece]:
+def _pieces_of(block: Part, source: FileTensor, digest: UnorderedDigest | None) -> list[Piece]:
     """List the independent requests that fill a block; none if they cannot be independent."""
     _, sizes, box, target = block
     runs = Runs.of_box(sizes, source.dtype.itemsize, box)
@@ -518,7 +518,7 @@ def _pieces_of(block: Part, source: FileTensor, digest: RunningDigest | None) ->
     if is_direct and len(runs.offsets) == 1:
         start = int(runs.offsets[0]) + source.start
         take = None if digest is None else partial(_hash, digest, start)
-        return [Piece(start, runs.total, memory_of(target), take)]
+        return [Piece(start, runs.total, bytes_view(target), take)]
     windows = list(windows_of(runs, GAP_BYTES))
     if len(windows) > 1 and not is_direct:
         return []
@@ -531,7 +531,7 @@ def _pieces_of(block: Part, source: FileTensor, digest: RunningDigest | None) ->
     return found
 
 
-def _hash(digest: RunningDigest, start: int, found: memoryview, cancelled: threading.Event) -> None:
+def _hash(digest: UnorderedDigest, start: int, found: memoryview, cancelled: threading.Event) -> None:
     digest.add(start, found, cancelled, stays=True)
 
 
@@ -539,7 +539,7 @@ def _take_runs(
     block: Part,
     source: FileTensor,
     runs: Runs,
-    digest: RunningDigest | None,
+    digest: UnorderedDigest | None,
     start: int,
     found: memoryview,
     cancelled: threading.Event,
@@ -553,7 +553,7 @@ def _take_runs(
             begin = int(runs.positions[0])
             gather_into(bytes_of(target)[begin : begin + runs.total], raw, starts, runs.lengths)
         else:
-            gathered = own_memory((runs.total,), torch.uint8)
+            gathered = allocate_pages((runs.total,), torch.uint8)
             gather_into(bytes_of(gathered), raw, starts, runs.lengths)
             assign_bits(target, gathered.view(source.dtype).view(target.shape))
     if digest is not None:

@@ -17,26 +17,26 @@ from typing import Any, Final, Self
 
 import torch.distributed as dist
 
-from hfshard.distributed.group_store import DEATH_SECONDS, AnsweringStore, call_ranks, open_group_store, place_of_call
+from hfshard.distributed.group_store import DEATH_SECONDS, TimeoutStore, call_ranks, open_group_store, place_of_call
 from hfshard.distributed.liveness import (
-    Heart,
-    LifeSigns,
+    ArrivalHeartbeats,
+    Heartbeat,
+    PeerHeartbeats,
     Wait,
     Watch,
-    WaySigns,
+    arrival_key,
     beat_key,
+    current_process,
     dead_key,
     failed_key,
     failure_record,
     final_record,
     group_timeout_seconds,
     missing_error,
-    missing_word,
-    own_record,
     pack,
     process_key,
     unpack,
-    way_key,
+    waiting_message,
     with_unknown_outcome,
 )
 from hfshard.errors import DirectoryLockedError, RankFailedError, RankMissingError
@@ -126,7 +126,7 @@ def gather_participants(
         patience_seconds = group_timeout_seconds() if patience_seconds is None else patience_seconds
         with _turn(place, key, patience_seconds):
             while True:
-                with _Operation(store, key, place, rank, death_seconds) as operation:
+                with _Rendezvous(store, key, place, rank, death_seconds) as operation:
                     operation.gather(needs_all, wait_seconds, patience_seconds)
                     role = operation.role
                     if role is Role.LATE and needs_all:
@@ -138,14 +138,14 @@ def gather_participants(
                     return
 
 
-class _Operation:
+class _Rendezvous:
     """One operation about a place. The first rank to arrive draws its name, and its keeper gives it up at the end.
 
     The keeper is the rank that came first, and after the rendezvous closes the leader; if that one died, any rank that
     notices takes its place. The key of the place stays in the store; the last rank to leave deletes all others.
     """
 
-    def __init__(self, store: AnsweringStore, key: str, place: str, rank: int, death_seconds: float) -> None:
+    def __init__(self, store: TimeoutStore, key: str, place: str, rank: int, death_seconds: float) -> None:
         self._store, self._key, self._place, self._rank = store, key, place, rank
         self._death_seconds = death_seconds
         self._keeper: int | None = None
@@ -191,12 +191,12 @@ class _Operation:
             RankFailedError: A rank failed or died.
         """
         self.status.put_key(f"who/{self._rank}", b"all" if needs_all else b"any")
-        self._store.delete([self._declined_key(self._rank), dead_key(self._rank), way_key(self._rank)])
-        self._store.put(process_key(self._rank), own_record())
+        self._store.delete([self._declined_key(self._rank), dead_key(self._rank), arrival_key(self._rank)])
+        self._store.put(process_key(self._rank), current_process())
         opener = int(self._store.swap(self._tagged("opener"), "", str(self._rank)))
         self._keeper = opener
         if opener == self._rank:
-            door = self._keep_door(wait_seconds, patience_seconds)
+            door = self._collect_arrivals(wait_seconds, patience_seconds)
             self._store.put(self._tagged("door"), json.dumps(door).encode())
         else:
             door = json.loads(self.status.await_key("door", opener))
@@ -221,18 +221,18 @@ class _Operation:
         if self._key not in _LEFT:
             return
         name, keeper = _LEFT.pop(self._key)
-        life = LifeSigns(self._store, f"{self._key}/{name}/beat", self._death_seconds)
+        life = PeerHeartbeats(self._store, f"{self._key}/{name}/beat", self._death_seconds)
         waiting = Wait(PATIENCE_SECONDS)
         while self._is_now(name):
             if life.look([keeper])[keeper] > self._death_seconds or waiting.is_over:
                 self._store.swap(f"{self._key}/now", name, "")
             waiting.pause()
 
-    def _keep_door(self, wait_seconds: float, patience_seconds: float) -> dict[str, list[int]]:
+    def _collect_arrivals(self, wait_seconds: float, patience_seconds: float) -> dict[str, list[int]]:
         """Wait for the others: briefly, or for long if all are needed."""
         waiting = Wait(patience_seconds)
         came: dict[int, bytes] = {}
-        way_signs = WaySigns(self._store, self._death_seconds)
+        way_signs = ArrivalHeartbeats(self._store, self._death_seconds)
         while True:
             came |= self._came(rank for rank in self._world if rank not in came)
             others = [rank for rank in self._world if rank not in came]
@@ -241,11 +241,13 @@ class _Operation:
             dead = self._those_with(map(dead_key, others), others)
             needs_all = b"all" in came.values()
             missing = set(others) if needs_all else {*others}.difference(declined, dead)
-            is_hopeless = not needs_all or bool(dead)
-            if not missing or waiting.seconds > (wait_seconds if is_hopeless else patience_seconds):
+            can_stop_waiting = not needs_all or bool(dead)
+            if not missing or waiting.seconds > (wait_seconds if can_stop_waiting else patience_seconds):
                 break
             if waiting.is_word_due():
-                logger.warning("%s", missing_word(self._rank, missing, self._place, waiting.seconds, patience_seconds))
+                logger.warning(
+                    "%s", waiting_message(self._rank, missing, self._place, waiting.seconds, patience_seconds)
+                )
             self.status.look(list(came))
             waiting.pause()
         for rank in declined:
@@ -269,14 +271,14 @@ class _Operation:
         """Let the next operation begin, if this rank is the keeper or the keeper is dead; then leave."""
         if self._keeper in (None, self._rank):
             self._store.swap(f"{self._key}/now", self._name, "")
-            self._await_late_ones()
+            self._linger_for_late_ranks()
         elif self._keeper == getattr(error, "rank", None):
             self._store.swap(f"{self._key}/now", self._name, "")
         else:
             _LEFT[self._key] = self._name, self._keeper
         self._count_out(self._name)
 
-    def _await_late_ones(self) -> None:
+    def _linger_for_late_ranks(self) -> None:
         """Give the ranks that still need the outcome a moment: the store may end with this process."""
         end = time.monotonic() + _FAREWELL_SECONDS
         while time.monotonic() < end and self._store.add(self._tagged("left"), 0) + 1 < self._store.add(
@@ -355,7 +357,7 @@ class SaveStatus:
         death_seconds: A rank without a beat for longer counts as dead.
         patience_seconds: How long to wait for a live rank; None: an hour, or the process group's timeout if longer.
         store: An open one, which is not closed at the end; None: one of its own.
-        keeps_outcome: Leave the keys of `last_keys` to the caller, to be deleted when no rank needs them.
+        keeps_outcome: Leave the keys of `outcome_keys` to the caller, to be deleted when no rank needs them.
 
     Example:
         with SaveStatus("save/7", range(4), rank) as status:
@@ -372,7 +374,7 @@ class SaveStatus:
         *,
         death_seconds: float = DEATH_SECONDS,
         patience_seconds: float | None = None,
-        store: AnsweringStore | None = None,
+        store: TimeoutStore | None = None,
         keeps_outcome: bool = False,
     ) -> None:
         self.tag, self.ranks, self.rank = tag, sorted(ranks), rank
@@ -381,9 +383,9 @@ class SaveStatus:
         self._is_store_mine = store is None
         self._keeps_outcome = keeps_outcome
         self._given_store = store
-        self._store: AnsweringStore
+        self._store: TimeoutStore
         self._watch: Watch
-        self._heart: Heart
+        self._heart: Heartbeat
         self._keys: list[str] = []
         self._meetings = 0
         self._may_be_done = False
@@ -399,13 +401,13 @@ class SaveStatus:
         return self.ranks.index(self.rank)
 
     @property
-    def last_keys(self) -> list[str]:
+    def outcome_keys(self) -> list[str]:
         """The keys that record how the operation ended."""
         return [self._key(name) for name in LAST_NAMES]
 
     def __enter__(self) -> Self:
         self._store = self._given_store or open_group_store(self.death_seconds)
-        self._heart = Heart(self._store, f"{beat_key(self.tag)}/{self.rank}", self.death_seconds)
+        self._heart = Heartbeat(self._store, f"{beat_key(self.tag)}/{self.rank}", self.death_seconds)
         self._watch = Watch(self._store, self.tag, self.rank, self._heart, self.death_seconds)
         self._heart.start()
         self._keys.append(self._heart.key)
@@ -457,7 +459,7 @@ class SaveStatus:
                     rank=rank,
                 )
             values[rank] = said[1]
-        self._watch.trust_again(self.ranks)
+        self._watch.reset_suspicion(self.ranks)
         self._put(f"{place}/all", pack(values))
         return values
 
@@ -616,12 +618,12 @@ class SaveStatus:
         self._heart.stop()
         if theirs is None:  # A rank that was stopped may continue: it must find what it waits for.
             return
-        keys = {*theirs, *self._keys, *self.last_keys}
+        keys = {*theirs, *self._keys, *self.outcome_keys}
         self._store.delete(self._without_last(keys) if self._keeps_outcome else keys)
 
     def _without_last(self, keys: Iterable[str]) -> list[str]:
         """Return the keys without the last ones and the pieces of their values."""
-        return [key for key in keys if key.partition("#")[0] not in self.last_keys]
+        return [key for key in keys if key.partition("#")[0] not in self.outcome_keys]
 
     def _keys_of_others(self, patience_seconds: float) -> list[str] | None:
         """Wait until the others have left; return the keys that they have set, or None if one has not left."""

@@ -9,16 +9,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from hfshard._util.progress import ProgressCallback
-from hfshard._util.threads import in_threads
+from hfshard._util.threads import run_in_threads
 from hfshard.commit.transaction import OwnShardWriter
-from hfshard.distributed.rank_writer import Order
+from hfshard.distributed.rank_writer import WriteTask
 from hfshard.distributed.rendezvous import SaveStatus
 from hfshard.distributed.tensor_owners import assign_owners
 from hfshard.format.index import FileDigest
 from hfshard.shards.write_shards import (
     WriteJob,
-    await_devices,
     digest_shard,
+    synchronize_devices,
     write_shards,
     writer_threads,
 )
@@ -95,7 +95,7 @@ class ReplicaWriter(OwnShardWriter):
     ) -> list[FileDigest]:
         file_bytes = [sum(map(tensor_nbytes, job.tensors.values())) for job in jobs]
         owners = assign_owners(file_bytes, self._those_who_see(os.path.dirname(jobs[0].path)))
-        order = Order.of("write", jobs, checksum).to_json(self._names).decode()
+        order = WriteTask.of("write", jobs, checksum).to_json(self._names).decode()
         theirs = [number for number, owner in enumerate(owners) if owner != self._status.rank]
         self._ask("compare", [order, owners])
         contents = dict(zip(theirs, _contents([jobs[number] for number in theirs]), strict=True))
@@ -124,7 +124,7 @@ class ReplicaWriter(OwnShardWriter):
 
     def _own_jobs(self, order_json: str, owners: Sequence[int]) -> tuple[dict[str, WriteJob], str | None]:
         """Return this rank's files (number -> job), and the checksum."""
-        order = Order.from_json(order_json.encode(), self._names)
+        order = WriteTask.from_json(order_json.encode(), self._names)
         jobs = {}
         for number, (file, owner) in enumerate(zip(order.files, owners, strict=True)):
             if owner == self._status.rank:
@@ -161,8 +161,8 @@ class ReplicaWriter(OwnShardWriter):
 
 def _contents(jobs: Sequence[WriteJob]) -> list[str | None]:
     """Compute digests of the files that would be written."""
-    await_devices(jobs)
-    return in_threads(lambda job, stop: digest_shard(job, _CONTENT, None, stop)[0].xxh3, jobs, writer_threads())
+    synchronize_devices(jobs)
+    return run_in_threads(lambda job, stop: digest_shard(job, _CONTENT, None, stop)[0].xxh3, jobs, writer_threads())
 
 
 def _has_token(path: str, token: str) -> bool:

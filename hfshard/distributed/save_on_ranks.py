@@ -20,12 +20,20 @@ from hfshard.constants import MAX_INDEX_BYTES
 from hfshard.disk.safe_open import read_small
 from hfshard.distributed.exchange import CpuGroup
 from hfshard.distributed.group_store import call_group, call_ranks, has_other_ranks
-from hfshard.distributed.liveness import on_the_way
+from hfshard.distributed.liveness import announce_arrival
 from hfshard.distributed.rank_writer import RankWriter
 from hfshard.distributed.rendezvous import Role, SaveStatus, gather_participants
 from hfshard.distributed.replica_writer import SHARED_FROM_BYTES, ReplicaWriter
 from hfshard.distributed.spread_tensor import SpreadTensor, has_spread, with_spread_tensors
-from hfshard.distributed.tensor_owners import HeldTensor, Holders, Listing, Mesh, RankGroup, digest_of, list_tensors
+from hfshard.distributed.tensor_owners import (
+    Listing,
+    LocalTensor,
+    Mesh,
+    RankGroup,
+    TensorOwners,
+    digest_of,
+    list_tensors,
+)
 from hfshard.errors import HfshardError, InvalidArgumentError, RankFailedError, RankMissingError
 from hfshard.format.digests import sha256_of
 from hfshard.format.index import CheckpointIndex, FileDigest
@@ -38,7 +46,7 @@ _TELL_SECONDS: Final = 5.0
 _NO_CHECK: Callable[[], None] = lambda: None  # noqa: E731
 
 
-def save_anywhere(
+def save_here_or_on_ranks(
     request: SaveRequest,
     save_directory: str | os.PathLike[str],
     check: Callable[[], None] = _NO_CHECK,
@@ -65,7 +73,7 @@ def save_anywhere(
     """
     directory = absolute_path(save_directory, "save_directory")
     if not has_other_ranks():
-        return save_request(request_of_one(request), directory, check)
+        return save_request(require_whole_tensors(request), directory, check)
     needs_all = needs_all_ranks(request)
     with gather_participants(_meeting_place(directory), needs_all=needs_all) as participation:
         status = participation.status
@@ -76,16 +84,16 @@ def save_anywhere(
 
 
 @contextmanager
-def telling_other_ranks(save_directory: str | os.PathLike[str], is_part: Callable[[], bool]) -> Iterator[None]:
+def abort_peers_on_error(save_directory: str | os.PathLike[str], is_part: Callable[[], bool]) -> Iterator[None]:
     """Abort the other ranks if this one fails or dies before it joins the save.
 
     Args:
-        save_directory: As in `save_anywhere`.
+        save_directory: As in `save_here_or_on_ranks`.
         is_part: Returns whether this rank has a part of what is saved, so that the others wait; called only after
             an error.
     """
     try:
-        with on_the_way(dist.get_rank()) if has_other_ranks() else nullcontext():
+        with announce_arrival(dist.get_rank()) if has_other_ranks() else nullcontext():
             yield
     except RankFailedError:  # the store is gone: the failure cannot be reported
         raise
@@ -100,7 +108,7 @@ def telling_other_ranks(save_directory: str | os.PathLike[str], is_part: Callabl
         raise
 
 
-def decline_save(save_directory: str | os.PathLike[str]) -> None:
+def skip_save(save_directory: str | os.PathLike[str]) -> None:
     """Let the ranks that save replicated tensors into a directory not wait for this one."""
     if has_other_ranks():
         place = _meeting_place(absolute_path(save_directory, "save_directory"))
@@ -129,7 +137,7 @@ def save_on_ranks(
     """Save what the ranks of an operation have together; each of them calls this.
 
     Args:
-        request: As in `save_anywhere`, like check.
+        request: As in `save_here_or_on_ranks`, like check.
         directory: Absolute.
         status: Of the operation.
         group: All ranks of the call, for CPU tensors; None: one is found or created.
@@ -138,7 +146,7 @@ def save_on_ranks(
         The index, on every rank.
 
     Raises:
-        Everything that `save_anywhere` raises.
+        Everything that `save_here_or_on_ranks` raises.
     """
     index, listing = write_on_ranks(request, directory, status, check, group=group)
     if index is not None:
@@ -167,13 +175,13 @@ def write_on_ranks(
     """
     held = with_spread_tensors(request.tensors)
     listing, meshes = list_tensors(request, held)
-    groups, listings = share_listings(status, listing, meshes)
+    groups, listings = exchange_listings(status, listing, meshes)
     is_leader = status.rank == status.leader
     if len(listings) == 1 and not meshes and len(groups) == 1:
         return _save_replicas(request, directory, status, check, listing, may_share=not writers), listing
-    refuse_absent(status)
+    require_all_ranks(status)
     request = _with_whole(request, listings)
-    holders = Holders.unite(groups, listings, request.name_order)
+    holders = TensorOwners.unite(groups, listings, request.name_order)
     writer = RankWriter(status, holders, held, group or cpu_group(status.tag), writers=writers)
     if not is_leader:
         writer.follow()
@@ -206,7 +214,7 @@ def _save_replicas(
     return save_request(request, directory, check, own) if is_leader else None
 
 
-def request_of_one(request: SaveRequest) -> SaveRequest:
+def require_whole_tensors(request: SaveRequest) -> SaveRequest:
     """Return the request of a rank that saves alone, with complete tensors.
 
     Raises:
@@ -242,7 +250,7 @@ def whole_tensors(tensors: Mapping[str, Any]) -> dict[str, TensorLike]:
     return found
 
 
-def share_listings(
+def exchange_listings(
     status: SaveStatus, listing: Listing, meshes: Sequence[Mesh], what: str = ""
 ) -> tuple[list[RankGroup], dict[str, Listing]]:
     """Exchange the listings of all ranks: the leader groups equal ones, so that little is sent.
@@ -282,7 +290,7 @@ def share_listings(
     return groups, listings
 
 
-def refuse_absent(status: SaveStatus) -> None:
+def require_all_ranks(status: SaveStatus) -> None:
     """Raise if ranks are absent that have tensors of their own.
 
     Raises:
@@ -302,13 +310,13 @@ def _with_whole(request: SaveRequest, listings: Mapping[str, Listing]) -> SaveRe
     names = {frozenset(listing.entries) for listing in listings.values()}
     if len(names) == 1 or request.name_order or request.total_parameters is None:
         return request
-    whole = request.look_at_whole() if request.look_at_whole is not None else None
+    whole = request.describe_full_model() if request.describe_full_model is not None else None
     if whole is None or not frozenset[str]().union(*names) <= frozenset(whole.names):
         return replace(request, total_parameters=None)
     return replace(request, name_order=whole.names, total_parameters=whole.total_parameters)
 
 
-def _united(request: SaveRequest, holders: Holders) -> SaveRequest:
+def _united(request: SaveRequest, holders: TensorOwners) -> SaveRequest:
     """Return the leader's request, with the names of all ranks."""
     return replace(
         request,
@@ -329,7 +337,7 @@ def _no_bytes(name: str, layout: TensorLayout) -> Callable[[int], Iterator[memor
 def _late(request: SaveRequest, directory: str, status: SaveStatus) -> CheckpointIndex:
     """Await the save of the ranks that came before this one: it must contain the same tensors."""
     outcome = SaveOutcome.awaited(status)
-    listing, _ = list_tensors(request, held := dict[str, HeldTensor](request.tensors))
+    listing, _ = list_tensors(request, held := dict[str, LocalTensor](request.tensors))
     if digest_of(listing.to_json()) != outcome.listing_digest:
         raise InvalidArgumentError(
             f"The others saved without rank {status.rank}, which came late with {len(held)} other tensors: the "

@@ -24,7 +24,7 @@ from hfshard.distributed.layout import (
     mesh_layout_of,
 )
 from hfshard.errors import UnstorableTensorError
-from hfshard.tensors.state_dict import is_dtensor, local_tensor, refuse_sharded_tensors
+from hfshard.tensors.state_dict import is_dtensor, local_tensor, reject_sharded_tensors
 from hfshard.tensors.stored_tensor import check_storable
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ def with_spread_tensors(tensors: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         UnstorableTensorError: One cannot be stored. No other rank was contacted.
     """
-    refuse_sharded_tensors(tensors)
+    reject_sharded_tensors(tensors)
     return {name: SpreadTensor.of(value, name) if is_dtensor(value) else value for name, value in tensors.items()}
 
 

@@ -28,7 +28,7 @@ from hfshard.format.digests import sha256_of
 from hfshard.saving.save_request import SaveRequest
 from hfshard.tensors.stored_tensor import TensorLayout, TensorLike, check_storable, tensor_layout
 
-HeldTensor = TensorLike | SpreadTensor
+LocalTensor = TensorLike | SpreadTensor
 """A rank's value for one name: a complete tensor, or a part of one."""
 
 
@@ -112,7 +112,7 @@ class RankGroup:
         return cls(tuple(ranks), digest, tuple(Mesh(tuple(shape), tuple(inside)) for shape, inside in meshes))
 
 
-def list_tensors(request: SaveRequest, tensors: Mapping[str, HeldTensor]) -> tuple[Listing, tuple[Mesh, ...]]:
+def list_tensors(request: SaveRequest, tensors: Mapping[str, LocalTensor]) -> tuple[Listing, tuple[Mesh, ...]]:
     """Describe the tensors of this rank.
 
     Args:
@@ -136,7 +136,7 @@ def list_tensors(request: SaveRequest, tensors: Mapping[str, HeldTensor]) -> tup
     return listing, tuple(numbers)
 
 
-def _entry(name: str, tensor: HeldTensor, numbers: dict[Mesh, int]) -> TensorEntry:
+def _entry(name: str, tensor: LocalTensor, numbers: dict[Mesh, int]) -> TensorEntry:
     if not isinstance(tensor, SpreadTensor):
         check_storable(name, tensor)
         layout = tensor_layout(tensor)
@@ -216,7 +216,7 @@ class Parts:
         return owner if self._by_rank.get(owner) == number else ranks[(owner + number) % len(ranks)]
 
 
-class Holders:
+class TensorOwners:
     """All tensors of all ranks.
 
     Attributes:

@@ -82,7 +82,7 @@ class WeightNames:
         """Return whether a file is named like a save's own index in a store, from which it may have been synced."""
         return self._stored_index.fullmatch(name) is not None
 
-    def is_stock_shard(self, name: str) -> bool:
+    def has_standard_shard_name(self, name: str) -> bool:
         """Return whether a file has a shard name of transformers' own save, which removes it when it saves again."""
         match = self._stock_shard.fullmatch(name)
         return match is not None and 1 <= int(match.group(1)) <= int(match.group(2))
@@ -107,7 +107,7 @@ def check_file_name(name: object, *, index_path: str, suffix: str) -> str:
     Raises:
         UnsafePathError: It is absolute, has a drive, `..`, NUL or an empty part, is a URL, or ends in another suffix.
     """
-    if isinstance(name, str) and name.endswith(suffix) and len(name) <= 1024 and stays_inside(name):
+    if isinstance(name, str) and name.endswith(suffix) and len(name) <= 1024 and is_safe_file_name(name):
         return name
     kind = f"a {suffix} file" if suffix else "a file"
     raise UnsafePathError(
@@ -119,7 +119,7 @@ def check_file_name(name: object, *, index_path: str, suffix: str) -> str:
     )
 
 
-def stays_inside(name: str) -> bool:
+def is_safe_file_name(name: str) -> bool:
     """Return whether a name stays inside the checkpoint's directory, on every system."""
     # On Windows a backslash ends a folder, and a colon a drive; a name that begins with "/" has an empty part.
     return "\\" not in name and ":" not in name and _NO_NAMES.isdisjoint(name.split("/")) and name.isprintable()

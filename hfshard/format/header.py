@@ -10,7 +10,7 @@ from math import prod
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
-from hfshard._util.threads import no_collection
+from hfshard._util.threads import pause_gc
 from hfshard.constants import DATA_ALIGNMENT, LFS_POINTER_MARK, MAX_DIMENSIONS, MAX_HEADER_BYTES
 from hfshard.errors import DamagedCheckpointError, UnstorableTensorError, remedy
 from hfshard.format.strict_json import parse_json_object, without_padding
@@ -78,7 +78,7 @@ def build_header(tensors: Iterable[tuple[str, str, Sequence[int], int]], metadat
     Raises:
         UnstorableTensorError: The header would be larger than the safetensors library reads.
     """
-    return header_of_entries(header_entries(tensors), metadata)
+    return build_header_from_entries(header_entries(tensors), metadata)
 
 
 def header_entries(tensors: Iterable[tuple[str, str, Sequence[int], int]]) -> bytes:
@@ -99,7 +99,7 @@ def header_entries(tensors: Iterable[tuple[str, str, Sequence[int], int]]) -> by
     return "".join(entries).encode("utf-8")
 
 
-def header_of_entries(entries: bytes, metadata: Mapping[str, str]) -> bytes:
+def build_header_from_entries(entries: bytes, metadata: Mapping[str, str]) -> bytes:
     """Build the head of a file from its tensors' entries and its `__metadata__`.
 
     Raises:
@@ -164,7 +164,7 @@ def parse_header(raw: bytes, file_bytes: int, path: str) -> Header:
         DamagedCheckpointError: A field is missing or of the wrong type, a dtype is unknown, data_offsets overlap,
             leave gaps or do not match dtype and shape, or the file's size does not match them.
     """
-    with no_collection():
+    with pause_gc():
         is_short = raw.rfind(b"}") < _MIN_COMPACT_BYTES
         tensors, metadata = (None if is_short else _compact_contents(raw, path)) or _contents(raw, path)
     at = next(reversed(tensors.values())).end if tensors else 0

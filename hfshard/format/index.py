@@ -182,7 +182,7 @@ def single_file_metadata(ours: Mapping[str, Any], digests: Mapping[str, str]) ->
     return json.dumps({**digests, **ours}, ensure_ascii=False, separators=(",", ":"))
 
 
-def metadata_of_file(metadata: Mapping[str, str], stored_names: Collection[str], path: str) -> HfshardMetadata:
+def parse_file_metadata(metadata: Mapping[str, str], stored_names: Collection[str], path: str) -> HfshardMetadata:
     """Parse the `__metadata__` of a file, from hfshard or another program.
 
     Args:
@@ -344,7 +344,7 @@ _LINE = re.compile(
 )
 
 _MARK = re.compile(rb"[ \t]{64}\n\Z")
-"""Pattern of the line that `with_mark` appends."""
+"""Pattern of the line that `with_commit_marker` appends."""
 
 
 def with_weights_override(config: bytes, weights: str) -> bytes:
@@ -363,19 +363,19 @@ def without_weights_override(config: bytes) -> bytes:
     return dump_json({key: value[key] for key in value if key != WEIGHTS_OVERRIDE_KEY})
 
 
-def as_saved(config: bytes) -> bytes:
+def without_commit_keys(config: bytes) -> bytes:
     """Return the bytes of a config.json as it was saved, without a key or mark that a commit of hfshard inserted."""
-    config = without_mark(config)
+    config = without_commit_marker(config)
     return without_weights_override(config) if _LINE.match(config) is not None else config
 
 
-def without_mark(config: bytes) -> bytes:
-    """Remove the line that `with_mark` appends, if there is one."""
+def without_commit_marker(config: bytes) -> bytes:
+    """Remove the line that `with_commit_marker` appends, if there is one."""
     return _MARK.sub(b"", config)
 
 
 def mark_of(config: bytes) -> str | None:
-    """Return the 16 hex digits that `with_mark` appended; None if there are none."""
+    """Return the 16 hex digits that `with_commit_marker` appended; None if there are none."""
     match = _MARK.search(config)
     if match is None:
         return None
@@ -383,7 +383,7 @@ def mark_of(config: bytes) -> str | None:
     return f"{int(bits, 2):016x}"
 
 
-def with_mark(config: bytes, digits: str) -> bytes:
+def with_commit_marker(config: bytes, digits: str) -> bytes:
     """Append a line of blanks and tabs that encode 16 hex digits: the bytes differ, but not the JSON value."""
     bits = f"{int(digits, 16):064b}"
-    return without_mark(config) + bits.replace("0", " ").replace("1", "\t").encode() + b"\n"
+    return without_commit_marker(config) + bits.replace("0", " ").replace("1", "\t").encode() + b"\n"

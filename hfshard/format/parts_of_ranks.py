@@ -109,7 +109,7 @@ def describe_parts(paths: Collection[str], place: str, *, is_local: bool = True)
     return None
 
 
-def refuse_partitioned_file(value: object, path: str) -> None:
+def reject_partitioned_file(value: object, path: str) -> None:
     """Reject a file of DeepSpeed ZeRO-3 that has empty tensors in place of a model's parameters.
 
     Args:

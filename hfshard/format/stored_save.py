@@ -15,8 +15,8 @@ from typing import Any, Final, Self
 from hfshard.constants import MANIFEST_NAME, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
 from hfshard.errors import DamagedCheckpointError, UnsafePathError, UnstorableTensorError
 from hfshard.format.digests import sha256_of
-from hfshard.format.file_names import INDEX_FILE, WeightNames, check_file_name, stays_inside
-from hfshard.format.index import CheckpointIndex, mark_of, with_mark, without_mark
+from hfshard.format.file_names import INDEX_FILE, WeightNames, check_file_name, is_safe_file_name
+from hfshard.format.index import CheckpointIndex, mark_of, with_commit_marker, without_commit_marker
 from hfshard.format.strict_json import parse_json_object
 
 SAVE_FORMAT: Final = 1
@@ -275,13 +275,15 @@ class StoredSave:
         Copies of JSON files end in a line that encodes the save's id. An object without such a line, or with this
         save's, is a user's if its contents differ; except the one that this save has found and is about to replace.
         """
-        is_own = mark_of(plain) in (None, self.save_id.id) and without_mark(plain) != self.small_files.get(name)
+        is_own = mark_of(plain) in (None, self.save_id.id) and without_commit_marker(plain) != self.small_files.get(
+            name
+        )
         return is_own and sha256_of(plain) != self.replaced.get(name)
 
 
 def plain_copy(name: str, raw: bytes, save_id: SaveId) -> bytes:
     """Encode the plain copy of a small file: JSON gets a last line of blanks and tabs, which encodes the save's id."""
-    return with_mark(raw, save_id.id) if is_editable(name) else raw
+    return with_commit_marker(raw, save_id.id) if is_editable(name) else raw
 
 
 def is_editable(name: str) -> bool:
@@ -334,6 +336,6 @@ def _digest(value: str) -> str:
 
 
 def _inside(name: str) -> str:
-    if name.endswith(SAFETENSORS_SUFFIX) or not stays_inside(name):
+    if name.endswith(SAFETENSORS_SUFFIX) or not is_safe_file_name(name):
         raise ValueError(f"not the name of a small file: {name!r}")
     return name

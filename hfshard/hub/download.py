@@ -14,9 +14,9 @@ from huggingface_hub import HfApi, constants, hf_hub_url
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
-from hfshard._util.progress import bytes_bar
-from hfshard._util.text import list_some, without_url_secrets
-from hfshard._util.threads import in_threads
+from hfshard._util.progress import byte_progress
+from hfshard._util.text import shorten_list, without_url_secrets
+from hfshard._util.threads import run_in_threads
 from hfshard.constants import COPY_BYTES, WEIGHTS_SUFFIXES
 from hfshard.disk.fsops import require_space, sync
 from hfshard.errors import (
@@ -233,7 +233,7 @@ def for_each_path(work: Callable[[str], None], paths: Collection[str], cancelled
             return error
         return None
 
-    for damaged in in_threads(attempt, paths, THREADS, cancelled=cancelled):
+    for damaged in run_in_threads(attempt, paths, THREADS, cancelled=cancelled):
         if damaged is not None:
             raise damaged
 
@@ -269,7 +269,7 @@ class RemoteFiles:
             CheckpointNotFoundError: The commit has no such file.
         """
         if lacking := [path for path in paths if path not in self._files]:
-            shown = list_some(lacking, _SHOWN, quote=True)
+            shown = shorten_list(lacking, _SHOWN, quote=True)
             raise CheckpointNotFoundError(
                 f"'{self._reader.repo_id}' lacks {shown}, which its index names (commit {self.commit}). "
                 "Tell its owner, or load another revision.",
@@ -281,7 +281,7 @@ class RemoteFiles:
             self._forced |= set(todo)
         total = bytes_to_download(self._reader, self._cache, todo, force=force)
         progress = self._progress if total > COPY_BYTES else False  # less is downloaded in no time
-        with bytes_bar("Pulling", total, progress) as progress_callback:
+        with byte_progress("Pulling", total, progress) as progress_callback:
             download(self._reader, self._cache, todo, force=force, progress_callback=progress_callback)
 
     def snapshot(self, path: str = "") -> str:
@@ -295,7 +295,7 @@ class RemoteFiles:
     def description(self) -> tuple[str, str]:
         """Describe for an error message what was searched, and what to do."""
         weights = sorted(path for path in self._files if path.endswith(WEIGHTS_SUFFIXES))
-        held = f"It holds {list_some(weights, _SHOWN, quote=True)}." if weights else "It holds no weights at all."
+        held = f"It holds {shorten_list(weights, _SHOWN, quote=True)}." if weights else "It holds no weights at all."
         repo_id = self._reader.repo_id
         return f"'{repo_id}' (commit {self.commit})", f"{held} To see its files, run: hf models ls {repo_id}"
 
@@ -305,7 +305,7 @@ class RemoteFiles:
         return describe_parts(paths, f"{self._reader.repo_id}/{folder}".rstrip("/"), is_local=False)
 
 
-class NotCachedError(Exception):
+class CacheMissError(Exception):
     """Absence of a needed file from the cache, or the cache does not know whether the commit has it."""
 
 
@@ -323,23 +323,23 @@ class CachedFiles:
         """Return whether the commit has a file; False if the cache does not know.
 
         Raises:
-            NotCachedError: The cache does not know, the file `is_needed`, and the result must be sure (`is_sure`).
+            CacheMissError: The cache does not know, the file `is_needed`, and the result must be sure (`is_sure`).
         """
         found = self._cache.has(self.commit, path)
         if found is None and is_needed and self._is_sure:
-            raise NotCachedError(f"the cache does not know whether '{self._repo_id}' has '{path}'")
+            raise CacheMissError(f"the cache does not know whether '{self._repo_id}' has '{path}'")
         return bool(found)
 
     def download(self, paths: Collection[str]) -> None:
         """Check that the cache has files.
 
         Raises:
-            NotCachedError: One is missing.
+            CacheMissError: One is missing.
         """
         if missing := [path for path in paths if not self._cache.has(self.commit, path)]:
-            raise NotCachedError(
+            raise CacheMissError(
                 f"'{self._repo_id}' (commit {self.commit}) is not complete in the cache '{self._cache.root}': "
-                f"it lacks {list_some(missing, _SHOWN, quote=True)}"
+                f"it lacks {shorten_list(missing, _SHOWN, quote=True)}"
             )
 
     def snapshot(self, path: str = "") -> str:
@@ -378,7 +378,7 @@ def fetch(repo_id: str, resolver: Resolver, query: CheckpointQuery, progress: bo
     if is_commit(query.revision) and not query.force_download and not needs_list:
         try:
             return resolver(CachedFiles(fetcher.cache, str(query.revision), repo_id, is_sure=True))
-        except NotCachedError as error:
+        except CacheMissError as error:
             logger.debug("%s: the Hub is asked.", error)
     return fetcher.from_hub(resolver)
 
@@ -499,7 +499,7 @@ class Fetcher:
             )
         try:
             return resolver(CachedFiles(self.cache, commit, self.repo_id, is_sure=False, todo=f"{why}. {todo}"))
-        except NotCachedError as error:
+        except CacheMissError as error:
             raise CheckpointNotFoundError(f"{error}, and {why}. {todo}", path=self.repo_id) from error
 
     def _tree(self, resolver: Resolver) -> RepoTree:
@@ -525,7 +525,7 @@ class Fetcher:
             return None
         try:
             return resolver(CachedFiles(self.cache, commit, self.repo_id, is_sure=False))
-        except (NotCachedError, CheckpointNotFoundError):
+        except (CacheMissError, CheckpointNotFoundError):
             return None
 
 

@@ -44,7 +44,7 @@ from hfshard.stores.hub_calls import (
     retry_after,
     shown_endpoint,
     status_of,
-    wait_before,
+    wait_and_retry,
     without_secrets,
 )
 
@@ -413,7 +413,7 @@ def ask(
             cause = error.__cause__
             if attempt == ATTEMPTS or cause is None or not is_passing(cause):
                 raise
-            wait_before(attempt + 1, cause, f"'{repo_id}' could not be asked")
+            wait_and_retry(attempt + 1, cause, f"'{repo_id}' could not be asked")
     raise AssertionError("unreachable")
 
 

@@ -11,7 +11,7 @@ from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelet
 from huggingface_hub.errors import HfHubHTTPError, RevisionNotFoundError
 
 from hfshard._util.text import without_url_secrets
-from hfshard._util.threads import pools_take_work
+from hfshard._util.threads import can_use_thread_pools
 from hfshard.constants import BIN_SUFFIX, CONFIG_NAME, MAX_INDEX_BYTES, README, SAFETENSORS_SUFFIX
 from hfshard.disk.byte_source import ByteSource, BytesSource
 from hfshard.errors import HfshardError, HubConnectionError, HubError, HubNotFoundError, IntegrityError
@@ -25,7 +25,7 @@ from hfshard.stores.hub_calls import (
     shown_endpoint,
     status_of,
     transport_errors,
-    wait_before,
+    wait_and_retry,
 )
 from hfshard.stores.xet_tokens import XetTokens
 
@@ -134,7 +134,7 @@ class HubRepo:
             HubError: The Hub refused, or stopped responding; nothing was committed except such shards.
         """
         if revision is not None and not create_pr:
-            self._refuse_fixed(revision)
+            self._reject_fixed(revision)
         sent = _Counter(progress_callback)
         self._api.trusts_card = isinstance(changes.get(README), BytesSource)  # the user's own is a file
         tokens = self._xet_tokens()
@@ -162,7 +162,7 @@ class HubRepo:
         assert result is not None
         return PushResult(result.commit, result.url, pr_url, sent_bytes=sent.count - saved_bytes)
 
-    def _refuse_fixed(self, revision: str) -> None:
+    def _reject_fixed(self, revision: str) -> None:
         """Reject a tag or a commit before anything is sent; the Hub itself rejects it only afterwards."""
         if revision in self._branches or revision.startswith("refs/"):
             return
@@ -275,10 +275,10 @@ class RemoteCommit:
         self._preupload([one for one in additions if id(one) not in kept])
         if others:
             self._preupload(others)
-        self._refuse_ignored(additions)
+        self._reject_ignored(additions)
 
     def _preupload(self, additions: Sequence[CommitOperationAdd]) -> None:
-        if len(additions) > 1 and not pools_take_work():  # huggingface_hub sends one without a pool
+        if len(additions) > 1 and not can_use_thread_pools():  # huggingface_hub sends one without a pool
             for addition in additions:
                 self._preupload([addition])
             return
@@ -298,11 +298,11 @@ class RemoteCommit:
                     raise cause from error
                 if attempt == ATTEMPTS or not self._may_try_again(cause, uploading=cause is not error):
                     raise cause from error
-                wait_before(attempt + 1, cause, f"The upload to '{self.repo_id}' failed")
+                wait_and_retry(attempt + 1, cause, f"The upload to '{self.repo_id}' failed")
             else:
                 return
 
-    def _refuse_ignored(self, additions: Sequence[CommitOperationAdd]) -> None:
+    def _reject_ignored(self, additions: Sequence[CommitOperationAdd]) -> None:
         """Reject a commit without files that the repo's .gitignore excludes: huggingface_hub silently omits them."""
         for addition in additions:
             path = addition.path_in_repo
@@ -336,7 +336,7 @@ class RemoteCommit:
                     return landed
                 if attempt == ATTEMPTS:
                     raise
-                wait_before(attempt + 1, error, f"The commit to '{self.repo_id}' was not made")
+                wait_and_retry(attempt + 1, error, f"The commit to '{self.repo_id}' was not made")
             else:
                 return _result(info)
         raise HubConnectionError(f"The commit to '{self.repo_id}' was not made.", path=self.repo_id)

@@ -8,14 +8,14 @@ from collections.abc import Collection, Hashable, Iterable, Mapping
 from typing import Final
 
 from hfshard._util.addresses import is_address
-from hfshard._util.text import list_some
-from hfshard._util.threads import in_threads
+from hfshard._util.text import shorten_list
+from hfshard._util.threads import run_in_threads
 from hfshard.checkpoint.folder import RangedFolder
 from hfshard.checkpoint.locate import locate_checkpoint
 from hfshard.commit.directory_commit import LOCK_WAIT_SECONDS
 from hfshard.commit.directory_state import read_state
 from hfshard.constants import CONFIG_NAME, GENERATION_CONFIG_NAME, README, SIGNATURE_NAME
-from hfshard.disk.byte_source import ByteSource, FileSource, file_source, has_same_bytes
+from hfshard.disk.byte_source import ByteSource, FileSource, contents_equal, file_source
 from hfshard.disk.fsops import locked_directory
 from hfshard.disk.safe_open import identity_of
 from hfshard.errors import CheckpointNotFoundError, DamagedCheckpointError, SaveDirectoryError, UnsafePathError
@@ -82,7 +82,7 @@ class OwnFiles:
         own = {name: source for name, source in new.items() if not (replaces and _is_of_a_checkpoint(name))}
         weights = {name: source for name, source in (weights or {}).items() if name in unnamed}
         taken = self._taken({*own, *weights})
-        differing = {name for name, there in taken.items() if not has_same_bytes(there, own.get(name) or weights[name])}
+        differing = {name for name, there in taken.items() if not contents_equal(there, own.get(name) or weights[name])}
         self.keeps_readme = README in differing
         """Whether an existing README.md has other contents, and stays."""
         self._before = {name: self._identity(name) for name in own if name not in differing}
@@ -107,8 +107,8 @@ class OwnFiles:
         changed = [name for name, identity in self._before.items() if self._identity(name) != identity]
         if changed:
             raise SaveDirectoryError(
-                f"{list_some(sorted(changed), _SHOWN, quote=True)} in '{self._place}' changed during the pull, which "
-                "would replace it. Nothing was replaced. Pull again.",
+                f"{shorten_list(sorted(changed), _SHOWN, quote=True)} in '{self._place}' changed during the pull, "
+                "which would replace it. Nothing was replaced. Pull again.",
                 path=f"{self._place}/{min(changed)}",
             )
 
@@ -139,7 +139,7 @@ class OwnFiles:
                 if os.path.islink(path) or (os.path.exists(path) and not os.path.isdir(path))
             }
         store, asked = self._store, sorted(names)
-        found = in_threads(lambda name, _: store.find(name), asked, _AT_ONCE)
+        found = run_in_threads(lambda name, _: store.find(name), asked, _AT_ONCE)
         return {name: StoredSource(store, one) for name, one in zip(asked, found, strict=True) if one is not None}
 
     def _identity(self, name: str) -> Hashable:
@@ -153,9 +153,9 @@ class OwnFiles:
     def _refusal(self, differing: Collection[str], unnamed: Collection[str]) -> SaveDirectoryError:
         problems = []
         if differing:
-            problems.append(f"{list_some(sorted(differing), _SHOWN, quote=True)} with other contents")
+            problems.append(f"{shorten_list(sorted(differing), _SHOWN, quote=True)} with other contents")
         if unnamed:
-            problems.append(f"weights that no index names: {list_some(sorted(unnamed), _SHOWN, quote=True)}")
+            problems.append(f"weights that no index names: {shorten_list(sorted(unnamed), _SHOWN, quote=True)}")
         return SaveDirectoryError(
             f"'{self._place}' has files of its own that this pull would replace or remove: {', and '.join(problems)}. "
             "Nothing was written. Pull into a new directory, move the files away, or pass overwrite=True "

@@ -13,14 +13,14 @@ from typing import Final, Protocol
 
 from huggingface_hub.utils import filter_repo_objects
 
-from hfshard._util.arguments import absolute_path, check_texts
-from hfshard._util.progress import bytes_bar
+from hfshard._util.arguments import absolute_path, check_text_arguments
+from hfshard._util.progress import byte_progress
 from hfshard.checkpoint.locate import directory_not_found
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
-from hfshard.commit.hub_marker import absolute_address, directory_of
+from hfshard.commit.hub_marker import absolute_repo_id, hub_directory
 from hfshard.constants import BIN_SUFFIX, README, SAFETENSORS_SUFFIX, SIGNATURE_NAME
 from hfshard.disk.byte_source import ByteSource, BytesSource, FileSource, file_source, sha256_of_source
-from hfshard.disk.safe_open import refuse_links_to_outside
+from hfshard.disk.safe_open import reject_links_to_outside
 from hfshard.errors import HfshardError, HubError, InvalidArgumentError, RemoteChangedError
 from hfshard.format.file_names import INDEX_FILE, WeightNames
 from hfshard.format.index import CheckpointIndex, FileDigest
@@ -44,13 +44,13 @@ def push_files(request: PushRequest, repo_id: str | os.PathLike[str]) -> PushRes
     repo_id = os.fspath(repo_id)
     before: RepoTree | None = None
     for _ in range(_ATTEMPTS):
-        now = _tree_to_push_to(hub, request.options.revision, repo_id)
-        plan = plan_for(hub, request, now)
+        now = _tree_of_branch(hub, request.options.revision, repo_id)
+        plan = plan_against(hub, request, now)
         if plan.is_empty:
             logger.info("'%s' holds all files already: no commit was made.", repo_id)
             return PushResult(now.commit, hub.url_of(now.commit), is_new=False)
         if before is not None:
-            refuse_conflict(before, now, plan, request, repo_id)
+            reject_conflicting_push(before, now, plan, request, repo_id)
         try:
             result = _commit(hub, request, plan, parent=now.commit or None)
         except StaleParentError:
@@ -86,7 +86,7 @@ def _note_signature(request: PushRequest, plan: PushPlan, before: RepoTree, repo
 
 def open_hub(repo_id: str | os.PathLike[str], options: PushOptions) -> Hub:
     """Open the repo that a repo_id names, and create it if it is missing."""
-    if (directory := directory_of(repo_id)) is not None:
+    if (directory := hub_directory(repo_id)) is not None:
         from hfshard.hub.directory.directory_hub import DirectoryHub
 
         return DirectoryHub.create(directory)
@@ -95,7 +95,7 @@ def open_hub(repo_id: str | os.PathLike[str], options: PushOptions) -> Hub:
     return HubRepo(os.fspath(repo_id), token=options.token, private=options.private)
 
 
-def _tree_to_push_to(hub: Hub, revision: str | None, repo_id: str) -> RepoTree:
+def _tree_of_branch(hub: Hub, revision: str | None, repo_id: str) -> RepoTree:
     """Return the files at the branch, and create the branch if it is missing."""
     found = hub.tree(revision)
     if found is None and revision is not None:
@@ -108,7 +108,7 @@ def _tree_to_push_to(hub: Hub, revision: str | None, repo_id: str) -> RepoTree:
 
 def _commit(hub: Hub, request: PushRequest, plan: PushPlan, *, parent: str | None) -> PushResult:
     total = sum(content.size for content in plan.adds.values())
-    with bytes_bar("Pushing", total, request.options.progress) as show:
+    with byte_progress("Pushing", total, request.options.progress) as show:
 
         def note(count: int) -> None:
             request.check()
@@ -129,10 +129,10 @@ def _commit(hub: Hub, request: PushRequest, plan: PushPlan, *, parent: str | Non
 # Push requests: the user's options, and the files to push.
 
 
-MakeCard = Callable[[Callable[[], bytes] | None], bytes | None]
+CardBuilder = Callable[[Callable[[], bytes] | None], bytes | None]
 """Builds a README.md. Its argument reads the existing one, if there is one; returning None leaves that as it is."""
 
-FindStale = Callable[[Mapping[str, RemoteFile], Callable[[str], bytes]], Collection[str]]
+StaleFinder = Callable[[Mapping[str, RemoteFile], Callable[[str], bytes]], Collection[str]]
 """Selects files to delete. Its arguments are the files of the folder by name, and a reader of small ones."""
 
 
@@ -160,7 +160,7 @@ class PushOptions:
 
     def __post_init__(self) -> None:
         """Check what can be checked without a request to a hub."""
-        check_texts(
+        check_text_arguments(
             revision=self.revision or None,
             path_in_repo=self.path_in_repo or None,
             commit_message=self.commit_message or None,
@@ -192,8 +192,8 @@ class PushRequest:
     options: PushOptions = field(default_factory=PushOptions)
     default_message: str = "Upload checkpoint"
     """The commit's message where the options have none."""
-    make_card: MakeCard | None = None
-    find_stale: FindStale | None = None
+    make_card: CardBuilder | None = None
+    find_stale: StaleFinder | None = None
     """Selects other files to delete."""
     check: Callable[[], None] = lambda: None
     """Called before the commit begins, and from any thread while new contents are read; raises to cancel."""
@@ -265,7 +265,7 @@ def _hashed_if_needed(content: ByteSource, file: RemoteFile | None) -> ByteSourc
     return content
 
 
-def variants_of(names: Iterable[str]) -> set[str | None]:
+def detect_variants(names: Iterable[str]) -> set[str | None]:
     """Find the variants of a checkpoint that file names belong to; None is the one without a variant."""
     found: set[str | None] = set()
     for name in names:
@@ -315,7 +315,7 @@ def foreign_indexes(remote: Iterable[str], local: Collection[str], variants: Ite
     )
 
 
-def unknown_weights(remote: Iterable[str], local: Collection[str], variants: Iterable[str | None]) -> set[str]:
+def unindexed_weights(remote: Iterable[str], local: Collection[str], variants: Iterable[str | None]) -> set[str]:
     """Find weights on the hub without a conventional name: only an index shows which checkpoint they belong to."""
     families = [WeightNames(variant) for variant in variants]
     return {
@@ -330,7 +330,7 @@ def unknown_weights(remote: Iterable[str], local: Collection[str], variants: Ite
 # Comparison of a push with a hub: files to send, files to delete, and pushes that would mix.
 
 
-def plan_for(hub: Hub, request: PushRequest, remote: RepoTree) -> PushPlan:
+def plan_against(hub: Hub, request: PushRequest, remote: RepoTree) -> PushPlan:
     """Plan the changes of a push to a hub that has `remote` at the branch."""
     folder, local = request.options.folder, set(request.contents)
     there = {path.removeprefix(folder): path for path in remote.files if _is_in(path, folder)}
@@ -352,7 +352,7 @@ def _indexed(hub: Hub, request: PushRequest, remote: RepoTree, there: Mapping[st
     """
     local = set(request.contents)
     owned, kept = set(), set()
-    if unknown_weights(there, local, request.variants):
+    if unindexed_weights(there, local, request.variants):
         for variant in request.variants:
             names = WeightNames(variant)
             for index in {names.index, names.hub_index, names.bin_index}:
@@ -386,7 +386,9 @@ def _card(hub: Hub, request: PushRequest, remote: RepoTree) -> dict[str, ByteSou
     return {} if new is None else {README: BytesSource(new)}
 
 
-def refuse_conflict(before: RepoTree, now: RepoTree, plan: PushPlan, request: PushRequest, repo_id: str) -> None:
+def reject_conflicting_push(
+    before: RepoTree, now: RepoTree, plan: PushPlan, request: PushRequest, repo_id: str
+) -> None:
     """Reject a commit on top of another push of the same files or weights, because the two would mix.
 
     Files that are now as this push would leave them are not a conflict: they come from an equal push, or from an
@@ -431,7 +433,7 @@ _JUNK: Final = frozenset({".DS_Store", ".git"})
 """Files that are never pushed; `.git` is a file in git's worktrees and submodules."""
 
 
-def directory_contents(
+def collect_directory(
     directory: str,
     *,
     names: Collection[str] | None = None,
@@ -489,7 +491,7 @@ class FilesOfPlace(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class PushedContents:
+class PushContents:
     """Files to push from a place, and the checkpoints that they form."""
 
     contents: dict[str, ByteSource]
@@ -505,11 +507,11 @@ def contents_of(
     *,
     allow_patterns: list[str] | str | None = None,
     ignore_patterns: list[str] | str | None = None,
-) -> PushedContents:
-    """Collect the files to push from any place, with the checks and errors of `directory_contents`."""
+) -> PushContents:
+    """Collect the files to push from any place, with the checks and errors of `collect_directory`."""
     place = files.place
     paths = files.paths()
-    variants = variants_of(name for name in paths if "/" not in name)
+    variants = detect_variants(name for name in paths if "/" not in name)
     if not variants:
         with files.open_variant(None):  # for its error, or weights that config.json names
             variants = {None}
@@ -536,9 +538,7 @@ def contents_of(
             path=place,
         )
     files.check(selected - leftovers)
-    return PushedContents(
-        {name: files.content(name, known.get(name)) for name in selected - leftovers}, indexes, entries
-    )
+    return PushContents({name: files.content(name, known.get(name)) for name in selected - leftovers}, indexes, entries)
 
 
 class DirectoryFiles:
@@ -575,16 +575,16 @@ class DirectoryFiles:
 
     def check(self, paths: Collection[str]) -> None:
         """Reject names that no pull accepts, and links that leave the directory, unless they are to be followed."""
-        _refuse_names(self.place, paths)
+        _reject_names(self.place, paths)
         if not self._follow_links:
-            refuse_links_to_outside(self.place, paths, _LINKS)
+            reject_links_to_outside(self.place, paths, _LINKS)
 
     def content(self, path: str, sha256: str | None) -> ByteSource:
         """Return a file on disk as a source of bytes."""
         return file_source(os.path.join(self.place, path), sha256)
 
 
-def _refuse_names(directory: str, names: Collection[str]) -> None:
+def _reject_names(directory: str, names: Collection[str]) -> None:
     """Reject names that some system would read as other paths, or that are not printable."""
     name = next((name for name in sorted(names) if not is_plain_path(name)), None)
     if name is not None:
@@ -678,8 +678,8 @@ def push_directory(
         Every error that `push_checkpoint` raises for a hub.
     """
     place = absolute_path(directory, "directory")
-    repo_id = absolute_address(repo_id)
-    contents, indexes = directory_contents(
+    repo_id = absolute_repo_id(repo_id)
+    contents, indexes = collect_directory(
         place,
         allow_patterns=allow_patterns,
         ignore_patterns=ignore_patterns,

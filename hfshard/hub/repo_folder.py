@@ -57,7 +57,7 @@ def open_by_ranges(
 
 
 class _File(NamedTuple):
-    """A file of the commit, as a `RangedEntry`."""
+    """A file of the commit, as a `RangedFile`."""
 
     name: str
     size: int

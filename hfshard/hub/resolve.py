@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from hfshard._util.arguments import check_texts
+from hfshard._util.arguments import check_text_arguments
 from hfshard.checkpoint.locate import (
     ADAPTER_WEIGHTS,
     WeightsEntry,
@@ -92,7 +92,7 @@ class CheckpointQuery:
     def __post_init__(self) -> None:
         """Check the texts."""
         WeightNames(self.variant)
-        check_texts(subfolder=self.subfolder or None, revision=self.revision or None)
+        check_text_arguments(subfolder=self.subfolder or None, revision=self.revision or None)
         object.__setattr__(self, "revision", self.revision or None)
 
     def check_subfolder(self) -> None:

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, constants
 from huggingface_hub.lfs import UploadInfo
 
-from hfshard._util.threads import in_threads
+from hfshard._util.threads import run_in_threads
 from hfshard.disk.byte_source import ByteSource, FileSource, SeekableReader, sha256_of_source
 from hfshard.errors import IntegrityError
 from hfshard.stores.xet_tokens import XetTokens, repo_token_url
@@ -47,7 +47,7 @@ def operations_for(
         progress_callback: Called with the number of bytes that are read for upload.
     """
     adds = {path: content for path, content in sorted(changes.items()) if content is not None}
-    known = in_threads(_hash_and_sample, adds.items(), _HASHERS)
+    known = run_in_threads(_hash_and_sample, adds.items(), _HASHERS)
     operations: list[CommitOperationAdd | CommitOperationDelete] = [
         CommitOperationDelete(path_in_repo=path) for path, content in sorted(changes.items()) if content is None
     ]

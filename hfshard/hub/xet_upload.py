@@ -13,7 +13,7 @@ from huggingface_hub import CommitOperationAdd, constants
 from huggingface_hub._commit_api import _fetch_upload_modes
 from huggingface_hub.utils import build_hf_headers
 
-from hfshard._util.threads import in_threads
+from hfshard._util.threads import run_in_threads
 from hfshard.constants import COPY_BYTES
 from hfshard.errors import HubAccessError, HubConnectionError, HubError
 from hfshard.hub.repo import CommitRequest
@@ -122,7 +122,7 @@ class XetStreams:
         stream = partial(_stream, commit)
         threads = _STREAMS if is_one_block else at_once
         try:
-            interruptible(lambda: in_threads(stream, additions, threads, cancelled=cancelled), stop)
+            interruptible(lambda: run_in_threads(stream, additions, threads, cancelled=cancelled), stop)
             return sum(sizes) - commit.finish()
         except BaseException:
             commit.abort()

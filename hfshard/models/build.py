@@ -18,15 +18,15 @@ from transformers.distributed import utils as their_utils
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from hfshard._util.addresses import has_lost_slash, is_address
-from hfshard._util.arguments import path_text
-from hfshard.checkpoint.folder import FAR_TRIES
-from hfshard.checkpoint.load_options import LoadOptions, SignedFiles
+from hfshard._util.arguments import checked_path_text
+from hfshard.checkpoint.folder import REMOTE_RETRIES
+from hfshard.checkpoint.load_options import LoadOptions, SignatureCheck
 from hfshard.checkpoint.locate import read_config
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
-from hfshard.commit.hub_marker import directory_of, has_hub_marker
-from hfshard.constants import ADAPTER_CONFIG_NAME, CHANGED_RETRIES, CONFIG_NAME, MAX_CONFIG_BYTES
+from hfshard.commit.hub_marker import has_hub_marker, hub_directory
+from hfshard.constants import ADAPTER_CONFIG_NAME, CONFIG_NAME, MAX_CONFIG_BYTES, REPLACED_RETRIES
 from hfshard.disk.safe_open import read_small
-from hfshard.distributed.load_on_ranks import current_agreement, load_together
+from hfshard.distributed.load_on_ranks import current_load, load_together
 from hfshard.errors import (
     CheckpointChangedError,
     CheckpointNotFoundError,
@@ -40,21 +40,21 @@ from hfshard.models.load_arguments import (
     class_of_auto,
     config_of,
     pin_to_commit,
-    refuse_file_without_config,
+    reject_file_without_config,
     source_of,
 )
 from hfshard.models.model_builder import ModelBuilder, building_lock
 from hfshard.models.model_classes import (
     alias_class,
+    call_with_overrides,
     has_override,
-    is_adapter,
+    has_separate_adapter,
+    holds_adapter,
     needs_transformers_loader,
     restore_class,
-    run_chain,
-    seeks_adapter_elsewhere,
 )
-from hfshard.models.patching import ChainCall, call_under_way, upstream
-from hfshard.places.source import CheckpointSource, LocalCheckpoint, signed_files
+from hfshard.models.patching import OverrideCall, active_call, upstream
+from hfshard.places.source import CheckpointSource, ResolvedSource, signed_files
 
 logger = logging.getLogger(__name__)
 
@@ -73,34 +73,34 @@ def load_class(
 
     Raises:
         InvalidArgumentError: `model_class` is not a transformers class.
-        Everything that `load_through` raises.
+        Everything that `load_with_overrides` raises.
     """
     if not (isinstance(model_class, type) and hasattr(model_class, "from_pretrained")):
         raise InvalidArgumentError(
             f"load_model takes a module or a transformers class, and {model_class!r} is neither."
         )
     if issubclass(model_class, PreTrainedModel):
-        return load_through(model_class, model_class, path, model_args, kwargs, options)
-    _refuse_other_class(model_class)
-    name = path_text(path, "pretrained_model_name_or_path")
+        return load_with_overrides(model_class, model_class, path, model_args, kwargs, options)
+    _reject_other_class(model_class)
+    name = checked_path_text(path, "pretrained_model_name_or_path")
     with load_on_ranks(options, kwargs):
         source = source_of(name, kwargs, needs_signature=options.signature is not None)
-        local = current_agreement().fetch(source, options.progress)
+        local = current_load().fetch(source, options.progress)
         # Before the checkpoint's code runs and its config is read.
         signed = _check_signature(local, source, kwargs, options)
-        if local.weights_name is None and is_adapter(local.directory):  # its base may be another repo
+        if local.weights_name is None and holds_adapter(local.directory):  # its base may be another repo
             if local.folder is not None:
                 raise _needs_disk(local.folder.path, "an adapter")
             if signed is not None:
                 if not hasattr(model_class, "_model_mapping"):
                     raise _not_held_to_signature(local, model_class)
                 load_base = partial(_load_base, model_class, model_args, options)
-                return load_on_signed_base(load_base, local, signed, kwargs, options)
+                return load_adapter_on_signed_base(load_base, local, signed, kwargs, options)
             return cast(Any, model_class).from_pretrained(local.path, *model_args, **kwargs)
-        refuse_file_without_config(local, kwargs)
+        reject_file_without_config(local, kwargs)
         before = read_config(local.directory)
         concrete, kwargs = class_of_auto(model_class, local, pin_to_commit(kwargs, local))
-        built = load_through(concrete, concrete, name, model_args, kwargs, options, local)
+        built = load_with_overrides(concrete, concrete, name, model_args, kwargs, options, local)
         if has_override(concrete, "from_pretrained") and read_config(local.directory) != before:
             raise CheckpointChangedError(
                 f"'{name}' was saved while it was loaded. Load it when the save is done.", path=name
@@ -110,7 +110,7 @@ def load_class(
         return built
 
 
-def _refuse_other_class(model_class: type) -> None:
+def _reject_other_class(model_class: type) -> None:
     """Reject a class that is neither a transformers model, nor an Auto class, nor a PEFT class."""
     if not (hasattr(model_class, "_model_mapping") or model_class.__module__.startswith("peft.")):
         raise InvalidArgumentError(
@@ -120,14 +120,14 @@ def _refuse_other_class(model_class: type) -> None:
         )
 
 
-def load_through(
+def load_with_overrides(
     start: Any,
     model_class: type[PreTrainedModel],
     path: str | os.PathLike[str] | None,
     model_args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     options: LoadOptions,
-    local: LocalCheckpoint | None = None,
+    local: ResolvedSource | None = None,
 ) -> Any:
     """Call a class's `from_pretrained` with all its overrides; hfshard handles what reaches transformers' own.
 
@@ -149,7 +149,7 @@ def load_through(
         StateDictMismatchError: No tensor of the checkpoint fits, or strict and any name differs.
         Everything that `open_checkpoint` raises, transformers, and the overrides.
     """
-    outer = call_under_way("from_pretrained", model_class)
+    outer = active_call("from_pretrained", model_class)
     if outer is not None and not _asks_for_checks(options):
         return start.from_pretrained(
             path, *model_args, **kwargs
@@ -161,12 +161,12 @@ def load_through(
             name = path
         known = local if _source(name, kwargs) == asked else None
         with load_on_ranks(options, kwargs):
-            built = answer_load(model_class, name, model_args, kwargs, options, known)
+            built = handle_from_pretrained(model_class, name, model_args, kwargs, options, known)
         call.answers.append(built)
         return built
 
     asked = _source(path, kwargs)
-    call = ChainCall("from_pretrained", model_class, answer, [] if outer is None else outer.answers)
+    call = OverrideCall("from_pretrained", model_class, answer, [] if outer is None else outer.answers)
     shown: Any = path
     is_far = is_address(path)
     if has_override(model_class, "from_pretrained"):
@@ -174,7 +174,7 @@ def load_through(
             local = local or asked.fetch(options.progress)
         shown = _path_for_override(path, kwargs) if local is None or not is_far else local.path
     with load_on_ranks(options, kwargs):
-        built = run_chain(call, start, shown, *model_args, **kwargs)
+        built = call_with_overrides(call, start, shown, *model_args, **kwargs)
     if not call.answers and _asks_for_checks(options):
         raise InvalidArgumentError(
             f"{model_class.__name__}.from_pretrained built the model without transformers' loader, so that strict, "
@@ -191,7 +191,7 @@ def _asks_for_checks(options: LoadOptions) -> bool:
 def _path_for_override(path: Any, kwargs: Mapping[str, Any]) -> Any:
     """Return a path that transformers and overrides can read: a directory hub's snapshot, else the given path."""
     source = None if is_address(path) else _source(path, kwargs)
-    is_hub = source is not None and has_hub_marker(directory_of(source.path) or source.path)
+    is_hub = source is not None and has_hub_marker(hub_directory(source.path) or source.path)
     return source.fetch().path if source is not None and is_hub else path
 
 
@@ -200,17 +200,17 @@ def _source(path: Any, kwargs: Mapping[str, Any]) -> CheckpointSource | None:
     return source_of(os.fspath(path), kwargs) if isinstance(path, str | os.PathLike) else None
 
 
-def answer_load(
+def handle_from_pretrained(
     model_class: type[PreTrainedModel],
     path: str | os.PathLike[str] | None,
     model_args: tuple[Any, ...],
     kwargs: dict[str, Any],
     options: LoadOptions,
-    local: LocalCheckpoint | None = None,
+    local: ResolvedSource | None = None,
 ) -> Any:
     """Build a model as PreTrainedModel's own `from_pretrained` does, from files that hfshard has checked and opened.
 
-    Takes the arguments of `load_through` and raises the same errors, below all overrides.
+    Takes the arguments of `load_with_overrides` and raises the same errors, below all overrides.
     """
     alias = alias_class(model_class)
     build = partial(_call_alone, upstream("from_pretrained", alias), alias)
@@ -231,29 +231,31 @@ def _build(
     model_args: tuple[Any, ...],
     kwargs: dict[str, Any],
     options: LoadOptions,
-    local: LocalCheckpoint | None,
+    local: ResolvedSource | None,
 ) -> Any:
     if options.parallelize is not None:
-        _refuse_beside_parallelize(path, kwargs)
+        _reject_with_parallelize(path, kwargs)
     if path is None or kwargs.get("state_dict") is not None or kwargs.get("gguf_file") is not None:
         if options.signature is not None:
             raise InvalidArgumentError("public_key is for the files of a path: leave out state_dict and gguf_file.")
         return build(path, *model_args, **kwargs)
     if cast(Any, model_class).config_class is None and not isinstance(kwargs.get("config"), PreTrainedConfig):
         return build(path, *model_args, **kwargs)  # which reports that it is required
-    agreement = current_agreement()
+    agreement = current_load()
     try:
-        name = path_text(path, "pretrained_model_name_or_path")
+        name = checked_path_text(path, "pretrained_model_name_or_path")
         needs_signature = options.signature is not None
         source = source_of(name, kwargs, needs_signature=needs_signature, takes_oddities=options.is_lenient)
         local = local or agreement.fetch(source, options.progress)
         signed = _check_signature(local, source, kwargs, options)
-        refuse_file_without_config(local, kwargs)
+        reject_file_without_config(local, kwargs)
     except (InvalidArgumentError, CheckpointNotFoundError, HubError):
         if not options.is_lenient or is_address(path) or has_lost_slash(path):
             raise
         return build(path, *model_args, **kwargs)  # which raises its own error, or knows more than hfshard
-    if local.weights_name is None and is_adapter(local.directory):  # its base may be another repo, without this commit
+    if local.weights_name is None and holds_adapter(
+        local.directory
+    ):  # its base may be another repo, without this commit
         if local.folder is not None:
             raise _needs_disk(local.folder.path, "an adapter")
         if signed is not None:
@@ -261,7 +263,7 @@ def _build(
             def load_base(base: str, kwargs: dict[str, Any]) -> Any:
                 return _build(build, model_class, base, model_args, kwargs, options, None)
 
-            return load_on_signed_base(load_base, local, signed, kwargs, options)
+            return load_adapter_on_signed_base(load_base, local, signed, kwargs, options)
         return _check_then_delegate(build, local, model_args, kwargs, source, options)
     kwargs = pin_to_commit(kwargs, local)
     if needs_transformers_loader(local.directory, model_class, kwargs):
@@ -277,10 +279,10 @@ def _build(
         return _check_then_delegate(build, local, model_args, kwargs, source, options)
     known = local.path if local.weights_name is None else path
     takes_any_pickle = options.is_lenient and kwargs.get("weights_only") is False
-    for attempt in range(CHANGED_RETRIES if local.folder is None else FAR_TRIES):
+    for attempt in range(REPLACED_RETRIES if local.folder is None else REMOTE_RETRIES):
         if attempt:
             gc.collect()  # cycles keep the previous attempt's model, and memory may suffice for one only
-        with agreement.unless_overtaken(local), ExitStack() as stack:
+        with agreement.retry_if_replaced(local), ExitStack() as stack:
             try:
                 opened = agreement.opened(source, options, local, check_beside=True)
                 checkpoint = stack.enter_context(opened)
@@ -291,17 +293,17 @@ def _build(
                 return build(known, *model_args, **kwargs)
             if checkpoint.pickles and takes_any_pickle:
                 return build(known, *model_args, **kwargs)
-            _refuse_full_pickle(checkpoint, kwargs)
+            _reject_full_pickle(checkpoint, kwargs)
             config, model_kwargs = config_of(model_class, local, kwargs)
-            if not agreement.all_say("unchanged", is_so=checkpoint.is_of_one_save()):
+            if not agreement.all_agree("unchanged", is_so=checkpoint.is_of_one_save()):
                 continue  # a save came between the config and the weights
             return ModelBuilder(build, model_class, name, local, checkpoint, options).build(
                 model_args, config, model_kwargs, kwargs
             )
-    raise agreement.kept_changing(name)
+    raise agreement.replaced_too_often_error(name)
 
 
-def _refuse_beside_parallelize(path: Any, kwargs: Mapping[str, Any]) -> None:
+def _reject_with_parallelize(path: Any, kwargs: Mapping[str, Any]) -> None:
     """Reject arguments that specify in another way where tensors come from or go to.
 
     Raises:
@@ -322,13 +324,13 @@ def _needs_disk(address: str, what: str) -> InvalidArgumentError:
 
 def _check_then_delegate(
     build: Callable[..., Any],
-    local: LocalCheckpoint,
+    local: ResolvedSource,
     model_args: tuple[Any, ...],
     kwargs: dict[str, Any],
     source: CheckpointSource,
     options: LoadOptions,
 ) -> Any:
-    agreement = current_agreement()
+    agreement = current_load()
     try:
         with agreement.opened(source, options, local) as checkpoint:
             agreement.confirm(checkpoint, read_config(local.directory))
@@ -339,8 +341,8 @@ def _check_then_delegate(
 
 
 def _check_signature(
-    local: LocalCheckpoint, source: CheckpointSource, kwargs: Mapping[str, Any], options: LoadOptions
-) -> SignedFiles | None:
+    local: ResolvedSource, source: CheckpointSource, kwargs: Mapping[str, Any], options: LoadOptions
+) -> SignatureCheck | None:
     """Check the requested signature, and config and code, before anything reads them.
 
     Raises:
@@ -354,7 +356,7 @@ def _check_signature(
             f"public_key is for the files of a path, and config={os.fspath(kwargs['config'])!r:.200} names another. "
             "Leave it out, or give a config that you have loaded."
         )
-    if options.signature is not None and seeks_adapter_elsewhere(kwargs):
+    if options.signature is not None and has_separate_adapter(kwargs):
         raise InvalidArgumentError(
             "public_key is for the files of a path, and adapter_kwargs names another. Leave one out."
         )
@@ -367,7 +369,7 @@ def _load_base(
     return load_class(model_class, base, model_args, kwargs, options)
 
 
-def _not_held_to_signature(local: LocalCheckpoint, model_class: type) -> InvalidArgumentError:
+def _not_held_to_signature(local: ResolvedSource, model_class: type) -> InvalidArgumentError:
     return InvalidArgumentError(
         f"'{local.directory}' is an adapter, and {model_class.__name__} finds its base model by itself, which would "
         "not be held to the signature. Load it through an Auto class of transformers, such as AutoModelForCausalLM.",
@@ -376,7 +378,7 @@ def _not_held_to_signature(local: LocalCheckpoint, model_class: type) -> Invalid
 
 
 @contextmanager
-def _all_signed(local: LocalCheckpoint, source: CheckpointSource, options: LoadOptions) -> Iterator[None]:
+def _all_signed(local: ResolvedSource, source: CheckpointSource, options: LoadOptions) -> Iterator[None]:
     """Compare every file with what was signed before other code reads it by name, and check again afterwards."""
     signed = signed_files(local, source, options)
     if signed is not None:
@@ -386,7 +388,7 @@ def _all_signed(local: LocalCheckpoint, source: CheckpointSource, options: LoadO
         signed.confirm()
 
 
-def _refuse_full_pickle(checkpoint: OpenCheckpoint, kwargs: Mapping[str, Any]) -> None:
+def _reject_full_pickle(checkpoint: OpenCheckpoint, kwargs: Mapping[str, Any]) -> None:
     if checkpoint.pickles and kwargs.get("weights_only") is False:
         raise InvalidArgumentError(
             f"'{checkpoint.directory}' holds pickled weights, and hfshard reads them only with weights_only=True: "
@@ -412,7 +414,10 @@ def load_on_ranks(options: LoadOptions, kwargs: Mapping[str, Any]) -> Iterator[N
     if _is_spread_by_transformers(kwargs.get("distributed_config")):
         is_spread = True
         _join_process_group()
-    with load_together("from_pretrained", is_collective=is_spread) as agreement, agreement.naming_who_broke_it():
+    with (
+        load_together("from_pretrained", is_collective=is_spread) as agreement,
+        agreement.attribute_collective_failure(),
+    ):
         yield
 
 
@@ -439,10 +444,10 @@ _whose_base: ContextVar[str | None] = ContextVar("whose_base", default=None)
 """The adapter whose base model is being loaded."""
 
 
-def load_on_signed_base(
+def load_adapter_on_signed_base(
     load_base: Callable[[str, dict[str, Any]], Any],
-    local: LocalCheckpoint,
-    signed: SignedFiles,
+    local: ResolvedSource,
+    signed: SignatureCheck,
     kwargs: Mapping[str, Any],
     options: LoadOptions,
 ) -> Any:

@@ -20,10 +20,10 @@ from hfshard.distributed.spread_tensor import has_spread
 from hfshard.errors import InvalidArgumentError
 from hfshard.format.strict_json import dump_json
 from hfshard.models.model_classes import architecture_of, empty_custom_object, view_as_alias
-from hfshard.models.rank_parts import is_stage, stored_parts, trace_reverted, whole_model
+from hfshard.models.rank_parts import build_meta_model, is_stage, stored_parts, trace_reverted
 from hfshard.saving.save_request import SaveOptions, SaveRequest, WholeModel
-from hfshard.tensors.state_dict import collect_state_dict, has_partitioned, refuse_partitioned, refuse_sharded_tensors
-from hfshard.tensors.stored_tensor import is_plain_type, tensor_specs
+from hfshard.tensors.state_dict import collect_state_dict, has_partitioned, reject_partitioned, reject_sharded_tensors
+from hfshard.tensors.stored_tensor import is_torch_tensor_type, tensor_specs
 from hfshard.tensors.tied import find_shared_tensors
 
 logger = logging.getLogger(__name__)
@@ -53,11 +53,11 @@ def request_from_pretrained(
     Source: transformers `PreTrainedModel.save_pretrained`.
     """
     if state_dict is None:
-        refuse_partitioned(model)
+        reject_partitioned(model)
     quantized, metadata = _quantized_state(model)
     state_dict = quantized if quantized is not None else state_dict
     kept, ties = _kept_and_tied(model, collect_state_dict(model) if state_dict is None else state_dict)
-    tensor_specs({name: value for name, value in kept.items() if is_plain_type(value)})  # before any is touched
+    tensor_specs({name: value for name, value in kept.items() if is_torch_tensor_type(value)})  # before any is touched
     stored = _under_original_names(model, kept) if options.save_original_format else kept
     tied_names, undeclared_ties = _stored_ties(model, ties, kept, stored)
     files = _model_files(model)
@@ -78,15 +78,15 @@ def request_from_pretrained(
         config=files.pop(CONFIG_NAME),
         model_files=files,
         name_order=() if whole is None else whole.names,
-        look_at_whole=look,
+        describe_full_model=look,
     )
 
 
 def _kept_and_tied(model: PreTrainedModel, state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """Select the tensors of a state dict to save, and map each tied name to the name that is saved."""
     saved = {name: value for name, value in state_dict.items() if name not in (model._keys_to_ignore_on_save or ())}
-    refuse_sharded_tensors(saved)
-    refuse_partitioned(saved)
+    reject_sharded_tensors(saved)
+    reject_partitioned(saved)
     ties = find_shared_tensors(saved, droppable_patterns=_droppable_patterns(model))
     return {name: value for name, value in saved.items() if name not in ties}, ties
 
@@ -106,7 +106,7 @@ def _under_original_names(model: PreTrainedModel, kept: Mapping[str, Any]) -> di
 
 def _look_at_whole(part: PreTrainedModel, options: SaveOptions) -> WholeModel | None:
     """Return the full model's names on disk, in their order, or None if it cannot be built from its config."""
-    whole = whole_model(part)
+    whole = build_meta_model(part)
     if whole is None:
         return None
     kept, _ = _kept_and_tied(whole, whole.state_dict())

@@ -5,18 +5,18 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any, Final
 
-from hfshard._util.import_hook import announce, when_imported
+from hfshard._util.import_hook import announce_once, on_import
 from hfshard.format.digests import Checksum, Verify
 from hfshard.models.install_settings import (
     Installation,
     Settings,
-    add_first_installation,
+    add_default_installation,
     add_installation,
     current_settings,
     forget_installations,
     keeping,
 )
-from hfshard.models.patching import METHODS, Method, StandIn, put_in_place, stand_in_for_all
+from hfshard.models.patching import METHODS, HandlerLookup, Method, put_in_place, set_global_handler
 from hfshard.models.small_saves import send_small_saves
 
 _MODELS: Final = "transformers.modeling_utils"
@@ -57,7 +57,7 @@ def install(*, verify: Verify = "structure", checksum: Checksum | None = "sha256
     installation = add_installation(Settings(verify=verify, checksum=checksum))
     _put_in_place()
     if not quiet:
-        announce()
+        announce_once()
     return installation
 
 
@@ -66,7 +66,7 @@ def install_first(*, verify: Verify = "structure", checksum: Checksum | None = "
 
     Calls of `install` or `uninstall` that the program has already made take precedence.
     """
-    add_first_installation(Settings(verify=verify, checksum=checksum))
+    add_default_installation(Settings(verify=verify, checksum=checksum))
     _put_in_place()
 
 
@@ -83,8 +83,8 @@ def uninstall() -> None:
 
 
 def _put_in_place() -> None:
-    stand_in_for_all(_stand_in)
-    when_imported(_MODELS, _wrap_models)
+    set_global_handler(_stand_in)
+    on_import(_MODELS, _wrap_models)
     send_small_saves()
 
 
@@ -95,15 +95,15 @@ def _wrap_models(module: ModuleType) -> None:
             put_in_place(base, method)
 
 
-def _stand_in() -> StandIn | None:
+def _stand_in() -> HandlerLookup | None:
     settings = current_settings()
     if settings is None:
         return None
 
     def answer(method: Method, target: Any, /, *args: Any, **kwargs: Any) -> Any:
-        from hfshard.models.installed_methods import ANSWERS  # imports torch and transformers
+        from hfshard.models.installed_methods import HANDLERS  # imports torch and transformers
 
         with keeping(settings):
-            return ANSWERS[method](settings, target, *args, **kwargs)
+            return HANDLERS[method](settings, target, *args, **kwargs)
 
     return answer

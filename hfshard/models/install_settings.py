@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Final, Self
 
-from hfshard._util.threads import ProcessLock
+from hfshard._util.threads import ForkSafeLock
 from hfshard.format.digests import Checksum, Verify, check_checksum, check_verify_level
 
 
@@ -59,7 +59,7 @@ _installations: Final[list[Installation]] = []
 """Active installations; the last one applies: open blocks, the last call of `install`, and the one before it."""
 _is_forgotten = False
 """Whether `forget_installations` was ever called in this process."""
-_changing: Final = ProcessLock()
+_changing: Final = ForkSafeLock()
 _began_with: Final[ContextVar[Settings | None]] = ContextVar("hfshard_installed", default=None)
 """The settings of the call in progress in this thread."""
 
@@ -73,7 +73,7 @@ def add_installation(settings: Settings) -> Installation:
     return installation
 
 
-def add_first_installation(settings: Settings) -> None:
+def add_default_installation(settings: Settings) -> None:
     """Apply these settings as if from the start of the process: any change made since takes precedence."""
     with _changing.held():
         if not _is_forgotten:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from hfshard.checkpoint.load_options import LoadOptions
 from hfshard.hub.push_files import PushOptions
-from hfshard.models.build import answer_load, load_on_ranks
+from hfshard.models.build import handle_from_pretrained, load_on_ranks
 from hfshard.models.install_settings import Settings
 from hfshard.models.load_arguments import SAVE_ARGUMENTS
 from hfshard.models.patching import Method, upstream
@@ -49,7 +49,7 @@ def _load(
     """Load in place of PreTrainedModel's `from_pretrained`."""
     options = LoadOptions(verify=settings.verify, disable_mmap=kwargs.get("disable_mmap"), is_lenient=True)
     with load_on_ranks(options, kwargs):
-        return answer_load(model_class, pretrained_model_name_or_path, model_args, kwargs, options)
+        return handle_from_pretrained(model_class, pretrained_model_name_or_path, model_args, kwargs, options)
 
 
 def _save(settings: Settings, model: PreTrainedModel, /, *args: Any, **kwargs: Any) -> None:
@@ -96,7 +96,7 @@ def _repo_arguments() -> set[str]:
     return set(inspect.signature(HfApi.create_repo).parameters) - SAVE_ARGUMENTS
 
 
-ANSWERS: Final[dict[Method, Callable[..., Any]]] = {
+HANDLERS: Final[dict[Method, Callable[..., Any]]] = {
     "from_pretrained": _load,
     "save_pretrained": _save,
     "push_to_hub": _push,

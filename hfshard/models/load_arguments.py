@@ -17,13 +17,13 @@ from transformers.models.auto.auto_factory import add_generation_mixin_to_remote
 from transformers.utils.hub import cached_files
 from transformers.utils.import_utils import is_peft_available
 
-from hfshard._util.arguments import refuse_unknown
+from hfshard._util.arguments import reject_unknown_arguments
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
 from hfshard.constants import CONFIG_NAME, WEIGHTS_OVERRIDE_KEY
 from hfshard.errors import CheckpointNotFoundError
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.models.model_classes import has_override
-from hfshard.places.source import CheckpointSource, LocalCheckpoint
+from hfshard.places.source import CheckpointSource, ResolvedSource
 from hfshard.tensors.stored_tensor import TORCH_DTYPES
 
 _SPARE_DEVICE_BYTES: Final = 2 * 1024**3
@@ -107,14 +107,14 @@ def _resolved(name: str, revision: Any) -> str | None:
     return commit if commit is not None and is_of_this_repo else revision
 
 
-def pin_to_commit(kwargs: Mapping[str, Any], local: LocalCheckpoint) -> dict[str, Any]:
+def pin_to_commit(kwargs: Mapping[str, Any], local: ResolvedSource) -> dict[str, Any]:
     """Change the arguments so that transformers finds the pulled files in the cache and sends no request."""
     if local.commit is None:
         return dict(kwargs)
     return {**kwargs, "revision": local.commit, "force_download": False}
 
 
-def commit_argument(local: LocalCheckpoint) -> dict[str, str]:
+def commit_argument(local: ResolvedSource) -> dict[str, str]:
     """Return the argument that makes transformers before 5.20 trust the cache that a commit lacks a file."""
     if local.commit is None or "_commit_hash" not in inspect.signature(cached_files).parameters:
         return {}
@@ -122,14 +122,14 @@ def commit_argument(local: LocalCheckpoint) -> dict[str, str]:
 
 
 def config_of(
-    model_class: type[PreTrainedModel], local: LocalCheckpoint, kwargs: dict[str, Any]
+    model_class: type[PreTrainedModel], local: ResolvedSource, kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
     """Load the config and return it with the remaining arguments, which are for the model's constructor."""
     rest = {key: value for key, value in kwargs.items() if key not in MODEL_ARGUMENTS}
     config = kwargs.get("config")
     if isinstance(config, PreTrainedConfig):
         model_kwargs = {key: value for key, value in rest.items() if key not in CONFIG_ATTRIBUTES}
-        _refuse_unknown_model_arguments(model_class, config, model_kwargs)
+        _reject_unknown_model_arguments(model_class, config, model_kwargs)
         if hasattr(config, WEIGHTS_OVERRIDE_KEY):  # an Auto class has read it during a commit
             config = copy.deepcopy(config)
             _forget_weights_override(config)
@@ -143,11 +143,11 @@ def config_of(
     )
     model_kwargs = {key: value for key, value in model_kwargs.items() if key in rest and key not in CONFIG_ATTRIBUTES}
     _forget_weights_override(config)
-    _refuse_unknown_model_arguments(model_class, config, model_kwargs)
+    _reject_unknown_model_arguments(model_class, config, model_kwargs)
     return config, model_kwargs
 
 
-def refuse_file_without_config(local: LocalCheckpoint, kwargs: Mapping[str, Any]) -> None:
+def reject_file_without_config(local: ResolvedSource, kwargs: Mapping[str, Any]) -> None:
     """Reject building a model from one file of weights without a config, either next to it or given.
 
     Raises:
@@ -170,7 +170,7 @@ def _forget_weights_override(config: Any) -> None:
         delattr(config, WEIGHTS_OVERRIDE_KEY)  # of a commit in progress
 
 
-def _config_source_arguments(kwargs: Mapping[str, Any], local: LocalCheckpoint) -> dict[str, Any]:
+def _config_source_arguments(kwargs: Mapping[str, Any], local: ResolvedSource) -> dict[str, Any]:
     """Select the config's source; a config of another repo has the caller's revision, not the resolved commit."""
     where = source_arguments(kwargs)
     if kwargs.get("config") is not None and local.commit is not None:
@@ -180,7 +180,7 @@ def _config_source_arguments(kwargs: Mapping[str, Any], local: LocalCheckpoint) 
     return where
 
 
-def _refuse_unknown_model_arguments(model_class: type, config: Any, model_kwargs: Mapping[str, Any]) -> None:
+def _reject_unknown_model_arguments(model_class: type, config: Any, model_kwargs: Mapping[str, Any]) -> None:
     parameters = inspect.signature(cast(Any, model_class).__init__).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return
@@ -188,7 +188,7 @@ def _refuse_unknown_model_arguments(model_class: type, config: Any, model_kwargs
     if unknown:
         hfshard_arguments = {"strict", "verify", "read", "progress"}
         known = set(parameters) | MODEL_ARGUMENTS | CONFIG_ATTRIBUTES | hfshard_arguments | set(config.to_dict())
-        refuse_unknown(unknown, known - set(model_kwargs), "from_pretrained")
+        reject_unknown_arguments(unknown, known - set(model_kwargs), "from_pretrained")
 
 
 def device_of(checkpoint: OpenCheckpoint, config: Any, kwargs: Mapping[str, Any]) -> torch.device:
@@ -229,7 +229,7 @@ def _is_stored_as_loaded(checkpoint: OpenCheckpoint, config: Any, kwargs: Mappin
 
 
 def class_of_auto(
-    auto: Any, local: LocalCheckpoint, kwargs: dict[str, Any]
+    auto: Any, local: ResolvedSource, kwargs: dict[str, Any]
 ) -> tuple[type[PreTrainedModel], dict[str, Any]]:
     """Find the class that an Auto class would build, by building it without weights.
 

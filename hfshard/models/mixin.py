@@ -17,9 +17,9 @@ from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
 from hfshard.distributed.group_store import among
 from hfshard.format.digests import Checksum, Verify
 from hfshard.hub.resolve import CheckpointQuery
-from hfshard.models.model_kinds import below_mixin, is_pretrained_class
+from hfshard.models.model_kinds import is_pretrained_class, without_mixin
 from hfshard.models.plain_load import build_module, load_plain
-from hfshard.models.plain_save import answer_save, is_overridden, push_plain, refuse_other_model, save_plain
+from hfshard.models.plain_save import answer_save, is_overridden, push_plain, reject_other_model, save_plain
 from hfshard.places.source import CheckpointSource
 from hfshard.saving.save_request import SaveOptions
 from hfshard.shards.read_tensors import ReadMode
@@ -33,7 +33,7 @@ def _untyped(method: Any) -> Any:
     return method
 
 
-class _OfTransformers:
+class _TransformersOnly:
     """A method that the mixin adds to transformers models only; a plain module keeps its own, if it has one."""
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -149,12 +149,12 @@ class ShardedModelMixin(PyTorchModelHubMixin):
             "distributed_checkpoint": distributed_checkpoint,
         }
         if is_pretrained_class(type(self)):
-            from hfshard.models.saver import save_through
+            from hfshard.models.saver import save_with_overrides
 
             with among(process_group):
-                save_through(below_mixin(self), self, save_directory, {**kwargs, **given}, options)  # type: ignore[arg-type]
+                save_with_overrides(without_mixin(self), self, save_directory, {**kwargs, **given}, options)  # type: ignore[arg-type]
             return None
-        refuse_other_model(type(self), ShardedModelMixin)
+        reject_other_model(type(self), ShardedModelMixin)
         is_own = is_overridden(self, "_save_pretrained", ShardedModelMixin)
         with among(process_group):
             return save_plain(self, save_directory, options, given, kwargs, is_overridden=is_own)
@@ -230,7 +230,7 @@ class ShardedModelMixin(PyTorchModelHubMixin):
 
             with among(process_group):
                 return push_pretrained_model(self, repo_id, tags, saving, pushing, kwargs)  # type: ignore[arg-type]
-        refuse_other_model(type(self), ShardedModelMixin)
+        reject_other_model(type(self), ShardedModelMixin)
         own = any(is_overridden(self, name, ShardedModelMixin) for name in ("save_pretrained", "_save_pretrained"))
         with among(process_group):
             return push_plain(self, repo_id, tags, saving, pushing, kwargs, is_overridden=own)
@@ -291,18 +291,18 @@ class ShardedModelMixin(PyTorchModelHubMixin):
         """
         own: dict[str, Any] = {"verify": verify, "read": read, "progress": progress, "parallelize": parallelize}
         if not is_pretrained_class(cls):
-            refuse_other_model(cls, ShardedModelMixin)
+            reject_other_model(cls, ShardedModelMixin)
             is_own = is_overridden(cls, "_from_pretrained", ShardedModelMixin)
             own |= {"strict": strict, "public_key": public_key, "process_group": process_group}
             path = pretrained_model_name_or_path
             return load_plain(cls, super(), path, model_args, kwargs, own, is_overridden=is_own)
-        from hfshard.models.build import load_through
+        from hfshard.models.build import load_with_overrides
 
         own["signature"] = required_signature(public_key)
         options = LoadOptions(strict=strict, disable_mmap=kwargs.get("disable_mmap"), **own)
-        start = below_mixin(cls)
+        start = without_mixin(cls)
         with among(process_group):
-            return load_through(start, cls, pretrained_model_name_or_path, model_args, kwargs, options)  # type: ignore[arg-type]
+            return load_with_overrides(start, cls, pretrained_model_name_or_path, model_args, kwargs, options)  # type: ignore[arg-type]
 
     @classmethod
     @_untyped
@@ -340,20 +340,20 @@ class ShardedModelMixin(PyTorchModelHubMixin):
             return
         from hfshard.models.transformers_methods import prepare_class
 
-        below_mixin(cls).__init_subclass__(**kwargs)
+        without_mixin(cls).__init_subclass__(**kwargs)
         prepare_class(cls, ShardedModelMixin)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Record a plain module's constructor arguments for its config.json."""
         if not is_pretrained_class(cls):
             return super().__new__(cls, *args, **kwargs)
-        make: Any = below_mixin(cls).__new__
+        make: Any = without_mixin(cls).__new__
         return make(cls) if make is object.__new__ else make(cls, *args, **kwargs)
 
     if not TYPE_CHECKING:  # a type checker uses the module's
-        _get_name = _OfTransformers()
-        is_custom_code = _OfTransformers()
-        _can_set_attn_implementation = _OfTransformers()
-        _can_set_experts_implementation = _OfTransformers()
-        post_init = _OfTransformers()
-        state_dict = _OfTransformers()
+        _get_name = _TransformersOnly()
+        is_custom_code = _TransformersOnly()
+        _can_set_attn_implementation = _TransformersOnly()
+        _can_set_experts_implementation = _TransformersOnly()
+        post_init = _TransformersOnly()
+        state_dict = _TransformersOnly()

@@ -17,7 +17,7 @@ from hfshard._util.threads import LendingLock
 from hfshard.checkpoint.load_options import LoadOptions
 from hfshard.checkpoint.locate import check_generation_config, read_config
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
-from hfshard.distributed.load_on_ranks import current_agreement
+from hfshard.distributed.load_on_ranks import current_load
 from hfshard.distributed.read_parts import stored_tensors
 from hfshard.errors import StateDictMismatchError
 from hfshard.models.load_arguments import (
@@ -30,7 +30,7 @@ from hfshard.models.load_arguments import (
 from hfshard.models.model_classes import class_of_alias
 from hfshard.models.patching import upstream
 from hfshard.models.rank_parts import ParallelizedLoad
-from hfshard.places.source import LocalCheckpoint
+from hfshard.places.source import ResolvedSource
 from hfshard.tensors.parameter_names import (
     KeyMismatch,
     compare,
@@ -39,7 +39,7 @@ from hfshard.tensors.parameter_names import (
     strip_compiled,
     strip_wrappers,
 )
-from hfshard.tensors.state_dict import refuse_partitioned
+from hfshard.tensors.state_dict import reject_partitioned
 from hfshard.tensors.tied import Place, share_tensor
 
 building_lock: Final = LendingLock()
@@ -55,7 +55,7 @@ class ModelBuilder:
         build: Callable[..., Any],
         model_class: type[PreTrainedModel],
         name: str,
-        local: LocalCheckpoint,
+        local: ResolvedSource,
         checkpoint: OpenCheckpoint,
         options: LoadOptions,
     ) -> None:
@@ -91,7 +91,7 @@ class ModelBuilder:
         for key in ("config", "output_loading_info", "use_safetensors", "variant", "disable_mmap", *SOURCE_ARGUMENTS):
             arguments.pop(key, None)
         arguments |= {"config": config, "state_dict": tensors, "output_loading_info": True}
-        agreement = current_agreement()
+        agreement = current_load()
         if agreement.is_collective:
             agreement.confirm(self.checkpoint, read_config(self.local.directory))
         try:
@@ -113,7 +113,7 @@ class ModelBuilder:
         """Build an error that lists the shapes that differ: transformers' error names neither file nor tensors."""
         with torch.device("meta"):
             model = self.model_class(copy.deepcopy(config))
-        refuse_partitioned(model, "load")  # a block of deepspeed.zero.Init partitions it on creation
+        reject_partitioned(model, "load")  # a block of deepspeed.zero.Init partitions it on creation
         model_state = model.state_dict()
         prefix = self.model_class.base_model_prefix
         model_state |= {name.removeprefix(f"{prefix}."): tensor for name, tensor in model_state.items()}
@@ -161,10 +161,10 @@ class ModelBuilder:
         if not has_wrapper_prefix(tensors):
             return dict(zip(tensors, tensors, strict=True))
         names = _names_for(self.model_class, config, tensors)
-        self._refuse_merging(names)
+        self._reject_merging(names)
         return names
 
-    def _refuse_merging(self, names: Mapping[str, str]) -> None:
+    def _reject_merging(self, names: Mapping[str, str]) -> None:
         """Reject names that become the same without wrapper prefixes: one of the tensors would be lost."""
         first: dict[str, str] = {}
         for name, short in names.items():

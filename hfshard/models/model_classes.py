@@ -16,11 +16,11 @@ from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.utils.import_utils import is_peft_available
 
-from hfshard._util.threads import ProcessLock
+from hfshard._util.threads import ForkSafeLock
 from hfshard.checkpoint.locate import read_config, weights_bytes
 from hfshard.constants import ADAPTER_CONFIG_NAME, MIXIN_MARK
 from hfshard.errors import HfshardError
-from hfshard.models.patching import ChainCall, Method, current_call, put_in_place
+from hfshard.models.patching import Method, OverrideCall, current_call, put_in_place
 
 _ALIAS: Final = "_hfshard_alias"
 """The attribute of a class that keeps its alias class."""
@@ -28,7 +28,7 @@ _ALIAS: Final = "_hfshard_alias"
 _WRAPPED: Final = "_is_hfshard_wrapper"
 """The attribute that marks the PEFT method that `record_in_adapters` has wrapped."""
 
-_alias_lock: Final = ProcessLock()
+_alias_lock: Final = ForkSafeLock()
 """Two threads that load the first models of a class must build them with one alias class."""
 
 Model = TypeVar("Model", bound=PreTrainedModel)
@@ -57,7 +57,7 @@ def class_before_fsdp(model_class: type) -> type:
     return order[order.index(FSDPModule) + 1] if FSDPModule in order else model_class
 
 
-def take_name(model_class: type) -> None:
+def adopt_class_name(model_class: type) -> None:
     """Give a class that adds the mixin the `__name__` of transformers' class, which transformers and others rely on.
 
     Its `__module__` and `__qualname__`, which pickle and `repr` use, stay. A class that torch derives from it (FSDP2,
@@ -147,7 +147,7 @@ def restore_class(model: Any, model_class: type) -> None:
 def record_architecture(model: object) -> None:
     """Make other libraries record a model whose class adds the mixin under the module of transformers' class.
 
-    diffusers reads the model's attribute `__module__`, and its class's name, which `take_name` has set.
+    diffusers reads the model's attribute `__module__`, and its class's name, which `adopt_class_name` has set.
     """
     architecture = architecture_of(type(model))
     if architecture is not type(model):
@@ -189,7 +189,7 @@ _AUTO_DEVICE_MAPS: Final = {"auto", "balanced", "balanced_low_0", "sequential"}
 
 def needs_transformers_loader(directory: str, model_class: type, kwargs: Mapping[str, Any]) -> bool:
     """Return whether the arguments or the directory's contents require transformers to read the files itself."""
-    if any(kwargs.get(name) for name in _TRANSFORMERS_ONLY) or seeks_adapter_elsewhere(kwargs):
+    if any(kwargs.get(name) for name in _TRANSFORMERS_ONLY) or has_separate_adapter(kwargs):
         return True
     device_map = kwargs.get("device_map")
     if isinstance(device_map, dict) and "disk" in device_map.values():
@@ -207,7 +207,7 @@ def needs_transformers_loader(directory: str, model_class: type, kwargs: Mapping
     )
 
 
-def seeks_adapter_elsewhere(kwargs: Mapping[str, Any]) -> bool:
+def has_separate_adapter(kwargs: Mapping[str, Any]) -> bool:
     """Return whether an adapter is sought anywhere but next to the weights, which is where Auto classes point."""
     places = dict(kwargs.get("adapter_kwargs") or {})
     places.pop("token", None)
@@ -232,7 +232,7 @@ def has_adapters(model: Any) -> bool:
     return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
-def is_adapter(directory: str) -> bool:
+def holds_adapter(directory: str) -> bool:
     """Return whether PEFT is installed and a directory contains an adapter, alone or along with a model."""
     return bool(is_peft_available() and os.path.isfile(os.path.join(directory, ADAPTER_CONFIG_NAME)))
 
@@ -261,7 +261,7 @@ def _is_quantized(directory: str) -> bool:
 # call only, in the calling thread only.
 
 
-def run_chain(call: ChainCall, start: Any, *args: Any, **kwargs: Any) -> Any:
+def call_with_overrides(call: OverrideCall, start: Any, *args: Any, **kwargs: Any) -> Any:
     """Call the first method of a chain; hfshard handles the call at the bottom.
 
     Args:

@@ -45,7 +45,7 @@ def request_from_model(model: nn.Module, state_dict: Mapping[str, Any] | None, o
     return request_from_pretrained(model, state_dict, options)  # type: ignore[arg-type]
 
 
-def below_mixin(target: Any) -> Any:
+def without_mixin(target: Any) -> Any:
     """Return a `super()` of a model or class that skips this mixin and huggingface_hub's mixins.
 
     A huggingface_hub mixin that the class itself has behind transformers' class stays there.

@@ -8,15 +8,15 @@ from typing import Any
 
 from torch import nn
 
-from hfshard._util.arguments import names_files
-from hfshard.distributed.save_on_ranks import decline_save, save_anywhere, telling_other_ranks
+from hfshard._util.arguments import wraps_os_errors
+from hfshard.distributed.save_on_ranks import abort_peers_on_error, save_here_or_on_ranks, skip_save
 from hfshard.distributed.spread_tensor import has_spread
 from hfshard.format.index import CheckpointIndex
 from hfshard.saving.save_request import SaveOptions, request_from_module
-from hfshard.tensors.state_dict import refuse_sharded_tensors
+from hfshard.tensors.state_dict import reject_sharded_tensors
 
 
-@names_files("directory")
+@wraps_os_errors("directory")
 def save_module(
     model: nn.Module,
     directory: str,
@@ -39,14 +39,14 @@ def save_module(
         The index, or None if nothing was saved.
 
     Raises:
-        Everything that `save_anywhere` raises.
+        Everything that `save_here_or_on_ranks` raises.
     """
     if not (is_main_process or options.is_collective):
         tensors = model.state_dict() if state_dict is None else state_dict
-        refuse_sharded_tensors(tensors)
+        reject_sharded_tensors(tensors)
         if not has_spread(tensors):
-            decline_save(directory)
+            skip_save(directory)
             return None
-    with telling_other_ranks(directory, lambda: options.is_collective or has_spread(dict(model.named_parameters()))):
+    with abort_peers_on_error(directory, lambda: options.is_collective or has_spread(dict(model.named_parameters()))):
         request = replace(request_from_module(model, state_dict, options), **(files or {}))
-    return save_anywhere(request, directory)
+    return save_here_or_on_ranks(request, directory)

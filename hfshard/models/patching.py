@@ -12,23 +12,23 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
-from hfshard._util.threads import ProcessLock
+from hfshard._util.threads import ForkSafeLock
 
 Method = Literal["from_pretrained", "save_pretrained", "push_to_hub"]
 METHODS: Final[tuple[Method, ...]] = ("from_pretrained", "save_pretrained", "push_to_hub")
 Answer = Callable[..., Any]
-StandIn = Callable[..., Any]
+HandlerLookup = Callable[..., Any]
 """Replacement of a method: it gets the method's name, the class or the model, and the arguments."""
 
 _MARK: Final = "_answers_for_hfshard"
 """The attribute that marks hfshard's functions; `functools.wraps` copies it to wrappers of other libraries."""
 _THEIRS: Final = "_before_hfshard"
 """The attribute of PreTrainedModel that keeps the original functions by method name."""
-_placing: Final = ProcessLock()
+_placing: Final = ForkSafeLock()
 
 
 @dataclass(slots=True)
-class ChainCall:
+class OverrideCall:
     """One call of a model's method, which hfshard handles where PreTrainedModel's own would run."""
 
     method: Method
@@ -40,20 +40,20 @@ class ChainCall:
     """hfshard's results; empty if no override has reached the bottom of the chain."""
 
 
-current_call: Final[ContextVar[ChainCall | None]] = ContextVar("hfshard_override_chain", default=None)
+current_call: Final[ContextVar[OverrideCall | None]] = ContextVar("hfshard_override_chain", default=None)
 """The call in progress in this thread; None at its bottom, where transformers builds or saves the model."""
 
-_find_stand_in: list[Callable[[], StandIn | None]] = []
+_find_stand_in: list[Callable[[], HandlerLookup | None]] = []
 """The function that returns the current replacement for every model; empty before it is registered."""
 
 
-def call_under_way(method: Method, target: object) -> ChainCall | None:
+def active_call(method: Method, target: object) -> OverrideCall | None:
     """Return this thread's call in progress of this method for this class or model, if there is one."""
     call = current_call.get()
     return call if call is not None and call.method == method and call.target is target else None
 
 
-def stand_in_for_all(find: Callable[[], StandIn | None]) -> None:
+def set_global_handler(find: Callable[[], HandlerLookup | None]) -> None:
     """Register a function that returns the handler of each call not started by hfshard; None: transformers."""
     _find_stand_in[:] = [find]
 
@@ -102,7 +102,7 @@ def _answering(base: type, method: Method, theirs: Answer) -> Answer:
 
     @functools.wraps(theirs)
     def answered(target: Any, *args: Any, **kwargs: Any) -> Any:
-        call = call_under_way(method, target)
+        call = active_call(method, target)
         answer = _standing_in(base, method, target) if call is None else call.answer
         if answer is None:
             return theirs(target, *args, **kwargs)

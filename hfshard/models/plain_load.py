@@ -15,19 +15,19 @@ from typing import Any, Final
 from torch import nn
 
 from hfshard._util.addresses import is_address
-from hfshard._util.arguments import path_text
-from hfshard._util.text import list_some
+from hfshard._util.arguments import checked_path_text
+from hfshard._util.text import shorten_list
 from hfshard.checkpoint.load_options import LoadOptions, checked_device
 from hfshard.checkpoint.locate import read_config
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
-from hfshard.commit.hub_marker import directory_of, has_hub_marker
-from hfshard.constants import CHANGED_RETRIES, CONFIG_NAME, WEIGHTS_OVERRIDE_KEY
+from hfshard.commit.hub_marker import has_hub_marker, hub_directory
+from hfshard.constants import CONFIG_NAME, REPLACED_RETRIES, WEIGHTS_OVERRIDE_KEY
 from hfshard.distributed.load_on_ranks import load_opened
 from hfshard.errors import CheckpointChangedError, InvalidArgumentError
 from hfshard.format.index import without_weights_override
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.models.plain_save import constructor_names
-from hfshard.places.source import CheckpointSource, LocalCheckpoint, open_source
+from hfshard.places.source import CheckpointSource, ResolvedSource, open_source
 from hfshard.signing.check_signature import required_signature
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class _ModuleLoad:
     options: LoadOptions
     query: CheckpointQuery
     checkpoint: OpenCheckpoint | None = None
-    far: tuple[CheckpointSource, LocalCheckpoint] | None = None
+    far: tuple[CheckpointSource, ResolvedSource] | None = None
     """The store checkpoint that the local directory represents, if the class loads by itself."""
     config: bytes | None = None
     """The directory's config before the load, if the class loads by itself."""
@@ -98,7 +98,7 @@ def load_plain(
         raise InvalidArgumentError(
             f"{model_class.__name__} is built from a path, or a repo_id, and keyword arguments for its constructor."
         )
-    name = path_text(path, "pretrained_model_name_or_path")
+    name = checked_path_text(path, "pretrained_model_name_or_path")
     options, query, kwargs = _split(model_class, kwargs, own)
     call = _ModuleLoad(model_class, options, query)
     source = CheckpointSource(name, query, takes_files=True)
@@ -203,7 +203,7 @@ def _build_by_override(
     """Load by the class's own `_from_pretrained`, which may call the mixin's."""
     options = call.options
     is_far = is_address(source.path)
-    is_hub = not is_far and has_hub_marker(directory_of(source.path) or source.path)
+    is_hub = not is_far and has_hub_marker(hub_directory(source.path) or source.path)
     place: str | os.PathLike[str] = path
     if is_hub or is_far:
         local = source.fetch(options.progress)
@@ -214,7 +214,7 @@ def _build_by_override(
             f"{call.model_class.__name__} has a _from_pretrained of its own, which may read any file: public_key can't "
             "hold it to a signature. Run hfshard verify PATH --public-key KEY first, and leave it out."
         )
-    for _ in range(CHANGED_RETRIES):
+    for _ in range(REPLACED_RETRIES):
         call.config = _config_in(os.fspath(place))
         try:
             with _being(call):
@@ -257,7 +257,7 @@ def _build_unchanged(call: _ModuleLoad, start: Any, source: CheckpointSource, kw
     """Build from a config and weights of the same save."""
     options = call.options
     local = source.fetch(options.progress)
-    for _ in range(CHANGED_RETRIES):
+    for _ in range(REPLACED_RETRIES):
         with (
             open_source(source, options, local, check_beside=True) as checkpoint,
             _place_of_config(local.directory) as place,
@@ -308,5 +308,5 @@ def _build(model_class: Any, checkpoint: OpenCheckpoint, model_kwargs: Mapping[s
     for what, names in (("lacks", info["missing_keys"]), ("has no place for", info["unexpected_keys"])):
         if names:
             who = f"'{checkpoint.directory}'" if what == "lacks" else model_class.__name__
-            logger.warning("%s %s %s.", who, what, list_some(sorted(names), _SHOWN))
+            logger.warning("%s %s %s.", who, what, shorten_list(sorted(names), _SHOWN))
     return model.eval()

@@ -17,12 +17,12 @@ from typing import Any, Final
 from huggingface_hub import ModelHubMixin, PyTorchModelHubMixin
 from torch import nn
 
-from hfshard._util.addresses import is_address, refuse_hub_arguments
-from hfshard._util.arguments import absolute_path, refuse_pickles, refuse_unknown
-from hfshard.commit.hub_marker import absolute_address, refuse_hub
+from hfshard._util.addresses import is_address, reject_hub_arguments
+from hfshard._util.arguments import absolute_path, reject_pickle_request, reject_unknown_arguments
+from hfshard.commit.hub_marker import absolute_repo_id, reject_hub_directory
 from hfshard.constants import CONFIG_NAME, DEFAULT_MAX_SHARD_SIZE, README
 from hfshard.disk.byte_source import BytesSource
-from hfshard.disk.fsops import rename, unlink_if_there, write_file
+from hfshard.disk.fsops import rename, unlink_if_exists, write_file
 from hfshard.disk.safe_open import Identity, identity_of
 from hfshard.distributed.push_together import push_together
 from hfshard.distributed.spread_tensor import has_spread
@@ -51,7 +51,7 @@ _OWN_DEFAULTS: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class ModuleExtras:
+class ModuleFiles:
     """Config and model card values to save with a plain module's weights."""
 
     config: Any = None
@@ -60,7 +60,7 @@ class ModuleExtras:
     """Values for the model card's template."""
 
     @classmethod
-    def taken_from(cls, kwargs: dict[str, Any]) -> ModuleExtras:
+    def taken_from(cls, kwargs: dict[str, Any]) -> ModuleFiles:
         """Remove them from a call's keyword arguments."""
         return cls(kwargs.pop("config", None), kwargs.pop("model_card_kwargs", None) or {})
 
@@ -70,7 +70,7 @@ class ModuleExtras:
         Raises:
             InvalidArgumentError: The config cannot be written as JSON.
         """
-        config = noted_config(model) if self.config is None else self.config
+        config = recorded_config(model) if self.config is None else self.config
         return None if config is None else config_json(config)
 
     def card_of(self, model: PyTorchModelHubMixin) -> bytes:
@@ -128,11 +128,11 @@ def save_plain(
         Everything that `hfshard.save_model` raises, and overrides of the class.
     """
     directory = absolute_path(save_directory, "save_directory")
-    refuse_hub(directory)
-    extras = ModuleExtras.taken_from(kwargs)
+    reject_hub_directory(directory)
+    extras = ModuleFiles.taken_from(kwargs)
     _check_arguments(given, kwargs)
     if is_address(directory) and not given["push_to_hub"]:
-        refuse_hub_arguments(directory, revision=kwargs.get("revision"), token=given["token"])
+        reject_hub_arguments(directory, revision=kwargs.get("revision"), token=given["token"])
     save = _ModuleSave(
         model=model,
         directory=directory,
@@ -147,7 +147,7 @@ def save_plain(
     if not given["push_to_hub"]:
         return None
     token = {} if given["token"] is None else {"token": given["token"]}
-    config = as_dict(noted_config(model) if extras.config is None else extras.config)
+    config = as_dict(recorded_config(model) if extras.config is None else extras.config)
     return _push(model, directory, options, {**kwargs, **token}, replace(extras, config=config))
 
 
@@ -175,24 +175,24 @@ def answer_save(model: Any, save_directory: str | os.PathLike[str]) -> None:
     save.is_answered = True
 
 
-def module_request(model: nn.Module, extras: ModuleExtras, options: SaveOptions) -> SaveRequest:
+def module_request(model: nn.Module, extras: ModuleFiles, options: SaveOptions) -> SaveRequest:
     """Build the request to save a plain module into an empty directory, without its card."""
     config = extras.config_of(model)  # type: ignore[arg-type]
     return replace(request_from_module(model, None, options), config=config, drops_config=config is None)
 
 
-def told_options(options: Mapping[str, Any]) -> dict[str, Any]:
+def nondefault_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that differ from the defaults: a class's own method may not know the others."""
     return {name: value for name, value in options.items() if value != _OWN_DEFAULTS[name]}
 
 
 def _check_arguments(given: Mapping[str, Any], kwargs: dict[str, Any]) -> None:
-    refuse_pickles(kwargs)
+    reject_pickle_request(kwargs)
     kwargs.pop("save_function", None)
     for name, default in _UNTAKEN.items():
         if given[name] != default:
             raise InvalidArgumentError(f"{name} is for models of transformers: leave it out.")
-    refuse_unknown(
+    reject_unknown_arguments(
         kwargs, PUSH_ARGUMENTS | {"is_main_process", "state_dict", "push_to_hub", "checksum"}, "save_pretrained"
     )
 
@@ -218,7 +218,7 @@ def _run(save: _ModuleSave, *, is_overridden: bool) -> None:
     if save.config is not None and not save.is_config_written:
         _put(save.directory, CONFIG_NAME, save.config)
     elif save.config is None and not save.is_config_written:
-        unlink_if_there(path)
+        unlink_if_exists(path)
     if save.card is not None and not _has_card(save.directory):
         _put(save.directory, README, save.card)
 
@@ -274,9 +274,9 @@ def _identity_of_config(directory: str) -> Identity | None:
         return None
 
 
-def _push(model: Any, directory: str, options: SaveOptions, kwargs: dict[str, Any], extras: ModuleExtras) -> Any:
+def _push(model: Any, directory: str, options: SaveOptions, kwargs: dict[str, Any], extras: ModuleFiles) -> Any:
     """Push what was saved by the model's `push_to_hub`, with the arguments that huggingface_hub's mixin passes."""
-    told = told_options({name: getattr(options, name) for name in _OWN_DEFAULTS})
+    told = nondefault_options({name: getattr(options, name) for name in _OWN_DEFAULTS})
     config = {} if extras.config is None else {"config": extras.config}
     repo_id = kwargs.pop("repo_id", None) or os.path.basename(directory)
     values = dict(extras.card_values)
@@ -320,12 +320,12 @@ def push_plain(
         Everything that `hfshard.push_checkpoint` raises, and overrides of the class.
     """
     rest = dict(kwargs)
-    extras = ModuleExtras.taken_from(rest)
+    extras = ModuleFiles.taken_from(rest)
     revision = _revision_of(pushing["revision"], rest.pop("branch", None))
-    _refuse_others(rest)
+    _reject_others(rest)
     message = pushing["commit_message"] or _MESSAGE
     options = PushOptions(**{**pushing, "revision": revision, "commit_message": message})
-    repo_id = absolute_address(repo_id)
+    repo_id = absolute_repo_id(repo_id)
     make_card = partial(_card, model, extras, [tags] if isinstance(tags, str) else list(tags or ()))
     is_spread = isinstance(model, nn.Module) and has_spread(dict(model.named_parameters()))
     with push_together(is_collective=is_spread) as together:
@@ -335,8 +335,8 @@ def push_plain(
             return push_model(request, repo_id, make_card, options, together)
         config = {} if extras.config is None else {"config": extras.config}
         values = {"model_card_kwargs": dict(extras.card_values)} if extras.card_values else {}
-        save: Callable[..., Any] = partial(model.save_pretrained, **told_options(saving), **config, **values)
-        return push_by_directory(save, saving["variant"], repo_id, make_card, options, together, keeps_card=True)
+        save: Callable[..., Any] = partial(model.save_pretrained, **nondefault_options(saving), **config, **values)
+        return push_by_directory(save, saving["variant"], repo_id, make_card, options, together, keep_card=True)
 
 
 def _revision_of(revision: str | None, branch: str | None) -> str | None:
@@ -346,8 +346,8 @@ def _revision_of(revision: str | None, branch: str | None) -> str | None:
     return revision if branch is None else branch
 
 
-def _refuse_others(kwargs: dict[str, Any]) -> None:
-    refuse_pickles(kwargs)
+def _reject_others(kwargs: dict[str, Any]) -> None:
+    reject_pickle_request(kwargs)
     for name in _PATTERNS:
         if kwargs.pop(name, None) is not None:
             raise InvalidArgumentError(
@@ -355,10 +355,10 @@ def _refuse_others(kwargs: dict[str, Any]) -> None:
                 "directory: hfshard.push_checkpoint(directory, repo_id, ignore_patterns=...), which checks that; "
                 "what hfshard's own pushes have left is deleted in any case."
             )
-    refuse_unknown(kwargs, PUSH_ARGUMENTS, "push_to_hub")
+    reject_unknown_arguments(kwargs, PUSH_ARGUMENTS, "push_to_hub")
 
 
-def _card(model: Any, extras: ModuleExtras, tags: Sequence[str], read_old: Callable[[], bytes] | None) -> bytes | None:
+def _card(model: Any, extras: ModuleFiles, tags: Sequence[str], read_old: Callable[[], bytes] | None) -> bytes | None:
     """Create the card of a repo that has none; an existing one is kept, since it may have been edited."""
     if read_old is not None:
         return None
@@ -374,7 +374,7 @@ def _card(model: Any, extras: ModuleExtras, tags: Sequence[str], read_old: Calla
 _HUB_MIXINS: Final = (PyTorchModelHubMixin, ModelHubMixin)
 
 
-def noted_config(model: ModelHubMixin) -> Any:
+def recorded_config(model: ModelHubMixin) -> Any:
     """Return the constructor's arguments, or the config that it was given, or None if there is neither.
 
     Source: huggingface_hub's attribute `_hub_mixin_config`, which its tests and other libraries read too.
@@ -427,7 +427,7 @@ def is_overridden(target: Any, method: str, mixin: type) -> bool:
     return getattr(found, "__func__", found) is not getattr(ours, "__func__", ours)
 
 
-def refuse_other_model(model_class: type, mixin: type) -> None:
+def reject_other_model(model_class: type, mixin: type) -> None:
     """Reject a class of another library (diffusers ...) behind the mixin if it has its own methods of this kind.
 
     Args:

@@ -10,15 +10,15 @@ from typing import Any, Final
 
 from huggingface_hub import CommitInfo, ModelCard, ModelCardData
 
-from hfshard.commit.hub_marker import directory_of
+from hfshard.commit.hub_marker import hub_directory
 from hfshard.constants import CONFIG_NAME, README
 from hfshard.disk.byte_source import ByteSource, file_source
-from hfshard.distributed.push_together import PushTogether
-from hfshard.distributed.save_on_ranks import request_of_one, telling_other_ranks
+from hfshard.distributed.push_together import SharedPush
+from hfshard.distributed.save_on_ranks import abort_peers_on_error, require_whole_tensors
 from hfshard.errors import InvalidArgumentError
 from hfshard.format.file_names import WeightNames
 from hfshard.format.index import CheckpointIndex
-from hfshard.hub.push_files import MakeCard, PushOptions, PushRequest, directory_contents, push_files
+from hfshard.hub.push_files import CardBuilder, PushOptions, PushRequest, collect_directory, push_files
 from hfshard.hub.repo import PushResult
 from hfshard.saving.pipeline import stream_request
 from hfshard.saving.save_request import SaveRequest
@@ -30,9 +30,9 @@ DEFAULT_MESSAGE: Final = "Upload model"
 def push_model(
     request: SaveRequest,
     repo_id: str | os.PathLike[str],
-    make_card: MakeCard,
+    make_card: CardBuilder,
     options: PushOptions,
-    together: PushTogether,
+    together: SharedPush,
 ) -> CommitInfo | PushResult:
     """Push what a save of this request would write: straight from memory, or from the files that its owners stage.
 
@@ -44,7 +44,7 @@ def push_model(
         together: The ranks that have parts of it; all of them call.
     """
     if not together.is_collective:
-        contents, _ = stream_request(request_of_one(request))
+        contents, _ = stream_request(require_whole_tensors(request))
         variants = frozenset({request.options.variant})
         gone = {CONFIG_NAME} if request.drops_config else set()
         push = _pushing(contents, variants, repo_id, make_card, options, together, gone)
@@ -59,9 +59,9 @@ def push_saved_files(
     index: CheckpointIndex | None,
     directory: str,
     repo_id: str | os.PathLike[str],
-    make_card: MakeCard,
+    make_card: CardBuilder,
     options: PushOptions,
-    together: PushTogether,
+    together: SharedPush,
 ) -> CommitInfo | PushResult:
     """Push the files that a save has just written into a directory, and nothing else in it.
 
@@ -75,7 +75,7 @@ def push_saved_files(
     def push() -> Sequence[PushResult]:
         written = {*index.weight_map.values(), *index.files} if index is not None else set()
         names = {*written, request.options.names.index, *request.small_files}
-        contents, _ = directory_contents(directory, names=names, follow_links=True)  # a link whose bytes did not change
+        contents, _ = collect_directory(directory, names=names, follow_links=True)  # a link whose bytes did not change
         variants = frozenset({request.options.variant})
         gone = {CONFIG_NAME} if request.drops_config else set()
         return _pushing(contents, variants, repo_id, make_card, options, together, gone)()
@@ -87,11 +87,11 @@ def push_by_directory(
     save: Callable[..., object],
     variant: str | None,
     repo_id: str | os.PathLike[str],
-    make_card: MakeCard,
+    make_card: CardBuilder,
     options: PushOptions,
-    together: PushTogether,
+    together: SharedPush,
     *,
-    keeps_card: bool = False,
+    keep_card: bool = False,
 ) -> CommitInfo | PushResult | None:
     """Push by a temporary directory, for a `save_pretrained` that does more than hfshard can do from memory.
 
@@ -101,14 +101,14 @@ def push_by_directory(
         save: Saves into an empty directory; takes `is_main_process`.
         variant: The weights' variant.
         repo_id, make_card, options, together: As in `push_model`.
-        keeps_card: Whether to keep the repo's README.md: the saved one is pushed only if the repo has none.
+        keep_card: Whether to keep the repo's README.md: the saved one is pushed only if the repo has none.
 
     Returns:
         The result of the push, as from `push_model`; None if another process of the group saves instead.
     """
     with together.folder() as folder:
-        folder.refuse_unseen()
-        with telling_other_ranks(folder.path, lambda: together.is_collective):
+        folder.reject_unseen()
+        with abort_peers_on_error(folder.path, lambda: together.is_collective):
             save(folder.path, **({} if together.is_sender else {"is_main_process": False}))
 
         def push() -> Sequence[PushResult]:
@@ -116,12 +116,12 @@ def push_by_directory(
             if not names:
                 return []
             if any(WeightNames(variant).index == name or WeightNames(variant).single == name for name in names):
-                contents, indexes = directory_contents(folder.path, follow_links=True)
+                contents, indexes = collect_directory(folder.path, follow_links=True)
                 variants = frozenset(indexes)
             else:  # an adapter; the repo may also contain its base model
                 contents = {name: file_source(os.path.join(folder.path, name)) for name in _files_below(folder.path)}
                 variants = frozenset()
-            card = contents.pop(README, None) if keeps_card else None
+            card = contents.pop(README, None) if keep_card else None
             make = make_card if card is None else partial(_kept_card, card)
             return _pushing(contents, variants, repo_id, make, options, together)()
 
@@ -154,9 +154,9 @@ def _pushing(
     contents: dict[str, ByteSource],
     variants: frozenset[str | None],
     repo_id: str | os.PathLike[str],
-    make_card: MakeCard,
+    make_card: CardBuilder,
     options: PushOptions,
-    together: PushTogether,
+    together: SharedPush,
     gone: Collection[str] = (),
 ) -> Callable[[], Sequence[PushResult]]:
     request = PushRequest(
@@ -173,7 +173,7 @@ def _pushing(
 
 def _answer(result: PushResult, repo_id: str | os.PathLike[str], options: PushOptions) -> CommitInfo | PushResult:
     """Build the result of `push_to_hub`: for a repo of the Hub, the one that huggingface_hub would return."""
-    if directory_of(repo_id) is not None:
+    if hub_directory(repo_id) is not None:
         return result
     return CommitInfo(
         commit_url=result.url,
@@ -206,7 +206,7 @@ _DESCRIPTION: Final = (
 )
 
 
-def tagged_card(read_old: Callable[[], bytes] | None, tags: Sequence[str]) -> bytes | None:
+def make_model_card(read_old: Callable[[], bytes] | None, tags: Sequence[str]) -> bytes | None:
     """Create the card to push, or return None if the card on the hub needs no change.
 
     Args:

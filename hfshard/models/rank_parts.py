@@ -18,7 +18,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
 from hfshard.distributed.group_store import has_other_ranks
 from hfshard.distributed.layout import Box, Interval, MeshLayout, Placement, box_elements, held_box
-from hfshard.distributed.load_on_ranks import current_agreement
+from hfshard.distributed.load_on_ranks import current_load
 from hfshard.distributed.read_parts import Target, prepare_reads
 from hfshard.distributed.spread_tensor import SpreadTensor, has_spread, with_spread_tensors
 from hfshard.errors import InvalidArgumentError, UnstorableTensorError
@@ -334,7 +334,7 @@ class ParallelizedLoad:
         plan = _ReadPlan(model, passed_over, state_dict)
         shell = copy.deepcopy(model) if plan.computed else None
         model.__class__ = self._model_class
-        agreement = current_agreement()
+        agreement = current_load()
         agreement.meet("ready to spread")
         self.parallelized = self._spread(model, set(info.missing_keys))
         _give_memory(model)
@@ -548,7 +548,7 @@ def is_part_of_push(model: Any) -> bool:
         return True
     if not has_other_ranks() or has_adapters(model):
         return False
-    whole = whole_model(model)
+    whole = build_meta_model(model)
     if whole is None:
         return False
     names = [strip_compiled(name) for name, _ in model.named_parameters(remove_duplicate=False)]
@@ -560,7 +560,7 @@ def is_part_of_push(model: Any) -> bool:
     )
 
 
-def refuse_ungathered(model: Any) -> None:
+def reject_partial_save(model: Any) -> None:
     """Reject a save by transformers of a part of a model, if transformers does not gather the rest.
 
     Raises:
@@ -590,7 +590,7 @@ def is_stage(model: Any) -> bool:
     return (getattr(config, "pp_size", None) or 1) > 1 or getattr(stage, "pp_size", 1) > 1
 
 
-def whole_model(part: PreTrainedModel) -> PreTrainedModel | None:
+def build_meta_model(part: PreTrainedModel) -> PreTrainedModel | None:
     """Build the full model of a pipeline stage from its config, without any data.
 
     Returns:

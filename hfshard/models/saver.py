@@ -12,41 +12,41 @@ from typing import Any, Final
 import torch
 from transformers import PreTrainedModel
 
-from hfshard._util.addresses import is_address, refuse_hub_arguments
-from hfshard._util.arguments import absolute_path, refuse_pickles, refuse_unknown
-from hfshard.commit.hub_marker import absolute_address, refuse_hub
+from hfshard._util.addresses import is_address, reject_hub_arguments
+from hfshard._util.arguments import absolute_path, reject_pickle_request, reject_unknown_arguments
+from hfshard.commit.hub_marker import absolute_repo_id, reject_hub_directory
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
 from hfshard.distributed.group_store import has_other_ranks
-from hfshard.distributed.push_together import PushTogether, push_together
-from hfshard.distributed.save_on_ranks import decline_save, needs_all_ranks, save_anywhere, telling_other_ranks
+from hfshard.distributed.push_together import SharedPush, push_together
+from hfshard.distributed.save_on_ranks import abort_peers_on_error, needs_all_ranks, save_here_or_on_ranks, skip_save
 from hfshard.errors import InvalidArgumentError
 from hfshard.format.index import CheckpointIndex
 from hfshard.hub.push_files import PushOptions
 from hfshard.models.load_arguments import PUSH_ARGUMENTS, SAVE_ARGUMENTS
 from hfshard.models.model_classes import (
+    call_with_overrides,
     class_before_fsdp,
     has_adapters,
     has_override,
     is_offloaded_by_map,
     is_registered_with_mixin,
     needs_transformers_saver,
-    run_chain,
     view_as_alias,
 )
 from hfshard.models.model_kinds import request_from_model
-from hfshard.models.patching import ChainCall, call_under_way, upstream
+from hfshard.models.patching import OverrideCall, active_call, upstream
 from hfshard.models.push_model import (
     default_repo_id,
+    make_model_card,
     push_by_directory,
     push_model,
     push_saved_files,
-    tagged_card,
     tags_of,
     with_message,
 )
-from hfshard.models.rank_parts import is_part, is_part_of_push, refuse_ungathered
+from hfshard.models.rank_parts import is_part, is_part_of_push, reject_partial_save
 from hfshard.saving.save_request import SaveOptions, SaveRequest
-from hfshard.tensors.state_dict import refuse_partitioned
+from hfshard.tensors.state_dict import reject_partitioned
 
 _DEFAULTS: Final[dict[str, Any]] = {
     "is_main_process": True,
@@ -68,7 +68,7 @@ def without_defaults(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if name not in _DEFAULTS or value != _DEFAULTS[name]}
 
 
-def save_through(
+def save_with_overrides(
     start: Any,
     model: PreTrainedModel,
     save_directory: str | os.PathLike[str],
@@ -89,11 +89,11 @@ def save_through(
 
     Raises:
         UnknownArgumentError: A keyword argument that neither hfshard nor any override takes.
-        Everything that `save_anywhere` raises, and the overrides.
+        Everything that `save_here_or_on_ranks` raises, and the overrides.
     """
     directory = _absolute(save_directory)
-    refuse_hub(os.fspath(directory))
-    outer = call_under_way("save_pretrained", model)
+    reject_hub_directory(os.fspath(directory))
+    outer = active_call("save_pretrained", model)
     if outer is not None and _own(options) == _own(SaveOptions()):
         start.save_pretrained(directory, **without_defaults(arguments))  # save_model has reached the mixin's method
         return None
@@ -101,8 +101,8 @@ def save_through(
     def answer(*args: Any, **kwargs: Any) -> None:
         call.answers.append(answer_save(model, options, *args, **kwargs))
 
-    call = ChainCall("save_pretrained", model, answer, [] if outer is None else outer.answers)
-    run_chain(call, start, directory, **without_defaults(arguments))
+    call = OverrideCall("save_pretrained", model, answer, [] if outer is None else outer.answers)
+    call_with_overrides(call, start, directory, **without_defaults(arguments))
     indexes = [index for index in call.answers if index is not None]
     return indexes[-1] if indexes else None
 
@@ -124,14 +124,14 @@ def save_pretrained_model(
         options: How to save.
 
     Raises:
-        Everything that `save_through` raises.
+        Everything that `save_with_overrides` raises.
     """
     directory = _absolute(save_directory)
     if not (is_main_process or options.is_collective or is_part(model, state_dict)):
-        decline_save(directory)
+        skip_save(directory)
         return None
     if not (has_override(type(model), "save_pretrained") or has_adapters(model)):
-        return save_anywhere(_request(model, state_dict, options, directory), directory)
+        return save_here_or_on_ranks(_request(model, state_dict, options, directory), directory)
     if has_adapters(model) and options.metadata:
         raise InvalidArgumentError(
             "The model has an adapter, whose files are written by transformers, without metadata: leave out metadata=."
@@ -142,7 +142,7 @@ def save_pretrained_model(
         "variant": options.variant,
         "save_original_format": options.save_original_format,
     }
-    return save_through(model, model, directory, arguments, options)
+    return save_with_overrides(model, model, directory, arguments, options)
 
 
 def _absolute(save_directory: str | os.PathLike[str]) -> str | Path:
@@ -172,21 +172,21 @@ def answer_save(
     **kwargs: Any,
 ) -> CheckpointIndex | None:
     """Save in place of PreTrainedModel's own `save_pretrained`, with its arguments, below all overrides."""
-    refuse_pickles(kwargs)
+    reject_pickle_request(kwargs)
     kwargs.pop("save_function", None)  # of accelerate's older examples; transformers ignores it too
-    refuse_unknown(kwargs, SAVE_ARGUMENTS, "save_pretrained")
+    reject_unknown_arguments(kwargs, SAVE_ARGUMENTS, "save_pretrained")
     options = replace(
         options, max_shard_size=max_shard_size, variant=variant, save_original_format=save_original_format
     )
     directory = absolute_path(save_directory, "save_directory")
     if is_address(directory) and not push_to_hub:
-        refuse_hub_arguments(directory, revision=kwargs.get("revision"), token=token)
+        reject_hub_arguments(directory, revision=kwargs.get("revision"), token=token)
     if needs_transformers_saver(model, distributed_checkpoint=distributed_checkpoint):
         if is_main_process and state_dict is None:
-            refuse_partitioned(model)
-        refuse_ungathered(model)
-        refuse_hub(directory)
-        _refuse_store(model, directory)
+            reject_partitioned(model)
+        reject_partial_save(model)
+        reject_hub_directory(directory)
+        _reject_store(model, directory)
         if is_main_process and is_offloaded_by_map(model) and has_other_ranks():
             raise InvalidArgumentError(
                 f"Can't save {type(model).__name__} by save_pretrained on several ranks: a device_map has offloaded "
@@ -215,10 +215,10 @@ def answer_save(
             _push_again(model, directory, {**kwargs, "max_shard_size": max_shard_size, "variant": variant}, token)
         return None
     if not (is_main_process or options.is_collective or is_part(model, state_dict)):
-        decline_save(directory)
+        skip_save(directory)
         return None
     request = _request(model, state_dict, options, directory)
-    index = save_anywhere(request, directory)
+    index = save_here_or_on_ranks(request, directory)
     if push_to_hub:
         arguments = {**kwargs, "token": token, "progress": options.progress}
         is_shared = needs_all_ranks(request) or (state_dict is None and is_part_of_push(model))
@@ -227,7 +227,7 @@ def answer_save(
     return index
 
 
-def _refuse_store(model: PreTrainedModel, directory: str) -> None:
+def _reject_store(model: PreTrainedModel, directory: str) -> None:
     """Reject a save into a store by transformers, which would create a directory named like the address."""
     if is_address(directory):
         raise InvalidArgumentError(
@@ -243,7 +243,7 @@ def _request(
     model: PreTrainedModel, state_dict: Mapping[str, Any] | None, options: SaveOptions, directory: str | Path
 ) -> SaveRequest:
     """Build the save request; if that fails on one of several ranks that have parts, the others are notified."""
-    with telling_other_ranks(directory, lambda: options.is_collective or is_part(model, state_dict)):
+    with abort_peers_on_error(directory, lambda: options.is_collective or is_part(model, state_dict)):
         return request_from_model(model, state_dict, options)
 
 
@@ -259,12 +259,12 @@ def _push_files(
     index: CheckpointIndex,
     directory: str,
     arguments: dict[str, Any],
-    together: PushTogether,
+    together: SharedPush,
 ) -> None:
     """Push the files of a save into a directory; after a save into a store, push from memory instead."""
     repo_id = arguments.pop("repo_id", None) or default_repo_id(directory)
-    together.agree_on(absolute_address(repo_id))
-    make_card = partial(tagged_card, tags=tags_of(model, arguments.pop("tags", None)))
+    together.agree_on(absolute_repo_id(repo_id))
+    make_card = partial(make_model_card, tags=tags_of(model, arguments.pop("tags", None)))
     options = with_message(class_before_fsdp(type(model)), PushOptions(**arguments))
     if is_address(directory):
         push_model(request, repo_id, make_card, options, together)
@@ -301,13 +301,13 @@ def push_pretrained_model(
         Everything that `push_model` and the model's `save_pretrained` raise.
     """
     with push_together(is_collective=is_part_of_push(model)) as together:
-        repo_id = absolute_address(repo_id)
+        repo_id = absolute_repo_id(repo_id)
         rest = dict(unknown)
-        refuse_pickles(rest)
-        refuse_unknown(rest, PUSH_ARGUMENTS - rest.keys(), "push_to_hub")
+        reject_pickle_request(rest)
+        reject_unknown_arguments(rest, PUSH_ARGUMENTS - rest.keys(), "push_to_hub")
         options = SaveOptions(**saving)
         push_options = with_message(class_before_fsdp(type(model)), PushOptions(**pushing))
-        make_card = partial(tagged_card, tags=tags_of(model, tags))
+        make_card = partial(make_model_card, tags=tags_of(model, tags))
         together.agree_on(repo_id)
         if needs_transformers_saver(model, distributed_checkpoint=False) or has_override(
             type(model), "save_pretrained"

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from hfshard._util.addresses import SCHEMES, StoreAddress, is_address, parse_address
 from hfshard._util.arguments import absolute_path
-from hfshard._util.import_hook import when_imported
+from hfshard._util.import_hook import on_import
 from hfshard.models.install_settings import current_settings
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ def send_small_saves() -> None:
     A wrapped method behaves as before, unless it is called with an address while hfshard is installed.
     """
     for name in _MODULES:
-        when_imported(name, _wrap_classes)
+        on_import(name, _wrap_classes)
 
 
 def _wrap_classes(module: ModuleType) -> None:

@@ -8,13 +8,13 @@ from transformers import PreTrainedModel
 
 from hfshard.errors import InvalidArgumentError
 from hfshard.models.model_classes import (
+    adopt_class_name,
     architecture_of,
     delegate_to_base,
     record_architecture,
     record_in_adapters,
-    take_name,
 )
-from hfshard.models.model_kinds import below_mixin
+from hfshard.models.model_kinds import without_mixin
 
 
 def prepare_class(model_class: type, mixin: type) -> None:
@@ -33,7 +33,7 @@ def prepare_class(model_class: type, mixin: type) -> None:
             f"class {model_class.__name__}: put ShardedModelMixin before the model's class, "
             "or transformers saves and loads it: class Mine(ShardedModelMixin, TheModel): ..."
         )
-    take_name(model_class)
+    adopt_class_name(model_class)
 
 
 class TransformersMethods:
@@ -49,22 +49,22 @@ class TransformersMethods:
     @classmethod
     def is_custom_code(cls) -> bool:
         """Return whether transformers' class is custom code; a subclass that adds the mixin is not."""
-        return delegate_to_base(cls, below_mixin(cls), "is_custom_code")
+        return delegate_to_base(cls, without_mixin(cls), "is_custom_code")
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
-        return delegate_to_base(cls, below_mixin(cls), "_can_set_attn_implementation")
+        return delegate_to_base(cls, without_mixin(cls), "_can_set_attn_implementation")
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
-        return delegate_to_base(cls, below_mixin(cls), "_can_set_experts_implementation")
+        return delegate_to_base(cls, without_mixin(cls), "_can_set_experts_implementation")
 
     def post_init(self) -> None:
         """Finish the model's constructor as transformers does, and make other libraries record transformers' class."""
         record_architecture(self)
-        below_mixin(self).post_init()
+        without_mixin(self).post_init()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Collect the tensors as torch does; patch PEFT first, which calls this on saving and may be newly imported."""
         record_in_adapters()
-        return below_mixin(self).state_dict(*args, **kwargs)
+        return without_mixin(self).state_dict(*args, **kwargs)

@@ -16,13 +16,13 @@ from typing import Any, Final
 
 import torch
 
-from hfshard._util.text import list_some
-from hfshard._util.threads import in_threads
+from hfshard._util.text import shorten_list
+from hfshard._util.threads import run_in_threads
 from hfshard.disk.direct_io import read_blocks
 from hfshard.errors import AmbiguousWeightsError, DamagedCheckpointError, InvalidArgumentError, remedy
-from hfshard.format.parts_of_ranks import refuse_partitioned_file
+from hfshard.format.parts_of_ranks import reject_partitioned_file
 from hfshard.pickles.read_pickle import read_pickle
-from hfshard.shards.shard_file import HeldFile, open_with_room
+from hfshard.shards.shard_file import PooledFile, open_or_evict
 from hfshard.tensors.stored_tensor import RawTensor, TensorLike, is_plain, tensor_layout
 
 
@@ -44,7 +44,7 @@ class PickleFile:
         Args:
             path: The file.
             root: The directory that must contain the file and its link target.
-            key: The key of the weights; None: there must be only one candidate (see `choose_weights`).
+            key: The key of the weights; None: there must be only one candidate (see `select_weights`).
             opener: Open the file for reading, if it is not on disk; `path` is then only for messages.
 
         Raises:
@@ -56,11 +56,11 @@ class PickleFile:
         contents = read_pickle(path, root, opener)
         self.key: str | None
         self.tensors: dict[str, torch.Tensor]
-        self.key, self.tensors = choose_weights(contents.value, path, key)
+        self.key, self.tensors = select_weights(contents.value, path, key)
         self.size, self.identity = contents.size, contents.identity
         self.changed_ns = contents.changed_ns
         self._contents = replace(contents, value=None)  # the rest, such as an optimizer, can be freed
-        self._held: HeldFile | None = None
+        self._held: PooledFile | None = None
         self._opening = threading.Lock()
 
     def stored_tensors(self, least_bytes: int = 0) -> dict[str, TensorLike]:
@@ -103,11 +103,11 @@ class PickleFile:
                 f"'{self.path}' was truncated while it was being read. {remedy(self.path)}", path=self.path
             )
 
-    def _file(self) -> HeldFile:
+    def _file(self) -> PooledFile:
         with self._opening:
             if self._held is None:
                 open_again = self._contents.open_again
-                self._held = HeldFile(open_with_room(open_again), open_again)
+                self._held = PooledFile(open_or_evict(open_again), open_again)
             return self._held
 
     def check_every_byte(self, progress_callback: Callable[[int], object] = lambda count: None) -> bool:
@@ -137,7 +137,7 @@ _SHOWN: Final = 12
 """The most candidates or keys in a message."""
 
 
-def choose_weights(value: Any, path: str, key: str | None) -> tuple[str | None, dict[str, torch.Tensor]]:
+def select_weights(value: Any, path: str, key: str | None) -> tuple[str | None, dict[str, torch.Tensor]]:
     """Extract the weights from what a program saved.
 
     1. `key` selects them, if it is given.
@@ -163,7 +163,7 @@ def choose_weights(value: Any, path: str, key: str | None) -> tuple[str | None, 
         raise DamagedCheckpointError(
             f"'{path}' holds a {type(value).__name__}, not a state dict. {remedy(path)}", path=path, expected="dict"
         )
-    refuse_partitioned_file(value, path)
+    reject_partitioned_file(value, path)
     if key is None and not _is_pure(value):
         key = _only_candidate(value, path)
         if key is not None:
@@ -197,7 +197,7 @@ def _only_candidate(value: Mapping[Any, Any], path: str) -> str | None:
     named = {key: part for key, part in candidates.items() if _WEIGHTS.search(key)}
     if not candidates or (not named and _has_weights(value)):
         if value and not _has_weights(value):
-            keys = list_some([key for key in value if isinstance(key, str)], _SHOWN, quote=True)
+            keys = shorten_list([key for key in value if isinstance(key, str)], _SHOWN, quote=True)
             raise DamagedCheckpointError(
                 f"'{path}' holds no weights that are known as such: its entries are {keys}. If one of them holds "
                 "weights, pass it: key=, or --key on the command line.",
@@ -289,7 +289,7 @@ def _has_weights(value: Mapping[Any, Any]) -> bool:
 
 
 def _described(candidates: Mapping[str, Mapping[Any, Any]]) -> str:
-    return list_some([f"{key!r:.200} ({_size_of(part)})" for key, part in candidates.items()], _SHOWN)
+    return shorten_list([f"{key!r:.200} ({_size_of(part)})" for key, part in candidates.items()], _SHOWN)
 
 
 def _size_of(part: Mapping[Any, Any]) -> str:
@@ -306,7 +306,7 @@ _PIECE_BYTES: Final = 8 << 20
 _PIECES_AT_ONCE: Final = 8
 
 
-class FileInMemory:
+class MemoryFile:
     """An unnamed file in memory that lives as long as this object; nothing is on disk.
 
     On systems without such files (macOS), it is a temporary file.
@@ -338,7 +338,7 @@ class FileInMemory:
                 with whole[begin : begin + _PIECE_BYTES] as piece:
                     read_into(begin, piece)
 
-            in_threads(fill, range(0, size, _PIECE_BYTES), _PIECES_AT_ONCE)
+            run_in_threads(fill, range(0, size, _PIECE_BYTES), _PIECES_AT_ONCE)
 
     def open(self) -> int:
         """Open the file for reading at its first byte."""

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from struct import Struct, error
 from typing import IO, Any, Final
 
-from hfshard._util.threads import no_collection
+from hfshard._util.threads import pause_gc
 from hfshard.errors import DamagedCheckpointError, UnsafePickleError
 from hfshard.pickles.pickle_zip import damaged_pickle, pickle_record
 
@@ -137,13 +137,13 @@ def scan_zip(fd: int, path: str) -> None:
         DamagedCheckpointError: The pickle has what torch.save never writes and what could kill or hang the process.
     """
     raw = pickle_record(fd, path)
-    with no_collection():
+    with pause_gc():
         _Scan(io.BytesIO(raw), path, len(raw)).run()
 
 
 def scan_old_format(fd: int, path: str) -> None:
     """Scan the pickles of a file in the older format; raises DamagedCheckpointError as `scan_zip` does."""
-    with os.fdopen(os.dup(fd), "rb") as file, no_collection():
+    with os.fdopen(os.dup(fd), "rb") as file, pause_gc():
         file.seek(0)
         size = os.fstat(fd).st_size
         for number in range(_OLD_PICKLES):
@@ -449,7 +449,7 @@ class Named:
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class Described:
+class DescribedObject:
     """An object that was described instead of created."""
 
     name: str
@@ -497,10 +497,10 @@ class PickleDescription:
     """Description of what a pickle would create."""
 
     value: Any
-    """Numbers, text, bytes, lists, tuples, dicts and sets; `Named` and `Described`."""
+    """Numbers, text, bytes, lists, tuples, dicts and sets; `Named` and `DescribedObject`."""
     names: frozenset[str]
     """All classes and functions that it names."""
-    storages: tuple[Described, ...]
+    storages: tuple[DescribedObject, ...]
     """Entries that `persistent_id` wrote."""
 
 
@@ -536,7 +536,7 @@ class _Machine:
         """The stacks below each mark."""
         self.memo: dict[int, Any] = {}
         self.names: set[str] = set()
-        self.storages: list[Described] = []
+        self.storages: list[DescribedObject] = []
         self.keys = NameHashes()
 
     def checked(self, keys: list[Any]) -> list[Any]:
@@ -593,7 +593,7 @@ class _Machine:
         pairs = list(zip(self.checked(items[::2]), items[1::2], strict=True))
         if isinstance(owner, dict):
             owner.update(pairs)
-        elif isinstance(owner, Described):
+        elif isinstance(owner, DescribedObject):
             owner.pairs.extend(pairs)
         else:
             raise _Unreadable(f"sets items of a {type(owner).__name__}")
@@ -612,7 +612,7 @@ class _Machine:
     def call(self, maker: Any, arguments: Any) -> None:
         if not isinstance(maker, Named):
             raise _Unreadable("a call of what has no name")
-        self.stack.append(Described(maker.name, arguments))
+        self.stack.append(DescribedObject(maker.name, arguments))
 
     def reduce(self, _argument: Any) -> None:
         arguments = self.stack.pop()
@@ -635,7 +635,7 @@ class _Machine:
     def build(self, _argument: Any) -> None:
         state = self.stack.pop()
         owner = self.stack[-1]
-        if not isinstance(owner, Described):
+        if not isinstance(owner, DescribedObject):
             raise _Unreadable(f"gives a {type(owner).__name__} a state")
         owner.state = state
 
@@ -644,7 +644,7 @@ class _Machine:
         self.name(self.stack.pop(), name)
 
     def persistent(self, argument: Any) -> None:
-        described = Described("", self.stack.pop() if argument is None else argument)
+        described = DescribedObject("", self.stack.pop() if argument is None else argument)
         self.storages.append(described)
         self.stack.append(described)
 
@@ -669,7 +669,7 @@ def checked_key(key: Any, others: NameHashes) -> Any:
 
 
 def _list_of(owner: Any) -> list[Any]:
-    if isinstance(owner, Described):
+    if isinstance(owner, DescribedObject):
         return owner.items
     if isinstance(owner, list):
         return owner

@@ -50,7 +50,7 @@ def check_archive(fd: int, path: str) -> None:
             raise damaged_pickle(path, "it is an empty zip file")
         if len({_name(record) for record in records}) != len(records):
             raise damaged_pickle(path, "two of its records have the same name")
-        refuse_other_archive({record.filename for record in records}, path)
+        reject_other_archive({record.filename for record in records}, path)
         if any(record.filename != record.orig_filename for record in records):
             raise damaged_pickle(path, "a record has two names")
         if _directory(fd) != (archive.start_dir, len(records)):
@@ -220,7 +220,7 @@ _BEGINNINGS: Final[tuple[tuple[bytes, str, str], ...]] = (
 """First bytes of other files, what they are, and what to do."""
 
 
-def refuse_other_format(fd: int, path: str) -> None:
+def reject_other_format(fd: int, path: str) -> None:
     """Reject a file that is neither a zip nor in torch.save's older format, and identify it.
 
     Raises:
@@ -243,7 +243,7 @@ def refuse_other_format(fd: int, path: str) -> None:
     )
 
 
-def refuse_other_archive(names: Collection[str], path: str) -> None:
+def reject_other_archive(names: Collection[str], path: str) -> None:
     """Reject a zip that torch.save did not write, judged by its contents.
 
     Args:

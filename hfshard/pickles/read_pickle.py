@@ -27,9 +27,9 @@ from hfshard.pickles.pickle_zip import (
     damaged_pickle,
     data_records,
     pickle_record,
-    refuse_other_format,
+    reject_other_format,
 )
-from hfshard.tensors.stored_tensor import is_plain_type
+from hfshard.tensors.stored_tensor import is_torch_tensor_type
 
 _ZIP_MARK: Final = b"PK\x03\x04"
 _LEGACY_MAGIC: Final = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
@@ -134,7 +134,7 @@ def read_pickle(path: str, root: str, opener: Callable[[], int] | None = None) -
 def _is_zip(fd: int, path: str) -> bool:
     first = os.pread(fd, _FIRST_BYTES, 0)
     if not first.startswith(_ZIP_MARK) and _LEGACY_MAGIC not in first:
-        refuse_other_format(fd, path)
+        reject_other_format(fd, path)
     return first.startswith(_ZIP_MARK)
 
 
@@ -152,7 +152,7 @@ def _load(fd: int, path: str, *, mapped: bool) -> Any:
         found = _GLOBAL.search(str(error))
         if found is None and "Unsupported" not in str(error):
             raise damaged_pickle(path, _reason(error)) from error
-        raise unsafe_pickle(fd, path, found.group(1) if found else None, is_zip=mapped) from error
+        raise unsafe_pickle_error(fd, path, found.group(1) if found else None, is_zip=mapped) from error
     except Exception as error:  # torch.load raises a dozen different errors for damaged files
         raise damaged_pickle(path, _reason(error)) from error
 
@@ -248,7 +248,7 @@ _BEFORE_AN_OBJECT: Final = frozenset(
 """Opcodes that, along with its class, precede an object that was saved whole; the older format has its source there."""
 
 
-def unsafe_pickle(fd: int, path: str, asked: str | None, *, is_zip: bool) -> UnsafePickleError:
+def unsafe_pickle_error(fd: int, path: str, asked: str | None, *, is_zip: bool) -> UnsafePickleError:
     """Build the error.
 
     Args:
@@ -381,7 +381,7 @@ def _areas() -> list[tuple[int, int, int]] | None:
 # Traversal of nested containers from a file, at any depth and with cycles.
 
 
-def iter_leaves(value: Any) -> Iterator[Any]:
+def iter_nested(value: Any) -> Iterator[Any]:
     """Yield the leaves of nested dicts, lists, tuples and sets, including dict keys; visit each container once.
 
     Args:
@@ -408,7 +408,7 @@ def iter_storages(value: Any) -> Iterator[torch.UntypedStorage]:
     Raises:
         TypeError: A tensor's kind does not show its memory, or a storage is not a tensor's; the message names the type.
     """
-    for leaf in iter_leaves(value):
+    for leaf in iter_nested(value):
         if isinstance(leaf, torch.Tensor):
             yield from (part.untyped_storage() for part in _dense_parts(leaf) if part.device.type != "meta")
         elif isinstance(leaf, torch.UntypedStorage | torch.TypedStorage):
@@ -416,7 +416,7 @@ def iter_storages(value: Any) -> Iterator[torch.UntypedStorage]:
 
 
 def _dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    if not is_plain_type(tensor) or tensor.is_nested:
+    if not is_torch_tensor_type(tensor) or tensor.is_nested:
         raise TypeError(type(tensor).__name__ if not tensor.is_nested else "nested tensor")
     if tensor.layout == torch.strided:
         return (tensor,)

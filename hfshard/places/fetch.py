@@ -14,8 +14,8 @@ from typing import Final
 from hfshard._util.arguments import absolute_path
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
 from hfshard.commit.commit_plan import NewCheckpoint, content_digest, plan_commit
-from hfshard.commit.directory_commit import SaveSession, save_session
-from hfshard.commit.hub_marker import directory_of, refuse_hub
+from hfshard.commit.directory_commit import DirectorySession, save_session
+from hfshard.commit.hub_marker import hub_directory, reject_hub_directory
 from hfshard.constants import CONFIG_NAME, MAX_INDEX_BYTES, METADATA_KEY, README, SAFETENSORS_SUFFIX
 from hfshard.disk.byte_source import ByteSource, copy_file, file_source
 from hfshard.disk.fsops import NO_LINKS
@@ -31,7 +31,7 @@ from hfshard.hub.resolve import CheckpointQuery, ResolvedCheckpoint, companion_f
 logger = logging.getLogger(__name__)
 
 
-def pull_from_hub(
+def fetch_or_export(
     repo_id: str | os.PathLike[str],
     local_dir: str | os.PathLike[str] | None,
     query: CheckpointQuery,
@@ -55,7 +55,7 @@ def pull_from_hub(
     """
     query.check_subfolder()
     target = None if local_dir is None else absolute_path(local_dir, "local_dir")
-    root = directory_of(repo_id)
+    root = hub_directory(repo_id)
     hub = DirectoryHub.open(root) if root is not None else None
     commit = hub.resolve(query.revision) if hub is not None else None
     snapshot = hub.snapshot(commit) if hub is not None else _fetch_snapshot(os.fspath(repo_id), query, progress)
@@ -161,7 +161,7 @@ def export(checkpoint: OpenCheckpoint, directory: str, companions: Collection[st
         SaveDirectoryError: The target is a file, has other files that would be replaced, or has a link where a folder
             is needed; or its checkpoint can't stay loadable until the copy is complete: it has weights of another
             format, or shards of the same names that another index names too or that can't be hard-linked.
-        Everything that `SaveSession.commit` raises.
+        Everything that `DirectorySession.commit` raises.
     """
     names = checkpoint.names
     source = checkpoint.directory
@@ -170,7 +170,7 @@ def export(checkpoint: OpenCheckpoint, directory: str, companions: Collection[st
     config = _read(source, CONFIG_NAME) if os.path.isfile(os.path.join(source, CONFIG_NAME)) else None
     own_files = None
     if not overwrite:
-        refuse_hub(directory)
+        reject_hub_directory(directory)
         others = [name for name in (*extras, *([CONFIG_NAME] if config else [])) if name != entry]
         own_files = OwnFiles(directory, names, _sources(source, others), _sources(source, weights))
         if own_files.keeps_readme:
@@ -179,7 +179,7 @@ def export(checkpoint: OpenCheckpoint, directory: str, companions: Collection[st
     if checkpoint.weights.kind == "index":
         _free_names(directory, checkpoint)
     with save_session(directory, names) as session:
-        unnamed = _refuse_other_contents(session, checkpoint, overwrite=overwrite)
+        unnamed = _reject_other_contents(session, checkpoint, overwrite=overwrite)
         names_of_all = [*weights, *extras, *([CONFIG_NAME] if config else [])]
         if all(_has_same_bytes(directory, name, source) for name in names_of_all):
             return
@@ -245,7 +245,7 @@ def _with_names(raw: bytes, names: Mapping[str, str]) -> bytes:
     return dump_json(index)
 
 
-def _taken(session: SaveSession, checkpoint: OpenCheckpoint) -> list[str]:
+def _taken(session: DirectorySession, checkpoint: OpenCheckpoint) -> list[str]:
     """List the weights files in the target that have names of new ones but other contents."""
     return [
         name
@@ -254,7 +254,7 @@ def _taken(session: SaveSession, checkpoint: OpenCheckpoint) -> list[str]:
     ]
 
 
-def _refuse_other_contents(session: SaveSession, checkpoint: OpenCheckpoint, *, overwrite: bool) -> list[str]:
+def _reject_other_contents(session: DirectorySession, checkpoint: OpenCheckpoint, *, overwrite: bool) -> list[str]:
     """Reject shards of the same names but other contents; return the strays among them, which may be overwritten."""
     directory = session.directory
     is_plain = checkpoint.weights.name in (checkpoint.names.single, checkpoint.names.index)

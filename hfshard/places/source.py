@@ -9,15 +9,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
-from hfshard._util.addresses import is_address, refuse_hub_arguments
-from hfshard._util.arguments import absolute_path, path_text
-from hfshard._util.progress import bytes_bar
+from hfshard._util.addresses import is_address, reject_hub_arguments
+from hfshard._util.arguments import absolute_path, checked_path_text
+from hfshard._util.progress import byte_progress
 from hfshard.checkpoint.check_files import check_small_file
-from hfshard.checkpoint.folder import FAR_TRIES, CheckpointFolder, LocalFolder, StockFolder, StoreFolder
-from hfshard.checkpoint.load_options import LoadOptions, SignedFiles
-from hfshard.checkpoint.locate import directory_not_found, is_weights_name, split_weights_path, weights_bytes
+from hfshard.checkpoint.folder import REMOTE_RETRIES, Folder, LocalFolder, StockFolder, StoreFolder
+from hfshard.checkpoint.load_options import LoadOptions, SignatureCheck
+from hfshard.checkpoint.locate import directory_not_found, is_weights_name, split_file_path, weights_bytes
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
-from hfshard.commit.hub_marker import directory_of, has_hub_marker
+from hfshard.commit.hub_marker import has_hub_marker, hub_directory
 from hfshard.constants import CONFIG_NAME, SAFETENSORS_SUFFIX
 from hfshard.errors import (
     CheckpointChangedError,
@@ -32,7 +32,7 @@ from hfshard.errors import (
 from hfshard.hub.resolve import CheckpointQuery
 
 if TYPE_CHECKING:
-    from hfshard.places.store_mirror import Skeleton
+    from hfshard.places.store_mirror import SmallFilesMirror
 
 _Result = TypeVar("_Result")
 
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class LocalCheckpoint:
+class ResolvedSource:
     """Location of a checkpoint on this machine, or in a store."""
 
     directory: str
@@ -55,7 +55,7 @@ class LocalCheckpoint:
     """The file of weights, or the index, that was given; None for a directory or a repo."""
     folder: StoreFolder | None = None
     """Store folder of the files, if any; then the directory has only small files, and may be empty until `fetch`."""
-    skeleton: Skeleton | None = None
+    skeleton: SmallFilesMirror | None = None
     """The owner of that directory."""
 
 
@@ -75,16 +75,16 @@ class CheckpointSource:
         Raises:
             InvalidArgumentError: It is neither a path nor a name; or a revision or a token is given with an address.
         """
-        name = path_text(self.path)
+        name = checked_path_text(self.path)
         if is_address(name):
             object.__setattr__(self, "path", absolute_path(name))
-            refuse_hub_arguments(self.path, revision=self.query.revision, token=self.query.token)
+            reject_hub_arguments(self.path, revision=self.query.revision, token=self.query.token)
             return
-        directory = name if os.path.isdir(name) else directory_of(name)
+        directory = name if os.path.isdir(name) else hub_directory(name)
         if directory is not None:
             object.__setattr__(self, "path", absolute_path(directory))
 
-    def fetch(self, progress: bool | None = None) -> LocalCheckpoint:
+    def fetch(self, progress: bool | None = None) -> ResolvedSource:
         """Find the checkpoint on this machine; download one of the Hub into the cache first.
 
         For one in a store, the small files that a model is built from are downloaded into a temporary directory.
@@ -96,11 +96,11 @@ class CheckpointSource:
             return local
         from hfshard.places.fetch import fetch_checkpoint  # imports huggingface_hub, which takes time
 
-        with no_directory_either(self.path):
+        with explain_missing_directory(self.path):
             resolved = fetch_checkpoint(self.path, self.query, progress)
-        return LocalCheckpoint(resolved.directory, self.path, resolved.commit, self.query.revision)
+        return ResolvedSource(resolved.directory, self.path, resolved.commit, self.query.revision)
 
-    def find_local(self) -> LocalCheckpoint | None:
+    def find_local(self) -> ResolvedSource | None:
         """Find the checkpoint in a directory or a store; None for a repo of the Hub.
 
         Raises:
@@ -110,7 +110,7 @@ class CheckpointSource:
         """
         if is_address(self.path):
             return self._find_in_store()
-        path = self.path if os.path.isdir(self.path) else directory_of(self.path) or self.path
+        path = self.path if os.path.isdir(self.path) else hub_directory(self.path) or self.path
         if os.path.isdir(path):
             if has_hub_marker(path):
                 from hfshard.hub.directory.directory_hub import DirectoryHub
@@ -118,7 +118,7 @@ class CheckpointSource:
                 path = DirectoryHub.open(path).snapshot(self.query.revision)
             subfolder = self.query.subfolder
             directory = os.path.join(path, subfolder) if subfolder else path
-            return LocalCheckpoint(directory, path)
+            return ResolvedSource(directory, path)
         if os.path.exists(path):
             return self._find_file(path)
         if is_weights_name(os.path.basename(path)) and os.path.isdir(os.path.dirname(path) or os.curdir):
@@ -133,25 +133,25 @@ class CheckpointSource:
             raise directory_not_found(path)
         return None
 
-    def _find_in_store(self) -> LocalCheckpoint:
-        from hfshard.places.store_mirror import Skeleton, find_in_store  # needed only for stores
+    def _find_in_store(self) -> ResolvedSource:
+        from hfshard.places.store_mirror import SmallFilesMirror, find_in_store  # needed only for stores
 
         folder, weights_name = find_in_store(self.path, self.query, takes_files=self.takes_files)
-        skeleton = Skeleton(folder, self.query.subfolder, has_code=self.query.needs_code)
-        return LocalCheckpoint(
+        skeleton = SmallFilesMirror(folder, self.query.subfolder, has_code=self.query.needs_code)
+        return ResolvedSource(
             skeleton.directory, skeleton.path, weights_name=weights_name, folder=folder, skeleton=skeleton
         )
 
-    def _find_file(self, path: str) -> LocalCheckpoint:
+    def _find_file(self, path: str) -> ResolvedSource:
         if not self.takes_files:
             raise InvalidArgumentError(f"'{path}' is a file: give the directory that holds the checkpoint.", path=path)
-        directory, name = split_weights_path(absolute_path(path))
+        directory, name = split_file_path(absolute_path(path))
         if self.query.subfolder or self.query.variant is not None:
             raise InvalidArgumentError(f"'{path}' is a file: leave out subfolder and variant.", path=path)
-        return LocalCheckpoint(directory, directory, weights_name=name)
+        return ResolvedSource(directory, directory, weights_name=name)
 
 
-def _folder_of(local: LocalCheckpoint, options: LoadOptions) -> CheckpointFolder:
+def _folder_of(local: ResolvedSource, options: LoadOptions) -> Folder:
     if local.folder is not None:
         return local.folder
     return StockFolder(local.directory) if options.is_lenient else LocalFolder(local.directory)
@@ -161,7 +161,7 @@ def _folder_of(local: LocalCheckpoint, options: LoadOptions) -> CheckpointFolder
 def open_source(
     source: CheckpointSource,
     options: LoadOptions,
-    local: LocalCheckpoint | None = None,
+    local: ResolvedSource | None = None,
     *,
     check_beside: bool = False,
 ) -> Iterator[OpenCheckpoint]:
@@ -182,7 +182,7 @@ def open_source(
     is_hashed = options.verify in ("full", "sha256") and local.folder is None and signed is None
     total = weights_bytes(local.directory, (SAFETENSORS_SUFFIX,)) if is_hashed else 0
     with (
-        bytes_bar("Verifying", total, options.progress if total else False) as progress_callback,
+        byte_progress("Verifying", total, options.progress if total else False) as progress_callback,
         open_checkpoint(
             _folder_of(local, options),
             variant=query.variant,
@@ -210,7 +210,7 @@ def open_source(
             signed.confirm()
 
 
-def signed_files(local: LocalCheckpoint, source: CheckpointSource, options: LoadOptions) -> SignedFiles | None:
+def signed_files(local: ResolvedSource, source: CheckpointSource, options: LoadOptions) -> SignatureCheck | None:
     """Check a load's required signature, and the files that it reads along with the weights; None: none is required.
 
     Raises:
@@ -231,11 +231,11 @@ def signed_files(local: LocalCheckpoint, source: CheckpointSource, options: Load
     return options.signature.find(local.directory, source.query.subfolder, has_code=source.query.needs_code)
 
 
-def with_checkpoint(
+def use_checkpoint(
     source: CheckpointSource,
     options: LoadOptions,
     use: Callable[[OpenCheckpoint], _Result],
-    local: LocalCheckpoint | None = None,
+    local: ResolvedSource | None = None,
 ) -> _Result:
     """Open the checkpoint of a source and use it; start again if a save replaces it meanwhile in a store.
 
@@ -253,7 +253,7 @@ def with_checkpoint(
         Everything that `open_source` and `use` raise.
     """
     local = local or source.find_local() or source.fetch(options.progress)
-    for _ in range(FAR_TRIES - 1 if local.folder is not None else 0):
+    for _ in range(REMOTE_RETRIES - 1 if local.folder is not None else 0):
         with open_source(source, options, local) as checkpoint:
             try:
                 return use(checkpoint)
@@ -278,7 +278,7 @@ def open_source_by_ranges(source: CheckpointSource, options: LoadOptions) -> Ite
     from hfshard.hub.download import fetch_tree_for_reading
 
     query = source.query
-    with no_directory_either(source.path):
+    with explain_missing_directory(source.path):
         listing = fetch_tree_for_reading(source.path, query.revision, query.token)
     with repo_folder.open_by_ranges(
         source.path, listing, query, verify=options.verify, progress=options.progress
@@ -297,7 +297,7 @@ def _warn_of_edited_files(checkpoint: OpenCheckpoint) -> None:
 
 
 @contextmanager
-def no_directory_either(path: str) -> Iterator[None]:
+def explain_missing_directory(path: str) -> Iterator[None]:
     """Add to a hub's error about a name that it is not a local path either, since the name may be misspelled."""
     try:
         yield

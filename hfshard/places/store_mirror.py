@@ -14,11 +14,11 @@ from dataclasses import replace
 from typing import Final
 
 from hfshard._util.addresses import StoreAddress, parse_address
-from hfshard.checkpoint.folder import FAR_TRIES, StoreFolder
+from hfshard.checkpoint.folder import REMOTE_RETRIES, StoreFolder
 from hfshard.checkpoint.locate import is_weights_name
 from hfshard.constants import ADAPTER_CONFIG_NAME, CONFIG_NAME, GENERATION_CONFIG_NAME, MAX_CONFIG_BYTES
 from hfshard.errors import CheckpointChangedError, InvalidArgumentError
-from hfshard.format.file_names import WeightNames, check_file_name, stays_inside
+from hfshard.format.file_names import WeightNames, check_file_name, is_safe_file_name
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.stores.byte_budget import store_memory_bytes
 from hfshard.stores.open_store import open_store
@@ -35,7 +35,7 @@ _LONGEST_NAME: Final = 255
 _DIGEST_DIGITS: Final = 16
 
 
-class Skeleton:
+class SmallFilesMirror:
     """The small files of a remote checkpoint, in a temporary directory; never the weights.
 
     The directory is removed when this is garbage-collected, and when Python exits.
@@ -81,7 +81,7 @@ class Skeleton:
                 path=self._folder.path,
             )
         self.is_filled = True
-        for _ in range(FAR_TRIES - 1):
+        for _ in range(REMOTE_RETRIES - 1):
             self._folder.look_early()
             with suppress(CheckpointChangedError):
                 self.refresh()
@@ -119,7 +119,7 @@ class Skeleton:
                 self._written[name] = raw
 
     def _names(self) -> list[str]:
-        code = self._folder.code_names(self._code_folders()) if self._has_code else []
+        code = self._folder.list_code_files(self._code_folders()) if self._has_code else []
         for name in code:
             check_file_name(name, index_path=self._folder.path, suffix=_CODE_SUFFIX)
         return [name for name in _SMALL_NAMES if self._folder.has(name)] + code
@@ -136,7 +136,7 @@ class Skeleton:
         values = auto_map.values() if isinstance(auto_map, dict) else ()
         named = [one for value in values for one in (value if isinstance(value, list) else [value])]
         folders = {one.rpartition("/")[0] for one in named if isinstance(one, str) and "--" not in one}
-        return {folder for folder in folders if stays_inside(folder)}
+        return {folder for folder in folders if is_safe_file_name(folder)}
 
 
 def _directory_name(name: str) -> str:

@@ -11,7 +11,7 @@ from hfshard.checkpoint.locate import locate_checkpoint
 from hfshard.commit.directory_commit import clear_staging
 from hfshard.commit.directory_state import DirectoryState, read_state
 from hfshard.constants import STAGING_DIRECTORY
-from hfshard.disk.fsops import locked_directory, refuse_odd_directories, sync_directory, unlink_if_there
+from hfshard.disk.fsops import locked_directory, reject_linked_directories, sync_directory, unlink_if_exists
 from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError
 from hfshard.format.file_names import WeightNames
 from hfshard.removal.removal_plan import (
@@ -58,7 +58,7 @@ def unlink_in_order(plan: RemovalPlan) -> None:
     """Unlink the files of a plan, and flush the directory after each phase, so that a power cut keeps the order too."""
     for phase in plan.phases:
         for name in phase:
-            unlink_if_there(os.path.join(plan.place, name))
+            unlink_if_exists(os.path.join(plan.place, name))
         sync_directory(plan.place)
 
 
@@ -143,7 +143,7 @@ def _raise_not_found(state: DirectoryState) -> None:
 
 def _staged_files(directory: str) -> list[str]:
     """List the files in the staging directory, by their paths from the directory."""
-    refuse_odd_directories(directory, STAGING_DIRECTORY)
+    reject_linked_directories(directory, STAGING_DIRECTORY)
     staging = os.path.join(directory, STAGING_DIRECTORY)
     return sorted(
         os.path.join(os.path.relpath(folder, directory), name)

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Final
 
 from hfshard._util.addresses import is_address
-from hfshard._util.threads import in_threads
+from hfshard._util.threads import run_in_threads
 from hfshard.checkpoint.folder import StoreFolder
 from hfshard.checkpoint.load_options import LoadOptions
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
@@ -24,10 +24,10 @@ from hfshard.errors import (
 )
 from hfshard.format.digests import Verify
 from hfshard.format.file_names import INDEX_FILE, WeightNames
-from hfshard.format.index import CheckpointIndex, as_saved
+from hfshard.format.index import CheckpointIndex, without_commit_keys
 from hfshard.format.stored_save import SaveId, StoredSave, objects_of_saves, split_object_name
 from hfshard.hub.directory.commit_graph import check_paths
-from hfshard.hub.push_files import DirectoryFiles, FilesOfPlace, PushedContents, variants_of
+from hfshard.hub.push_files import DirectoryFiles, FilesOfPlace, PushContents, detect_variants
 from hfshard.hub.repo import PushResult
 from hfshard.hub.resolve import CheckpointQuery, companion_files
 from hfshard.places.source import CheckpointSource, open_source
@@ -63,7 +63,7 @@ def copy_to_store(
         Everything that `reshard_checkpoint` raises.
     """
     paths = files.paths()
-    variants = sorted(variants_of(name for name in paths if "/" not in name) or {None}, key=lambda name: name or "")
+    variants = sorted(detect_variants(name for name in paths if "/" not in name) or {None}, key=lambda name: name or "")
     store = open_store(address)
     folders = {"", *(path.rpartition("/")[0] for path in paths)}
     before = _listed_in(store, folders)
@@ -81,7 +81,7 @@ def copy_to_store(
 
 def _listed_in(store: Store, folders: Collection[str]) -> dict[str, StoredObject]:
     """List the objects directly in each of these folders only, since a place may have any number of others."""
-    listed = in_threads(lambda folder, _: store.list_objects(folder), sorted(folders), FILES_AT_ONCE)
+    listed = run_in_threads(lambda folder, _: store.list_objects(folder), sorted(folders), FILES_AT_ONCE)
     return {name: one for objects in listed for name, one in objects.items()}
 
 
@@ -289,7 +289,7 @@ class StoreFiles:
                 self._shown[name] = folder.content(name)
 
 
-def without_marks(found: PushedContents) -> PushedContents:
+def without_marks(found: PushContents) -> PushContents:
     """Restore the saved contents of a config.json that was uploaded in the middle of a commit on disk.
 
     The index that such a config names gets its usual name.
@@ -302,12 +302,12 @@ def without_marks(found: PushedContents) -> PushedContents:
             contents[names.index] = BytesSource(index.to_json())
     if CONFIG_NAME in contents:
         with contents[CONFIG_NAME].open() as reader:
-            contents[CONFIG_NAME] = BytesSource(as_saved(reader.read()))
-    return PushedContents(contents, found.indexes, found.entries)
+            contents[CONFIG_NAME] = BytesSource(without_commit_keys(reader.read()))
+    return PushContents(contents, found.indexes, found.entries)
 
 
 def _numbered_variants(names: Iterable[str]) -> set[str | None]:
     """Return the variants for which hfshard has saved a checkpoint; a run's checkpoint has a manifest."""
     usual = [split[0] for name in names if "/" not in name and (split := split_object_name(name)) is not None]
-    found = variants_of(name for name in usual if INDEX_FILE.fullmatch(name))
+    found = detect_variants(name for name in usual if INDEX_FILE.fullmatch(name))
     return found | {None} if MANIFEST_NAME in usual else found

@@ -15,12 +15,12 @@ from typing import Any, Final
 
 from hfshard._util.addresses import is_address
 from hfshard._util.arguments import absolute_path
-from hfshard._util.progress import ProgressCallback, bytes_bar
-from hfshard._util.text import list_some
-from hfshard._util.threads import deferred_interrupt, in_threads
+from hfshard._util.progress import ProgressCallback, byte_progress
+from hfshard._util.text import shorten_list
+from hfshard._util.threads import delay_interrupt, run_in_threads
 from hfshard.checkpoint.companion_files import copy_companion
-from hfshard.commit.commit_plan import NewCheckpoint, content_digest, needs_links, plan_commit
-from hfshard.commit.directory_commit import SaveSession, save_session
+from hfshard.commit.commit_plan import NewCheckpoint, content_digest, needs_hard_links, plan_commit
+from hfshard.commit.directory_commit import DirectorySession, save_session
 from hfshard.commit.store_commit import (
     StoreTransaction,
     delete_or_warn,
@@ -42,7 +42,7 @@ from hfshard.constants import (
     SIGNATURE_NAME,
     WEIGHTS_SUFFIXES,
 )
-from hfshard.disk.byte_source import ByteSource, BytesSource, StreamSource, has_same_bytes, sha256_of_reader
+from hfshard.disk.byte_source import ByteSource, BytesSource, StreamSource, contents_equal, sha256_of_reader
 from hfshard.disk.fsops import can_link
 from hfshard.errors import (
     CheckpointChangedError,
@@ -117,14 +117,16 @@ def shard_room(request: SaveRequest) -> int:
     return _json_bytes(shard_metadata(request.tensors, request.file_metadata))
 
 
-def with_free_names(plan: ShardPlan, session: SaveSession, request: SaveRequest, writer: ShardWriter) -> ShardPlan:
+def with_reusable_names(
+    plan: ShardPlan, session: DirectorySession, request: SaveRequest, writer: ShardWriter
+) -> ShardPlan:
     """Change a plan to unused names, unless the existing files have the fingerprints of the ones to write."""
     if not plan.is_sharded or _matches_existing(plan, session, request, writer):
         return plan
-    return avoid_taken_names(plan, session, request.options.names)
+    return with_unused_names(plan, session, request.options.names)
 
 
-def avoid_taken_names(plan: ShardPlan, session: SaveSession, names: WeightNames) -> ShardPlan:
+def with_unused_names(plan: ShardPlan, session: DirectorySession, names: WeightNames) -> ShardPlan:
     """Split the smallest shard until no file in the directory has any of the plan's names."""
     taken = session.state.listing | session.state.referenced
     while plan.is_sharded and not taken.isdisjoint(shard.file for shard in plan.shards):
@@ -137,7 +139,7 @@ def _json_bytes(value: Any) -> int:
     return len(json.dumps(json.dumps(value))) + len('"__metadata__":{},')
 
 
-def _matches_existing(plan: ShardPlan, session: SaveSession, request: SaveRequest, writer: ShardWriter) -> bool:
+def _matches_existing(plan: ShardPlan, session: DirectorySession, request: SaveRequest, writer: ShardWriter) -> bool:
     """Return whether the index in the directory lists exactly these files, by their fingerprints."""
     index = session.state.index
     if index is None or index.weight_map != plan.weight_map:
@@ -149,19 +151,19 @@ def _matches_existing(plan: ShardPlan, session: SaveSession, request: SaveReques
     return all(one == other for one, other in zip(found, listed, strict=True))
 
 
-def needs_new_names(plan: ShardPlan, new: NewCheckpoint, index: CheckpointIndex, session: SaveSession) -> bool:
+def needs_new_names(plan: ShardPlan, new: NewCheckpoint, index: CheckpointIndex, session: DirectorySession) -> bool:
     """Return whether files that looked the same differ after all, or a single file needs links and can't have them."""
     old = session.state
     if plan.is_sharded:
         taken = [shard.file for shard in plan.shards if shard.file in old.listing]
         same = old.index is not None and all(old.index.files.get(file) == index.files[file] for file in taken)
         return bool(taken) and not (same and index.is_verifiable)
-    return needs_links(old, new) and not session.can_link(next(iter(new.shards.values())))
+    return needs_hard_links(old, new) and not session.can_link(next(iter(new.shards.values())))
 
 
-def write_staged(
+def write_to_staging(
     plan: ShardPlan,
-    session: SaveSession,
+    session: DirectorySession,
     request: SaveRequest,
     writer: ShardWriter,
     progress_callback: ProgressCallback | None,
@@ -195,7 +197,7 @@ def write_staged(
     return new, index
 
 
-def _can_link_single(session: SaveSession) -> bool:
+def _can_link_single(session: DirectorySession) -> bool:
     """Return whether there is an old single file, and it can have a second name."""
     single = os.path.join(session.directory, session.state.names.single)
     return session.state.has_single and can_link(session.staging, single)
@@ -206,14 +208,14 @@ def staged_names(plan: ShardPlan) -> dict[str, str]:
     return {shard.file: f"{number:05d}.weights" for number, shard in enumerate(plan.shards)}
 
 
-def staged_jobs(plan: ShardPlan, session: SaveSession, request: SaveRequest) -> list[WriteJob]:
+def staged_jobs(plan: ShardPlan, session: DirectorySession, request: SaveRequest) -> list[WriteJob]:
     """Build the jobs that write a plan's files into the staging directory."""
     paths = [os.path.join(session.staging, name) for name in staged_names(plan).values()]
     return shard_jobs(plan, request, paths, session.replaced)
 
 
 def _stage_companion_files(
-    session: SaveSession, request: SaveRequest, progress_callback: Callable[[int], object] | None
+    session: DirectorySession, request: SaveRequest, progress_callback: Callable[[int], object] | None
 ) -> dict[str, str]:
     staged = {}
     for number, (name, file) in enumerate(request.companion_files.items()):
@@ -303,16 +305,16 @@ def save_request(
     with save_session(directory, names) as session:
         session.drops_signature = request.options.drop_signature
         check()
-        plan = with_free_names(plan, session, request, writer)
+        plan = with_reusable_names(plan, session, request, writer)
         need_bytes = plan.total_size + sum(file.size for file in request.companion_files.values())
         session.make_folders({*request.companion_files, *request.small_files})
         session.check_space(need_bytes)
-        with bytes_bar("Saving", need_bytes, request.options.progress) as progress_callback:
-            new, index = write_staged(plan, session, request, writer, progress_callback)
+        with byte_progress("Saving", need_bytes, request.options.progress) as progress_callback:
+            new, index = write_to_staging(plan, session, request, writer, progress_callback)
             if needs_new_names(plan, new, index, session):
                 session.empty_staging()
-                plan = avoid_taken_names(with_one_more_shard(plan, names), session, names)
-                new, index = write_staged(plan, session, request, writer, None)
+                plan = with_unused_names(with_one_more_shard(plan, names), session, names)
+                new, index = write_to_staging(plan, session, request, writer, None)
         check()
         writer.confirm()
         session.commit(plan_commit(session.state, new))
@@ -360,11 +362,11 @@ def save_to_store(
         StoreError: The store refused, or failed: the old checkpoint stays. The next save deletes what was sent.
     """
     store = open_store(address)
-    _refuse_folder_of_run(store)
+    _reject_folder_of_run(store)
     return save_into(store, request, check, writer or OwnShardWriter())
 
 
-def _refuse_folder_of_run(store: Store) -> None:
+def _reject_folder_of_run(store: Store) -> None:
     """Reject a folder of a run, which deletes the folder's objects when it finds no manifest.
 
     Raises:
@@ -531,14 +533,14 @@ class _Save:
         options = self.request.options
         transaction.copy_unchanged(jobs, writer, options.checksum)
         new_bytes = sum(shard.nbytes for shard in self.plan.shards if shard.file not in transaction.digests)
-        with bytes_bar("Saving", new_bytes, options.progress) as progress_callback:
+        with byte_progress("Saving", new_bytes, options.progress) as progress_callback:
             transaction.send(jobs, writer, options.checksum, progress_callback)
         index = index_of(self.plan, self.request, [transaction.digests[shard.file] for shard in self.plan.shards])
         transaction.add_small_files({**self.small_files, self.state.names.index: index.to_json()})
         save = transaction.contents(self.replaced)
         check()
         writer.confirm()
-        with deferred_interrupt():
+        with delay_interrupt():
             transaction.put_index(save, self.store.list_objects)
             found, highest = self._put_copies(transaction)
             if highest > save_id:
@@ -568,7 +570,7 @@ class _Save:
         entry, save_id = transaction.entry, transaction.save_id
         copies_of = partial(plain_copies, entry=entry)
         try:
-            in_threads(lambda item, _: self._put_companion(*item), self.companion_files.items(), FILES_AT_ONCE)
+            run_in_threads(lambda item, _: self._put_companion(*item), self.companion_files.items(), FILES_AT_ONCE)
             others = {name: found for name, found in self.state.found.items() if name != entry}  # it is another save's
             put_copies(self.store, copies_of(transaction.small_files, save_id), others)
             return settle_copies(self.store, entry, save_id, copies_of)
@@ -609,7 +611,7 @@ class _Save:
                 "hfshard loads the new checkpoint from '%s'; but other tools take what is still there of the old one, "
                 "until it is deleted: %s.",
                 self.store.address,
-                list_some([*uploaded, *config], _SHOWN),
+                shorten_list([*uploaded, *config], _SHOWN),
             )
 
     def _replaced_below(self) -> list[str]:
@@ -648,7 +650,7 @@ def _changed_companions(store: Store, request: SaveRequest, state: StoreState) -
     for name, source in request.companion_files.items():
         there = state.found.get(name)
         is_kept = there is not None and name == README and keeps_readme
-        if not is_kept and (there is None or not has_same_bytes(source, StoredSource(store, there))):
+        if not is_kept and (there is None or not contents_equal(source, StoredSource(store, there))):
             changed[name] = source
     return changed
 
@@ -673,8 +675,8 @@ def stream_request(request: SaveRequest) -> tuple[dict[str, ByteSource], Checkpo
     """
     plan = plan_request(request)
     jobs = shard_jobs(plan, request, [""] * len(plan.shards))
-    with bytes_bar("Hashing", plan.total_size, request.options.progress) as progress_callback:
-        digested = in_threads(partial(_digest, progress_callback=progress_callback), jobs, writer_threads())
+    with byte_progress("Hashing", plan.total_size, request.options.progress) as progress_callback:
+        digested = run_in_threads(partial(_digest, progress_callback=progress_callback), jobs, writer_threads())
     index = index_of(plan, request, [digest for digest, _ in digested])
     contents: dict[str, ByteSource] = {}
     for shard, job, (digest, header) in zip(plan.shards, jobs, digested, strict=True):

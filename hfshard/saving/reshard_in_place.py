@@ -6,10 +6,10 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from hfshard._util.progress import bytes_bar
+from hfshard._util.progress import byte_progress
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
 from hfshard.commit.commit_plan import NewCheckpoint, content_digest, plan_commit
-from hfshard.commit.directory_commit import SaveSession, save_session
+from hfshard.commit.directory_commit import DirectorySession, save_session
 from hfshard.commit.directory_state import read_state
 from hfshard.disk.fsops import can_link
 from hfshard.format.digests import tensor_digest
@@ -64,7 +64,7 @@ def reshard_in_place(
         contents = {file: list(shard.header.tensors) for file, shard in checkpoint.shards.items()}
         taken = session.state.listing | session.state.referenced
         while _is_blocked(aligned, contents, taken):
-            aligned = with_one_more_cut(aligned, request.options.names, contents)
+            aligned = split_one_shard(aligned, request.options.names, contents)
         return _InPlaceReshard(checkpoint, request, session, aligned, contents).run()
 
 
@@ -128,7 +128,7 @@ def groups_of(plan: ShardPlan, contents: Mapping[str, Sequence[str]]) -> list[Gr
     ]
 
 
-def with_one_more_cut(plan: ShardPlan, names: WeightNames, contents: Mapping[str, Sequence[str]]) -> ShardPlan:
+def split_one_shard(plan: ShardPlan, names: WeightNames, contents: Mapping[str, Sequence[str]]) -> ShardPlan:
     """Cut the smallest file of a plan in two, near its middle, so that the groups stay the same.
 
     A file that consists of several old ones is cut between two of them. If no file can be cut, an empty one is added.
@@ -182,7 +182,7 @@ class _InPlaceReshard:
         self,
         checkpoint: OpenCheckpoint,
         request: SaveRequest,
-        session: SaveSession,
+        session: DirectorySession,
         plan: ShardPlan,
         contents: Mapping[str, Sequence[str]],
     ) -> None:
@@ -203,7 +203,7 @@ class _InPlaceReshard:
         changed = [group for group in self.groups if not group.is_kept]
         total_bytes = sum(group.nbytes for group in changed)
         self.session.check_space(max((group.nbytes for group in changed), default=0))
-        with bytes_bar("Re-sharding", total_bytes, self.request.options.progress) as progress_callback:
+        with byte_progress("Re-sharding", total_bytes, self.request.options.progress) as progress_callback:
             for group in changed:
                 self._write(group, progress_callback)
         return self._rename([group for group in self.groups if group.is_kept])

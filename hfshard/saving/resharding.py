@@ -15,13 +15,13 @@ import torch
 
 from hfshard._util.addresses import is_address
 from hfshard._util.arguments import absolute_path
-from hfshard.checkpoint.companion_files import companions_at, refuse_conflicts, taken_at
-from hfshard.checkpoint.folder import CheckpointFolder, RangedFolder
+from hfshard.checkpoint.companion_files import list_companions, names_in_use, reject_companion_conflicts
+from hfshard.checkpoint.folder import Folder, RangedFolder
 from hfshard.checkpoint.load_options import LoadOptions
 from hfshard.checkpoint.locate import config_in
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, cast, is_compared, is_packed, raw_tensors
 from hfshard.commit.directory_state import weights_override_of
-from hfshard.commit.hub_marker import directory_of, refuse_hub
+from hfshard.commit.hub_marker import hub_directory, reject_hub_directory
 from hfshard.constants import (
     CONFIG_NAME,
     GENERATION_CONFIG_NAME,
@@ -31,13 +31,13 @@ from hfshard.constants import (
     SIGNATURE_NAME,
 )
 from hfshard.disk.byte_source import ByteSource, BytesSource
-from hfshard.disk.safe_open import Identity, identity_of, refuse_links_to_outside
+from hfshard.disk.safe_open import Identity, identity_of, reject_links_to_outside
 from hfshard.errors import CheckpointChangedError, InvalidArgumentError, SignatureError
 from hfshard.format.digests import Checksum, Verify
-from hfshard.format.index import CheckpointIndex, without_mark, without_weights_override
+from hfshard.format.index import CheckpointIndex, without_commit_marker, without_weights_override
 from hfshard.format.strict_json import parse_json_object
 from hfshard.hub.own_files import OwnFiles
-from hfshard.places.source import CheckpointSource, LocalCheckpoint, open_source
+from hfshard.places.source import CheckpointSource, ResolvedSource, open_source
 from hfshard.saving.pipeline import plan_request, save_request
 from hfshard.saving.reshard_in_place import reshard_in_place
 from hfshard.saving.save_request import SaveOptions, SaveRequest
@@ -47,7 +47,7 @@ from hfshard.tensors.tied import find_shared_tensors
 
 logger = logging.getLogger(__name__)
 
-BesideOf = Callable[[OpenCheckpoint], Mapping[str, ByteSource]]
+ListCompanions = Callable[[OpenCheckpoint], Mapping[str, ByteSource]]
 """Function that finds the companion files of an open checkpoint."""
 
 _FLOATS: Final = {
@@ -88,7 +88,7 @@ def reshard_source(
     low_disk: bool = False,
     key: str | None = None,
     follow_links: bool = False,
-    beside: BesideOf | None = None,
+    beside: ListCompanions | None = None,
     overwrite: bool = True,
     verify: Verify = "structure",
 ) -> ReshardResult:
@@ -113,7 +113,7 @@ def reshard_source(
     dst = absolute_path(dst, "dst")
     local = source.find_local()
     if local is not None and local.weights_name is not None:
-        refuse_beside_file(local, dst)
+        reject_beside_file(local, dst)
     is_in_place = local is not None and is_same_place(local, dst)
     if low_disk and (not is_in_place or floating is not None or is_address(dst)):
         raise InvalidArgumentError(
@@ -131,7 +131,7 @@ def reshard_source(
         if is_in_place:
             check_in_place(checkpoint, low_disk=low_disk)
             if not options.drop_signature:
-                refuse_signed(checkpoint)
+                reject_signed(checkpoint)
         request = SaveRequest(options=options)
         if beside is not None:
             options = replace(options, checksum=recorded_checksum(checkpoint))
@@ -149,7 +149,7 @@ def reshard_source(
                 "'%s' has no checksums: its structure was checked, its bytes can't be.", checkpoint.weights_path
             )
         save = partial(reshard_in_place, checkpoint) if low_disk else save_request
-        check: Callable[[], None] = SourceCheck(checkpoint, is_in_place=is_in_place)
+        check: Callable[[], None] = SourceUnchangedCheck(checkpoint, is_in_place=is_in_place)
         if not overwrite:
             request, check = _without_own_files(request, dst, check)
         index = save(request, dst, check)
@@ -160,9 +160,9 @@ def reshard_source(
 
 def _with_companion_files(request: SaveRequest, place: str, dst: str, *, follow_links: bool) -> SaveRequest:
     """Add the checkpoint's companion files, which `dst` must not have with other contents."""
-    companions = companions_at(place, request.small_files.keys())
+    companions = list_companions(place, request.small_files.keys())
     if not (follow_links or is_address(place)):
-        refuse_links_to_outside(place, [*request.small_files, *companions], _LINKS)
+        reject_links_to_outside(place, [*request.small_files, *companions], _LINKS)
     if companions.pop(SIGNATURE_NAME, None) is not None:
         logger.warning(
             "The signature of '%s' is not copied, as it does not hold for other files. To sign them, run: hfshard sign "
@@ -170,7 +170,7 @@ def _with_companion_files(request: SaveRequest, place: str, dst: str, *, follow_
             place,
             dst,
         )
-    refuse_conflicts(companions, dst, taken_at(dst, companions))
+    reject_companion_conflicts(companions, dst, names_in_use(dst, companions))
     return replace(request, companion_files=companions)
 
 
@@ -240,25 +240,25 @@ def with_tensors(request: SaveRequest, checkpoint: OpenCheckpoint, *, weights_on
     )
     if checkpoint.pickles or request.kept_files or plan_request(request).weight_map == index.weight_map:
         return request
-    return replace(request, tensors={name: tensors[name] for name in guess_order(checkpoint)})
+    return replace(request, tensors={name: tensors[name] for name in infer_name_order(checkpoint)})
 
 
-def _config_without_override(folder: CheckpointFolder) -> bytes | None:
+def _config_without_override(folder: Folder) -> bytes | None:
     """Read the config, without the weights override that an unfinished commit may have left."""
     raw = config_in(folder)
     if raw is None:
         return None
-    config = without_mark(raw)  # a config from a store has a mark
+    config = without_commit_marker(raw)  # a config from a store has a mark
     return config if weights_override_of(config) is None else without_weights_override(config)
 
 
-def _model_files_of(folder: CheckpointFolder) -> dict[str, bytes]:
+def _model_files_of(folder: Folder) -> dict[str, bytes]:
     if not folder.has(GENERATION_CONFIG_NAME):
         return {}
-    return {GENERATION_CONFIG_NAME: without_mark(folder.read_small(GENERATION_CONFIG_NAME, MAX_CONFIG_BYTES))}
+    return {GENERATION_CONFIG_NAME: without_commit_marker(folder.read_small(GENERATION_CONFIG_NAME, MAX_CONFIG_BYTES))}
 
 
-def guess_order(checkpoint: OpenCheckpoint) -> list[str]:
+def infer_name_order(checkpoint: OpenCheckpoint) -> list[str]:
     """Infer the name order of the saved state dict from the safetensors files.
 
     1. Files are filled in that order, but a tensor that is too large gets its own file, before the file that is being
@@ -316,18 +316,18 @@ def with_dtype(request: SaveRequest, dtype: torch.dtype, directory: str) -> Save
 # Checks of a resharding: directories that it must not write into, and sources that change meanwhile.
 
 
-def place_of(local: LocalCheckpoint) -> str:
+def place_of(local: ResolvedSource) -> str:
     """Return the directory or the address of a checkpoint."""
     return local.directory if local.folder is None else local.folder.path
 
 
-def source_text(local: LocalCheckpoint) -> str:
+def source_text(local: ResolvedSource) -> str:
     """Return the directory, the address or the file that tensors are read from."""
     place = place_of(local)
     return place if local.weights_name is None else os.path.join(place, local.weights_name)
 
 
-def is_same_place(local: LocalCheckpoint, other: str) -> bool:
+def is_same_place(local: ResolvedSource, other: str) -> bool:
     """Return whether a path leads to a checkpoint's directory, or an address is its own."""
     if local.folder is not None or is_address(other):
         return place_of(local) == other
@@ -339,14 +339,14 @@ def is_same_directory(directory: str, other: str) -> bool:
     return os.path.isdir(directory) and os.path.isdir(other) and os.path.samefile(directory, other)
 
 
-def refuse_beside_file(local: LocalCheckpoint, dst: str) -> None:
+def reject_beside_file(local: ResolvedSource, dst: str) -> None:
     """Reject resharding one file into its own directory, where it may be a part of another checkpoint.
 
     Raises:
         InvalidArgumentError: `dst` is that directory.
         SaveDirectoryError: `dst` is in a directory hub.
     """
-    refuse_hub(dst)
+    reject_hub_directory(dst)
     if is_same_place(local, dst):
         raise InvalidArgumentError(
             f"'{dst}' is the directory of '{local.weights_name}' itself: give another one to write into, or the "
@@ -355,14 +355,14 @@ def refuse_beside_file(local: LocalCheckpoint, dst: str) -> None:
         )
 
 
-def check_places(source: CheckpointSource, local: LocalCheckpoint, dst: str, *, is_in_place: bool) -> None:
+def check_places(source: CheckpointSource, local: ResolvedSource, dst: str, *, is_in_place: bool) -> None:
     """Reject writes into the source, except to replace it, and into the files of a hub.
 
     Raises:
         InvalidArgumentError: `dst` is not allowed; the message says what to give instead.
         SaveDirectoryError: `dst` is in a directory hub.
     """
-    refuse_hub(dst)
+    reject_hub_directory(dst)
     if local.folder is not None or is_address(dst):
         if f"{dst}/".startswith(f"{place_of(local)}/") and not is_in_place:
             raise InvalidArgumentError(
@@ -379,7 +379,7 @@ def check_places(source: CheckpointSource, local: LocalCheckpoint, dst: str, *, 
             f"'{local.directory}' twice; else give a directory outside.",
             path=dst,
         )
-    hub = directory_of(source.path) or (source.path if os.path.isdir(source.path) else None)
+    hub = hub_directory(source.path) or (source.path if os.path.isdir(source.path) else None)
     is_hub = local.commit is not None or _is_snapshot(root)
     roots = [root, os.path.realpath(hub)] if is_hub and hub is not None else [root]
     if any(target.startswith(above.rstrip("/") + "/") or (is_hub and target == above) for above in roots):
@@ -418,7 +418,7 @@ def check_in_place(checkpoint: OpenCheckpoint, *, low_disk: bool) -> None:
             )
 
 
-def refuse_signed(checkpoint: OpenCheckpoint) -> None:
+def reject_signed(checkpoint: OpenCheckpoint) -> None:
     """Reject resharding a signed checkpoint in place, before a byte is written.
 
     Raises:
@@ -451,7 +451,7 @@ def recorded_checksum(checkpoint: OpenCheckpoint) -> Checksum | None:
     return "xxh3" if any(record.xxh3 is not None for record in records) else None
 
 
-class SourceCheck:
+class SourceUnchangedCheck:
     """A check, called before the commit, that no other process has changed the source since this was created.
 
     A store that is resharded in place is checked once, by the first call: after that, the save itself changes it, and

@@ -17,7 +17,7 @@ from hfshard.format.digests import Checksum, check_checksum, sha256_of
 from hfshard.format.file_names import MODEL_BASE, WeightNames
 from hfshard.format.index import FileDigest
 from hfshard.shards.shard_plan import Packing, check_packing
-from hfshard.tensors.state_dict import collect_state_dict, refuse_partitioned, refuse_sharded_tensors
+from hfshard.tensors.state_dict import collect_state_dict, reject_partitioned, reject_sharded_tensors
 from hfshard.tensors.stored_tensor import TensorLike
 from hfshard.tensors.tied import find_shared_tensors
 
@@ -63,7 +63,7 @@ class SaveRequest:
     """Tensors that get separate files, because they change more or less often than the rest."""
     name_order: tuple[str, ...] = ()
     """If this rank lacks some names, as a pipeline stage does: the names of all ranks, in the order of the index."""
-    look_at_whole: Callable[[], WholeModel | None] | None = None
+    describe_full_model: Callable[[], WholeModel | None] | None = None
     """Function that describes the full model, if ranks turn out to have different names; None: it can't be known."""
 
     @property
@@ -90,8 +90,8 @@ def request_from_state_dict(state_dict: Mapping[str, Any], options: SaveOptions)
     """
     if not isinstance(state_dict, Mapping):
         raise InvalidArgumentError(f"state_dict must map names to tensors, got a {type(state_dict).__name__}.")
-    refuse_sharded_tensors(state_dict)
-    refuse_partitioned(state_dict)
+    reject_sharded_tensors(state_dict)
+    reject_partitioned(state_dict)
     tied_names = find_shared_tensors(state_dict)
     stored = {name: tensor for name, tensor in state_dict.items() if name not in tied_names}
     return SaveRequest(tensors=stored, options=options, tied_names=tied_names)

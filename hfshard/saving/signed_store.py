@@ -7,20 +7,20 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Final
 
-from hfshard._util.progress import ProgressCallback, bytes_bar
-from hfshard._util.threads import cancellable, in_threads
+from hfshard._util.progress import ProgressCallback, byte_progress
+from hfshard._util.threads import cancellable, run_in_threads
 from hfshard.checkpoint.verifier import VerifyReport
 from hfshard.constants import COPY_BYTES, FILES_AT_ONCE, MAX_INDEX_BYTES, SIGNATURE_NAME, WEIGHTS_SUFFIXES
 from hfshard.disk.byte_source import ByteSource
 from hfshard.errors import CheckpointChangedError, HfshardError, InvalidArgumentError, StoreError
 from hfshard.format.file_names import INDEX_FILE, WeightNames
 from hfshard.format.index import CheckpointIndex
-from hfshard.hub.push_files import PushedContents, variants_of
+from hfshard.hub.push_files import PushContents, detect_variants
 from hfshard.places.source import CheckpointSource
 from hfshard.saving.copy_checkpoint import StoreFiles, without_marks
-from hfshard.signing.check_signature import SignedPlace, left_out_warnings, needs_disk, stored_manifest, with_problems
+from hfshard.signing.check_signature import SignedFolder, left_out_warnings, needs_disk, stored_manifest, with_problems
 from hfshard.signing.model_signing import SignedManifest
-from hfshard.signing.signed_files import may_be_signed
+from hfshard.signing.signed_files import is_signable
 from hfshard.signing.signer import SignedBy
 from hfshard.stores.store import StoredSource
 
@@ -79,15 +79,15 @@ def _with_signature(
     manifest = stored_manifest(files.place, files.sizes(), lambda _: _signature(files), by)
     contents = _as_pulled(files, manifest)
     objects = {name: one.found.name for name, one in contents.items() if isinstance(one, StoredSource)}
-    place = SignedPlace(files.place, manifest, objects=objects)
-    there = {name for name in contents if may_be_signed(name) or name in manifest.digests}
+    place = SignedFolder(files.place, manifest, objects=objects)
+    there = {name for name in contents if is_signable(name) or name in manifest.digests}
     names, errors = place.compare_names(there)
     recorded = _recorded(contents, names, manifest) if report.ok and is_compared else {}
     compared = {name for name in recorded if level == "structure" or name in report.files}
     known = {name: recorded[name] for name in compared}
     left = {name for name in names - known.keys() if level == "full" or not name.endswith(WEIGHTS_SUFFIXES)}
     total = sum(contents[name].size for name in left)
-    with bytes_bar("Verifying", total, progress) as progress_callback:
+    with byte_progress("Verifying", total, progress) as progress_callback:
         found = known | _hashed(contents, left, progress_callback)
     errors += [place.differs(name) for name in sorted(found) if manifest.digests[name] != {name: found[name]}]
 
@@ -116,7 +116,7 @@ def _as_pulled(files: StoreFiles, manifest: SignedManifest) -> dict[str, ByteSou
         return contents  # as another tool uploaded it
     indexes: dict[str | None, CheckpointIndex] = {}
     entries: dict[str | None, str] = {}
-    for variant in variants_of(name for name in contents if "/" not in name) or {None}:
+    for variant in detect_variants(name for name in contents if "/" not in name) or {None}:
         with files.open_variant(variant) as checkpoint:
             indexes[variant], entries[variant] = checkpoint.index, checkpoint.weights.name
         single = WeightNames(variant).single
@@ -126,7 +126,7 @@ def _as_pulled(files: StoreFiles, manifest: SignedManifest) -> dict[str, ByteSou
             and len(set(indexes[variant].weight_map.values())) == 1
         ):
             raise needs_disk(files.place, f"was signed as one file, '{single}', which has another header in a store")
-    return without_marks(PushedContents(contents, indexes, entries)).contents
+    return without_marks(PushContents(contents, indexes, entries)).contents
 
 
 def _recorded(contents: Mapping[str, ByteSource], names: Collection[str], manifest: SignedManifest) -> dict[str, str]:
@@ -146,7 +146,7 @@ def _hashed(
     contents: Mapping[str, ByteSource], names: Collection[str], progress_callback: ProgressCallback
 ) -> dict[str, str]:
     largest_first = sorted(names, key=lambda name: -contents[name].size)
-    found = in_threads(
+    found = run_in_threads(
         lambda name, cancelled: _sha256_of(contents[name], cancellable(progress_callback, cancelled)),
         largest_first,
         FILES_AT_ONCE,

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple, Protocol
 import torch
 
 from hfshard._util.progress import ProgressCallback
-from hfshard._util.threads import in_threads, result_of, start_thread, wait_for
+from hfshard._util.threads import result_of, run_in_threads, start_worker, wait_for
 from hfshard.constants import FINGERPRINT_BYTES
 from hfshard.disk.direct_io import BLOCK_BYTES
 from hfshard.errors import DamagedCheckpointError, IntegrityError, remedy
@@ -23,7 +23,7 @@ from hfshard.format.digests import HASHERS, Hasher, Verify, fingerprint_position
 from hfshard.format.header import LENGTH_BYTES, TensorInfo, read_header_length
 from hfshard.format.index import FileDigest
 from hfshard.shards.shard import SafetensorsShard
-from hfshard.tensors.stored_tensor import memory_of, own_memory
+from hfshard.tensors.stored_tensor import allocate_pages, bytes_view
 
 HEAD_BYTES: Final = 32 * 1024
 """Bytes of a file's first request: the header of about 250 tensors. A longer one takes a second request. Data after the
@@ -39,7 +39,7 @@ _AHEAD: Final = 3
 """The most such requests in flight while the bytes of one are in use."""
 
 
-class RangedEntry(Protocol):
+class RangedFile(Protocol):
     """A file as it was listed: later reads return exactly these bytes, or raise."""
 
     @property
@@ -55,17 +55,17 @@ class RangedEntry(Protocol):
         """Identifies the bytes: other bytes have another ETag."""
 
 
-class RangedFiles(Protocol):
+class RangeReader(Protocol):
     """A place whose files are read by ranges, such as a `Store`. Several threads use it at once."""
 
     def list_objects(self, folder: str = "") -> Mapping[str, Any]:
-        """List the files directly in a folder by name, each a `RangedEntry`."""
+        """List the files directly in a folder by name, each a `RangedFile`."""
 
     def folders(self, folder: str = "") -> list[str]:
         """Name the folders directly in a folder, sorted."""
 
     def find(self, name: str) -> Any:
-        """Look up one file, a `RangedEntry`; None if it does not exist."""
+        """Look up one file, a `RangedFile`; None if it does not exist."""
 
     def read_into(self, found: Any, begin: int, target: memoryview) -> None:
         """Fill memory with a listed file's bytes from `begin` on.
@@ -75,7 +75,7 @@ class RangedFiles(Protocol):
         """
 
 
-class FilesInStore(RangedFiles, Protocol):
+class FilesInStore(RangeReader, Protocol):
     """A place in a store."""
 
     def neighbors(self) -> list[str]:
@@ -85,7 +85,7 @@ class FilesInStore(RangedFiles, Protocol):
 class RangedShard(SafetensorsShard):
     """One safetensors file that is read by ranges, with nothing on disk."""
 
-    def __init__(self, files: RangedFiles, entry: RangedEntry, path: str) -> None:
+    def __init__(self, files: RangeReader, entry: RangedFile, path: str) -> None:
         """Read and check the header.
 
         Args:
@@ -189,7 +189,7 @@ class RangedShard(SafetensorsShard):
     def _begun(self, start: int, nbytes: int) -> tuple[Future[None], memoryview]:
         """Return memory that another thread fills, or this one if the range is small or no thread can be started."""
         found = memoryview(bytearray(nbytes))
-        reading = start_thread(partial(self.read_into, start, found), "hfshard-range") if nbytes > BLOCK_BYTES else None
+        reading = start_worker(partial(self.read_into, start, found), "hfshard-range") if nbytes > BLOCK_BYTES else None
         if reading is None:
             self.read_into(start, found)
             reading = Future()
@@ -354,7 +354,7 @@ def read_pieces(
             progress_callback(sum(piece.nbytes for piece in request.pieces))
         return asked
 
-    return sum(in_threads(read, requests, count))
+    return sum(run_in_threads(read, requests, count))
 
 
 def _read(request: _Request, stages: _Stages, cancelled: threading.Event) -> int:
@@ -446,15 +446,15 @@ def read_whole(
 
 def _memory(nbytes: int, device: torch.device) -> torch.Tensor:
     if device.type == "cpu" and nbytes:
-        return own_memory((nbytes,), torch.uint8)
+        return allocate_pages((nbytes,), torch.uint8)
     return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
 def _page_locked(nbytes: int) -> memoryview:
-    return memory_of(torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True))
+    return bytes_view(torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True))
 
 
-def pieces_of(info: TensorInfo, data_start: int, raw: torch.Tensor, digest: RunningDigest | None) -> Iterator[Piece]:
+def pieces_of(info: TensorInfo, data_start: int, raw: torch.Tensor, digest: UnorderedDigest | None) -> Iterator[Piece]:
     """Yield the pieces that make up a complete tensor.
 
     Args:
@@ -463,7 +463,7 @@ def pieces_of(info: TensorInfo, data_start: int, raw: torch.Tensor, digest: Runn
         raw: One-dimensional target of its bytes.
         digest: Digest that also gets them.
     """
-    memory = memory_of(raw) if raw.device.type == "cpu" else None
+    memory = bytes_view(raw) if raw.device.type == "cpu" else None
     # The caller's stream, on which the memory was allocated: other threads have their own.
     stream = torch.cuda.current_stream(raw.device) if raw.device.type == "cuda" else None
     for at in range(0, info.nbytes, REQUEST_BYTES):
@@ -477,7 +477,7 @@ def pieces_of(info: TensorInfo, data_start: int, raw: torch.Tensor, digest: Runn
 
 def _take(
     start: int,
-    digest: RunningDigest | None,
+    digest: UnorderedDigest | None,
     into: torch.Tensor | None,
     stream: torch.cuda.Stream | None,
     found: memoryview,
@@ -505,22 +505,22 @@ class Comparison:
         self._shard = shard
         self._is_full = level in ("full", "sha256")
         self._expected = {} if level == "none" else shard.tensor_digests()
-        self._digests: dict[str, RunningDigest] = {}
-        self._file: tuple[str, RunningDigest] | None = None
+        self._digests: dict[str, UnorderedDigest] = {}
+        self._file: tuple[str, UnorderedDigest] | None = None
         recorded = shard.recorded
         if self._is_full and shard.header.tensors and not self._expected and recorded.is_verifiable:
             kind = "sha256" if recorded.sha256 is not None else "xxh3"
             hasher = HASHERS[kind]()
             hasher.update(shard.header_as_hashed())
-            self._file = kind, RunningDigest(hasher, shard.header.data_start, shard.data_bytes)
+            self._file = kind, UnorderedDigest(hasher, shard.header.data_start, shard.data_bytes)
 
-    def digest_of(self, info: TensorInfo) -> RunningDigest | None:
+    def digest_of(self, info: TensorInfo) -> UnorderedDigest | None:
         """Return the digest that gets the bytes of a tensor read completely, once; None if nothing is compared."""
         if self._file is not None:
             return self._file[1]
         if info.name not in self._expected or info.name in self._digests:
             return None
-        digest = RunningDigest(tensor_hasher(), self._shard.header.data_start + info.begin, info.nbytes)
+        digest = UnorderedDigest(tensor_hasher(), self._shard.header.data_start + info.begin, info.nbytes)
         self._digests[info.name] = digest
         return digest
 
@@ -582,7 +582,7 @@ class Comparison:
         )
 
 
-def _hash(digest: RunningDigest, start: int, block: memoryview, cancelled: threading.Event) -> None:
+def _hash(digest: UnorderedDigest, start: int, block: memoryview, cancelled: threading.Event) -> None:
     digest.add(start, block, cancelled, stays=False)
 
 
@@ -593,7 +593,7 @@ _LOOK_SECONDS: Final = 0.1
 """Interval at which a thread that waits for its turn checks whether another one has failed."""
 
 
-class RunningDigest:
+class UnorderedDigest:
     """Digest of a byte range whose pieces arrive in any order, from several threads."""
 
     def __init__(self, hasher: Hasher, start: int, nbytes: int) -> None:

@@ -18,7 +18,7 @@ from typing import Final, Literal
 
 import torch
 
-from hfshard._util.threads import in_threads, start_thread
+from hfshard._util.threads import run_in_threads, start_worker
 from hfshard.constants import DATA_ALIGNMENT, FILES_AT_ONCE
 from hfshard.disk.direct_io import (
     aligned_block,
@@ -31,8 +31,8 @@ from hfshard.disk.direct_io import (
 )
 from hfshard.disk.fsops import is_remote
 from hfshard.errors import InvalidArgumentError
-from hfshard.shards.shard_file import HeldFile, SafetensorsFile, advise_huge, is_populated, pieces_of, populate
-from hfshard.tensors.stored_tensor import memory_of
+from hfshard.shards.shard_file import PooledFile, SafetensorsFile, advise_huge_pages, is_prefaulted, pieces_of, populate
+from hfshard.tensors.stored_tensor import bytes_view
 
 ReadMode = Literal["auto", "mmap", "pread"]
 
@@ -120,7 +120,7 @@ def read_from(
     others = [(shard, names) for shard, names in wanted if shard.signed_sha256 is None]
     tensors = _read_at_once(others, device)
     threads = FILES_AT_ONCE if device.type == "cpu" else 1  # tensors that are copied to a device need memory twice
-    for one in in_threads(lambda read, _: _read_signed(read, device), signed, threads):
+    for one in run_in_threads(lambda read, _: _read_signed(read, device), signed, threads):
         tensors |= one
     return {name: tensors[name] for _, names in wanted for name in names}
 
@@ -171,7 +171,7 @@ def _read_at_once(wanted: TensorRead, device: torch.device, *, staged: bool = Fa
                     tensors[name] = shard.shaped(name, storage)
                     jobs += reads
             jobs += [partial(stages.fill_targets, file, run) for run in _runs(parts)]
-        in_threads(lambda job, _: job(), jobs, threads)
+        run_in_threads(lambda job, _: job(), jobs, threads)
         stages.wait()
     return {name: tensors[name] for _, names in wanted for name in names}
 
@@ -181,15 +181,15 @@ class _File:
 
     def __init__(self, shard: SafetensorsFile, stack: ExitStack) -> None:
         self.shard = shard
-        self._held: HeldFile | None = None
+        self._held: PooledFile | None = None
         self._is_far = is_remote(shard.identity[0])
         self._is_shared = False
-        if not is_direct_wanted(shard.data_bytes) or has_fellow_ranks():
+        if not is_direct_wanted(shard.data_bytes) or has_local_peers():
             return
         with shard.opened() as fd:
             if not is_cached(fd, shard.header.data_start, shard.data_bytes) and (direct := open_direct(fd)) >= 0:
                 self._mark(direct)
-                self._held = HeldFile(direct, self._open_again)
+                self._held = PooledFile(direct, self._open_again)
                 stack.callback(self._held.close)
 
     def read(self, buffer: memoryview, start: int, count_bytes: int) -> None:
@@ -209,10 +209,10 @@ class _File:
 
     def _mark(self, direct: int) -> None:
         if not self._is_far:
-            mark_reading(direct)
+            lock_shared(direct)
 
     def _has_fellows(self, direct: int) -> bool:
-        return not self._is_far and has_fellow_readers(direct)
+        return not self._is_far and read_by_other_processes(direct)
 
 
 def _own_pages(file: _File, start: int, nbytes: int) -> tuple[torch.UntypedStorage, list[Callable[[], object]]]:
@@ -294,7 +294,7 @@ class _HostStage:
         self._copied: torch.cuda.Event | None = None
         if device.type == "cuda":
             self._raw = torch.empty(room, dtype=torch.uint8, device="cpu", pin_memory=True)
-            self._memory = memory_of(self._raw)
+            self._memory = bytes_view(self._raw)
         else:
             self._memory = aligned_block(room)
             self._raw = torch.frombuffer(self._memory, dtype=torch.uint8)
@@ -322,7 +322,7 @@ _FLOCK: Final = struct.Struct("@hhqqi4x")
 _HAS_LOCKS: Final = sys.platform == "linux" and struct.calcsize("P") == 8
 
 
-def has_fellow_ranks() -> bool:
+def has_local_peers() -> bool:
     """Return whether this is one of several ranks that are likely to load on this machine at the same time.
 
     The launcher sets the number of local ranks (torchrun and accelerate: LOCAL_WORLD_SIZE). Without it, the ranks of
@@ -335,8 +335,8 @@ def has_fellow_ranks() -> bool:
     return group.is_available() and group.is_initialized() and group.get_world_size() > 1
 
 
-def mark_reading(fd: int) -> None:
-    """Let `has_fellow_readers` of other processes see that a file is being read, until it is closed.
+def lock_shared(fd: int) -> None:
+    """Let `read_by_other_processes` of other processes see that a file is being read, until it is closed.
 
     The mark is a shared lock of the open file, which stops no other process. A file system without locks has no marks.
 
@@ -348,7 +348,7 @@ def mark_reading(fd: int) -> None:
             fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _flock(fcntl.F_RDLCK))
 
 
-def has_fellow_readers(fd: int) -> bool:
+def read_by_other_processes(fd: int) -> bool:
     """Return whether another process has marked a file as being read; False if this cannot be detected."""
     if not _HAS_LOCKS:
         return False
@@ -394,14 +394,14 @@ def read_ahead(wanted: Sequence[tuple[SafetensorsFile, Sequence[str]]]) -> list[
         (shard.mapping, begin, end)
         for shard, names in wanted
         for begin, end in _stretches(shard, names)
-        if not is_populated(shard.mapping, begin, end)
+        if not is_prefaulted(shard.mapping, begin, end)
     ]
     if not cold:
         return []
     for stretch in cold:
-        advise_huge(*stretch)
+        advise_huge_pages(*stretch)
     pieces = _Pieces(cold)
-    started = [start_thread(pieces.populate, "hfshard-read-ahead", daemon=True) for _ in range(_THREADS)]
+    started = [start_worker(pieces.populate, "hfshard-read-ahead", daemon=True) for _ in range(_THREADS)]
     return [one for one in started if one is not None]
 
 

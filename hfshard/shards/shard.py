@@ -10,13 +10,13 @@ from typing import Any, Final
 import torch
 
 from hfshard._util.progress import ProgressCallback
-from hfshard._util.text import list_some
+from hfshard._util.text import shorten_list
 from hfshard.constants import FINGERPRINT_BYTES, METADATA_KEY
 from hfshard.disk.direct_io import BLOCK_BYTES
 from hfshard.errors import DamagedCheckpointError, IntegrityError, remedy
 from hfshard.format.digests import HASHERS, fingerprint_positions, new_fingerprint, tensor_digest, zeroed
 from hfshard.format.header import LENGTH_BYTES, Header, TensorInfo, damaged_header, parse_header
-from hfshard.format.index import FileDigest, HfshardMetadata, metadata_of_file
+from hfshard.format.index import FileDigest, HfshardMetadata, parse_file_metadata
 from hfshard.shards.write_shards import COMPLEX_AS_REAL_KEY
 from hfshard.tensors.stored_tensor import TORCH_DTYPES, torch_shape
 
@@ -52,7 +52,7 @@ class SafetensorsShard(ABC):
         self.size = size
         self._raw_header = raw_header
         self.header: Header = parse_header(raw_header[LENGTH_BYTES:], size, path)
-        self.hfshard_metadata: HfshardMetadata = metadata_of_file(self.header.metadata, self.header.tensors, path)
+        self.hfshard_metadata: HfshardMetadata = parse_file_metadata(self.header.metadata, self.header.tensors, path)
         self._complex_as_real = self._complex_names()
 
     @property
@@ -232,7 +232,7 @@ class SafetensorsShard(ABC):
     def _differs(self, what: str, expected: Any, actual: Any, damaged: Sequence[str] = ()) -> IntegrityError:
         which = "It is damaged, or belongs to another save."
         if damaged:
-            which = f"Damaged: tensor {list_some(damaged, _SHOWN, quote=True)}."
+            which = f"Damaged: tensor {shorten_list(damaged, _SHOWN, quote=True)}."
         return IntegrityError(
             f"Shard '{self.path}' is not the file that was saved: its {what} is {actual}, but was {expected}. "
             f"{which} {remedy(self.path)}",

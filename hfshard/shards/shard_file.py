@@ -19,9 +19,9 @@ from typing import Final, cast
 
 import torch
 
-from hfshard._util.threads import no_collection, start_thread
+from hfshard._util.threads import pause_gc, start_worker
 from hfshard.constants import MAX_HEADER_BYTES
-from hfshard.disk.direct_io import BLOCK_BYTES, HUGE_PAGE_BYTES, LIBRARY, is_resident, read_blocks, read_places
+from hfshard.disk.direct_io import BLOCK_BYTES, HUGE_PAGE_BYTES, LIBRARY, is_resident, read_blocks, read_spots
 from hfshard.disk.fsops import is_remote
 from hfshard.disk.safe_open import NO_FILES_LEFT, Identity, identity_of, open_regular, read_text
 from hfshard.errors import CheckpointChangedError, MissingShardError
@@ -36,7 +36,7 @@ _PLAIN_DTYPES: Final = {DTYPE_NAMES[dtype]: dtype for dtype in PLAIN_DTYPES}
 
 
 class SafetensorsFile(SafetensorsShard):
-    """One local safetensors file; open while it is read, and until its descriptor is needed (see `HeldFile`).
+    """One local safetensors file; open while it is read, and until its descriptor is needed (see `PooledFile`).
 
     Attributes:
         signed_sha256: The complete file's sha256 that was found to be signed; copied bytes are compared with it.
@@ -53,7 +53,7 @@ class SafetensorsFile(SafetensorsShard):
         """
         self._root = root
         self._mapped: torch.UntypedStorage | None = None
-        fd = open_with_room(partial(open_regular, path, root, real_root))
+        fd = open_or_evict(partial(open_regular, path, root, real_root))
         try:
             status = os.fstat(fd)
             self.identity: Identity = identity_of(status)
@@ -65,7 +65,7 @@ class SafetensorsFile(SafetensorsShard):
         except BaseException:
             os.close(fd)
             raise
-        self._file = HeldFile(fd, self._open_again)
+        self._file = PooledFile(fd, self._open_again)
 
     @property
     def is_far(self) -> bool:
@@ -99,7 +99,7 @@ class SafetensorsFile(SafetensorsShard):
         infos = self.header.tensors
         data_start = self.header.data_start
         mapping = self.mapping
-        with no_collection():
+        with pause_gc():
             for name in names:
                 _, dtype_name, shape, begin, end = infos[name]
                 dtype = dtypes.get(dtype_name)
@@ -143,13 +143,13 @@ class SafetensorsFile(SafetensorsShard):
 
     def _places(self, places: Sequence[tuple[int, int]]) -> list[bytes]:
         with self.opened() as fd:  # 4 MiB at most; a separate generator would cost each tensor a call
-            return [*read_places(fd, self.header.data_start, self.data_bytes, places)]
+            return [*read_spots(fd, self.header.data_start, self.data_bytes, places)]
 
     def _data(self, *, keep_cached: bool = False) -> Iterator[memoryview]:
         start = self.header.data_start
         with self.opened() as fd:
             if keep_cached:
-                yield from populated_blocks(fd, self.mapping, start, self.size)
+                yield from prefaulted_blocks(fd, self.mapping, start, self.size)
             else:
                 yield from read_blocks(fd, start, self.data_bytes)
 
@@ -202,7 +202,7 @@ _SHARE: Final = 2
 """Divisor of the process's descriptor limit: these files use one in this many, and the program has the rest."""
 
 
-def open_with_room(open_file: Callable[[], int]) -> int:
+def open_or_evict(open_file: Callable[[], int]) -> int:
     """Open a file; if the process has no descriptor left, close idle pooled files and retry.
 
     Raises:
@@ -211,17 +211,17 @@ def open_with_room(open_file: Callable[[], int]) -> int:
     try:
         return open_file()
     except OSError as error:
-        if error.errno not in NO_FILES_LEFT or not close_idle_files():
+        if error.errno not in NO_FILES_LEFT or not evict_idle_files():
             raise
     return open_file()
 
 
-def close_idle_files() -> bool:
+def evict_idle_files() -> bool:
     """Close all idle pooled files, which are reopened when used; return False if there was none."""
     return _pool.close_all_idle()
 
 
-class HeldFile:
+class PooledFile:
     """A file that is open while in use and until others need its descriptor; the next use reopens it.
 
     Several threads use it at once.
@@ -271,7 +271,7 @@ class FilePool:
     def __init__(self, most_open: Callable[[], int]) -> None:
         """Begin without files; `most_open` returns how many may be open, unless more are in use at once."""
         self._most_open = most_open
-        self._idle: dict[HeldFile, None] = {}
+        self._idle: dict[PooledFile, None] = {}
         """Open files that are not in use, the longest-idle one first."""
         self._count = 0
         """Number of open files."""
@@ -281,20 +281,20 @@ class FilePool:
         """Create a new lock: in a forked child, a thread that does not exist there may hold the old one."""
         self._lock = threading.Lock()
 
-    def add(self, file: HeldFile) -> None:
+    def add(self, file: PooledFile) -> None:
         """Add a new file, and close idle ones for it."""
         with self._lock:
             self._count += 1
             self._idle[file] = None
             self._close_idle(self._count - self._most_open())
 
-    def take(self, file: HeldFile) -> None:
+    def take(self, file: PooledFile) -> None:
         """Keep a file open."""
         with self._lock:
             file._users += 1
             self._idle.pop(file, None)
 
-    def give_back(self, file: HeldFile) -> None:
+    def give_back(self, file: PooledFile) -> None:
         """Release one use of a file, which can be closed once it has no users."""
         with self._lock:
             file._users -= 1
@@ -310,13 +310,13 @@ class FilePool:
             self._count += 1
             self._close_idle(self._count - self._most_open())
         try:
-            return open_with_room(open_again)
+            return open_or_evict(open_again)
         except BaseException:
             with self._lock:
                 self._count -= 1
             raise
 
-    def close(self, file: HeldFile) -> None:
+    def close(self, file: PooledFile) -> None:
         """Close a file permanently, now or when its last user releases it."""
         with self._lock:
             file._is_closed = True
@@ -333,7 +333,7 @@ class FilePool:
             self._close(file)
         return count > 0
 
-    def _close(self, file: HeldFile) -> None:
+    def _close(self, file: PooledFile) -> None:
         self._idle.pop(file, None)
         if file._fd >= 0:
             os.close(file._fd)
@@ -373,12 +373,12 @@ _THREADS: Final = 2
 0.96."""
 
 
-def is_populated(mapping: torch.UntypedStorage, begin: int, end: int) -> bool:
+def is_prefaulted(mapping: torch.UntypedStorage, begin: int, end: int) -> bool:
     """Return whether the page cache has a range, judged by a few pages; True if the system does not say."""
     return is_resident(mapping.data_ptr() + begin, end - begin)
 
 
-def advise_huge(mapping: torch.UntypedStorage, begin: int, end: int) -> None:
+def advise_huge_pages(mapping: torch.UntypedStorage, begin: int, end: int) -> None:
     """Request huge pages for a range that is about to be read into the page cache.
 
     The disk then writes into long ranges of memory, and one fault maps each. A kernel without huge pages ignores this.
@@ -403,7 +403,7 @@ def populate(mapping: torch.UntypedStorage, begin: int, end: int) -> bool:
     )
 
 
-def populated_blocks(fd: int, mapping: torch.UntypedStorage, begin: int, end: int) -> Iterator[memoryview]:
+def prefaulted_blocks(fd: int, mapping: torch.UntypedStorage, begin: int, end: int) -> Iterator[memoryview]:
     """Yield the bytes of a range, and leave it in the page cache for the tensors there.
 
     The bytes are copied out of the page cache: touching a mapped page that another process has truncated away would
@@ -419,10 +419,10 @@ def populated_blocks(fd: int, mapping: torch.UntypedStorage, begin: int, end: in
         file does.
     """
     blocks = read_blocks(fd, begin, end - begin, keep_cached=True)
-    if end <= begin or is_populated(mapping, begin, end):
+    if end <= begin or is_prefaulted(mapping, begin, end):
         yield from blocks
         return
-    advise_huge(mapping, begin, end)
+    advise_huge_pages(mapping, begin, end)
     ahead = _Ahead(mapping, begin, end)
     try:
         at = begin
@@ -457,7 +457,7 @@ class _Ahead:
         self._room = Semaphore(_AHEAD)
         self._lock = Lock()
         self._is_closed = False
-        started = [start_thread(self._populate_pieces, "hfshard-read", daemon=True) for _ in range(_THREADS)]
+        started = [start_worker(self._populate_pieces, "hfshard-read", daemon=True) for _ in range(_THREADS)]
         self._threads = [one for one in started if one is not None]
         if not self._threads:
             self._stop()

@@ -14,7 +14,7 @@ from typing import Any, Final, Self
 import torch
 
 from hfshard._util.progress import ProgressCallback
-from hfshard._util.threads import cancellable, in_threads
+from hfshard._util.threads import cancellable, run_in_threads
 from hfshard.constants import COPY_BYTES, FILES_AT_ONCE, FINGERPRINT_BYTES, FORMAT_VERSION, METADATA_KEY
 from hfshard.disk.byte_source import SeekableReader
 from hfshard.disk.direct_io import BLOCK_BYTES, BlockWriter, check_setting
@@ -26,10 +26,10 @@ from hfshard.format.digests import (
     Hasher,
     fingerprint_positions,
     new_fingerprint,
-    small_tensor_digest,
     tensor_digest,
+    tensor_digest_of_bytes,
 )
-from hfshard.format.header import header_entries, header_of_entries
+from hfshard.format.header import build_header_from_entries, header_entries
 from hfshard.format.index import FileDigest, single_file_metadata
 from hfshard.tensors.stored_tensor import (
     TensorLayout,
@@ -81,13 +81,13 @@ def write_shards(
     Raises:
         OSError: The first error of any file; the others stop. The caller removes what was written.
     """
-    await_devices(jobs)
+    synchronize_devices(jobs)
     threads = writer_threads()
     write = partial(_write_shard, checksum=checksum, progress_callback=progress_callback, background=threads > 1)
-    return in_threads(write, jobs, threads)
+    return run_in_threads(write, jobs, threads)
 
 
-def await_devices(jobs: Sequence[WriteJob]) -> None:
+def synchronize_devices(jobs: Sequence[WriteJob]) -> None:
     """Wait for pending GPU work: the threads that read the tensors use the default stream."""
     if torch.cuda.is_initialized():
         tensors = (tensor for job in jobs for tensor in job.tensors.values())
@@ -132,7 +132,7 @@ def file_order(tensors: Mapping[str, TensorLike]) -> dict[str, TensorLike]:
 
 def shard_header(tensors: Mapping[str, TensorLike], metadata: Mapping[str, str]) -> bytes:
     """Build the header of a file with these tensors, given in the order of their bytes."""
-    return header_of_entries(_entries(tensors, tensor_layouts(tensors.values())), metadata)
+    return build_header_from_entries(_entries(tensors, tensor_layouts(tensors.values())), metadata)
 
 
 def _entries(tensors: Mapping[str, TensorLike], layouts: Sequence[TensorLayout]) -> bytes:
@@ -173,14 +173,14 @@ class _Head:
                 self.checksum: 64 if self.checksum == "sha256" else 32,
                 "tensor_digests": TENSOR_DIGEST_HEX * len(self.job.tensors),
             }
-        return self.stating({name: "0" * length for name, length in lengths.items()})
+        return self.with_digests({name: "0" * length for name, length in lengths.items()})
 
-    def stating(self, digests: Mapping[str, str]) -> bytes:
+    def with_digests(self, digests: Mapping[str, str]) -> bytes:
         """Build the header with these digests, in the order of `blank`; only a single file contains its own digests."""
         metadata = dict(self.job.metadata)
         if self.job.hfshard_metadata is not None:
             metadata[METADATA_KEY] = single_file_metadata(self.job.hfshard_metadata, digests)
-        return header_of_entries(self.entries, metadata)
+        return build_header_from_entries(self.entries, metadata)
 
 
 def _write_shard(
@@ -230,7 +230,7 @@ def stream_shard(
     if job.hfshard_metadata is None:
         return _put_through(head, blank, put)[0]
     digest, header = digest_shard(job, checksum, None, threading.Event())
-    output = HashedOutput(put, None)
+    output = HashingWriter(put, None)
     output.add([memoryview(header)], 0)
     for tensor in job.tensors.values():
         output.add_tensor(tensor, 0)
@@ -273,7 +273,7 @@ def _put_through(head: _Head, blank: bytes, put: Callable[[memoryview], object])
         The file's digest and header.
     """
     hasher = HASHERS[head.checksum]() if head.checksum is not None else None
-    output = HashedOutput(put, hasher)
+    output = HashingWriter(put, hasher)
     output.add([memoryview(blank)], fingerprint_bytes=len(blank))
     sampled = set(fingerprint_positions(len(head.job.tensors)))
     tensors = [
@@ -288,7 +288,7 @@ def _put_through(head: _Head, blank: bytes, put: Callable[[memoryview], object])
 
 
 def _digest_and_header(head: _Head, blank: bytes, digests: Mapping[str, str]) -> tuple[FileDigest, bytes]:
-    header = blank if head.job.hfshard_metadata is None else head.stating(digests)
+    header = blank if head.job.hfshard_metadata is None else head.with_digests(digests)
     return FileDigest(len(header) + head.data_bytes, **digests), header
 
 
@@ -302,7 +302,7 @@ _TOGETHER_BYTES: Final = 256 * 1024
 """Gathered bytes per write: they stay in the core's cache."""
 
 
-class HashedOutput:
+class HashingWriter:
     """Writer of a file's blocks in order: it hashes each, and passes it on while it is in the core's cache."""
 
     def __init__(self, put: Callable[[memoryview], object], hasher: Hasher | None) -> None:
@@ -354,7 +354,7 @@ class HashedOutput:
         self._small_bytes += len(raw)
         if self._small_bytes >= _TOGETHER_BYTES:
             self.flush()
-        return small_tensor_digest(raw) if self._hasher is not None else ""
+        return tensor_digest_of_bytes(raw) if self._hasher is not None else ""
 
     def _passed_on(self, blocks: Iterable[memoryview], fingerprint_bytes: int) -> Iterator[memoryview]:
         for block in blocks:

@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, S
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from hfshard._util.progress import ProgressCallback, bytes_bar
-from hfshard._util.text import list_some
-from hfshard._util.threads import cancellable, in_threads
+from hfshard._util.progress import ProgressCallback, byte_progress
+from hfshard._util.text import shorten_list
+from hfshard._util.threads import cancellable, run_in_threads
 from hfshard.checkpoint.folder import StoreFolder
 from hfshard.checkpoint.load_options import FilesBeside
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
@@ -34,17 +34,17 @@ from hfshard.shards.shard_file import SafetensorsFile
 from hfshard.signing.model_signing import SignedManifest, digests_by_library, signed_manifest
 from hfshard.signing.signed_files import (
     SMALL_SIGNATURE_BYTES,
+    FileIdentity,
     OpenWeights,
-    SeenFile,
+    file_identity,
     hash_files,
     is_needed,
+    is_optional,
     is_read,
+    is_signable,
     list_files,
-    may_be_left_out,
-    may_be_signed,
-    most_signature_bytes,
-    references_elsewhere,
-    seen_file,
+    max_signature_bytes,
+    remote_code_references,
 )
 from hfshard.signing.signer import SignedBy
 
@@ -53,7 +53,7 @@ _SHOWN: Final = 5
 
 
 @dataclass
-class SignedPlace:
+class SignedFolder:
     """A directory, and the manifest of a verified signature over it."""
 
     root: str
@@ -62,7 +62,7 @@ class SignedPlace:
     """The folder in it that is loaded, with a trailing slash; "": all of it."""
     has_code: bool = False
     """True if code of the checkpoint may be run."""
-    seen: dict[str, SeenFile] = field(default_factory=dict)
+    seen: dict[str, FileIdentity] = field(default_factory=dict)
     """The files that were compared by name, and their state then."""
     open_weights: OpenWeights = field(default_factory=OpenWeights)
     """The files that were compared while open."""
@@ -79,7 +79,7 @@ class SignedPlace:
         self._refuse(missing_files=filter(self._is_needed, signed - there), added_files=there - signed)
         self.check(sorted(there))
         if self.has_code:
-            self._refuse_other_code()
+            self._reject_other_code()
 
     def compare_names(self, there: Set[str]) -> tuple[set[str], list[SignatureError]]:
         """Return the existing files that are signed, and an error for each missing or added file."""
@@ -102,7 +102,7 @@ class SignedPlace:
         self._refuse(missing_files=filter(self._is_needed, signed - names), added_files=self._added(names))
         names &= signed
         total = sum(os.path.getsize(os.path.join(self.root, name)) for name in names)
-        with bytes_bar("Verifying", total, progress) as progress_callback:
+        with byte_progress("Verifying", total, progress) as progress_callback:
             self.check(sorted(names), progress_callback)
 
     def check(self, names: Collection[str], progress_callback: ProgressCallback | None = None) -> None:
@@ -118,18 +118,18 @@ class SignedPlace:
 
     def hashed(
         self, names: Collection[str], progress_callback: ProgressCallback | None = None
-    ) -> dict[str, tuple[dict[str, str], SeenFile]]:
+    ) -> dict[str, tuple[dict[str, str], FileIdentity]]:
         """Hash files as the signature does: path -> digests, and the file's identity."""
         if self.manifest.is_plain:
             plain = hash_files(self.root, names, progress_callback)
             return {name: ({name: digest}, seen) for name, (digest, seen) in plain.items()}
-        result: dict[str, tuple[dict[str, str], SeenFile]] = {}
+        result: dict[str, tuple[dict[str, str], FileIdentity]] = {}
         for name in names:
             path = os.path.join(self.root, name)
             os.close(open_regular(path, self.root))
-            before = seen_file(path)
+            before = file_identity(path)
             digests = digests_by_library(self.root, [name], self.manifest.serialization)
-            if before is None or before != seen_file(path):
+            if before is None or before != file_identity(path):
                 raise self.differs(name)
             result[name] = digests, before
         return result
@@ -147,8 +147,8 @@ class SignedPlace:
         entry = os.path.normpath(os.path.join(below, checkpoint.weights.name))
         self._refuse(missing_files=(), added_files={entry, *names.values()} - self.manifest.digests.keys())
         total = sum(file.size for file in files.values())
-        with bytes_bar("Verifying", total, progress) as progress_callback:
-            in_threads(
+        with byte_progress("Verifying", total, progress) as progress_callback:
+            run_in_threads(
                 lambda name, cancelled: self._check_open_file(
                     names[name], files[name], checkpoint, name, cancellable(progress_callback, cancelled)
                 ),
@@ -175,7 +175,7 @@ class SignedPlace:
             CheckpointChangedError: A file is as it was signed, but may have been different when it was read.
         """
         self.open_weights.confirm()
-        changed = [name for name, seen in self.seen.items() if seen_file(os.path.join(self.root, name)) != seen]
+        changed = [name for name, seen in self.seen.items() if file_identity(os.path.join(self.root, name)) != seen]
         there = [name for name in changed if os.path.lexists(os.path.join(self.root, name))]
         come = self._names_read() - self.seen.keys()
         self._refuse(missing_files=set(changed) - set(there), added_files=come - self.manifest.digests.keys())
@@ -192,7 +192,7 @@ class SignedPlace:
         if name not in self.manifest.digests:
             return self.not_signed(name)
         path = self._path(name)
-        which = f" (tensor {list_some(sorted(damaged), _SHOWN, quote=True)})" if damaged else ""
+        which = f" (tensor {shorten_list(sorted(damaged), _SHOWN, quote=True)})" if damaged else ""
         return SignatureError(
             f"'{path}' is not the file that was signed{which}: it was changed, or the signature is that of another "
             f"checkpoint. Download it again, or ask who signed it; to see all that differs, run: hfshard verify "
@@ -245,7 +245,7 @@ class SignedPlace:
     def _added(self, names: Collection[str]) -> set[str]:
         """Select the files that are not signed, and were not left out on purpose as far as a signer may do that."""
         unsigned = set(names) - self.manifest.digests.keys()
-        return {name for name in unsigned if not (self._is_ignored(name) and may_be_left_out(name))}
+        return {name for name in unsigned if not (self._is_ignored(name) and is_optional(name))}
 
     def _is_needed(self, name: str) -> bool:
         return name.startswith(self.below) and is_needed(name)
@@ -299,13 +299,13 @@ class SignedPlace:
         """Return whether the signer left a file out on purpose."""
         return any(name == path or name.startswith(f"{path}/") for path in self.manifest.ignored)
 
-    def _refuse_other_code(self) -> None:
+    def _reject_other_code(self) -> None:
         """Reject a config with code of another repo, which this signature does not cover."""
         for path in {os.path.join(self.root, folder, CONFIG_NAME) for folder in ("", self.below)}:
             if not os.path.lexists(path):
                 continue
             raw, _ = read_small(path, self.root, MAX_CONFIG_BYTES)
-            for reference in references_elsewhere(raw):
+            for reference in remote_code_references(raw):
                 raise code_elsewhere(path, reference)
 
 
@@ -333,7 +333,7 @@ class RequiredSignature:
         """Store the required signer."""
         self.by = by
 
-    def find(self, directory: str, subfolder: str = "", *, has_code: bool = False) -> SignedPlace:
+    def find(self, directory: str, subfolder: str = "", *, has_code: bool = False) -> SignedFolder:
         """Find and check a checkpoint's signature, and check every file that a load reads along with the weights.
 
         Args:
@@ -353,11 +353,11 @@ class RequiredSignature:
         """Find the signature in a folder of a store; see `find_signed_objects` for arguments and errors."""
         return find_signed_objects(folder, beside, self.by, has_code=has_code)
 
-    def find_all(self, directory: str, subfolder: str = "") -> SignedPlace:
+    def find_all(self, directory: str, subfolder: str = "") -> SignedFolder:
         """Find and check the signature without comparing files; raise SignatureError if it is missing or not valid."""
         return self._place(directory, subfolder, has_code=False)
 
-    def _place(self, directory: str, subfolder: str, *, has_code: bool) -> SignedPlace:
+    def _place(self, directory: str, subfolder: str, *, has_code: bool) -> SignedFolder:
         root = directory.rstrip(os.sep) or os.sep
         if has_code or not os.path.lexists(os.path.join(root, SIGNATURE_NAME)):
             for _ in filter(None, subfolder.split("/")):  # code lies above too
@@ -372,16 +372,16 @@ class RequiredSignature:
         raw, _ = read_small(path, root, _most_bytes(root, path))  # rejects a pipe, a link to elsewhere, or a huge file
         manifest = signed_manifest(root, path, self.by.choose, str(self.by), raw)
         below = os.path.relpath(directory, root)
-        return SignedPlace(root, manifest, "" if below == os.curdir else f"{below}/", has_code=has_code)
+        return SignedFolder(root, manifest, "" if below == os.curdir else f"{below}/", has_code=has_code)
 
 
 def _most_bytes(root: str, signature: str) -> int:
-    seen = seen_file(signature)
+    seen = file_identity(signature)
     if seen is None or seen[2] <= SMALL_SIGNATURE_BYTES:
         return SMALL_SIGNATURE_BYTES
     names = list_files(root).names
     blocks = sum(os.stat(os.path.join(root, name)).st_blocks for name in names)  # holes count for nothing
-    return most_signature_bytes(len(names), blocks * _BLOCK_BYTES)
+    return max_signature_bytes(len(names), blocks * _BLOCK_BYTES)
 
 
 def required_signature(public_key: str | os.PathLike[str] | SignedBy | None) -> RequiredSignature | None:
@@ -424,7 +424,7 @@ def with_signature(
         }
         left = [name for name in sorted(names - known.keys()) if level == "full" or not name.endswith(WEIGHTS_SUFFIXES)]
         total = sum(os.path.getsize(os.path.join(place.root, name)) for name in left)
-        with bytes_bar("Verifying", total, progress) as progress_callback:
+        with byte_progress("Verifying", total, progress) as progress_callback:
             hashed = place.hashed(left, progress_callback)
         differing = {name for name in left if hashed[name][0] != place.manifest.digests[name]}
         if level == "full" and any(os.path.normpath(os.path.join(place.root, name)) in compared for name in differing):
@@ -439,21 +439,21 @@ def with_signature(
         return with_problems(report, [error])
     unread = 0 if level == "full" else len(names) - len(left)
     warnings = [f"{unread} signed files of weights were not compared: level='full' reads them."] if unread else []
-    warnings += left_out_warnings(place, {name for name in there if may_be_signed(name)})
+    warnings += left_out_warnings(place, {name for name in there if is_signable(name)})
     files = tuple(dict.fromkeys((*report.files, *sorted(names))))
     report = replace(report, files=files, warnings=(*report.warnings, *warnings))
     report = replace(with_problems(report, errors), checked_bytes=report.checked_bytes + total)
     return replace(report, signed_by=str(by)) if report.ok and not unread else report
 
 
-def left_out_warnings(place: SignedPlace, there: Set[str]) -> list[str]:
+def left_out_warnings(place: SignedFolder, there: Set[str]) -> list[str]:
     """Return a warning that lists the files that were left out of the signature on purpose, if any."""
     left_out = place.left_out(there)
     if not left_out:
         return []
     return [
-        f"{list_some(left_out, _SHOWN, quote=True)}: left out of the signature on purpose by who signed; no load takes "
-        "such files."
+        f"{shorten_list(left_out, _SHOWN, quote=True)}: left out of the signature on purpose by who signed; no load "
+        "takes such files."
     ]
 
 
@@ -463,7 +463,7 @@ def with_problems(report: VerifyReport, errors: Collection[HfshardError]) -> Ver
     return replace(report, problems=(*report.problems, *found))
 
 
-def _recorded(place: SignedPlace, names: Collection[str]) -> dict[str, str]:
+def _recorded(place: SignedFolder, names: Collection[str]) -> dict[str, str]:
     """Collect the sha256 of shards from the indexes that are as they were signed."""
     found: dict[str, str] = {}
     for name in names:
@@ -512,7 +512,7 @@ class SignedObjects:
         for name in sorted(filter(is_needed, self.manifest.digests)):
             if self.folder.was_listed(name.rpartition("/")[0]) and not self.folder.has(name):
                 raise self._place.missing(name)
-        for reference in references_elsewhere(self._compared.get(CONFIG_NAME, b"")) if self.has_code else ():
+        for reference in remote_code_references(self._compared.get(CONFIG_NAME, b"")) if self.has_code else ():
             raise code_elsewhere(self.folder.path_of(CONFIG_NAME), reference)
 
     def check_all(self, progress: bool | None = None) -> None:
@@ -544,8 +544,8 @@ class SignedObjects:
         if raw is not None:
             self._compare(entry, sha256_of(raw))
         shards = checkpoint.shards
-        with bytes_bar("Verifying", sum(one.size for one in shards.values()), progress) as progress_callback:
-            in_threads(
+        with byte_progress("Verifying", sum(one.size for one in shards.values()), progress) as progress_callback:
+            run_in_threads(
                 lambda name, cancelled: self._check_shard(
                     name, shards[name], cancellable(progress_callback, cancelled)
                 ),
@@ -568,11 +568,11 @@ class SignedObjects:
         )
 
     @property
-    def _place(self) -> SignedPlace:
+    def _place(self) -> SignedFolder:
         objects = {
             name: self.folder.path_of(name).removeprefix(f"{self.folder.path}/") for name in self.manifest.digests
         }
-        return SignedPlace(self.folder.path, self.manifest, objects=objects)
+        return SignedFolder(self.folder.path, self.manifest, objects=objects)
 
     def _check_shard(self, name: str, shard: SafetensorsShard, progress_callback: ProgressCallback) -> None:
         self._compare(name, shard.checked_sha256(FileDigest(), progress_callback))
@@ -622,7 +622,7 @@ def stored_manifest(place: str, sizes: Mapping[str, int], read: Callable[[int], 
             "there (hfshard sign DIR --private-key KEY), and push it again; or leave out the public key.",
             path=place,
         )
-    limit = most_signature_bytes(len(sizes), sum(sizes.values()) - sizes[SIGNATURE_NAME])
+    limit = max_signature_bytes(len(sizes), sum(sizes.values()) - sizes[SIGNATURE_NAME])
     if sizes[SIGNATURE_NAME] > limit:
         raise SignatureError(
             f"'{path}' has {sizes[SIGNATURE_NAME]} bytes, but a signature of such files has at most {limit}. Ask who "

@@ -9,20 +9,20 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from hfshard._util.addresses import is_address
-from hfshard._util.arguments import absolute_path, names_files
-from hfshard._util.progress import bytes_bar
-from hfshard._util.text import list_some
+from hfshard._util.arguments import absolute_path, wraps_os_errors
+from hfshard._util.progress import byte_progress
+from hfshard._util.text import shorten_list
 from hfshard.checkpoint.locate import adapter_weights, directory_not_found
 from hfshard.checkpoint.open_checkpoint import open_checkpoint
-from hfshard.commit.hub_marker import enclosing_hub
+from hfshard.commit.hub_marker import find_enclosing_hub
 from hfshard.constants import MAX_INDEX_BYTES, SAFETENSORS_SUFFIX, SIGNATURE_NAME
-from hfshard.disk.fsops import locked_directory, rename, sync_directory, unlink_if_there, write_file
+from hfshard.disk.fsops import locked_directory, rename, sync_directory, unlink_if_exists, write_file
 from hfshard.disk.safe_open import read_small
 from hfshard.errors import InvalidArgumentError, SignatureError
 from hfshard.format.digests import Verify
 from hfshard.format.file_names import INDEX_FILE
 from hfshard.format.index import CheckpointIndex
-from hfshard.hub.push_files import variants_of
+from hfshard.hub.push_files import detect_variants
 from hfshard.shards.shard_file import SafetensorsFile
 from hfshard.signing.model_signing import sign_digests
 from hfshard.signing.signed_files import hash_files, list_files
@@ -49,7 +49,7 @@ class SignResult:
     """Bytes of the signed files whose sha256 the save had recorded."""
 
 
-@names_files("path")
+@wraps_os_errors("path")
 def sign_checkpoint(
     path: str | os.PathLike[str],
     *,
@@ -95,12 +95,12 @@ def sign_checkpoint(
     choose = _signer(private_key, password, signing_certificate, certificate_chain, sigstore)
     directory = _directory_to_sign(path)
     with locked_directory(directory, wait_seconds=_LOCK_SECONDS):
-        unlink_if_there(_new_signature(directory))  # left by a process that was killed
+        unlink_if_exists(_new_signature(directory))  # left by a process that was killed
         listing = list_files(directory)
         links = [name for name in listing.names if os.path.islink(os.path.join(directory, name))]
         if links:
             raise SignatureError(
-                f"'{directory}' holds links ({list_some(links, _SHOWN_LINKS, quote=True)}), which model_signing "
+                f"'{directory}' holds links ({shorten_list(links, _SHOWN_LINKS, quote=True)}), which model_signing "
                 "refuses to verify. Sign a copy: hfshard reshard, or hfshard pull REPO DIR.",
                 path=os.path.join(directory, links[0]),
             )
@@ -108,7 +108,7 @@ def sign_checkpoint(
         others = [name for name in listing.names if name not in recorded]
         sizes = {name: os.path.getsize(os.path.join(directory, name)) for name in listing.names}
         read_bytes = sum(sizes[name] for name in others)
-        with bytes_bar("Hashing", read_bytes, progress) as progress_callback:
+        with byte_progress("Hashing", read_bytes, progress) as progress_callback:
             hashed = hash_files(directory, others, progress_callback)
         digests = recorded | {name: digest for name, (digest, _) in hashed.items()}
         _write(directory, digests, listing.left_out, choose)
@@ -162,7 +162,7 @@ def _directory_to_sign(path: str | os.PathLike[str]) -> str:
         )
     if not os.path.isdir(directory):
         raise directory_not_found(directory)
-    if enclosing_hub(directory) is not None:
+    if find_enclosing_hub(directory) is not None:
         raise InvalidArgumentError(
             f"'{directory}' is or lies in a directory hub, whose commits don't change. Sign the directory that is "
             "pushed, and push it: the signature goes along.",
@@ -173,7 +173,7 @@ def _directory_to_sign(path: str | os.PathLike[str]) -> str:
 
 def _recorded(directory: str, names: Sequence[str], verify: Verify) -> dict[str, str]:
     """Check every checkpoint of a directory, and return the recorded sha256 of its shards, where there is one."""
-    found_variants = variants_of(name for name in names if "/" not in name)
+    found_variants = detect_variants(name for name in names if "/" not in name)
     adapter = None if found_variants else adapter_weights(directory)
     for variant in sorted(found_variants or {None}, key=lambda one: one or ""):
         with open_checkpoint(directory, variant=variant, verify=verify, weights_name=adapter):
@@ -221,7 +221,7 @@ def _write(directory: str, digests: Mapping[str, str], left_out: Sequence[str], 
         rename(beside, target)
         sync_directory(directory)
     finally:
-        unlink_if_there(beside)
+        unlink_if_exists(beside)
 
 
 def _new_signature(directory: str) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from hfshard._util.progress import ProgressCallback
-from hfshard._util.threads import cancellable, in_threads
+from hfshard._util.threads import cancellable, run_in_threads
 from hfshard.constants import (
     BIN_SUFFIX,
     COPY_BYTES,
@@ -29,7 +29,7 @@ NEVER_SIGNED: Final = (SIGNATURE_NAME, ".cache", ".git", ".gitattributes", ".git
 """Names at the top of the directory: the signature, git's files, which model-signing leaves out too, and files of
 huggingface_hub and hfshard."""
 
-DEBRIS: Final = frozenset({"__pycache__", ".DS_Store"})
+TEMPORARY_NAMES: Final = frozenset({"__pycache__", ".DS_Store"})
 """Names, at any depth, of files that tools create when they read a directory; a push leaves them out."""
 
 _MAX_SIGNATURE_BYTES: Final = 256 * 1024 * 1024
@@ -41,7 +41,7 @@ _FILE_BYTES: Final = 4096
 _PARTS: Final = 1024
 """Bytes of the files per allowed byte of signature: they may be signed in parts, such as 300 bytes for each MB."""
 
-SeenFile = tuple[int, int, int, int, int]
+FileIdentity = tuple[int, int, int, int, int]
 """Device, inode, size, and the times (ns) of the last change of the bytes, and of anything about the file."""
 
 
@@ -55,10 +55,10 @@ class Listing:
     """Paths that no signature covers."""
 
 
-def may_be_signed(name: str) -> bool:
+def is_signable(name: str) -> bool:
     """Return whether a signature covers a path of `list_files`."""
     parts = name.split("/")
-    return parts[0] not in NEVER_SIGNED and DEBRIS.isdisjoint(parts)
+    return parts[0] not in NEVER_SIGNED and TEMPORARY_NAMES.isdisjoint(parts)
 
 
 def list_files(directory: str, *, takes_debris: bool = False) -> Listing:
@@ -66,7 +66,7 @@ def list_files(directory: str, *, takes_debris: bool = False) -> Listing:
 
     Args:
         directory: The directory to list.
-        takes_debris: Include the files of `DEBRIS`.
+        takes_debris: Include the files of `TEMPORARY_NAMES`.
 
     Raises:
         SignatureError: An entry is neither a file nor a link to one, or its name is not printable; or a folder can't be
@@ -74,8 +74,8 @@ def list_files(directory: str, *, takes_debris: bool = False) -> Listing:
     """
     names: list[str] = []
     left_out = set(NEVER_SIGNED)
-    debris = frozenset() if takes_debris else DEBRIS
-    for above, folders, files in os.walk(directory, onerror=_refuse_unlisted):
+    debris = frozenset() if takes_debris else TEMPORARY_NAMES
+    for above, folders, files in os.walk(directory, onerror=_reject_unlisted):
         below = os.path.relpath(above, directory)
         place = "" if below == os.curdir else f"{below}/"
         left_out |= {place + name for name in (*folders, *files) if name in debris}
@@ -95,20 +95,20 @@ def list_files(directory: str, *, takes_debris: bool = False) -> Listing:
     return Listing(tuple(sorted(names)), tuple(sorted(left_out)))
 
 
-def _refuse_unlisted(error: OSError) -> None:
+def _reject_unlisted(error: OSError) -> None:
     raise SignatureError(
         f"'{error.filename}' can't be listed: {error.strerror}. Make it readable, or remove it.", path=error.filename
     ) from error
 
 
-def most_signature_bytes(files: int, total_bytes: int) -> int:
+def max_signature_bytes(files: int, total_bytes: int) -> int:
     """Return the limit for reading a signature over a number of files with a total size."""
     return min(_MAX_SIGNATURE_BYTES, SMALL_SIGNATURE_BYTES + files * _FILE_BYTES + total_bytes // _PARTS)
 
 
 def hash_files(
     directory: str, names: Collection[str], progress_callback: ProgressCallback | None = None
-) -> dict[str, tuple[str, SeenFile]]:
+) -> dict[str, tuple[str, FileIdentity]]:
     """Compute the sha256 of files, several at once.
 
     Args:
@@ -122,7 +122,7 @@ def hash_files(
     Raises:
         MissingShardError, UnsafePathError, DamagedCheckpointError: One is missing, or is not a file of the directory.
     """
-    hashed = in_threads(
+    hashed = run_in_threads(
         lambda name, cancelled: _hash_file(directory, name, cancellable(progress_callback, cancelled)),
         names,
         FILES_AT_ONCE,
@@ -130,24 +130,24 @@ def hash_files(
     return dict(zip(names, hashed, strict=True))
 
 
-def seen_file(path: str) -> SeenFile | None:
+def file_identity(path: str) -> FileIdentity | None:
     """Return the identity that tells a file from a replacement; None if there is no file."""
     try:
-        return seen_status(os.stat(path))
+        return status_identity(os.stat(path))
     except OSError:
         return None
 
 
-def seen_status(status: os.stat_result) -> SeenFile:
+def status_identity(status: os.stat_result) -> FileIdentity:
     """Return the values that tell a file from another, and from itself with other bytes."""
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
-def _hash_file(directory: str, name: str, progress_callback: ProgressCallback) -> tuple[str, SeenFile]:
+def _hash_file(directory: str, name: str, progress_callback: ProgressCallback) -> tuple[str, FileIdentity]:
     fd = open_regular(os.path.join(directory, name), directory)
     try:
         hasher = hashlib.sha256()
-        seen = seen_status(os.fstat(fd))
+        seen = status_identity(os.fstat(fd))
         while block := os.read(fd, COPY_BYTES):
             hasher.update(block)
             progress_callback(len(block))
@@ -163,12 +163,12 @@ class OpenWeights:
     """The hashed files and their state at that time; may be used by several threads."""
 
     def __init__(self) -> None:
-        self._seen: dict[SafetensorsFile, SeenFile] = {}
+        self._seen: dict[SafetensorsFile, FileIdentity] = {}
 
     def sha256(self, file: SafetensorsFile, progress_callback: ProgressCallback) -> str:
         """Hash a file, from its first byte to its last, with the errors of `checked_sha256`."""
         with file.opened() as fd:
-            before = seen_status(os.fstat(fd))
+            before = status_identity(os.fstat(fd))
         self._seen[file] = before
         return file.checked_sha256(FileDigest(), progress_callback, keep_cached=True)
 
@@ -184,7 +184,7 @@ class OpenWeights:
         """
         for file, before in self._seen.items():
             with file.opened() as fd:
-                now = seen_status(os.fstat(fd))
+                now = status_identity(os.fstat(fd))
             if now != before:
                 raise CheckpointChangedError(
                     f"'{file.path}' was touched after its signature had been checked, so that what was loaded need not "
@@ -238,12 +238,12 @@ def is_needed(name: str) -> bool:
     return is_read(name) and not is_of_weights and last not in _TRAINING
 
 
-def may_be_left_out(name: str) -> bool:
+def is_optional(name: str) -> bool:
     """Return whether a signer may leave a file out on purpose, because no load uses it."""
     return _is_for_people(name) or not name.endswith(_FOR_PROGRAMS)
 
 
-def references_elsewhere(config: bytes) -> list[str]:
+def remote_code_references(config: bytes) -> list[str]:
     """List the references to code of other repos in a config, and in the configs nested in it."""
     try:
         return [text for text in _texts_below(json.loads(config), is_code=False) if _OTHER_REPO in text]
@@ -253,7 +253,7 @@ def references_elsewhere(config: bytes) -> list[str]:
 
 def _is_for_people(name: str) -> bool:
     parts = name.split("/")
-    return any(part.startswith(".") or part in DEBRIS for part in parts) or name.lower().endswith(_DOCUMENTS)
+    return any(part.startswith(".") or part in TEMPORARY_NAMES for part in parts) or name.lower().endswith(_DOCUMENTS)
 
 
 def _texts_below(value: Any, *, is_code: bool) -> Iterator[str]:

@@ -23,7 +23,7 @@ SERVICE: Final = Service(
         "Set AZURE_STORAGE_ACCOUNT and run 'az login', or set AZURE_STORAGE_KEY too; or set "
         "AZURE_STORAGE_CONNECTION_STRING."
     ),
-    who_am_i="az account show",
+    identity_hint="az account show",
     permissions="the role Storage Blob Data Contributor",
     make_bucket="az storage container create --name {1}",
 )

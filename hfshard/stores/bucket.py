@@ -22,7 +22,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff, validate_repo_id
 
 from hfshard._util.addresses import StoreAddress
-from hfshard._util.text import list_some
+from hfshard._util.text import shorten_list
 from hfshard.errors import (
     CheckpointChangedError,
     HfshardError,
@@ -43,7 +43,7 @@ from hfshard.stores.hub_calls import (
     status_of,
     without_secrets,
 )
-from hfshard.stores.retry import stall_seconds
+from hfshard.stores.retry import idle_timeout
 from hfshard.stores.store import StoredObject, neighbors_of
 from hfshard.stores.xet import XetFailedError, XetReader, XetUpload
 from hfshard.stores.xet_tokens import XetTokens, bucket_token_url
@@ -299,7 +299,7 @@ class BucketCalls:
         headers = build_hf_headers()
         if "content" in body:
             headers["Content-Type"] = "application/x-ndjson"
-        return http_backoff(method, url, headers=headers, timeout=stall_seconds() or 1, **body)
+        return http_backoff(method, url, headers=headers, timeout=idle_timeout() or 1, **body)
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
@@ -378,7 +378,9 @@ def _of_answer(error: HfHubHTTPError, address: StoreAddress) -> StoreError:
     said = f" The Hub said: {said}." if said else ""
     if isinstance(error, BucketBatchError) and error.failures:
         reasons = [f"'{failure.get('path')}': {_masked(str(failure.get('error')))}" for failure in error.failures]
-        return StoreError(f"The Hub did not do all that '{address}' was to get: {list_some(reasons, _SHOWN)}.", **about)
+        return StoreError(
+            f"The Hub did not do all that '{address}' was to get: {shorten_list(reasons, _SHOWN)}.", **about
+        )
     if isinstance(error, BucketNotFoundError):
         kind = StoreAccessError if status == _NO_RIGHT[0] else StoreNotFoundError
         return kind(

@@ -67,7 +67,7 @@ _SHARE: Final = 3, 4
 """Share of the allowed memory for parts; the client uses the rest."""
 
 
-class PartMemory:
+class BufferPool:
     """Pool of reusable buffers for parts."""
 
     def __init__(self) -> None:
@@ -128,7 +128,7 @@ class PartMemory:
             self._changed.notify_all()
 
 
-PART_MEMORY: Final = PartMemory()
+PART_MEMORY: Final = BufferPool()
 os.register_at_fork(after_in_child=PART_MEMORY.forget)
 
 
@@ -215,7 +215,7 @@ _UPLOADS: Final = _Turns(uploads_at_once)
 _DOWNLOADS: Final = _Turns(downloads_at_once)
 
 
-class Turn:
+class TransferSlot:
     """One transfer's turn: creating it waits for it, and `end` returns it."""
 
     def __init__(self, turns: _Turns, size: int, memory_bytes: int | None = None) -> None:
@@ -238,17 +238,17 @@ class Turn:
         self.end()
 
 
-def upload_turn(size: int, memory_bytes: int) -> Turn:
+def reserve_upload(size: int, memory_bytes: int) -> TransferSlot:
     """Wait until `size` bytes may be sent along with other uploads within `memory_bytes`."""
-    return Turn(_UPLOADS, size, memory_bytes)
+    return TransferSlot(_UPLOADS, size, memory_bytes)
 
 
-def download_turn(size: int) -> Turn:
+def reserve_download(size: int) -> TransferSlot:
     """Wait until `size` bytes may be downloaded."""
-    return Turn(_DOWNLOADS, size)
+    return TransferSlot(_DOWNLOADS, size)
 
 
-def give_memory_back() -> None:
+def trim_heap() -> None:
     """Return freed memory to the system, if the C library supports it.
 
     glibc keeps freed memory for the thread that used it: six files, one after another in six threads, use 540 MB

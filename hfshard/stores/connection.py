@@ -20,9 +20,9 @@ from obstore.exceptions import (
 )
 
 from hfshard._util.text import without_url_secrets
-from hfshard._util.threads import ProcessLock, pause, start_thread
+from hfshard._util.threads import ForkSafeLock, pause, start_worker
 from hfshard.errors import StoreAccessError, StoreConnectionError, StoreError, StoreNotFoundError
-from hfshard.stores.retry import first_wait, retry_seconds, stall_seconds
+from hfshard.stores.retry import idle_timeout, initial_backoff, retry_seconds
 
 if TYPE_CHECKING:
     from obstore.store import AzureStore, BackoffConfig, ClientConfig, GCSStore, RetryConfig, S3Store
@@ -53,7 +53,7 @@ class Service:
     """The most objects that one request deletes."""
     log_in: str
     """Advice for a user without credentials."""
-    who_am_i: str
+    identity_hint: str
     """Command that shows whose credentials are in use."""
     permissions: str
     """Permissions that saving, loading and cleaning up need."""
@@ -88,7 +88,7 @@ class Connection:
     its first call, for services whose buckets must be addressed in their own region."""
     _moves: int = field(default=0, repr=False)
     """Number of times that the clients were replaced by those for another region."""
-    _moving: ProcessLock = field(default_factory=lambda: ProcessLock(), repr=False)
+    _moving: ForkSafeLock = field(default_factory=lambda: ForkSafeLock(), repr=False)
 
     def follower(self) -> Callable[[Failure], bool]:
         """Return a function for a request that begins now: after a failure, it decides whether to try another region.
@@ -160,11 +160,11 @@ def make_clients(
     Raises:
         StoreAccessError: obstore rejects the settings.
     """
-    stall = timedelta(seconds=stall_seconds() or 1)
+    stall = timedelta(seconds=idle_timeout() or 1)
     common: ClientConfig = {"allow_http": allow_http, "connect_timeout": min(stall, _CONNECT)}
     if authority is not None:
         common["root_certificate"] = authority
-    backoff: BackoffConfig = {"init_backoff": timedelta(seconds=first_wait()), "max_backoff": _LONGEST_BACKOFF}
+    backoff: BackoffConfig = {"init_backoff": timedelta(seconds=initial_backoff()), "max_backoff": _LONGEST_BACKOFF}
     retries: RetryConfig = {
         "max_retries": _RETRIES,
         "retry_timeout": timedelta(seconds=retry_seconds()),
@@ -211,13 +211,13 @@ def refusal(service: Service, bucket: str, where: str, failure: Failure) -> Stor
     if failure.code in _UNKNOWN_KEY or failure.status == 401:
         return StoreAccessError(
             f"{service.title} does not accept the credentials for {where} ({said}). Look whose they are with "
-            f"'{service.who_am_i}'. {service.log_in}",
+            f"'{service.identity_hint}'. {service.log_in}",
             path=where,
         )
     if failure.status == 403 or failure.code in _FORBIDDEN:
         return StoreAccessError(
             f"{service.title} does not permit this request for {where} ({said}). Loading and saving need "
-            f"{service.permissions}; '{service.who_am_i}' shows who asked.",
+            f"{service.permissions}; '{service.identity_hint}' shows who asked.",
             path=where,
         )
     if failure.wrong_region:
@@ -413,7 +413,7 @@ def ask(request: Callable[[], _Answer]) -> _Answer:
         InterruptedError: This thread's work was cancelled; see `pause`.
         Everything that the request raises.
     """
-    answer = start_thread(request, "hfshard-request", daemon=True)
+    answer = start_worker(request, "hfshard-request", daemon=True)
     if answer is None:
         return request()
     try:
@@ -447,7 +447,7 @@ class Patience:
             return True
         if not failure.is_transient:
             return False
-        first = first_wait() * (1 if failure.is_slow_down else _QUICK)
+        first = initial_backoff() * (1 if failure.is_slow_down else _QUICK)
         wait = min(first * 2**self._failures, _LONGEST_WAIT) * random.uniform(1, 1.2)
         limit = retry_seconds()
         if failure.transport == "Connect":

@@ -30,7 +30,7 @@ from hfshard.stores.connection import (
     read_variable,
     refusal,
 )
-from hfshard.stores.retry import stall_seconds
+from hfshard.stores.retry import idle_timeout
 
 if TYPE_CHECKING:
     from obstore.store import GCSConfig
@@ -41,7 +41,7 @@ SERVICE: Final = Service(
     title="Google Cloud Storage",
     deletes_together=1000,
     log_in="Run 'gcloud auth application-default login', or set GOOGLE_APPLICATION_CREDENTIALS to a key file.",
-    who_am_i="gcloud auth list",
+    identity_hint="gcloud auth list",
     permissions="storage.objects.list, .get, .create and .delete (the role Storage Object User)",
     make_bucket="gcloud storage buckets create {0}",
 )
@@ -223,7 +223,7 @@ class _XmlCalls:
         patience = Patience()
         while True:
             try:
-                with urllib.request.urlopen(request, timeout=stall_seconds() or 1) as answer:
+                with urllib.request.urlopen(request, timeout=idle_timeout() or 1) as answer:
                     return str(answer.read().decode())
             except urllib.error.HTTPError as error:
                 failure = Failure(status=error.code)

@@ -155,7 +155,7 @@ def is_passing(error: BaseException) -> bool:
     return isinstance(error, transport_errors())
 
 
-def wait_before(attempt: int, error: BaseException, what: str) -> None:
+def wait_and_retry(attempt: int, error: BaseException, what: str) -> None:
     """Log a failure and wait before the retry: twice as long each time, and at least as long as the Hub asks.
 
     Args:

@@ -41,7 +41,7 @@ _BODY_BYTES: Final = 1 << 20
 T = TypeVar("T")
 
 
-class CloudStore:
+class ObjectStore:
     """The objects below one prefix of a bucket of S3, GCS or Azure; see `Store`.
 
     Every read names the listed ETag, so two objects of one name never mix. Objects that are put in parts need names
@@ -61,7 +61,7 @@ class CloudStore:
         self._bucket_seen = False
 
     def __repr__(self) -> str:
-        return f"<CloudStore {self._address}>"
+        return f"<ObjectStore {self._address}>"
 
     @property
     def address(self) -> StoreAddress:
@@ -89,7 +89,7 @@ class CloudStore:
 
     def neighbors(self) -> list[str]:
         """Name the folders next to the place; see `Store`."""
-        return neighbors_of(self._address, CloudStore)
+        return neighbors_of(self._address, ObjectStore)
 
     def find(self, name: str) -> StoredObject | None:
         """Look up one object; see `Store`."""

@@ -28,7 +28,7 @@ def open_store(address: str | StoreAddress) -> Store:
             from hfshard.stores.bucket import BucketStore
 
             return BucketStore(place)
-        from hfshard.stores.object_store import CloudStore
+        from hfshard.stores.object_store import ObjectStore
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "hfshard":
             raise
@@ -36,4 +36,4 @@ def open_store(address: str | StoreAddress) -> Store:
             f"{place} needs the package {error.name!r}, which is not installed: pip install 'hfshard[stores]'",
             path=str(place),
         ) from error
-    return CloudStore(place)
+    return ObjectStore(place)

@@ -20,7 +20,7 @@ _WAITS: Final = 32
 """The first five waits add up to 31 times the first one."""
 
 
-def stall_seconds() -> float:
+def idle_timeout() -> float:
     """Return the number of seconds that a service may be silent during a request."""
     return _seconds(TIMEOUT_VARIABLE, _TIMEOUT)
 
@@ -30,7 +30,7 @@ def retry_seconds() -> float:
     return _seconds(RETRY_VARIABLE, _RETRY)
 
 
-def first_wait() -> float:
+def initial_backoff() -> float:
     """Return the number of seconds to wait after the first failure; the wait doubles after each further one.
 
     The default is one second, for services that ask for a pause: obstore does not expose their Retry-After.

@@ -22,7 +22,7 @@ from botocore.loaders import create_loader
 from obstore.store import S3Store
 
 from hfshard._util.text import without_url_secrets
-from hfshard._util.threads import in_threads
+from hfshard._util.threads import run_in_threads
 from hfshard.errors import HfshardError, StoreAccessError, StoreConnectionError, StoreError
 from hfshard.stores.connection import (
     Connection,
@@ -35,7 +35,7 @@ from hfshard.stores.connection import (
     read_variable,
     refusal,
 )
-from hfshard.stores.retry import stall_seconds
+from hfshard.stores.retry import idle_timeout
 
 if TYPE_CHECKING:
     from obstore.store import S3Config, S3Credential
@@ -48,7 +48,7 @@ SERVICE: Final = Service(
     log_in=(
         "Run 'aws configure' or 'aws sso login', or set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY."
     ),
-    who_am_i="aws sts get-caller-identity",
+    identity_hint="aws sts get-caller-identity",
     permissions=(
         "s3:ListBucket, s3:GetObject, s3:PutObject, s3:DeleteObject, s3:AbortMultipartUpload and "
         "s3:ListBucketMultipartUploads"
@@ -157,7 +157,7 @@ def _session_of(bucket: str, region: str | None) -> tuple[Any, _Credentials | No
         session.register_component("data_loader", _LOADER)
         is_public = read_variable("AWS_SKIP_SIGNATURE").lower() in {"1", "true"}
         credentials = None if is_public else _credentials(session, address)
-        stall = stall_seconds() or 1
+        stall = idle_timeout() or 1
         client = session.create_client(
             "s3",
             region_name=region,
@@ -192,7 +192,7 @@ def _region_of(client: Any, bucket: str, authority: bytes | None) -> str | None:
     request = urllib.request.Request(f"{client.meta.endpoint_url}/{bucket}", method="HEAD")
     context = ssl.create_default_context(cadata=authority.decode(errors="ignore")) if authority else None
     try:
-        with urllib.request.urlopen(request, timeout=stall_seconds() or 1, context=context) as answer:
+        with urllib.request.urlopen(request, timeout=idle_timeout() or 1, context=context) as answer:
             headers = answer.headers
     except urllib.error.HTTPError as error:
         headers = error.headers
@@ -302,7 +302,7 @@ def _copy_in_parts(client: Any, bucket: str, key: str, etag: str, size: int, tar
 
     upload = client.create_multipart_upload(**copied)["UploadId"]
     try:
-        parts = in_threads(copy_part, range(1, -(-size // COPIED_PART) + 1), _COPIES_AT_ONCE)
+        parts = run_in_threads(copy_part, range(1, -(-size // COPIED_PART) + 1), _COPIES_AT_ONCE)
         answer = client.complete_multipart_upload(**copied, UploadId=upload, MultipartUpload={"Parts": parts})
     except BaseException:
         try:

@@ -15,15 +15,15 @@ from typing import Any, Final, Literal, TypeVar
 import hf_xet
 
 from hfshard._util.text import without_url_secrets
-from hfshard._util.threads import ProcessLock, cancellation, start_thread
+from hfshard._util.threads import ForkSafeLock, current_cancellation, start_worker
 from hfshard.stores.byte_budget import (
     PIECE_BYTES,
     SMALL_BYTES,
-    download_turn,
     downloads_at_once,
-    give_memory_back,
+    reserve_download,
+    reserve_upload,
     store_memory_bytes,
-    upload_turn,
+    trim_heap,
     uploads_at_once,
 )
 from hfshard.stores.xet_tokens import XetTokens
@@ -54,7 +54,7 @@ class _Sessions:
     """hf_xet's sessions of this process, one per memory limit; a forked child creates its own."""
 
     def __init__(self) -> None:
-        self._lock = ProcessLock()
+        self._lock = ForkSafeLock()
         self._sessions: dict[tuple[int, int], Any] = {}
 
     def get(self, memory_bytes: int | None = None) -> Any:
@@ -112,12 +112,12 @@ def interruptible(call: Callable[[], _Answer], cancel: Callable[[], object]) -> 
         cancel: Make the call return soon, and do no harm until it does.
 
     Raises:
-        InterruptedError: In a thread of `in_threads`: another item failed, or Ctrl-C came.
+        InterruptedError: In a thread of `run_in_threads`: another item failed, or Ctrl-C came.
     """
-    cancelled = cancellation()
+    cancelled = current_cancellation()
     if cancelled is None and threading.current_thread() is not threading.main_thread():
         return call()
-    future = start_thread(call, "hfshard-xet", daemon=True)
+    future = start_worker(call, "hfshard-xet", daemon=True)
     if future is None:
         return call()
     try:
@@ -195,7 +195,7 @@ class XetCommit:
         arguments = tokens.arguments()
         self._tokens, self._total_bytes = tokens, total_bytes
         memory_bytes = memory_bytes or store_memory_bytes()
-        self._turns = [upload_turn(total_bytes, memory_bytes) for _ in range(at_once)]
+        self._turns = [reserve_upload(total_bytes, memory_bytes) for _ in range(at_once)]
         self._commit: Any = None
         try:
             self._commit = self.do(lambda: SESSIONS.get(memory_bytes).new_upload_commit(**arguments))
@@ -247,7 +247,7 @@ class XetCommit:
 
     def _end(self) -> None:
         if self._total_bytes > SMALL_BYTES:
-            give_memory_back()
+            trim_heap()
         for turn in self._turns:
             turn.end()
 
@@ -271,7 +271,7 @@ class XetStream:
         """End the file; raises XetFailedError."""
         found = self._commit.do(lambda: self._stream.finish()).xet_info
         if self._written > SMALL_BYTES:
-            give_memory_back()
+            trim_heap()
         return XetFile(str(found.hash), int(found.file_size))
 
 
@@ -338,7 +338,7 @@ class XetReader:
         """
         for at in range(0, len(target), PIECE_BYTES):
             piece = target[at : at + PIECE_BYTES]
-            turn = download_turn(len(piece))
+            turn = reserve_download(len(piece))
             try:
                 self._read_piece((file_hash, size), begin + at, piece)
             finally:
@@ -380,7 +380,7 @@ class XetReader:
                 self._group = self._session = None
 
     def _abort(self, group: Any, target: _Target) -> None:
-        target.take_away()
+        target.detach()
         self._forget(group)
         group.abort()
 
@@ -401,7 +401,7 @@ class _Target:
             self._memory[self.filled : self.filled + len(block)] = block
             self.filled += len(block)
 
-    def take_away(self) -> None:
+    def detach(self) -> None:
         """Return the memory to its owner, so that a stream that continues for a while no longer writes to it."""
         with self._lock:
             self._memory = None

@@ -11,7 +11,7 @@ from urllib.parse import quote
 from huggingface_hub import constants, get_session
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff
 
-from hfshard.stores.retry import stall_seconds
+from hfshard.stores.retry import idle_timeout
 
 _OK: Final = 200
 
@@ -73,7 +73,7 @@ class XetTokens:
         return True
 
     def _options(self) -> dict[str, Any]:
-        return {"headers": build_hf_headers(token=self._user), "timeout": stall_seconds() or 1}
+        return {"headers": build_hf_headers(token=self._user), "timeout": idle_timeout() or 1}
 
     def forget(self) -> None:
         """Discard the token, which the storage does not accept, so that the next call requests a new one."""

@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from hfshard._util.text import list_some
+from hfshard._util.text import shorten_list
 from hfshard.errors import InvalidArgumentError, StateDictMismatchError
 
 _WRAPPERS = frozenset(("module", "_orig_mod"))
@@ -182,7 +182,7 @@ def select_keys(names: Iterable[str], keys: KeySelection | None) -> list[str]:
     empty = tuple(pattern for pattern in patterns if not found[pattern])
     if empty:
         raise StateDictMismatchError(
-            f"The checkpoint has no tensor that matches {list_some(empty, _SHOWN_KEYS)}. "
+            f"The checkpoint has no tensor that matches {shorten_list(empty, _SHOWN_KEYS)}. "
             "To see the names, run: hfshard inspect --tensors DIR",
             missing_keys=empty,
         )
@@ -228,15 +228,15 @@ class KeyMismatch:
         """Describe all differences."""
         parts = []
         if self.missing:
-            parts.append(f"{len(self.missing)} missing: {list_some(self.missing, _SHOWN_KEYS)}")
+            parts.append(f"{len(self.missing)} missing: {shorten_list(self.missing, _SHOWN_KEYS)}")
         if self.unexpected:
-            parts.append(f"{len(self.unexpected)} unexpected: {list_some(self.unexpected, _SHOWN_KEYS)}")
+            parts.append(f"{len(self.unexpected)} unexpected: {shorten_list(self.unexpected, _SHOWN_KEYS)}")
         if self.mismatched:
             shown = [
                 f"{name} {list(theirs)} in the checkpoint, {list(mine)} in the model"
                 for name, theirs, mine in self.mismatched
             ]
-            parts.append(f"{len(self.mismatched)} of another shape: {list_some(shown, _SHOWN_KEYS)}")
+            parts.append(f"{len(self.mismatched)} of another shape: {shorten_list(shown, _SHOWN_KEYS)}")
         return "; ".join(parts)
 
 

@@ -14,7 +14,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from hfshard.errors import HfshardError, InvalidArgumentError, UnstorableTensorError
 from hfshard.tensors.parameter_names import strip_wrappers, unwrap, without_wrappers, wrapped_prefixes
-from hfshard.tensors.stored_tensor import check_initialized, is_plain_type, lies_in_storage
+from hfshard.tensors.stored_tensor import check_initialized, fits_its_storage, is_torch_tensor_type
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -30,7 +30,7 @@ def collect_state_dict(model: nn.Module) -> dict[str, Any]:
         UnstorableTensorError: DeepSpeed has partitioned a parameter, or a module is lazy.
     """
     model = unwrap(model)
-    refuse_partitioned(model)
+    reject_partitioned(model)
     state_dict = model.state_dict()
     check_initialized(state_dict)
     fill_offloaded(model, state_dict)
@@ -57,14 +57,14 @@ def _all_names(model: nn.Module) -> dict[int, list[str]]:
     return names
 
 
-def refuse_freed(model_state: Mapping[str, Any]) -> None:
+def reject_freed(model_state: Mapping[str, Any]) -> None:
     """Refuse to load into tensors whose memory was freed, fully or partly: writing there would crash the process.
 
     Raises:
         InvalidArgumentError: There is one.
     """
     for name, tensor in model_state.items():
-        if is_plain_type(tensor) and tensor.layout is torch.strided and not lies_in_storage(tensor):
+        if is_torch_tensor_type(tensor) and tensor.layout is torch.strided and not fits_its_storage(tensor):
             raise InvalidArgumentError(
                 f"Can't load into '{name}' of the model: its memory was freed, its storage has only "
                 f"{tensor.untyped_storage().nbytes()} bytes. Give it memory first, or build the model anew.",
@@ -88,7 +88,7 @@ def assign(model: nn.Module, state_dict: Mapping[str, torch.Tensor], *, runs_hoo
             been replaced is still a meta tensor.
     """
     model_state = model.state_dict()
-    refuse_freed(model_state)
+    reject_freed(model_state)
     wrapped = wrapped_prefixes(model)
     short_names = {name: without_wrappers(name, wrapped) for name in model_state}
     tensors = {name: state_dict[short] for name, short in short_names.items() if short in state_dict}
@@ -99,10 +99,10 @@ def assign(model: nn.Module, state_dict: Mapping[str, torch.Tensor], *, runs_hoo
         _load_tensors(model, filled, metadata, assign=False)
     if meta:
         _load_tensors(model, _as_parameters(model, meta), metadata, assign=True)
-        _refuse_meta(model, meta)
+        _reject_meta(model, meta)
 
 
-def _refuse_meta(model: nn.Module, names: Iterable[str]) -> None:
+def _reject_meta(model: nn.Module, names: Iterable[str]) -> None:
     """Reject a loaded model with meta tensors left, whose own `_load_from_state_dict` copied values into no memory."""
     state = model.state_dict()
     name = next((name for name in names if getattr(state.get(name), "is_meta", False)), None)
@@ -215,7 +215,7 @@ def fill_offloaded(model: nn.Module, state_dict: dict[str, Any]) -> None:
             state_dict[name] = weights_map[key]
 
 
-def refuse_offloaded(model: nn.Module) -> None:
+def reject_offloaded(model: nn.Module) -> None:
     """Refuse to load into a model whose weights are offloaded: accelerate would continue to use the old ones.
 
     Raises:
@@ -282,7 +282,7 @@ def is_sharded_tensor(value: object) -> bool:
     return type(value).__name__ == "ShardedTensor"
 
 
-def refuse_sharded_tensors(tensors: Mapping[str, Any]) -> None:
+def reject_sharded_tensors(tensors: Mapping[str, Any]) -> None:
     """Refuse to store ShardedTensors.
 
     Raises:
@@ -349,7 +349,7 @@ def has_partitioned(model: nn.Module) -> bool:
     return any(map(is_partitioned, model.parameters()))
 
 
-def refuse_partitioned(held: nn.Module | Mapping[str, Any], purpose: Purpose = "save") -> None:
+def reject_partitioned(held: nn.Module | Mapping[str, Any], purpose: Purpose = "save") -> None:
     """Refuse a module or a state dict with parameters that ZeRO-3 has partitioned.
 
     `state_dict()` of such a module returns empty tensors without DeepSpeed's attributes. They are recognized by the
@@ -412,7 +412,12 @@ def _names_in_state_dict(tensors: Mapping[str, Any]) -> list[str]:
 
 def _is_empty(value: Any) -> bool:
     """Return whether a value is what DeepSpeed leaves of a partitioned parameter: a plain tensor of shape (0,)."""
-    return is_plain_type(value) and not value.is_nested and value.layout is torch.strided and tuple(value.shape) == (0,)
+    return (
+        is_torch_tensor_type(value)
+        and not value.is_nested
+        and value.layout is torch.strided
+        and tuple(value.shape) == (0,)
+    )
 
 
 def _partitioned_in_process() -> Iterator[tuple[str, torch.Tensor]]:

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple, TypeGuard
 import torch
 from torch.nn import UninitializedBuffer, UninitializedParameter
 
-from hfshard._util.threads import no_collection
+from hfshard._util.threads import pause_gc
 from hfshard.constants import MAX_DIMENSIONS
 from hfshard.errors import UnstorableTensorError
 
@@ -120,7 +120,7 @@ def is_plain(value: Any, name: Any) -> TypeGuard[torch.Tensor]:
         and value.layout is torch.strided
         and not (value.is_meta or value.is_nested)
         and value.dim() <= MAX_DIMENSIONS
-        and lies_in_storage(value)
+        and fits_its_storage(value)
     )
 
 
@@ -131,14 +131,14 @@ def check_initialized(tensors: Mapping[Any, Any]) -> None:
         UnstorableTensorError: There is one; the message names the first.
     """
     for name, value in tensors.items():
-        if not is_plain_type(value) and isinstance(value, UninitializedParameter | UninitializedBuffer):
+        if not is_torch_tensor_type(value) and isinstance(value, UninitializedParameter | UninitializedBuffer):
             raise UnstorableTensorError(
                 f"'{name}' has no shape yet: it belongs to a lazy module. Run a batch through the model first.",
                 fqn=str(name),
             )
 
 
-def lies_in_storage(tensor: torch.Tensor) -> bool:
+def fits_its_storage(tensor: torch.Tensor) -> bool:
     """Return whether all elements of a strided tensor are in its storage, which `resize_` may have freed or shrunk.
 
     Access to the others would crash the process, or read unrelated bytes.
@@ -167,7 +167,7 @@ def _has_memory(value: torch.Tensor) -> bool:
         return False
 
 
-def is_plain_type(value: object) -> TypeGuard[torch.Tensor]:
+def is_torch_tensor_type(value: object) -> TypeGuard[torch.Tensor]:
     """Return whether it is torch's own tensor, not a wrapper whose memory is elsewhere."""
     return type(value) in _PLAIN_TYPES
 
@@ -200,7 +200,7 @@ def iter_blocks(tensor: TensorLike, block_bytes: int) -> Iterator[memoryview]:
         return
     tensor = tensor.view(INTEGER_OF_SIZE.get(tensor.element_size(), tensor.dtype))
     if tensor.device.type == "cpu" and tensor.is_contiguous():
-        memory = memory_of(tensor)
+        memory = bytes_view(tensor)
         for start in range(0, len(memory), block_bytes):
             yield memory[start : start + block_bytes]
         return
@@ -217,7 +217,7 @@ def small_bytes(tensor: TensorLike, limit_bytes: int) -> bytes | None:
     Returns:
         Its bytes; None if it is larger, strided, on a device, or not in memory as the format stores it.
     """
-    if not is_plain_type(tensor) or not tensor.is_cpu or tensor.nbytes > limit_bytes:
+    if not is_torch_tensor_type(tensor) or not tensor.is_cpu or tensor.nbytes > limit_bytes:
         return None
     if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         return None
@@ -250,7 +250,7 @@ def device_blocks(tensor: torch.Tensor, block_bytes: int) -> Iterator[memoryview
 def _arrived(stage: torch.Tensor, event: torch.cuda.Event | None) -> memoryview:
     if event is not None:
         event.synchronize()
-    return memory_of(stage)
+    return bytes_view(stage)
 
 
 def _device_pieces(tensor: torch.Tensor, block_bytes: int) -> Iterator[torch.Tensor]:
@@ -276,17 +276,17 @@ def first_bytes(tensor: TensorLike, count: int) -> Iterator[memoryview]:
 
 
 def _copied_blocks(tensor: torch.Tensor, block_bytes: int) -> Iterator[memoryview]:
-    room = turned_room = own_memory((0,), tensor.dtype)
+    room = turned_room = allocate_pages((0,), tensor.dtype)
     for block in _row_blocks(tensor, block_bytes):
         if room.numel() < block.numel():
-            room = own_memory((block.numel(),), block.dtype)
+            room = allocate_pages((block.numel(),), block.dtype)
         copy = room[: block.numel()].view(block.shape)
         if block.dim() == 2 and block.stride(0) < block.stride(1) and not block.is_conj():
             # Rows of a transposed matrix: torch transposes a full one at least three times as fast as part of one.
             if turned_room.numel() < block.numel():
-                turned_room = own_memory((block.numel(),), block.dtype)
+                turned_room = allocate_pages((block.numel(),), block.dtype)
             block = turned_room[: block.numel()].view(block.t().shape).copy_(block.t()).t()
-        yield memory_of(copy.copy_(block))
+        yield bytes_view(copy.copy_(block))
 
 
 def _row_blocks(tensor: torch.Tensor, block_bytes: int) -> Iterator[torch.Tensor]:
@@ -303,7 +303,7 @@ def _row_blocks(tensor: torch.Tensor, block_bytes: int) -> Iterator[torch.Tensor
         yield tensor[start : start + rows]
 
 
-def own_memory(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+def allocate_pages(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Allocate contiguous memory for a block; a large one gets its own pages, which are freed with it.
 
     The C library would keep them: two threads that copied a transposed model kept 130 MiB.
@@ -315,14 +315,14 @@ def own_memory(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(pages, dtype=dtype).view(tuple(shape))
 
 
-def memory_of(tensor: torch.Tensor) -> memoryview:
+def bytes_view(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a contiguous CPU tensor without a copy; the view keeps the tensor alive."""
     array: Any = (ctypes.c_ubyte * tensor_nbytes(tensor)).from_address(tensor.data_ptr())
     array.owner = tensor  # the memoryview holds the array, the array holds the tensor
     return memoryview(array).cast("B")
 
 
-def layout_problem(layout: torch.layout, *, is_nested: bool = False) -> str | None:
+def unsupported_layout_reason(layout: torch.layout, *, is_nested: bool = False) -> str | None:
     """Explain why a tensor of this layout cannot be stored, and what to do; return None if it can."""
     if is_nested or layout == torch.jagged:
         return (
@@ -348,13 +348,13 @@ def _problem(name: Any, value: Any) -> str | None:
         return f"it is a {kind}, not a tensor. Take it out of the state dict, or make it a tensor."
     if value.device.type == "meta":
         return "it is on the meta device and has no data. Load or initialise the model first."
-    if (problem := layout_problem(value.layout, is_nested=value.is_nested)) is not None:
+    if (problem := unsupported_layout_reason(value.layout, is_nested=value.is_nested)) is not None:
         return problem
     if hasattr(type(value), "__tensor_flatten__") or not _has_memory(value):
         return f"it is a {type(value).__name__}, a wrapper around other tensors. Gather or dequantize it first."
     if stored_dtype_name(value.dtype) is None:
         return f"the format has no dtype {value.dtype}. Cast or dequantize it first."
-    if not lies_in_storage(value):
+    if not fits_its_storage(value):
         has = value.untyped_storage().nbytes()
         return f"its memory was freed: its storage has only {has} bytes. Save it before that, or fill it again."
     if value.dim() > MAX_DIMENSIONS:
@@ -467,7 +467,7 @@ def tensor_specs(state_dict: Mapping[str, TensorLike]) -> list[TensorSpec]:
         UnstorableTensorError: There is a value that the format cannot store.
     """
     specs = []
-    with no_collection():
+    with pause_gc():
         for name, tensor in state_dict.items():
             if is_plain(tensor, name):
                 specs.append(TensorSpec(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), tensor.nbytes))

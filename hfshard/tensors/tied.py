@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hfshard.tensors.parameter_names import without_wrappers, wrapped_prefixes
 from hfshard.tensors.state_dict import is_dtensor, local_tensor
-from hfshard.tensors.stored_tensor import check_initialized, is_plain_type
+from hfshard.tensors.stored_tensor import check_initialized, is_torch_tensor_type
 
 Place = tuple[nn.Module, str]
 """A module, and the name that it has for one of its parameters or buffers."""
@@ -67,7 +67,7 @@ def has_memory(tensor: Tensor) -> bool:
 
 
 def _address(tensor: Tensor) -> int | tuple[int, int]:
-    if is_plain_type(tensor) and not tensor.is_meta:
+    if is_torch_tensor_type(tensor) and not tensor.is_meta:
         return tensor.data_ptr()
     if is_dtensor(tensor):
         return _storage_and_offset(local_tensor(tensor))

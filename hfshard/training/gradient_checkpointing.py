@@ -371,7 +371,7 @@ class _Generator:
 
 
 @dataclass(slots=True)
-class StateBefore:
+class StateSnapshot:
     """Everything that a first run can change, as it was before."""
 
     modules: list[nn.Module]
@@ -390,7 +390,7 @@ class StateBefore:
     generators: list[_Generator]
 
     @classmethod
-    def of(cls, blocks: list[nn.Module], inputs: Any) -> StateBefore:
+    def of(cls, blocks: list[nn.Module], inputs: Any) -> StateSnapshot:
         """Note the state of blocks, and of the inputs that they are about to get."""
         modules = list({id(module): module for block in blocks for module in block.modules()}.values())
         attributes = [_own_attributes(module) for module in modules]
@@ -592,7 +592,7 @@ def call_recomputed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
         args = (*inner.args, *args)
         kwargs = {**inner.keywords, **kwargs}
     blocks = _blocks(function, args)
-    before = StateBefore.of(blocks, (args, kwargs))
+    before = StateSnapshot.of(blocks, (args, kwargs))
     second_run = SecondRun()
 
     # All tensors go in by position: torch keeps the random state only of the devices that it sees there.
@@ -622,7 +622,7 @@ def _blocks(function: Callable[..., Any], args: tuple[Any, ...]) -> list[nn.Modu
     return blocks
 
 
-def _one_on_each_device(before: StateBefore, inputs: Any) -> list[Tensor]:
+def _one_on_each_device(before: StateSnapshot, inputs: Any) -> list[Tensor]:
     """Create an empty tensor on every device where the block has tensors and its inputs have none."""
     seen = {leaf.device for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)}
     own = {tensor.device for _, tensor, _ in before.fixed} | {one.value.device for one in before.buffers.values()}

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import torch.distributed as dist
 
-from hfshard._util.arguments import absolute_path, names_files
-from hfshard.commit.hub_marker import absolute_address
+from hfshard._util.arguments import absolute_path, wraps_os_errors
+from hfshard.commit.hub_marker import absolute_repo_id
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
 from hfshard.distributed.group_store import among, check_process_group, has_other_ranks
 from hfshard.distributed.push_together import push_together
@@ -28,9 +28,9 @@ from hfshard.training.restoring.resume import absolute_place, choose_checkpoint,
 from hfshard.training.run.find_checkpoint import (
     Level,
     checkpoint_of_step,
-    current_problems,
+    live_problems,
     manifests_in,
-    newest_whole,
+    newest_intact,
     run_place,
 )
 from hfshard.training.run.manifest import (
@@ -43,13 +43,19 @@ from hfshard.training.run.manifest import (
     plain_metrics,
 )
 from hfshard.training.run.push_run import BackgroundPusher, found_to_push, push_run
-from hfshard.training.run.run_storage import RunPlace, check_names
+from hfshard.training.run.run_storage import RunStorage, check_names
 from hfshard.training.run.run_writer import RunWriter
 from hfshard.training.run_ranks import ALONE, Ranks, is_spread_state
-from hfshard.training.spread_save import RankContribution, SpreadSave, agreed_step, save_on_all_ranks, save_spread
+from hfshard.training.spread_save import (
+    RankContribution,
+    SpreadSaveArguments,
+    agreed_step,
+    save_on_all_ranks,
+    save_spread,
+)
 from hfshard.training.state.collect_state import collect, encode_components, save_options
 from hfshard.training.state.step import RestoredStep
-from hfshard.training.state.training_state import TrainingState, check_state, refuse_meta
+from hfshard.training.state.training_state import TrainingState, check_state, reject_meta
 
 if TYPE_CHECKING:
     from hfshard.hub.repo import PushResult
@@ -67,9 +73,9 @@ class RunReader:
     metric_mode: MetricMode
     progress: bool | None
     _writer: RunWriter
-    _place: RunPlace
+    _place: RunStorage
 
-    @names_files("root")
+    @wraps_os_errors("root")
     def latest_step(self, verify: Level | None = None) -> int | None:
         """Find the step of the checkpoint that was saved last.
 
@@ -87,11 +93,11 @@ class RunReader:
         """
         with self._writer.settled():
             if verify is not None:
-                newest = newest_whole(self._place, verify, self.progress)
+                newest = newest_intact(self._place, verify, self.progress)
                 return None if newest is None else newest[0].step
             return next((one.step for one in self._place.checkpoints() if one.is_finished), None)
 
-    @names_files("root")
+    @wraps_os_errors("root")
     def best_step(self) -> int | None:
         """Find the step of the checkpoint with the best value of the metric that `keep_best` names.
 
@@ -109,7 +115,7 @@ class RunReader:
             best = best_of(manifests_in(self._place), self.keep_best, self.metric_mode)
         return None if best is None else best.step
 
-    @names_files("root")
+    @wraps_os_errors("root")
     def all_steps(self) -> list[int]:
         """List the steps of all checkpoints whose saves were finished, in ascending order.
 
@@ -144,7 +150,7 @@ class RunReader:
             raise CheckpointNotFoundError(f"There is no checkpoint {lacks}in '{self.root}'.", path=self.root)
         return step
 
-    @names_files("root")
+    @wraps_os_errors("root")
     def verify(self, step: int | None = None, *, level: Level = "full") -> dict[int, list[HfshardError]]:
         """Check every file of one checkpoint, or of all; damage is reported, not raised.
 
@@ -163,7 +169,7 @@ class RunReader:
         """
         with self._writer.settled():
             checkpoints = self._place.checkpoints() if step is None else [checkpoint_of_step(self._place, step)]
-            problems = {one.step: current_problems(one, level) for one in sorted(checkpoints, key=lambda one: one.step)}
+            problems = {one.step: live_problems(one, level) for one in sorted(checkpoints, key=lambda one: one.step)}
             return {number: found for number, found in problems.items() if found is not None}
 
 
@@ -188,7 +194,7 @@ class RunPushes(RunReader):
         self, repo_id: str | os.PathLike[str], step: Literal["all"], **options: Unpack[PushArguments]
     ) -> list[PushResult]: ...
 
-    @names_files("root")
+    @wraps_os_errors("root")
     def push(
         self,
         repo_id: str | os.PathLike[str],
@@ -240,7 +246,7 @@ class RunPushes(RunReader):
                 return push_run(found, place, step, options)
 
         with among(self.process_group), push_together(is_collective=True) as together:
-            place = absolute_address(repo_id)
+            place = absolute_repo_id(repo_id)
             together.agree_on(place)
             results = together.send(work)
         return results if step == "all" else results[0]
@@ -317,7 +323,7 @@ class CheckpointManager(RunPushes):
         self.keep_every = keep_every
         self.max_shard_size = max_shard_size
         self.checksum = checksum
-        self.push_to_hub = None if push_to_hub is None else absolute_address(push_to_hub)
+        self.push_to_hub = None if push_to_hub is None else absolute_repo_id(push_to_hub)
         self.process_group = process_group
         self.allow_different_replicas = allow_different_replicas
         self.progress = progress
@@ -325,7 +331,7 @@ class CheckpointManager(RunPushes):
         self._place = run_place(self.root)
         self._writer = RunWriter(self._place, rotation, pusher, progress)
 
-    @names_files("root")
+    @wraps_os_errors("root")
     def save(
         self,
         step: int,
@@ -387,7 +393,7 @@ class CheckpointManager(RunPushes):
 
         with among(self.process_group), self._writer.turn("save()"):
             if has_other_ranks():
-                order = SpreadSave(
+                order = SpreadSaveArguments(
                     state=state,
                     step=step,
                     extra=extra,
@@ -407,7 +413,7 @@ class CheckpointManager(RunPushes):
             is_spread_state(state)  # this releases gathered parameters
             return save_on_all_ranks(step, state, write, ALONE)
 
-    @names_files("root")
+    @wraps_os_errors("root")
     def restore(
         self,
         state: TrainingState,
@@ -457,12 +463,12 @@ class CheckpointManager(RunPushes):
         """
         with self._writer.turn("restore()"), self._ranks("restore") as ranks:
             check_state(state)
-            refuse_meta(state)
+            reject_meta(state)
             state = state.without(without)
             if step in ("best", "latest"):
                 step = ranks.first(partial(self._step_called, str(step)))
             place = ranks.on_each(lambda: absolute_place(step))
-            ranks.refuse_other_places(place if isinstance(place, str) else self.root, "restores from")
+            ranks.reject_other_places(place if isinstance(place, str) else self.root, "restores from")
             signature = required_signature(public_key)
             is_signed = signature is not None
             restored = resume_foreign(
@@ -477,7 +483,7 @@ class CheckpointManager(RunPushes):
             )
         return restored
 
-    @names_files("root")
+    @wraps_os_errors("root")
     def restore_latest(
         self,
         state: TrainingState,
@@ -503,14 +509,14 @@ class CheckpointManager(RunPushes):
         """
         with self._writer.turn("restore_latest()"), self._ranks("restore_latest") as ranks:
             check_state(state)
-            refuse_meta(state)
+            reject_meta(state)
             state = state.without(without)
-            ranks.refuse_other_places(self.root, "restores from")
+            ranks.reject_other_places(self.root, "restores from")
             signature = required_signature(public_key)
             choose = partial(self._choose, None, verify, None)
             return resume(state, choose, strict=strict, ranks=ranks, signature=signature, without=without)
 
-    @names_files("root")
+    @wraps_os_errors("root")
     def wait_until_finished(self) -> None:
         """Wait for a save and a push that are in progress, and raise the error of the one that failed.
 
@@ -562,5 +568,5 @@ class CheckpointManager(RunPushes):
         """Find and check the checkpoint to restore, on the first rank; None: the run has none."""
         self._writer.wait()
         if step is None:
-            return newest_whole(self._place, verify, self.progress, is_read_next=True, passed_over=passed_over)
+            return newest_intact(self._place, verify, self.progress, is_read_next=True, passed_over=passed_over)
         return choose_checkpoint(self._place, step, verify, token, self.progress)

@@ -16,7 +16,7 @@ from hfshard.errors import DamagedCheckpointError, InvalidArgumentError
 from hfshard.format.digests import sha256_of
 from hfshard.tensors.state_dict import collect_state_dict, is_dtensor
 from hfshard.tensors.stored_tensor import iter_blocks
-from hfshard.training.run_ranks import Ranks, refuse_other_parts, stage_digest
+from hfshard.training.run_ranks import Ranks, reject_other_parts, stage_digest
 from hfshard.training.state.collect_state import Components
 from hfshard.training.state.nested import encoded_entries, tensor_names
 from hfshard.training.state.rng import Gradients
@@ -175,7 +175,7 @@ _SPREAD: Final = "spread"
 
 
 @dataclass(frozen=True, slots=True)
-class StageParts:
+class StageState:
     """A report of one pipeline rank about the parts of its state."""
 
     kinds: dict[str, str]
@@ -208,7 +208,7 @@ class StageParts:
             if not is_by_name:
                 parts.others[name] = sha256_of(json.dumps([entry["kind"], entry["state"]], sort_keys=True).encode())
             if entry["kind"] == "optimizer":
-                _refuse_whole_state(name, part)
+                _reject_whole_state(name, part)
                 loose = {key: value for key, value in entry["state"].items() if key != "state"}
                 tensors = components.optimizer_tensors if name == "optimizer" else components.tensors
                 parts.values[name] = _digests(loose, tensors)
@@ -227,7 +227,7 @@ class StageParts:
 
 
 @dataclass(frozen=True, slots=True)
-class MergedParts:
+class MergedState:
     """The parts of all stages."""
 
     encoded: dict[str, dict[str, Any]]
@@ -236,7 +236,7 @@ class MergedParts:
     """Parts that differ on another rank: each rank saves its own."""
 
 
-def merge_parts(own: Components, told: Mapping[int, StageParts]) -> MergedParts:
+def merge_parts(own: Components, told: Mapping[int, StageState]) -> MergedState:
     """Merge the parts of all stages into those of one model.
 
     The entries of modules and optimizers are merged by name; if several ranks have a name, the first one's entry
@@ -251,8 +251,8 @@ def merge_parts(own: Components, told: Mapping[int, StageParts]) -> MergedParts:
         InvalidArgumentError: Two ranks have optimizers that cannot be those of one model, or a part that differs on
             each and has DTensors.
     """
-    refuse_other_parts({rank: parts.kinds for rank, parts in told.items()})
-    merged = MergedParts({}, [])
+    reject_other_parts({rank: parts.kinds for rank, parts in told.items()})
+    merged = MergedState({}, [])
     keeps_groups = True
     for name, entry in own.encoded.items():
         states = [(rank, parts.by_name[name]["state"]) for rank, parts in told.items() if name in parts.by_name]
@@ -352,7 +352,7 @@ def _digest(tensor: torch.Tensor) -> str:
     return sha256_of(kind.encode() + b"".join(map(bytes, iter_blocks(tensor.detach(), _BLOCK_BYTES))))
 
 
-def _is_same(name: str, told: Mapping[int, StageParts]) -> bool:
+def _is_same(name: str, told: Mapping[int, StageState]) -> bool:
     """Return whether a part is the same on all ranks.
 
     Raises:
@@ -376,7 +376,7 @@ def _check_values(name: str, values: Mapping[int, Mapping[str, str]]) -> None:
                 raise _refusal(name, f"has another tensor '{tensor}' on rank {rank}")
 
 
-def _refuse_whole_state(name: str, optimizer: Any) -> None:
+def _reject_whole_state(name: str, optimizer: Any) -> None:
     if isinstance(optimizer, LBFGS):
         raise _refusal(name, "(LBFGS) has a state of all parameters together")
 

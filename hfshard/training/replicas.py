@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import torch
 
-from hfshard._util.text import list_some
+from hfshard._util.text import shorten_list
 from hfshard.errors import InvalidArgumentError
 from hfshard.tensors.state_dict import (
     collect_state_dict,
@@ -18,7 +18,7 @@ from hfshard.tensors.state_dict import (
     parameter_names,
     tied_parameter_names,
 )
-from hfshard.tensors.stored_tensor import check_storable, is_plain_type
+from hfshard.tensors.stored_tensor import check_storable, is_torch_tensor_type
 from hfshard.training.run_ranks import short_digest
 from hfshard.training.state.collect_state import encode_alone
 from hfshard.training.state.rng import Gradients
@@ -139,7 +139,7 @@ def of_each_rank(
         name, (first, other) = next(iter(names.items()))
         raise InvalidArgumentError(
             f"The ranks have copies of parameters that differ, and a checkpoint has one of each: "
-            f"{list_some(list(names), _SHOWN, quote=True)} ('{name}' on ranks {first} and {other}). Seed all ranks "
+            f"{shorten_list(list(names), _SHOWN, quote=True)} ('{name}' on ranks {first} and {other}). Seed all ranks "
             "alike before the model is built, or broadcast its parameters once; give the stages of a pipeline the "
             "names of the whole model. To save one rank's all the same: CheckpointManager(..., "
             "allow_different_replicas=True)."
@@ -169,7 +169,7 @@ def _copies_of(tensor: object) -> str | None:
         if place is None or all(is_sharded or mesh.size(dim) == 1 for dim, is_sharded in enumerate(sharded)):
             return None
         return json.dumps([mesh.mesh.tolist(), [at for at, is_sharded in zip(place, sharded) if is_sharded], sharded])
-    return "" if is_plain_type(tensor) and not tensor.is_meta else None
+    return "" if is_torch_tensor_type(tensor) and not tensor.is_meta else None
 
 
 def _digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:

@@ -17,12 +17,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hfshard._util.addresses import is_address
-from hfshard._util.text import error_words
+from hfshard._util.text import describe_error
 from hfshard.distributed.group_store import has_other_ranks
 from hfshard.distributed.rendezvous import SaveStatus, gather_participants
 from hfshard.errors import InvalidArgumentError, RankFailedError
 from hfshard.format.digests import sha256_of
-from hfshard.tensors.state_dict import RUN_REMEDY, collect_state_dict, is_dtensor, is_partitioned, refuse_partitioned
+from hfshard.tensors.state_dict import RUN_REMEDY, collect_state_dict, is_dtensor, is_partitioned, reject_partitioned
 from hfshard.training.state.training_state import TrainingState
 
 _Value = TypeVar("_Value")
@@ -33,7 +33,7 @@ def names_of_place(path: str) -> list[str]:
     return [path] if is_address(path) else sorted({path, os.path.realpath(path)})
 
 
-def refuse_other_places(names: Mapping[int, Sequence[str]], does: str) -> None:
+def reject_other_places(names: Mapping[int, Sequence[str]], does: str) -> None:
     """Reject ranks that do not mean the same place, although they make one call together.
 
     Args:
@@ -120,10 +120,10 @@ class Ranks:
             return [value]
         return [json.loads(raw) for raw in self.status.meet("gather", json.dumps(value).encode()).values()]
 
-    def refuse_other_places(self, path: str, does: str) -> None:
+    def reject_other_places(self, path: str, does: str) -> None:
         """Reject ranks that do not mean the same place. Every rank must call."""
         names = self.all_of(names_of_place(path))
-        refuse_other_places({self.number(rank): one for rank, one in enumerate(names)}, does)
+        reject_other_places({self.number(rank): one for rank, one in enumerate(names)}, does)
 
     def first(self, work: Callable[[], _Value]) -> _Value:
         """Call a function on the first rank, and return its result on every rank. Every rank must call.
@@ -138,7 +138,7 @@ class Ranks:
                 value = work()
             except BaseException as caught:  # noqa: BLE001 - raised below: the other ranks wait for the outcome
                 error = caught
-        value, told = self.share([value, None if error is None else error_words(error)])
+        value, told = self.share([value, None if error is None else describe_error(error)])
         if error is not None:
             raise error
         if told is not None:
@@ -181,7 +181,7 @@ class Ranks:
             RankFailedError: Another rank has an error. A rank with its own error raises that.
         """
         if self.world_size > 1:
-            told = _first_of(self.all_of(None if error is None else error_words(error)))
+            told = _first_of(self.all_of(None if error is None else describe_error(error)))
             if error is None and told is not None:
                 rank, text = told
                 raise self._failed(rank, text)
@@ -230,7 +230,7 @@ def is_spread_state(state: TrainingState) -> bool:
     Raises:
         InvalidArgumentError: A module is wrapped by FSDP1; or DeepSpeed has partitioned a part.
     """
-    _refuse_deepspeed(state)
+    _reject_deepspeed(state)
     modules = list(state.of_kind("module").values())
     for module in modules:
         _reshard(module)
@@ -244,7 +244,7 @@ def shared_kinds(state: TrainingState) -> dict[str, str]:
     return {name: kind for name, kind in state.kinds.items() if kind != "loader"}
 
 
-def refuse_other_parts(kinds: Mapping[int, Mapping[str, str]]) -> None:
+def reject_other_parts(kinds: Mapping[int, Mapping[str, str]]) -> None:
     """Reject a save by ranks whose states have different parts: only those of the first rank would be stored.
 
     Args:
@@ -278,7 +278,7 @@ def short_digest(text: str) -> str:
     return sha256_of(text.encode(errors="surrogateescape"))[:_DIGEST_CHARACTERS]
 
 
-def _refuse_deepspeed(state: TrainingState) -> None:
+def _reject_deepspeed(state: TrainingState) -> None:
     """Reject parameters that ZeRO-3 has partitioned, and optimizers whose parts on each rank have no names.
 
     An optimizer that was passed to `deepspeed.initialize` has no parameters between two steps, and knows its state by
@@ -286,7 +286,7 @@ def _refuse_deepspeed(state: TrainingState) -> None:
     """
     for name, part in state.components.items():
         if state.kinds[name] == "module":
-            refuse_partitioned(part, "run")
+            reject_partitioned(part, "run")
         trained = [part.state, *(group["params"] for group in part.param_groups)] if isinstance(part, Optimizer) else []
         is_of_deepspeed = any(base.__name__ == "ZeROOptimizer" for base in type(part).__mro__)
         if is_of_deepspeed or any(map(is_partitioned, chain(*trained))):

@@ -11,13 +11,13 @@ from itertools import chain
 from typing import Any, Final
 
 from hfshard._util.progress import ProgressCallback
-from hfshard._util.text import error_words
+from hfshard._util.text import describe_error
 from hfshard.commit.transaction import KnownFile
 from hfshard.distributed.rank_writer import RankWriter
 from hfshard.distributed.rendezvous import SaveStatus
-from hfshard.distributed.save_on_ranks import cpu_group, refuse_absent, share_listings
+from hfshard.distributed.save_on_ranks import cpu_group, exchange_listings, require_all_ranks
 from hfshard.distributed.spread_tensor import SpreadTensor, with_spread_tensors
-from hfshard.distributed.tensor_owners import HeldTensor, Holders, Listing, RankGroup, list_tensors
+from hfshard.distributed.tensor_owners import Listing, LocalTensor, RankGroup, TensorOwners, list_tensors
 from hfshard.errors import HfshardError, InvalidArgumentError, RankFailedError
 from hfshard.format.digests import Checksum
 from hfshard.format.file_names import MODEL_BASE
@@ -26,9 +26,9 @@ from hfshard.saving.save_request import SaveRequest
 from hfshard.shards.write_shards import WriteJob
 from hfshard.stores.store import Store
 from hfshard.tensors.stored_tensor import RawTensor, TensorLayout
-from hfshard.training.pipeline_stages import StageParts, merge_parts, with_aliases, with_whole_gradients
+from hfshard.training.pipeline_stages import StageState, merge_parts, with_aliases, with_whole_gradients
 from hfshard.training.replicas import SAME, OfEachRank, Replicas, differ, of_each_rank
-from hfshard.training.run.background import HostCopies
+from hfshard.training.run.background import HostBuffers
 from hfshard.training.run.manifest import checkpoint_path
 from hfshard.training.run.run_storage import check_names
 from hfshard.training.run.run_writer import RunWriter
@@ -37,8 +37,8 @@ from hfshard.training.run_ranks import (
     all_ranks,
     is_spread_state,
     names_of_place,
-    refuse_other_parts,
-    refuse_other_places,
+    reject_other_parts,
+    reject_other_places,
     shared_kinds,
     stage_digest,
 )
@@ -50,7 +50,7 @@ from hfshard.training.state.collect_state import (
     collect,
     collect_rank,
     encode_components,
-    is_of_a_rank,
+    is_rank_local,
     rank_prefix,
     save_options,
 )
@@ -61,7 +61,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SpreadSave:
+class SpreadSaveArguments:
     """A save request, on one rank."""
 
     state: TrainingState
@@ -77,7 +77,9 @@ class SpreadSave:
     allow_different_replicas: bool = False
 
 
-def save_spread(order: SpreadSave, writer: RunWriter, save_replicated: Callable[[Ranks, OfEachRank], str]) -> str:
+def save_spread(
+    order: SpreadSaveArguments, writer: RunWriter, save_replicated: Callable[[Ranks, OfEachRank], str]
+) -> str:
     """Save what all ranks have together. Every rank must call.
 
     A save that does not block copies each rank's part to host memory; a thread exchanges and writes the parts, over its
@@ -114,11 +116,11 @@ def save_spread(order: SpreadSave, writer: RunWriter, save_replicated: Callable[
             order.extra if status.rank == status.leader else None,
             save_options(order.max_shard_size, order.checksum, order.progress),
         )
-        payload = with_whole_order(payload) if is_pipeline else payload
+        payload = with_full_model_order(payload) if is_pipeline else payload
         parts = held_parts(payload, status.place, is_stage=is_pipeline)
         holders = _share_holders(status, parts)
         if status.rank == status.leader:
-            payload = united_payload(payload, holders)
+            payload = merged_payload(payload, holders)
         work = _planned(order, writer, status, payload, parts, holders)
         path = checkpoint_path(writer.root, checked_step(order.step))
         if order.blocking:
@@ -128,7 +130,9 @@ def save_spread(order: SpreadSave, writer: RunWriter, save_replicated: Callable[
         return path
 
 
-def _find_stages(order: SpreadSave, writer: RunWriter, status: SaveStatus) -> tuple[list[str] | None, OfEachRank]:
+def _find_stages(
+    order: SpreadSaveArguments, writer: RunWriter, status: SaveStatus
+) -> tuple[list[str] | None, OfEachRank]:
     """Find the digest of each rank's modules, None if every rank has all of them; and what differs among ranks.
 
     Raises:
@@ -141,8 +145,8 @@ def _find_stages(order: SpreadSave, writer: RunWriter, status: SaveStatus) -> tu
     said = json.dumps([own, shared_kinds(order.state), names_of_place(writer.root)]).encode()
     meeting = status.meet("save", said)
     told, kinds, roots = zip(*map(json.loads, meeting.values()), strict=True)
-    refuse_other_parts(dict(zip(meeting, kinds, strict=True)))
-    refuse_other_places(dict(zip(meeting, roots, strict=True)), "saves into")
+    reject_other_parts(dict(zip(meeting, kinds, strict=True)))
+    reject_other_places(dict(zip(meeting, roots, strict=True)), "saves into")
     stages = [stage for _, stage, _ in told]
     if len(set(stages)) > 1:
         return stages, OfEachRank()
@@ -163,7 +167,9 @@ def _as_stage(state: TrainingState, status: SaveStatus, stages: Sequence[str]) -
     return with_whole_gradients(state) if len(set(stages)) == len(stages) else state
 
 
-def _share_components(order: SpreadSave, status: SaveStatus, stages: Sequence[str]) -> tuple[Components, Sequence[str]]:
+def _share_components(
+    order: SpreadSaveArguments, status: SaveStatus, stages: Sequence[str]
+) -> tuple[Components, Sequence[str]]:
     """Merge the parts of all stages into those of one model, on the first rank.
 
     Returns:
@@ -174,26 +180,26 @@ def _share_components(order: SpreadSave, status: SaveStatus, stages: Sequence[st
     """
     components = encode_components(order.state)
     is_first = stages.index(stages[status.place]) == status.place
-    own = StageParts.of(order.state, components, is_first=is_first)
+    own = StageState.of(order.state, components, is_first=is_first)
     if status.rank != status.leader:
         status.tell("parts", own.to_json())
         of_a_rank = json.loads(status.wait_for("parts of a rank", status.leader))
         return encode_components(order.state, of_a_rank), of_a_rank
     told = {status.rank: own}
     for rank in status.ranks[1:]:
-        told[rank] = StageParts.from_json(status.wait_for("parts", rank))
+        told[rank] = StageState.from_json(status.wait_for("parts", rank))
     merged = merge_parts(components, told)
     status.tell("parts of a rank", json.dumps(merged.of_a_rank).encode())
     return replace(encode_components(order.state, merged.of_a_rank), encoded=merged.encoded), merged.of_a_rank
 
 
 def _planned(
-    order: SpreadSave,
+    order: SpreadSaveArguments,
     writer: RunWriter,
     status: SaveStatus,
     payload: SavePayload,
-    parts: HeldParts,
-    holders: Holders,
+    parts: OwnedTensors,
+    holders: TensorOwners,
 ) -> Callable[[], None]:
     """Check everything that can be checked before the first byte is written, and return the remaining work."""
     is_leader = status.rank == status.leader
@@ -221,7 +227,7 @@ def _planned(
     return work
 
 
-def _start(order: SpreadSave, writer: RunWriter, work: Callable[[], None], stack: ExitStack) -> None:
+def _start(order: SpreadSaveArguments, writer: RunWriter, work: Callable[[], None], stack: ExitStack) -> None:
     """Do the rest in a thread, which leaves the operation at the end."""
 
     def run() -> None:
@@ -232,7 +238,7 @@ def _start(order: SpreadSave, writer: RunWriter, work: Callable[[], None], stack
 
 
 def _share_states(
-    order: SpreadSave, status: SaveStatus, of_a_rank: Sequence[str], stage: str, buffers: Sequence[str]
+    order: SpreadSaveArguments, status: SaveStatus, of_a_rank: Sequence[str], stage: str, buffers: Sequence[str]
 ) -> list[RankState]:
     """Send this rank's own state to the first rank, without its tensors, which are exchanged with all others.
 
@@ -265,30 +271,30 @@ def _share_states(
     return states
 
 
-def _share_holders(status: SaveStatus, parts: HeldParts) -> Holders:
+def _share_holders(status: SaveStatus, parts: OwnedTensors) -> TensorOwners:
     """Find what each rank has. One rank lists the names of what each has alone, without the rank's number.
 
     Raises:
         InvalidArgumentError: The ranks disagree about a tensor, or do not have all of it together.
     """
     listing, meshes = list_tensors(parts.common, _tensors(parts.common.tensors))
-    groups, listings = share_listings(status, listing, meshes)
-    refuse_absent(status)
+    groups, listings = exchange_listings(status, listing, meshes)
+    require_all_ranks(status)
     own, _ = list_tensors(parts.own, _tensors(parts.own.tensors))
-    own_groups, own_listings = share_listings(status, own, (), " of a rank")
+    own_groups, own_listings = exchange_listings(status, own, (), " of a rank")
     for group in own_groups:
         for rank in group.ranks:
             digest = f"{group.digest} of rank {rank}"
             listings[digest] = with_rank(own_listings[group.digest], status.ranks.index(rank))
             groups.append(RankGroup((rank,), digest, ()))
-    return Holders.unite(groups, listings, parts.common.name_order)
+    return TensorOwners.unite(groups, listings, parts.common.name_order)
 
 
-def _tensors(tensors: Mapping[str, Any]) -> Mapping[str, HeldTensor]:
+def _tensors(tensors: Mapping[str, Any]) -> Mapping[str, LocalTensor]:
     return tensors
 
 
-def _host_copies(held: Mapping[str, HeldTensor], copies: HostCopies) -> dict[str, HeldTensor]:
+def _host_copies(held: Mapping[str, LocalTensor], copies: HostBuffers) -> dict[str, LocalTensor]:
     """Copy this rank's parts to host memory, where the training does not change them."""
     tensors = {key: one.local if isinstance(one, SpreadTensor) else one for key, one in held.items()}
     copied = copies.copies_of(tensors)  # type: ignore[arg-type]  # a training state has no raw tensors
@@ -344,7 +350,7 @@ def save_on_all_ranks(
         contribution = RankContribution(checked_step(step), of_rank, number=number)
     except Exception as caught:  # noqa: BLE001 - raised below, when the first rank knows
         error = caught
-        contribution = RankContribution(problem=error_words(error), number=number)
+        contribution = RankContribution(problem=describe_error(error), number=number)
     gathered = ranks.gather(contribution)
     try:
         return ranks.last(lambda: write(gathered))
@@ -381,14 +387,14 @@ _NUMBERLESS: Final = "rank*/"
 
 
 @dataclass(frozen=True, slots=True)
-class HeldParts:
+class OwnedTensors:
     """The tensors of this rank, by keys: the set of tensors, and the name in it."""
 
     common: SaveRequest
     """The tensors that all ranks have, or have parts of; and the model's information about its names."""
     own: SaveRequest
     """The tensors that this rank alone contributes; names lack its number, which `with_rank` adds."""
-    held: dict[str, HeldTensor]
+    held: dict[str, LocalTensor]
     """Both, by their own names."""
 
 
@@ -409,7 +415,7 @@ def name_of_key(key: str) -> str:
     return key.partition("/")[2]
 
 
-def held_parts(payload: SavePayload, rank: int, *, is_stage: bool = False) -> HeldParts:
+def held_parts(payload: SavePayload, rank: int, *, is_stage: bool = False) -> OwnedTensors:
     """List what this rank has for a save by all ranks.
 
     Of what is not spread, the model's and the optimizer's tensors are the same everywhere; everything else is the first
@@ -424,13 +430,13 @@ def held_parts(payload: SavePayload, rank: int, *, is_stage: bool = False) -> He
         UnstorableTensorError: A tensor cannot be stored.
     """
     prefix = rank_prefix(rank)
-    common: dict[str, HeldTensor] = {}
-    own: dict[str, HeldTensor] = {}
-    held: dict[str, HeldTensor] = {}
+    common: dict[str, LocalTensor] = {}
+    own: dict[str, LocalTensor] = {}
+    held: dict[str, LocalTensor] = {}
     for base, request in payload.requests.items():
         for name, tensor in with_spread_tensors(request.tensors).items():
             is_shared = base != STATE_BASE or isinstance(tensor, SpreadTensor)
-            if is_shared or (is_stage and not is_of_a_rank(name)):
+            if is_shared or (is_stage and not is_rank_local(name)):
                 common[key_of(base, name)] = tensor
             elif name.startswith(prefix):
                 own[key_of(base, _NUMBERLESS + name.removeprefix(prefix))] = tensor
@@ -449,15 +455,15 @@ def held_parts(payload: SavePayload, rank: int, *, is_stage: bool = False) -> He
         separate_names=frozenset(key_of(MODEL_BASE, name) for name in model.separate_names),
         name_order=tuple(key_of(MODEL_BASE, name) for name in model.name_order),
     )
-    return HeldParts(replace(of_common, tensors=_typed(common)), replace(plain, tensors=_typed(own)), held)
+    return OwnedTensors(replace(of_common, tensors=_typed(common)), replace(plain, tensors=_typed(own)), held)
 
 
-def with_whole_order(payload: SavePayload) -> SavePayload:
+def with_full_model_order(payload: SavePayload) -> SavePayload:
     """Add all names and the parameter count of the full model to a stage's payload, if they can be known."""
     request = payload.requests.get(MODEL_BASE)
     if request is None or request.name_order:
         return payload
-    whole = None if request.look_at_whole is None else request.look_at_whole()
+    whole = None if request.describe_full_model is None else request.describe_full_model()
     total = None if whole is None else whole.total_parameters
     request = replace(request, name_order=() if whole is None else whole.names, total_parameters=total)
     return replace(payload, requests={**payload.requests, MODEL_BASE: request})
@@ -474,7 +480,7 @@ def with_rank(listing: Listing, rank: int) -> Listing:
     return replace(listing, entries=entries)
 
 
-def united_payload(payload: SavePayload, holders: Holders) -> SavePayload:
+def merged_payload(payload: SavePayload, holders: TensorOwners) -> SavePayload:
     """Return what the first rank saves: its own payload, with the tensors of all ranks."""
     some_options = next(iter(payload.requests.values())).options
     by_base: dict[str, dict[str, RawTensor]] = {}
@@ -545,6 +551,6 @@ def _no_bytes(key: str, layout: TensorLayout) -> Callable[[int], Iterator[memory
     return blocks
 
 
-def _typed(tensors: Mapping[str, HeldTensor]) -> Mapping[str, Any]:
+def _typed(tensors: Mapping[str, LocalTensor]) -> Mapping[str, Any]:
     """Cast tensors for a request, which in this module may also contain parts of tensors."""
     return tensors

@@ -59,7 +59,7 @@ def _nothing_in_common(by_kind: dict[DiffKind, list[TensorDiff]]) -> str:
         names = [tensor.name for tensor in tensors]
         if not names:
             continue
-        adapter = adapter_in_words(names, is_alone=True)
+        adapter = describe_adapter(names, is_alone=True)
         count = _count(len(names))
         texts.append(f"{count} only in {side}" if adapter is None else f"{side} is an {adapter}: {count}")
     return f"no tensor in common; {'; '.join(texts)}."
@@ -76,7 +76,7 @@ def _changed(tensors: Sequence[TensorDiff], found: CheckpointDiff) -> str:
     every = [tensor.name for tensor in shared]
     if len(others) * _FEW <= len(shared) and len(others) == found.counts.get("same", 0):
         return f"all but {describe_tensors(others, every)} changed: {count}"
-    adapter = adapter_in_words(names, is_alone=False)
+    adapter = describe_adapter(names, is_alone=False)
     where = describe_tensors(names, every) if adapter is None else f"the {adapter}"
     if all(map(_is_head, names)):
         where = f"the head ({where})"
@@ -87,7 +87,7 @@ def _changed(tensors: Sequence[TensorDiff], found: CheckpointDiff) -> str:
 
 def _cast(tensors: Sequence[TensorDiff], found: CheckpointDiff) -> str:
     dtypes = Counter((tensor.a.dtype, tensor.b.dtype) for tensor in tensors if tensor.a and tensor.b)
-    text = join_words([f"from {short_name(a)} to {short_name(b)}" for (a, b), _ in dtypes.most_common(3)])
+    text = join_phrases([f"from {short_name(a)} to {short_name(b)}" for (a, b), _ in dtypes.most_common(3)])
     left = [
         tensor for tensor in found.tensors if tensor.kind == "same" and tensor.b and tensor.b.dtype in _sources(dtypes)
     ]
@@ -119,7 +119,7 @@ def _only_in_b(tensors: Sequence[TensorDiff], found: CheckpointDiff) -> str:
 
 
 def _only_in(side: str, tensors: Sequence[TensorDiff], found: CheckpointDiff) -> str:
-    adapter = adapter_in_words([tensor.name for tensor in tensors], is_alone=True)
+    adapter = describe_adapter([tensor.name for tensor in tensors], is_alone=True)
     if adapter is not None:
         return f"{side} has an {adapter}: {_count(len(tensors))}"
     return f"{_count(len(tensors))} only in {side} ({_where(tensors, found)})"
@@ -179,7 +179,7 @@ def _is_head(name: str) -> bool:
 
 def _some(names: Sequence[str]) -> str:
     shown = [short_name(name) for name in names[:3]]
-    return join_words(shown if len(names) <= 3 else [*shown, f"{len(names) - 3:,} more"])
+    return join_phrases(shown if len(names) <= 3 else [*shown, f"{len(names) - 3:,} more"])
 
 
 def _count(number: int, noun: str = "tensor") -> str:
@@ -280,10 +280,10 @@ def describe_tensors(chosen: Collection[str], every: Iterable[str], *, names_kin
             texts.append(f"{text} of {short_name(stack.name)}" if stack.name and len(grid.stacks) > 1 else text)
     if not chosen.isdisjoint(grid.others):
         texts.append(_in_others(chosen, grid.others))
-    return join_words(texts)
+    return join_phrases(texts)
 
 
-def join_words(words: Sequence[str]) -> str:
+def join_phrases(words: Sequence[str]) -> str:
     """Join words as in a sentence: "a, b and c"."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
@@ -330,7 +330,7 @@ def _kinds_text(kinds: set[str], stack: LayerStack) -> str:
             chosen += [_short_among(module, tensors) + tensor for tensor in tail]
     if len(chosen) > _MOST_KINDS:
         return f"{len(kinds)} of {len(stack.kinds)} tensors"
-    return join_words([short_name(name) for name in chosen])
+    return join_phrases([short_name(name) for name in chosen])
 
 
 def _short_among(module: str, modules: Collection[str]) -> str:
@@ -349,7 +349,7 @@ def _in_others(chosen: set[str], others: Sequence[str]) -> str:
     if any(set(row.marks) != {"chosen"} for row in rows):
         count = sum(row.marks["chosen"] for row in rows)
         return f"{count} of {len(others)} tensors beside the layers"
-    return join_words([short_name(row.path) for row in rows])
+    return join_phrases([short_name(row.path) for row in rows])
 
 
 # PEFT's names: descriptions of an adapter and the modules that are saved with it.
@@ -365,7 +365,7 @@ _WRAPPED = (".base_layer", ".original_module")
 """Follow the name of a module that has an adapter, or a trained module in its place."""
 
 
-def adapter_in_words(names: Collection[str], *, is_alone: bool) -> str | None:
+def describe_adapter(names: Collection[str], *, is_alone: bool) -> str | None:
     """Describe the modules that an adapter is for, and the modules that are trained with it.
 
     Args:
@@ -377,7 +377,7 @@ def adapter_in_words(names: Collection[str], *, is_alone: bool) -> str | None:
 
     Example:
         >>> names = [f"base_model.model.{name}" for name in ("q.lora_A.weight", "q.lora_B.weight", "head.bias")]
-        >>> adapter_in_words(names, is_alone=True)
+        >>> describe_adapter(names, is_alone=True)
         'adapter (LoRA) for q, with head'
     """
     adapted = {f"{name.removeprefix(_FRONT).split(_LORA)[0]}.weight" for name in names if _LORA in name}

@@ -14,9 +14,9 @@ from typing import Final, TypeVar
 import torch
 
 from hfshard._util.addresses import is_address
-from hfshard._util.arguments import names_files
+from hfshard._util.arguments import wraps_os_errors
 from hfshard._util.progress import ProgressCallback
-from hfshard.checkpoint.folder import FAR_TRIES
+from hfshard.checkpoint.folder import REMOTE_RETRIES
 from hfshard.checkpoint.load_options import LoadOptions
 from hfshard.errors import CheckpointChangedError, InvalidArgumentError
 from hfshard.format.digests import Verify, tensor_digest
@@ -34,7 +34,7 @@ from hfshard.viewing.diff_tensors import (
     side_of,
 )
 from hfshard.viewing.diff_values import RoundingCheck, ValueMeasure, is_number
-from hfshard.viewing.inspection import Opening, open_to_view, open_with_one_key
+from hfshard.viewing.inspection import OpenRequest, open_for_viewing, open_with_one_key
 from hfshard.viewing.tensor_values import ReadJob, do_jobs
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ _FAR_THREADS: Final = 4
 _Result = TypeVar("_Result")
 
 
-@names_files("a")
+@wraps_os_errors("a")
 def diff_checkpoints(
     a: str | os.PathLike[str],
     b: str | os.PathLike[str],
@@ -104,16 +104,16 @@ def diff_checkpoints(
     """
     query = CheckpointQuery(variant=variant)
     options = LoadOptions(verify="structure" if verify in ("full", "sha256") else verify, progress=progress)
-    asked = Asked(values, trusts_digests=verify not in ("full", "sha256"))
+    asked = DiffOptions(values, trusts_digests=verify not in ("full", "sha256"))
     subfolders = _pair("subfolder", subfolder)
     tokens = [None if is_address(one) and not is_address(other) else token for one, other in ((a, b), (b, a))]
     queries = tuple(
         replace(query, subfolder=one or "", token=of_one) for one, of_one in zip(subfolders, tokens, strict=True)
     )
     chosen = tuple(replace(options, key=one) for one in _pair("key", key))
-    openings = [Opening(*one) for one in zip((a, b), queries, chosen, strict=True)]
+    openings = [OpenRequest(*one) for one in zip((a, b), queries, chosen, strict=True)]
     once = partial(_diff_once, openings, asked, has_one_key=isinstance(key, str))
-    for _ in range(FAR_TRIES - 1):
+    for _ in range(REMOTE_RETRIES - 1):
         try:
             return once()
         except CheckpointChangedError as error:
@@ -121,12 +121,12 @@ def diff_checkpoints(
     return once()
 
 
-def _diff_once(openings: Sequence[Opening], asked: Asked, *, has_one_key: bool) -> CheckpointDiff:
+def _diff_once(openings: Sequence[OpenRequest], asked: DiffOptions, *, has_one_key: bool) -> CheckpointDiff:
     with ExitStack() as stack:
         if has_one_key:
             viewed = open_with_one_key(stack, openings)
         else:
-            viewed = [stack.enter_context(open_to_view(*one)) for one in openings]
+            viewed = [stack.enter_context(open_for_viewing(*one)) for one in openings]
         side_a, side_b = map(side_of, viewed)
         return _Comparison(side_a, side_b, asked, openings[0].options.progress).run()
 
@@ -143,7 +143,7 @@ def _pair(name: str, value: str | tuple[str | None, ...] | None) -> tuple[str | 
 class _Comparison:
     """The comparison of two open checkpoints."""
 
-    def __init__(self, a: Side, b: Side, asked: Asked, progress: bool | None) -> None:
+    def __init__(self, a: Side, b: Side, asked: DiffOptions, progress: bool | None) -> None:
         self.a, self.b = a, b
         self.asked, self.progress = asked, progress
         self.read_bytes = 0
@@ -223,7 +223,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class DiffOptions:
     """Options of a comparison."""
 
     values: bool = False
@@ -232,7 +232,7 @@ class Asked:
     """False: tensors are read instead of relying on their digests."""
 
 
-def known_finding(pair: TensorPair, asked: Asked) -> Finding | None:
+def known_finding(pair: TensorPair, asked: DiffOptions) -> Finding | None:
     """Determine how two tensors differ without reading them; None if that is not possible."""
     kind = _known_kind(pair, asked)
     if kind is None or (kind != "same" and asked.values and _is_measurable(pair)):
@@ -240,7 +240,7 @@ def known_finding(pair: TensorPair, asked: Asked) -> Finding | None:
     return Finding(kind)
 
 
-def _known_kind(pair: TensorPair, asked: Asked) -> DiffKind | None:
+def _known_kind(pair: TensorPair, asked: DiffOptions) -> DiffKind | None:
     a, b = pair.a, pair.b
     if a.facts.dtype != b.facts.dtype:
         if a.facts.shape != b.facts.shape or not (is_number(a.torch_dtype) and is_number(b.torch_dtype)):
@@ -266,7 +266,7 @@ def _is_measurable(pair: TensorPair) -> bool:
     return has_numbers and prod(pair.a.facts.shape) == prod(pair.b.facts.shape)
 
 
-def compare(pair: TensorPair, asked: Asked, report: ProgressCallback) -> Finding:
+def compare(pair: TensorPair, asked: DiffOptions, report: ProgressCallback) -> Finding:
     """Determine how two tensors differ by reading them.
 
     Args:

@@ -12,7 +12,7 @@ from math import prod
 from typing import Any, Final, NamedTuple
 
 from hfshard._util.addresses import is_address, parse_address
-from hfshard._util.arguments import absolute_path, path_text
+from hfshard._util.arguments import absolute_path, checked_path_text
 from hfshard.checkpoint.load_options import LoadOptions
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
 from hfshard.commit.hub_marker import split_address
@@ -139,7 +139,7 @@ def inspect_checkpoint(
     """Read a checkpoint's index and headers.
 
     Args:
-        path: A directory, a file, an address, a name on the Hub, a run or one of its steps, as in `open_to_view`.
+        path: A directory, a file, an address, a name on the Hub, a run or one of its steps, as in `open_for_viewing`.
         variant, subfolder, revision, token: As in transformers' `from_pretrained`.
         key: For a file of torch.save, as in `load_state_dict`.
 
@@ -149,7 +149,7 @@ def inspect_checkpoint(
         StoreError, HubError: The store or the Hub refuses access, or cannot be reached.
     """
     query = CheckpointQuery(variant=variant, subfolder=subfolder, revision=revision, token=token)
-    with open_to_view(path, query, LoadOptions(verify="none", key=key)) as viewed:
+    with open_for_viewing(path, query, LoadOptions(verify="none", key=key)) as viewed:
         return _inspected(viewed, os.fspath(path))
 
 
@@ -215,8 +215,8 @@ class ViewedCheckpoint:
     """Whether its files are read from the Hub by ranges, so that their ETags are those that the Hub lists."""
 
 
-class Opening(NamedTuple):
-    """Arguments of `open_to_view`."""
+class OpenRequest(NamedTuple):
+    """Arguments of `open_for_viewing`."""
 
     place: str | os.PathLike[str]
     query: CheckpointQuery
@@ -224,7 +224,7 @@ class Opening(NamedTuple):
 
 
 @contextmanager
-def open_to_view(
+def open_for_viewing(
     place: str | os.PathLike[str], query: CheckpointQuery, options: LoadOptions
 ) -> Iterator[ViewedCheckpoint]:
     """Open the checkpoint at a place.
@@ -257,7 +257,7 @@ def open_to_view(
         yield viewed
 
 
-def open_with_one_key(stack: ExitStack, openings: Sequence[Opening]) -> list[ViewedCheckpoint]:
+def open_with_one_key(stack: ExitStack, openings: Sequence[OpenRequest]) -> list[ViewedCheckpoint]:
     """Open checkpoints with a key that applies to the ones that are files of torch.save.
 
     Args:
@@ -266,7 +266,7 @@ def open_with_one_key(stack: ExitStack, openings: Sequence[Opening]) -> list[Vie
 
     Raises:
         InvalidArgumentError: The key applies to none of them.
-        Everything that `open_to_view` raises.
+        Everything that `open_for_viewing` raises.
     """
     refusals: list[InvalidArgumentError] = []
     found = [_opened_with_key(stack, opening, refusals) for opening in openings]
@@ -275,15 +275,15 @@ def open_with_one_key(stack: ExitStack, openings: Sequence[Opening]) -> list[Vie
     return found
 
 
-def _opened_with_key(stack: ExitStack, opening: Opening, refusals: list[InvalidArgumentError]) -> ViewedCheckpoint:
+def _opened_with_key(stack: ExitStack, opening: OpenRequest, refusals: list[InvalidArgumentError]) -> ViewedCheckpoint:
     try:
-        return stack.enter_context(open_to_view(*opening))
+        return stack.enter_context(open_for_viewing(*opening))
     except AmbiguousWeightsError:
         raise
     except InvalidArgumentError as error:
         keyless = opening._replace(options=replace(opening.options, key=None))
         try:
-            viewed = stack.enter_context(open_to_view(*keyless))
+            viewed = stack.enter_context(open_for_viewing(*keyless))
         except AmbiguousWeightsError:
             raise error from None
         if viewed.checkpoint.weights.kind == "bin":
@@ -312,7 +312,7 @@ def _opened(stack: ExitStack, path: str, query: CheckpointQuery, options: LoadOp
 
 
 def _split_place(place: str | os.PathLike[str]) -> tuple[str, str | None]:
-    text = path_text(place)
+    text = checked_path_text(place)
     if is_address(text) or os.path.exists(os.path.expanduser(text)):
         return absolute_path(place), None
     return split_address(place)

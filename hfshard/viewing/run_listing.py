@@ -10,8 +10,8 @@ from datetime import datetime
 from typing import Final, Literal
 
 from hfshard._util.addresses import is_address
-from hfshard._util.text import list_some
-from hfshard._util.threads import in_threads
+from hfshard._util.text import shorten_list
+from hfshard._util.threads import run_in_threads
 from hfshard.checkpoint.verifier import Problem
 from hfshard.constants import SAFETENSORS_SUFFIX
 from hfshard.errors import CheckpointNotFoundError, HfshardError
@@ -94,7 +94,7 @@ def checkpoints_of(root: str) -> list[RunCheckpoint]:
         hint = "Check the path."
         if runs:
             hint = (
-                f"Runs are in its folders {list_some(runs, _SHOWN)}"
+                f"Runs are in its folders {shorten_list(runs, _SHOWN)}"
                 if len(runs) > 1
                 else f"A run is in its folder {runs[0]}"
             )
@@ -106,7 +106,7 @@ def checkpoints_of(root: str) -> list[RunCheckpoint]:
 def _runs_below(root: str) -> list[str]:
     """List the folders that are runs; only the first `_MOST_FOLDERS` are checked, each by one listing."""
     folders = _folders_in(root)[:_MOST_FOLDERS]
-    listed = in_threads(lambda name, _: _folders_in(f"{root.rstrip('/')}/{name}"), folders, _LISTINGS_AT_ONCE)
+    listed = run_in_threads(lambda name, _: _folders_in(f"{root.rstrip('/')}/{name}"), folders, _LISTINGS_AT_ONCE)
     return [name for name, below in zip(folders, listed, strict=True) if any(map(_is_of_run, below))]
 
 

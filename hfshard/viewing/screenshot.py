@@ -43,7 +43,7 @@ iframe {{ border: 0; display: block; width: {width}px; height: {height}px }}</st
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Still:
+class ScreenshotOptions:
     """Settings of a screenshot."""
 
     width: int = 1280
@@ -107,7 +107,7 @@ def require_chromium() -> str:
     return found
 
 
-def take_still(html: str, still: Still) -> bytes:
+def take_screenshot(html: str, still: ScreenshotOptions) -> bytes:
     """Draw a page with the browser, in a profile that is removed afterwards.
 
     Args:
@@ -136,7 +136,7 @@ def take_still(html: str, still: Still) -> bytes:
     return picture
 
 
-def _arguments(still: Still, directory: str) -> list[str]:
+def _arguments(still: ScreenshotOptions, directory: str) -> list[str]:
     arguments = [
         *_ARGUMENTS,
         f"--window-size={still.width},{still.height}",

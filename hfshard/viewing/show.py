@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from hfshard._util.addresses import is_address, refuse_hub_arguments
-from hfshard._util.arguments import absolute_path, names_files, path_text
+from hfshard._util.addresses import is_address, reject_hub_arguments
+from hfshard._util.arguments import absolute_path, checked_path_text, wraps_os_errors
 from hfshard._util.text import parse_size
 from hfshard.checkpoint.load_options import LoadOptions
 from hfshard.checkpoint.verifier import Problem
 from hfshard.errors import HfshardError, InvalidArgumentError, InvalidPathError
 from hfshard.hub.resolve import CheckpointQuery
-from hfshard.training.run.find_checkpoint import current_problems, files_at
+from hfshard.training.run.find_checkpoint import files_at, live_problems
 from hfshard.training.run.manifest import MANIFEST, MetricMode, RunCheckpoint
 from hfshard.training.run.reports import as_problems, is_run
 from hfshard.viewing.diff_checkpoints import diff_checkpoints
@@ -22,11 +22,11 @@ from hfshard.viewing.page.diff_page import make_diff_page
 from hfshard.viewing.page.page import Page, checked_output, render_page, write_page
 from hfshard.viewing.page.run_page import make_run_page
 from hfshard.viewing.run_listing import checkpoints_of, counts_of, list_checkpoints, parts_of, spaces_of
-from hfshard.viewing.screenshot import Still, require_chromium, take_still
+from hfshard.viewing.screenshot import ScreenshotOptions, require_chromium, take_screenshot
 from hfshard.viewing.tensor_values import measure_values
 
 
-@names_files("checkpoint")
+@wraps_os_errors("checkpoint")
 def show_checkpoint(
     checkpoint: str | os.PathLike[str],
     output: str | os.PathLike[str] | None = None,
@@ -42,7 +42,7 @@ def show_checkpoint(
     against: str | os.PathLike[str] | None = None,
     values: bool = False,
     png: str | os.PathLike[str] | None = None,
-    still: Still | None = None,
+    still: ScreenshotOptions | None = None,
     progress: bool | None = None,
 ) -> str:
     """Write one HTML file that shows the contents of a checkpoint or a run, or the differences between two checkpoints.
@@ -118,7 +118,7 @@ def show_checkpoint(
         of_one = {"variant": variant, "key": key, "subfolder": subfolder, "revision": revision, "max_shard_size": limit}
         _refuse(of_one, "is for one checkpoint, not for a run")
         if is_address(root):
-            refuse_hub_arguments(root, token=token)
+            reject_hub_arguments(root, token=token)
         page = page_of_run(root, best, metric_mode)
     else:
         _refuse({"best": best}, "is for a run, not for one checkpoint")
@@ -133,7 +133,7 @@ def show_checkpoint(
     if path is not None:
         write_page(html, path)
     if picture is not None:
-        write_page(take_still(html, still or Still()), picture)
+        write_page(take_screenshot(html, still or ScreenshotOptions()), picture)
     return written
 
 
@@ -153,7 +153,7 @@ def run_at(place: str | os.PathLike[str]) -> str | None:
     Returns:
         Its absolute path or its address; None if there is none, such as at one of its checkpoints.
     """
-    text = path_text(place)
+    text = checked_path_text(place)
     if not is_address(text) and not os.path.isdir(os.path.expanduser(text)):
         return None
     root = absolute_path(place)
@@ -189,4 +189,4 @@ def with_parts(page: Page, directory: str) -> Page:
 
 
 def _check(found: RunCheckpoint) -> list[Problem]:
-    return as_problems(current_problems(found, "structure") or [], found.path)
+    return as_problems(live_problems(found, "structure") or [], found.path)

@@ -11,12 +11,12 @@ from typing import Final, Generic, TypeVar
 
 import torch
 
-from hfshard._util.progress import ProgressCallback, bytes_bar
-from hfshard._util.threads import cancellable, in_threads
+from hfshard._util.progress import ProgressCallback, byte_progress
+from hfshard._util.threads import cancellable, run_in_threads
 from hfshard.checkpoint.load_options import LoadOptions
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.viewing.diff_tensors import ComparedTensor, side_of
-from hfshard.viewing.inspection import open_to_view
+from hfshard.viewing.inspection import open_for_viewing
 
 MOST_TENSORS: Final = 10_000
 """The most tensors whose numbers are read: a page takes some 150 bytes for each, so it stays small in any case."""
@@ -46,14 +46,14 @@ def measure_values(
     The bytes read are compared with their digests, if there are any.
 
     Args:
-        place, query, options: As in `open_to_view`.
+        place, query, options: As in `open_for_viewing`.
         most: The most tensors to read.
 
     Raises:
         IntegrityError: A tensor differs from the one that was saved.
-        Everything that `open_to_view` raises.
+        Everything that `open_for_viewing` raises.
     """
-    with open_to_view(place, query, options) as viewed:
+    with open_for_viewing(place, query, options) as viewed:
         tensors = side_of(viewed).tensors
         known = [tensor for tensor in tensors if _is_known(tensor)]
         largest = sorted(known, key=lambda tensor: -tensor.facts.nbytes)[:most]
@@ -260,13 +260,13 @@ def do_jobs(
     """
     results: dict[int, _Result] = {}
     total = sum(job.nbytes for job in jobs)
-    with bytes_bar(title, total, progress if total else False) as progress_callback:
+    with byte_progress(title, total, progress if total else False) as progress_callback:
 
         def do_run(run: Sequence[int], cancelled: threading.Event) -> None:
             for number in run:
                 results[number] = jobs[number].work(cancellable(progress_callback, cancelled))
 
-        in_threads(do_run, list(_runs(jobs)), threads)
+        run_in_threads(do_run, list(_runs(jobs)), threads)
     return [results[number] for number in range(len(jobs))]
 
 

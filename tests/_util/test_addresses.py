@@ -9,7 +9,7 @@ import transformers
 from torch import nn
 
 import hfshard
-from hfshard._util.addresses import StoreAddress, is_address, parse_address, refuse_hub_arguments
+from hfshard._util.addresses import StoreAddress, is_address, parse_address, reject_hub_arguments
 from hfshard._util.arguments import absolute_path
 from hfshard.errors import InvalidArgumentError, InvalidPathError
 
@@ -119,10 +119,10 @@ def test_what_only_a_hub_has_is_refused_with_an_address_before_it_is_asked(
 
 
 def test_defaults_are_no_arguments_of_a_hub() -> None:
-    refuse_hub_arguments("s3://models/bert", revision="main", token=False)
-    refuse_hub_arguments("hf://buckets/org/name", token=True)
-    refuse_hub_arguments("gs://models", revision="", token="")
+    reject_hub_arguments("s3://models/bert", revision="main", token=False)
+    reject_hub_arguments("hf://buckets/org/name", token=True)
+    reject_hub_arguments("gs://models", revision="", token="")
     with pytest.raises(InvalidArgumentError, match="with the saved token: run 'hf auth login', or set HF_TOKEN"):
-        refuse_hub_arguments("hf://buckets/org/name", token=False)
+        reject_hub_arguments("hf://buckets/org/name", token=False)
     with pytest.raises(InvalidArgumentError, match="with its service's own settings"):
-        refuse_hub_arguments("az://models", token=True)
+        reject_hub_arguments("az://models", token=True)

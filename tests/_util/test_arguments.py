@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hfshard._util.arguments import absolute_path, path_text
+from hfshard._util.arguments import absolute_path, checked_path_text
 from hfshard.errors import InvalidPathError
 
 
@@ -41,7 +41,7 @@ def test_a_path_becomes_absolute(
 
 @pytest.mark.parametrize("given", ["", b"out", "out\0", None, 3, ["out"], "\ud800"])
 def test_what_is_no_path_is_one_clear_error(given: Any) -> None:
-    for function in (absolute_path, path_text):
+    for function in (absolute_path, checked_path_text):
         with pytest.raises(InvalidPathError, match=r"save_directory must be a path, .*, got "):
             function(given, "save_directory")
 

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from hfshard._util.import_hook import when_imported
+from hfshard._util.import_hook import on_import
 
 NAME = "hooked_package.late"
 
@@ -24,7 +24,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (folder / "__init__.py").write_text("")
     (folder / "late.py").write_text("import time\ntime.sleep(0.05)\nvalue = 1\n")
     monkeypatch.syspath_prepend(tmp_path)
-    others = [one for one in sys.meta_path if type(one).__name__ != "_HookedFinder"]
+    others = [one for one in sys.meta_path if type(one).__name__ != "_ImportHookFinder"]
     monkeypatch.setattr(sys, "meta_path", others)
     yield folder
     for name in [name for name in sys.modules if name.startswith("hooked_package")]:
@@ -37,8 +37,8 @@ def test_the_work_is_done_when_the_module_is_imported_and_again_when_it_is_reloa
     def work(module: ModuleType) -> None:
         seen.append(module.value)
 
-    when_imported(NAME, work)
-    when_imported(NAME, work)
+    on_import(NAME, work)
+    on_import(NAME, work)
     assert "hooked_package" not in sys.modules and seen == []
 
     module = importlib.import_module(NAME)
@@ -52,7 +52,7 @@ def test_a_module_that_is_there_is_worked_on_at_once() -> None:
     module = importlib.import_module(NAME)
     seen: list[ModuleType] = []
 
-    when_imported(NAME, seen.append)
+    on_import(NAME, seen.append)
 
     assert seen == [module]
 
@@ -65,7 +65,7 @@ def test_a_module_that_another_thread_imports_is_whole_when_the_work_is_done() -
     while NAME not in sys.modules:
         pass
 
-    when_imported(NAME, lambda module: seen.append(module.value))
+    on_import(NAME, lambda module: seen.append(module.value))
     thread.join()
 
     assert seen == [1]
@@ -89,7 +89,7 @@ def test_a_thread_that_has_asked_the_other_finders_is_waited_for(monkeypatch: py
     seen: list[ModuleType] = []
     threading.Timer(0.05, may_go_on.set).start()
 
-    when_imported(NAME, seen.append)
+    on_import(NAME, seen.append)
     thread.join()
 
     assert seen == [sys.modules[NAME]]
@@ -97,7 +97,7 @@ def test_a_thread_that_has_asked_the_other_finders_is_waited_for(monkeypatch: py
 
 def test_many_threads_that_import_do_the_work_once() -> None:
     seen: list[ModuleType] = []
-    when_imported(NAME, seen.append)
+    on_import(NAME, seen.append)
     threads = [threading.Thread(target=importlib.import_module, args=(NAME,)) for _ in range(4)]
 
     for thread in threads:
@@ -112,7 +112,7 @@ def test_an_error_of_the_module_or_of_the_work_is_the_imports_and_other_modules_
     def fail(module: ModuleType) -> None:
         raise RuntimeError("no")
 
-    when_imported("hooked_package.broken", fail)
+    on_import("hooked_package.broken", fail)
     (package / "broken.py").write_text("1 / 0\n")
     with pytest.raises(ZeroDivisionError):
         importlib.import_module("hooked_package.broken")

@@ -19,8 +19,8 @@ from hfshard._util import progress
 
 WORK = """
 import sys, threading
-from hfshard._util.progress import bytes_bar
-with bytes_bar("Saving", 4_000_000, {argument}) as update:
+from hfshard._util.progress import byte_progress
+with byte_progress("Saving", 4_000_000, {argument}) as update:
     for _ in range(4):
         update(1_000_000)
 print("threads", threading.active_count(), "tqdm", "tqdm" in sys.modules)
@@ -113,7 +113,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[int, int]]:
 
 def test_terminal_that_goes_away_does_not_stop_the_work(terminal: tuple[int, int]) -> None:
     done = 0
-    with progress.bytes_bar("Saving", 1000) as update:
+    with progress.byte_progress("Saving", 1000) as update:
         os.close(terminal[0])
         for _ in range(1000):
             update(1)
@@ -122,16 +122,16 @@ def test_terminal_that_goes_away_does_not_stop_the_work(terminal: tuple[int, int
 
 
 def test_error_in_the_block_passes_through(terminal: tuple[int, int]) -> None:
-    with pytest.raises(KeyError, match="theirs"), progress.bytes_bar("Saving", 1000):
+    with pytest.raises(KeyError, match="theirs"), progress.byte_progress("Saving", 1000):
         raise KeyError("theirs")
 
 
 def test_updates_of_many_threads_add_up(child_environment: dict[str, str], tmp_path: Path) -> None:
     code = """
 import sys, threading
-from hfshard._util.progress import bytes_bar
+from hfshard._util.progress import byte_progress
 sys.setswitchinterval(1e-6)
-with bytes_bar("Saving", 80_000) as update:
+with byte_progress("Saving", 80_000) as update:
     threads = [threading.Thread(target=lambda: [update(1) for _ in range(10_000)]) for _ in range(8)]
     for thread in threads: thread.start()
     for thread in threads: thread.join()
@@ -142,7 +142,7 @@ with bytes_bar("Saving", 80_000) as update:
 
 
 def test_update_after_the_end_is_harmless(terminal: tuple[int, int]) -> None:
-    with progress.bytes_bar("Saving", 10) as update:
+    with progress.byte_progress("Saving", 10) as update:
         pass
     thread = threading.Thread(target=update, args=(5,))
     thread.start()

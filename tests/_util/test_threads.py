@@ -14,7 +14,7 @@ from types import FrameType
 import pytest
 import torch
 
-from hfshard._util.threads import LendingLock, in_threads, pause, start_thread
+from hfshard._util.threads import LendingLock, pause, run_in_threads, start_worker
 from hfshard.errors import HubConnectionError
 
 
@@ -30,7 +30,7 @@ def test_error_in_one_thread_stops_the_others() -> None:
         return item
 
     with pytest.raises(HubConnectionError):
-        in_threads(work, [0, 1], 2)
+        run_in_threads(work, [0, 1], 2)
     assert stopped.is_set()
 
 
@@ -45,7 +45,7 @@ def test_a_thread_that_pauses_ends_with_the_others() -> None:
         raise HubConnectionError("no")
 
     with pytest.raises(HubConnectionError):
-        in_threads(work, [0, 1], 2)
+        run_in_threads(work, [0, 1], 2)
     pause(0)  # outside of any
 
 
@@ -60,7 +60,7 @@ def test_first_error_in_time_is_raised_and_nothing_more_is_begun() -> None:
         raise InterruptedError("told to stop")
 
     with pytest.raises(HubConnectionError, match="first"):
-        in_threads(work, range(5), 2)
+        run_in_threads(work, range(5), 2)
     assert sorted(begun) == [0, 1]
 
 
@@ -70,8 +70,8 @@ def test_calling_thread_works_where_no_thread_can_be_started(monkeypatch: pytest
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
 
-    assert start_thread(list, "name") is None
-    assert in_threads(lambda item, _: (item, threading.current_thread()), [3, 1, 2], 2) == [
+    assert start_worker(list, "name") is None
+    assert run_in_threads(lambda item, _: (item, threading.current_thread()), [3, 1, 2], 2) == [
         (item, threading.main_thread()) for item in (3, 1, 2)
     ]
 
@@ -84,7 +84,7 @@ def test_error_before_the_first_item_is_raised(monkeypatch: pytest.MonkeyPatch) 
 
     with torch.inference_mode():
         with pytest.raises(RuntimeError, match="out of memory"):
-            in_threads(lambda item, _: item, range(4), 2)
+            run_in_threads(lambda item, _: item, range(4), 2)
         gc.collect()
         # What torch keeps of a mode resets that of the thread in which it is collected.
         assert torch.is_inference_mode_enabled()
@@ -94,7 +94,7 @@ def test_error_before_the_first_item_is_raised(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("has_gradients", [False, True])
 def test_threads_work_in_the_modes_of_their_caller(is_inference: bool, has_gradients: bool) -> None:
     with torch.inference_mode(is_inference), torch.set_grad_enabled(has_gradients):
-        found = in_threads(lambda _, __: (torch.is_inference_mode_enabled(), torch.is_grad_enabled()), range(4), 2)
+        found = run_in_threads(lambda _, __: (torch.is_inference_mode_enabled(), torch.is_grad_enabled()), range(4), 2)
 
     assert found == [(is_inference, has_gradients)] * 4
 
@@ -115,7 +115,7 @@ def test_ctrl_c_stops_threads_that_were_started(is_waiting: bool) -> None:
     was_told: list[bool] = []
     for _ in range(1 if is_waiting else 20):
         with pytest.raises(KeyboardInterrupt):
-            in_threads(work, range(8), 8)
+            run_in_threads(work, range(8), 8)
     assert all(was_told)
     for one in threading.enumerate():
         if one.name == "hfshard-work":
@@ -136,7 +136,7 @@ def test_ctrl_c_in_the_lock_of_a_thread_that_starts_is_ctrl_c() -> None:
     try:
         with pytest.raises(KeyboardInterrupt):
             for _ in range(1000):  # until this thread has to wait for one that starts
-                start_thread(begun.set, "hfshard-work")
+                start_worker(begun.set, "hfshard-work")
     finally:
         sys.setprofile(None)
     assert begun.wait(60)
@@ -159,7 +159,7 @@ def test_ctrl_c_as_a_thread_is_started_waits_for_what_that_thread_has_begun(monk
 
     monkeypatch.setattr(threading.Thread, "start", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        in_threads(work, range(2), 2)
+        run_in_threads(work, range(2), 2)
     assert done == [1]
 
 
@@ -171,7 +171,7 @@ def test_no_thread_while_ctrl_c_is_handled_is_no_second_ctrl_c(monkeypatch: pyte
     try:
         raise KeyboardInterrupt
     except KeyboardInterrupt:
-        assert start_thread(list, "name") is None
+        assert start_worker(list, "name") is None
 
 
 def test_a_lock_is_lent_to_a_thread_that_its_holder_joins_and_to_no_other() -> None:

@@ -160,10 +160,10 @@ def test_a_folder_below_is_listed_once_after_each_look() -> None:
     folder, store = folder_of(saved(1, A) | {"code/net.py": b"", "custom_generate/generate.py": b"", "logs/x.py": b""})
     store.requests.clear()
 
-    assert folder.code_names(["code"]) == ["code/net.py", "custom_generate/generate.py"]
-    assert folder.code_names(["code"]) == ["code/net.py", "custom_generate/generate.py"]
+    assert folder.list_code_files(["code"]) == ["code/net.py", "custom_generate/generate.py"]
+    assert folder.list_code_files(["code"]) == ["code/net.py", "custom_generate/generate.py"]
     folder.look()
-    folder.code_names([])
+    folder.list_code_files([])
 
     listed = [asked for asked in store.requests if asked.startswith("list")]
     assert listed == ["list code", "list custom_generate", "list", "list custom_generate"]

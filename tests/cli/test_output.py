@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from hfshard.cli.output import bar, has_colors, printable, shortened, table
+from hfshard.cli.output import bar, elide_middle, has_colors, printable, table
 
 
 def test_table_aligns_columns_and_leaves_no_trailing_blanks() -> None:
@@ -46,7 +46,7 @@ def test_printable_escapes_what_is_not(text: str, shown: str) -> None:
     [("abcdef", 6, "abcdef"), ("abcdef", 5, "ab…ef"), ("abcdef", 4, "a…ef"), ("abcdef", 1, "…")],
 )
 def test_long_text_loses_its_middle(text: str, most: int, shown: str) -> None:
-    assert shortened(text, most) == shown
+    assert elide_middle(text, most) == shown
 
 
 class Terminal(io.StringIO):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hfshard.cli.run_command import split_python_options, split_words
+from hfshard.cli.run_command import split_command_line, split_python_options
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ from hfshard.cli.run_command import split_python_options, split_words
     ],
 )
 def test_own_words_end_where_the_program_begins(words: str, own: str, program: str) -> None:
-    assert split_words(words.split()) == (own.split(), program.split())
+    assert split_command_line(words.split()) == (own.split(), program.split())
 
 
 @pytest.mark.parametrize(

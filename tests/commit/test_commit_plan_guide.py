@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 import hfshard
 from hfshard.commit.commit_plan import CommitStep, NewCheckpoint, plan_commit
-from hfshard.commit.directory_commit import SaveSession
+from hfshard.commit.directory_commit import DirectorySession
 from hfshard.commit.directory_state import read_state
 from hfshard.format.file_names import WeightNames
 from tests import REPOSITORY
@@ -124,7 +124,7 @@ def described(folder: Path) -> str:
     return ", ".join(parts)
 
 
-class WatchedSession(SaveSession):
+class WatchedSession(DirectorySession):
     """A session that notes what is there after each step."""
 
     seen: list[Seen]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import hfshard
-from hfshard.commit.hub_marker import directory_of, split_address
+from hfshard.commit.hub_marker import hub_directory, split_address
 from hfshard.errors import HfshardError, InvalidArgumentError
 from hfshard.hub.directory.directory_hub import DirectoryHub
 from tests.helpers.tiny_bert import Bert, bert, value_of
@@ -34,7 +34,7 @@ def test_one_place_has_one_meaning_for_push_pull_and_load(tmp_path: Path, monkey
 @pytest.mark.parametrize("url", ["file:///x/hub#y", "file:///x/hub?y", "file://other/x", "https://x/y", "file://"])
 def test_url_that_would_be_cut_is_refused(url: str) -> None:
     with pytest.raises(InvalidArgumentError):
-        directory_of(url)
+        hub_directory(url)
 
 
 def test_a_store_is_no_repo(tmp_path: Path) -> None:
@@ -45,9 +45,9 @@ def test_a_store_is_no_repo(tmp_path: Path) -> None:
 
 
 def test_directory_names_are_decoded(tmp_path: Path) -> None:
-    assert directory_of("file:///a%20b/c%23d%3Fe") == "/a b/c#d?e"
-    assert directory_of("org/name") is None
-    assert directory_of(tmp_path) == str(tmp_path)
+    assert hub_directory("file:///a%20b/c%23d%3Fe") == "/a b/c#d?e"
+    assert hub_directory("org/name") is None
+    assert hub_directory(tmp_path) == str(tmp_path)
 
 
 @pytest.mark.parametrize(

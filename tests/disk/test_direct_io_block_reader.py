@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from hfshard.disk import direct_io
-from hfshard.disk.direct_io import BLOCK_BYTES, aligned_block, is_cached, open_direct, read_blocks, read_places
+from hfshard.disk.direct_io import BLOCK_BYTES, aligned_block, is_cached, open_direct, read_blocks, read_spots
 from tests.helpers.threads import no_thread_is_left
 
 SIZE = 9 * 1024 * 1024 + 4096 + 77
@@ -143,8 +143,8 @@ def test_small_places_are_read_in_their_order(
     with opened(path) as fd:
         if is_cold:
             make_cold(fd)
-        assert list(read_places(fd, 0, SIZE, PLACES)) == [RAW[at : at + count] for at, count in PLACES]
-        assert list(read_places(fd, 0, SIZE, [])) == []
+        assert list(read_spots(fd, 0, SIZE, PLACES)) == [RAW[at : at + count] for at, count in PLACES]
+        assert list(read_spots(fd, 0, SIZE, [])) == []
 
 
 def test_small_places_of_a_cold_file_leave_it_cold(path: Path) -> None:
@@ -153,7 +153,7 @@ def test_small_places_of_a_cold_file_leave_it_cold(path: Path) -> None:
     files = len(os.listdir("/proc/self/fd"))
     with opened(path) as fd:
         make_cold(fd)
-        assert len(list(read_places(fd, 0, SIZE, places))) == 8
+        assert len(list(read_spots(fd, 0, SIZE, places))) == 8
         assert not any(is_cached(fd, at, 4096) for at, _ in places)
     assert len(os.listdir("/proc/self/fd")) == files
 
@@ -162,7 +162,7 @@ def test_many_small_places_of_a_cold_file_are_read_once_for_all_that_read_it(pat
     places = [(at, 4096) for at in range(0, SIZE - 4096, SIZE // 16)]
     with opened(path) as fd:
         make_cold(fd)
-        assert len(list(read_places(fd, 0, SIZE, places))) == 16
+        assert len(list(read_spots(fd, 0, SIZE, places))) == 16
         assert all(is_cached(fd, at, 4096) for at, _ in places)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from hfshard.distributed.exchange import Stretch, cut_windows, schedule
-from hfshard.distributed.tensor_owners import Holders, Mesh
+from hfshard.distributed.tensor_owners import Mesh, TensorOwners
 from tests.distributed.test_tensor_owners import listing, split, unite
 
 
@@ -18,7 +18,7 @@ def test_windows_go_across_tensors() -> None:
     ]
 
 
-def rows_on(world_size: int, names: list[str]) -> Holders:
+def rows_on(world_size: int, names: list[str]) -> TensorOwners:
     """Tensors of one kilobyte for each rank."""
     entries = {name: split((world_size, 256), 0) for name in names}
     return unite((tuple(range(world_size)), listing(entries), (Mesh((world_size,), tuple(range(world_size))),)))

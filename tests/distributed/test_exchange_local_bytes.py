@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hfshard.distributed.exchange import byte_stretch
+from hfshard.distributed.exchange import byte_range
 from hfshard.tensors.stored_tensor import RawTensor, TensorLayout, iter_blocks
 
 BASE = torch.arange(5 * 6 * 4, dtype=torch.int16).view(5, 6, 4)
@@ -32,12 +32,12 @@ def test_every_stretch_is_that_of_the_whole(tensor: torch.Tensor) -> None:
     step = max(1, len(everything) // 9)
     for start in range(0, len(everything), step):
         for stop in range(start + 1, len(everything) + 1, step):
-            assert byte_stretch(tensor, start, stop).tobytes() == everything[start:stop]
+            assert byte_range(tensor, start, stop).tobytes() == everything[start:stop]
 
 
 def test_a_contiguous_tensor_is_not_copied() -> None:
     tensor = torch.zeros(4, 4, dtype=torch.uint8)
-    stretch = byte_stretch(tensor, 4, 12)
+    stretch = byte_range(tensor, 4, 12)
     tensor[1, 2] = 7
     assert stretch.tolist() == [0, 0, 7, 0, 0, 0, 0, 0]
 
@@ -54,7 +54,7 @@ def test_of_a_strided_tensor_only_some_rows_are_copied() -> None:
 
     columns = torch.zeros(1000, 100).t()
     with Watched():
-        byte_stretch(columns, 4000 * 50 + 4, 4000 * 51 + 4)
-        byte_stretch(columns, 4000 * 50 + 4, 4000 * 50 + 8)
+        byte_range(columns, 4000 * 50 + 4, 4000 * 51 + 4)
+        byte_range(columns, 4000 * 50 + 4, 4000 * 50 + 8)
 
     assert peak == [2000, 1]

@@ -9,7 +9,15 @@ from itertools import islice
 
 from hfshard.distributed.exchange import SOURCE_BYTES, WINDOW_BYTES, Window, schedule
 from hfshard.distributed.layout import Placement
-from hfshard.distributed.tensor_owners import Holders, Listing, Mesh, RankGroup, TensorEntry, assign_owners, digest_of
+from hfshard.distributed.tensor_owners import (
+    Listing,
+    Mesh,
+    RankGroup,
+    TensorEntry,
+    TensorOwners,
+    assign_owners,
+    digest_of,
+)
 from hfshard.tensors.stored_tensor import TensorLayout
 
 RANKS = 1024
@@ -37,7 +45,7 @@ def entry(rows: int, columns: int, split_by_tensor_parallel: int) -> TensorEntry
     return TensorEntry(TensorLayout("BF16", (rows, columns), nbytes), 2, (rows, columns), None, 0, placements)
 
 
-def streams_of(holders: Holders) -> dict[int, list[tuple[str, int]]]:
+def streams_of(holders: TensorOwners) -> dict[int, list[tuple[str, int]]]:
     files: list[list[tuple[str, int]]] = [[]]
     for name, layout in holders.layouts.items():
         if sum(nbytes for _, nbytes in files[-1]) + layout.nbytes > FILE_BYTES:
@@ -53,7 +61,7 @@ def test_a_terabyte_on_a_thousand_ranks_is_planned_in_seconds() -> None:
     listing = Listing(entries(), {}, (), ())
     digest = digest_of(listing.to_json())
     group = RankGroup(tuple(range(RANKS)), digest, (Mesh((128, 8), tuple(range(RANKS))),))
-    holders = Holders.unite([group], {digest: listing})
+    holders = TensorOwners.unite([group], {digest: listing})
     streams = streams_of(holders)
     seconds = time.process_time() - start
     peak = tracemalloc.get_traced_memory()[1]
@@ -72,7 +80,7 @@ def test_a_terabyte_on_a_thousand_ranks_is_planned_in_seconds() -> None:
     assert len(windows) > len(streams) / 2
 
 
-def sent_by(windows: dict[int, Window], holders: Holders) -> Counter[int]:
+def sent_by(windows: dict[int, Window], holders: TensorOwners) -> Counter[int]:
     sent: Counter[int] = Counter()
     for owner, window in windows.items():
         for name, start, stop in window:

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from hfshard.distributed.group_store import AnsweringStore, open_group_store
+from hfshard.distributed.group_store import TimeoutStore, open_group_store
 from hfshard.errors import RankFailedError
 from tests.distributed.gloo import free_port, run_ranks
 from tests.training import processes
@@ -50,7 +50,7 @@ class _SilentStore(_StoreWithoutClone):
 
 @pytest.mark.parametrize("kind", [_HASH_STORE, _StoreWithoutClone])
 def test_keys_are_read_without_waiting(kind: type[Any]) -> None:
-    store = AnsweringStore(kind())
+    store = TimeoutStore(kind())
 
     assert store.get("missing") is None
     assert store.put("empty", b"") == ["empty"]
@@ -74,7 +74,7 @@ def test_keys_are_read_without_waiting(kind: type[Any]) -> None:
 
 def test_a_store_that_does_not_answer_is_an_error_at_once_the_second_time() -> None:
     silent = _SilentStore()
-    store = AnsweringStore(silent)
+    store = TimeoutStore(silent)
     vars(store)["_answer_seconds"] = 0.5  # now that it is connected
 
     with pytest.raises(RankFailedError, match=r"did not answer for 0\.5 s") as caught:

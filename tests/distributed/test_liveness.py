@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 from hfshard.distributed import liveness
-from hfshard.distributed.liveness import has_ended, own_record, runs_here
+from hfshard.distributed.liveness import current_process, has_ended, runs_here
 
 
 def test_a_process_has_ended_before_its_parent_knows_and_one_that_is_stopped_has_not() -> None:
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
-        os.write(writer, own_record())
+        os.write(writer, current_process())
         signal.pause()
     record = os.read(reader, 1000)
     os.kill(pid, signal.SIGSTOP)
@@ -35,9 +35,9 @@ def test_a_process_has_ended_before_its_parent_knows_and_one_that_is_stopped_has
 
 
 def test_who_is_elsewhere_or_unknown_has_not_ended() -> None:
-    machine, pid, started = json.loads(own_record())
+    machine, pid, started = json.loads(current_process())
 
-    assert runs_here(own_record())
+    assert runs_here(current_process())
     assert not has_ended(b"")
     assert not has_ended(None)
     elsewhere = json.dumps([["elsewhere", *machine[1:]], pid, "0"]).encode()
@@ -52,7 +52,7 @@ def waiting_process(name: bytes) -> Iterator[bytes]:
     pid = os.fork()
     if pid == 0:
         ctypes.CDLL(None).prctl(15, name)  # PR_SET_NAME
-        os.write(writer, own_record())
+        os.write(writer, current_process())
         signal.pause()
     os.close(writer)
     with open(reader, "rb", buffering=0) as pipe:
@@ -92,22 +92,22 @@ def test_a_process_has_any_name() -> None:
 def test_nobody_has_ended_where_the_system_does_not_tell(other_proc: Path) -> None:
     elsewhere = json.dumps([["host", "boot", 1], os.getpid(), "1"]).encode()
 
-    assert own_record() == b""
+    assert current_process() == b""
     assert (has_ended(elsewhere), runs_here(elsewhere)) == (False, False)
 
 
 def test_the_processes_of_another_space_are_not_told_of(other_proc: Path) -> None:
     show_this_process(other_proc, os.getpid() + 1)
 
-    assert own_record() == b""
+    assert current_process() == b""
 
 
 def test_a_process_that_is_hidden_has_not_ended(other_proc: Path) -> None:
     """As of another user, where /proc is mounted with hidepid."""
     show_this_process(other_proc, os.getpid())
-    assert runs_here(own_record())
+    assert runs_here(current_process())
 
-    machine, _, started = json.loads(own_record())
+    machine, _, started = json.loads(current_process())
     hidden = json.dumps([machine, 1, started]).encode()  # which is always there
     assert (has_ended(hidden), runs_here(hidden)) == (False, False)
     gone = json.dumps([machine, 4_194_305, started]).encode()  # more than a process number can be

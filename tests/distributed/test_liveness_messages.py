@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hfshard.distributed.liveness import failure_record, told_error
+from hfshard.distributed.liveness import error_from_record, failure_record
 
 
 @pytest.mark.parametrize(
@@ -15,7 +15,7 @@ from hfshard.distributed.liveness import failure_record, told_error
     ],
 )
 def test_the_others_are_told_what_failed_in_one_sentence(error: BaseException, said: str) -> None:
-    told = told_error(failure_record(error, 1))
+    told = error_from_record(failure_record(error, 1))
 
     assert told.rank == 1
     assert str(told) == (

@@ -10,8 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from hfshard.distributed import liveness
-from hfshard.distributed.group_store import AnsweringStore
-from hfshard.distributed.liveness import Heart, Watch, beat_key, failed_key, failure_record, own_record
+from hfshard.distributed.group_store import TimeoutStore
+from hfshard.distributed.liveness import Heartbeat, Watch, beat_key, current_process, failed_key, failure_record
 from hfshard.distributed.rendezvous import SaveStatus
 from hfshard.errors import RankFailedError
 
@@ -20,7 +20,7 @@ _HASH_STORE: Any = dist.HashStore  # type: ignore[attr-defined]
 BROKEN = RuntimeError("Connection closed by peer")
 
 
-class TellsLate(AnsweringStore):
+class TellsLate(TimeoutStore):
     """One in which something is told right before it is looked whether a rank lives."""
 
     last_words: Mapping[str, bytes] = {}
@@ -36,9 +36,9 @@ class TellsLate(AnsweringStore):
 class Ranks:
     """Two ranks, of which the second one has beaten once."""
 
-    def __init__(self, store: AnsweringStore, process: bytes) -> None:
+    def __init__(self, store: TimeoutStore, process: bytes) -> None:
         self.store = store
-        self.watch = Watch(store, "save", 0, Heart(store, "save/beat/0", 3.0), 3.0)
+        self.watch = Watch(store, "save", 0, Heartbeat(store, "save/beat/0", 3.0), 3.0)
         store.put(f"{beat_key('save')}/1", b"1 " + process)
 
 
@@ -47,7 +47,7 @@ def ended_record() -> bytes:
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
-        os.write(writer, own_record())
+        os.write(writer, current_process())
         os._exit(0)
     os.waitpid(pid, 0)
     os.close(writer)
@@ -56,7 +56,7 @@ def ended_record() -> bytes:
 
 
 def test_a_process_that_has_ended_is_named_at_the_first_look() -> None:
-    ranks = Ranks(AnsweringStore(_HASH_STORE()), ended_record())
+    ranks = Ranks(TimeoutStore(_HASH_STORE()), ended_record())
 
     with pytest.raises(RankFailedError, match=r"^Rank 1 has given no sign of life: its process has ended") as caught:
         ranks.watch.check([0, 1])
@@ -91,21 +91,21 @@ class Clock:
         self.seconds += seconds
 
 
-class BeatsLate(AnsweringStore):
+class BeatsLate(TimeoutStore):
     """One in which the second rank beats again after 2.5 seconds."""
 
     clock: Clock
 
     def get_many(self, keys: Iterable[str]) -> list[bytes | None]:
         if self.clock.seconds >= 2.5:
-            self.put(f"{beat_key('save')}/1", b"%d " % (self.clock.seconds * 100) + own_record())
+            self.put(f"{beat_key('save')}/1", b"%d " % (self.clock.seconds * 100) + current_process())
         return super().get_many(keys)
 
 
 def test_a_process_of_this_machine_that_is_held_up_has_not_broken_a_collective(monkeypatch: pytest.MonkeyPatch) -> None:
     store = BeatsLate(_HASH_STORE())
     store.clock = Clock(monkeypatch)
-    ranks = Ranks(store, own_record())
+    ranks = Ranks(store, current_process())
 
     broke = ranks.watch.who_broke_it(BROKEN, [0, 1])
 
@@ -119,7 +119,7 @@ def test_a_process_of_this_machine_that_is_held_up_has_not_broken_a_collective(m
 
 def test_a_process_of_this_machine_that_stays_silent_has_broken_it(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    ranks = Ranks(AnsweringStore(_HASH_STORE()), own_record())
+    ranks = Ranks(TimeoutStore(_HASH_STORE()), current_process())
 
     broke = ranks.watch.who_broke_it(BROKEN, [0, 1])
 

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from hfshard.distributed.push_together import PushTogether, push_together
+from hfshard.distributed.push_together import SharedPush, push_together
 from hfshard.errors import HubError, InvalidArgumentError, RankFailedError
 from hfshard.hub.directory.directory_hub import DirectoryHub
-from hfshard.hub.push_files import PushRequest, directory_contents, push_files
+from hfshard.hub.push_files import PushRequest, collect_directory, push_files
 from hfshard.hub.repo import PushResult
 from hfshard.saving.save_request import SaveOptions, SaveRequest
 from tests.distributed.gloo import await_file, check_ranks, run_ranks
@@ -31,7 +31,7 @@ ROWS = 1 << 10
 
 
 def push(
-    hub: Path, tensors: dict[str, Any], *, before: Callable[[PushTogether], object] = lambda together: None
+    hub: Path, tensors: dict[str, Any], *, before: Callable[[SharedPush], object] = lambda together: None
 ) -> tuple[PushResult, tuple[int, ...]]:
     """Push rows that are spread over the ranks, and what only this rank has; gives the result, and who could write.
 
@@ -54,7 +54,7 @@ def push(
 
             def send() -> list[PushResult]:
                 before(together)
-                contents, indexes = directory_contents(folder.path)
+                contents, indexes = collect_directory(folder.path)
                 asked = PushRequest(contents=contents, variants=frozenset(indexes), check=together.check)
                 return [push_files(asked, hub)]
 
@@ -75,7 +75,7 @@ def signal_after(path: Path, number: signal.Signals) -> None:
     threading.Thread(target=wait).start()
 
 
-def check_until_told(together: PushTogether, path: Path) -> None:
+def check_until_told(together: SharedPush, path: Path) -> None:
     path.touch()
     end = time.monotonic() + 100
     while time.monotonic() < end:
@@ -125,7 +125,7 @@ def push_with_faults(rank: int, place: Path) -> None:
     assert list(Path().iterdir()) == []
     with push_together(is_collective=True) as together, together.folder() as folder:
         with pytest.raises(InvalidArgumentError, match=r"Rank 1 does not see .* of rank 0.*set TMPDIR"):
-            folder.refuse_unseen()
+            folder.reject_unseen()
         together.send(list)
 
 
@@ -156,7 +156,7 @@ def die_while_the_sender_sends(rank: int, place: Path, dying: int) -> None:
     tempfile.tempdir = str(place / "temporary")
     sending = place / "sending"
 
-    def before(together: PushTogether) -> None:
+    def before(together: SharedPush) -> None:
         if dying == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         check_until_told(together, sending)

@@ -7,7 +7,7 @@ import stat
 from pathlib import Path
 
 from hfshard.commit.transaction import KnownFile
-from hfshard.distributed.rank_writer import Order
+from hfshard.distributed.rank_writer import WriteTask
 from hfshard.format.index import FileDigest
 from hfshard.shards.write_shards import WriteJob
 from hfshard.tensors.stored_tensor import RawTensor, TensorLayout
@@ -24,10 +24,10 @@ def job(path: str, names: list[str], like: os.stat_result | None = None) -> Writ
 def test_an_order_survives_json_with_names_as_numbers(tmp_path: Path) -> None:
     (tmp_path / "old").touch(mode=0o640)
     like = os.stat(tmp_path / "old")
-    order = Order.of("write", [job("one", ["w5", "w6", "w7", "w2"], like), job("two", [])], "sha256")
+    order = WriteTask.of("write", [job("one", ["w5", "w6", "w7", "w2"], like), job("two", [])], "sha256")
 
     raw = order.to_json(NAMES)
-    again = Order.from_json(raw, NAMES)
+    again = WriteTask.from_json(raw, NAMES)
 
     assert b'["one", [[5, 8], [2, 3]], {"format": "pt"}, {"files": {}}, [416, ' in raw
     assert again == order
@@ -43,17 +43,17 @@ def test_an_order_to_link_tells_of_each_file_what_is_known() -> None:
         KnownFile("old/one", FileDigest(8192, xxh3="5e" * 16, fingerprint="0f" * 16)),
         KnownFile("b", FileDigest(1)),
     ]
-    order = Order.of("link", [job("one", ["w0"]), job("two", ["w1499"])], "xxh3", known)
+    order = WriteTask.of("link", [job("one", ["w0"]), job("two", ["w1499"])], "xxh3", known)
 
-    assert Order.from_json(order.to_json(NAMES), NAMES) == order
+    assert WriteTask.from_json(order.to_json(NAMES), NAMES) == order
     assert [file.known for file in order.files] == known
     assert order.wanted_bytes(order.files[0], LAYOUTS) == [("w0", 8000)]
 
 
 def test_fingerprints_want_the_first_bytes_of_chosen_tensors_only() -> None:
-    few = Order.of("fingerprint", [job("", ["w0", "w1499"])], None)
-    many = Order.of("fingerprint", [job("", NAMES)], None)
-    write = Order.of("write", [job("", ["w0", "w1499"])], None)
+    few = WriteTask.of("fingerprint", [job("", ["w0", "w1499"])], None)
+    many = WriteTask.of("fingerprint", [job("", NAMES)], None)
+    write = WriteTask.of("write", [job("", ["w0", "w1499"])], None)
 
     assert few.wanted_bytes(few.files[0], LAYOUTS) == [("w0", 4096), ("w1499", 3)]
     assert len(many.wanted_bytes(many.files[0], LAYOUTS)) == 1024

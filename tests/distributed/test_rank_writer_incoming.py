@@ -5,19 +5,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hfshard._util.threads import start_thread
-from hfshard.distributed.rank_writer import Incoming
+from hfshard._util.threads import start_worker
+from hfshard.distributed.rank_writer import WindowQueue
 
 
 def test_bytes_come_out_in_order_whatever_the_windows_are() -> None:
-    incoming = Incoming()
+    incoming = WindowQueue()
     content = np.arange(100, dtype=np.uint8)
 
     def put() -> None:
         for start in range(0, 100, 7):
             incoming.put(content[start : start + 7], lambda: True)
 
-    future = start_thread(put, "put")
+    future = start_worker(put, "put")
     taken = [[bytes(block) for block in incoming.blocks(nbytes)(16)] for nbytes in (20, 0, 79, 1)]
 
     assert future is not None
@@ -29,7 +29,7 @@ def test_bytes_come_out_in_order_whatever_the_windows_are() -> None:
 
 
 def test_who_waits_for_bytes_ends_when_it_is_closed() -> None:
-    incoming = Incoming()
+    incoming = WindowQueue()
     incoming.put(np.zeros(3, np.uint8), lambda: True)
     blocks = incoming.blocks(5)(16)
     assert len(next(blocks)) == 3
@@ -39,7 +39,7 @@ def test_who_waits_for_bytes_ends_when_it_is_closed() -> None:
 
 
 def test_a_full_queue_is_left_when_nobody_takes() -> None:
-    incoming = Incoming()
+    incoming = WindowQueue()
     asked = iter([True, True, True, False])
     for _ in range(3):
         incoming.put(np.zeros(1, np.uint8), lambda: next(asked))

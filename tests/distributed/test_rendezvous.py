@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import hfshard
-from hfshard.distributed.liveness import group_timeout_seconds, on_the_way
+from hfshard.distributed.liveness import announce_arrival, group_timeout_seconds
 from hfshard.distributed.rendezvous import Role, SaveStatus, gather_participants
 from hfshard.errors import RankFailedError, RankMissingError
 from tests.distributed.gloo import DEATH_SECONDS, check_ranks, end_with, free_port, hear, run_ranks, say
@@ -287,11 +287,11 @@ def test_ranks_that_die_on_the_way_are_named(tmp_path: Path) -> None:
 
 def _die_on_the_way(rank: int) -> None:
     """Rank 1 prepares its call for longer than a dead one would be silent, and the next time it is killed."""
-    with on_the_way(rank, DEATH_SECONDS):
+    with announce_arrival(rank, DEATH_SECONDS):
         time.sleep(1.1 * DEATH_SECONDS if rank == 1 else 0)
     everyone = _take_part("/way", needs_all=True, death_seconds=DEATH_SECONDS)
     assert everyone == (_role(rank), [0, 1, 2], b"")
-    with on_the_way(rank, DEATH_SECONDS):
+    with announce_arrival(rank, DEATH_SECONDS):
         if rank == 1:
             _die_here()
     with pytest.raises(RankMissingError, match="Rank 1 gave no sign of life before, and did not come") as caught:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hfshard.distributed.layout import Interval, Placement
-from hfshard.distributed.tensor_owners import Holders, Listing, Mesh, RankGroup, TensorEntry
+from hfshard.distributed.tensor_owners import Listing, Mesh, RankGroup, TensorEntry, TensorOwners
 from hfshard.errors import InvalidArgumentError
 from hfshard.tensors.stored_tensor import TensorLayout
 
@@ -36,16 +36,16 @@ def listing(entries: dict[str, TensorEntry], **more: Any) -> Listing:
     return Listing(entries, more.get("tied_names", {}), more.get("undeclared_ties", ()), more.get("separate_names", ()))
 
 
-def unite(*groups: tuple[tuple[int, ...], Listing, tuple[Mesh, ...]], name_order: tuple[str, ...] = ()) -> Holders:
+def unite(*groups: tuple[tuple[int, ...], Listing, tuple[Mesh, ...]], name_order: tuple[str, ...] = ()) -> TensorOwners:
     listings = {str(number): said for number, (_, said, _) in enumerate(groups)}
-    return Holders.unite(
+    return TensorOwners.unite(
         [RankGroup(ranks, str(number), meshes) for number, (ranks, _, meshes) in enumerate(groups)],
         listings,
         name_order,
     )
 
 
-def held(holders: Holders, name: str) -> list[tuple[tuple[int, ...], int]]:
+def held(holders: TensorOwners, name: str) -> list[tuple[tuple[int, ...], int]]:
     """(ranks, bytes) of each part."""
     return [(part.ranks, part.runs.total) for part in holders.parts_of(name)]
 
@@ -117,7 +117,7 @@ def test_the_same_names_on_several_meshes_are_copies() -> None:
     norm = listing({"norm": split((4,), 0)})
     groups = [RankGroup((0, 2), "n", (Mesh((2,), (0, 2)),)), RankGroup((1, 3), "n", (Mesh((2,), (1, 3)),))]
 
-    holders = Holders.unite(groups, {"n": norm})
+    holders = TensorOwners.unite(groups, {"n": norm})
 
     assert held(holders, "norm") == [((0, 1), 8), ((2, 3), 8)]
 
@@ -165,7 +165,7 @@ def test_parts_that_do_not_cover_a_tensor_exactly_are_refused(meshes: tuple[Mesh
     said = listing({"w": split((6,), 0)})
     groups = [RankGroup((0,), "same", meshes[:1]), RankGroup((2,), "same", meshes[1:])]
     with pytest.raises(InvalidArgumentError, match="do not have all of 'w', or have some of it twice"):
-        Holders.unite(groups, {"same": said})
+        TensorOwners.unite(groups, {"same": said})
 
 
 def test_listings_survive_json() -> None:

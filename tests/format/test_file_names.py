@@ -44,7 +44,7 @@ def test_names_of_files_that_were_synced_from_a_store() -> None:
     assert [plain.is_stored_index(name) for name in indexes] == [True, False]
     assert [half.is_stored_index(name) for name in indexes] == [False, True]
     assert [INDEX_FILE.fullmatch(name) for name in indexes] == [None, None]
-    assert not any(plain.is_stock_shard(name) or half.is_stock_shard(name) for name in shards)
+    assert not any(plain.has_standard_shard_name(name) or half.has_standard_shard_name(name) for name in shards)
     assert plain.is_shard("model-00001-of-00002-00112233445566ff.safetensors")
     assert plain.is_renamed_shard("model-00001-of-00002-00112233445566ff.safetensors")
     assert not plain.is_renamed_shard(shards[0])

@@ -6,7 +6,12 @@ import json
 
 import pytest
 
-from hfshard.format.index import as_saved, with_mark, with_weights_override, without_weights_override
+from hfshard.format.index import (
+    with_commit_marker,
+    with_weights_override,
+    without_commit_keys,
+    without_weights_override,
+)
 
 UNIQUE = "model-hfshard-0123456789abcdef.safetensors.index.json"
 CONFIG = b'{\n  "a": 1,\n  "name": "\\u00e9 of json.dumps"\n}\n'
@@ -17,7 +22,7 @@ def test_what_is_put_in_comes_out_byte_for_byte(name: str) -> None:
     pointing = with_weights_override(CONFIG, name)
     assert pointing == b'{\n  "transformers_weights": "%s",' % name.encode() + CONFIG[1:]
     assert json.loads(pointing) == {**json.loads(CONFIG), "transformers_weights": name}
-    assert without_weights_override(pointing) == as_saved(pointing) == CONFIG
+    assert without_weights_override(pointing) == without_commit_keys(pointing) == CONFIG
 
 
 @pytest.mark.parametrize("config", [b"{}\n", b'{"a": 1}', b'{\n  "transformers_weights": "old.safetensors"\n}\n'])
@@ -29,16 +34,16 @@ def test_configs_in_other_forms_get_the_key_too(config: bytes) -> None:
 
 def test_a_pointer_that_a_user_wrote_is_part_of_what_was_saved() -> None:
     config = b'{\n  "transformers_weights": "mine.safetensors",\n  "a": 1\n}\n'
-    assert as_saved(config) == config
+    assert without_commit_keys(config) == config
     assert json.loads(without_weights_override(config)) == {"a": 1}
 
 
 @pytest.mark.parametrize("config", [b'{"a": 1}\n', b'{"a": 1}'])
 def test_a_mark_goes_byte_for_byte_and_is_replaced_by_the_next(config: bytes) -> None:
-    marked = with_mark(config, "00000000000000ff")
+    marked = with_commit_marker(config, "00000000000000ff")
     assert json.loads(marked) == {"a": 1}
-    assert as_saved(marked) == config
-    other = with_mark(marked, "0000000000000001")
-    assert as_saved(other) == config
+    assert without_commit_keys(marked) == config
+    other = with_commit_marker(marked, "0000000000000001")
+    assert without_commit_keys(other) == config
     assert len(other) == len(marked)
     assert other != marked

@@ -18,7 +18,7 @@ from torch import nn
 import hfshard
 from hfshard.cli.main import main
 from hfshard.errors import CheckpointNotFoundError
-from hfshard.format.parts_of_ranks import describe_parts, refuse_partitioned_file
+from hfshard.format.parts_of_ranks import describe_parts, reject_partitioned_file
 from hfshard.training import CheckpointManager, TrainingState
 from hfshard.viewing.inspection import inspect_checkpoint
 
@@ -235,10 +235,10 @@ def test_the_empty_tensors_in_a_file_of_zero3_are_no_weights(verb: str, zero3: P
 def test_other_dicts_with_shapes_are_none_of_zero3() -> None:
     nested = torch.nested.nested_tensor([torch.ones(1)])
     for module in ({"weight": nested}, {"weight": 1}, {}):
-        refuse_partitioned_file({"module": module, "param_shapes": [{"weight": torch.Size([2])}, 3]}, "x.pt")
+        reject_partitioned_file({"module": module, "param_shapes": [{"weight": torch.Size([2])}, 3]}, "x.pt")
     others: list[object] = [[], {"module": {}, "param_shapes": {}}, {"module": [], "param_shapes": []}]
     for value in others:
-        refuse_partitioned_file(value, "x.pt")
+        reject_partitioned_file(value, "x.pt")
 
 
 def test_steps_may_have_any_number_of_digits() -> None:

@@ -22,10 +22,10 @@ def run_commands(example: Example) -> None:
     of `hfshard run`, the arguments are parsed alone.
     """
     from hfshard.cli.arguments import make_parser
-    from hfshard.cli.run_command import split_words
+    from hfshard.cli.run_command import split_command_line
 
     for words in hfshard_commands(example):
-        own, program = split_words(words[1:])
+        own, program = split_command_line(words[1:])
         if needs_the_network(words) or program:
             make_parser().parse_args(own)
         else:

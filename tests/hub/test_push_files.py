@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hfshard.disk.byte_source import BytesSource
-from hfshard.hub.push_files import foreign_indexes, plan_push, stale_names, unknown_weights, variants_of
+from hfshard.hub.push_files import detect_variants, foreign_indexes, plan_push, stale_names, unindexed_weights
 from hfshard.hub.repo import RemoteFile, RepoTree, git_blob_id
 
 pytestmark = pytest.mark.compat
@@ -121,7 +121,7 @@ def test_checkpoints_are_known_by_their_entry_files(names: set[str]) -> None:
         "model.fp16.v2.safetensors": "fp16.v2",
         "model.safetensors.index.fp16.v2.json": "fp16.v2",
     }
-    assert variants_of(names) == {entries[name] for name in names & entries.keys()}
+    assert detect_variants(names) == {entries[name] for name in names & entries.keys()}
 
 
 @given(remote=trees, local=trees, variants=st.sets(st.sampled_from(VARIANTS), min_size=1))
@@ -132,7 +132,7 @@ def test_indexes_and_weights_of_others_are_told_apart(
     indexes = {name for name in others if ".index." in name}
     assert set(foreign_indexes(remote, local, variants)) == indexes
     weights = {name for name in others if name.endswith((".safetensors", ".bin"))}
-    assert unknown_weights(remote, local, variants) == weights
+    assert unindexed_weights(remote, local, variants) == weights
 
 
 def test_regular_and_lfs_files_are_compared_by_their_own_hash() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hfshard.errors import DamagedCheckpointError, UnsafePickleError
-from hfshard.pickles.read_pickle import iter_leaves, read_pickle
+from hfshard.pickles.read_pickle import iter_nested, read_pickle
 from tests.attacks.files.torchfile import call, integer, legacy, mapping, tensor, zipped
 
 FORMATS = pytest.mark.parametrize("is_zip", [True, False], ids=["zip", "older"])
@@ -95,14 +95,14 @@ def test_a_value_that_contains_itself_is_read(tmp_path: Path) -> None:
     found = read(save(circle, tmp_path / "circle.pt"))
 
     assert found["self"][0] is found
-    assert [one.tolist() for one in iter_leaves(found) if isinstance(one, torch.Tensor)] == [[1, 1]]
+    assert [one.tolist() for one in iter_nested(found) if isinstance(one, torch.Tensor)] == [[1, 1]]
 
 
 def test_lists_in_lists_are_read_in_any_depth(tmp_path: Path) -> None:
     body = b"]" * 30_000 + b"a" * 29_999
     (tmp_path / "deep.pt").write_bytes(zipped(body, {}))
 
-    assert list(iter_leaves(read(tmp_path / "deep.pt"))) == []
+    assert list(iter_nested(read(tmp_path / "deep.pt"))) == []
 
 
 def test_what_is_more_than_tensors_is_named(tmp_path: Path) -> None:

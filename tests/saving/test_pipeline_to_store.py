@@ -16,7 +16,7 @@ import hfshard
 from hfshard.commit.transaction import OwnShardWriter
 from hfshard.disk.byte_source import BytesSource
 from hfshard.errors import RemoteChangedError, StoreAccessError, StoreError
-from hfshard.format.index import CheckpointIndex, without_mark
+from hfshard.format.index import CheckpointIndex, without_commit_marker
 from hfshard.saving.pipeline import save_into
 from hfshard.saving.save_request import SaveOptions, SaveRequest, request_from_state_dict
 from tests.stores.saving.memory_store import MemoryStore
@@ -144,13 +144,13 @@ def test_a_config_that_is_edited_by_hand_is_replaced_by_a_save_that_has_one() ->
     save(store, request(weights(1), config=CONFIG, model_files=files))
     store.objects["generation_config.json"] = b'{"a": 2}'
     save(store, request(weights(1), config=CONFIG, model_files=files))
-    assert without_mark(store.objects["generation_config.json"]) == b'{"a": 1}'
+    assert without_commit_marker(store.objects["generation_config.json"]) == b'{"a": 1}'
     store.objects["config.json"] = b"{}\n"
     save(store, request(weights(1), config=CONFIG, model_files=files))
-    assert without_mark(store.objects["config.json"]) == CONFIG
+    assert without_commit_marker(store.objects["config.json"]) == CONFIG
     store.objects["config.json"] = b'{"a": 3}\n'
     save(store, request(weights(2)))  # has none: the edit stays
-    assert without_mark(store.objects["config.json"]) == b'{"a": 3}\n'
+    assert without_commit_marker(store.objects["config.json"]) == b'{"a": 3}\n'
 
 
 @pytest.mark.parametrize("checksum", ["sha256", "xxh3", None])
@@ -303,7 +303,7 @@ def test_who_replaces_what_is_being_looked_at_is_looked_at_again() -> None:
 
     other.before = edit
     save(other, request(weights(1), config=CONFIG, model_files={"generation_config.json": b"9"}))
-    assert without_mark(store.objects["generation_config.json"]) == b"9"
+    assert without_commit_marker(store.objects["generation_config.json"]) == b"9"
     assert other.requests.count("list") == 4  # three looks, and one after the commit
 
 

@@ -197,7 +197,7 @@ def test_a_file_that_was_cut_short_ends_no_process_that_reads_ahead(
     with opened(path) as shard:
         assert shard.mapping.nbytes() == 8_004_096
         os.truncate(path, 5_000_000)
-        monkeypatch.setattr("hfshard.shards.read_tensors.is_populated", lambda *_stretch: False)
+        monkeypatch.setattr("hfshard.shards.read_tensors.is_prefaulted", lambda *_stretch: False)
         for thread in read_ahead([(shard, ["x"])]):
             thread.result()
 

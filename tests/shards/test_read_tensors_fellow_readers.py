@@ -12,7 +12,7 @@ import torch
 import hfshard
 from hfshard.disk.direct_io import is_cached
 from hfshard.shards import read_tensors
-from hfshard.shards.read_tensors import has_fellow_readers, mark_reading
+from hfshard.shards.read_tensors import lock_shared, read_by_other_processes
 from tests.shards.test_read_tensors import make_cold
 
 VALUES = torch.arange(2_000_000, dtype=torch.float32)
@@ -42,12 +42,12 @@ def is_cached_once_read(fd: int, place: Path) -> bool:
 
 def test_others_see_that_a_file_is_read_until_it_is_closed(fd: int, tmp_path: Path) -> None:
     other = os.open(tmp_path / "model.safetensors", os.O_RDONLY)
-    mark_reading(fd)
-    assert (has_fellow_readers(fd), has_fellow_readers(other)) == (False, True)
-    mark_reading(other)
-    assert has_fellow_readers(fd)
+    lock_shared(fd)
+    assert (read_by_other_processes(fd), read_by_other_processes(other)) == (False, True)
+    lock_shared(other)
+    assert read_by_other_processes(fd)
     os.close(other)
-    assert not has_fellow_readers(fd)
+    assert not read_by_other_processes(fd)
 
 
 def test_a_reader_that_is_alone_leaves_the_page_cache_as_it_was(fd: int, tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_a_reader_that_is_alone_leaves_the_page_cache_as_it_was(fd: int, tmp_pat
 
 
 def test_a_file_that_somebody_else_reads_is_read_into_the_page_cache(fd: int, tmp_path: Path) -> None:
-    mark_reading(fd)
+    lock_shared(fd)
     assert is_cached_once_read(fd, tmp_path)
 
 
@@ -72,5 +72,5 @@ def test_where_there_are_no_locks_every_reader_seems_alone(fd: int, monkeypatch:
     os.close(other)
     for closed in (True, False):
         monkeypatch.setattr(read_tensors, "_HAS_LOCKS", closed)
-        mark_reading(other)
-        assert not has_fellow_readers(other)
+        lock_shared(other)
+        assert not read_by_other_processes(other)

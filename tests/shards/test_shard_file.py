@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import hfshard
-from hfshard._util.threads import in_threads
+from hfshard._util.threads import run_in_threads
 from hfshard.errors import CheckpointChangedError
-from hfshard.shards.shard_file import FilePool, HeldFile, SafetensorsFile, close_idle_files
+from hfshard.shards.shard_file import FilePool, PooledFile, SafetensorsFile, evict_idle_files
 
 
 class Files:
@@ -20,11 +20,11 @@ class Files:
 
     def __init__(self, folder: Path, names: str) -> None:
         self.folder, self.opens = folder, ""
-        self.held: dict[str, HeldFile] = {}
+        self.held: dict[str, PooledFile] = {}
         pool = FilePool(lambda: 2)
         for name in names:
             (folder / name).write_text(name)
-            self.held[name] = HeldFile(self.open(name), partial(self.open, name), pool)
+            self.held[name] = PooledFile(self.open(name), partial(self.open, name), pool)
 
     def open(self, name: str) -> int:
         self.opens += name
@@ -59,7 +59,7 @@ def test_file_in_use_is_not_closed(tmp_path: Path) -> None:
 def test_threads_share_few_descriptors(tmp_path: Path) -> None:
     files = Files(tmp_path, "abcdefgh")
 
-    read = in_threads(lambda name, _: files.read(name), "abcdefgh" * 200, 4)
+    read = run_in_threads(lambda name, _: files.read(name), "abcdefgh" * 200, 4)
 
     assert "".join(read) == "abcdefgh" * 200
 
@@ -69,10 +69,10 @@ def test_shard_that_is_opened_again_must_be_the_same_file(tmp_path: Path) -> Non
     hfshard.save_state_dict({"x": torch.ones(5)}, tmp_path)
     shard = SafetensorsFile(str(path), str(tmp_path))
     fingerprint = shard.fingerprint()
-    assert close_idle_files()
+    assert evict_idle_files()
     assert shard.fingerprint() == fingerprint
     mapped = shard.tensor("x")
-    close_idle_files()
+    evict_idle_files()
 
     hfshard.save_state_dict({"x": torch.zeros(5)}, tmp_path)
 

@@ -14,7 +14,7 @@ import hfshard
 from hfshard.disk.direct_io import BLOCK_BYTES, is_cached
 from hfshard.errors import DamagedCheckpointError
 from hfshard.shards import shard_file
-from hfshard.shards.shard_file import SafetensorsFile, pieces_of, populated_blocks
+from hfshard.shards.shard_file import SafetensorsFile, pieces_of, prefaulted_blocks
 from tests.helpers import forkserver
 from tests.helpers.threads import no_thread_is_left
 
@@ -39,7 +39,7 @@ def make_cold(file: SafetensorsFile) -> None:
 
 def read(file: SafetensorsFile) -> bytes:
     with file.opened() as fd:
-        blocks = [bytes(block) for block in populated_blocks(fd, file.mapping, file.header.data_start, file.size)]
+        blocks = [bytes(block) for block in prefaulted_blocks(fd, file.mapping, file.header.data_start, file.size)]
     assert {len(block) for block in blocks[:-1]} <= {BLOCK_BYTES}
     return b"".join(blocks)
 
@@ -83,7 +83,7 @@ def test_what_the_kernel_lacks_is_not_missed(
     if lacks in ("MADV_HUGEPAGE", "all advice"):
         monkeypatch.setattr(shard_file, "_HUGE_PAGE", unknown)
     if lacks == "threads":
-        monkeypatch.setattr(shard_file, "start_thread", lambda *_arguments, **_keywords: None)
+        monkeypatch.setattr(shard_file, "start_worker", lambda *_arguments, **_keywords: None)
     assert read(file) == expected
     assert not recwarn.list
 
@@ -91,7 +91,7 @@ def test_what_the_kernel_lacks_is_not_missed(
 def test_a_reader_that_stops_early_ends_the_thread(file: SafetensorsFile) -> None:
     make_cold(file)
     with no_thread_is_left(), file.opened() as fd:
-        blocks = populated_blocks(fd, file.mapping, file.header.data_start, file.size)
+        blocks = prefaulted_blocks(fd, file.mapping, file.header.data_start, file.size)
         next(blocks)
         blocks.close()  # type: ignore[attr-defined]
 

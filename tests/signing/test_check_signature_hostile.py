@@ -26,7 +26,7 @@ from hfshard.errors import (
     InvalidArgumentError,
     SignatureError,
 )
-from hfshard.signing.check_signature import SignedPlace
+from hfshard.signing.check_signature import SignedFolder
 from tests.signing.conftest import Keys
 from tests.signing.helpers import model_signing, sign_payload
 
@@ -180,9 +180,9 @@ def test_weights_that_are_written_over_after_their_check_are_noticed(
     signed: Path, keys: Keys, read: Any, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the very file that is open, with the times that it had."""
-    plain = SignedPlace.check_opened
+    plain = SignedFolder.check_opened
 
-    def write_after(self: SignedPlace, *arguments: Any) -> None:
+    def write_after(self: SignedFolder, *arguments: Any) -> None:
         plain(self, *arguments)
         status = os.stat(signed / SHARD)
         with open(signed / SHARD, "r+b") as file:
@@ -190,7 +190,7 @@ def test_weights_that_are_written_over_after_their_check_are_noticed(
             file.write(b"\0\0\0\x7f")
         os.utime(signed / SHARD, ns=(status.st_atime_ns, status.st_mtime_ns))
 
-    monkeypatch.setattr(SignedPlace, "check_opened", write_after)
+    monkeypatch.setattr(SignedFolder, "check_opened", write_after)
     with pytest.raises(CheckpointChangedError, match=f"{SHARD}' {words}"):
         hfshard.load_state_dict(signed, public_key=keys.public, read=read)
 
@@ -205,15 +205,15 @@ def test_a_pickle_that_is_written_over_before_its_check_is_noticed(
     signed = path.read_bytes()
     torch.save({"b": torch.ones(4), "a": torch.zeros(4)}, tmp_path / "pytorch_model.bin")
     path.write_bytes((tmp_path / "pytorch_model.bin").read_bytes())
-    status, plain = path.stat(), SignedPlace.check_opened
+    status, plain = path.stat(), SignedFolder.check_opened
 
-    def written_over(self: SignedPlace, *arguments: Any) -> None:
+    def written_over(self: SignedFolder, *arguments: Any) -> None:
         with path.open("r+b") as file:
             file.write(signed)
         os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
         plain(self, *arguments)
 
-    monkeypatch.setattr(SignedPlace, "check_opened", written_over)
+    monkeypatch.setattr(SignedFolder, "check_opened", written_over)
     with pytest.raises(CheckpointChangedError, match=r"pytorch_model.bin' was changed between its being opened and"):
         hfshard.load_state_dict(path.parent, public_key=keys.public)
 
@@ -223,7 +223,7 @@ def test_weights_that_are_put_back_before_the_end_of_the_load_are_noticed(
     signed: Path, keys: Keys, read: Any, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other bytes stand there while tensors are read, and the signed ones, with their times, before and after."""
-    checked, confirmed = SignedPlace.check_opened, SignedPlace.confirm
+    checked, confirmed = SignedFolder.check_opened, SignedFolder.confirm
     raw, status = (signed / SHARD).read_bytes(), os.stat(signed / SHARD)
 
     def write(contents: bytes) -> None:
@@ -231,16 +231,16 @@ def test_weights_that_are_put_back_before_the_end_of_the_load_are_noticed(
             file.write(contents)
         os.utime(signed / SHARD, ns=(status.st_atime_ns, status.st_mtime_ns))
 
-    def write_after(self: SignedPlace, *arguments: Any) -> None:
+    def write_after(self: SignedFolder, *arguments: Any) -> None:
         checked(self, *arguments)
         write(raw[:-4] + b"\0\0\0\x7f")
-        monkeypatch.setattr(SignedPlace, "confirm", put_back)
+        monkeypatch.setattr(SignedFolder, "confirm", put_back)
 
-    def put_back(self: SignedPlace) -> None:
+    def put_back(self: SignedFolder) -> None:
         write(raw)
         confirmed(self)
 
-    monkeypatch.setattr(SignedPlace, "check_opened", write_after)
+    monkeypatch.setattr(SignedFolder, "check_opened", write_after)
     with pytest.raises(CheckpointChangedError, match=f"{SHARD}' {words}"):
         hfshard.load_state_dict(signed, public_key=keys.public, read=read)
 
@@ -251,7 +251,7 @@ def test_what_a_mapping_changes_and_puts_back_without_a_trace_is_not_loaded(
     signed: Path, keys: Keys, keys_wanted: list[str] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a file system in memory, a write through a shared mapping changes no time of the file."""
-    checked, confirmed = SignedPlace.check_opened, SignedPlace.confirm
+    checked, confirmed = SignedFolder.check_opened, SignedFolder.confirm
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         there = shutil.copytree(signed, Path(folder) / "out")
         path = there / "model-00003-of-00003.safetensors"
@@ -260,16 +260,16 @@ def test_what_a_mapping_changes_and_puts_back_without_a_trace_is_not_loaded(
         mapping[-1:] = signed_byte = mapping[-1:]  # the first fault is one that the file system notices
         changed_ns = path.stat().st_ctime_ns
 
-        def write_after(self: SignedPlace, *arguments: Any) -> None:
+        def write_after(self: SignedFolder, *arguments: Any) -> None:
             checked(self, *arguments)
             mapping[-1:] = b"\x7f"
 
-        def put_back(self: SignedPlace) -> None:
+        def put_back(self: SignedFolder) -> None:
             mapping[-1:] = signed_byte
             confirmed(self)
 
-        monkeypatch.setattr(SignedPlace, "check_opened", write_after)
-        monkeypatch.setattr(SignedPlace, "confirm", put_back)
+        monkeypatch.setattr(SignedFolder, "check_opened", write_after)
+        monkeypatch.setattr(SignedFolder, "confirm", put_back)
         load = partial(hfshard.load_state_dict, there, keys=keys_wanted, public_key=keys.public, read="pread")
         with pytest.raises(CheckpointChangedError, match=NOT_SIGNED) if keys_wanted != ["a", "b"] else nullcontext():
             assert sorted(load()) == ["a", "b"]
@@ -281,14 +281,14 @@ def test_weights_that_get_another_name_after_their_check_are_refused(
     signed: Path, keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody can tell it from bytes that were written over and put back; the same load again is fine."""
-    plain = SignedPlace.check_opened
+    plain = SignedFolder.check_opened
 
-    def link_after(self: SignedPlace, *arguments: Any) -> None:
+    def link_after(self: SignedFolder, *arguments: Any) -> None:
         plain(self, *arguments)
         os.link(signed / SHARD, signed.parent / "linked.safetensors")
 
     with monkeypatch.context() as patch:
-        patch.setattr(SignedPlace, "check_opened", link_after)
+        patch.setattr(SignedFolder, "check_opened", link_after)
         with pytest.raises(CheckpointChangedError, match="Load it again"):
             hfshard.load_state_dict(signed, public_key=keys.public)
 

@@ -183,18 +183,18 @@ def test_a_file_that_is_replaced_while_it_is_compared_is_not_loaded(
     signed: Path, keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bytes that were compared are those of the open file, whatever gets its name meanwhile."""
-    from hfshard.signing.check_signature import SignedPlace
+    from hfshard.signing.check_signature import SignedFolder
 
-    plain = SignedPlace.check_opened
+    plain = SignedFolder.check_opened
 
-    def swap_first(self: SignedPlace, *arguments: Any) -> None:
+    def swap_first(self: SignedFolder, *arguments: Any) -> None:
         other = signed.parent / "other.safetensors"
         shutil.copy(signed / SHARD, other)
         flip_last_byte(other)
         other.rename(signed / SHARD)
         plain(self, *arguments)
 
-    monkeypatch.setattr(SignedPlace, "check_opened", swap_first)
+    monkeypatch.setattr(SignedFolder, "check_opened", swap_first)
     loaded = hfshard.load_state_dict(signed, public_key=keys.public)
 
     assert torch.equal(loaded["b"], torch.full((64,), 1.0))  # that of the file that was open, and was compared
@@ -205,15 +205,15 @@ def test_a_file_that_is_replaced_while_it_is_compared_is_not_loaded(
 def test_a_config_that_is_replaced_after_it_was_compared_is_noticed(
     signed: Path, keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hfshard.signing.check_signature import SignedPlace
+    from hfshard.signing.check_signature import SignedFolder
 
-    plain = SignedPlace.confirm
+    plain = SignedFolder.confirm
 
-    def edit_first(self: SignedPlace) -> None:
+    def edit_first(self: SignedFolder) -> None:
         edit_code(signed)
         plain(self)
 
-    monkeypatch.setattr(SignedPlace, "confirm", edit_first)
+    monkeypatch.setattr(SignedFolder, "confirm", edit_first)
     with pytest.raises(SignatureError, match=r"modeling_mine.py' is not the file that was signed"):
         hfshard.load_state_dict(signed, public_key=keys.public)
 
@@ -222,16 +222,16 @@ def test_a_config_that_was_swapped_and_put_back_is_noticed(
     signed: Path, keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was read in between need not be what was signed."""
-    from hfshard.signing.check_signature import SignedPlace
+    from hfshard.signing.check_signature import SignedFolder
 
-    plain = SignedPlace.confirm
+    plain = SignedFolder.confirm
 
-    def swap_first(self: SignedPlace) -> None:
+    def swap_first(self: SignedFolder) -> None:
         aside = (signed / "config.json").rename(signed.parent / "aside.json")
         aside.rename(signed / "config.json")
         plain(self)
 
-    monkeypatch.setattr(SignedPlace, "confirm", swap_first)
+    monkeypatch.setattr(SignedFolder, "confirm", swap_first)
     with pytest.raises(CheckpointChangedError, match=r"config.json' was replaced while the checkpoint was loaded"):
         hfshard.load_state_dict(signed, public_key=keys.public)
 
@@ -240,15 +240,15 @@ def test_a_file_that_came_while_the_load_went_on_is_noticed(
     signed: Path, keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where a class of transformers downloads by itself what no list of files to read names."""
-    from hfshard.signing.check_signature import SignedPlace
+    from hfshard.signing.check_signature import SignedFolder
 
-    plain = SignedPlace.confirm
+    plain = SignedFolder.confirm
 
-    def add_first(self: SignedPlace) -> None:
+    def add_first(self: SignedFolder) -> None:
         (signed / "extra.pt").write_bytes(b"x")
         plain(self)
 
-    monkeypatch.setattr(SignedPlace, "confirm", add_first)
+    monkeypatch.setattr(SignedFolder, "confirm", add_first)
     with pytest.raises(SignatureError, match=r"extra.pt' is not covered by the signature"):
         hfshard.load_state_dict(signed, public_key=keys.public)
 

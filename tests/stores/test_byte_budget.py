@@ -8,7 +8,7 @@ import hf_xet
 import pytest
 
 from hfshard.stores import byte_budget
-from hfshard.stores.byte_budget import Turn
+from hfshard.stores.byte_budget import TransferSlot
 from hfshard.stores.xet import _new_session, session_limits
 
 
@@ -32,9 +32,9 @@ def test_files_share_upload_commits_as_the_memory_allows() -> None:
 
 def test_large_transfers_wait_for_each_other_and_small_ones_do_not() -> None:
     row = byte_budget._Turns(lambda memory_bytes: 1)
-    first, again, small = Turn(row, 10**8), Turn(row, 10**8), Turn(row, 10)
-    begun: list[Turn] = []
-    other = threading.Thread(target=lambda: begun.append(Turn(row, 10**8)))
+    first, again, small = TransferSlot(row, 10**8), TransferSlot(row, 10**8), TransferSlot(row, 10)
+    begun: list[TransferSlot] = []
+    other = threading.Thread(target=lambda: begun.append(TransferSlot(row, 10**8)))
     other.start()
 
     other.join(0.05)

@@ -6,20 +6,20 @@ import threading
 
 import pytest
 
-from hfshard.stores.byte_budget import PartMemory
+from hfshard.stores.byte_budget import BufferPool
 
 MIB = 1 << 20
 
 
 @pytest.fixture
-def memory(monkeypatch: pytest.MonkeyPatch) -> PartMemory:
+def memory(monkeypatch: pytest.MonkeyPatch) -> BufferPool:
     monkeypatch.setenv("HFSHARD_STORE_MEMORY", "32MiB")  # of which parts may take 24
-    memory = PartMemory()
+    memory = BufferPool()
     memory.join()
     return memory
 
 
-def test_who_finds_no_room_waits_for_a_part_that_is_sent(memory: PartMemory) -> None:
+def test_who_finds_no_room_waits_for_a_part_that_is_sent(memory: BufferPool) -> None:
     lent = [memory.lend(memory.take(8 * MIB), 8 * MIB) for _ in range(3)]
     taken: list[int] = []
     waiting = threading.Thread(target=lambda: taken.append(len(memory.take(8 * MIB))))
@@ -32,7 +32,7 @@ def test_who_finds_no_room_waits_for_a_part_that_is_sent(memory: PartMemory) -> 
     assert taken == [8 * MIB]
 
 
-def test_a_buffer_is_used_again_when_nobody_holds_its_view(memory: PartMemory) -> None:
+def test_a_buffer_is_used_again_when_nobody_holds_its_view(memory: BufferPool) -> None:
     first = memory.take(8 * MIB)
     view = memory.lend(first, 5)
     assert len(view) == 5
@@ -41,7 +41,7 @@ def test_a_buffer_is_used_again_when_nobody_holds_its_view(memory: PartMemory) -
     assert memory.take(8 * MIB) is first
 
 
-def test_a_part_that_is_larger_than_all_there_is_comes_alone(memory: PartMemory) -> None:
+def test_a_part_that_is_larger_than_all_there_is_comes_alone(memory: BufferPool) -> None:
     large = memory.take(40 * MIB)
     taken: list[int] = []
     waiting = threading.Thread(target=lambda: taken.append(len(memory.take(40 * MIB))))
@@ -53,7 +53,7 @@ def test_a_part_that_is_larger_than_all_there_is_comes_alone(memory: PartMemory)
     assert taken == [40 * MIB]
 
 
-def test_nothing_is_kept_after_the_last_upload(memory: PartMemory) -> None:
+def test_nothing_is_kept_after_the_last_upload(memory: BufferPool) -> None:
     buffer = memory.take(8 * MIB)
     memory.leave()
     memory.give_back(buffer)

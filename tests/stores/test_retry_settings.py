@@ -6,7 +6,7 @@ import pytest
 
 from hfshard.errors import InvalidArgumentError
 from hfshard.stores.object_store import part_bytes
-from hfshard.stores.retry import retry_seconds, stall_seconds
+from hfshard.stores.retry import idle_timeout, retry_seconds
 
 
 @pytest.mark.parametrize(
@@ -21,8 +21,8 @@ def test_no_object_has_more_than_ten_thousand_parts(object_bytes: int, part_mib:
 def test_times_are_numbers_of_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HFSHARD_STORE_TIMEOUT", raising=False)
     monkeypatch.setenv("HFSHARD_STORE_RETRY_SECONDS", "1.5")
-    assert (stall_seconds(), retry_seconds()) == (60.0, 1.5)
+    assert (idle_timeout(), retry_seconds()) == (60.0, 1.5)
     for wrong in ("soon", "-1", "nan", "inf"):
         monkeypatch.setenv("HFSHARD_STORE_TIMEOUT", wrong)
         with pytest.raises(InvalidArgumentError, match="HFSHARD_STORE_TIMEOUT"):
-            stall_seconds()
+            idle_timeout()

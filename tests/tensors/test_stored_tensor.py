@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hfshard.errors import UnstorableTensorError
-from hfshard.tensors.stored_tensor import check_storable, device_blocks, iter_blocks, memory_of, small_bytes
+from hfshard.tensors.stored_tensor import bytes_view, check_storable, device_blocks, iter_blocks, small_bytes
 
 BASE = torch.arange(5000, dtype=torch.int32)
 
@@ -26,7 +26,7 @@ TENSORS = {
 
 
 def expected(tensor: torch.Tensor) -> bytes:
-    return bytes(memory_of(tensor.contiguous()))
+    return bytes(bytes_view(tensor.contiguous()))
 
 
 @pytest.mark.parametrize("block_bytes", [16, 4096, 1024 * 1024])

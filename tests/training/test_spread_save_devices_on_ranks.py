@@ -24,7 +24,7 @@ from hfshard.training import CheckpointManager, TrainingState
 from hfshard.training.run.find_checkpoint import run_place
 from hfshard.training.run.manifest import Rotation
 from hfshard.training.run.run_writer import RunWriter
-from hfshard.training.spread_save import SpreadSave, save_spread
+from hfshard.training.spread_save import SpreadSaveArguments, save_spread
 from tests.training import processes
 from tests.training.models import Net
 from tests.training.test_spread_save_runs_on_ranks import assert_same
@@ -123,7 +123,7 @@ def save_as_many_ranks_do(run: DeviceRun, layout: str, device: str, place: Path)
     """Even where there is one rank only: parts are copied in host memory, and exchanged over a gloo group."""
     writer = RunWriter(run_place(str(place / "by-parts")), Rotation(None, None, "min", None), None, None)
     for step, blocking in ((1, True), (2, False)):
-        order = SpreadSave(
+        order = SpreadSaveArguments(
             state=run.state, step=step, extra=None, metrics_of=lambda _: {}, files={}, max_shard_size="300B",
             checksum="xxh3", progress=None, blocking=blocking,
         )  # fmt: skip

@@ -8,14 +8,14 @@ import math
 import pytest
 import torch
 
-from hfshard.tensors.stored_tensor import memory_of
+from hfshard.tensors.stored_tensor import bytes_view
 from hfshard.viewing.diff_tensors import ValueDiff
 from hfshard.viewing.diff_values import ValueMeasure
 
 
 def measured(a: torch.Tensor, b: torch.Tensor) -> ValueDiff:
     measure = ValueMeasure(a.dtype, b.dtype)
-    measure.add(memory_of(a), memory_of(b))
+    measure.add(bytes_view(a), bytes_view(b))
     return measure.result()
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hfshard.tensors.stored_tensor import memory_of
+from hfshard.tensors.stored_tensor import bytes_view
 from hfshard.viewing.diff_tensors import ValueDiff
 from hfshard.viewing.diff_values import ChunkAdder, ValueMeasure, can_add
 
@@ -30,7 +30,7 @@ def as_dtype(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def measured(a: torch.Tensor, b: torch.Tensor) -> ValueDiff:
     measure = ValueMeasure(a.dtype, b.dtype)
-    measure.add(memory_of(a), memory_of(b))
+    measure.add(bytes_view(a), bytes_view(b))
     return measure.result()
 
 
@@ -82,9 +82,9 @@ def test_one_element_that_changed_a_little_is_found() -> None:
 @pytest.mark.parametrize("offset", [0, 1, 2, 3])
 def test_tensors_may_begin_at_any_byte(offset: int) -> None:
     a, b = numbers(2048, 5).bfloat16(), numbers(2048, 6).bfloat16()
-    moved = bytearray(offset) + bytearray(memory_of(a))
+    moved = bytearray(offset) + bytearray(bytes_view(a))
     measure = ValueMeasure(a.dtype, b.dtype)
-    measure.add(memoryview(moved)[offset:], memory_of(b))
+    measure.add(memoryview(moved)[offset:], bytes_view(b))
     assert_close(measure.result(), in_float64(a, b), 1e-6)
 
 

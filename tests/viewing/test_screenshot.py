@@ -14,7 +14,7 @@ import pytest
 
 from hfshard.errors import BrowserError, InvalidArgumentError
 from hfshard.viewing import screenshot
-from hfshard.viewing.screenshot import CHROMIUM, Still, find_chromium, parse_still_size, take_still
+from hfshard.viewing.screenshot import CHROMIUM, ScreenshotOptions, find_chromium, parse_still_size, take_screenshot
 
 needs_chromium = pytest.mark.skipif(find_chromium() is None, reason="no chromium: apt-get install chromium")
 
@@ -29,7 +29,7 @@ document.body.innerHTML = `<div style="background:#f00;width:${innerWidth / 2}px
 
 @needs_chromium
 def test_a_picture_has_its_size_and_theme() -> None:
-    picture = take_still(PAGE, Still(width=200, height=200, theme="dark"))
+    picture = take_screenshot(PAGE, ScreenshotOptions(width=200, height=200, theme="dark"))
 
     width, height, rows = _pixels(picture)
     assert (width, height) == (200, 200)
@@ -41,18 +41,18 @@ def test_a_missing_browser_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setenv("PATH", str(tmp_path))
 
     with pytest.raises(BrowserError, match=r"none of its usual names is on PATH. Run: apt-get install chromium"):
-        take_still(PAGE, Still())
+        take_screenshot(PAGE, ScreenshotOptions())
 
     monkeypatch.setenv(CHROMIUM, str(tmp_path / "chrome"))
     with pytest.raises(BrowserError, match=rf"HFSHARD_CHROMIUM names '{tmp_path}/chrome', which is no program"):
-        take_still(PAGE, Still())
+        take_screenshot(PAGE, ScreenshotOptions())
 
 
 def test_a_browser_that_fails_is_told_with_what_it_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(CHROMIUM, _program(tmp_path, "echo first >&2; echo no display >&2; exit 7"))
 
     with pytest.raises(BrowserError, match=r"browser' drew no picture. It said: no display \(exit status 7\)"):
-        take_still(PAGE, Still())
+        take_screenshot(PAGE, ScreenshotOptions())
 
 
 def test_a_browser_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_a_browser_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path
 
     monkeypatch.setattr(subprocess, "Popen", Begun)
     with pytest.raises(BrowserError, match=r"drew nothing in 0.2 seconds"):
-        take_still(PAGE, Still())
+        take_screenshot(PAGE, ScreenshotOptions())
 
     [end] = ends
     assert select.select([end], [], [], 60)[0] == [end]  # its child, too
@@ -81,9 +81,9 @@ def test_sizes_and_themes_are_checked() -> None:
         with pytest.raises(InvalidArgumentError, match="is no size of a picture, such as 1280x800"):
             parse_still_size(text)
     with pytest.raises(InvalidArgumentError, match="The width of a still is 200 to 10000 pixels, got 199"):
-        Still(width=199)
+        ScreenshotOptions(width=199)
     with pytest.raises(InvalidArgumentError, match="theme must be 'light' or 'dark', got 'sepia'"):
-        Still(theme="sepia")  # type: ignore[arg-type]
+        ScreenshotOptions(theme="sepia")  # type: ignore[arg-type]
 
 
 def _program(directory: Path, script: str) -> str:

@@ -22,7 +22,7 @@ from transformers import BertModel
 
 import hfshard
 from hfshard.disk import direct_io
-from hfshard.pickles.pickle_file import FileInMemory
+from hfshard.pickles.pickle_file import MemoryFile
 from hfshard.shards import shard_file
 from tests.helpers.tiny_bert import bert, value_of
 
@@ -201,7 +201,7 @@ def test_files_in_memory_are_temporary_ones_where_there_are_none(
     monkeypatch.delattr(os, "memfd_create")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
-    file = FileInMemory(3, lambda begin, target: target.__setitem__(slice(None), b"abc"[begin:]))
+    file = MemoryFile(3, lambda begin, target: target.__setitem__(slice(None), b"abc"[begin:]))
     with os.fdopen(file.open(), "rb") as reading:
         assert (len(list(tmp_path.iterdir())), reading.read()) == (1, b"abc")
     del file

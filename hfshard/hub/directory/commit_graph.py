@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from hfshard._util.text import list_some
+from hfshard._util.text import shorten_list
 from hfshard.commit.hub_marker import STAGING
 from hfshard.constants import FORMAT_VERSION, MAX_CONFIG_BYTES
 from hfshard.disk.safe_open import read_small
@@ -295,7 +295,8 @@ def find_commit(root: str, name: str) -> str | None:
     found = found or [commit for commit in lost_commits(root) if commit.startswith(name)]
     if len(found) > 1:
         raise HubError(
-            f"{len(found)} commits of '{root}' begin with {name}: {list_some(found, _SHOWN_NAMES)}. Write more of it.",
+            f"{len(found)} commits of '{root}' begin with {name}: {shorten_list(found, _SHOWN_NAMES)}. "
+            "Write more of it.",
             path=root,
             actual=name,
         )
@@ -315,7 +316,7 @@ def find_revision(root: str, name: str) -> str | None:
 def revision_not_found(root: str, name: str) -> HubNotFoundError:
     """Build the error that lists the existing revisions."""
     names = [short_name(ref) for ref in ref_names(root)]
-    shown = list_some(names, _SHOWN_NAMES)
+    shown = shorten_list(names, _SHOWN_NAMES)
     count = len(commit_ids(root))
     if not names and not count:
         return HubNotFoundError(
@@ -386,12 +387,12 @@ def unreachable(root: str) -> list[str]:
             no deleted name led to such a commit either, so that a name was lost.
     """
     found = set(commit_ids(root)) - reachable(root, all_refs(root))
-    if lost := found.difference(unnamed_commits(root)):
+    if lost := found.difference(unreferenced_commits(root)):
         raise _names_lost(root, lost)
     return sorted(found)
 
 
-def refuse_lost_names(root: str) -> None:
+def reject_lost_history(root: str) -> None:
     """Reject an empty new branch in a hub with commits that no name leads to, and no deleted name led to.
 
     Raises:
@@ -400,20 +401,20 @@ def refuse_lost_names(root: str) -> None:
     # In this order, because other processes may push, delete and prune at the same time.
     there = commit_ids(root)
     unfinished = unfinished_commit(root)
-    named = known_reachable(root, all_refs(root).values())
-    lost = set(there).difference(named, unnamed_commits(root), [unfinished]).intersection(commit_ids(root))
+    named = reachable_from(root, all_refs(root).values())
+    lost = set(there).difference(named, unreferenced_commits(root), [unfinished]).intersection(commit_ids(root))
     if lost:
         raise _names_lost(root, lost)
 
 
 def _names_lost(root: str, lost: set[str]) -> DamagedCheckpointError:
     """Build the error that shows the newest of the commits: names for these lead to all of them."""
-    before = known_reachable(root, [parent for commit in lost for parent in _parents(root, commit)])
+    before = reachable_from(root, [parent for commit in lost for parent in _parents(root, commit)])
     commits = sorted(lost - before)
     one = commits[0]
     return DamagedCheckpointError(
-        f"No branch, tag or pull request of '{root}' leads to {list_some(commits, _SHOWN)}, and none that was deleted "
-        "did: names in refs/ were lost, as in a copy that was cut off. Nothing was removed. Copy "
+        f"No branch, tag or pull request of '{root}' leads to {shorten_list(commits, _SHOWN)}, and none that was "
+        "deleted did: names in refs/ were lost, as in a copy that was cut off. Nothing was removed. Copy "
         f"'{os.path.join(root, 'refs')}' again from where the hub came from. Or give each of them a name: "
         f"hfshard revisions {root} --tag NAME {one}; to give it up, with all before it that have no name, delete that "
         f"name again: hfshard revisions {root} --delete NAME",
@@ -460,7 +461,7 @@ def deleted_commits(root: str) -> list[str]:
     return sorted(name[:-5] for name in _listing(os.path.join(root, DELETED)) if name.endswith(".json"))
 
 
-def unnamed_commits(root: str) -> list[str]:
+def unreferenced_commits(root: str) -> list[str]:
     """List the ids of the commits that may be removed, because the last name that led to them was deleted."""
     return sorted(name for name in _listing(os.path.join(root, DELETED)) if is_commit_id(name))
 
@@ -495,7 +496,7 @@ def reachable(root: str, named: dict[str, str]) -> set[str]:
     return reached
 
 
-def known_reachable(root: str, commits: Iterable[str]) -> set[str]:
+def reachable_from(root: str, commits: Iterable[str]) -> set[str]:
     """Find commits and their parents, direct and indirect, that readable manifests lead to."""
     reached: set[str] = set()
     ends = list(commits)

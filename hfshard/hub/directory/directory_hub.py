@@ -24,8 +24,8 @@ import os
 from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
-from hfshard._util.arguments import absolute_path, names_files, path_text
-from hfshard.commit.hub_marker import check_hub_marker, directory_of, has_hub_marker, write_hub_marker
+from hfshard._util.arguments import absolute_path, checked_path_text, wraps_os_errors
+from hfshard.commit.hub_marker import check_hub_marker, has_hub_marker, hub_directory, write_hub_marker
 from hfshard.constants import MAX_INDEX_BYTES
 from hfshard.disk.byte_source import ByteSource
 from hfshard.disk.safe_open import read_small
@@ -43,14 +43,14 @@ from hfshard.hub.directory.commit_graph import (
     read_commit_manifest,
     read_ref,
     ref_names,
-    refuse_lost_names,
+    reject_lost_history,
     revision_not_found,
     revisions_of,
     snapshot_path,
     unreachable,
 )
-from hfshard.hub.directory.hub_writer import HubWriter, locked_hub
-from hfshard.hub.directory.snapshot import Stage, check_hash, check_hashes, check_no_strays, check_snapshot
+from hfshard.hub.directory.hub_writer import HubWriter, lock_hub
+from hfshard.hub.directory.snapshot import Stage, check_hash, check_hashes, check_snapshot, reject_unexpected_files
 from hfshard.hub.repo import (
     MAIN,
     CommitRequest,
@@ -81,7 +81,7 @@ class DirectoryHub:
         return has_hub_marker(_local(path))
 
     @classmethod
-    @names_files("path")
+    @wraps_os_errors("path")
     def open(cls, path: str | os.PathLike[str]) -> DirectoryHub:
         """Open an existing hub.
 
@@ -102,7 +102,7 @@ class DirectoryHub:
         return cls(root)
 
     @classmethod
-    @names_files("path")
+    @wraps_os_errors("path")
     def create(cls, path: str | os.PathLike[str], *, exist_ok: bool = True) -> DirectoryHub:
         """Turn a new or empty directory into a hub, or open an existing hub.
 
@@ -130,7 +130,7 @@ class DirectoryHub:
         is_branch = not name.startswith(("refs/pr/", "refs/tags/")) and not is_commit_id(name)
         if not is_branch or read_ref(self.root, MAIN) is not None:
             return None
-        refuse_lost_names(self.root)
+        reject_lost_history(self.root)
         return RepoTree("")
 
     def make_branch(self, branch: str) -> None:
@@ -210,7 +210,7 @@ class DirectoryHub:
         )
         base = branch_for(self.root, request)
         check_request(request)
-        with locked_hub(self.root, wait_seconds=self.wait_seconds) as locked:
+        with lock_hub(self.root, wait_seconds=self.wait_seconds) as locked:
             return commit_changes(locked, request, base, progress_callback)
 
     def resolve(self, revision: str | None = None) -> str:
@@ -259,7 +259,7 @@ class DirectoryHub:
         folder = snapshot_path(self.root, commit)
         files = read_commit_manifest(self.root, commit).files
         found = check_snapshot(folder, files)
-        check_no_strays(folder, files, found)
+        reject_unexpected_files(folder, files, found)
         check_hashes(folder, files if paths is None else {path: files[path] for path in paths}, progress)
 
     def revisions(self) -> list[Revision]:
@@ -297,7 +297,7 @@ class DirectoryHub:
             HubNotFoundError: There is no such revision.
             HubError: It is `main`, or a commit that a name points to.
         """
-        with locked_hub(self.root, wait_seconds=self.wait_seconds) as locked:
+        with lock_hub(self.root, wait_seconds=self.wait_seconds) as locked:
             if (found := find_ref(self.root, revision)) is not None:
                 if found[0] == MAIN and not force:
                     raise HubError(f"'main' is what '{self.root}' loads by default. To delete it, force it.")
@@ -321,13 +321,13 @@ class DirectoryHub:
             DamagedCheckpointError: A manifest in a history is missing or can't be read, or names were lost; nothing is
                 removed.
         """
-        with locked_hub(self.root, wait_seconds=self.wait_seconds) as locked:
+        with lock_hub(self.root, wait_seconds=self.wait_seconds) as locked:
             free_bytes = locked.remove_commits(unreachable(self.root))
-            locked.forget_deleted(reachable(self.root, all_refs(self.root)))
+            locked.drop_tombstones(reachable(self.root, all_refs(self.root)))
             return free_bytes
 
     def _name(self, ref: str, revision: str | None) -> str:
-        with locked_hub(self.root, wait_seconds=self.wait_seconds) as locked:
+        with lock_hub(self.root, wait_seconds=self.wait_seconds) as locked:
             commit = self.resolve(revision)
             read_commit_manifest(self.root, commit)
             current = read_ref(self.root, ref)
@@ -346,8 +346,8 @@ class DirectoryHub:
 
 
 def _local(path: str | os.PathLike[str]) -> str:
-    name = path_text(path)
-    return absolute_path(directory_of(name) or name)
+    name = checked_path_text(path)
+    return absolute_path(hub_directory(name) or name)
 
 
 # One commit of a directory hub: check the request, stage the snapshot, and move the branch.

@@ -22,10 +22,10 @@ from hfshard.disk.fsops import (
     UNSUPPORTED,
     locked_directory,
     make_directories,
-    refuse_odd_directories,
+    reject_linked_directories,
     rename,
     sync_directory,
-    unlink_if_there,
+    unlink_if_exists,
     write_file,
 )
 from hfshard.errors import CommitUnfinishedError, DamagedCheckpointError
@@ -40,16 +40,16 @@ from hfshard.hub.directory.commit_graph import (
     commit_ids,
     deleted_commits,
     deleted_path,
-    known_reachable,
     manifest_path,
     reachable,
+    reachable_from,
     read_commit_manifest,
     read_ref,
     ref_path,
     snapshot_path,
     unfinished_commit,
-    unnamed_commits,
     unnamed_path,
+    unreferenced_commits,
 )
 from hfshard.hub.directory.snapshot import check_snapshot
 
@@ -65,7 +65,7 @@ _FOLDERS: Final = (COMMITS, SNAPSHOTS, DELETED, "refs", "refs/heads", "refs/tags
 
 
 @contextmanager
-def locked_hub(root: str, *, wait_seconds: float) -> Iterator[HubWriter]:
+def lock_hub(root: str, *, wait_seconds: float) -> Iterator[HubWriter]:
     """Hold the hub's lock for one change, and remove leftovers before and after it.
 
     Raises:
@@ -74,7 +74,7 @@ def locked_hub(root: str, *, wait_seconds: float) -> Iterator[HubWriter]:
     """
     with locked_directory(root, wait_seconds=wait_seconds):
         for folder in (STAGING, *_FOLDERS):
-            refuse_odd_directories(root, folder)
+            reject_linked_directories(root, folder)
         writer = HubWriter(root)
         writer.clean_up()
         try:
@@ -82,7 +82,7 @@ def locked_hub(root: str, *, wait_seconds: float) -> Iterator[HubWriter]:
         finally:
             try:
                 writer.clean_up()
-                writer.forget_named()
+                writer.drop_name_notes()
             except (OSError, DamagedCheckpointError) as error:
                 logger.warning("'%s' can't be tidied up (%s); the next push tries again.", root, error)
 
@@ -128,7 +128,7 @@ class HubWriter:
         target = snapshot_path(self.root, commit)
         make_directories(os.path.dirname(target))
         self._move_snapshot(commit, _REPLACED)  # a damaged one
-        move_tree(self.staged_files, target)
+        move_directory(self.staged_files, target)
         sync_directory(os.path.dirname(target))
         make_directories(os.path.dirname(path))
         rename(self._staged(_STAGED_MANIFEST), path)
@@ -148,7 +148,7 @@ class HubWriter:
         commit = str(read_ref(self.root, ref))
         others = {name: target for name, target in all_refs(self.root).items() if name != ref}
         try:
-            going = known_reachable(self.root, [commit]) - reachable(self.root, others)
+            going = reachable_from(self.root, [commit]) - reachable(self.root, others)
         except DamagedCheckpointError as error:
             logger.warning("What the other names of '%s' lead to is not known: %s", self.root, error)
             going = {commit}
@@ -171,22 +171,22 @@ class HubWriter:
                 self._note([deleted_path(self.root, commit)])
         if doomed:
             self._sync_folders(DELETED, COMMITS)
-        free_bytes = bytes_only_in(snapshot_path(self.root, commit) for commit in doomed)
+        free_bytes = exclusive_bytes(snapshot_path(self.root, commit) for commit in doomed)
         for commit in doomed:
             self._remove_snapshot(commit)
         return free_bytes
 
-    def forget_deleted(self, reached: Collection[str]) -> None:
+    def drop_tombstones(self, reached: Collection[str]) -> None:
         """Remove the records of deletions, except of commits that a history needs.
 
         Args:
             reached: The commits that names lead to, including deleted ones; no others are left.
         """
-        for commit in unnamed_commits(self.root):
-            unlink_if_there(unnamed_path(self.root, commit))
+        for commit in unreferenced_commits(self.root):
+            unlink_if_exists(unnamed_path(self.root, commit))
         for commit in deleted_commits(self.root):
             if commit not in reached:
-                unlink_if_there(deleted_path(self.root, commit))
+                unlink_if_exists(deleted_path(self.root, commit))
         self._sync_folders(DELETED)
 
     def clean_up(self) -> None:
@@ -198,17 +198,17 @@ class HubWriter:
             shutil.rmtree(self.staging)
         for commit in deleted_commits(self.root):
             if os.path.lexists(manifest_path(self.root, commit)):  # it was pushed again
-                unlink_if_there(deleted_path(self.root, commit))
+                unlink_if_exists(deleted_path(self.root, commit))
             elif os.path.lexists(snapshot_path(self.root, commit)) and not self._is_named(commit):
                 self._remove_snapshot(commit)
         for folder in ("refs/heads", "refs/tags"):
             self._remove_empty(os.path.join(self.root, folder))
 
-    def forget_named(self) -> None:
+    def drop_name_notes(self) -> None:
         """Remove the records of commits that names lead to again."""
-        if noted := set(unnamed_commits(self.root)):
-            for commit in noted & known_reachable(self.root, all_refs(self.root).values()):
-                unlink_if_there(unnamed_path(self.root, commit))
+        if noted := set(unreferenced_commits(self.root)):
+            for commit in noted & reachable_from(self.root, all_refs(self.root).values()):
+                unlink_if_exists(unnamed_path(self.root, commit))
 
     def _staged(self, name: str) -> str:
         return os.path.join(self.staging, name)
@@ -259,7 +259,7 @@ class HubWriter:
         if commit in all_refs(self.root).values() or self._has_children(commit):
             return
         logger.info("Removing commit %s in '%s', which was never finished.", commit, self.root)
-        unlink_if_there(manifest_path(self.root, commit))
+        unlink_if_exists(manifest_path(self.root, commit))
         self._sync_folders(COMMITS)
         self._remove_snapshot(commit)
 
@@ -304,7 +304,7 @@ class HubWriter:
                 raise
             if prefix != _REPLACED:
                 return path  # without a manifest it is not a commit any more
-            move_tree(path, moved)
+            move_directory(path, moved)
             shutil.rmtree(path)
         return moved
 
@@ -322,7 +322,7 @@ _BLOCK_BYTES: Final = 512
 """The unit of st_blocks, whatever the file system's own blocks are."""
 
 
-def move_tree(source: str, target: str) -> None:
+def move_directory(source: str, target: str) -> None:
     """Move a folder; if folders can't be renamed, move it file by file, durably."""
     try:
         os.rename(source, target)
@@ -342,7 +342,7 @@ def move_tree(source: str, target: str) -> None:
 def merge_tree(source: str, target: str) -> None:
     """Move what the target lacks: all, or, if folders can't be renamed, the files that were not moved yet."""
     if not os.path.lexists(target):
-        move_tree(source, target)
+        move_directory(source, target)
         sync_directory(os.path.dirname(target))
         return
     for base, _, files in os.walk(source):
@@ -354,7 +354,7 @@ def merge_tree(source: str, target: str) -> None:
         sync_directory(into)
 
 
-def bytes_only_in(folders: Iterable[str]) -> int:
+def exclusive_bytes(folders: Iterable[str]) -> int:
     """Count the bytes on disk of the files that have no names outside these directories."""
     seen: dict[tuple[int, int], tuple[int, os.stat_result]] = {}
     for folder in folders:

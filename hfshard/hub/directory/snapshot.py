@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from hfshard._util.progress import ProgressCallback, bytes_bar
-from hfshard._util.threads import cancellable, in_threads
+from hfshard._util.progress import ProgressCallback, byte_progress
+from hfshard._util.threads import cancellable, run_in_threads
 from hfshard.constants import COPY_BYTES, FILES_AT_ONCE
 from hfshard.disk.byte_source import ByteSource, FileSource, clone_blocks
 from hfshard.disk.fsops import NO_LINKS, UNSUPPORTED, rename, require_space, sync, sync_directory, write_all
@@ -261,7 +261,7 @@ def check_size(folder: str, path: str, file: RemoteFile, found: Mapping[str, os.
         )
 
 
-def check_no_strays(folder: str, files: Mapping[str, RemoteFile], found: Mapping[str, os.stat_result]) -> None:
+def reject_unexpected_files(folder: str, files: Mapping[str, RemoteFile], found: Mapping[str, os.stat_result]) -> None:
     """Check that a snapshot has no other files.
 
     Raises:
@@ -285,7 +285,7 @@ def check_hashes(folder: str, files: Mapping[str, RemoteFile], progress: bool | 
 def hash_errors(folder: str, files: Mapping[str, RemoteFile], progress: bool | None) -> list[IntegrityError]:
     """Read files of a snapshot like `check_hashes`, and return the errors instead of raising one."""
     sizes = sum(file.size for file in files.values())
-    with bytes_bar("Verifying", sizes, progress) as progress_callback:
+    with byte_progress("Verifying", sizes, progress) as progress_callback:
 
         def check(item: tuple[str, RemoteFile], cancelled: threading.Event) -> IntegrityError | None:
             path, file = item
@@ -295,7 +295,7 @@ def hash_errors(folder: str, files: Mapping[str, RemoteFile], progress: bool | N
                 return error
             return None
 
-        return [error for error in in_threads(check, files.items(), FILES_AT_ONCE) if error is not None]
+        return [error for error in run_in_threads(check, files.items(), FILES_AT_ONCE) if error is not None]
 
 
 def check_hash(path: str, sha256: str, tell: Callable[[int], object] = lambda _: None) -> None:

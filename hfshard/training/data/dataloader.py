@@ -18,7 +18,7 @@ from hfshard.training.data.sampling import (
     SeededDataset,
     Task,
     TaskSampler,
-    keep_batch,
+    identity_collate,
     own_order,
     rank_of,
     sampler_order,
@@ -254,7 +254,7 @@ class ResumableDataLoader(DataLoader[_T_co]):
             batch_size=None,
             sampler=self._tasks,
             num_workers=self.num_workers,
-            collate_fn=keep_batch,
+            collate_fn=identity_collate,
             pin_memory=self.pin_memory,
             timeout=self.timeout,
             worker_init_fn=self.worker_init_fn,
@@ -496,7 +496,7 @@ def plain_loader(loader: ResumableDataLoader[Any]) -> DataLoader[Any]:
         seeded_dataset(loader),  # type: ignore[arg-type]
         batch_sampler=TaskBatches(loader),
         num_workers=loader.num_workers,
-        collate_fn=only_batch,
+        collate_fn=single_batch,
         pin_memory=loader.pin_memory,
         timeout=loader.timeout,
         worker_init_fn=loader.worker_init_fn,
@@ -508,7 +508,7 @@ def plain_loader(loader: ResumableDataLoader[Any]) -> DataLoader[Any]:
     )
 
 
-def only_batch(done: list[tuple[int, Any]]) -> Any:
+def single_batch(done: list[tuple[int, Any]]) -> Any:
     """Return the collated batch of the only task."""
     [(_, batch)] = done
     return batch

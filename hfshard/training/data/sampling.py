@@ -190,7 +190,7 @@ PendingBatches = deque[tuple[int, int | None]]
 _OWN = frozenset({"_dataset", "_collate", "_is_batched", "_seed", "_of_rank", "_numpy_bits"})
 
 
-def keep_batch(batch: Any) -> Any:
+def identity_collate(batch: Any) -> Any:
     """Return a batch as it is: the `collate_fn` of a loader whose batches are collated already."""
     return batch
 

@@ -24,7 +24,7 @@ from transformers.training_args import ParallelMode
 
 from hfshard._util.addresses import is_address
 from hfshard.checkpoint.load_options import LoadOptions
-from hfshard.commit.hub_marker import directory_of, has_hub_marker, split_address
+from hfshard.commit.hub_marker import has_hub_marker, hub_directory, split_address
 from hfshard.distributed.load_on_ranks import has_spread_state, load_into_spread_module
 from hfshard.errors import CheckpointNotFoundError, HfshardError, InvalidArgumentError, StateDictMismatchError
 from hfshard.hub.repo import RepoTree
@@ -196,10 +196,10 @@ class CheckpointCallback(TrainerCallback):
         """Download first: Trainer reads its own progress from a directory before it calls anything else that could."""
         manager, trainer = self._attached()
         place = resume_from_checkpoint
-        if place and (here := bring_here(place, manager, trainer.args)) is not None:
+        if place and (here := download_checkpoint(place, manager, trainer.args)) is not None:
             self._verified = here
             self._resumed = None
-            with near_checkpoint(here) as directory:
+            with local_copy(here) as directory:
                 self._brought = (directory, here)
                 return self._originals["train"](directory, *args, **kwargs)
         self._resumed = None
@@ -447,7 +447,7 @@ _BEST: Final = "best_model_checkpoint"
 
 
 @contextmanager
-def near_checkpoint(path: str) -> Iterator[str]:
+def local_copy(path: str) -> Iterator[str]:
     """Provide a directory for Trainer: the checkpoint's; for one in a store, one with only Trainer's own progress.
 
     Args:
@@ -498,7 +498,7 @@ Place = str | os.PathLike[str] | bool
 """The type of `resume_from_checkpoint` in `Trainer.train`; True: the newest checkpoint."""
 
 
-def bring_here(place: Place, manager: CheckpointManager, args: TrainingArguments) -> str | None:
+def download_checkpoint(place: Place, manager: CheckpointManager, args: TrainingArguments) -> str | None:
     """Download a checkpoint, and compare every byte with its checksum; every rank must call.
 
     The first rank does both; so does every other rank that does not see the directory which the first one used. What
@@ -555,13 +555,13 @@ def _fetched_from_trainer(address: str | os.PathLike[str], token: str | None, pr
     found = [folder for folder in folders if _STOCK_FOLDER.fullmatch(folder)]
     if not found:
         return None
-    from hfshard.places.fetch import pull_from_hub
+    from hfshard.places.fetch import fetch_or_export
 
     newest = max(found, key=_order)
     query = CheckpointQuery(
         revision=tree.commit, subfolder=newest, token=token, allow_patterns=["*"], needs_companions=True
     )
-    return pull_from_hub(repo_id, None, query, progress=progress)
+    return fetch_or_export(repo_id, None, query, progress=progress)
 
 
 def _tree(repo_id: str, revision: str | None, token: str | None) -> RepoTree | None:
@@ -572,7 +572,7 @@ def _tree(repo_id: str, revision: str | None, token: str | None) -> RepoTree | N
         from hfshard.hub.directory.directory_hub import DirectoryHub
 
         return DirectoryHub.open(repo_id).tree(revision)
-    if directory_of(repo_id) is not None or is_offline(local_files_only=False):
+    if hub_directory(repo_id) is not None or is_offline(local_files_only=False):
         return None
     return fetch_tree_for_reading(repo_id, revision, token)
 

@@ -28,7 +28,7 @@ _MOST_EXPERTS: Final = 65_536
 """The most experts of a layer; they may share a tensor."""
 
 
-def in_order_of_model(foreign: ForeignCheckpoint) -> ForeignCheckpoint:
+def reorder_by_model(foreign: ForeignCheckpoint) -> ForeignCheckpoint:
     """Put the weights of a Trainer's checkpoint into the order of its model, and name its optimizer's parameters.
 
     The model is the transformers one that config.json names; it is built on the meta device, and without remote code.

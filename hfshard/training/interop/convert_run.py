@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import torch
 
-from hfshard._util.arguments import absolute_path, names_files
+from hfshard._util.arguments import absolute_path, wraps_os_errors
 from hfshard.constants import CONFIG_NAME, DEFAULT_MAX_SHARD_SIZE, GENERATION_CONFIG_NAME
 from hfshard.errors import CheckpointNotFoundError, HfshardError, InvalidArgumentError
 from hfshard.format.digests import Checksum
@@ -74,7 +74,7 @@ def is_foreign_run(place: str) -> bool:
     return any(is_optimizer_state(value) for value in found.components.values())
 
 
-@names_files("root")
+@wraps_os_errors("root")
 def convert_foreign(
     path: str,
     root: str | os.PathLike[str],
@@ -96,7 +96,7 @@ def convert_foreign(
         path: The file or directory.
         root: The run's directory, created if it is missing.
         keys, strict: As in `CheckpointManager.restore`.
-        in_order: Puts what was read into the order of its model, as `trainer_names.in_order_of_model` does.
+        in_order: Puts what was read into the order of its model, as `trainer_names.reorder_by_model` does.
         step: The checkpoint's step; None: the step that the file has, else its epoch, else 0.
         max_shard_size, checksum, progress: As in `CheckpointManager`.
 
@@ -111,7 +111,7 @@ def convert_foreign(
     if reader is None:
         raise CheckpointNotFoundError(f"'{path}' is no checkpoint of another program. Check the path.", path=path)
     read = reader(path, ForeignRequest(keys=keys or {}, strict=strict))
-    _refuse_unknown_names(read)
+    _reject_unknown_names(read)
     foreign = in_order(read)
     number = checked_step(foreign.step or 0 if step is None else step)
     if not any(words.startswith(_NO_POSITION) for words in foreign.lacking):
@@ -167,7 +167,7 @@ def _weights_of(foreign: ForeignCheckpoint) -> dict[str, Any]:
     return {names[name]: value for name, value in stored.items()}
 
 
-def _refuse_unknown_names(foreign: ForeignCheckpoint) -> None:
+def _reject_unknown_names(foreign: ForeignCheckpoint) -> None:
     """Reject an optimizer whose groups state names that the weights do not have: no restore would know them."""
     weights = _weights_of(foreign)
     for component, value in foreign.components.items():

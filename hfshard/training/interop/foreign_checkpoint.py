@@ -9,12 +9,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from hfshard.checkpoint.check_files import check_checksums, compare_pickles
-from hfshard.checkpoint.companion_files import find_companion_files
+from hfshard.checkpoint.check_files import check_checksums, check_pickle_checksums
+from hfshard.checkpoint.companion_files import list_companion_files
 from hfshard.checkpoint.load_options import read_tensors
 from hfshard.checkpoint.open_checkpoint import open_checkpoint
 from hfshard.constants import MAX_INDEX_BYTES
-from hfshard.disk.safe_open import Identity, identity_of, open_regular, read_small, refuse_links_to_outside
+from hfshard.disk.safe_open import Identity, identity_of, open_regular, read_small, reject_links_to_outside
 from hfshard.errors import CheckpointChangedError, CheckpointNotFoundError, StateDictMismatchError, remedy
 from hfshard.format.strict_json import parse_json_object
 from hfshard.pickles.pickle_file import PickleFile
@@ -29,7 +29,7 @@ _TAIL_BYTES: Final = 1 << 16
 """The end of a file that distinguishes it from another: there a zip lists the checksums of its records."""
 
 
-NO_RNG: Final = "the random number generators (dropout and shuffling go on from those of this process)"
+LACKS_RNG: Final = "the random number generators (dropout and shuffling go on from those of this process)"
 NO_STEP: Final = "the number of steps (0 is taken)"
 
 
@@ -161,7 +161,7 @@ class ForeignDirectory:
         self.files_of_rank: dict[str, Identity] = {}
         self.has_order = True
         self.differences: list[str] = []
-        self._refuse_parts_of_ranks()
+        self._reject_parts_of_ranks()
 
     def weights(self, base: str = "model") -> dict[str, Any] | None:
         """Read the weights whose file names begin with `base`; None if there are none.
@@ -172,7 +172,7 @@ class ForeignDirectory:
         try:
             with open_checkpoint(self.path, base=base) as checkpoint:
                 if self.request.verify == "full" and checkpoint.pickles:
-                    compare_pickles(checkpoint.pickles)
+                    check_pickle_checksums(checkpoint.pickles)
                 elif self.request.verify == "full" and checkpoint.index.is_verifiable:
                     weights_path = checkpoint.weights_path
                     check_checksums(checkpoint.folder, weights_path, checkpoint.index, checkpoint.shards, None)
@@ -229,8 +229,8 @@ class ForeignDirectory:
         if self.request.kinds:
             return {}
         read = {}
-        companions = find_companion_files(self.path, but)
-        refuse_links_to_outside(self.path, companions, _LINKS)
+        companions = list_companion_files(self.path, but)
+        reject_links_to_outside(self.path, companions, _LINKS)
         for name, file in companions.items():
             with os.fdopen(open_regular(file.path, file.root), "rb") as opened:
                 read[name] = opened.read()
@@ -254,7 +254,7 @@ class ForeignDirectory:
         named = {name: found[own] for name, own in self.request.keys.items()}
         return {name: state for name, state in found.items() if name not in taken} | named
 
-    def _refuse_parts_of_ranks(self) -> None:
+    def _reject_parts_of_ranks(self) -> None:
         found = sorted(name for name in self.names if _OF_MANY_RANKS.fullmatch(name))
         if found:
             raise StateDictMismatchError(

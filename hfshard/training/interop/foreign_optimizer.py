@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 from torch.optim import Optimizer
 
-from hfshard._util.text import list_some
+from hfshard._util.text import shorten_list
 from hfshard.errors import DamagedCheckpointError, InvalidArgumentError, StateDictMismatchError
 from hfshard.tensors.parameter_names import match_prefixes
 from hfshard.tensors.tied import find_shared_tensors
@@ -174,10 +174,10 @@ def _names_of_group(
         why = ", and the states fit both orders"
     raise StateDictMismatchError(
         f"'{path}' has the parameters of '{component}' by position, and its weights stand in another order than those "
-        f"of the model ({list_some(before, _SHOWN, quote=True)}; now {list_some(now, _SHOWN, quote=True)}){why}: it is "
-        "not known which state is whose. Build the model and the groups of its optimizer in the order of that run. Or "
-        "pass strict=False, which leaves the optimizer's state out and reports it; where its groups have the order "
-        "that they had, its own load_state_dict takes that state by position then.",
+        f"of the model ({shorten_list(before, _SHOWN, quote=True)}; now {shorten_list(now, _SHOWN, quote=True)}){why}: "
+        "it is not known which state is whose. Build the model and the groups of its optimizer in the order of that "
+        "run. Or pass strict=False, which leaves the optimizer's state out and reports it; where its groups have the "
+        "order that they had, its own load_state_dict takes that state by position then.",
         path=path,
     )
 

@@ -18,9 +18,9 @@ from hfshard.errors import (
     StateDictMismatchError,
     remedy,
 )
-from hfshard.format.parts_of_ranks import refuse_partitioned_file
+from hfshard.format.parts_of_ranks import reject_partitioned_file
 from hfshard.training.interop.foreign_checkpoint import (
-    NO_RNG,
+    LACKS_RNG,
     NO_STEP,
     ForeignCheckpoint,
     ForeignDirectory,
@@ -181,7 +181,7 @@ def is_run_directory(place: object) -> bool:
     return len(_checkpoints_below(place)) > 0
 
 
-def refuse_run_directory(path: str, request: ForeignRequest) -> Never:
+def reject_run_directory(path: str, request: ForeignRequest) -> Never:
     """Reject a directory of several checkpoints, and name one that could be meant.
 
     Raises:
@@ -258,7 +258,7 @@ def states_of_rank(directory: ForeignDirectory, files: re.Pattern[str], keys: Ma
     if names.keys() != set(range(here)):
         are = "is" if here == 1 else "are"
         held = f" (it has those of {len(names)} processes, and here {are} {here})" if names else ""
-        return RankStates(None, {}, (NO_RNG + held,))
+        return RankStates(None, {}, (LACKS_RNG + held,))
     name = names[directory.request.rank]
     saved = directory.pickle(name, is_of_rank=True)
     rng = own_rng_state(saved, keys, os.path.join(directory.path, name))
@@ -345,7 +345,7 @@ def read_torch_file(path: str, request: ForeignRequest) -> ForeignCheckpoint:
             "it as {'model': ..., 'optimizer': ..., 'epoch': ...}.",
             path=path,
         )
-    refuse_partitioned_file(file.value, path)
+    reject_partitioned_file(file.value, path)
     found = sort_entries(file.value, request.kinds, request.keys, path)
     components = {}
     for name, (at, state) in found.components.items():
@@ -353,9 +353,9 @@ def read_torch_file(path: str, request: ForeignRequest) -> ForeignCheckpoint:
         components[name] = state if is_module else file.copied(state, at)
     extra = {key: file.copied(one, key) for key, one in found.extra.items() if not isinstance(one, NotStored)}
     step, key = step_of(extra)
-    lacking = [NO_RNG]
+    lacking = [LACKS_RNG]
     if held := [f"'{name}'" for name in extra if is_generators(name)]:
-        lacking = [f"{NO_RNG[:-1]}; the file holds {', '.join(held)}, left in restored.extra and not set)"]
+        lacking = [f"{LACKS_RNG[:-1]}; the file holds {', '.join(held)}, left in restored.extra and not set)"]
     if key in ("", "epoch"):
         lacking.append(f"the number of steps (that of the epoch, {step}, is taken)" if key else NO_STEP)
     return ForeignCheckpoint(
@@ -373,7 +373,7 @@ Reader = Callable[[str, ForeignRequest], ForeignCheckpoint]
 
 _READERS: Final[tuple[tuple[Callable[[Any], bool], Reader], ...]] = (
     (is_torch_file, read_torch_file),
-    (is_run_directory, refuse_run_directory),
+    (is_run_directory, reject_run_directory),
     (is_trainer_directory, read_trainer_directory),
     (is_accelerate_directory, read_accelerate_directory),
 )

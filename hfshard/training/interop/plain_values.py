@@ -17,10 +17,17 @@ from typing import IO, Any, Final, cast
 
 import torch
 
-from hfshard._util.text import list_some
+from hfshard._util.text import shorten_list
 from hfshard.disk.safe_open import Identity, identity_of, open_regular
 from hfshard.errors import DamagedCheckpointError, UnsafePickleError
-from hfshard.pickles.pickle_opcodes import Described, Named, NameHashes, PickleDescription, checked_key, describe_pickle
+from hfshard.pickles.pickle_opcodes import (
+    DescribedObject,
+    Named,
+    NameHashes,
+    PickleDescription,
+    checked_key,
+    describe_pickle,
+)
 from hfshard.pickles.pickle_zip import check_archive, damaged_pickle
 from hfshard.pickles.read_pickle import read_pickle
 from hfshard.training.run.find_checkpoint import Level
@@ -82,7 +89,7 @@ class PlainValues:
             make = self._tensor
         elif isinstance(value, dict | list | tuple | set | frozenset):
             make = self._container
-        elif isinstance(value, Named | Described):
+        elif isinstance(value, Named | DescribedObject):
             make = self._object
         else:
             return value, 1
@@ -145,8 +152,8 @@ class PlainValues:
         made = torch.empty(0, dtype=value.dtype)
         return made.set_(copied, value.storage_offset(), value.shape, value.stride())
 
-    def _object(self, value: Named | Described, at: str) -> tuple[Any, int]:
-        if isinstance(value, Described) and self.described is not None:
+    def _object(self, value: Named | DescribedObject, at: str) -> tuple[Any, int]:
+        if isinstance(value, DescribedObject) and self.described is not None:
             tensor = self.described.tensor(value)
             if tensor is not None:
                 return self._tensor(tensor, at)
@@ -233,14 +240,14 @@ def read_plain_file(path: str, root: str, *, strict: bool, verify: Level) -> Pla
 def _read_described(path: str, root: str, error: UnsafePickleError, *, strict: bool) -> PlainFile:
     """Read what `weights_only=True` refuses. Everything that is read of a zip is compared with its checksum."""
     with described_file(path, root) as file:
-        refuse_code(path, file.names)
+        reject_code(path, file.names)
         values = PlainValues(path, file)
         value = values.of(file.value)
         if strict and values.unread:
-            names = list_some(list(dict.fromkeys(values.unread.values())), _SHOWN, quote=True)
+            names = shorten_list(list(dict.fromkeys(values.unread.values())), _SHOWN, quote=True)
             raise UnsafePickleError(
                 f"'{path}' has objects of {names}, which can't be read without running code "
-                f"({list_some(list(values.unread), _SHOWN)}). With strict=False they are left out, without running "
+                f"({shorten_list(list(values.unread), _SHOWN)}). With strict=False they are left out, without running "
                 "anything, and the rest is read. Or load it in the program that made it, and save tensors, numbers, "
                 "text, lists and dicts.",
                 path=path,
@@ -270,17 +277,17 @@ _DICTS: Final = ("collections.defaultdict", "builtins.dict")
 _LISTS: Final = ("collections.deque", "builtins.list")
 
 
-def size_of(value: Named | Described) -> int:
+def size_of(value: Named | DescribedObject) -> int:
     """Return how much is copied of the parts of an object that is only data: entries, bytes, or characters."""
     if isinstance(value, Named):
         return 0
     parts = [value.arguments, value.state, value.items, value.pairs]
     inner = [one for part in parts[:2] if isinstance(part, tuple | list) for one in part]
     sizes = [len(one) for one in [*parts, *inner] if isinstance(one, _SIZED)]
-    return sum(sizes) + sum(size_of(one) for one in inner if isinstance(one, Described) and one.name in _BYTES)
+    return sum(sizes) + sum(size_of(one) for one in inner if isinstance(one, DescribedObject) and one.name in _BYTES)
 
 
-def meaning(value: Named | Described) -> Any:
+def meaning(value: Named | DescribedObject) -> Any:
     """Return what an object is, with the parts of a container still as they were described; `OTHER` if it is more.
 
     numpy's arrays and numbers become themselves; namespaces of arguments and defaultdicts become dicts, deques lists,
@@ -311,7 +318,7 @@ def meaning(value: Named | Described) -> Any:
     return _number(value)
 
 
-def _number(value: Described) -> Any:
+def _number(value: DescribedObject) -> Any:
     name = value.name
     arguments = value.arguments
     if _ARRAY.fullmatch(name):
@@ -357,7 +364,7 @@ def _numpy_dtype(value: Any) -> Any:
     """
     import numpy
 
-    if not isinstance(value, Described) or value.name != "numpy.dtype":
+    if not isinstance(value, DescribedObject) or value.name != "numpy.dtype":
         raise TypeError("no dtype")
     code = value.arguments[0]
     order = value.state[1] if value.state is not None else "="
@@ -415,7 +422,7 @@ class DescribedFile:
         self._read = read
         self._storages: dict[str, bytearray] = {}
 
-    def tensor(self, described: Described) -> torch.Tensor | None:
+    def tensor(self, described: DescribedObject) -> torch.Tensor | None:
         """Build the tensor that was described; None if it is another object.
 
         Raises:
@@ -423,7 +430,7 @@ class DescribedFile:
         """
         if described.name == "torch._utils._rebuild_parameter":
             inner = described.arguments[0]
-            return self.tensor(inner) if isinstance(inner, Described) else None
+            return self.tensor(inner) if isinstance(inner, DescribedObject) else None
         if described.name not in _REBUILT:
             return None
         try:
@@ -532,7 +539,7 @@ def _describe_old_format(file: mmap.mmap, path: str) -> tuple[PickleDescription,
     return described, read
 
 
-def refuse_code(path: str, names: frozenset[str]) -> None:
+def reject_code(path: str, names: frozenset[str]) -> None:
     """Reject a file if any part of it names something that runs code.
 
     Raises:

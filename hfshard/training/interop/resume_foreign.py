@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import torch
 
-from hfshard._util.text import list_some
+from hfshard._util.text import shorten_list
 from hfshard.errors import (
     CheckpointChangedError,
     DamagedCheckpointError,
@@ -25,7 +25,13 @@ from hfshard.training.interop.foreign_checkpoint import ForeignCheckpoint, Forei
 from hfshard.training.interop.foreign_optimizer import named_optimizer_state
 from hfshard.training.interop.foreign_readers import Reader, reader_of
 from hfshard.training.pipeline_stages import find_stage
-from hfshard.training.restoring.part_planner import PART_ORDER, PartPlanner, Restoration, check_components, never_held
+from hfshard.training.restoring.part_planner import (
+    PART_ORDER,
+    PartPlanner,
+    Restoration,
+    check_components,
+    unsaved_components,
+)
 from hfshard.training.run.find_checkpoint import Level
 from hfshard.training.run_ranks import Ranks, is_spread_state
 from hfshard.training.state.nested import NotStored
@@ -124,7 +130,7 @@ def _resume(
     for difference in restoration.differences:
         logger.warning("%s", difference)
     if restoration.lacking:
-        logger.warning("'%s' lacks %s.", path, list_some(restoration.lacking, _SHOWN))
+        logger.warning("'%s' lacks %s.", path, shorten_list(restoration.lacking, _SHOWN))
     restoration.apply(ranks)
     return _restored(foreign, restoration)
 
@@ -156,7 +162,7 @@ def plan_foreign(state: TrainingState, foreign: ForeignCheckpoint, *, strict: bo
         StateDictMismatchError: strict, and something differs.
         DamagedCheckpointError: The state of a part is not what such a part saves.
     """
-    absent = never_held(state) - foreign.components.keys()
+    absent = unsaved_components(state) - foreign.components.keys()
     restoration = Restoration(
         directory=foreign.path,
         extra=foreign.extra,
@@ -165,7 +171,9 @@ def plan_foreign(state: TrainingState, foreign: ForeignCheckpoint, *, strict: bo
     )
     kinds: dict[str, Any] = dict(state.kinds)
     saved = {name: {"kind": kinds.get(name), "state": value} for name, value in foreign.components.items()}
-    check_components(state, saved, foreign.path, restoration.differences, (), strict=strict, may_lack=never_held(state))
+    check_components(
+        state, saved, foreign.path, restoration.differences, (), strict=strict, may_lack=unsaved_components(state)
+    )
     planner = PartPlanner(state, saved, foreign.path, restoration, strict=strict)
     common = [name for name in state.components if name in saved]
     for name in sorted(common, key=lambda name: PART_ORDER[state.kinds[name]]):

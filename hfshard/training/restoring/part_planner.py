@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from hfshard._util.threads import deferred_interrupt
-from hfshard.checkpoint.into_module import match_to_model, refuse_expanded
+from hfshard._util.threads import delay_interrupt
+from hfshard.checkpoint.into_module import match_names, reject_expanded
 from hfshard.errors import StateDictMismatchError
 from hfshard.tensors.parameter_names import unwrap
 from hfshard.tensors.state_dict import (
@@ -23,19 +23,19 @@ from hfshard.tensors.state_dict import (
     collect_state_dict,
     is_dtensor,
     local_tensor,
-    refuse_freed,
-    refuse_offloaded,
+    reject_freed,
+    reject_offloaded,
 )
 from hfshard.training.data.external_loader import LoaderTracker
 from hfshard.training.run_ranks import ALONE, Ranks, stage_digest
-from hfshard.training.state.optimizer import group_names, plan_optimizer, refuse_parted, with_inner
+from hfshard.training.state.optimizer import group_names, link_inner_optimizers, plan_optimizer, reject_sharded_state
 from hfshard.training.state.pending_loads import PendingLoad, StatefulLoad
 from hfshard.training.state.reordering import (
     PER_GROUP,
     Reordering,
     find_in,
     held_optimizers,
-    one_per_parameter,
+    is_per_parameter,
     related_positions,
 )
 from hfshard.training.state.rng import Gradients
@@ -72,7 +72,7 @@ class Restoration:
             RankFailedError: An object refused its state on another rank.
             KeyboardInterrupt: Ctrl-C was pressed during the load, and everything is restored: all of it was in memory.
         """
-        with deferred_interrupt():
+        with delay_interrupt():
             load_all(self.objects, self.pending_loads, self.directory, ranks)
             with all_or_nothing(ranks):
                 for parameter in self.without_gradients:
@@ -140,9 +140,9 @@ class PartPlanner:
         if kind == "module":
             load = plan_module(name, part, value, self.directory, restoration.differences, strict=self.strict)
         elif kind == "optimizer":
-            refuse_parted(part, name)
+            reject_sharded_state(part, name)
             load = plan_optimizer(part, value, self.parameter_names, name, self.directory)
-            load = with_inner(load, part, self.state.of_kind("optimizer").values())
+            load = link_inner_optimizers(load, part, self.state.of_kind("optimizer").values())
         else:
             reorderings = find_reorderings(name, self.state, self.saved, self.directory)
             load = plan_scheduler(part, value, name, self.directory, reorderings)
@@ -239,7 +239,7 @@ def _load_parts(
 # Comparison of the parts of a training state with a checkpoint's: which ones exist, and of which kind.
 
 
-def take_gradients(state: TrainingState, saved: dict[str, Any], saved_ranks: int, world_size: int) -> None:
+def match_gradient_kind(state: TrainingState, saved: dict[str, Any], saved_ranks: int, world_size: int) -> None:
     """Accept gradients of one process for ranks that share a model, and the other way round."""
     for name, part in state.components.items():
         kinds = saved.get(name, {}).get("kind"), state.kinds[name]
@@ -323,7 +323,7 @@ def check_components(
         )
 
 
-def never_held(state: TrainingState) -> frozenset[str]:
+def unsaved_components(state: TrainingState) -> frozenset[str]:
     """List the parts that other programs do not save: positions of loaders, gradients between micro-batches."""
     gradients = {name for name, part in state.components.items() if isinstance(part, Gradients)}
     return frozenset(gradients.union(state.of_kind("loader")))
@@ -379,11 +379,11 @@ def plan_module(
         StateDictMismatchError: strict, and something differs; or two different tensors would become one.
     """
     module = unwrap(module)
-    refuse_offloaded(module)
+    reject_offloaded(module)
     own = collect_state_dict(module)
-    refuse_freed(own)
-    tensors, difference = match_to_model(saved, own, directory, model_name=f"'{name}' that was built")
-    refuse_expanded(module, tensors, directory)
+    reject_freed(own)
+    tensors, difference = match_names(saved, own, directory, model_name=f"'{name}' that was built")
+    reject_expanded(module, tensors, directory)
     ignored = getattr(module, "_keys_to_ignore_on_save", None) or ()
     missing = tuple(key for key in difference.missing if key not in ignored)
     dtypes = _dtype_differences(tensors, own)
@@ -556,7 +556,7 @@ def reordered_state(name: str, state: TrainingState, saved: Mapping[str, dict[st
     if _is_same_order(name, state, saved):
         return value
     models = [list(module.parameters()) for module in state.of_kind("module").values()]
-    tests = [one_per_parameter(parameters) for parameters in models]
+    tests = [is_per_parameter(parameters) for parameters in models]
     place = find_in(value, lambda one: any(is_one_each(one) for is_one_each in tests))
     if place is not None:
         raise StateDictMismatchError(

@@ -18,7 +18,7 @@ from hfshard.tensors.state_dict import collect_state_dict, is_dtensor
 from hfshard.training.run.manifest import CheckpointManifest
 from hfshard.training.run.run_storage import CheckpointFiles
 from hfshard.training.run_ranks import is_spread_state
-from hfshard.training.state.collect_state import STATE_BASE, is_of_a_rank, rank_prefix
+from hfshard.training.state.collect_state import STATE_BASE, is_rank_local, rank_prefix
 from hfshard.training.state.nested import encode
 from hfshard.training.state.optimizer import encode_optimizer
 from hfshard.training.state.rng import Gradients
@@ -60,7 +60,7 @@ def part_reader(state: TrainingState, files: CheckpointFiles, manifest: Checkpoi
             return {}
         with files.open_part(base, entry) as checkpoint:
             if layouts is not None:
-                return read_part_of_rank(checkpoint, base, layouts, own_rank, is_wanted)
+                return read_local_parts(checkpoint, base, layouts, own_rank, is_wanted)
             return read_tensors(checkpoint, is_wanted, "cpu", "auto" if is_copied else "pread")
 
     return read
@@ -143,7 +143,7 @@ class StateLayouts:
         """Find the spread parameter that a tensor of an optimizer, or of another object, belongs to."""
         words = name.split("/")
         if base == STATE_BASE:
-            component = words[1] if is_of_a_rank(name) and len(words) > 1 else words[0]
+            component = words[1] if is_rank_local(name) and len(words) > 1 else words[0]
             part = self._state.components.get(component)
             if not (isinstance(part, Gradients) or self._state.kinds.get(component) in ("optimizer", "stateful")):
                 return None
@@ -167,7 +167,7 @@ def _empty_everywhere(parameter: Any, shape: tuple[int, ...], dtype: torch.dtype
 # Reading for a state that is spread over ranks: this rank's part of each tensor.
 
 
-def read_part_of_rank(
+def read_local_parts(
     checkpoint: OpenCheckpoint,
     base: str,
     layouts: StateLayouts,
@@ -193,7 +193,7 @@ def read_part_of_rank(
     if is_wanted is not None:
         described = {name: one for name, one in described.items() if is_wanted(name)}
     for name, one in described.items():
-        if base == STATE_BASE and is_of_a_rank(name) and not name.startswith(rank_prefix(own_rank)):
+        if base == STATE_BASE and is_rank_local(name) and not name.startswith(rank_prefix(own_rank)):
             continue
         target = layouts.empty(base, name, tuple(one.shape), one.dtype)
         if target is None:

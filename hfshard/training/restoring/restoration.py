@@ -21,10 +21,10 @@ from hfshard.training.restoring.part_planner import (
     PartPlanner,
     Restoration,
     check_components,
-    never_held,
+    match_gradient_kind,
     parts_of_other_stages,
     take_converted,
-    take_gradients,
+    unsaved_components,
 )
 from hfshard.training.restoring.read_state import ReadPart, part_reader
 from hfshard.training.run.manifest import CheckpointManifest
@@ -32,7 +32,7 @@ from hfshard.training.run.run_storage import TRAINING_STATE, CheckpointFiles
 from hfshard.training.run_ranks import ALONE, Ranks
 from hfshard.training.state.collect_state import STATE_BASE, TRAINING_STATE_FORMAT
 from hfshard.training.state.nested import decode, tensor_names
-from hfshard.training.state.rng import Gradients, check_rng_state, refuse_unreduced, seed_from_state, set_rng_state
+from hfshard.training.state.rng import Gradients, check_rng_state, reject_unreduced, seed_from_state, set_rng_state
 from hfshard.training.state.training_state import TrainingState
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ def plan_restoration(
         InvalidArgumentError: A module has gradients that are not reduced over the ranks yet.
     """
     for module in state.of_kind("module").values():
-        refuse_unreduced(module, "restore")
+        reject_unreduced(module, "restore")
     directory = files.path
     path = os.path.join(directory, TRAINING_STATE)
     saved_state = _parse_training_state(files.read_small(TRAINING_STATE), path)
@@ -75,12 +75,12 @@ def plan_restoration(
     own = saved_ranks[ranks.rank if ranks.rank < len(saved_ranks) else 0]
     components = {**saved_state["components"], **own["components"]}
     saved = {name: entry for name, entry in components.items() if name not in without}
-    take_gradients(state, saved, 1 if "stage" in own else len(saved_ranks), 1 if stage else ranks.world_size)
+    match_gradient_kind(state, saved, 1 if "stage" in own else len(saved_ranks), 1 if stage else ranks.world_size)
     restoration = Restoration(directory=directory, lacking=tuple(saved_state.get("lacking", ())))
     if restoration.lacking:
         take_converted(state, saved)
     elsewhere = parts_of_other_stages(state, own)
-    may_lack = never_held(state) if restoration.lacking else frozenset[str]()
+    may_lack = unsaved_components(state) if restoration.lacking else frozenset[str]()
     check_components(state, saved, directory, restoration.differences, elsewhere, strict=strict, may_lack=may_lack)
     read = part_reader(state, files, manifest, ranks.rank if ranks.rank < len(saved_ranks) else 0)
     wanted = None

@@ -13,8 +13,8 @@ import torch
 
 from hfshard._util.addresses import is_address
 from hfshard._util.arguments import absolute_path
-from hfshard.checkpoint.load_options import SignatureDemand
-from hfshard.commit.hub_marker import absolute_address
+from hfshard.checkpoint.load_options import SignatureRequirement
+from hfshard.commit.hub_marker import absolute_repo_id
 from hfshard.errors import (
     CheckpointChangedError,
     CheckpointNotFoundError,
@@ -35,7 +35,7 @@ from hfshard.training.run.find_checkpoint import (
 )
 from hfshard.training.run.manifest import CheckpointManifest, RunCheckpoint
 from hfshard.training.run.push_run import checked_at
-from hfshard.training.run.run_storage import RunPlace
+from hfshard.training.run.run_storage import RunStorage
 from hfshard.training.run_ranks import Ranks, is_spread_state
 from hfshard.training.state.step import RestoredStep
 from hfshard.training.state.training_state import TrainingState
@@ -60,11 +60,15 @@ def absolute_place(step: int | str | os.PathLike[str] | None) -> int | str | os.
     if not isinstance(step, str | os.PathLike):
         return step
     is_path = is_address(step) or os.path.exists(step)
-    return absolute_path(step, "step") if is_path else absolute_address(step)
+    return absolute_path(step, "step") if is_path else absolute_repo_id(step)
 
 
 def choose_checkpoint(
-    place: RunPlace, step: int | str | os.PathLike[str], verify: Level, token: str | bool | None, progress: bool | None
+    place: RunStorage,
+    step: int | str | os.PathLike[str],
+    verify: Level,
+    token: str | bool | None,
+    progress: bool | None,
 ) -> ChosenCheckpoint:
     """Find and check the requested checkpoint: of a step of the run, or from elsewhere.
 
@@ -86,7 +90,7 @@ def resume(
     *,
     strict: bool,
     ranks: Ranks,
-    signature: SignatureDemand | None = None,
+    signature: SignatureRequirement | None = None,
     without: Collection[str] = (),
 ) -> RestoredStep | None:
     """Restore a checkpoint. Every rank must call, and must see the checkpoint's directory or be able to fetch it.
@@ -120,7 +124,7 @@ def _resume_on_ranks(
     state: TrainingState,
     choose: Choose,
     ranks: Ranks,
-    signature: SignatureDemand | None,
+    signature: SignatureRequirement | None,
     without: Collection[str],
     *,
     strict: bool,
@@ -180,7 +184,7 @@ def _resume_on_ranks(
 
 @contextmanager
 def _all_signed(
-    checkpoint: RunCheckpoint, manifest: CheckpointManifest, signature: SignatureDemand | None
+    checkpoint: RunCheckpoint, manifest: CheckpointManifest, signature: SignatureRequirement | None
 ) -> Iterator[None]:
     """Compare every file with what was signed before it is read, and check all of them again afterwards.
 
@@ -221,7 +225,7 @@ def _choose_together(choose: Callable[[], ChosenCheckpoint | None], ranks: Ranks
 
     shared = ranks.first(told)
     if shared is None:
-        _refuse_others(choose, ranks)
+        _reject_others(choose, ranks)
     if shared is None or chosen:
         return chosen[0] if chosen else None
     path, _, raw = shared
@@ -229,7 +233,7 @@ def _choose_together(choose: Callable[[], ChosenCheckpoint | None], ranks: Ranks
     return RunCheckpoint.of(path, manifest), manifest
 
 
-def _refuse_others(choose: Callable[[], ChosenCheckpoint | None], ranks: Ranks) -> None:
+def _reject_others(choose: Callable[[], ChosenCheckpoint | None], ranks: Ranks) -> None:
     """Reject a checkpoint that another rank sees if the first one sees none: the run would restart from scratch.
 
     Raises:

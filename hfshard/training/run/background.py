@@ -16,9 +16,9 @@ from typing import Final
 
 import torch
 
-from hfshard._util.threads import in_threads, start_thread, wait_for
+from hfshard._util.threads import run_in_threads, start_worker, wait_for
 from hfshard.errors import HfshardError
-from hfshard.tensors.stored_tensor import TensorLike, is_plain_type
+from hfshard.tensors.stored_tensor import TensorLike, is_torch_tensor_type
 from hfshard.training.state.collect_state import SavePayload
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class Background:
                 self._error = error
 
         with _listing:
-            self._work = start_thread(run, "hfshard-save")
+            self._work = start_worker(run, "hfshard-save")
             if self._work is not None:
                 _running.add(self)
                 return
@@ -113,7 +113,7 @@ os.register_at_fork(after_in_child=_forget_in_child)
 # Turns of threads, and checkpoints that stay while a thread reads them; a forked process starts without either.
 
 
-_all: Final[weakref.WeakSet[Turns | StepsInUse]] = weakref.WeakSet()
+_all: Final[weakref.WeakSet[Turns | PinnedSteps]] = weakref.WeakSet()
 
 
 class Turns:
@@ -154,7 +154,7 @@ class Turns:
         self._changing = ""
 
 
-class StepsInUse:
+class PinnedSteps:
     """Steps whose checkpoints must stay where they are, and the threads that read them."""
 
     def __init__(self) -> None:
@@ -209,7 +209,7 @@ _THREADS: Final = 4
 """The most copies at a time: two saturate a desktop's memory; new pages, which the kernel clears, need more."""
 
 
-class HostCopies:
+class HostBuffers:
     """Buffers as large as the state, allocated at the first save and filled at each one."""
 
     def __init__(self) -> None:
@@ -253,7 +253,7 @@ class HostCopies:
         for device in devices:  # work that was started on any stream
             torch.accelerator.synchronize(device)
         pairs = [(self._buffers[key], tensor) for key, tensor in tensors.items()]
-        in_threads(lambda pair, _: _copy(*pair), pairs, min(_THREADS, os.cpu_count() or 1))
+        run_in_threads(lambda pair, _: _copy(*pair), pairs, min(_THREADS, os.cpu_count() or 1))
         for device in devices:
             torch.accelerator.synchronize(device)
 
@@ -265,7 +265,7 @@ def _buffer_for(tensor: torch.Tensor, old: torch.Tensor | None) -> torch.Tensor:
 
 
 def _copy(buffer: torch.Tensor, tensor: torch.Tensor) -> None:
-    is_plain = is_plain_type(tensor) and tensor.device.type == "cpu" and tensor.is_contiguous()
+    is_plain = is_torch_tensor_type(tensor) and tensor.device.type == "cpu" and tensor.is_contiguous()
     is_plain = is_plain and not (tensor.is_conj() or tensor.is_neg())
     if is_plain:  # plain bytes, past the caches: torch's own copy takes 1.5 times as long
         ctypes.memmove(buffer.data_ptr(), tensor.data_ptr(), tensor.nbytes)

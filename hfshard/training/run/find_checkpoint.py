@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from typing import Final, Literal
 
 from hfshard._util.addresses import is_address
-from hfshard._util.progress import bytes_bar
+from hfshard._util.progress import byte_progress
 from hfshard.errors import (
     CheckpointChangedError,
     CheckpointNotFoundError,
@@ -20,7 +20,7 @@ from hfshard.errors import (
 from hfshard.format.file_names import WeightNames
 from hfshard.training.run.manifest import CheckpointManifest, RunCheckpoint, read_run_checkpoint
 from hfshard.training.run.run_directory import DirectoryCheckpoint, DirectoryPlace
-from hfshard.training.run.run_storage import CheckpointFiles, RunPlace
+from hfshard.training.run.run_storage import CheckpointFiles, RunStorage
 from hfshard.training.run.run_store import StoreCheckpoint, StorePlace
 from hfshard.training.state.collect_state import PARTS
 
@@ -32,12 +32,12 @@ _TRIES: Final = 50
 Level = Literal["structure", "full"]
 
 
-def manifests_in(place: RunPlace) -> list[CheckpointManifest]:
+def manifests_in(place: RunStorage) -> list[CheckpointManifest]:
     """Return the manifests of all finished checkpoints; the one that was saved last comes first."""
     return [one.manifest for one in place.checkpoints() if one.manifest is not None]
 
 
-def checkpoint_of_step(place: RunPlace, step: int) -> RunCheckpoint:
+def checkpoint_of_step(place: RunStorage, step: int) -> RunCheckpoint:
     """Find the checkpoint of a step, damaged or not.
 
     Raises:
@@ -74,13 +74,13 @@ def check_run_checkpoint(
     if is_read_next and files.is_compared_when_read:
         return checkpoint.manifest
     total = sum(record.size or 0 for record in checkpoint.manifest.files.values())
-    with bytes_bar("Verifying", total, progress if verify == "full" else False) as progress_callback:
+    with byte_progress("Verifying", total, progress if verify == "full" else False) as progress_callback:
         files.check(checkpoint.manifest, is_full=verify == "full", progress_callback=progress_callback)
     return checkpoint.manifest
 
 
-def newest_whole(
-    place: RunPlace,
+def newest_intact(
+    place: RunStorage,
     verify: Level,
     progress: bool | None = None,
     *,
@@ -151,7 +151,7 @@ def checkpoint_problems(
     return problems
 
 
-def current_problems(checkpoint: RunCheckpoint, level: Level) -> list[HfshardError] | None:
+def live_problems(checkpoint: RunCheckpoint, level: Level) -> list[HfshardError] | None:
     """List the current problems of a checkpoint; None if a run that is saving there has removed it.
 
     Raises:
@@ -189,7 +189,7 @@ def _strays(files: CheckpointFiles, manifest: CheckpointManifest) -> list[Hfshar
 # Lookup by path: the place of a run, or the files of one checkpoint.
 
 
-def run_place(root: str) -> RunPlace:
+def run_place(root: str) -> RunStorage:
     """Return the place of a run; nothing is read or created yet."""
     return StorePlace(root) if is_address(root) else DirectoryPlace(root)
 

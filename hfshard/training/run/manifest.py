@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from threading import Event
 from typing import Final, Literal, TypeGuard
 
-from hfshard._util.threads import cancellable, in_threads
+from hfshard._util.threads import cancellable, run_in_threads
 from hfshard.constants import FILES_AT_ONCE, MANIFEST_NAME, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
 from hfshard.disk.byte_source import sha256_of_reader
 from hfshard.disk.safe_open import open_regular, read_small
@@ -132,7 +132,7 @@ def check_files(
         DamagedCheckpointError, UnsafePathError: A file is missing, or differs from the saved one.
     """
     check = partial(_check_file, directory, is_full=is_full, progress_callback=progress_callback, on_problem=on_problem)
-    in_threads(check, sorted(manifest.files.items(), key=lambda item: -(item[1].size or 0)), FILES_AT_ONCE)
+    run_in_threads(check, sorted(manifest.files.items(), key=lambda item: -(item[1].size or 0)), FILES_AT_ONCE)
 
 
 def _check_file(

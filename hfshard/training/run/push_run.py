@@ -12,11 +12,11 @@ from functools import partial
 from threading import Event
 from typing import TYPE_CHECKING, Final, Literal, TypedDict
 
-from hfshard._util.addresses import is_address, refuse_hub_arguments
+from hfshard._util.addresses import is_address, reject_hub_arguments
 from hfshard._util.arguments import absolute_path
-from hfshard._util.progress import bytes_bar
-from hfshard._util.threads import in_threads
-from hfshard.commit.hub_marker import directory_of, split_address
+from hfshard._util.progress import byte_progress
+from hfshard._util.threads import run_in_threads
+from hfshard.commit.hub_marker import hub_directory, split_address
 from hfshard.constants import FILES_AT_ONCE, README, SAFETENSORS_SUFFIX
 from hfshard.disk.byte_source import ByteSource, BytesSource
 from hfshard.errors import (
@@ -33,11 +33,11 @@ from hfshard.format.index import FileDigest
 from hfshard.format.parts_of_ranks import describe_parts_in
 from hfshard.hub.push_files import PushOptions, PushRequest
 from hfshard.hub.resolve import CheckpointQuery, ResolvedCheckpoint
-from hfshard.places.source import CheckpointSource, no_directory_either
+from hfshard.places.source import CheckpointSource, explain_missing_directory
 from hfshard.training.run.background import Background
 from hfshard.training.run.find_checkpoint import Level, check_run_checkpoint, checkpoint_of_step, files_at, run_place
 from hfshard.training.run.manifest import MANIFEST, CheckpointManifest, RunCheckpoint, read_checkpoint_manifest
-from hfshard.training.run.run_storage import CheckpointFiles, RunPlace
+from hfshard.training.run.run_storage import CheckpointFiles, RunStorage
 from hfshard.training.state.collect_state import PARTS
 from hfshard.training.state.step import checked_step
 
@@ -89,9 +89,11 @@ def read_whole(one: VerifiedContents, progress: bool | None = None, hashes: Hash
     hashes = {} if hashes is None else hashes
     recorded = one.manifest.files
     one.files.check(one.manifest, is_full=False)
-    with bytes_bar("Verifying", sum(record.size or 0 for record in recorded.values()), progress) as progress_callback:
+    with byte_progress(
+        "Verifying", sum(record.size or 0 for record in recorded.values()), progress
+    ) as progress_callback:
         work = partial(_content, one.files, hashes=dict(hashes), progress_callback=progress_callback)
-        made = dict(zip(recorded, in_threads(work, recorded.items(), FILES_AT_ONCE), strict=True))
+        made = dict(zip(recorded, run_in_threads(work, recorded.items(), FILES_AT_ONCE), strict=True))
     hashes.clear()
     hashes.update({recorded[name]: content.sha256 for name, content in made.items() if content.sha256 is not None})
     return replace(one, contents={MANIFEST: BytesSource(one.raw), **made})
@@ -153,7 +155,7 @@ class PushArguments(TypedDict, total=False):
 
 
 def found_to_push(
-    place: RunPlace, step: int | Literal["best", "all"] | None, best_step: Callable[[], int | None]
+    place: RunStorage, step: int | Literal["best", "all"] | None, best_step: Callable[[], int | None]
 ) -> list[RunCheckpoint]:
     """Find the checkpoint of a run to push, or all of them, as `CheckpointManager.push` describes.
 
@@ -339,7 +341,7 @@ def checked_at(
         raise InvalidArgumentError(f"'{place}' is neither a place nor a step: give a step as a number, {int(place)}.")
     if is_address(place):
         place = absolute_path(place, "place")
-        refuse_hub_arguments(place, token=token)
+        reject_hub_arguments(place, token=token)
         found = _in(place)
         return found, check_run_checkpoint(found, verify, progress, is_read_next=is_read_next)
     path, revision = split_address(place)
@@ -350,7 +352,7 @@ def checked_at(
     else:
         from hfshard.hub.download import fetch
 
-        with no_directory_either(path):
+        with explain_missing_directory(path):
             found = _in(fetch(path, _resolve_run_checkpoint, query, progress).directory)
     try:
         return found, check_run_checkpoint(found, verify, progress)
@@ -435,7 +437,7 @@ class BackgroundPusher:
             InvalidArgumentError, HubNotFoundError: The address is not a valid one.
         """
         self._repo_id, revision = split_address(address)
-        if directory_of(self._repo_id) is None:
+        if hub_directory(self._repo_id) is None:
             check_repo(self._repo_id)
         self._options = PushOptions(revision=revision, progress=progress)
         self._hashes: Hashes = {}

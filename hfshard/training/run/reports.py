@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 
-from hfshard._util.progress import bytes_bar
+from hfshard._util.progress import byte_progress
 from hfshard.checkpoint.verifier import Problem, VerifyReport, verify_directory
 from hfshard.constants import BIN_SUFFIX, SAFETENSORS_SUFFIX
 from hfshard.errors import CheckpointChangedError, CheckpointNotFoundError, HfshardError
@@ -64,7 +64,7 @@ def report_of(directory: str, level: Level, *, progress: bool | None) -> VerifyR
     except HfshardError as error:
         return VerifyReport(directory, (MANIFEST,), tuple(as_problems([error], directory)), (), 0)
     total = sum(digest.size or 0 for digest in manifest.files.values())
-    with bytes_bar("Verifying", total, progress if level == "full" else False) as progress_callback:
+    with byte_progress("Verifying", total, progress if level == "full" else False) as progress_callback:
         errors = checkpoint_problems(RunCheckpoint.of(directory, manifest), level, progress_callback)
     problems = _name_damaged_tensors(as_problems(errors, directory), directory, manifest, level)
     damaged = {os.path.basename(problem.file) for problem in problems}

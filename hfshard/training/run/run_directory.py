@@ -17,10 +17,10 @@ from functools import partial
 from typing import Final
 
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
-from hfshard.commit.hub_marker import refuse_hub
+from hfshard.commit.hub_marker import reject_hub_directory
 from hfshard.constants import MARKS, MAX_INDEX_BYTES
 from hfshard.disk.byte_source import ByteSource, FileSource
-from hfshard.disk.fsops import OwnDescriptor, holder_of, lock, make_directories, sync_directory, unlock
+from hfshard.disk.fsops import ForkSafeDescriptor, lock, lock_holder, make_directories, sync_directory, unlock
 from hfshard.disk.safe_open import read_small
 from hfshard.errors import (
     AccessDeniedError,
@@ -58,7 +58,7 @@ _LOOKS: Final = 100
 """The most times that a run is listed again while another process saves into it."""
 
 
-def writing_path(root: str, step: int) -> str:
+def staging_path(root: str, step: int) -> str:
     """Return the path where a checkpoint is written until it is complete."""
     return os.path.join(root, f".tmp-{step}-{os.getpid()}")
 
@@ -312,12 +312,12 @@ class DirectoryPlace:
         return checkpoints_in(self.root)
 
     def saving(self) -> AbstractContextManager[None]:
-        """Report failures of the block as `saving_into` does.
+        """Report failures of the block as `wrap_run_errors` does.
 
         Raises:
             SaveDirectoryError, AccessDeniedError, RunRemovedError: The directory cannot be saved into.
         """
-        return saving_into(self.root, self._is_there)
+        return wrap_run_errors(self.root, self._is_there)
 
     @property
     def is_taken(self) -> bool:
@@ -335,7 +335,7 @@ class DirectoryPlace:
             raise removed(self.root)
         if self.is_taken:
             return False
-        refuse_hub(self.root)
+        reject_hub_directory(self.root)
         make_directories(self.root)
         self._lock = RunLock(self.root)  # a forked process needs its own
         weakref.finalize(self, self._lock.release)
@@ -359,7 +359,7 @@ class DirectoryPlace:
         save_number = max([self._save_number, *(one.save_number for one in found)]) + 1
         newest = next((one for one in found if one.manifest is not None), None)
         reusable = ReusableShards.of(newest.path, newest.manifest) if newest and newest.manifest else ReusableShards()
-        directory = writing_path(self.root, step)
+        directory = staging_path(self.root, step)
         try:
             os.mkdir(directory)
             manifest = write_checkpoint(
@@ -410,7 +410,7 @@ _NO_DIRECTORY: Final = frozenset({errno.ENOTDIR, errno.EEXIST})
 
 
 @contextmanager
-def saving_into(root: str, is_there: Callable[[], bool] = lambda: True) -> Iterator[None]:
+def wrap_run_errors(root: str, is_there: Callable[[], bool] = lambda: True) -> Iterator[None]:
     """Convert errors of the block, which saves into a run's directory.
 
     Args:
@@ -498,11 +498,11 @@ class RunLock:
             DirectoryLockedError: Another manager, in this process or another one, holds it.
         """
         self.directory = directory
-        self._own = OwnDescriptor(directory)
+        self._own = ForkSafeDescriptor(directory)
         try:
             lock(self._own.fd, directory, _WAIT_SECONDS)
         except BlockingIOError as error:
-            holder = holder_of(self._own.fd)
+            holder = lock_holder(self._own.fd)
             self._own.close()
             raise DirectoryLockedError(
                 f"Another CheckpointManager is saving into '{directory}': {holder}. Stop the other run, or close() its "

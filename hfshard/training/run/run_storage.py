@@ -19,13 +19,13 @@ from hfshard.constants import (
     SAFETENSORS_SUFFIX,
 )
 from hfshard.disk.byte_source import ByteSource
-from hfshard.disk.fsops import Unflushed, require_space
+from hfshard.disk.fsops import FlushBatch, require_space
 from hfshard.errors import DamagedCheckpointError, InvalidArgumentError
 from hfshard.format.digests import Checksum
 from hfshard.format.index import FileDigest
 from hfshard.saving.pipeline import index_of, plan_request, shard_jobs
 from hfshard.shards.shard import SafetensorsShard
-from hfshard.shards.write_shards import WriteJob, await_devices, writer_threads
+from hfshard.shards.write_shards import WriteJob, synchronize_devices, writer_threads
 from hfshard.tensors.stored_tensor import tensor_nbytes
 from hfshard.training.run.manifest import MANIFEST, CheckpointManifest, RunCheckpoint, shard_record, small_record
 from hfshard.training.state.collect_state import SavePayload
@@ -122,7 +122,7 @@ class CheckpointOrder:
         return replace(self, manifest=replace(self.manifest, metrics=replaced.manifest.metrics))
 
 
-class RunPlace(Protocol):
+class RunStorage(Protocol):
     """The place of a run's checkpoints; `take` comes before anything that changes it."""
 
     @property
@@ -235,7 +235,7 @@ def write_checkpoint(
     table = {name: shard_record(record) for name, record in records.items()}
     table |= {name: small_record(raw) for name, raw in small.items()}
     whole = replace(manifest, files=table)
-    with Unflushed() as unflushed:
+    with FlushBatch() as unflushed:
         for name, raw in small.items():
             unflushed.write_file(os.path.join(directory, name), raw)
         unflushed.write_file(os.path.join(directory, MANIFEST), whole.to_json())
@@ -253,7 +253,7 @@ def _link_or_write(
     writer: ShardWriter,
 ) -> dict[str, FileDigest]:
     """Link unchanged shards, write all others, and return the digests of both by file name."""
-    await_devices(list(jobs.values()))  # a step that still runs must not change what is compared and written
+    synchronize_devices(list(jobs.values()))  # a step that still runs must not change what is compared and written
     records: dict[str, FileDigest] = {}
     if checksum is not None and reusable.files:
         linked = writer.link(list(jobs.values()), reusable.files, checksum)

@@ -20,7 +20,7 @@ from threading import Event
 from typing import Any, Final
 
 from hfshard._util.addresses import parse_address
-from hfshard._util.threads import cancellable, deferred_interrupt, in_threads
+from hfshard._util.threads import cancellable, delay_interrupt, run_in_threads
 from hfshard.checkpoint.folder import StoreFolder
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
 from hfshard.commit import store_plan
@@ -154,7 +154,7 @@ class StoreCheckpoint:
             on_problem(error)
             return
         check = partial(self._check_one, is_full=is_full, progress_callback=progress_callback, on_problem=on_problem)
-        in_threads(check, sorted(manifest.files.items(), key=lambda item: -(item[1].size or 0)), FILES_AT_ONCE)
+        run_in_threads(check, sorted(manifest.files.items(), key=lambda item: -(item[1].size or 0)), FILES_AT_ONCE)
 
     def read_small(self, name: str) -> bytes:
         """Read a small file."""
@@ -312,12 +312,12 @@ class StorePlace:
         transaction = StoreTransaction(place, MANIFEST, save_id, known, self._store, folder)
         manifest = self._send(transaction, order)
         order.before_commit()
-        with deferred_interrupt():
+        with delay_interrupt():
             transaction.put_index(transaction.contents({}), self._names_of_run)
             try:
                 found = self._put_copies(transaction)
                 marks = self.listed_marks()
-                self._refuse_overtaken(transaction, marks, found)
+                self._reject_overtaken(transaction, marks, found)
                 seen.folders[folder] = found
                 self._delete_lower(seen, transaction, marks, order.payload.requests.keys())
             except StoreError as error:
@@ -442,7 +442,7 @@ class StorePlace:
         known = store_plan.known(self._store, in_run)
         if known is None:
             known = self._store.read(in_run)
-            store_plan.note_put(self._store, in_run, known)
+            store_plan.remember_put(self._store, in_run, known)
         return known
 
     def _known_shards(self, seen: _Seen) -> dict[str, KnownShard]:
@@ -500,7 +500,7 @@ class StorePlace:
         put_copies(place, _plain_copies(transaction.small_files, save_id), {})
         return settle_copies(place, MANIFEST, save_id, _plain_copies)[0]
 
-    def _refuse_overtaken(
+    def _reject_overtaken(
         self, transaction: StoreTransaction, marks: Collection[SaveId], found: Mapping[str, StoredObject]
     ) -> None:
         """Raise if another manager has begun a higher save, and finished it.

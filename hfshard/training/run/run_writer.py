@@ -6,12 +6,12 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
-from hfshard._util.progress import bytes_bar
+from hfshard._util.progress import byte_progress
 from hfshard.commit.transaction import ShardWriter
-from hfshard.training.run.background import Background, HostCopies, StepsInUse, Turns
+from hfshard.training.run.background import Background, HostBuffers, PinnedSteps, Turns
 from hfshard.training.run.manifest import CheckpointManifest, Rotation, RunCheckpoint
 from hfshard.training.run.push_run import BackgroundPusher
-from hfshard.training.run.run_storage import CheckpointOrder, RunPlace
+from hfshard.training.run.run_storage import CheckpointOrder, RunStorage
 from hfshard.training.state.collect_state import SavePayload
 
 logger = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ class RunWriter:
     """The only writer of a run, whose place it takes at the first save."""
 
     def __init__(
-        self, place: RunPlace, rotation: Rotation, pusher: BackgroundPusher | None, progress: bool | None
+        self, place: RunStorage, rotation: Rotation, pusher: BackgroundPusher | None, progress: bool | None
     ) -> None:
         self.root = place.root
         self._place = place
@@ -30,10 +30,10 @@ class RunWriter:
         self._progress = progress
         self._turns = Turns()
         self._background = Background()
-        self.host_copies = HostCopies()
+        self.host_copies = HostBuffers()
         self._is_clean = False
         """True if nothing is left of saves that failed or were killed; Ctrl-C may end one anywhere."""
-        self._in_use = StepsInUse()
+        self._in_use = PinnedSteps()
         """The steps that callers push."""
 
     def turn(self, changing: str = "") -> AbstractContextManager[None]:
@@ -186,7 +186,7 @@ class RunWriter:
                 writer.confirm()
 
         self._is_clean = False
-        with bytes_bar("Saving", payload.nbytes, self._progress if blocking else False) as progress_callback:
+        with byte_progress("Saving", payload.nbytes, self._progress if blocking else False) as progress_callback:
             order = CheckpointOrder(
                 payload=payload,
                 manifest=CheckpointManifest(step, 0, metrics or {}),

@@ -21,7 +21,7 @@ from hfshard.tensors.state_dict import collect_state_dict, parameter_names
 from hfshard.tensors.stored_tensor import tensor_nbytes, tensor_specs
 from hfshard.training.state.adapter import ADAPTER_BASE, adapter_request
 from hfshard.training.state.nested import encode
-from hfshard.training.state.optimizer import encode_optimizer, refuse_unsaved
+from hfshard.training.state.optimizer import encode_optimizer, reject_unsaved
 from hfshard.training.state.rng import rng_state
 from hfshard.training.state.scheduler import encode_scheduler
 from hfshard.training.state.training_state import PartKind, TrainingState
@@ -104,7 +104,7 @@ def rank_prefix(rank: int) -> str:
     return f"rank{rank}/"
 
 
-def is_of_a_rank(name: str) -> bool:
+def is_rank_local(name: str) -> bool:
     """Return whether a tensor of the set `STATE_BASE` belongs to one rank alone."""
     return _OF_A_RANK.match(name) is not None
 
@@ -213,7 +213,7 @@ def _encode_component(
     if name == "model":
         return encode(_no_tensors(collect_state_dict(part)), name, found.tensors)
     if kind == "optimizer":
-        refuse_unsaved(part, name, state.components.values())
+        reject_unsaved(part, name, state.components.values())
     if kind == "optimizer" and name == "optimizer":
         return encode_optimizer(part, names, name, found.optimizer_tensors)
     if kind == "optimizer":

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim import LBFGS, Optimizer
 
-from hfshard._util.text import list_some
+from hfshard._util.text import shorten_list
 from hfshard.errors import InvalidArgumentError, StateDictMismatchError
 from hfshard.training.state.nested import encode
 from hfshard.training.state.pending_loads import PendingLoad, check_class, check_options
@@ -18,8 +18,8 @@ from hfshard.training.state.reordering import (
     Reordering,
     find_in,
     find_ordered_state,
+    is_per_parameter,
     matched_positions,
-    one_per_parameter,
 )
 
 _SHOWN = 5
@@ -95,7 +95,7 @@ def plan_optimizer(optimizer: Optimizer, saved: dict[str, Any], names: Names, co
     positions = {name: position for position, name in position_names.items()}
     unknown = [name for name in saved["state"] if name not in positions]
     if unknown:
-        shown = list_some(unknown, _SHOWN, quote=True)
+        shown = shorten_list(unknown, _SHOWN, quote=True)
         raise StateDictMismatchError(
             f"The checkpoint '{path}' has a state of {shown}, which '{component}' does not train. "
             "Give the optimizer the parameters that it had.",
@@ -103,9 +103,9 @@ def plan_optimizer(optimizer: Optimizer, saved: dict[str, Any], names: Names, co
             unexpected_keys=tuple(unknown),
         )
     state = {positions[name]: value for name, value in saved["state"].items()} | saved["others"]
-    _refuse_ordered_state(optimizer, saved, names, component, path)
+    _reject_ordered_state(optimizer, saved, names, component, path)
     groups = [
-        {**now, **moved_like(_options_in_order(optimizer, number, before, names, component, path), now)}
+        {**now, **to_devices_of(_options_in_order(optimizer, number, before, names, component, path), now)}
         | {**_kept_options(now), "params": now["params"]}
         for number, (now, before) in enumerate(zip(current["param_groups"], matched))
     ]
@@ -126,7 +126,7 @@ def plan_optimizer(optimizer: Optimizer, saved: dict[str, Any], names: Names, co
             if kept is not None and parameter in optimizer.state:
                 slots = exact(optimizer.state[parameter], kept, held.get(parameter))
                 if isinstance(slots, dict):
-                    slots = {key: lying_like(parameter, value) for key, value in slots.items()}
+                    slots = {key: with_memory_format_of(parameter, value) for key, value in slots.items()}
                 optimizer.state[parameter] = slots
 
     def undo() -> None:
@@ -216,13 +216,13 @@ def _matched_groups(
     if len(saved) != len(current):
         parts.append(f"it had {len(saved)} groups of parameters, and has {len(current)}")
     if missing:
-        parts.append(f"{list_some(missing, _SHOWN, quote=True)} {_were(missing)} not trained by it")
+        parts.append(f"{shorten_list(missing, _SHOWN, quote=True)} {_were(missing)} not trained by it")
     if unexpected:
-        shown = list_some(unexpected, _SHOWN, quote=True)
+        shown = shorten_list(unexpected, _SHOWN, quote=True)
         parts.append(f"{shown} {_were(unexpected)} trained by it, and {_are(unexpected)} not now")
     moved = [name for name in now if name in before and before[name] != now[name]]
     if moved and not (missing or unexpected):
-        shown = list_some(moved, _SHOWN, quote=True)
+        shown = shorten_list(moved, _SHOWN, quote=True)
         change = f"'{moved[0]}': {before[moved[0]]}, now {now[moved[0]]}"
         parts.append(f"{shown} {_were(moved)} in another group ({change})")
     raise StateDictMismatchError(
@@ -234,7 +234,7 @@ def _matched_groups(
     )
 
 
-def _refuse_ordered_state(optimizer: Optimizer, saved: dict[str, Any], names: Names, component: str, path: str) -> None:
+def _reject_ordered_state(optimizer: Optimizer, saved: dict[str, Any], names: Names, component: str, path: str) -> None:
     """Reject a state that belongs not to one parameter but to all in their order, if that order has changed."""
     before = [group["params"] for group in saved["groups"]]
     if group_names(optimizer, names, component) == before:
@@ -255,7 +255,7 @@ def _ordered(
     return StateDictMismatchError(
         f"The '{place}' of '{component}' ({type(optimizer).__qualname__}) depends on the order of its parameters, "
         f"which is another one than in the checkpoint '{path}'. Give it the parameters in the order of that run "
-        f"({list_some(in_order, _SHOWN, quote=True)}), or pass strict=False to let it start afresh.",
+        f"({shorten_list(in_order, _SHOWN, quote=True)}), or pass strict=False to let it start afresh.",
         path=path,
     )
 
@@ -269,7 +269,7 @@ def _options_in_order(
     if current == saved["params"]:
         return dict(saved["options"])
     before = {name: position for position, name in enumerate(saved["params"])}
-    is_one_each = one_per_parameter(group["params"])
+    is_one_each = is_per_parameter(group["params"])
     reordering = Reordering(
         part=component,
         owners=f"parameters of its group {number}",
@@ -312,7 +312,7 @@ def _are(names: list[str]) -> str:
 # Tensors of an optimizer's state as they were saved: dtypes, devices and the order in memory.
 
 
-def moved_like(options: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
+def to_devices_of(options: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the saved options, with tensors (a learning rate) on the devices of the current ones."""
     moved = {}
     for key, value in options.items():
@@ -385,7 +385,7 @@ def exact(loaded: Any, saved: Any, now: Any = None) -> Any:
     return loaded
 
 
-def lying_like(parameter: torch.Tensor, value: Any) -> Any:
+def with_memory_format_of(parameter: torch.Tensor, value: Any) -> Any:
     """Give a state the memory format of its parameter: fused optimizers go through memory, not through indexes."""
     if not isinstance(value, torch.Tensor) or value.shape != parameter.shape or value.stride() == parameter.stride():
         return value
@@ -396,7 +396,7 @@ def lying_like(parameter: torch.Tensor, value: Any) -> Any:
 # Optimizers that step by an inner one: its state is saved, and what they share stays shared.
 
 
-def refuse_unsaved(optimizer: Optimizer, component: str, parts: Iterable[object]) -> None:
+def reject_unsaved(optimizer: Optimizer, component: str, parts: Iterable[object]) -> None:
     """Reject an optimizer with an inner one whose state is neither in its state_dict nor saved as another part.
 
     Args:
@@ -407,7 +407,7 @@ def refuse_unsaved(optimizer: Optimizer, component: str, parts: Iterable[object]
     Raises:
         InvalidArgumentError: The state would be lost, or each rank has a part of it.
     """
-    refuse_parted(optimizer, component)
+    reject_sharded_state(optimizer, component)
     saved = {id(part) for part in parts}
     inner = {name: one for name, one in _inner_optimizers(optimizer) if one.state and id(one) not in saved}
     keys = set(_keys_in(optimizer.state_dict())) if inner else set()
@@ -417,12 +417,12 @@ def refuse_unsaved(optimizer: Optimizer, component: str, parts: Iterable[object]
         if lost:
             raise InvalidArgumentError(
                 f"'{component}' ({type(optimizer).__qualname__}) steps by its {name} ({type(one).__qualname__}), whose "
-                f"{list_some(lost, _SHOWN, quote=True)} its state_dict does not hold: a resume would go on without. "
+                f"{shorten_list(lost, _SHOWN, quote=True)} its state_dict does not hold: a resume would go on without. "
                 f"Pass that optimizer, too: TrainingState(..., inner=optimizer.{name})."
             )
 
 
-def refuse_parted(optimizer: Optimizer, component: str) -> None:
+def reject_sharded_state(optimizer: Optimizer, component: str) -> None:
     """Reject an optimizer whose state is in parts on the ranks, without names.
 
     Raises:
@@ -436,7 +436,7 @@ def refuse_parted(optimizer: Optimizer, component: str) -> None:
         )
 
 
-def with_inner(load: PendingLoad, optimizer: Optimizer, optimizers: Iterable[Optimizer]) -> PendingLoad:
+def link_inner_optimizers(load: PendingLoad, optimizer: Optimizer, optimizers: Iterable[Optimizer]) -> PendingLoad:
     """Let an optimizer's inner optimizers, and those that share its groups, follow its load and its undo.
 
     A load creates new groups: optimizers that had the same list of groups have the same again, so that a learning rate

@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 from torch.optim import Optimizer
 
-from hfshard._util.text import list_some
+from hfshard._util.text import shorten_list
 from hfshard.errors import DamagedCheckpointError, HfshardError, StateDictMismatchError, UnstorableTensorError
 from hfshard.training.state.nested import decode, encode
 
@@ -209,8 +209,8 @@ def _other_class(
     part: object, kind: str, missing: Sequence[str], unexpected: Iterable[object], name: str, path: str
 ) -> StateDictMismatchError:
     others = sorted(str(key) for key in unexpected)
-    parts = [f"it lacks {list_some(missing, _SHOWN, quote=True)}"] if missing else []
-    parts += [f"it has {list_some(others, _SHOWN, quote=True)}"] if others else []
+    parts = [f"it lacks {shorten_list(missing, _SHOWN, quote=True)}"] if missing else []
+    parts += [f"it has {shorten_list(others, _SHOWN, quote=True)}"] if others else []
     return StateDictMismatchError(
         f"'{name}' is {_a(type(part).__qualname__)}, and the state in '{path}' is another {kind}'s: "
         f"{', and '.join(parts)}. Build the {kind} of that run, or pass strict=False to let this one start afresh.",

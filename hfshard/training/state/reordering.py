@@ -171,7 +171,7 @@ def find_in(value: Any, is_wanted: Callable[[Any], bool], at: str = "") -> str |
     return None
 
 
-def one_per_parameter(parameters: Collection[torch.Tensor]) -> Callable[[Any], bool]:
+def is_per_parameter(parameters: Collection[torch.Tensor]) -> Callable[[Any], bool]:
     """Build a test of whether a value may have an entry for each of some parameters, or for each of their elements.
 
     Such a value is a list (or tuple, or dict of positions) of tensors that have the shapes of parameters, or one vector
@@ -214,7 +214,7 @@ def find_ordered_state(saved: Mapping[str, Any], parameters: Mapping[str, torch.
         shape = (len(value),) if is_sequence(value) else getattr(value, "shape", ())
         return not counts.isdisjoint(shape)
 
-    is_one_of = [one_per_parameter(some) for some in (list(parameters.values()), *groups)]
+    is_one_of = [is_per_parameter(some) for some in (list(parameters.values()), *groups)]
 
     def is_of_all(value: Any) -> bool:
         return counts_entries(value) or any(is_one_each(value) for is_one_each in is_one_of)

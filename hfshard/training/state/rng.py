@@ -75,7 +75,7 @@ def check_rng_state(state: Any, file: str) -> None:
         if "numpy" in state:
             import numpy
 
-            _refuse_other_generator(state["numpy"], file)
+            _reject_other_generator(state["numpy"], file)
             _check_place(state["numpy"])
             if state["numpy"]["bit_generator"] == _MERSENNE_TWISTER:
                 numpy.random.RandomState().set_state(state["numpy"])
@@ -98,7 +98,7 @@ def check_rng_state(state: Any, file: str) -> None:
         ) from error
 
 
-def _refuse_other_generator(state: dict[str, Any], file: str) -> None:
+def _reject_other_generator(state: dict[str, Any], file: str) -> None:
     import numpy
 
     saved = state["bit_generator"]
@@ -234,7 +234,7 @@ class Gradients:
         Raises:
             InvalidArgumentError: A gradient is not reduced over the ranks yet.
         """
-        refuse_unreduced(self._model, "save")
+        reject_unreduced(self._model, "save")
         return {name: one.grad for name, one in self._parameters().items() if one.grad is not None}
 
     def check_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
@@ -270,7 +270,7 @@ class Gradients:
         return {names[id(parameter)]: parameter for parameter in self._model.parameters()}
 
 
-def refuse_unreduced(model: nn.Module, verb: str) -> None:
+def reject_unreduced(model: nn.Module, verb: str) -> None:
     """Reject gradients that FSDP2 keeps to itself until a later backward pass reduces them over the ranks.
 
     No parameter has them as its `.grad`, so a save would lose them, and a restore would leave them to the next step.

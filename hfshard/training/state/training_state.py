@@ -155,7 +155,7 @@ def check_state(state: object) -> None:
         )
 
 
-def refuse_meta(state: TrainingState) -> None:
+def reject_meta(state: TrainingState) -> None:
     """Reject an optimizer of parameters on the meta device: a load creates new ones, which it would never see.
 
     Raises:

@@ -17,10 +17,10 @@ from typing import Any, Final, Literal
 
 import jinja2
 
-from hfshard._util.arguments import absolute_directory, names_files
+from hfshard._util.arguments import absolute_directory, wraps_os_errors
 from hfshard._util.text import format_size
 from hfshard.constants import VERSION
-from hfshard.disk.fsops import rename, unlink_if_there, write_file
+from hfshard.disk.fsops import rename, unlink_if_exists, write_file
 from hfshard.errors import InvalidPathError, escaped
 
 PageKind = Literal["checkpoint", "run", "diff"]
@@ -190,7 +190,7 @@ def checked_output(output: str | os.PathLike[str], *, is_picture: bool = False) 
     return path
 
 
-@names_files("path")
+@wraps_os_errors("path")
 def write_page(page: str | bytes, path: str) -> int:
     """Write a page or a screenshot to a temporary file and rename it, so that readers see the old or the new one.
 
@@ -212,7 +212,7 @@ def write_page(page: str | bytes, path: str) -> int:
         write_file(beside, raw, like=like)
         rename(beside, path)
     except BaseException:
-        unlink_if_there(beside)
+        unlink_if_exists(beside)
         raise
     return len(raw)
 

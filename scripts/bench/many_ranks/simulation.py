@@ -10,8 +10,8 @@ from typing import Any
 
 from bench.many_ranks.paper import PaperMesh, PaperTensor, held_by
 from hfshard.distributed.exchange import Window, schedule
-from hfshard.distributed.rank_writer import Order
-from hfshard.distributed.tensor_owners import Holders, RankGroup, assign_owners, digest_of, list_tensors
+from hfshard.distributed.rank_writer import WriteTask
+from hfshard.distributed.tensor_owners import RankGroup, TensorOwners, assign_owners, digest_of, list_tensors
 from hfshard.format.index import CheckpointIndex, FileDigest
 from hfshard.saving.pipeline import plan_request
 from hfshard.saving.save_request import SaveOptions, SaveRequest
@@ -38,7 +38,7 @@ class SimulatedRank:
         self._request = SaveRequest(options=self._options)
         self.holding = self.groups = self.order = b""
         self._plan: ShardPlan
-        self._holders: Holders
+        self._holders: TensorOwners
 
     def unite(self) -> None:
         """List what it has, as all others do, and find who holds what."""
@@ -47,7 +47,7 @@ class SimulatedRank:
         self.holding = json.dumps([digest, meshes]).encode()
         self.groups = json.dumps([[list(self.ranks), *json.loads(self.holding)]]).encode()
         [group] = [RankGroup.from_json(value) for value in json.loads(self.groups)]
-        self._holders = Holders.unite([group], {digest: listing})
+        self._holders = TensorOwners.unite([group], {digest: listing})
 
     def plan(self) -> None:
         """Plan the files, as the leader does, and order them."""
@@ -57,12 +57,12 @@ class SimulatedRank:
             WriteJob(shard.file, file_order({name: tensors[name] for name in shard.names}), {"format": "pt"})
             for shard in self._plan.shards
         ]
-        self.order = Order.of("write", jobs, "sha256").to_json(list(tensors))
+        self.order = WriteTask.of("write", jobs, "sha256").to_json(list(tensors))
 
     def rounds(self) -> None:
         """Understand the order, and find in each round what goes to whom."""
         names = list(self._holders.layouts)
-        order = Order.from_json(self.order, names)
+        order = WriteTask.from_json(self.order, names)
         wanted = [order.wanted_bytes(file, self._holders.layouts) for file in order.files]
         sizes = [sum(count for _, count in file) for file in wanted]
         owners = assign_owners(sizes, self.ranks)

@@ -74,7 +74,7 @@ def _delete_when_nobody_can_tell() -> Iterator[None]:
 
     def mutated(self: StoreTransaction, list_names: Any, error: Any) -> None:
         found = self.store.list_objects()
-        uploaded = [name for name in found if NAMES.is_stock_shard(name)]
+        uploaded = [name for name in found if NAMES.has_standard_shard_name(name)]
         self.store.delete([*lower_objects(found, NAMES, self.save_id), *uploaded])
         look(self, list_names, error)
 

@@ -235,7 +235,7 @@ class Reader(Program):
     ids = ()
 
     def run(self, replay: _Replay) -> None:
-        """Load, as `with_checkpoint` does: again where a save replaced it."""
+        """Load, as `use_checkpoint` does: again where a save replaced it."""
         for _ in range(_LOADS):
             folder = StoreFolder(ReplayedStore(replay), str(ADDRESS))
             try:
@@ -327,6 +327,6 @@ def _parsed(address: str) -> StoreAddress:
 def one_thread() -> Iterator[None]:
     """Let no program start threads, or wait."""
     with ExitStack() as stack:
-        stack.enter_context(patch.object(threads, "start_thread", lambda *_, **__: None))
+        stack.enter_context(patch.object(threads, "start_worker", lambda *_, **__: None))
         stack.enter_context(patch.object(RangedFolder, "wait_seconds", 0))
         yield

@@ -24,7 +24,7 @@ from hfshard.errors import CheckpointChangedError
 from hfshard.format.digests import Verify
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.places import store_mirror
-from hfshard.places.source import CheckpointSource, with_checkpoint
+from hfshard.places.source import CheckpointSource, use_checkpoint
 from hfshard.saving import copy_checkpoint
 from hfshard.saving.pipeline import save_into
 from hfshard.saving.save_request import SaveOptions, SaveRequest, request_from_state_dict
@@ -71,7 +71,7 @@ def load_with_config() -> tuple[set[float], int]:
         tensors = checkpoint.read(checkpoint.keys)
         return {value for tensor in tensors.values() for value in tensor.unique().tolist()}, config["number"]
 
-    return with_checkpoint(source, LoadOptions(), use, local)
+    return use_checkpoint(source, LoadOptions(), use, local)
 
 
 @pytest.mark.parametrize("has_new_config", [False, True])
@@ -121,7 +121,7 @@ def load_whole(verify: Verify = "structure") -> set[float]:
         code = (directory / "custom_generate" / "generate.py").read_text().split()[-1]
         return values | {generation, int(code)} | ({configured} if configured >= 0 else set())
 
-    return with_checkpoint(source, LoadOptions(verify=verify), use, local)
+    return use_checkpoint(source, LoadOptions(verify=verify), use, local)
 
 
 @pytest.mark.parametrize("verify", ["structure", "full"])

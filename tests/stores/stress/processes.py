@@ -18,7 +18,7 @@ from hfshard.checkpoint.load_options import LoadOptions
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
 from hfshard.errors import CommitUnfinishedError, HfshardError, RemoteChangedError
 from hfshard.format.stored_save import SaveId
-from hfshard.places.source import CheckpointSource, with_checkpoint
+from hfshard.places.source import CheckpointSource, use_checkpoint
 from hfshard.saving.pipeline import save_to_store
 from hfshard.saving.save_request import SaveOptions, SaveRequest
 from tests.stores.sweep.places import StorePlace, lead_to
@@ -98,7 +98,7 @@ def _load(place: StorePlace) -> int | str:
         values = {name: float(tensor[0]) for name, tensor in tensors.items()}
         return values, json.loads(folder.read_small("config.json", 1000))["value"]
 
-    values, config = with_checkpoint(source, LoadOptions(verify="full", progress=False), use, local)
+    values, config = use_checkpoint(source, LoadOptions(verify="full", progress=False), use, local)
     whole = {"layer.0": float(config), "layer.1": float(config), "layer.2": float(config), "frozen": FROZEN}
     return int(config) if values == whole else f"{values} beside {config}"
 

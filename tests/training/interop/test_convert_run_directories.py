@@ -15,7 +15,7 @@ import hfshard
 from hfshard.cli.main import main
 from hfshard.errors import DamagedCheckpointError, InvalidArgumentError
 from hfshard.training import TrainingState
-from hfshard.training.integrations.trainer_names import in_order_of_model
+from hfshard.training.integrations.trainer_names import reorder_by_model
 from hfshard.training.interop.convert_run import convert_foreign
 from hfshard.training.interop.foreign_checkpoint import ForeignRequest
 from hfshard.training.interop.foreign_readers import read_trainer_directory
@@ -67,7 +67,7 @@ def test_tied_weights_have_the_name_by_which_a_run_knows_them(tmp_path: Path) ->
     (saved / "trainer_state.json").write_text('{"global_step": 3}')
     before = optimizer.state_dict()
 
-    convert_foreign(str(saved), tmp_path / "run", in_order=in_order_of_model)
+    convert_foreign(str(saved), tmp_path / "run", in_order=reorder_by_model)
     optimizer.load_state_dict({**before, "state": {}})
     hfshard.CheckpointManager(tmp_path / "run").restore(TrainingState(model, optimizer), 3)
 
@@ -103,7 +103,7 @@ def test_without_a_config_it_is_not_known_whose_state_is_whose(checkpoint: Path,
     (checkpoint / "config.json").unlink()
 
     with pytest.raises(InvalidArgumentError, match="whose state is whose"):
-        convert_foreign(str(checkpoint), tmp_path / "run", in_order=in_order_of_model)
+        convert_foreign(str(checkpoint), tmp_path / "run", in_order=reorder_by_model)
     assert not (tmp_path / "run").exists()
 
 
@@ -112,12 +112,12 @@ def test_an_optimizer_of_other_shapes_gets_no_names(checkpoint: Path) -> None:
     optimizer["state"][0]["exp_avg"] = torch.zeros(3)
     torch.save(optimizer, checkpoint / "optimizer.pt")
 
-    foreign = in_order_of_model(read_trainer_directory(str(checkpoint), ForeignRequest()))
+    foreign = reorder_by_model(read_trainer_directory(str(checkpoint), ForeignRequest()))
     assert foreign.has_order and "param_names" not in foreign.components["optimizer"]["param_groups"][0]
 
     torch.save({**optimizer, "state": {0: 5}}, checkpoint / "optimizer.pt")
     with pytest.raises(DamagedCheckpointError, match="a parameter's state is no dict"):
-        in_order_of_model(read_trainer_directory(str(checkpoint), ForeignRequest()))
+        reorder_by_model(read_trainer_directory(str(checkpoint), ForeignRequest()))
 
 
 @pytest.mark.parametrize(
@@ -136,4 +136,4 @@ def test_a_config_of_another_model_names_nothing(change: dict[str, Any], checkpo
     (checkpoint / "config.json").write_text(json.dumps({**config, **change}))
     foreign = read_trainer_directory(str(checkpoint), ForeignRequest())
 
-    assert in_order_of_model(foreign) is foreign
+    assert reorder_by_model(foreign) is foreign

@@ -20,7 +20,7 @@ from hfshard.errors import (
     UnsafePickleError,
 )
 from hfshard.training import TrainingState
-from hfshard.training.interop.foreign_checkpoint import NO_RNG
+from hfshard.training.interop.foreign_checkpoint import LACKS_RNG
 from tests.training.interop.accelerate_runs import RunsCode
 from tests.training.interop.trainer_runs import SAVED_AT, everything, new_trainer, parts_of, restore, train
 
@@ -139,7 +139,7 @@ def test_half_a_directory_is_refused_and_its_rest_is_restored_if_asked_for(check
 
     assert unchanged == before
     assert len(restored.differences) == 1 and "has no 'optimizer'" in restored.differences[0]
-    assert restored.lacking == (NO_RNG,)
+    assert restored.lacking == (LACKS_RNG,)
     assert state.components["scheduler"].last_epoch == 9
     assert torch.equal(
         state.components["model"].state_dict()["classifier.weight"],

@@ -20,7 +20,7 @@ import pytest
 
 from hfshard.errors import AccessDeniedError, HfshardError, RunRemovedError, SaveDirectoryError
 from hfshard.training import CheckpointManager, TrainingState
-from hfshard.training.run.run_directory import checkpoints_in, put_in_place, writing_path
+from hfshard.training.run.run_directory import checkpoints_in, put_in_place, staging_path
 from tests.crash.runs.content import Counter, litter
 from tests.helpers import forkserver
 from tests.training import processes
@@ -258,7 +258,7 @@ def test_a_step_that_is_replaced_before_any_call_of_a_look_is_found(tmp_path: Pa
     root = str(tmp_path)
 
     def replace() -> None:
-        written = writing_path(root, 1)
+        written = staging_path(root, 1)
         os.mkdir(written)
         put_in_place(written, root, 1)
 
@@ -289,9 +289,9 @@ def test_a_step_that_is_replaced_before_any_call_of_a_look_is_found(tmp_path: Pa
 
 REPLACES = """
 import os, sys
-from hfshard.training.run.run_directory import put_in_place, writing_path
+from hfshard.training.run.run_directory import put_in_place, staging_path
 while True:
-    written = writing_path(sys.argv[1], 1)
+    written = staging_path(sys.argv[1], 1)
     os.mkdir(written)
     put_in_place(written, sys.argv[1], 1)
 """
