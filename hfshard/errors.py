@@ -74,7 +74,7 @@ class HfshardError(Exception):
         expected: Any = None,
         actual: Any = None,
     ) -> None:
-        message = readable(message)
+        message = printable_message(message)
         super().__init__(message)
         self.message = message
         self.path = None if path is None else os.fspath(path)
@@ -86,7 +86,7 @@ class HfshardError(Exception):
         return self.message
 
 
-def readable(message: str) -> str:
+def printable_message(message: str) -> str:
     """Make a message printable, even if it contains names from a hostile file.
 
     Unprintable characters (escape codes of a terminal, lone surrogates) are escaped, and extremely long names are cut
@@ -323,7 +323,7 @@ class StateDictMismatchError(HfshardError, RuntimeError):
         self.mismatched_keys = mismatched_keys
 
 
-def remedy(path: str) -> str:
+def repair_hint(path: str) -> str:
     """Return what to do about a damaged file: the last sentence of an error."""
     folder = path.rsplit("/", 1)[0] if "/" in path else "."
     return f"Download or save it again, or run 'hfshard verify {folder}'."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from hfshard._util.addresses import is_address, is_store_url
+from hfshard._util.addresses import is_store_address, is_store_url
 from hfshard._util.arguments import absolute_path, checked_path_text, wraps_os_errors
 from hfshard.errors import InvalidArgumentError
 from hfshard.format.digests import Verify
@@ -106,7 +106,7 @@ def pull_checkpoint(
     if is_store_url(repo_id):
         address = checked_path_text(repo_id, "repo_id")
         return _pull_from_store(address, local_dir, query, verify=verify, progress=progress, overwrite=overwrite)
-    if local_dir is None or not is_address(local_dir):
+    if local_dir is None or not is_store_address(local_dir):
         return fetch_or_export(repo_id, local_dir, query, verify=verify, progress=progress, overwrite=overwrite)
     directory = fetch_or_export(repo_id, None, query, verify=verify, progress=progress)
     return copy_checkpoint(directory, local_dir, query, progress=progress, overwrite=overwrite)

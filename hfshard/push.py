@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import os
 
-from hfshard._util.addresses import is_address, is_store_url, parse_address
+from hfshard._util.addresses import is_store_address, is_store_url, parse_address
 from hfshard._util.arguments import absolute_path, checked_path_text, wraps_os_errors
 from hfshard.commit.hub_marker import absolute_repo_id
 from hfshard.errors import InvalidArgumentError
-from hfshard.hub.push_files import DirectoryFiles, PushOptions, PushRequest, contents_of, push_directory, push_files
+from hfshard.hub.push_files import (
+    DirectoryFiles,
+    PushOptions,
+    PushRequest,
+    collect_push_contents,
+    push_directory,
+    push_files,
+)
 from hfshard.hub.repo import PushResult
 from hfshard.saving.copy_checkpoint import StoreFiles, copy_to_store, without_marks
 
@@ -108,13 +115,15 @@ def push_to_place(
     if is_store_url(repo_id):
         target = parse_address(checked_path_text(repo_id, "repo_id"), "repo_id")
         _reject_commits(options, str(target))
-        files = StoreFiles(place) if is_address(place) else DirectoryFiles(place, follow_links=options.follow_links)
+        files = (
+            StoreFiles(place) if is_store_address(place) else DirectoryFiles(place, follow_links=options.follow_links)
+        )
         folder = options.folder.rstrip("/")
         return copy_to_store(files, str(target.joined(folder) if folder else target), options.progress, **patterns)
-    if not is_address(place):
+    if not is_store_address(place):
         return push_directory(place, repo_id, options, **patterns)
     repo_id = absolute_repo_id(repo_id)
-    found = without_marks(contents_of(StoreFiles(place), **patterns))
+    found = without_marks(collect_push_contents(StoreFiles(place), **patterns))
     return push_files(PushRequest(contents=found.contents, variants=frozenset(found.indexes), options=options), repo_id)
 
 

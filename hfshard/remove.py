@@ -7,7 +7,7 @@ import re
 from dataclasses import replace
 from typing import Final
 
-from hfshard._util.addresses import is_address
+from hfshard._util.addresses import is_store_address
 from hfshard._util.arguments import absolute_path, wraps_os_errors
 from hfshard._util.text import shorten_list
 from hfshard.checkpoint.locate import directory_not_found
@@ -112,7 +112,7 @@ def plan_removal(
         raise InvalidArgumentError(f"step must be a number of steps, got {step!r}.")
     place = absolute_path(path)
     names = WeightNames(variant)
-    if not is_address(place):
+    if not is_store_address(place):
         _check_directory(place, str(path))
         if step is not None:
             return remove_from_run(checkpoint_of_step(run_place(place), step).path)

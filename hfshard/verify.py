@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Final, Literal
 
-from hfshard._util.addresses import is_address
+from hfshard._util.addresses import is_store_address
 from hfshard._util.arguments import absolute_path, check_text_arguments, wraps_os_errors
 from hfshard.checkpoint.locate import adapter_weights, split_file_path
 from hfshard.checkpoint.verifier import Problem, VerifyReport, verify_directory
@@ -104,7 +104,7 @@ def verify_checkpoint(
 
 def _folder_at(path: str | os.PathLike[str], subfolder: str) -> str | None:
     """Return the directory or address that may have training checkpoints; None for a file, a hub, or a missing one."""
-    if is_address(path):
+    if is_store_address(path):
         return f"{absolute_path(path)}/{subfolder}".rstrip("/")
     root = absolute_path(hub_directory(path) or path)
     directory = os.path.join(root, subfolder).rstrip(os.sep)
@@ -125,7 +125,7 @@ def _verify_step(
     place: str, subfolder: str, level: Level, signed_by: SignedBy | None, progress: bool | None
 ) -> VerifyReport:
     """Check one training checkpoint."""
-    if signed_by is not None and is_address(place):
+    if signed_by is not None and is_store_address(place):
         from hfshard.saving.signed_store import verify_signed_store  # imports huggingface_hub, which takes time
 
         check = partial(report_of, place, level, progress=progress)
@@ -164,7 +164,7 @@ def _verify_signed(
     """Check a model's checkpoint, and its signature if requested."""
     if signed_by is None:
         return _verify(path, variant, subfolder, level, progress)[0]
-    if is_address(path):
+    if is_store_address(path):
         from hfshard.saving.signed_store import verify_signed_store  # imports huggingface_hub, which takes time
 
         source = CheckpointSource(str(path), CheckpointQuery(variant=variant, subfolder=subfolder), takes_files=True)
@@ -197,7 +197,7 @@ def _verify(
     progress: bool | None,
 ) -> tuple[VerifyReport, str]:
     """Check a checkpoint's files; return the report and the directory or address: for a directory hub, the hub."""
-    if is_address(path):
+    if is_store_address(path):
         query = CheckpointQuery(variant=variant, subfolder=subfolder)
         local = CheckpointSource(str(path), query, takes_files=True).find_local()
         assert local is not None and local.folder is not None

@@ -53,14 +53,14 @@ class StoreAddress:
         return replace(self, prefix=f"{self.prefix}/{name}" if self.prefix else name)
 
 
-def is_address(place: Any) -> bool:
+def is_store_address(place: Any) -> bool:
     """Return whether something is text in the form of a store address, valid or not, and not a path or repo_id."""
     return isinstance(place, str) and _URL.match(place) is not None and not place.lower().startswith("file:")
 
 
 def is_store_url(place: Any) -> bool:
     """Return whether something is an address with the scheme of a store; another URL may be a wrong repo_id."""
-    return is_address(place) and place.partition("://")[0].lower() in SCHEMES
+    return is_store_address(place) and place.partition("://")[0].lower() in SCHEMES
 
 
 def parse_address(text: str, argument: str = "path") -> StoreAddress:

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, MutableMapping
 from typing import Any, Final, ParamSpec, TypeVar
 
-from hfshard._util.addresses import check_slashes, is_address, parse_address
+from hfshard._util.addresses import check_slashes, is_store_address, parse_address
 from hfshard.errors import (
     AccessDeniedError,
     FileError,
@@ -88,7 +88,7 @@ def absolute_path(path: str | os.PathLike[str], argument: str = "path") -> str:
         '/srv/models/bert'
     """
     text = checked_path_text(path, argument)
-    if is_address(text):
+    if is_store_address(text):
         return str(parse_address(text, argument))
     if text.lower().startswith(_FILE_SCHEME):
         raise InvalidPathError(
@@ -116,7 +116,7 @@ def absolute_directory(path: str | os.PathLike[str], argument: str) -> str:
         '/srv/cache'
     """
     text = absolute_path(path, argument)
-    if is_address(text):
+    if is_store_address(text):
         raise InvalidPathError(
             f"{argument}={text!r} is the address of a store: give a directory on a disk of this machine.", path=text
         )

@@ -74,18 +74,18 @@ def run_in_threads(
             under_way += [] if started is None else [started]
         if not under_way:
             run.run_items()
-        wait_for(under_way)
+        wait_all(under_way)
     except BaseException:
         run.stop()
         raise
     finally:
-        wait_for([*under_way, *run.begun])
+        wait_all([*under_way, *run.begun])
     for one in under_way:
         one.result()  # raises what came before the first item
     return run.outcome()
 
 
-def wait_for(futures: Collection[Future[Any]]) -> None:
+def wait_all(futures: Collection[Future[Any]]) -> None:
     """Wait until all have ended, or Ctrl-C comes.
 
     One long wait would not do: Python's main thread checks for signals and then goes to sleep, and a signal in between
@@ -96,12 +96,12 @@ def wait_for(futures: Collection[Future[Any]]) -> None:
 
 
 def result_of(future: Future[_Result]) -> _Result:
-    """Wait until it has ended, or Ctrl-C comes (see `wait_for`); return its result, or raise its error."""
-    wait_for([future])
+    """Wait until it has ended, or Ctrl-C comes (see `wait_all`); return its result, or raise its error."""
+    wait_all([future])
     return future.result()
 
 
-def pause(seconds: float) -> None:
+def sleep_unless_cancelled(seconds: float) -> None:
     """Sleep; in a thread of `run_in_threads` only until another item fails, or Ctrl-C comes.
 
     Raises:

@@ -8,7 +8,7 @@ import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from hfshard._util.addresses import is_address
+from hfshard._util.addresses import is_store_address
 from hfshard._util.progress import ProgressCallback
 from hfshard.constants import ADAPTER_CONFIG_NAME, COPY_BYTES, MAX_COMPANION_BYTES, README, WEIGHTS_SUFFIXES
 from hfshard.disk.byte_source import ByteSource, FileSource, contents_equal, file_source
@@ -139,7 +139,7 @@ def list_companions(place: str, but: Collection[str]) -> dict[str, ByteSource]:
         place: A directory, or an address.
         but: Names to leave out.
     """
-    if not is_address(place):
+    if not is_store_address(place):
         return dict(list_companion_files(place, but))
     store = open_store(place)
     listed = store.list_objects()
@@ -150,7 +150,7 @@ def list_companions(place: str, but: Collection[str]) -> dict[str, ByteSource]:
 
 def names_in_use(place: str, names: Collection[str]) -> dict[str, ByteSource]:
     """List the existing files of these names in a directory or a store."""
-    if not is_address(place):
+    if not is_store_address(place):
         paths = {name: os.path.join(place, name) for name in names}
         return {name: _contents_of(path) for name, path in paths.items() if os.path.lexists(path)}
     store = open_store(place)

@@ -28,7 +28,7 @@ from hfshard.errors import (
     MissingShardError,
     StoreError,
     UnsafePathError,
-    remedy,
+    repair_hint,
 )
 from hfshard.format.digests import md5_of, sha256_of
 from hfshard.format.file_names import WeightNames
@@ -236,7 +236,7 @@ class StockFolder(LocalFolder):
             return PickleFile(path, os.path.dirname(path), key)
 
 
-def folder_of(place: str | Folder) -> Folder:
+def as_folder(place: str | Folder) -> Folder:
     """Return a folder as it is, or the folder of a directory's path."""
     return LocalFolder(place) if isinstance(place, str) else place
 
@@ -370,7 +370,7 @@ class RangedFolder:
         raw = self._read_object(self._entry(name), limit) if inlined is None else inlined
         if b"\0" in raw:
             path = self._path(name)
-            raise DamagedCheckpointError(f"'{path}' is damaged: it contains zero bytes. {remedy(path)}", path=path)
+            raise DamagedCheckpointError(f"'{path}' is damaged: it contains zero bytes. {repair_hint(path)}", path=path)
         return raw
 
     def open_shards(self, names: Collection[str]) -> dict[str, SafetensorsShard]:
@@ -417,7 +417,7 @@ class RangedFolder:
         if entry.size > limit:
             path = self._path(entry.name)
             raise DamagedCheckpointError(
-                f"'{path}' has {entry.size} bytes, but such a file has at most {limit}. {remedy(path)}", path=path
+                f"'{path}' has {entry.size} bytes, but such a file has at most {limit}. {repair_hint(path)}", path=path
             )
         target = bytearray(entry.size)
         if target:

@@ -11,7 +11,7 @@ from torch import nn
 from hfshard.checkpoint.load_options import LoadOptions, read_tensors
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
 from hfshard.errors import StateDictMismatchError
-from hfshard.tensors.parameter_names import KeyMismatch, compare, has_wrapper_prefix, match_prefixes, unwrap
+from hfshard.tensors.parameter_names import KeyMismatch, compare_keys, has_wrapper_prefix, match_prefixes, unwrap
 from hfshard.tensors.state_dict import assign, collect_state_dict, reject_offloaded, reject_partitioned
 from hfshard.tensors.tied import find_expanded_names, find_merged_names, find_shared_tensors, names_to_compare
 
@@ -51,7 +51,7 @@ def match_names(
     if values_of is not None:
         renamed |= values_of(_in_need_of_values(renamed, model_state))
     _reject_merging(renamed, model_state, path, model_name)
-    return renamed, compare(renamed, model_state)
+    return renamed, compare_keys(renamed, model_state)
 
 
 def _in_need_of_values(

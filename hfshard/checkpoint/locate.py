@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from hfshard._util.text import nearest_first, shorten_list
-from hfshard.checkpoint.folder import Folder, LocalFolder, RangedFolder, StoreFolder, folder_of
+from hfshard.checkpoint.folder import Folder, LocalFolder, RangedFolder, StoreFolder, as_folder
 from hfshard.constants import (
     ADAPTER_CONFIG_NAME,
     BIN_SUFFIX,
@@ -57,7 +57,7 @@ def locate_checkpoint(place: str | Folder, names: WeightNames, use_safetensors: 
         CheckpointNotFoundError: There is no such file.
         DamagedCheckpointError, UnsafePathError: config.json is not JSON, or names weights outside the directory.
     """
-    folder = folder_of(place)
+    folder = as_folder(place)
     override = checked_weights_override(config_in(folder), folder.path, names)
     return find_weights(folder, names, use_safetensors, override)
 
@@ -201,7 +201,7 @@ def _describe_parts(folder: Folder) -> str | None:
 
 def weights_bytes(place: str | Folder, suffixes: tuple[str, ...] = (SAFETENSORS_SUFFIX, BIN_SUFFIX)) -> int:
     """Return the total size of the weights files in a directory or folder, in bytes; 0 if there are none."""
-    folder = folder_of(place)
+    folder = as_folder(place)
     return sum(folder.size(name) for name in folder.names() if name.endswith(suffixes))
 
 
@@ -254,12 +254,12 @@ def checked_weights_override(
             actual=value,
         )
     check_file_name(value, index_path=path, suffix=".json" if value.endswith(".json") else SAFETENSORS_SUFFIX)
-    if names.variant is not None and "-hfshard-" in value and not names.is_transient(value):
+    if names.variant is not None and "-hfshard-" in value and not names.is_commit_temporary(value):
         return None  # an unfinished commit of the weights next to this variant
     return value
 
 
-def state_token(folder: Folder, names: WeightNames, weights_override: str | None) -> tuple[Hashable, ...]:
+def entry_versions(folder: Folder, names: WeightNames, weights_override: str | None) -> tuple[Hashable, ...]:
     """Collect the identities of all files by which a replaced checkpoint is noticed."""
     files = [CONFIG_NAME, names.single, names.index, names.hub_index, names.bin_single, names.bin_index]
     if weights_override:

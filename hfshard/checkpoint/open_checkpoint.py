@@ -15,7 +15,7 @@ from typing import Final
 import torch
 
 from hfshard._util.progress import ProgressCallback, byte_progress
-from hfshard._util.threads import cancellable, result_of, start_worker, wait_for
+from hfshard._util.threads import cancellable, result_of, start_worker, wait_all
 from hfshard.checkpoint.check_files import (
     check_checksums,
     check_fingerprints,
@@ -26,14 +26,14 @@ from hfshard.checkpoint.check_files import (
     find_places,
     reject_unverifiable,
 )
-from hfshard.checkpoint.folder import Folder, folder_of
+from hfshard.checkpoint.folder import Folder, as_folder
 from hfshard.checkpoint.locate import (
     WeightsEntry,
     checked_weights_override,
     config_in,
+    entry_versions,
     find_lone_adapter,
     find_weights,
-    state_token,
 )
 from hfshard.constants import MAX_INDEX_BYTES, METADATA_KEY, SAFETENSORS_SUFFIX
 from hfshard.errors import (
@@ -42,14 +42,14 @@ from hfshard.errors import (
     HfshardError,
     IntegrityError,
     InvalidArgumentError,
-    remedy,
+    repair_hint,
 )
 from hfshard.format.digests import Verify, check_verify_level, tensor_hasher
 from hfshard.format.file_names import MODEL_BASE, WeightNames
 from hfshard.format.header import TensorInfo
 from hfshard.format.index import CheckpointIndex, FileDigest, check_tied_names
 from hfshard.pickles.pickle_file import PickleFile
-from hfshard.shards.ranged_shard import RangedShard, read_whole
+from hfshard.shards.ranged_shard import RangedShard, read_full_tensors
 from hfshard.shards.read_tensors import ReadMode, mode_of, read_from
 from hfshard.shards.shard import SafetensorsShard
 from hfshard.shards.shard_file import SafetensorsFile
@@ -92,7 +92,7 @@ class OpenCheckpoint:
     raw_index: bytes | None = field(default=None, repr=False)
     weights_override: str | None = None
     """The weights file that config.json names, if it names one."""
-    state_token: tuple[Hashable, ...] = ()
+    entry_versions: tuple[Hashable, ...] = ()
     """The identities of the files by which a replaced checkpoint is noticed."""
     check: Future[None] | None = None
     """Running check of every byte in another thread, if any."""
@@ -158,7 +158,7 @@ class OpenCheckpoint:
         ]
         total = sum(shard.header.tensors[name].nbytes for shard, some in held for name in some)
         with byte_progress("Loading", total, self.progress) as progress_callback:
-            tensors = read_whole(
+            tensors = read_full_tensors(
                 held,
                 device,
                 level=self.level,
@@ -174,8 +174,8 @@ class OpenCheckpoint:
     def is_unchanged(self) -> bool:
         """Return whether the folder still has this checkpoint."""
         self.folder.look()
-        now = state_token(self.folder, self.names, self.weights_override)
-        return self.state_token == now and self.folder.still_holds(self.shards)
+        now = entry_versions(self.folder, self.names, self.weights_override)
+        return self.entry_versions == now and self.folder.still_holds(self.shards)
 
     def is_of_one_save(self) -> bool:
         """Return whether the small files read since the opening belong to it, as no save has replaced it."""
@@ -244,7 +244,7 @@ def open_checkpoint(
     """
     check_verify_level(verify)
     names = WeightNames(variant, base)
-    folder = folder_of(directory)
+    folder = as_folder(directory)
 
     def finish(opened: OpenCheckpoint) -> None:
         if verify in _FULL and opened.is_ranged:  # the weights are compared while they are read: no byte comes twice
@@ -301,7 +301,7 @@ def _checked_beside(checkpoint: OpenCheckpoint, progress_callback: ProgressCallb
         result_of(checking)
     finally:
         cancelled.set()  # Ctrl-C
-        wait_for([checking])
+        wait_all([checking])
 
 
 def _open_until_whole(
@@ -322,7 +322,7 @@ def _open_until_whole(
         try:
             weights_override = find_name()
             if weights_override != weights_name:
-                before = (*before, *state_token(folder, names, weights_override)[len(before) :])
+                before = (*before, *entry_versions(folder, names, weights_override)[len(before) :])
             weights = find_weights(folder, names, use_safetensors, weights_override)
             checkpoint = open_once(weights)
         except HfshardError as error:
@@ -332,7 +332,7 @@ def _open_until_whole(
                 raise
             last = error
         else:
-            checkpoint.weights_override, checkpoint.state_token = weights_override, before
+            checkpoint.weights_override, checkpoint.entry_versions = weights_override, before
             if checkpoint.is_of_one_save():
                 return checkpoint
             checkpoint.close()
@@ -345,9 +345,9 @@ def _open_until_whole(
 
 
 def _token(folder: Folder, names: WeightNames, weights_override: str | None) -> tuple[Hashable, ...]:
-    """Return the result of `state_token`; if the index of a save can't be read, the error's message."""
+    """Return the result of `entry_versions`; if the index of a save can't be read, the error's message."""
     try:
-        return state_token(folder, names, weights_override)
+        return entry_versions(folder, names, weights_override)
     except CheckpointChangedError:
         return (object(),)  # which nothing is equal to
     except HfshardError as error:
@@ -527,7 +527,7 @@ def _checked_blocks(
     if (found := hasher.hexdigest()) != digest:
         raise IntegrityError(
             f"Tensor '{info.name}' of shard '{shard.path}' is damaged: its xxh3 is {found}, but was {digest} "
-            f"when it was saved. {remedy(shard.path)}",
+            f"when it was saved. {repair_hint(shard.path)}",
             path=shard.path,
             fqn=info.name,
             expected=digest,

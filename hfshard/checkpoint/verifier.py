@@ -12,7 +12,7 @@ from functools import partial
 from hfshard._util.progress import ProgressCallback, byte_progress
 from hfshard._util.threads import cancellable, run_in_threads
 from hfshard.checkpoint.check_files import check_small_file, check_total
-from hfshard.checkpoint.folder import REMOTE_RETRIES, Folder, StoreFolder, folder_of
+from hfshard.checkpoint.folder import REMOTE_RETRIES, Folder, StoreFolder, as_folder
 from hfshard.checkpoint.locate import entry_of, locate_checkpoint, weights_bytes
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
 from hfshard.constants import FILES_AT_ONCE, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
@@ -26,8 +26,8 @@ from hfshard.errors import (
     InvalidArgumentError,
     StoreError,
     UnsafePathError,
-    readable,
-    remedy,
+    printable_message,
+    repair_hint,
 )
 from hfshard.format.file_names import WeightNames
 from hfshard.format.index import CheckpointIndex, FileDigest, check_tied_names
@@ -48,7 +48,7 @@ class _Findings:
 
     def add_tensor(self, shard: SafetensorsShard, tensor: str, what: str) -> None:
         """Add a problem with one tensor."""
-        message = readable(f"Tensor '{tensor}' {what}. Download or save it again.")
+        message = printable_message(f"Tensor '{tensor}' {what}. Download or save it again.")
         self.problems.append(Problem(shard.path, tensor, message))
 
     def add_error(self, error: HfshardError, directory: str) -> None:
@@ -95,7 +95,7 @@ def verify_directory(
     """
     if level not in ("structure", "full"):
         raise InvalidArgumentError(f"level must be 'structure' or 'full', got {level!r}.")
-    folder = folder_of(directory)
+    folder = as_folder(directory)
     for _ in range(REMOTE_RETRIES):
         folder.look()
         if weights_name is None:
@@ -258,7 +258,7 @@ class Verifier:
         except InterruptedError:  # Ctrl-C, or another file failed
             raise
         except OSError as error:  # a bad sector
-            message = readable(f"'{shard.path}' can't be read: {error.strerror}. Download or save it again.")
+            message = printable_message(f"'{shard.path}' can't be read: {error.strerror}. Download or save it again.")
             findings.problems.append(Problem(shard.path, None, message))
 
     def _check_names(self, name: str, shard: SafetensorsShard, index: CheckpointIndex, findings: _Findings) -> None:
@@ -276,7 +276,7 @@ class Verifier:
         digests = index.files if index is not None else {}
         has_others = any(digest.is_verifiable for file, digest in digests.items() if file.endswith(SAFETENSORS_SUFFIX))
         if index is not None and (has_others or (shard.written_by_hfshard and name not in digests)):
-            message = f"'{shard.path}' was saved with a checksum, and the index has none. {remedy(shard.path)}"
+            message = f"'{shard.path}' was saved with a checksum, and the index has none. {repair_hint(shard.path)}"
             findings.problems.append(Problem(shard.path, None, message))
         else:
             findings.warnings.append(
@@ -355,7 +355,7 @@ class Verifier:
             if (
                 is_file
                 and name not in used
-                and (self.names.is_shard(name) or self.names.is_transient(name) or name == self.names.single)
+                and (self.names.is_shard(name) or self.names.is_commit_temporary(name) or name == self.names.single)
             ):
                 self.findings.warnings.append(
                     f"'{name}' belongs to nothing here; the next save by hfshard decides about it."

@@ -23,7 +23,7 @@ from hfshard.cli.output import (
     printable,
     table,
 )
-from hfshard.errors import InvalidArgumentError, readable
+from hfshard.errors import InvalidArgumentError, printable_message
 from hfshard.signing.sign import sign_checkpoint
 from hfshard.signing.signer import SignedBy
 from hfshard.verify import verify_checkpoint
@@ -105,7 +105,7 @@ def _print_report(report: VerifyReport, arguments: argparse.Namespace) -> None:
 def print_problems(problems: Sequence[Problem], word: str = "DAMAGED") -> None:
     """Print the problems, file by file, each after the word."""
     for problem in problems:
-        tensor = "" if problem.tensor is None else f", tensor {readable(problem.tensor)}"
+        tensor = "" if problem.tensor is None else f", tensor {printable_message(problem.tensor)}"
         print_text(f"{word}  {printable(problem.file + tensor)}\n         {printable(problem.message)}")
 
 

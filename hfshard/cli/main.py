@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Final
 
-from hfshard._util.addresses import check_slashes, is_address
+from hfshard._util.addresses import check_slashes, is_store_address
 from hfshard.cli.arguments import make_parser
 from hfshard.cli.output import discard_stdout, open_missing_streams, print_message, use_any_encoding
 from hfshard.cli.run_command import COMMAND, split_command_line
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     own, program = split_command_line(sys.argv[1:] if argv is None else argv)
     arguments = parser.parse_args(own)
     arguments.program = program
-    if arguments.needs_directory and not (arguments.takes_address and is_address(arguments.directory)):
+    if arguments.needs_directory and not (arguments.takes_address and is_store_address(arguments.directory)):
         arguments.directory = os.path.expanduser(arguments.directory)  # not absolute: messages show it as it was typed
         is_there = os.path.exists if arguments.takes_file else os.path.isdir
         if not is_there(arguments.directory):
@@ -113,7 +113,7 @@ def _no_directory(path: str) -> str:
     hint = "it does not exist"
     if _REPO_ID.fullmatch(path):
         hint = f"it does not exist. A repo of the Hub is pulled first: hfshard pull {path} NEW_DIR"
-    if is_address(path):
+    if is_store_address(path):
         hint = "what serves as a hub is a directory on a file system, and no store"
     if os.path.exists(path):
         hint = f"it is a file; did you mean '{os.path.dirname(path) or '.'}'?"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Final
 
-from hfshard._util.addresses import is_address
+from hfshard._util.addresses import is_store_address
 from hfshard._util.text import format_size
 from hfshard.checkpoint.locate import locate_checkpoint
 from hfshard.checkpoint.verifier import Problem
@@ -327,7 +327,7 @@ def _list(title: str, what: str, files: Mapping[str, str]) -> str:
 
 
 def _ask(report: RemovalReport) -> bool:
-    care = " Nothing may save there meanwhile." if is_address(report.place) else ""
+    care = " Nothing may save there meanwhile." if is_store_address(report.place) else ""
     question = "\n" + printable(f"Remove {_describe(report)} from '{report.place}'?{care} [y/N] ")
     return is_confirmed(question)
 

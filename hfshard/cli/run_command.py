@@ -14,11 +14,11 @@ from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from typing import Final, NoReturn
 
-from hfshard._util.addresses import is_address
+from hfshard._util.addresses import is_store_address
 from hfshard._util.import_hook import ANNOUNCED, announce_once
 from hfshard._util.text import without_url_secrets
 from hfshard.cli.output import printable
-from hfshard.errors import InvalidArgumentError, InvalidPathError, readable
+from hfshard.errors import InvalidArgumentError, InvalidPathError, printable_message
 
 _FOLDER: Final = os.path.join(os.path.dirname(os.path.abspath(__file__)), "startup")
 _SETTINGS: Final = "HFSHARD_RUN"
@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> NoReturn:
     given_options, target, letters = split_python_options(arguments.program)
     if not target:
         raise InvalidArgumentError("Nothing to run: give a script, -m MODULE, -c CODE, or a command such as torchrun.")
-    if is_address(target[0]) and not os.path.exists(target[0]):
+    if is_store_address(target[0]) and not os.path.exists(target[0]):
         shown = without_url_secrets(target[0])
         raise InvalidPathError(f"'{shown}' is an address, not a program. Give a path, or -m MODULE.", path=shown)
     path = None if given_options else _find_command(target[0])
@@ -133,8 +133,8 @@ def _reject_ignoring(letters: str) -> None:
 def _reject_folder() -> None:
     if os.pathsep in _FOLDER:
         raise InvalidPathError(
-            f"hfshard lies in {readable(_FOLDER)}, and PYTHONPATH can't name a folder with '{os.pathsep}': install it "
-            "into another, or call hfshard.install() in the program."
+            f"hfshard lies in {printable_message(_FOLDER)}, and PYTHONPATH can't name a folder with '{os.pathsep}': "
+            "install it into another, or call hfshard.install() in the program."
         )
 
 

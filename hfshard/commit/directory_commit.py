@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from hfshard._util.threads import delay_interrupt
 from hfshard.commit.commit_plan import CommitPlan, CommitStep
-from hfshard.commit.directory_state import DirectoryState, note_pending_deletes, read_state
+from hfshard.commit.directory_state import DirectoryState, note_pending_deletes, read_directory_state
 from hfshard.commit.hub_marker import reject_hub_directory
 from hfshard.constants import CONFIG_NAME, MAX_CONFIG_BYTES, SIGNATURE_NAME, STAGING_DIRECTORY
 from hfshard.disk.fsops import (
@@ -288,10 +288,10 @@ def save_session(
             reject_linked_directories(directory, STAGING_DIRECTORY)
             for name in (CONFIG_NAME, names.single, names.index):
                 _reject_directory(directory, name)
-            state = read_state(directory, names)
+            state = read_directory_state(directory, names)
             if state.leftovers:
                 _clean_up(directory, state.leftovers)
-                state = read_state(directory, names)
+                state = read_directory_state(directory, names)
             session = DirectorySession(directory, state, made)
             watch = SignatureTracker(directory)
             try:
@@ -309,7 +309,7 @@ def save_session(
 
 def _recorded(directory: str, names: WeightNames) -> dict[str, FileDigest]:
     """Return the digests that the index in a directory records; none without an index."""
-    index = read_state(directory, names).index
+    index = read_directory_state(directory, names).index
     return {} if index is None else index.files
 
 

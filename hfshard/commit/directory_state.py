@@ -118,7 +118,7 @@ def find_ownership(
         indexes: Every index by name; None for one that can't be read.
     """
     # A temporary index that config.json does not name is a leftover, and so are the shards that only it names.
-    orphans = {name for name in indexes if names.is_transient(name) and name != override}
+    orphans = {name for name in indexes if names.is_commit_temporary(name) and name != override}
     references = {name: _references(index) for name, index in indexes.items() if name not in orphans}
 
     # Files that this checkpoint's indexes name, and no other index does, belong to it.
@@ -126,12 +126,12 @@ def find_ownership(
     foreign: set[str] = set()
     referenced = _union(references.values())
     if override is not None:
-        (own_indexes if names.is_transient(override) else foreign).add(override)
+        (own_indexes if names.is_commit_temporary(override) else foreign).add(override)
         referenced.add(override)
     foreign |= _union(references[name] for name in references if name not in own_indexes)
     owned = _union(references.get(name, frozenset()) for name in own_indexes)
     owned |= {*own_indexes, names.bin_single, names.single}
-    owned |= {name for name in listing if names.is_transient(name)}
+    owned |= {name for name in listing if names.is_commit_temporary(name)}
     return Ownership(
         owned=frozenset(owned & set(listing) - foreign),
         referenced=frozenset(referenced),
@@ -139,7 +139,7 @@ def find_ownership(
     )
 
 
-def read_state(directory: str, names: WeightNames) -> DirectoryState:
+def read_directory_state(directory: str, names: WeightNames) -> DirectoryState:
     """Inspect a save directory. A damaged file counts as foreign, and is never removed.
 
     Raises:
@@ -172,7 +172,7 @@ def read_state(directory: str, names: WeightNames) -> DirectoryState:
 def _find_leftovers(
     directory: str, names: WeightNames, unreferenced: Collection[str], *, is_known: bool
 ) -> tuple[str, ...]:
-    transient = [name for name in unreferenced if names.is_transient(name)]
+    transient = [name for name in unreferenced if names.is_commit_temporary(name)]
     noted = noted_pending_deletes(directory, names, unreferenced)
     shards = []
     if is_known:

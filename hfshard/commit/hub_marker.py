@@ -7,7 +7,7 @@ import shutil
 from typing import Final
 from urllib.parse import unquote, urlsplit
 
-from hfshard._util.addresses import check_slashes, is_address, is_store_url, parse_address, suggest_address
+from hfshard._util.addresses import check_slashes, is_store_address, is_store_url, parse_address, suggest_address
 from hfshard._util.arguments import absolute_path, checked_path_text
 from hfshard._util.text import without_url_secrets
 from hfshard.constants import FORMAT_VERSION, HUB_MARKER, MAX_CONFIG_BYTES
@@ -132,7 +132,7 @@ def reject_hub_directory(directory: str) -> None:
     Raises:
         SaveDirectoryError: The directory is a directory hub, or is in one. A store never is.
     """
-    if is_address(directory):
+    if is_store_address(directory):
         return
     hub = find_enclosing_hub(directory)
     if hub is not None:

@@ -95,7 +95,7 @@ class StoreState:
         return {name: sha256_of(raw) for name, raw in found.items() if raw is not None}
 
 
-def read_state(store: Store, names: WeightNames, folders: Collection[str] = ()) -> StoreState:
+def read_store_state(store: Store, names: WeightNames, folders: Collection[str] = ()) -> StoreState:
     """Inspect a place in a store. Only listed objects are read.
 
     Args:
@@ -221,9 +221,9 @@ def known(store: Store, found: StoredObject) -> bytes | None:
     return raw if etag == found.etag and len(raw) == found.size else None
 
 
-def forget() -> None:
+def forget_puts() -> None:
     """Empty the cache."""
     _OBJECTS.clear()
 
 
-os.register_at_fork(after_in_child=forget)
+os.register_at_fork(after_in_child=forget_puts)

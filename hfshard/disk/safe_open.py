@@ -18,7 +18,7 @@ from hfshard.errors import (
     MissingShardError,
     SaveDirectoryError,
     UnsafePathError,
-    remedy,
+    repair_hint,
 )
 
 Identity = tuple[int, int, int, int]
@@ -66,7 +66,7 @@ def open_regular(path: str, root: str, real_root: str | None = None) -> int:
         if error.errno in NO_FILES_LEFT:
             hint = "close some, or raise the limit, for example: ulimit -n 65536"
             raise OSError(error.errno, f"{error.strerror}: {hint}", path) from error
-        todo = f"Run: chmod u+r {path}" if error.errno in (errno.EACCES, errno.EPERM) else remedy(path)
+        todo = f"Run: chmod u+r {path}" if error.errno in (errno.EACCES, errno.EPERM) else repair_hint(path)
         raise DamagedCheckpointError(f"File '{path}' can't be opened: {error.strerror}. {todo}", path=path) from error
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
@@ -138,7 +138,7 @@ def _missing(path: str, root: str) -> MissingShardError:
 def _irregular(path: str) -> DamagedCheckpointError:
     what = f"leads to '{os.path.realpath(path)}', which is not" if os.path.islink(path) else "is not"
     return DamagedCheckpointError(
-        f"'{path}' {what} a regular file, and a checkpoint consists of regular files. {remedy(path)}", path=path
+        f"'{path}' {what} a regular file, and a checkpoint consists of regular files. {repair_hint(path)}", path=path
     )
 
 
@@ -159,7 +159,8 @@ def read_small(path: str, root: str, limit: int) -> tuple[bytes, Identity]:
         status = os.fstat(fd)
         if status.st_size > limit:
             raise DamagedCheckpointError(
-                f"'{path}' has {status.st_size} bytes, but such a file has at most {limit}. {remedy(path)}", path=path
+                f"'{path}' has {status.st_size} bytes, but such a file has at most {limit}. {repair_hint(path)}",
+                path=path,
             )
         return read_text(fd, limit, path), identity_of(status)
     finally:
@@ -179,7 +180,7 @@ def read_text(fd: int, limit: int, path: str) -> bytes:
     while left and (block := os.read(fd, min(left, COPY_BYTES))):
         if b"\0" in block:
             raise DamagedCheckpointError(
-                f"'{path}' is damaged: it contains zero bytes, as after a power failure. {remedy(path)}",
+                f"'{path}' is damaged: it contains zero bytes, as after a power failure. {repair_hint(path)}",
                 path=path,
             )
         blocks.append(block)

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.futures import Future
 
-from hfshard._util.addresses import is_address
+from hfshard._util.addresses import is_store_address
 from hfshard._util.arguments import absolute_path, wraps_os_errors
 from hfshard._util.progress import ProgressCallback, byte_progress
 from hfshard._util.text import describe_error, shorten_list
@@ -273,7 +273,7 @@ def _directory_path(path: str | os.PathLike[str], argument: str) -> str:
         InvalidPathError: It is a store address: the ranks' parts are assembled in files on disk.
     """
     directory = absolute_path(path, argument)
-    if is_address(directory):
+    if is_store_address(directory):
         raise InvalidPathError(
             f"{argument}={directory!r} is the address of a store, and StorageWriter saves into directories. Call "
             "hfshard.save_state_dict(state_dict, address) on every rank.",

@@ -41,7 +41,7 @@ from hfshard.places.source import CheckpointSource, ResolvedSource, open_source,
 from hfshard.shards.ranged_shard import RangedShard
 from hfshard.shards.shard import SafetensorsShard
 from hfshard.shards.shard_file import SafetensorsFile
-from hfshard.tensors.parameter_names import compare, without_wrappers, wrapped_prefixes
+from hfshard.tensors.parameter_names import compare_keys, without_wrappers, wrapped_prefixes
 from hfshard.tensors.state_dict import (
     assign,
     collect_state_dict,
@@ -333,7 +333,7 @@ def _reject_misfits(checkpoint: OpenCheckpoint, like: Mapping[str, torch.Tensor]
     """
     stored = stored_tensors(checkpoint)
     there = {name: stored[name] for name in like if name in stored}
-    difference = compare(there, like)
+    difference = compare_keys(there, like)
     difference.raise_unless_allowed(strict=True, path=checkpoint.directory, matched=len(there))
     for name, tensor in there.items():
         wanted = like[name].dtype
@@ -496,8 +496,12 @@ class SharedLoad:
         """
         if self._status is None:
             return
-        files = files_of(checkpoint)
-        digests = [checkpoint_digest(checkpoint, config), digest_of(sorted(files)), digest_of(file_identities(files))]
+        files = files_with_tensors(checkpoint)
+        digests = [
+            checkpoint_digest(checkpoint, config),
+            json_digest(sorted(files)),
+            json_digest(file_identities(files)),
+        ]
         told = self._meet("checked", json.dumps(digests).encode())
         said = {rank: json.loads(words) for rank, words in told.items()}
         self._reject_others(checkpoint, {rank: words[0] for rank, words in said.items()})
@@ -544,8 +548,8 @@ class SharedLoad:
     def _check_share(self, checkpoint: OpenCheckpoint, progress: bool | None) -> None:
         """Compare this rank's share of the files with their checksums."""
         assert self._status is not None
-        files = files_of(checkpoint)
-        seen = self._meet("files", digest_of(file_identities(files)).encode())
+        files = files_with_tensors(checkpoint)
+        seen = self._meet("files", json_digest(file_identities(files)).encode())
         sharing = [rank for rank, sighting in seen.items() if sighting == seen[self._status.rank]]
         names = sorted(files)
         owners = assign_owners([files[name].size for name in names], sharing)
@@ -668,7 +672,7 @@ def _cache_of(source: CheckpointSource) -> bytes:
     existing = root
     while not os.path.exists(existing):
         existing = os.path.dirname(existing)
-    return _CACHE + json.dumps([*place_of(os.stat(existing).st_dev), root]).encode(errors="surrogateescape")
+    return _CACHE + json.dumps([*host_and_device(os.stat(existing).st_dev), root]).encode(errors="surrogateescape")
 
 
 def _snapshot_of(local: ResolvedSource, source: CheckpointSource) -> bytes:
@@ -693,7 +697,7 @@ def _is_of_collective(error: RuntimeError) -> bool:
 # Identity of an opened checkpoint: what ranks compare to find out whether they have the same one.
 
 
-def files_of(checkpoint: OpenCheckpoint) -> dict[str, SafetensorsShard | PickleFile]:
+def files_with_tensors(checkpoint: OpenCheckpoint) -> dict[str, SafetensorsShard | PickleFile]:
     """Return name -> file, for the files that contain tensors."""
     return {**checkpoint.shards, **checkpoint.pickles}
 
@@ -703,12 +707,12 @@ def file_identities(files: Mapping[str, SafetensorsShard | PickleFile]) -> list[
     said: list[list[str | int]] = []
     for name, file in sorted(files.items()):
         device, *rest = file.identity
-        place = ["far", device] if isinstance(file, RangedShard) else place_of(device)
+        place = ["far", device] if isinstance(file, RangedShard) else host_and_device(device)
         said.append([name, *place, *rest])
     return said
 
 
-def place_of(device: int) -> list[str | int]:
+def host_and_device(device: int) -> list[str | int]:
     """Identify a file system; a network file system has a different device number on each machine."""
     return ["network"] if is_remote(device) else [_host(), device]
 
@@ -724,7 +728,7 @@ def checkpoint_digest(checkpoint: OpenCheckpoint, config: bytes | None) -> str:
     """Compute a digest of what is stored, from the index and the config of the model that is built."""
     index = checkpoint.index
     files = {name: asdict(digest) for name, digest in index.files.items()}
-    return digest_of([index.weight_map, index.tied_names, files, sha256_of(config or b"")])
+    return json_digest([index.weight_map, index.tied_names, files, sha256_of(config or b"")])
 
 
 def contents_digest(checkpoint: OpenCheckpoint) -> str:
@@ -735,9 +739,9 @@ def contents_digest(checkpoint: OpenCheckpoint) -> str:
     """
     recorded = checkpoint.index.files
     shards = {name: shard.fingerprint() for name, shard in checkpoint.shards.items() if name not in recorded}
-    return digest_of({**shards, **{name: file.size for name, file in checkpoint.pickles.items()}})
+    return json_digest({**shards, **{name: file.size for name, file in checkpoint.pickles.items()}})
 
 
-def digest_of(said: object) -> str:
+def json_digest(said: object) -> str:
     """Compute a digest that is equal for two values if, and only if, their JSON is the same."""
     return sha256_of(json.dumps(said, sort_keys=True).encode(errors="surrogatepass"))

@@ -104,7 +104,7 @@ class SharedPush:
         except NotEnoughSpaceError as error:
             raise NotEnoughSpaceError(
                 f"{error.message} It is by way of this directory that a model which is spread over ranks is pushed: "
-                f"{elsewhere('has more space')}",
+                f"{temporary_directory_hint('has more space')}",
                 path=folder.path,
             ) from error
 
@@ -182,12 +182,12 @@ class StagingFolder:
         if self.unseen_by:
             raise InvalidArgumentError(
                 f"Rank {self.unseen_by[0]} does not see '{self.path}' of rank {self.seen_by[0]}, by way of which this "
-                f"model is pushed. Nothing was pushed: {elsewhere('all ranks see')}",
+                f"model is pushed. Nothing was pushed: {temporary_directory_hint('all ranks see')}",
                 path=self.path,
             )
 
 
-def elsewhere(need: str) -> str:
+def temporary_directory_hint(need: str) -> str:
     """Describe, for a message, what to do if the temporary directory is unsuitable.
 
     Args:

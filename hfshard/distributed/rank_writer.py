@@ -15,7 +15,7 @@ from itertools import repeat
 from threading import Event
 from typing import Any, Final, Literal, Self
 
-from hfshard._util.addresses import is_address
+from hfshard._util.addresses import is_store_address
 from hfshard._util.progress import ProgressCallback
 from hfshard._util.threads import delay_interrupt, start_worker
 from hfshard.commit.transaction import KnownFile, link_if_same, upload_files
@@ -224,7 +224,7 @@ class RankWriter:
         return found
 
     def _write(self, job: WriteJob, checksum: str | None) -> FileDigest:
-        if is_address(job.path):
+        if is_store_address(job.path):
             address, _, name = job.path.rpartition("/")
             return upload_files(open_store(address), {name: job}, checksum)[name]
         try:

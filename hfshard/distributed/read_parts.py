@@ -27,7 +27,7 @@ from hfshard.shards.ranged_shard import (
     DEFAULT_MEMORY,
     GAP_BYTES,
     REQUEST_BYTES,
-    Comparison,
+    DigestComparison,
     Piece,
     RangedShard,
     UnorderedDigest,
@@ -90,7 +90,9 @@ def prepare_reads(
     finder = _Finder(checkpoint, is_far)
     parts = [finder.part(name, target) for name, target in wanted]
     reader = PartReader(checkpoint.level)
-    return partial(reader.read_all, sorted(parts, key=Part.place), checkpoint.folder.memory_bytes, checkpoint.progress)
+    return partial(
+        reader.read_all, sorted(parts, key=PartToRead.place), checkpoint.folder.memory_bytes, checkpoint.progress
+    )
 
 
 def stored_tensors(checkpoint: OpenCheckpoint) -> dict[str, torch.Tensor]:
@@ -117,7 +119,7 @@ class _Finder:
         self._far: dict[Any, bool] = {}
         """Device, or kind of file -> whether it is remote."""
 
-    def part(self, name: str, target: Target) -> Part:
+    def part(self, name: str, target: Target) -> PartToRead:
         """Find what is read into a target.
 
         Raises:
@@ -125,14 +127,14 @@ class _Finder:
         """
         source, shape = self._source(name)
         if isinstance(target, BoxTarget):
-            part = Part(source, shape, target.box, target.tensor.detach())
+            part = PartToRead(source, shape, target.box, target.tensor.detach())
             _check_target(name, part)
             return part
         whole = _spread(target, name) if is_dtensor(target) else target
         if isinstance(whole, SpreadTensor):
-            part = Part(source, whole.stored_sizes, whole.stored_box, whole.part().detach())
+            part = PartToRead(source, whole.stored_sizes, whole.stored_box, whole.part().detach())
         else:
-            part = Part(source, tuple(whole.shape), whole_box(whole.shape), whole.detach())
+            part = PartToRead(source, tuple(whole.shape), whole_box(whole.shape), whole.detach())
         expected = tuple(whole.shape)
         if shape != expected:
             raise StateDictMismatchError(
@@ -186,7 +188,7 @@ def _spread(target: DTensor, name: str) -> SpreadTensor:
         raise InvalidArgumentError(f"Can't load into '{name}', and nothing was loaded: {problem}", fqn=name) from error
 
 
-def _check_target(name: str, part: Part) -> None:
+def _check_target(name: str, part: PartToRead) -> None:
     """Reject a target that cannot be written to.
 
     Raises:
@@ -240,7 +242,7 @@ class FileTensor:
     """True if the file is read over the network."""
 
 
-class Part(NamedTuple):
+class PartToRead(NamedTuple):
     """The part of one stored tensor to read."""
 
     source: FileTensor | torch.Tensor
@@ -256,12 +258,12 @@ class Part(NamedTuple):
         return ("", 0) if isinstance(self.source, torch.Tensor) else (self.source.shard.path, self.source.start)
 
 
-def is_ranged(part: Part) -> bool:
+def is_ranged(part: PartToRead) -> bool:
     """Return whether a part is in a file that is read by ranges."""
     return isinstance(part.source, FileTensor) and isinstance(part.source.shard, RangedShard)
 
 
-def blocks_of(part: Part, block_bytes: int = 0) -> Iterator[Part]:
+def blocks_of(part: PartToRead, block_bytes: int = 0) -> Iterator[PartToRead]:
     """Split a part into blocks, each of which is read at once, in row-major order.
 
     The blocks of a contiguous target are contiguous.
@@ -347,11 +349,13 @@ class PartReader:
     """The reads of one `read_parts` call."""
 
     def __init__(self, level: Verify = "none") -> None:
-        """Read nothing yet; `level` sets what is compared of files that are read by ranges (see `Comparison`)."""
+        """Read nothing yet; `level` sets what is compared of files that are read by ranges (see `DigestComparison`)."""
         self._level = level
         self._stages: list[torch.Tensor] = []
 
-    def read_all(self, parts: Sequence[Part], memory_bytes: int = DEFAULT_MEMORY, progress: bool | None = False) -> int:
+    def read_all(
+        self, parts: Sequence[PartToRead], memory_bytes: int = DEFAULT_MEMORY, progress: bool | None = False
+    ) -> int:
         """Read parts into place, in their order, and return the bytes that were read.
 
         Args:
@@ -370,7 +374,7 @@ class PartReader:
         increment_version([part.target for part in parts if not part.target.is_inference()])
         return count_bytes
 
-    def read(self, part: Part) -> int:
+    def read(self, part: PartToRead) -> int:
         """Read a part into place, and return the bytes that were read."""
         source, sizes, box, target = part
         if isinstance(source, torch.Tensor):
@@ -461,21 +465,21 @@ class RangedParts:
     """Parts of tensors in files that are read by ranges, for one call."""
 
     def __init__(self, level: Verify) -> None:
-        """Request nothing yet; `level` sets what is compared (see `Comparison`)."""
+        """Request nothing yet; `level` sets what is compared (see `DigestComparison`)."""
         self._level = level
         self._pieces: dict[RangedShard, list[Piece]] = {}
-        self._comparisons: dict[RangedShard, Comparison] = {}
+        self._comparisons: dict[RangedShard, DigestComparison] = {}
         self._whole: dict[RangedShard, set[str]] = {}
         """The tensors whose bytes are all hashed as they arrive."""
 
-    def add(self, part: Part) -> list[Part]:
+    def add(self, part: PartToRead) -> list[PartToRead]:
         """Add a part; return those of its blocks that need several requests each, which are not added."""
         source = part.source
         assert isinstance(source, FileTensor)
         shard = source.shard
         assert isinstance(shard, RangedShard)
         if shard not in self._comparisons:
-            self._comparisons[shard] = Comparison(shard, self._level)
+            self._comparisons[shard] = DigestComparison(shard, self._level)
             self._pieces[shard] = []
             self._whole[shard] = set()
         comparison, pieces, whole = self._comparisons[shard], self._pieces[shard], self._whole[shard]
@@ -483,7 +487,7 @@ class RangedParts:
         if part.box == whole_box(part.sizes) and source.name not in whole:
             digest = comparison.digest_of(shard.header.tensors[source.name])
             whole.add(source.name)
-        left: list[Part] = []
+        left: list[PartToRead] = []
         for block in blocks_of(part, REQUEST_BYTES):
             found = _pieces_of(block, source, digest)
             pieces += found
@@ -510,7 +514,7 @@ class RangedParts:
         return count_bytes
 
 
-def _pieces_of(block: Part, source: FileTensor, digest: UnorderedDigest | None) -> list[Piece]:
+def _pieces_of(block: PartToRead, source: FileTensor, digest: UnorderedDigest | None) -> list[Piece]:
     """List the independent requests that fill a block; none if they cannot be independent."""
     _, sizes, box, target = block
     runs = Runs.of_box(sizes, source.dtype.itemsize, box)
@@ -536,7 +540,7 @@ def _hash(digest: UnorderedDigest, start: int, found: memoryview, cancelled: thr
 
 
 def _take_runs(
-    block: Part,
+    block: PartToRead,
     source: FileTensor,
     runs: Runs,
     digest: UnorderedDigest | None,

@@ -13,7 +13,7 @@ from typing import Any, Final, Self
 
 import torch.distributed as dist
 
-from hfshard._util.addresses import is_address
+from hfshard._util.addresses import is_store_address
 from hfshard._util.arguments import absolute_path
 from hfshard.commit.transaction import OwnShardWriter
 from hfshard.constants import MAX_INDEX_BYTES
@@ -31,8 +31,8 @@ from hfshard.distributed.tensor_owners import (
     Mesh,
     RankGroup,
     TensorOwners,
-    digest_of,
     list_tensors,
+    listing_digest,
 )
 from hfshard.errors import HfshardError, InvalidArgumentError, RankFailedError, RankMissingError
 from hfshard.format.digests import sha256_of
@@ -118,7 +118,7 @@ def skip_save(save_directory: str | os.PathLike[str]) -> None:
 
 def _meeting_place(directory: str) -> str:
     """Return the name by which all ranks know the place of a save, with links resolved."""
-    return directory if is_address(directory) else os.path.realpath(directory)
+    return directory if is_store_address(directory) else os.path.realpath(directory)
 
 
 def needs_all_ranks(request: SaveRequest) -> bool:
@@ -150,7 +150,7 @@ def save_on_ranks(
     """
     index, listing = write_on_ranks(request, directory, status, check, group=group)
     if index is not None:
-        SaveOutcome.tell(status, index, digest_of(listing.to_json()))
+        SaveOutcome.tell(status, index, listing_digest(listing.to_json()))
         return index
     return SaveOutcome.awaited(status).index(status, os.path.join(directory, request.options.names.index))
 
@@ -204,7 +204,7 @@ def _save_replicas(
     is_leader = status.rank == status.leader
     total_bytes = sum(entry.layout.nbytes for entry in listing.entries.values())
     has_all = len(status.ranks) > 1 and status.ranks == list(call_ranks())
-    if may_share and has_all and total_bytes >= SHARED_FROM_BYTES and not is_address(directory):
+    if may_share and has_all and total_bytes >= SHARED_FROM_BYTES and not is_store_address(directory):
         writer = ReplicaWriter(status, request.tensors)
         if not is_leader:
             writer.follow()
@@ -267,7 +267,7 @@ def exchange_listings(
         The groups of ranks, and digest -> listing; the same on every rank.
     """
     raw = listing.to_json()
-    digest = digest_of(raw)
+    digest = listing_digest(raw)
     status.tell(f"holding{what}", json.dumps([digest, meshes]).encode())
     if status.rank == status.leader:
         said: dict[bytes, list[int]] = {}
@@ -338,7 +338,7 @@ def _late(request: SaveRequest, directory: str, status: SaveStatus) -> Checkpoin
     """Await the save of the ranks that came before this one: it must contain the same tensors."""
     outcome = SaveOutcome.awaited(status)
     listing, _ = list_tensors(request, held := dict[str, LocalTensor](request.tensors))
-    if digest_of(listing.to_json()) != outcome.listing_digest:
+    if listing_digest(listing.to_json()) != outcome.listing_digest:
         raise InvalidArgumentError(
             f"The others saved without rank {status.rank}, which came late with {len(held)} other tensors: the "
             "checkpoint lacks them. Make this call on every rank with collective=True, and save again."

@@ -32,7 +32,7 @@ LocalTensor = TensorLike | SpreadTensor
 """A rank's value for one name: a complete tensor, or a part of one."""
 
 
-class TensorEntry(NamedTuple):
+class ListedTensor(NamedTuple):
     """One tensor of a rank. The entry is the same on all ranks that have parts of the tensor in the same way."""
 
     layout: TensorLayout
@@ -77,7 +77,7 @@ class Mesh(NamedTuple):
 class Listing:
     """The tensors of one rank, and what its request states about their names."""
 
-    entries: dict[str, TensorEntry]
+    entries: dict[str, ListedTensor]
     """In the order in which the tensors are stored."""
     tied_names: dict[str, str]
     undeclared_ties: tuple[str, ...]
@@ -92,7 +92,7 @@ class Listing:
     def from_json(cls, raw: bytes) -> Self:
         """Decode another rank's listing."""
         entries, tied_names, undeclared_ties, separate_names = json.loads(raw)
-        parsed = {name: TensorEntry.from_json(value) for name, value in entries}
+        parsed = {name: ListedTensor.from_json(value) for name, value in entries}
         return cls(parsed, tied_names, tuple(undeclared_ties), tuple(separate_names))
 
 
@@ -136,20 +136,20 @@ def list_tensors(request: SaveRequest, tensors: Mapping[str, LocalTensor]) -> tu
     return listing, tuple(numbers)
 
 
-def _entry(name: str, tensor: LocalTensor, numbers: dict[Mesh, int]) -> TensorEntry:
+def _entry(name: str, tensor: LocalTensor, numbers: dict[Mesh, int]) -> ListedTensor:
     if not isinstance(tensor, SpreadTensor):
         check_storable(name, tensor)
         layout = tensor_layout(tensor)
-        return TensorEntry(layout, 1, (layout.nbytes,), None, None, ())
+        return ListedTensor(layout, 1, (layout.nbytes,), None, None, ())
     layout = tensor_layout(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
     mesh = Mesh(tensor.mesh.shape, tensor.mesh.ranks)
     number = numbers.setdefault(mesh, len(numbers))
-    return TensorEntry(
+    return ListedTensor(
         layout, tensor.dtype.itemsize, tensor.source_shape, tensor.window, number, tensor.mesh.placements
     )
 
 
-def digest_of(listing_json: bytes) -> str:
+def listing_digest(listing_json: bytes) -> str:
     """Compute the digest that distinguishes two listings."""
     return sha256_of(listing_json)
 
@@ -256,7 +256,7 @@ class TensorOwners:
         first_group: dict[str, RankGroup] = {}
         for group in groups:
             first_group.setdefault(group.digest, group)
-        entries: dict[str, TensorEntry] = {}
+        entries: dict[str, ListedTensor] = {}
         ways: dict[str, tuple[_Way, ...]] = {}
         whole_on: dict[str, int] = {}
         for digest, group in first_group.items():
@@ -290,7 +290,7 @@ class TensorOwners:
         return self._parts[name]
 
 
-def _check_agreement(name: str, known: TensorEntry, entry: TensorEntry, rank: int) -> None:
+def _check_agreement(name: str, known: ListedTensor, entry: ListedTensor, rank: int) -> None:
     if known._replace(mesh=None) == entry._replace(mesh=None) and (known.mesh is None) == (entry.mesh is None):
         return
     raise InvalidArgumentError(
@@ -302,12 +302,12 @@ def _check_agreement(name: str, known: TensorEntry, entry: TensorEntry, rank: in
     )
 
 
-def _in_words(entry: TensorEntry) -> str:
+def _in_words(entry: ListedTensor) -> str:
     how = "whole" if entry.mesh is None else f"spread by {[tuple(one) for one in entry.placements]}"
     return f"a {entry.layout.dtype} of shape {list(entry.layout.shape)}, {how}"
 
 
-def _united_ties(listings: Sequence[Listing], stored: Mapping[str, TensorEntry]) -> dict[str, str]:
+def _united_ties(listings: Sequence[Listing], stored: Mapping[str, ListedTensor]) -> dict[str, str]:
     """Merge the ties of all ranks; reject a name that one rank stores and another one ties."""
     ties: dict[str, str] = {}
     for listing in listings:
@@ -336,7 +336,7 @@ class _PartsFinder:
             self._whole[nbytes, rank] = Parts([Part((rank,), runs)] if nbytes else [])
         return self._whole[nbytes, rank]
 
-    def spread(self, name: str, entry: TensorEntry, ways: tuple[_Way, ...]) -> Parts:
+    def spread(self, name: str, entry: ListedTensor, ways: tuple[_Way, ...]) -> Parts:
         """Find the parts of a tensor that is spread over the meshes of these listings.
 
         Raises:
@@ -367,7 +367,7 @@ class _PartsFinder:
         digests = {digest for digest, _ in ways}
         return {rank for group in self._groups if group.digest in digests for rank in group.ranks}
 
-    def _layouts_of(self, entry: TensorEntry, ways: tuple[_Way, ...]) -> list[MeshLayout]:
+    def _layouts_of(self, entry: ListedTensor, ways: tuple[_Way, ...]) -> list[MeshLayout]:
         """List the distinct layouts of a tensor on the ranks of these listings."""
         found = {
             group.meshes[mesh].layout(entry.placements)

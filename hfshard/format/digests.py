@@ -94,7 +94,7 @@ def sha256_of(raw: bytes) -> str:
     return hashlib.sha256(raw).hexdigest()
 
 
-def zeroed(header: bytes, digests: Sequence[tuple[str, str]]) -> bytes:
+def with_zeroed_digests(header: bytes, digests: Sequence[tuple[str, str]]) -> bytes:
     """Replace the digests in a single file's header by zeros: the digests are computed over these bytes.
 
     Args:

@@ -91,7 +91,7 @@ class WeightNames:
         """Return whether a file is named like a shard of the pickled weights."""
         return self._bin_shard.fullmatch(name) is not None
 
-    def is_transient(self, name: str) -> bool:
+    def is_commit_temporary(self, name: str) -> bool:
         """Return whether a file has a temporary name, which exists only during a commit."""
         return self._transient.fullmatch(name) is not None
 

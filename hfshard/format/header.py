@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from hfshard._util.threads import pause_gc
 from hfshard.constants import DATA_ALIGNMENT, LFS_POINTER_MARK, MAX_DIMENSIONS, MAX_HEADER_BYTES
-from hfshard.errors import DamagedCheckpointError, UnstorableTensorError, remedy
+from hfshard.errors import DamagedCheckpointError, UnstorableTensorError, repair_hint
 from hfshard.format.strict_json import parse_json_object, without_padding
 from hfshard.tensors.stored_tensor import DTYPE_BITS
 
@@ -144,7 +144,7 @@ def read_header_length(first: bytes, file_bytes: int, path: str) -> int:
         if len(first) < LENGTH_BYTES:
             declared = f"it has {file_bytes} bytes, fewer than the 8 that every file begins with"
         raise DamagedCheckpointError(
-            f"Shard '{path}' is not a valid safetensors file: {declared}. {remedy(path)}",
+            f"Shard '{path}' is not a valid safetensors file: {declared}. {repair_hint(path)}",
             path=path,
             expected=length,
             actual=file_bytes,
@@ -173,7 +173,7 @@ def parse_header(raw: bytes, file_bytes: int, path: str) -> Header:
         problem = "is truncated" if data_start + at > file_bytes else "has bytes after its last tensor"
         raise DamagedCheckpointError(
             f"Shard '{path}' {problem}: its header declares data through byte {data_start + at}, "
-            f"the file has {file_bytes}. {remedy(path)}",
+            f"the file has {file_bytes}. {repair_hint(path)}",
             path=path,
             expected=data_start + at,
             actual=file_bytes,
@@ -197,7 +197,7 @@ def _contents(raw: bytes, path: str) -> tuple[dict[str, TensorInfo], dict[str, s
 
 
 def _parsed(raw: bytes, path: str) -> dict[str, Any]:
-    entries = parse_json_object(raw, path=path, what="The header of shard", remedy=remedy(path))
+    entries = parse_json_object(raw, path=path, what="The header of shard", remedy=repair_hint(path))
     if not raw.startswith(b"{"):
         raise damaged_header(path, "it must begin with '{' (safetensors libraries of other languages refuse it)")
     return entries
@@ -300,5 +300,5 @@ def _are_sizes(values: Any) -> bool:
 def damaged_header(path: str, problem: str, fqn: str | None = None) -> DamagedCheckpointError:
     """Build the error for a file with a damaged header."""
     return DamagedCheckpointError(
-        f"The header of shard '{path}' is damaged: {problem}. {remedy(path)}", path=path, fqn=fqn
+        f"The header of shard '{path}' is damaged: {problem}. {repair_hint(path)}", path=path, fqn=fqn
     )

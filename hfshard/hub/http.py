@@ -39,7 +39,7 @@ from hfshard.stores.hub_calls import (
     describe_token,
     hide_secrets,
     http_library,
-    is_passing,
+    is_transient_error,
     offline_variable,
     retry_after,
     shown_endpoint,
@@ -397,7 +397,7 @@ def _path(name: object) -> str:
     return name
 
 
-def ask(
+def send_request(
     repo_id: str, token: str | bool | None, question: Callable[[], _Answer], *, revision: str | None = None
 ) -> _Answer:
     """Send a request that is safe to repeat, and retry it if the Hub is busy or its response is lost.
@@ -411,7 +411,7 @@ def ask(
                 return question()
         except HubConnectionError as error:
             cause = error.__cause__
-            if attempt == ATTEMPTS or cause is None or not is_passing(cause):
+            if attempt == ATTEMPTS or cause is None or not is_transient_error(cause):
                 raise
             wait_and_retry(attempt + 1, cause, f"'{repo_id}' could not be asked")
     raise AssertionError("unreachable")

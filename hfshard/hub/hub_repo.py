@@ -16,12 +16,12 @@ from hfshard.constants import BIN_SUFFIX, CONFIG_NAME, MAX_INDEX_BYTES, README, 
 from hfshard.disk.byte_source import ByteSource, BytesSource
 from hfshard.errors import HfshardError, HubConnectionError, HubError, HubNotFoundError, IntegrityError
 from hfshard.format.file_names import INDEX_FILE
-from hfshard.hub.http import HubReader, ask, translate_hub_errors, tree_of
+from hfshard.hub.http import HubReader, send_request, translate_hub_errors, tree_of
 from hfshard.hub.repo import CommitRequest, PushResult, RepoTree, StaleParentError, full_name, pr_revision
 from hfshard.hub.upload import close_readers, operations_for, rewind_readers, xet_tokens
 from hfshard.stores.hub_calls import (
     ATTEMPTS,
-    is_passing,
+    is_transient_error,
     shown_endpoint,
     status_of,
     transport_errors,
@@ -57,7 +57,7 @@ class HubRepo:
         self.token = token
         self._api = _Api(token=token)
         make = partial(self._api.create_repo, repo_id, private=private, exist_ok=True)
-        self.repo_id = ask(repo_id, token, make).repo_id
+        self.repo_id = send_request(repo_id, token, make).repo_id
         self._known: RepoTree | None = None
         self._branches = {"main"}
         """Names of known branches."""
@@ -68,7 +68,7 @@ class HubRepo:
         Raises:
             HubNotFoundError, HubAccessError, HubConnectionError: The repo can't be seen.
         """
-        self._known = ask(self.repo_id, self.token, partial(self._tree, revision), revision=revision)
+        self._known = send_request(self.repo_id, self.token, partial(self._tree, revision), revision=revision)
         return self._known
 
     def _tree(self, revision: str | None) -> RepoTree | None:
@@ -91,7 +91,7 @@ class HubRepo:
             )
         full_name(branch)
         make = partial(self._api.create_branch, self.repo_id, branch=branch, exist_ok=True)
-        ask(self.repo_id, self.token, make, revision=branch)
+        send_request(self.repo_id, self.token, make, revision=branch)
         self._branches.add(branch)
 
     def read(self, path: str, commit: str) -> bytes:
@@ -166,7 +166,7 @@ class HubRepo:
         """Reject a tag or a commit before anything is sent; the Hub itself rejects it only afterwards."""
         if revision in self._branches or revision.startswith("refs/"):
             return
-        refs = ask(self.repo_id, self.token, partial(self._api.list_repo_refs, self.repo_id))
+        refs = send_request(self.repo_id, self.token, partial(self._api.list_repo_refs, self.repo_id))
         self._branches |= {branch.name for branch in refs.branches}
         if revision not in self._branches:
             kind = "tag" if revision in {tag.name for tag in refs.tags} else "commit"
@@ -177,7 +177,7 @@ class HubRepo:
             )
 
     def _xet_tokens(self) -> XetTokens | None:
-        return ask(self.repo_id, self.token, partial(xet_tokens, self.repo_id, self.token))
+        return send_request(self.repo_id, self.token, partial(xet_tokens, self.repo_id, self.token))
 
 
 class _Counter:
@@ -344,7 +344,7 @@ class RemoteCommit:
     def _may_try_again(self, error: BaseException, *, uploading: bool) -> bool:
         """Return whether a retry may succeed: after a failed connection, a busy server, an expired storage URL."""
         if isinstance(error, HfHubHTTPError):
-            return is_passing(error) or (uploading and status_of(error) in _EXPIRED)
+            return is_transient_error(error) or (uploading and status_of(error) in _EXPIRED)
         return isinstance(error, self.failures)
 
     def _landed(self) -> PushResult | None:

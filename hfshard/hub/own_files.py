@@ -7,13 +7,13 @@ import os
 from collections.abc import Collection, Hashable, Iterable, Mapping
 from typing import Final
 
-from hfshard._util.addresses import is_address
+from hfshard._util.addresses import is_store_address
 from hfshard._util.text import shorten_list
 from hfshard._util.threads import run_in_threads
 from hfshard.checkpoint.folder import RangedFolder
 from hfshard.checkpoint.locate import locate_checkpoint
 from hfshard.commit.directory_commit import LOCK_WAIT_SECONDS
-from hfshard.commit.directory_state import read_state
+from hfshard.commit.directory_state import read_directory_state
 from hfshard.constants import CONFIG_NAME, GENERATION_CONFIG_NAME, README, SIGNATURE_NAME
 from hfshard.disk.byte_source import ByteSource, FileSource, contents_equal, file_source
 from hfshard.disk.fsops import locked_directory
@@ -77,7 +77,7 @@ class OwnFiles:
         weights: Mapping[str, ByteSource] | None = None,
     ) -> None:
         self._place = place
-        self._store = open_store(place) if is_address(place) else None
+        self._store = open_store(place) if is_store_address(place) else None
         replaces, unnamed = self._look(names)
         own = {name: source for name, source in new.items() if not (replaces and _is_of_a_checkpoint(name))}
         weights = {name: source for name, source in (weights or {}).items() if name in unnamed}
@@ -122,7 +122,7 @@ class OwnFiles:
         if not os.path.isdir(self._place):
             return False, set()
         with locked_directory(self._place, wait_seconds=LOCK_WAIT_SECONDS):
-            state = read_state(self._place, names)
+            state = read_directory_state(self._place, names)
         # Leftovers of a killed save are removed, as a save does. But without any index, shards may be all that is left
         # of another model.
         leftovers = {name for name in state.leftovers if names.is_shard(name)}

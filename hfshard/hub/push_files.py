@@ -283,7 +283,7 @@ def is_weights(name: str, names: WeightNames) -> bool:
     own = (names.single, names.index, names.hub_index, names.bin_single, names.bin_index)
     if name in own or names.is_shard(name) or names.is_bin_shard(name):
         return True
-    return names.is_transient(name) or names.is_stored_index(name)
+    return names.is_commit_temporary(name) or names.is_stored_index(name)
 
 
 def stale_names(
@@ -459,7 +459,7 @@ def collect_directory(
             directory, or a name has a backslash or an unprintable character.
         DamagedCheckpointError, UnsafePathError, UnsafePickleError: A checkpoint can't be loaded.
     """
-    found = contents_of(
+    found = collect_push_contents(
         DirectoryFiles(directory, names, follow_links=follow_links),
         allow_patterns=allow_patterns,
         ignore_patterns=ignore_patterns,
@@ -502,7 +502,7 @@ class PushContents:
     """Variant -> name of its entry."""
 
 
-def contents_of(
+def collect_push_contents(
     files: FilesOfPlace,
     *,
     allow_patterns: list[str] | str | None = None,

@@ -186,7 +186,7 @@ def is_commit_id(name: str) -> bool:
     return _COMMIT_ID.fullmatch(name) is not None
 
 
-def kind_of(ref: str) -> RefKind:
+def ref_kind(ref: str) -> RefKind:
     """Return the kind of ref that a full name, such as `refs/heads/main`, denotes."""
     return next(kind for folder, kind in REF_FOLDERS.items() if ref.startswith(folder))
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.distributed import utils as their_utils
 from transformers.distributed.configuration_utils import DistributedConfig
 
-from hfshard._util.addresses import has_lost_slash, is_address
+from hfshard._util.addresses import has_lost_slash, is_store_address
 from hfshard._util.arguments import checked_path_text
 from hfshard.checkpoint.folder import REMOTE_RETRIES
 from hfshard.checkpoint.load_options import LoadOptions, SignatureCheck
@@ -168,7 +168,7 @@ def load_with_overrides(
     asked = _source(path, kwargs)
     call = OverrideCall("from_pretrained", model_class, answer, [] if outer is None else outer.answers)
     shown: Any = path
-    is_far = is_address(path)
+    is_far = is_store_address(path)
     if has_override(model_class, "from_pretrained"):
         if asked is not None and is_far:
             local = local or asked.fetch(options.progress)
@@ -190,7 +190,7 @@ def _asks_for_checks(options: LoadOptions) -> bool:
 
 def _path_for_override(path: Any, kwargs: Mapping[str, Any]) -> Any:
     """Return a path that transformers and overrides can read: a directory hub's snapshot, else the given path."""
-    source = None if is_address(path) else _source(path, kwargs)
+    source = None if is_store_address(path) else _source(path, kwargs)
     is_hub = source is not None and has_hub_marker(hub_directory(source.path) or source.path)
     return source.fetch().path if source is not None and is_hub else path
 
@@ -250,7 +250,7 @@ def _build(
         signed = _check_signature(local, source, kwargs, options)
         reject_file_without_config(local, kwargs)
     except (InvalidArgumentError, CheckpointNotFoundError, HubError):
-        if not options.is_lenient or is_address(path) or has_lost_slash(path):
+        if not options.is_lenient or is_store_address(path) or has_lost_slash(path):
             raise
         return build(path, *model_args, **kwargs)  # which raises its own error, or knows more than hfshard
     if local.weights_name is None and holds_adapter(

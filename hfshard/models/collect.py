@@ -20,7 +20,7 @@ from hfshard.distributed.spread_tensor import has_spread
 from hfshard.errors import InvalidArgumentError
 from hfshard.format.strict_json import dump_json
 from hfshard.models.model_classes import architecture_of, empty_custom_object, view_as_alias
-from hfshard.models.rank_parts import build_meta_model, is_stage, stored_parts, trace_reverted
+from hfshard.models.rank_parts import build_meta_model, is_pipeline_stage, stored_parts, trace_reverted
 from hfshard.saving.save_request import SaveOptions, SaveRequest, WholeModel
 from hfshard.tensors.state_dict import collect_state_dict, has_partitioned, reject_partitioned, reject_sharded_tensors
 from hfshard.tensors.stored_tensor import is_torch_tensor_type, tensor_specs
@@ -62,8 +62,8 @@ def request_from_pretrained(
     tied_names, undeclared_ties = _stored_ties(model, ties, kept, stored)
     files = _model_files(model)
     look = partial(_look_at_whole, model, options) if state_dict is None else None
-    whole = look() if look is not None and is_stage(model) else None
-    if whole is None and look is not None and is_stage(model):
+    whole = look() if look is not None and is_pipeline_stage(model) else None
+    if whole is None and look is not None and is_pipeline_stage(model):
         raise InvalidArgumentError(
             f"{type(model).__name__} is one of several pipeline stages, and the whole can't be built from its config, "
             "to know the order of its names: save it when it is not split."

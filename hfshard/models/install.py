@@ -14,9 +14,9 @@ from hfshard.models.install_settings import (
     add_installation,
     current_settings,
     forget_installations,
-    keeping,
+    use_settings,
 )
-from hfshard.models.patching import METHODS, HandlerLookup, Method, put_in_place, set_global_handler
+from hfshard.models.patching import METHODS, HandlerLookup, Method, patch_method, set_global_handler
 from hfshard.models.small_saves import send_small_saves
 
 _MODELS: Final = "transformers.modeling_utils"
@@ -92,7 +92,7 @@ def _wrap_models(module: ModuleType) -> None:
     base: Any = vars(module).get("PreTrainedModel")
     if base is not None:
         for method in METHODS:
-            put_in_place(base, method)
+            patch_method(base, method)
 
 
 def _stand_in() -> HandlerLookup | None:
@@ -103,7 +103,7 @@ def _stand_in() -> HandlerLookup | None:
     def answer(method: Method, target: Any, /, *args: Any, **kwargs: Any) -> Any:
         from hfshard.models.installed_methods import HANDLERS  # imports torch and transformers
 
-        with keeping(settings):
+        with use_settings(settings):
             return HANDLERS[method](settings, target, *args, **kwargs)
 
     return answer

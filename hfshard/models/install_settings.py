@@ -98,7 +98,7 @@ def current_settings() -> Settings | None:
 
 
 @contextmanager
-def keeping(settings: Settings) -> Iterator[None]:
+def use_settings(settings: Settings) -> Iterator[None]:
     """Apply these settings in this thread until the block ends, whatever other threads do."""
     token = _began_with.set(settings)
     try:

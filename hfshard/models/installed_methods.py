@@ -21,7 +21,7 @@ from hfshard.models.build import handle_from_pretrained, load_on_ranks
 from hfshard.models.install_settings import Settings
 from hfshard.models.load_arguments import SAVE_ARGUMENTS
 from hfshard.models.patching import Method, upstream
-from hfshard.models.saver import answer_save, push_pretrained_model
+from hfshard.models.saver import handle_save_pretrained, push_pretrained_model
 from hfshard.saving.save_request import SaveOptions
 
 MAX_SHARD_SIZE: Final = "50GB"
@@ -30,7 +30,7 @@ MAX_SHARD_SIZE: Final = "50GB"
 _IGNORED: Final = frozenset(("safe_serialization", "save_function"))
 """Arguments of older code that transformers accepts and ignores."""
 
-_SAVING: Final = inspect.signature(answer_save)
+_SAVING: Final = inspect.signature(handle_save_pretrained)
 """The parameters of transformers' `save_pretrained`, in their order, after the model and the options."""
 
 
@@ -65,7 +65,7 @@ def _save(settings: Settings, model: PreTrainedModel, /, *args: Any, **kwargs: A
     if not given.get("is_main_process", True) and not os.path.isfile(given["save_directory"]):
         os.makedirs(given["save_directory"], exist_ok=True)  # every process may write more into it
     given["max_shard_size"] = _size(given.get("max_shard_size", MAX_SHARD_SIZE))
-    answer_save(**given, **named)
+    handle_save_pretrained(**given, **named)
 
 
 def _size(given: Any) -> Any:

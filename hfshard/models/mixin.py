@@ -19,7 +19,7 @@ from hfshard.format.digests import Checksum, Verify
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.models.model_kinds import is_pretrained_class, without_mixin
 from hfshard.models.plain_load import build_module, load_plain
-from hfshard.models.plain_save import answer_save, is_overridden, push_plain, reject_other_model, save_plain
+from hfshard.models.plain_save import handle_plain_save, is_overridden, push_plain, reject_other_model, save_plain
 from hfshard.places.source import CheckpointSource
 from hfshard.saving.save_request import SaveOptions
 from hfshard.shards.read_tensors import ReadMode
@@ -161,7 +161,7 @@ class ShardedModelMixin(PyTorchModelHubMixin):
 
     def _save_pretrained(self, save_directory: Path) -> None:
         """Save a plain module's weights and what `save_pretrained` adds to them; an override may call it."""
-        answer_save(self, save_directory)
+        handle_plain_save(self, save_directory)
 
     @_untyped
     def push_to_hub(

@@ -33,7 +33,7 @@ from hfshard.models.rank_parts import ParallelizedLoad
 from hfshard.places.source import ResolvedSource
 from hfshard.tensors.parameter_names import (
     KeyMismatch,
-    compare,
+    compare_keys,
     has_wrapper_prefix,
     match_prefixes,
     strip_compiled,
@@ -117,7 +117,7 @@ class ModelBuilder:
         model_state = model.state_dict()
         prefix = self.model_class.base_model_prefix
         model_state |= {name.removeprefix(f"{prefix}."): tensor for name, tensor in model_state.items()}
-        mismatched = compare(tensors, model_state).mismatched
+        mismatched = compare_keys(tensors, model_state).mismatched
         shown = KeyMismatch((), (), mismatched).summary() if mismatched else "shapes differ, see the report above"
         return StateDictMismatchError(
             f"The checkpoint '{self.name}' does not fit {self.model_class.__name__}: {shown}. "

@@ -20,7 +20,7 @@ from hfshard._util.threads import ForkSafeLock
 from hfshard.checkpoint.locate import read_config, weights_bytes
 from hfshard.constants import ADAPTER_CONFIG_NAME, MIXIN_MARK
 from hfshard.errors import HfshardError
-from hfshard.models.patching import Method, OverrideCall, current_call, put_in_place
+from hfshard.models.patching import Method, OverrideCall, current_call, patch_method
 
 _ALIAS: Final = "_hfshard_alias"
 """The attribute of a class that keeps its alias class."""
@@ -272,7 +272,7 @@ def call_with_overrides(call: OverrideCall, start: Any, *args: Any, **kwargs: An
     Returns:
         What the method returns.
     """
-    put_in_place(PreTrainedModel, call.method)
+    patch_method(PreTrainedModel, call.method)
     token = current_call.set(call)
     try:
         return getattr(start, call.method)(*args, **kwargs)

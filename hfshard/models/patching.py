@@ -58,7 +58,7 @@ def set_global_handler(find: Callable[[], HandlerLookup | None]) -> None:
     _find_stand_in[:] = [find]
 
 
-def put_in_place(base: Any, method: Method) -> None:
+def patch_method(base: Any, method: Method) -> None:
     """Replace PreTrainedModel's function with hfshard's, unless it is in place already, even below others' patches.
 
     Args:

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from torch import nn
 
-from hfshard._util.addresses import is_address
+from hfshard._util.addresses import is_store_address
 from hfshard._util.arguments import checked_path_text
 from hfshard._util.text import shorten_list
 from hfshard.checkpoint.load_options import LoadOptions, checked_device
@@ -202,7 +202,7 @@ def _build_by_override(
 ) -> Any:
     """Load by the class's own `_from_pretrained`, which may call the mixin's."""
     options = call.options
-    is_far = is_address(source.path)
+    is_far = is_store_address(source.path)
     is_hub = not is_far and has_hub_marker(hub_directory(source.path) or source.path)
     place: str | os.PathLike[str] = path
     if is_hub or is_far:

@@ -17,7 +17,7 @@ from typing import Any, Final
 from huggingface_hub import ModelHubMixin, PyTorchModelHubMixin
 from torch import nn
 
-from hfshard._util.addresses import is_address, reject_hub_arguments
+from hfshard._util.addresses import is_store_address, reject_hub_arguments
 from hfshard._util.arguments import absolute_path, reject_pickle_request, reject_unknown_arguments
 from hfshard.commit.hub_marker import absolute_repo_id, reject_hub_directory
 from hfshard.constants import CONFIG_NAME, DEFAULT_MAX_SHARD_SIZE, README
@@ -131,7 +131,7 @@ def save_plain(
     reject_hub_directory(directory)
     extras = ModuleFiles.taken_from(kwargs)
     _check_arguments(given, kwargs)
-    if is_address(directory) and not given["push_to_hub"]:
+    if is_store_address(directory) and not given["push_to_hub"]:
         reject_hub_arguments(directory, revision=kwargs.get("revision"), token=given["token"])
     save = _ModuleSave(
         model=model,
@@ -140,7 +140,7 @@ def save_plain(
         is_main_process=given["is_main_process"],
         state_dict=given["state_dict"],
         config=extras.config_of(model),
-        card=None if not is_address(directory) and _has_card(directory) else extras.card_of(model),
+        card=None if not is_store_address(directory) and _has_card(directory) else extras.card_of(model),
         config_before=_identity_of_config(directory),
     )
     _run(save, is_overridden=is_overridden)
@@ -151,7 +151,7 @@ def save_plain(
     return _push(model, directory, options, {**kwargs, **token}, replace(extras, config=config))
 
 
-def answer_save(model: Any, save_directory: str | os.PathLike[str]) -> None:
+def handle_plain_save(model: Any, save_directory: str | os.PathLike[str]) -> None:
     """Save the weights and what `save_pretrained` adds to them; implements the mixin's `_save_pretrained`.
 
     Args:
@@ -205,7 +205,7 @@ def _run(save: _ModuleSave, *, is_overridden: bool) -> None:
     Raises:
         InvalidArgumentError: It is overridden, and the model is saved to a store.
     """
-    if is_address(save.directory):
+    if is_store_address(save.directory):
         _save_to_store(save, is_overridden=is_overridden)
         return
     if is_overridden and not os.path.isdir(save.directory):
@@ -250,7 +250,7 @@ def _being(save: _ModuleSave) -> Iterator[None]:
 def _files_of(save: _ModuleSave) -> dict[str, Any]:
     """Return the request's fields for config.json and README.md, unless an override has written them."""
     files: dict[str, Any] = {"model_files": {}}
-    if save.card is not None and is_address(save.directory):
+    if save.card is not None and is_store_address(save.directory):
         files["companion_files"] = {README: BytesSource(save.card)}  # written only if the store has none
     elif save.card is not None and not _has_card(save.directory):
         files["model_files"] = {README: save.card}

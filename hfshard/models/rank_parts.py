@@ -529,7 +529,7 @@ def is_part(model: Any, state_dict: Mapping[str, Any] | None) -> bool:
     """Return whether a save needs other ranks' parts of the model, or of the tensors given in its place."""
     if state_dict is not None:
         return has_spread(state_dict)
-    return is_stage(model) or has_spread(dict(model.named_parameters())) or _is_fully_sharded(model)
+    return is_pipeline_stage(model) or has_spread(dict(model.named_parameters())) or _is_fully_sharded(model)
 
 
 def _is_fully_sharded(model: Any) -> bool:
@@ -569,7 +569,7 @@ def reject_partial_save(model: Any) -> None:
     Source: transformers `PreTrainedModel.gather_sharded_state_dict_for_save`, which gathers no stages, and nothing
     without a `distributed_config`.
     """
-    if is_stage(model):
+    if is_pipeline_stage(model):
         raise InvalidArgumentError(
             "The model is one of several pipeline stages, with an adapter, offloaded weights, or to be saved with "
             "distributed_checkpoint=True: transformers saves that, and would save this stage as the whole. Save a "
@@ -583,7 +583,7 @@ def reject_partial_save(model: Any) -> None:
         )
 
 
-def is_stage(model: Any) -> bool:
+def is_pipeline_stage(model: Any) -> bool:
     """Return whether transformers has reduced the model to the layers of one pipeline stage."""
     config = getattr(model.config, "distributed_config", None)
     stage = getattr(model, "_pp_stage", None)

@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from transformers import PreTrainedModel
 
-from hfshard._util.addresses import is_address, reject_hub_arguments
+from hfshard._util.addresses import is_store_address, reject_hub_arguments
 from hfshard._util.arguments import absolute_path, reject_pickle_request, reject_unknown_arguments
 from hfshard.commit.hub_marker import absolute_repo_id, reject_hub_directory
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
@@ -99,7 +99,7 @@ def save_with_overrides(
         return None
 
     def answer(*args: Any, **kwargs: Any) -> None:
-        call.answers.append(answer_save(model, options, *args, **kwargs))
+        call.answers.append(handle_save_pretrained(model, options, *args, **kwargs))
 
     call = OverrideCall("save_pretrained", model, answer, [] if outer is None else outer.answers)
     call_with_overrides(call, start, directory, **without_defaults(arguments))
@@ -156,7 +156,7 @@ def _own(options: SaveOptions) -> tuple[Any, ...]:
     return options.packing, options.checksum, options.metadata, options.progress, options.is_collective
 
 
-def answer_save(
+def handle_save_pretrained(
     model: PreTrainedModel,
     options: SaveOptions,
     save_directory: str | os.PathLike[str],
@@ -179,7 +179,7 @@ def answer_save(
         options, max_shard_size=max_shard_size, variant=variant, save_original_format=save_original_format
     )
     directory = absolute_path(save_directory, "save_directory")
-    if is_address(directory) and not push_to_hub:
+    if is_store_address(directory) and not push_to_hub:
         reject_hub_arguments(directory, revision=kwargs.get("revision"), token=token)
     if needs_transformers_saver(model, distributed_checkpoint=distributed_checkpoint):
         if is_main_process and state_dict is None:
@@ -229,7 +229,7 @@ def answer_save(
 
 def _reject_store(model: PreTrainedModel, directory: str) -> None:
     """Reject a save into a store by transformers, which would create a directory named like the address."""
-    if is_address(directory):
+    if is_store_address(directory):
         raise InvalidArgumentError(
             f"What transformers saves of this {type(model).__name__} by itself (adapters, weights that a device_map "
             f"has offloaded, distributed_checkpoint=True) goes into directories only, not to '{directory}'. Save it "
@@ -266,7 +266,7 @@ def _push_files(
     together.agree_on(absolute_repo_id(repo_id))
     make_card = partial(make_model_card, tags=tags_of(model, arguments.pop("tags", None)))
     options = with_message(class_before_fsdp(type(model)), PushOptions(**arguments))
-    if is_address(directory):
+    if is_store_address(directory):
         push_model(request, repo_id, make_card, options, together)
     else:
         push_saved_files(request, index, directory, repo_id, make_card, options, together)

@@ -15,7 +15,7 @@ from pathlib import PurePath
 from types import ModuleType
 from typing import Any, Final
 
-from hfshard._util.addresses import SCHEMES, StoreAddress, is_address, parse_address
+from hfshard._util.addresses import SCHEMES, StoreAddress, is_store_address, parse_address
 from hfshard._util.arguments import absolute_path
 from hfshard._util.import_hook import on_import
 from hfshard.models.install_settings import current_settings
@@ -85,7 +85,7 @@ def _is_for_store(place: Any) -> bool:
     """
     if isinstance(place, PurePath) and str(place).partition(":/")[0] in SCHEMES:
         absolute_path(place, "save_directory")
-    return is_address(place)
+    return is_store_address(place)
 
 
 def _save_into_store(save: Callable[[str], Any], address: StoreAddress) -> Any:

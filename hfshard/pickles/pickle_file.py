@@ -19,11 +19,11 @@ import torch
 from hfshard._util.text import shorten_list
 from hfshard._util.threads import run_in_threads
 from hfshard.disk.direct_io import read_blocks
-from hfshard.errors import AmbiguousWeightsError, DamagedCheckpointError, InvalidArgumentError, remedy
+from hfshard.errors import AmbiguousWeightsError, DamagedCheckpointError, InvalidArgumentError, repair_hint
 from hfshard.format.parts_of_ranks import reject_partitioned_file
 from hfshard.pickles.read_pickle import read_pickle
 from hfshard.shards.shard_file import PooledFile, open_or_evict
-from hfshard.tensors.stored_tensor import RawTensor, TensorLike, is_plain, tensor_layout
+from hfshard.tensors.stored_tensor import RawTensor, TensorLike, is_plain_tensor, tensor_layout
 
 
 class PickleFile:
@@ -83,7 +83,7 @@ class PickleFile:
 
     def _stored(self, name: str, tensor: torch.Tensor, least_bytes: int) -> TensorLike:
         address = self._contents.address
-        if address is None or not is_plain(tensor, name) or not tensor.is_contiguous() or tensor.numel() == 0:
+        if address is None or not is_plain_tensor(tensor, name) or not tensor.is_contiguous() or tensor.numel() == 0:
             return tensor
         if tensor.is_conj() or tensor.is_neg():
             return tensor
@@ -100,7 +100,7 @@ class PickleFile:
                 yield block
         if found_bytes != count_bytes:
             raise DamagedCheckpointError(
-                f"'{self.path}' was truncated while it was being read. {remedy(self.path)}", path=self.path
+                f"'{self.path}' was truncated while it was being read. {repair_hint(self.path)}", path=self.path
             )
 
     def _file(self) -> PooledFile:
@@ -161,7 +161,9 @@ def select_weights(value: Any, path: str, key: str | None) -> tuple[str | None, 
     """
     if not isinstance(value, Mapping):
         raise DamagedCheckpointError(
-            f"'{path}' holds a {type(value).__name__}, not a state dict. {remedy(path)}", path=path, expected="dict"
+            f"'{path}' holds a {type(value).__name__}, not a state dict. {repair_hint(path)}",
+            path=path,
+            expected="dict",
         )
     reject_partitioned_file(value, path)
     if key is None and not _is_pure(value):
@@ -245,7 +247,7 @@ def _check_entries(chosen: Mapping[Any, Any], path: str, key: str | None) -> Non
         if problem:
             shown = name[:200] if isinstance(name, str) else type(name).__name__
             raise DamagedCheckpointError(
-                f"'{path}' {where}: its entry {shown!r} {problem}. {remedy(path)}", path=path, fqn=shown
+                f"'{path}' {where}: its entry {shown!r} {problem}. {repair_hint(path)}", path=path, fqn=shown
             )
 
 

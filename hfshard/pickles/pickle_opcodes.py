@@ -441,7 +441,7 @@ def _is_text(value: Any) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class GlobalReference:
     """A class or function that the pickle names."""
 
     name: str
@@ -497,7 +497,7 @@ class PickleDescription:
     """Description of what a pickle would create."""
 
     value: Any
-    """Numbers, text, bytes, lists, tuples, dicts and sets; `Named` and `DescribedObject`."""
+    """Numbers, text, bytes, lists, tuples, dicts and sets; `GlobalReference` and `DescribedObject`."""
     names: frozenset[str]
     """All classes and functions that it names."""
     storages: tuple[DescribedObject, ...]
@@ -607,10 +607,10 @@ class _Machine:
             raise _Unreadable("a name that is not text")
         found = f"{_RENAMED.get(module, module)}.{name}"
         self.names.add(found)
-        self.stack.append(Named(found))
+        self.stack.append(GlobalReference(found))
 
     def call(self, maker: Any, arguments: Any) -> None:
-        if not isinstance(maker, Named):
+        if not isinstance(maker, GlobalReference):
             raise _Unreadable("a call of what has no name")
         self.stack.append(DescribedObject(maker.name, arguments))
 

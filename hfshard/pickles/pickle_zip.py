@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from hfshard.constants import COPY_BYTES, LFS_POINTER_MARK
-from hfshard.errors import DamagedCheckpointError, IntegrityError, remedy
+from hfshard.errors import DamagedCheckpointError, IntegrityError, repair_hint
 
 _LOCAL_HEADER_BYTES: Final = 30
 """Bytes of a record before its name."""
@@ -78,7 +78,8 @@ def check_every_record(fd: int, path: str, progress_callback: Callable[[int], ob
         bad = _first_bad(archive, records, progress_callback)
     if bad is not None:
         raise IntegrityError(
-            f"'{path}' is damaged: its record '{bad}' does not match the zip's own checksum. {remedy(path)}", path=path
+            f"'{path}' is damaged: its record '{bad}' does not match the zip's own checksum. {repair_hint(path)}",
+            path=path,
         )
     return all(map(_has_checksum, records))
 
@@ -189,7 +190,9 @@ def _first_bad(
 
 def damaged_pickle(path: str, problem: str) -> DamagedCheckpointError:
     """Build the error for a damaged file of pickled weights."""
-    return DamagedCheckpointError(f"'{path}' is not a valid PyTorch checkpoint: {problem}. {remedy(path)}", path=path)
+    return DamagedCheckpointError(
+        f"'{path}' is not a valid PyTorch checkpoint: {problem}. {repair_hint(path)}", path=path
+    )
 
 
 # Identification of files that are named like a PyTorch checkpoint but are something else, with advice.
@@ -228,7 +231,7 @@ def reject_other_format(fd: int, path: str) -> None:
     """
     first = os.pread(fd, _FIRST_BYTES, 0)
     if not first:
-        raise _other(path, "an empty file", remedy(path))
+        raise _other(path, "an empty file", repair_hint(path))
     for begin, what, todo in _BEGINNINGS:
         if first.lower().startswith(begin) or first.startswith(begin):
             raise _other(path, what, todo)
@@ -238,7 +241,7 @@ def reject_other_format(fd: int, path: str) -> None:
             raise _other(path, *described)
     raise DamagedCheckpointError(
         f"'{path}' is not a PyTorch checkpoint: it begins neither as a zip nor with PyTorch's magic number. "
-        f"{remedy(path)}",
+        f"{repair_hint(path)}",
         path=path,
     )
 

@@ -70,7 +70,7 @@ def fetch_or_export(
             if target is None:
                 return checkpoint.directory
             beside = [path.removeprefix(query.path("")) for path in companions]
-            export(checkpoint, target, beside, overwrite=overwrite)
+            copy_to_directory(checkpoint, target, beside, overwrite=overwrite)
     except IntegrityError as error:
         if root is not None or query.force_download:
             raise
@@ -144,7 +144,9 @@ _SUFFIX_BYTES: Final = 8
 """Random bytes in the temporary names of old shards: 16 hex digits, as in the names of shards in a store."""
 
 
-def export(checkpoint: OpenCheckpoint, directory: str, companions: Collection[str], *, overwrite: bool = False) -> None:
+def copy_to_directory(
+    checkpoint: OpenCheckpoint, directory: str, companions: Collection[str], *, overwrite: bool = False
+) -> None:
     """Copy a checkpoint into a directory, whose previous checkpoint can be loaded until the copy is complete.
 
     Files are copied (or share their blocks, if the file system can do that), never linked: writing to a linked file
@@ -200,7 +202,7 @@ def export(checkpoint: OpenCheckpoint, directory: str, companions: Collection[st
 
 
 def exported_names(checkpoint: OpenCheckpoint, companions: Collection[str]) -> tuple[list[str], list[str]]:
-    """List the files that `export` copies: the weights, and all others except config.json."""
+    """List the files that `copy_to_directory` copies: the weights, and all others except config.json."""
     weights = [*checkpoint.shards, *checkpoint.pickles]
     index = [checkpoint.weights.name] if checkpoint.weights.is_index else []
     return weights, sorted({*companions, *index} - _LEFT_OUT - {*weights, CONFIG_NAME})

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
-from hfshard._util.addresses import is_address, reject_hub_arguments
+from hfshard._util.addresses import is_store_address, reject_hub_arguments
 from hfshard._util.arguments import absolute_path, checked_path_text
 from hfshard._util.progress import byte_progress
 from hfshard.checkpoint.check_files import check_small_file
@@ -76,7 +76,7 @@ class CheckpointSource:
             InvalidArgumentError: It is neither a path nor a name; or a revision or a token is given with an address.
         """
         name = checked_path_text(self.path)
-        if is_address(name):
+        if is_store_address(name):
             object.__setattr__(self, "path", absolute_path(name))
             reject_hub_arguments(self.path, revision=self.query.revision, token=self.query.token)
             return
@@ -108,7 +108,7 @@ class CheckpointSource:
             InvalidArgumentError: The path is a file that is not accepted.
             CheckpointNotFoundError: There is no such directory.
         """
-        if is_address(self.path):
+        if is_store_address(self.path):
             return self._find_in_store()
         path = self.path if os.path.isdir(self.path) else hub_directory(self.path) or self.path
         if os.path.isdir(path):
@@ -134,9 +134,9 @@ class CheckpointSource:
         return None
 
     def _find_in_store(self) -> ResolvedSource:
-        from hfshard.places.store_mirror import SmallFilesMirror, find_in_store  # needed only for stores
+        from hfshard.places.store_mirror import SmallFilesMirror, locate_in_store  # needed only for stores
 
-        folder, weights_name = find_in_store(self.path, self.query, takes_files=self.takes_files)
+        folder, weights_name = locate_in_store(self.path, self.query, takes_files=self.takes_files)
         skeleton = SmallFilesMirror(folder, self.query.subfolder, has_code=self.query.needs_code)
         return ResolvedSource(
             skeleton.directory, skeleton.path, weights_name=weights_name, folder=folder, skeleton=skeleton

@@ -154,7 +154,7 @@ def _remove(directory: str, process: int) -> None:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def find_in_store(text: str, query: CheckpointQuery, *, takes_files: bool) -> tuple[StoreFolder, str | None]:
+def locate_in_store(text: str, query: CheckpointQuery, *, takes_files: bool) -> tuple[StoreFolder, str | None]:
     """Find the folder of a checkpoint in a store, and the file of weights if the address names one.
 
     Args:

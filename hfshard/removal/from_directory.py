@@ -9,7 +9,7 @@ from typing import Final
 
 from hfshard.checkpoint.locate import locate_checkpoint
 from hfshard.commit.directory_commit import clear_staging
-from hfshard.commit.directory_state import DirectoryState, read_state
+from hfshard.commit.directory_state import DirectoryState, read_directory_state
 from hfshard.constants import STAGING_DIRECTORY
 from hfshard.disk.fsops import locked_directory, reject_linked_directories, sync_directory, unlink_if_exists
 from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError
@@ -84,9 +84,9 @@ def _removal(make_plan: Callable[[], RemovalPlan]) -> Removal:
 
 
 def _plan_checkpoint(directory: str, names: WeightNames) -> RemovalPlan:
-    state = read_state(directory, names)
+    state = read_directory_state(directory, names)
     override = state.weights_override
-    if names.variant is None and override is not None and not names.is_transient(override):
+    if names.variant is None and override is not None and not names.is_commit_temporary(override):
         raise InvalidArgumentError(
             f"config.json in '{directory}' names '{override}' as the model's weights, which no save of hfshard has put "
             "there. Nothing was removed. Remove these files by hand.",
@@ -111,7 +111,7 @@ def _plan_checkpoint(directory: str, names: WeightNames) -> RemovalPlan:
 
 
 def _plan_leftovers(directory: str, names: WeightNames) -> RemovalPlan:
-    state = read_state(directory, names)
+    state = read_directory_state(directory, names)
     files = list(dict.fromkeys([*sorted(state.strays), *state.leftovers]))
     staged = _staged_files(directory)
     kept = {shown: "no leftover of a save" for name, shown in shown_names(directory).items() if name not in files}

@@ -14,7 +14,7 @@ from hfshard.format.file_names import INDEX_FILE
 from hfshard.removal.from_directory import find_files, shown_names, unlink_in_order
 from hfshard.removal.removal_plan import NOT_ITS_OWN, SMALL_FILES, FoundFile, Removal, RemovalPlan, in_phases
 from hfshard.training.run.manifest import CHECKPOINT, MANIFEST, read_checkpoint_manifest, read_run_checkpoint
-from hfshard.training.run.run_directory import RunLock, clean_up_run, leftovers_in, remove_checkpoint
+from hfshard.training.run.run_directory import RunLock, clean_up_run, leftovers_in, remove_step_directory
 from hfshard.training.run.run_storage import TRAINING_STATE
 
 
@@ -87,7 +87,7 @@ def _phase_of(name: str) -> int:
 def _remove_folder(directory: str) -> None:
     root, name = os.path.split(directory)
     step = int(name.rpartition("-")[2])
-    remove_checkpoint(read_run_checkpoint(directory, step, partial(read_checkpoint_manifest, directory)), root)
+    remove_step_directory(read_run_checkpoint(directory, step, partial(read_checkpoint_manifest, directory)), root)
     if os.path.lexists(directory):
         raise FileError(
             f"'{directory}' can't be removed: the warning says why. Check the rights of the folder above it.",

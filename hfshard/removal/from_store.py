@@ -13,7 +13,7 @@ from functools import partial
 from typing import Final
 
 from hfshard.checkpoint.locate import locate_checkpoint
-from hfshard.commit.store_plan import StoreState, highest_index, read_state
+from hfshard.commit.store_plan import StoreState, highest_index, read_store_state
 from hfshard.errors import CheckpointNotFoundError
 from hfshard.format.file_names import WeightNames
 from hfshard.format.stored_save import SaveId, own_saves, save_in_name, save_of, save_of_copy, split_object_name
@@ -111,7 +111,7 @@ def _unfinished_uploads(store: Store, is_left: Callable[[str], bool]) -> tuple[s
 
 
 def _plan_checkpoint(store: Store, names: WeightNames, *, unfinished: bool) -> StorePlan:
-    state = read_state(store, names)
+    state = read_store_state(store, names)
     found = {**state.found, **_nested_copies(store, state)}
     current = _current(state)
     saves = own_saves(state.found, names)

@@ -147,7 +147,7 @@ def phase_of_weights(name: str, names: WeightNames) -> int:
     if name == names.single:
         return 5
     if name.endswith(SAFETENSORS_SUFFIX):
-        return 4 if names.is_transient(name) else 3
+        return 4 if names.is_commit_temporary(name) else 3
     return 6 if INDEX_FILE.fullmatch(name) else OTHER_FILES
 
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Final
 
-from hfshard._util.addresses import is_address
+from hfshard._util.addresses import is_store_address
 from hfshard._util.threads import run_in_threads
 from hfshard.checkpoint.folder import StoreFolder
 from hfshard.checkpoint.load_options import LoadOptions
@@ -128,9 +128,9 @@ def copy_checkpoint(
     Raises:
         Everything that `reshard_checkpoint` raises.
     """
-    if is_address(place) and query.subfolder:
+    if is_store_address(place) and query.subfolder:
         place = f"{place}/{query.subfolder.strip('/')}"
-    files = StoreFiles(place) if is_address(place) else DirectoryFiles(place, follow_links=True)
+    files = StoreFiles(place) if is_store_address(place) else DirectoryFiles(place, follow_links=True)
     _copy_one(files, target, query, verify=verify, progress=progress, overwrite=overwrite)
     return target
 
@@ -297,7 +297,7 @@ def without_marks(found: PushContents) -> PushContents:
     contents = dict(found.contents)
     for variant, index in found.indexes.items():
         names = WeightNames(variant)
-        if names.is_transient(found.entries[variant]):
+        if names.is_commit_temporary(found.entries[variant]):
             contents.pop(found.entries[variant], None)
             contents[names.index] = BytesSource(index.to_json())
     if CONFIG_NAME in contents:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
-from hfshard._util.addresses import is_address
+from hfshard._util.addresses import is_store_address
 from hfshard._util.arguments import absolute_path
 from hfshard._util.progress import ProgressCallback, byte_progress
 from hfshard._util.text import shorten_list
@@ -30,7 +30,7 @@ from hfshard.commit.store_commit import (
     put_copies,
     settle_copies,
 )
-from hfshard.commit.store_plan import StoreState, lower_objects, next_id, read_state
+from hfshard.commit.store_plan import StoreState, lower_objects, next_id, read_store_state
 from hfshard.commit.transaction import OwnShardWriter, ShardWriter
 from hfshard.constants import (
     CONFIG_NAME,
@@ -81,7 +81,7 @@ def plan_request(request: SaveRequest) -> ShardPlan:
         UnstorableTensorError: A value can't be stored in the format.
     """
     specs = tensor_specs(request.tensors)
-    room = shard_room(request)
+    room = shard_metadata_bytes_of(request)
     hfshard_metadata = build_hfshard_metadata(request.model_file_digests, request.tied_names, request.undeclared_ties)
     digests = _OWN_DIGEST_BYTES + TENSOR_DIGEST_HEX * len(specs)
     single_metadata_bytes = room + digests + _json_bytes(hfshard_metadata)
@@ -112,7 +112,7 @@ def _plan_of_files(request: SaveRequest, specs: Sequence[TensorSpec]) -> ShardPl
     return ShardPlan(shards, dict(request.tied_names), request.options.max_shard_bytes)
 
 
-def shard_room(request: SaveRequest) -> int:
+def shard_metadata_bytes_of(request: SaveRequest) -> int:
     """Compute the maximum bytes of metadata in the header of one of several files."""
     return _json_bytes(shard_metadata(request.tensors, request.file_metadata))
 
@@ -296,7 +296,7 @@ def save_request(
         Everything that `hfshard.save_state_dict` raises.
     """
     directory = absolute_path(save_directory, "save_directory")
-    if is_address(directory):
+    if is_store_address(directory):
         return save_to_store(request, directory, check, writer)
     names = request.options.names
     writer = writer or OwnShardWriter()
@@ -472,7 +472,7 @@ class _Save:
         """
         own = request.small_files
         nested = {name.rpartition("/")[0] for name in (*own, *request.companion_files) if "/" in name}
-        state = read_state(store, request.options.names, nested)
+        state = read_store_state(store, request.options.names, nested)
         dropped = {CONFIG_NAME} if request.drops_config else set()
         small_files = {**state.kept_files(own.keys() | dropped), **own}
         names = request.options.names.shards(len(plan.shards))

@@ -10,12 +10,12 @@ from hfshard._util.progress import byte_progress
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
 from hfshard.commit.commit_plan import NewCheckpoint, content_digest, plan_commit
 from hfshard.commit.directory_commit import DirectorySession, save_session
-from hfshard.commit.directory_state import read_state
+from hfshard.commit.directory_state import read_directory_state
 from hfshard.disk.fsops import can_link
 from hfshard.format.digests import tensor_digest
 from hfshard.format.file_names import WeightNames
 from hfshard.format.index import CheckpointIndex, FileDigest
-from hfshard.saving.pipeline import index_of, plan_request, save_request, shard_room
+from hfshard.saving.pipeline import index_of, plan_request, save_request, shard_metadata_bytes_of
 from hfshard.saving.save_request import SaveRequest
 from hfshard.shards.shard_plan import PlannedShard, ShardPlan, plan_specs
 from hfshard.shards.write_shards import WriteJob, file_order, shard_metadata, write_shards
@@ -77,7 +77,7 @@ def aligned_plan(checkpoint: OpenCheckpoint, request: SaveRequest, whole: ShardP
         whole: The plan that ignores the old files.
     """
     specs = {spec.name: spec for spec in tensor_specs(request.tensors)}
-    room = shard_room(request)
+    room = shard_metadata_bytes_of(request)
 
     def parts(names: Iterable[str]) -> list[tuple[TensorSpec, ...]]:
         part = [specs[name] for name in names]
@@ -289,5 +289,5 @@ class _InPlaceReshard:
         session = self.session
         session.commit(plan_commit(session.state, new))
         session.empty_staging()
-        session.state = read_state(session.directory, self.request.options.names)
+        session.state = read_directory_state(session.directory, self.request.options.names)
         return index

@@ -13,7 +13,7 @@ from typing import Final, TypeVar
 
 import torch
 
-from hfshard._util.addresses import is_address
+from hfshard._util.addresses import is_store_address
 from hfshard._util.arguments import absolute_path
 from hfshard.checkpoint.companion_files import list_companions, names_in_use, reject_companion_conflicts
 from hfshard.checkpoint.folder import Folder, RangedFolder
@@ -115,7 +115,7 @@ def reshard_source(
     if local is not None and local.weights_name is not None:
         reject_beside_file(local, dst)
     is_in_place = local is not None and is_same_place(local, dst)
-    if low_disk and (not is_in_place or floating is not None or is_address(dst)):
+    if low_disk and (not is_in_place or floating is not None or is_store_address(dst)):
         raise InvalidArgumentError(
             "low_disk re-shards a checkpoint in place and as it is: give the same directory twice, and no dtype. "
             "(In a store, nothing is written to the disk in any case.)",
@@ -135,7 +135,7 @@ def reshard_source(
         request = SaveRequest(options=options)
         if beside is not None:
             options = replace(options, checksum=recorded_checksum(checkpoint))
-            request = SaveRequest(options=options, kept_files=files_of(checkpoint))
+            request = SaveRequest(options=options, kept_files=names_by_file(checkpoint))
         request = with_tensors(request, checkpoint, weights_only=is_file)
         if floating is not None:
             request = with_dtype(request, floating, checkpoint.directory)
@@ -161,7 +161,7 @@ def reshard_source(
 def _with_companion_files(request: SaveRequest, place: str, dst: str, *, follow_links: bool) -> SaveRequest:
     """Add the checkpoint's companion files, which `dst` must not have with other contents."""
     companions = list_companions(place, request.small_files.keys())
-    if not (follow_links or is_address(place)):
+    if not (follow_links or is_store_address(place)):
         reject_links_to_outside(place, [*request.small_files, *companions], _LINKS)
     if companions.pop(SIGNATURE_NAME, None) is not None:
         logger.warning(
@@ -316,21 +316,21 @@ def with_dtype(request: SaveRequest, dtype: torch.dtype, directory: str) -> Save
 # Checks of a resharding: directories that it must not write into, and sources that change meanwhile.
 
 
-def place_of(local: ResolvedSource) -> str:
+def address_of_source(local: ResolvedSource) -> str:
     """Return the directory or the address of a checkpoint."""
     return local.directory if local.folder is None else local.folder.path
 
 
 def source_text(local: ResolvedSource) -> str:
     """Return the directory, the address or the file that tensors are read from."""
-    place = place_of(local)
+    place = address_of_source(local)
     return place if local.weights_name is None else os.path.join(place, local.weights_name)
 
 
 def is_same_place(local: ResolvedSource, other: str) -> bool:
     """Return whether a path leads to a checkpoint's directory, or an address is its own."""
-    if local.folder is not None or is_address(other):
-        return place_of(local) == other
+    if local.folder is not None or is_store_address(other):
+        return address_of_source(local) == other
     return is_same_directory(local.directory, other)
 
 
@@ -363,11 +363,11 @@ def check_places(source: CheckpointSource, local: ResolvedSource, dst: str, *, i
         SaveDirectoryError: `dst` is in a directory hub.
     """
     reject_hub_directory(dst)
-    if local.folder is not None or is_address(dst):
-        if f"{dst}/".startswith(f"{place_of(local)}/") and not is_in_place:
+    if local.folder is not None or is_store_address(dst):
+        if f"{dst}/".startswith(f"{address_of_source(local)}/") and not is_in_place:
             raise InvalidArgumentError(
-                f"'{dst}' lies in the checkpoint that is re-sharded: give another prefix, or '{place_of(local)}' "
-                "itself to re-shard in place.",
+                f"'{dst}' lies in the checkpoint that is re-sharded: give another prefix, or "
+                f"'{address_of_source(local)}' itself to re-shard in place.",
                 path=dst,
             )
         return
@@ -438,7 +438,7 @@ def sizes_of(checkpoint: OpenCheckpoint) -> dict[str, int]:
     return pickles | {name: shard.size for name, shard in checkpoint.shards.items()}
 
 
-def files_of(checkpoint: OpenCheckpoint) -> tuple[tuple[str, ...], ...]:
+def names_by_file(checkpoint: OpenCheckpoint) -> tuple[tuple[str, ...], ...]:
     """List the names in each safetensors file, in the order of the files and of the bytes in them; skip pickles."""
     return tuple(tuple(shard.header.tensors) for shard in checkpoint.shards.values())
 

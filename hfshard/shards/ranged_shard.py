@@ -15,10 +15,10 @@ from typing import Any, Final, NamedTuple, Protocol
 import torch
 
 from hfshard._util.progress import ProgressCallback
-from hfshard._util.threads import result_of, run_in_threads, start_worker, wait_for
+from hfshard._util.threads import result_of, run_in_threads, start_worker, wait_all
 from hfshard.constants import FINGERPRINT_BYTES
 from hfshard.disk.direct_io import BLOCK_BYTES
-from hfshard.errors import DamagedCheckpointError, IntegrityError, remedy
+from hfshard.errors import DamagedCheckpointError, IntegrityError, repair_hint
 from hfshard.format.digests import HASHERS, Hasher, Verify, fingerprint_positions, new_fingerprint, tensor_hasher
 from hfshard.format.header import LENGTH_BYTES, TensorInfo, read_header_length
 from hfshard.format.index import FileDigest
@@ -109,7 +109,7 @@ class RangedShard(SafetensorsShard):
         raw_header = bytes(head[:end])
         if b"\0" in raw_header[LENGTH_BYTES:]:
             raise DamagedCheckpointError(
-                f"'{path}' is damaged: its header contains zero bytes. {remedy(path)}", path=path
+                f"'{path}' is damaged: its header contains zero bytes. {repair_hint(path)}", path=path
             )
         super().__init__(path, raw_header, entry.size)
         self._head = head if end < len(head) else self._head
@@ -121,7 +121,7 @@ class RangedShard(SafetensorsShard):
 
     def close(self) -> None:
         """Release what this thread has read ahead; no file is open."""
-        forget(self)
+        release_read_ahead(self)
 
     def read_into(self, begin: int, target: memoryview) -> None:
         """Fill memory with the file's bytes from `begin` on.
@@ -177,7 +177,7 @@ class RangedShard(SafetensorsShard):
                 for begin in range(0, len(found), block_bytes):
                     yield found[begin : begin + block_bytes]
         finally:
-            wait_for([reading for reading, _ in under_way])
+            wait_all([reading for reading, _ in under_way])
 
     def _samples(self, start: int, count_bytes: int, block_bytes: int) -> Iterator[memoryview]:
         """Yield small blocks, each by its own request: their callers usually take the first, and leave the rest."""
@@ -258,7 +258,7 @@ def read_ahead(
     return _window.memory[offset : offset + count_bytes]
 
 
-def forget(file: object) -> None:
+def release_read_ahead(file: object) -> None:
     """Release what this thread has of a file."""
     if _window.file is file:
         _window.file = None
@@ -398,7 +398,7 @@ def _runs(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
 # Reads of complete tensors by ranges, each into its own memory on the CPU or a device.
 
 
-def read_whole(
+def read_full_tensors(
     wanted: Sequence[tuple[RangedShard, Sequence[str]]],
     device: torch.device,
     *,
@@ -411,7 +411,7 @@ def read_whole(
     Args:
         wanted: Files, each with the names of tensors.
         device: The device of the tensors.
-        level: The digests to compare during the read (see `Comparison`).
+        level: The digests to compare during the read (see `DigestComparison`).
         progress_callback: Called with the bytes that have arrived.
         memory_bytes: Memory that this may use in addition to the tensors.
 
@@ -422,12 +422,12 @@ def read_whole(
     """
     tensors: dict[str, torch.Tensor] = {}
     jobs: list[tuple[RangedShard, list[Piece]]] = []
-    comparisons: list[Comparison] = []
+    comparisons: list[DigestComparison] = []
     for shard, names in wanted:
         for name in names:
             shard.described(name)  # raises before memory is allocated
     for shard, names in wanted:
-        comparison = Comparison(shard, level)
+        comparison = DigestComparison(shard, level)
         pieces: list[Piece] = list(comparison.others(set(names)))
         for name in names:
             info = shard.header.tensors[name]
@@ -493,7 +493,7 @@ def _take(
 # Verification of range reads against the digests that were recorded when the file was saved.
 
 
-class Comparison:
+class DigestComparison:
     """Comparison of one file's digests with a read of some of its tensors.
 
     1. A tensor that is read completely is compared with its own digest, at every level except "none".

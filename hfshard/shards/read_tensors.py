@@ -31,7 +31,14 @@ from hfshard.disk.direct_io import (
 )
 from hfshard.disk.fsops import is_remote
 from hfshard.errors import InvalidArgumentError
-from hfshard.shards.shard_file import PooledFile, SafetensorsFile, advise_huge_pages, is_prefaulted, pieces_of, populate
+from hfshard.shards.shard_file import (
+    PooledFile,
+    SafetensorsFile,
+    advise_huge_pages,
+    is_prefaulted,
+    prefault,
+    split_range,
+)
 from hfshard.tensors.stored_tensor import bytes_view
 
 ReadMode = Literal["auto", "mmap", "pread"]
@@ -97,7 +104,7 @@ def read_from(
     """Read tensors into memory or onto a device.
 
     For the CPU, tensors on local disks are mapped: a page is read when it is touched, and threads read ahead (see
-    `read_ahead`). For a GPU, and from network file systems, they are read immediately. If a file's signature was
+    `start_read_ahead`). For a GPU, and from network file systems, they are read immediately. If a file's signature was
     checked, they are read into CPU memory, and the copies are compared with the signed checksum.
 
     Args:
@@ -113,7 +120,7 @@ def read_from(
         device = torch.device("cuda", torch.cuda.current_device())
     if mode_of(wanted, read, device) == "mmap":
         if ahead:
-            read_ahead(wanted)
+            start_read_ahead(wanted)
         mapped = {name: tensor for shard, names in wanted for name, tensor in shard.tensors(names).items()}
         return mapped if device.type == "cpu" else {name: tensor.to(device) for name, tensor in mapped.items()}
     signed = [(shard, names) for shard, names in wanted if names and shard.signed_sha256 is not None]
@@ -377,7 +384,7 @@ _GAP_BYTES: Final = 128 * 1024
 """Ranges with at most this many bytes between them are read as one: the kernel reads that much around a page anyway."""
 
 
-def read_ahead(wanted: Sequence[tuple[SafetensorsFile, Sequence[str]]]) -> list[Future[None]]:
+def start_read_ahead(wanted: Sequence[tuple[SafetensorsFile, Sequence[str]]]) -> list[Future[None]]:
     """Start threads that read mapped tensors that are not in the page cache, in the order of the files.
 
     They fill at most half of the available memory. A file that is truncated during the read is not an error here:
@@ -417,7 +424,7 @@ class _Pieces:
         while True:
             with self._lock:
                 piece = next(self._pieces, None)
-            if piece is None or not populate(*piece):
+            if piece is None or not prefault(*piece):
                 return
 
 
@@ -425,7 +432,7 @@ def _pieces_of(
     stretches: Sequence[tuple[torch.UntypedStorage, int, int]], limit_bytes: int
 ) -> Iterator[tuple[torch.UntypedStorage, int, int]]:
     for mapping, begin, end in stretches:
-        for first, last in pieces_of(begin, end, _AHEAD_PIECE_BYTES):
+        for first, last in split_range(begin, end, _AHEAD_PIECE_BYTES):
             limit_bytes -= last - first
             if limit_bytes < 0:
                 return

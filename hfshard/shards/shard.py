@@ -13,8 +13,8 @@ from hfshard._util.progress import ProgressCallback
 from hfshard._util.text import shorten_list
 from hfshard.constants import FINGERPRINT_BYTES, METADATA_KEY
 from hfshard.disk.direct_io import BLOCK_BYTES
-from hfshard.errors import DamagedCheckpointError, IntegrityError, remedy
-from hfshard.format.digests import HASHERS, fingerprint_positions, new_fingerprint, tensor_digest, zeroed
+from hfshard.errors import DamagedCheckpointError, IntegrityError, repair_hint
+from hfshard.format.digests import HASHERS, fingerprint_positions, new_fingerprint, tensor_digest, with_zeroed_digests
 from hfshard.format.header import LENGTH_BYTES, Header, TensorInfo, damaged_header, parse_header
 from hfshard.format.index import FileDigest, HfshardMetadata, parse_file_metadata
 from hfshard.shards.write_shards import COMPLEX_AS_REAL_KEY
@@ -235,7 +235,7 @@ class SafetensorsShard(ABC):
             which = f"Damaged: tensor {shorten_list(damaged, _SHOWN, quote=True)}."
         return IntegrityError(
             f"Shard '{self.path}' is not the file that was saved: its {what} is {actual}, but was {expected}. "
-            f"{which} {remedy(self.path)}",
+            f"{which} {repair_hint(self.path)}",
             path=self.path,
             fqn=damaged[0] if damaged else None,
             expected=expected,
@@ -245,13 +245,13 @@ class SafetensorsShard(ABC):
     def truncated_error(self) -> DamagedCheckpointError:
         """Build the error for a file that was truncated after it was opened."""
         return DamagedCheckpointError(
-            f"Shard '{self.path}' was truncated while it was being read. {remedy(self.path)}", path=self.path
+            f"Shard '{self.path}' was truncated while it was being read. {repair_hint(self.path)}", path=self.path
         )
 
     def _blank_header(self) -> bytes:
         digests = self.hfshard_metadata.digests
         stated = [(name, getattr(digests, name)) for name in ("sha256", "xxh3", "fingerprint", "tensor_digests")]
-        return zeroed(self._raw_header, [(name, digest) for name, digest in stated if digest is not None])
+        return with_zeroed_digests(self._raw_header, [(name, digest) for name, digest in stated if digest is not None])
 
     def _complex_names(self) -> frozenset[str]:
         text = self.header.metadata.get(COMPLEX_AS_REAL_KEY)

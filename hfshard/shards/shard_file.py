@@ -390,7 +390,7 @@ def advise_huge_pages(mapping: torch.UntypedStorage, begin: int, end: int) -> No
         _advise(first, last - first, _HUGE_PAGE)
 
 
-def populate(mapping: torch.UntypedStorage, begin: int, end: int) -> bool:
+def prefault(mapping: torch.UntypedStorage, begin: int, end: int) -> bool:
     """Read the pages of a range, and map them.
 
     Returns:
@@ -437,7 +437,7 @@ def prefaulted_blocks(fd: int, mapping: torch.UntypedStorage, begin: int, end: i
         ahead.close()
 
 
-def pieces_of(begin: int, end: int, piece_bytes: int) -> Iterator[tuple[int, int]]:
+def split_range(begin: int, end: int, piece_bytes: int) -> Iterator[tuple[int, int]]:
     """Divide a file range at multiples of the piece size, so that no huge page belongs to two pieces."""
     while begin < end:
         last = min(begin - begin % piece_bytes + piece_bytes, end)
@@ -452,7 +452,7 @@ class _Ahead:
         self._mapping = mapping
         self._populated = begin
         self._end = end
-        self._left = pieces_of(begin, end, _PIECE_BYTES)
+        self._left = split_range(begin, end, _PIECE_BYTES)
         self._begun: SimpleQueue[tuple[int, Event]] = SimpleQueue()
         self._room = Semaphore(_AHEAD)
         self._lock = Lock()
@@ -486,7 +486,7 @@ class _Ahead:
                 self._begun.put((piece[1], done))
             is_read = False
             try:
-                is_read = populate(self._mapping, *piece)
+                is_read = prefault(self._mapping, *piece)
             finally:
                 done.set()
                 if not is_read:  # the page cache reads the rest of the file by itself

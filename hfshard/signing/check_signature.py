@@ -40,10 +40,10 @@ from hfshard.signing.signed_files import (
     hash_files,
     is_needed,
     is_optional,
-    is_read,
     is_signable,
     list_files,
     max_signature_bytes,
+    may_be_read,
     remote_code_references,
 )
 from hfshard.signing.signer import SignedBy
@@ -239,7 +239,7 @@ class SignedFolder:
 
     def _names_read(self) -> set[str]:
         """List the existing files that a load may read along with the weights."""
-        there = {name for name in self.names_there() if is_read(name, has_code=self.has_code)}
+        there = {name for name in self.names_there() if may_be_read(name, has_code=self.has_code)}
         return there & self.manifest.digests.keys() | self._added(there)
 
     def _added(self, names: Collection[str]) -> set[str]:

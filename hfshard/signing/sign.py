@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from hfshard._util.addresses import is_address
+from hfshard._util.addresses import is_store_address
 from hfshard._util.arguments import absolute_path, wraps_os_errors
 from hfshard._util.progress import byte_progress
 from hfshard._util.text import shorten_list
@@ -150,7 +150,7 @@ def _signer(
 
 def _directory_to_sign(path: str | os.PathLike[str]) -> str:
     directory = absolute_path(path)
-    if is_address(directory):
+    if is_store_address(directory):
         raise InvalidArgumentError(
             f"'{directory}' is in a store, and only what is on a disk can be signed. Run: hfshard pull {directory} DIR",
             path=directory,

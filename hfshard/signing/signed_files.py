@@ -46,7 +46,7 @@ FileIdentity = tuple[int, int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Listing:
+class SignableFiles:
     """The files below a directory."""
 
     names: tuple[str, ...]
@@ -61,7 +61,7 @@ def is_signable(name: str) -> bool:
     return parts[0] not in NEVER_SIGNED and TEMPORARY_NAMES.isdisjoint(parts)
 
 
-def list_files(directory: str, *, takes_debris: bool = False) -> Listing:
+def list_files(directory: str, *, takes_debris: bool = False) -> SignableFiles:
     """List the files below a directory that a signature covers.
 
     Args:
@@ -92,7 +92,7 @@ def list_files(directory: str, *, takes_debris: bool = False) -> Listing:
             )
         if not name.isprintable():
             raise SignatureError(f"The name of {path!r} can't be printed. Rename the file.", path=path)
-    return Listing(tuple(sorted(names)), tuple(sorted(left_out)))
+    return SignableFiles(tuple(sorted(names)), tuple(sorted(left_out)))
 
 
 def _reject_unlisted(error: OSError) -> None:
@@ -218,7 +218,7 @@ _OTHER_REPO: Final = "--"
 """Separator, in a config, between a repo and the name of code in it."""
 
 
-def is_read(name: str, *, has_code: bool = False) -> bool:
+def may_be_read(name: str, *, has_code: bool = False) -> bool:
     """Return whether a load may read a file besides the checkpoint's own weights; its code may read other weights."""
     *folders, last = name.split("/")
     if _is_for_people(name):
@@ -235,7 +235,7 @@ def is_needed(name: str) -> bool:
     """Return whether a file that a load may read must exist; files of other weights and of training may be missing."""
     last = os.path.basename(name)
     is_of_weights = last.endswith(WEIGHTS_SUFFIXES) or INDEX_FILE.fullmatch(last) is not None
-    return is_read(name) and not is_of_weights and last not in _TRAINING
+    return may_be_read(name) and not is_of_weights and last not in _TRAINING
 
 
 def is_optional(name: str) -> bool:

@@ -37,7 +37,7 @@ from hfshard.stores.hub_calls import (
     describe_token,
     hide_secrets,
     http_library,
-    is_passing,
+    is_transient_error,
     offline_variable,
     shown_endpoint,
     status_of,
@@ -394,7 +394,7 @@ def _of_answer(error: HfHubHTTPError, address: StoreAddress) -> StoreError:
         return StoreAccessError(
             f"{shown_endpoint()} {what} {used} (HTTP {status}, for '{address}').{said} {_LOGIN}", **about
         )
-    if is_passing(error):
+    if is_transient_error(error):
         return StoreConnectionError(
             f"{shown_endpoint()} could not answer for '{address}' (HTTP {status}).{said} Run it again later.", **about
         )

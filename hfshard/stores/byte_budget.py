@@ -11,7 +11,7 @@ from mmap import mmap
 from typing import Final
 
 from hfshard._util.text import parse_size
-from hfshard._util.threads import pause
+from hfshard._util.threads import sleep_unless_cancelled
 from hfshard.errors import InvalidArgumentError, InvalidSizeError
 
 MEMORY_VARIABLE: Final = "HFSHARD_STORE_MEMORY"
@@ -97,13 +97,13 @@ class BufferPool:
         """Return a buffer of this size, waiting until it fits. One that exceeds the budget waits to be the only one.
 
         Raises:
-            InterruptedError: This thread's work was cancelled; see `pause`.
+            InterruptedError: This thread's work was cancelled; see `sleep_unless_cancelled`.
         """
         limit = store_memory_bytes() * _SHARE[0] // _SHARE[1]
         with self._changed:
             while self._in_use and self._in_use + size > limit:
                 self._changed.wait(_LOOK_SECONDS)
-                pause(0)
+                sleep_unless_cancelled(0)
             self._in_use += size
             buffer = next((kept for kept in self._free if len(kept) == size), None)
             if buffer is not None:

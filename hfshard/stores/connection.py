@@ -20,7 +20,7 @@ from obstore.exceptions import (
 )
 
 from hfshard._util.text import without_url_secrets
-from hfshard._util.threads import ForkSafeLock, pause, start_worker
+from hfshard._util.threads import ForkSafeLock, sleep_unless_cancelled, start_worker
 from hfshard.errors import StoreAccessError, StoreConnectionError, StoreError, StoreNotFoundError
 from hfshard.stores.retry import idle_timeout, initial_backoff, retry_seconds
 
@@ -410,7 +410,7 @@ def ask(request: Callable[[], _Answer]) -> _Answer:
     its response is no longer wanted.
 
     Raises:
-        InterruptedError: This thread's work was cancelled; see `pause`.
+        InterruptedError: This thread's work was cancelled; see `sleep_unless_cancelled`.
         Everything that the request raises.
     """
     answer = start_worker(request, "hfshard-request", daemon=True)
@@ -418,7 +418,7 @@ def ask(request: Callable[[], _Answer]) -> _Answer:
         return request()
     try:
         while not wait([answer], _LOOK_SECONDS).done:
-            pause(0)
+            sleep_unless_cancelled(0)
         return answer.result()
     finally:
         del answer  # its error's traceback holds this frame
@@ -441,7 +441,7 @@ class Patience:
         """Wait until the request should be retried; return False at once if it should not.
 
         Raises:
-            InterruptedError: This thread's work was cancelled; see `pause`.
+            InterruptedError: This thread's work was cancelled; see `sleep_unless_cancelled`.
         """
         if self._follow(failure):
             return True
@@ -455,7 +455,7 @@ class Patience:
         if time.monotonic() - self._begin + wait > limit:
             return False
         self._failures += 1
-        pause(wait)
+        sleep_unless_cancelled(wait)
         return True
 
     def reset(self) -> None:

@@ -14,7 +14,7 @@ from huggingface_hub import constants, get_session, get_token
 from huggingface_hub.errors import HfHubHTTPError
 
 from hfshard._util.text import without_url_secrets
-from hfshard._util.threads import pause
+from hfshard._util.threads import sleep_unless_cancelled
 from hfshard.errors import HfshardError
 
 logger = logging.getLogger(__name__)
@@ -148,7 +148,7 @@ def offline_variable() -> str:
     return theirs if is_on[theirs] and not is_on[ours] else ours
 
 
-def is_passing(error: BaseException) -> bool:
+def is_transient_error(error: BaseException) -> bool:
     """Return whether a request may succeed on a retry: the server was busy, or the connection failed."""
     if isinstance(error, HfHubHTTPError):
         return status_of(error) in _RETRIED
@@ -168,7 +168,7 @@ def wait_and_retry(attempt: int, error: BaseException, what: str) -> None:
         wait_seconds = max(wait_seconds, retry_after(error.response) or 0.0)
     problem = without_url_secrets(str(error))
     logger.warning("%s (%s); trying again in %g s, attempt %d of %d.", what, problem, wait_seconds, attempt, ATTEMPTS)
-    pause(wait_seconds)
+    sleep_unless_cancelled(wait_seconds)
 
 
 def status_of(error: HfHubHTTPError) -> int:

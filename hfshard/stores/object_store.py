@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import obstore
 
 from hfshard._util.addresses import StoreAddress
-from hfshard._util.threads import pause
+from hfshard._util.threads import sleep_unless_cancelled
 from hfshard.errors import (
     ChangedObjectError,
     CheckpointChangedError,
@@ -424,7 +424,7 @@ class Upload:
         self._parts.put(None)
         while thread.is_alive():
             thread.join(_LOOK_SECONDS)
-            pause(0)
+            sleep_unless_cancelled(0)
         if self._error is not None:
             raise self._failed(self._error)
         etag = self._result["e_tag"] if self._result else None

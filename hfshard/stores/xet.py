@@ -133,17 +133,17 @@ def interruptible(call: Callable[[], _Answer], cancel: Callable[[], object]) -> 
         raise
 
 
-def asked(call: Callable[[], _Answer]) -> _Answer:
+def call_xet(call: Callable[[], _Answer]) -> _Answer:
     """Make a call of hf_xet; raises XetFailedError, whose message reveals no secrets."""
     try:
         return call()
     except (OSError, RuntimeError, ValueError) as error:
         message = without_url_secrets(str(error)) or type(error).__name__
-        kind = kind_of(error)
+        kind = failure_kind(error)
     raise XetFailedError(message, kind)
 
 
-def kind_of(error: Exception) -> FailureKind:
+def failure_kind(error: Exception) -> FailureKind:
     """Classify an error of hf_xet by its class and the status that it quotes."""
     status = {int(found) for found in _STATUS.findall(str(error))}
     if isinstance(error, PermissionError) or status & {401, 403}:
@@ -239,7 +239,7 @@ class XetCommit:
     def do(self, call: Callable[[], _Answer]) -> _Answer:
         """Make a call of hf_xet that Ctrl-C ends; raises XetFailedError."""
         try:
-            return interruptible(lambda: asked(call), self.abort)
+            return interruptible(lambda: call_xet(call), self.abort)
         except XetFailedError as error:
             if error.kind == "access":
                 self._tokens.forget()
@@ -351,7 +351,7 @@ class XetReader:
         """
         for is_last in (False, True):
             group, target = self._current_group(), _Target(piece)
-            call = partial(asked, partial(_fill, group, file, begin, target))
+            call = partial(call_xet, partial(_fill, group, file, begin, target))
             try:
                 interruptible(call, partial(self._abort, group, target))
             except XetFailedError as error:
@@ -370,7 +370,7 @@ class XetReader:
         session = SESSIONS.get()
         with self._lock:
             if self._session is not session:
-                self._group = asked(lambda: session.new_download_stream_group(**arguments))
+                self._group = call_xet(lambda: session.new_download_stream_group(**arguments))
                 self._session = session
             return self._group
 
@@ -420,7 +420,7 @@ def _fill(group: Any, file: tuple[str, int], begin: int, target: _Target) -> Non
             for block in group.download_stream(info, start=begin + before, end=begin + target.size):
                 target.put(block)
         except (OSError, RuntimeError) as error:
-            if target.filled == before or kind_of(error) != "connection":
+            if target.filled == before or failure_kind(error) != "connection":
                 raise
             logger.info(
                 "A stream from Xet broke off after %d bytes: %s", target.filled, without_url_secrets(str(error))

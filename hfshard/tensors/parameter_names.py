@@ -240,7 +240,7 @@ class KeyMismatch:
         return "; ".join(parts)
 
 
-def compare(state_dict: Mapping[str, torch.Tensor], model_state: Mapping[str, torch.Tensor]) -> KeyMismatch:
+def compare_keys(state_dict: Mapping[str, torch.Tensor], model_state: Mapping[str, torch.Tensor]) -> KeyMismatch:
     """Compare the names and shapes of a checkpoint with those of a model."""
     return KeyMismatch(
         missing=tuple(name for name in model_state if name not in state_dict),

@@ -106,7 +106,7 @@ def check_storable(name: str, value: Any) -> None:
         raise UnstorableTensorError(f"Can't store {name!r}: {problem}", fqn=str(name))
 
 
-def is_plain(value: Any, name: Any) -> TypeGuard[torch.Tensor]:
+def is_plain_tensor(value: Any, name: Any) -> TypeGuard[torch.Tensor]:
     """Return whether a tensor is certainly storable, in torch's own shape.
 
     This is true for most tensors, and takes a fraction of the time that a search for problems takes.
@@ -469,7 +469,7 @@ def tensor_specs(state_dict: Mapping[str, TensorLike]) -> list[TensorSpec]:
     specs = []
     with pause_gc():
         for name, tensor in state_dict.items():
-            if is_plain(tensor, name):
+            if is_plain_tensor(tensor, name):
                 specs.append(TensorSpec(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), tensor.nbytes))
                 continue
             check_storable(name, tensor)

@@ -55,7 +55,7 @@ from hfshard.training.spread_save import (
 )
 from hfshard.training.state.collect_state import collect, encode_components, save_options
 from hfshard.training.state.step import RestoredStep
-from hfshard.training.state.training_state import TrainingState, check_state, reject_meta
+from hfshard.training.state.training_state import TrainingState, check_training_state, reject_meta
 
 if TYPE_CHECKING:
     from hfshard.hub.repo import PushResult
@@ -376,7 +376,7 @@ class CheckpointManager(RunPushes):
                 new one, if the message says that the outcome is unknown.
             OSError: The disk failed. All older checkpoints still exist, and the next save can succeed.
         """
-        check_state(state)
+        check_training_state(state)
         limit = max_shard_size or self.max_shard_size
 
         def write(contributions: Sequence[RankContribution], own: OfEachRank = SAME) -> str:
@@ -462,7 +462,7 @@ class CheckpointManager(RunPushes):
             RankFailedError: Another rank could not restore it, died, or did not call.
         """
         with self._writer.turn("restore()"), self._ranks("restore") as ranks:
-            check_state(state)
+            check_training_state(state)
             reject_meta(state)
             state = state.without(without)
             if step in ("best", "latest"):
@@ -508,7 +508,7 @@ class CheckpointManager(RunPushes):
             StateDictMismatchError, SignatureError: The newest one does not fit, or is not signed, as in `restore`.
         """
         with self._writer.turn("restore_latest()"), self._ranks("restore_latest") as ranks:
-            check_state(state)
+            check_training_state(state)
             reject_meta(state)
             state = state.without(without)
             ranks.reject_other_places(self.root, "restores from")

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hfshard._util.addresses import is_address
+from hfshard._util.addresses import is_store_address
 from hfshard._util.text import describe_error
 from hfshard.distributed.group_store import has_other_ranks
 from hfshard.distributed.rendezvous import SaveStatus, gather_participants
@@ -30,7 +30,7 @@ _Value = TypeVar("_Value")
 
 def names_of_place(path: str) -> list[str]:
     """Return the names of a place on this rank: ranks that have one of these names in common mean the same place."""
-    return [path] if is_address(path) else sorted({path, os.path.realpath(path)})
+    return [path] if is_store_address(path) else sorted({path, os.path.realpath(path)})
 
 
 def reject_other_places(names: Mapping[int, Sequence[str]], does: str) -> None:

@@ -87,7 +87,7 @@ def _changed(tensors: Sequence[TensorDiff], found: CheckpointDiff) -> str:
 
 def _cast(tensors: Sequence[TensorDiff], found: CheckpointDiff) -> str:
     dtypes = Counter((tensor.a.dtype, tensor.b.dtype) for tensor in tensors if tensor.a and tensor.b)
-    text = join_phrases([f"from {short_name(a)} to {short_name(b)}" for (a, b), _ in dtypes.most_common(3)])
+    text = join_phrases([f"from {abbreviate_name(a)} to {abbreviate_name(b)}" for (a, b), _ in dtypes.most_common(3)])
     left = [
         tensor for tensor in found.tensors if tensor.kind == "same" and tensor.b and tensor.b.dtype in _sources(dtypes)
     ]
@@ -178,7 +178,7 @@ def _is_head(name: str) -> bool:
 
 
 def _some(names: Sequence[str]) -> str:
-    shown = [short_name(name) for name in names[:3]]
+    shown = [abbreviate_name(name) for name in names[:3]]
     return join_phrases(shown if len(names) <= 3 else [*shown, f"{len(names) - 3:,} more"])
 
 
@@ -203,7 +203,7 @@ class RenameRule(NamedTuple):
 
     def as_text(self) -> str:
         """Describe the rule."""
-        old, new = short_name(self.old), short_name(self.new)
+        old, new = abbreviate_name(self.old), abbreviate_name(self.new)
         where = " in front" if self.is_in_front else ""
         if not old:
             return f"with '{new}.'{where}"
@@ -277,7 +277,7 @@ def describe_tensors(chosen: Collection[str], every: Iterable[str], *, names_kin
     for stack in grid.stacks:
         text = _in_stack(stack, chosen, names_kinds)
         if text:
-            texts.append(f"{text} of {short_name(stack.name)}" if stack.name and len(grid.stacks) > 1 else text)
+            texts.append(f"{text} of {abbreviate_name(stack.name)}" if stack.name and len(grid.stacks) > 1 else text)
     if not chosen.isdisjoint(grid.others):
         texts.append(_in_others(chosen, grid.others))
     return join_phrases(texts)
@@ -288,7 +288,7 @@ def join_phrases(words: Sequence[str]) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
-def short_name(name: str) -> str:
+def abbreviate_name(name: str) -> str:
     """Leave out the middle of a name that is too long for a sentence."""
     if len(name) <= _MOST_LETTERS:
         return name
@@ -330,7 +330,7 @@ def _kinds_text(kinds: set[str], stack: LayerStack) -> str:
             chosen += [_short_among(module, tensors) + tensor for tensor in tail]
     if len(chosen) > _MOST_KINDS:
         return f"{len(kinds)} of {len(stack.kinds)} tensors"
-    return join_phrases([short_name(name) for name in chosen])
+    return join_phrases([abbreviate_name(name) for name in chosen])
 
 
 def _short_among(module: str, modules: Collection[str]) -> str:
@@ -349,7 +349,7 @@ def _in_others(chosen: set[str], others: Sequence[str]) -> str:
     if any(set(row.marks) != {"chosen"} for row in rows):
         count = sum(row.marks["chosen"] for row in rows)
         return f"{count} of {len(others)} tensors beside the layers"
-    return join_phrases([short_name(row.path) for row in rows])
+    return join_phrases([abbreviate_name(row.path) for row in rows])
 
 
 # PEFT's names: descriptions of an adapter and the modules that are saved with it.

@@ -13,7 +13,7 @@ from typing import Final, TypeVar
 
 import torch
 
-from hfshard._util.addresses import is_address
+from hfshard._util.addresses import is_store_address
 from hfshard._util.arguments import wraps_os_errors
 from hfshard._util.progress import ProgressCallback
 from hfshard.checkpoint.folder import REMOTE_RETRIES
@@ -33,7 +33,7 @@ from hfshard.viewing.diff_tensors import (
     pair_by_name,
     side_of,
 )
-from hfshard.viewing.diff_values import RoundingCheck, ValueMeasure, is_number
+from hfshard.viewing.diff_values import RoundingCheck, ValueMeasure, is_numeric_dtype
 from hfshard.viewing.inspection import OpenRequest, open_for_viewing, open_with_one_key
 from hfshard.viewing.tensor_values import ReadJob, do_jobs
 
@@ -106,7 +106,9 @@ def diff_checkpoints(
     options = LoadOptions(verify="structure" if verify in ("full", "sha256") else verify, progress=progress)
     asked = DiffOptions(values, trusts_digests=verify not in ("full", "sha256"))
     subfolders = _pair("subfolder", subfolder)
-    tokens = [None if is_address(one) and not is_address(other) else token for one, other in ((a, b), (b, a))]
+    tokens = [
+        None if is_store_address(one) and not is_store_address(other) else token for one, other in ((a, b), (b, a))
+    ]
     queries = tuple(
         replace(query, subfolder=one or "", token=of_one) for one, of_one in zip(subfolders, tokens, strict=True)
     )
@@ -157,7 +159,7 @@ class _Comparison:
         for pair, finding in found.items():
             diffs[id(pair.b)].append(_diff_of(pair, finding))
         for pair in renamed:
-            diffs[id(pair.b)].append(_diff_of(pair, Finding("renamed")))
+            diffs[id(pair.b)].append(_diff_of(pair, TensorComparison("renamed")))
         paired = {id(pair.a) for pair in renamed}
         for tensor in named.only_in_b:
             if not diffs[id(tensor)]:
@@ -173,10 +175,10 @@ class _Comparison:
             retied=named.retied,
         )
 
-    def _compared(self, pairs: Sequence[TensorPair]) -> list[Finding]:
+    def _compared(self, pairs: Sequence[TensorPair]) -> list[TensorComparison]:
         known = [known_finding(pair, self.asked) for pair in pairs]
         jobs = [
-            ReadJob((0, pair.a.position), pair.nbytes, partial(compare, pair, self.asked))
+            ReadJob((0, pair.a.position), pair.nbytes, partial(compare_tensors, pair, self.asked))
             for pair, finding in zip(pairs, known, strict=True)
             if finding is None
         ]
@@ -195,7 +197,7 @@ class _Comparison:
             for one in tensors
             if one.digest is None or not self.asked.trusts_digests
         ]
-        jobs = [ReadJob((side, one.position), one.facts.nbytes, partial(digest_of, one)) for side, one in unread]
+        jobs = [ReadJob((side, one.position), one.facts.nbytes, partial(digest_of_bytes, one)) for side, one in unread]
         digests = {id(one): digest for (_, one), digest in zip(unread, self._done(jobs), strict=True)}
         self.read_bytes += sum(job.nbytes for job in jobs)
         return pair_by_contents(ours, theirs, lambda one: (one.form, digests.get(id(one), one.digest)))
@@ -204,7 +206,7 @@ class _Comparison:
         return do_jobs(jobs, _FAR_THREADS if self.a.is_far or self.b.is_far else _THREADS, self.progress)
 
 
-def _diff_of(pair: TensorPair, finding: Finding) -> TensorDiff:
+def _diff_of(pair: TensorPair, finding: TensorComparison) -> TensorDiff:
     facts_a = replace(pair.a.facts, name=pair.name_a)
     facts_b = replace(pair.b.facts, name=pair.name_b)
     return TensorDiff(finding.kind, facts_a, facts_b, finding.values)
@@ -214,7 +216,7 @@ def _diff_of(pair: TensorPair, finding: Finding) -> TensorDiff:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class TensorComparison:
     """Relation of two tensors."""
 
     kind: DiffKind
@@ -232,18 +234,18 @@ class DiffOptions:
     """False: tensors are read instead of relying on their digests."""
 
 
-def known_finding(pair: TensorPair, asked: DiffOptions) -> Finding | None:
+def known_finding(pair: TensorPair, asked: DiffOptions) -> TensorComparison | None:
     """Determine how two tensors differ without reading them; None if that is not possible."""
     kind = _known_kind(pair, asked)
     if kind is None or (kind != "same" and asked.values and _is_measurable(pair)):
         return None
-    return Finding(kind)
+    return TensorComparison(kind)
 
 
 def _known_kind(pair: TensorPair, asked: DiffOptions) -> DiffKind | None:
     a, b = pair.a, pair.b
     if a.facts.dtype != b.facts.dtype:
-        if a.facts.shape != b.facts.shape or not (is_number(a.torch_dtype) and is_number(b.torch_dtype)):
+        if a.facts.shape != b.facts.shape or not (is_numeric_dtype(a.torch_dtype) and is_numeric_dtype(b.torch_dtype)):
             return "changed"
         return None if a.facts.nbytes else "cast"
     if a.facts.nbytes != b.facts.nbytes:
@@ -262,11 +264,11 @@ def _kind_of_equal(pair: TensorPair) -> DiffKind:
 
 def _is_measurable(pair: TensorPair) -> bool:
     """Return whether the values of two tensors can be compared one by one."""
-    has_numbers = is_number(pair.a.torch_dtype) and is_number(pair.b.torch_dtype)
+    has_numbers = is_numeric_dtype(pair.a.torch_dtype) and is_numeric_dtype(pair.b.torch_dtype)
     return has_numbers and prod(pair.a.facts.shape) == prod(pair.b.facts.shape)
 
 
-def compare(pair: TensorPair, asked: DiffOptions, report: ProgressCallback) -> Finding:
+def compare_tensors(pair: TensorPair, asked: DiffOptions, report: ProgressCallback) -> TensorComparison:
     """Determine how two tensors differ by reading them.
 
     Args:
@@ -282,8 +284,8 @@ def compare(pair: TensorPair, asked: DiffOptions, report: ProgressCallback) -> F
     has_one_dtype = pair.a.facts.dtype == pair.b.facts.dtype
     unread = [one for one in pair[:2] if one.digest is None]
     if asked.trusts_digests and has_one_dtype and not measures and len(unread) == 1:
-        digests = [one.digest or digest_of(one, report) for one in pair[:2]]
-        return Finding(
+        digests = [one.digest or digest_of_bytes(one, report) for one in pair[:2]]
+        return TensorComparison(
             _kind_of_equal(pair) if digests[0] == digests[1] else "changed", read_bytes=unread[0].facts.nbytes
         )
     checks = _Checks(pair, is_known=known is not None, measures=measures)
@@ -295,7 +297,7 @@ def compare(pair: TensorPair, asked: DiffOptions, report: ProgressCallback) -> F
             break
     kind = checks.kind(pair) if known is None else known
     values = checks.measure.result() if checks.measure is not None and kind != "same" else None
-    return Finding(kind, values, read_bytes)
+    return TensorComparison(kind, values, read_bytes)
 
 
 class _Checks:
@@ -332,8 +334,8 @@ class _Checks:
         return _kind_of_equal(pair) if self.are_equal else "changed"
 
 
-def digest_of(tensor: ComparedTensor, report: ProgressCallback) -> str:
-    """Compute the digest of a tensor's bytes; `report` and the error are those of `compare`."""
+def digest_of_bytes(tensor: ComparedTensor, report: ProgressCallback) -> str:
+    """Compute the digest of a tensor's bytes; `report` and the error are those of `compare_tensors`."""
     return tensor_digest(_reported(tensor.blocks(), report))
 
 

@@ -27,7 +27,7 @@ class ValueMeasure:
         """Begin with no elements.
 
         Args:
-            dtype_a, dtype_b: Dtypes that `is_number` accepts.
+            dtype_a, dtype_b: Dtypes that `is_numeric_dtype` accepts.
         """
         self._dtypes = dtype_a, dtype_b
         self._wide = torch.complex128 if dtype_a.is_complex or dtype_b.is_complex else torch.float64
@@ -170,7 +170,7 @@ _NUMBERS: Final = PLAIN_DTYPES | {torch.complex128, torch.complex32}
 """All dtypes but F4, for which torch has no arithmetic."""
 
 
-def is_number(dtype: torch.dtype | None) -> bool:
+def is_numeric_dtype(dtype: torch.dtype | None) -> bool:
     """Return whether tensors of this dtype can be read as numbers."""
     return dtype in _NUMBERS
 
@@ -180,7 +180,7 @@ def numbers_in(block: memoryview, dtype: torch.dtype) -> torch.Tensor:
 
     Args:
         block: Bytes of any number of complete elements.
-        dtype: A dtype that `is_number` accepts. A bool is true unless it is zero, and is returned as 0 or 1.
+        dtype: A dtype that `is_numeric_dtype` accepts. A bool is true unless it is zero, and is returned as 0 or 1.
     """
     raw = torch.frombuffer(block, dtype=torch.uint8)
     if raw.data_ptr() % dtype.itemsize:
@@ -203,7 +203,7 @@ class RoundingCheck:
         """Begin with nothing compared.
 
         Args:
-            dtype_a, dtype_b: Two different dtypes that `is_number` accepts.
+            dtype_a, dtype_b: Two different dtypes that `is_numeric_dtype` accepts.
         """
         self.dtype_a, self.dtype_b = dtype_a, dtype_b
         self._b_is_rounded = _rounds(dtype_a, dtype_b)

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from math import prod
 from typing import Any, Final, NamedTuple
 
-from hfshard._util.addresses import is_address, parse_address
+from hfshard._util.addresses import is_store_address, parse_address
 from hfshard._util.arguments import absolute_path, checked_path_text
 from hfshard.checkpoint.load_options import LoadOptions
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
@@ -313,7 +313,7 @@ def _opened(stack: ExitStack, path: str, query: CheckpointQuery, options: LoadOp
 
 def _split_place(place: str | os.PathLike[str]) -> tuple[str, str | None]:
     text = checked_path_text(place)
-    if is_address(text) or os.path.exists(os.path.expanduser(text)):
+    if is_store_address(text) or os.path.exists(os.path.expanduser(text)):
         return absolute_path(place), None
     return split_address(place)
 
@@ -328,7 +328,7 @@ def _checkpoint_of_run(path: str) -> str | None:
     """Find the latest checkpoint of the run at a path, or that of the step in its name, ignoring leading zeros."""
     root, _, name = path.rpartition("/")
     named = CHECKPOINT.fullmatch(name)
-    if not is_address(path) and not os.path.isdir(path if named is None else root):
+    if not is_store_address(path) and not os.path.isdir(path if named is None else root):
         return None
     if named is not None:
         try:
@@ -346,7 +346,7 @@ def _checkpoint_of_run(path: str) -> str | None:
 
 def _latest_of_trainer(path: str) -> str | None:
     """Find the latest checkpoint of a run of transformers' Trainer, which writes its state after the model."""
-    if is_address(path):
+    if is_store_address(path):
         store = open_store(parse_address(path))
         named = [folder for folder in store.folders() if CHECKPOINT.fullmatch(folder)]
         folders = [folder for folder in named if store.find(f"{folder}/{_TRAINER_STATE}") is not None]

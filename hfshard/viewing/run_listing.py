@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Final, Literal
 
-from hfshard._util.addresses import is_address
+from hfshard._util.addresses import is_store_address
 from hfshard._util.text import shorten_list
 from hfshard._util.threads import run_in_threads
 from hfshard.checkpoint.verifier import Problem
@@ -18,7 +18,7 @@ from hfshard.errors import CheckpointNotFoundError, HfshardError
 from hfshard.format.file_names import MODEL_BASE, WeightNames
 from hfshard.format.index import FileDigest
 from hfshard.stores.open_store import open_store
-from hfshard.training.run.find_checkpoint import files_at, run_place
+from hfshard.training.run.find_checkpoint import folder_at, run_place
 from hfshard.training.run.manifest import (
     CHECKPOINT,
     MANIFEST,
@@ -87,7 +87,7 @@ def checkpoints_of(root: str) -> list[RunCheckpoint]:
             f"'{root}' is one checkpoint, not a run. To check it, run: hfshard verify {root}", path=root
         )
     # A store is listed in full depth only if it has folders of a run.
-    may_be_run = not is_address(root) or any(map(CHECKPOINT.fullmatch, _folders_in(root)))
+    may_be_run = not is_store_address(root) or any(map(CHECKPOINT.fullmatch, _folders_in(root)))
     found = run_place(root).checkpoints()[::-1] if may_be_run else []
     if not found:
         runs = _runs_below(root)
@@ -117,7 +117,7 @@ def _is_of_run(folder: str) -> bool:
 
 def _folders_in(place: str) -> list[str]:
     """List the folders directly in a place."""
-    if is_address(place):
+    if is_store_address(place):
         return open_store(place).folders()
     try:
         with os.scandir(place) as entries:
@@ -166,7 +166,7 @@ def _list_one(
     manifest = found.manifest
     if manifest is None:
         return ListedCheckpoint(found.path, found.step, problems, is_verified, is_unfinished=found.is_unfinished)
-    files = files_at(found.path)
+    files = folder_at(found.path)
     return ListedCheckpoint(
         found.path,
         found.step,
@@ -241,7 +241,7 @@ def spaces_of(found: Sequence[RunCheckpoint]) -> dict[str, CheckpointSpace]:
 
 def parts_of(path: str, manifest: CheckpointManifest) -> dict[Part, int]:
     """Measure the parts of one checkpoint, including the manifest file."""
-    sizes: dict[Part, int] = {"other": files_at(path).size(MANIFEST)}
+    sizes: dict[Part, int] = {"other": folder_at(path).size(MANIFEST)}
     for name, record in manifest.files.items():
         part = part_of(name)
         sizes[part] = sizes.get(part, 0) + (record.size or 0)
@@ -263,7 +263,7 @@ def part_of(name: str) -> Part:
 
 def _identity_of(path: str, name: str, record: FileDigest) -> object:
     """Return a key that is equal for files that are the same, or None if it cannot be determined."""
-    if is_address(path):
+    if is_store_address(path):
         return (record.size, record.sha256, record.xxh3, record.fingerprint) if record.is_verifiable else None
     try:
         status = os.stat(os.path.join(path, name))

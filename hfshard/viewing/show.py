@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from hfshard._util.addresses import is_address, reject_hub_arguments
+from hfshard._util.addresses import is_store_address, reject_hub_arguments
 from hfshard._util.arguments import absolute_path, checked_path_text, wraps_os_errors
 from hfshard._util.text import parse_size
 from hfshard.checkpoint.load_options import LoadOptions
 from hfshard.checkpoint.verifier import Problem
 from hfshard.errors import HfshardError, InvalidArgumentError, InvalidPathError
 from hfshard.hub.resolve import CheckpointQuery
-from hfshard.training.run.find_checkpoint import files_at, live_problems
+from hfshard.training.run.find_checkpoint import folder_at, live_problems
 from hfshard.training.run.manifest import MANIFEST, MetricMode, RunCheckpoint
 from hfshard.training.run.reports import as_problems, is_run
 from hfshard.viewing.diff_checkpoints import diff_checkpoints
@@ -117,7 +117,7 @@ def show_checkpoint(
     elif root is not None:
         of_one = {"variant": variant, "key": key, "subfolder": subfolder, "revision": revision, "max_shard_size": limit}
         _refuse(of_one, "is for one checkpoint, not for a run")
-        if is_address(root):
+        if is_store_address(root):
             reject_hub_arguments(root, token=token)
         page = page_of_run(root, best, metric_mode)
     else:
@@ -128,7 +128,7 @@ def show_checkpoint(
         )
         options = LoadOptions(key=key, progress=progress)
         page = make_checkpoint_page(found, limit, measure_values(checkpoint, query, options) if values else None)
-        page = with_parts(page, found.directory)
+        page = with_components(page, found.directory)
     html = render_page(page)
     if path is not None:
         write_page(html, path)
@@ -154,7 +154,7 @@ def run_at(place: str | os.PathLike[str]) -> str | None:
         Its absolute path or its address; None if there is none, such as at one of its checkpoints.
     """
     text = checked_path_text(place)
-    if not is_address(text) and not os.path.isdir(os.path.expanduser(text)):
+    if not is_store_address(text) and not os.path.isdir(os.path.expanduser(text)):
         return None
     root = absolute_path(place)
     return root if is_run(root) else None
@@ -168,18 +168,18 @@ def page_of_run(root: str, best: str | None, metric_mode: MetricMode) -> Page:
     """
     found = checkpoints_of(root)
     listed = list_checkpoints(found, _check, best=best, metric_mode=metric_mode)
-    return make_run_page(root, listed, spaces_of(found), best=best, is_store=is_address(root))
+    return make_run_page(root, listed, spaces_of(found), best=best, is_store=is_store_address(root))
 
 
-def with_parts(page: Page, directory: str) -> Page:
+def with_components(page: Page, directory: str) -> Page:
     """Add to a model's page what else was saved with it, if it is in a checkpoint of a run.
 
     Args:
         page: The model's page.
         directory: The directory or address of its files.
     """
-    files = files_at(directory)
-    if not (is_address(directory) or os.path.isdir(directory)) or not files.has(MANIFEST):
+    files = folder_at(directory)
+    if not (is_store_address(directory) or os.path.isdir(directory)) or not files.has(MANIFEST):
         return page
     try:
         manifest = files.manifest()

@@ -9,7 +9,7 @@ import transformers
 from torch import nn
 
 import hfshard
-from hfshard._util.addresses import StoreAddress, is_address, parse_address, reject_hub_arguments
+from hfshard._util.addresses import StoreAddress, is_store_address, parse_address, reject_hub_arguments
 from hfshard._util.arguments import absolute_path
 from hfshard.errors import InvalidArgumentError, InvalidPathError
 
@@ -65,7 +65,7 @@ def test_a_secret_in_an_address_is_not_repeated(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["org/name", "/a/b", "file:///a", "a:b", "s3:/b", "C:\\x", 5])
 def test_paths_and_names_are_no_addresses(text: object) -> None:
-    assert not is_address(text)
+    assert not is_store_address(text)
 
 
 def test_a_cache_is_on_a_disk() -> None:

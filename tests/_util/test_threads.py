@@ -14,7 +14,7 @@ from types import FrameType
 import pytest
 import torch
 
-from hfshard._util.threads import LendingLock, pause, run_in_threads, start_worker
+from hfshard._util.threads import LendingLock, run_in_threads, sleep_unless_cancelled, start_worker
 from hfshard.errors import HubConnectionError
 
 
@@ -40,13 +40,13 @@ def test_a_thread_that_pauses_ends_with_the_others() -> None:
     def work(item: int, stop: threading.Event) -> None:
         if item == 0:
             paused.set()
-            pause(600)
+            sleep_unless_cancelled(600)
         assert paused.wait(60)
         raise HubConnectionError("no")
 
     with pytest.raises(HubConnectionError):
         run_in_threads(work, [0, 1], 2)
-    pause(0)  # outside of any
+    sleep_unless_cancelled(0)  # outside of any
 
 
 def test_first_error_in_time_is_raised_and_nothing_more_is_begun() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hfshard.commit.commit_plan import CommitPlan, NewCheckpoint, plan_commit
-from hfshard.commit.directory_state import read_state
+from hfshard.commit.directory_state import read_directory_state
 from hfshard.format.file_names import WeightNames
 from hfshard.format.index import CheckpointIndex
 from hfshard.save import save_state_dict
@@ -95,7 +95,7 @@ MOVED_AT_ONCE = {
 def test_the_steps_of_a_commit(old: str, new: str, config: str, tmp_path: Path) -> None:
     old_checkpoint(tmp_path, old, None if old == "none" else b'{"n": 1}\n')
     checkpoint = new_checkpoint(new, b'{"n": 1}\n' if config == "same" else b'{"n": 2}\n')
-    plan = plan_commit(read_state(str(tmp_path), WeightNames()), checkpoint)
+    plan = plan_commit(read_directory_state(str(tmp_path), WeightNames()), checkpoint)
     steps, expected = written(plan).split(), CASES[old, new, config].split()
     assert steps == expected
 
@@ -104,7 +104,7 @@ def test_the_steps_of_a_commit(old: str, new: str, config: str, tmp_path: Path) 
 def test_one_step_commits_and_syncs_stand_on_both_sides(old: str, new: str, config: str, tmp_path: Path) -> None:
     old_checkpoint(tmp_path, old)
     checkpoint = new_checkpoint(new, b'{"n": 1}\n' if config == "same" else b'{"n": 2}\n')
-    plan = plan_commit(read_state(str(tmp_path), WeightNames()), checkpoint)
+    plan = plan_commit(read_directory_state(str(tmp_path), WeightNames()), checkpoint)
     (at,) = [number for number, step in enumerate(plan.steps) if step.is_commit]
     assert plan.steps[at + 1].kind == plan.steps[-1].kind == "sync"
     assert "remove" not in {step.kind for step in plan.steps[:at]}
@@ -114,7 +114,7 @@ def test_one_step_commits_and_syncs_stand_on_both_sides(old: str, new: str, conf
 
 def test_a_commit_by_config_names_the_new_weights_and_then_no_longer(tmp_path: Path) -> None:
     old_checkpoint(tmp_path, "sharded")
-    plan = plan_commit(read_state(str(tmp_path), WeightNames()), new_checkpoint("sharded", b'{"n": 2}\n'))
+    plan = plan_commit(read_directory_state(str(tmp_path), WeightNames()), new_checkpoint("sharded", b'{"n": 2}\n'))
     configs = [plan.small_files[step.source] for step in plan.steps if step.target == "config.json"]
     assert json.loads(configs[0]) == {"n": 2, "transformers_weights": f"{UNIQUE}.index.json"}
     assert configs[1:] == [b'{"n": 2}\n']
@@ -124,5 +124,7 @@ def test_new_model_files_come_before_the_commit_and_replaced_ones_right_after(tm
     old_checkpoint(tmp_path, "sharded")
     (tmp_path / "generation_config.json").write_bytes(b"{}")
     model_files = {"generation_config.json": b'{"k": 1}', "modeling_mine.py": b"pass"}
-    plan = plan_commit(read_state(str(tmp_path), WeightNames()), new_checkpoint("sharded", model_files=model_files))
+    plan = plan_commit(
+        read_directory_state(str(tmp_path), WeightNames()), new_checkpoint("sharded", model_files=model_files)
+    )
     assert written(plan) == (f"+modeling_mine.py {NEW_SHARDS} | !{INDEX} | +generation_config.json | {OLD_SHARDS} |")

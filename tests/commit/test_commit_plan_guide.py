@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 import hfshard
 from hfshard.commit.commit_plan import CommitStep, NewCheckpoint, plan_commit
 from hfshard.commit.directory_commit import DirectorySession
-from hfshard.commit.directory_state import read_state
+from hfshard.commit.directory_state import read_directory_state
 from hfshard.format.file_names import WeightNames
 from tests import REPOSITORY
 
@@ -119,7 +119,7 @@ def described(folder: Path) -> str:
         count = sum(whose(folder / name) == version for name in names if NAMES.is_shard(name))
         if count:
             parts.append(f"{count} {version} shards")
-    temporary = [name for name in names if NAMES.is_transient(name)]
+    temporary = [name for name in names if NAMES.is_commit_temporary(name)]
     parts += [f"temporary {'index' if name.endswith('.json') else 'file'}" for name in temporary]
     return ", ".join(parts)
 
@@ -145,7 +145,7 @@ def commit(old: str, new: str, is_new_config: bool, folder: Path) -> list[Seen]:
         (directory / "config.json").write_bytes(config("old" if is_new_config else "same"))
     hfshard.save_state_dict(state_dict(NEW), source, max_shard_size=1 if new == "shards" else 10**6)
 
-    session = WatchedSession(str(directory), read_state(str(directory), NAMES))
+    session = WatchedSession(str(directory), read_directory_state(str(directory), NAMES))
     session.seen = [Seen(CommitStep("sync"), described(directory), by_transformers(directory), by_hub(directory))]
     os.makedirs(session.staging)
     shards = {path.name: f"{path.name}.staged" for path in sorted(source.glob("*.safetensors"))}

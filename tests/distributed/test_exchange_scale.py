@@ -10,13 +10,13 @@ from itertools import islice
 from hfshard.distributed.exchange import SOURCE_BYTES, WINDOW_BYTES, Window, schedule
 from hfshard.distributed.layout import Placement
 from hfshard.distributed.tensor_owners import (
+    ListedTensor,
     Listing,
     Mesh,
     RankGroup,
-    TensorEntry,
     TensorOwners,
     assign_owners,
-    digest_of,
+    listing_digest,
 )
 from hfshard.tensors.stored_tensor import TensorLayout
 
@@ -26,7 +26,7 @@ HIDDEN, INNER, HEADS, VOCABULARY = 16384, 53248, 1024, 128256
 FILE_BYTES = 5_000_000_000
 
 
-def entries() -> dict[str, TensorEntry]:
+def entries() -> dict[str, ListedTensor]:
     """FSDP over 128 ranks and tensor parallelism over 8."""
     shapes = {
         "q": (HIDDEN, HIDDEN, 0), "k": (HEADS, HIDDEN, 0), "v": (HEADS, HIDDEN, 0), "o": (HIDDEN, HIDDEN, 1),
@@ -38,11 +38,11 @@ def entries() -> dict[str, TensorEntry]:
     return found
 
 
-def entry(rows: int, columns: int, split_by_tensor_parallel: int) -> TensorEntry:
+def entry(rows: int, columns: int, split_by_tensor_parallel: int) -> ListedTensor:
     nbytes = 2 * rows * columns
     groups = 8 if split_by_tensor_parallel == 0 else 1
     placements = (Placement(0, groups), Placement(split_by_tensor_parallel))
-    return TensorEntry(TensorLayout("BF16", (rows, columns), nbytes), 2, (rows, columns), None, 0, placements)
+    return ListedTensor(TensorLayout("BF16", (rows, columns), nbytes), 2, (rows, columns), None, 0, placements)
 
 
 def streams_of(holders: TensorOwners) -> dict[int, list[tuple[str, int]]]:
@@ -59,7 +59,7 @@ def test_a_terabyte_on_a_thousand_ranks_is_planned_in_seconds() -> None:
     tracemalloc.start()
     start = time.process_time()
     listing = Listing(entries(), {}, (), ())
-    digest = digest_of(listing.to_json())
+    digest = listing_digest(listing.to_json())
     group = RankGroup(tuple(range(RANKS)), digest, (Mesh((128, 8), tuple(range(RANKS))),))
     holders = TensorOwners.unite([group], {digest: listing})
     streams = streams_of(holders)

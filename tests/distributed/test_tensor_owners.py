@@ -7,22 +7,22 @@ from typing import Any
 import pytest
 
 from hfshard.distributed.layout import Interval, Placement
-from hfshard.distributed.tensor_owners import Listing, Mesh, RankGroup, TensorEntry, TensorOwners
+from hfshard.distributed.tensor_owners import ListedTensor, Listing, Mesh, RankGroup, TensorOwners
 from hfshard.errors import InvalidArgumentError
 from hfshard.tensors.stored_tensor import TensorLayout
 
 
-def whole(*shape: int) -> TensorEntry:
+def whole(*shape: int) -> ListedTensor:
     layout = layout_of(*shape)
-    return TensorEntry(layout, 1, (layout.nbytes,), None, None, ())
+    return ListedTensor(layout, 1, (layout.nbytes,), None, None, ())
 
 
 def split(
     shape: tuple[int, ...], *dims: int | None, window: tuple[Interval, ...] | None = None, stored: Any = None
-) -> TensorEntry:
+) -> ListedTensor:
     """A tensor of 4-byte elements that each dimension of the mesh splits along one dimension, or not."""
     placements = tuple(Placement(dim) for dim in dims)
-    return TensorEntry(layout_of(*(stored or shape)), 4, shape, window, 0, placements)
+    return ListedTensor(layout_of(*(stored or shape)), 4, shape, window, 0, placements)
 
 
 def layout_of(*shape: int) -> TensorLayout:
@@ -32,7 +32,7 @@ def layout_of(*shape: int) -> TensorLayout:
     return TensorLayout("F32", shape, 4 * count)
 
 
-def listing(entries: dict[str, TensorEntry], **more: Any) -> Listing:
+def listing(entries: dict[str, ListedTensor], **more: Any) -> Listing:
     return Listing(entries, more.get("tied_names", {}), more.get("undeclared_ties", ()), more.get("separate_names", ()))
 
 
@@ -144,7 +144,7 @@ def test_names_of_pipeline_stages_are_united_in_rank_order() -> None:
         (split((4,), 0), "spread by"),
     ],
 )
-def test_ranks_that_disagree_are_told(other: TensorEntry, words: str) -> None:
+def test_ranks_that_disagree_are_told(other: ListedTensor, words: str) -> None:
     with pytest.raises(InvalidArgumentError, match=words) as caught:
         unite(((0,), listing({"w": whole(4)}), ()), ((1,), listing({"w": other}), (Mesh((1,), (1,)),)))
     assert caught.value.fqn == "w"

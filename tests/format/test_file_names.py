@@ -29,7 +29,7 @@ def test_names_of_a_commit_under_way() -> None:
     assert names.unique_index("0123456789abcdef99") == "model-hfshard-0123456789abcdef.safetensors.index.json"
     assert names.placeholder == "model-hfshard-placeholder.safetensors"
     for name in (names.placeholder, names.unique_single("a" * 16), names.unique_index("b" * 16)):
-        assert names.is_transient(name)
+        assert names.is_commit_temporary(name)
 
 
 def test_names_of_files_that_were_synced_from_a_store() -> None:
@@ -62,7 +62,7 @@ def test_names_of_files_that_were_synced_from_a_store() -> None:
 )  # fmt: skip
 def test_names_that_are_not_ours(name: str) -> None:
     assert not WeightNames().is_shard(name)
-    assert not WeightNames().is_transient(name)
+    assert not WeightNames().is_commit_temporary(name)
 
 
 @pytest.mark.parametrize("variant", ["", "../x", "a/b", "a b", ".hidden", "a\n", "-x"])

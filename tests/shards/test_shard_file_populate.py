@@ -14,7 +14,7 @@ import hfshard
 from hfshard.disk.direct_io import BLOCK_BYTES, is_cached
 from hfshard.errors import DamagedCheckpointError
 from hfshard.shards import shard_file
-from hfshard.shards.shard_file import SafetensorsFile, pieces_of, prefaulted_blocks
+from hfshard.shards.shard_file import SafetensorsFile, prefaulted_blocks, split_range
 from tests.helpers import forkserver
 from tests.helpers.threads import no_thread_is_left
 
@@ -49,13 +49,13 @@ def bytes_of(file: SafetensorsFile) -> bytes:
 
 
 def test_pieces_end_where_huge_pages_may() -> None:
-    assert list(pieces_of(4096, 20_000_000, 8_388_608)) == [
+    assert list(split_range(4096, 20_000_000, 8_388_608)) == [
         (4096, 8_388_608),
         (8_388_608, 16_777_216),
         (16_777_216, 20_000_000),
     ]
-    assert list(pieces_of(8_388_608, 8_388_609, 8_388_608)) == [(8_388_608, 8_388_609)]
-    assert list(pieces_of(5, 5, 8_388_608)) == []
+    assert list(split_range(8_388_608, 8_388_609, 8_388_608)) == [(8_388_608, 8_388_609)]
+    assert list(split_range(5, 5, 8_388_608)) == []
 
 
 @pytest.mark.parametrize("is_cold", [True, False])

@@ -88,12 +88,12 @@ def test_a_save_asks_little_and_an_unchanged_one_puts_nothing(
     assert sum(request.bytes_up for request in proxy.requests()) == 0
     assert asked(proxy) == "list"
 
-    store_plan.forget()  # as in a new process
+    store_plan.forget_puts()  # as in a new process
     save(store_address, 2.0)
     assert asked(proxy) == f"list get{copy_is_read}"
 
     # What the shards are compared with is in the old index alone.
-    store_plan.forget()
+    store_plan.forget_puts()
     save(store_address, 3.0)
     assert asked(proxy) == f"list get put put put list delete_many{_uploads(scheme)}"
 
@@ -138,7 +138,7 @@ def test_a_save_of_a_model_with_another_config(scheme: str, proxy: FaultProxy, s
 
     # A plain config that is none that was saved is a user's edit: where the ETag does not tell, it is read.
     config_is_read = "" if scheme == "s3" else " get"
-    store_plan.forget()
+    store_plan.forget_puts()
     old.save_pretrained(store_address)
     assert asked(proxy) == f"list get{config_is_read} put put put put list delete_many{_uploads(scheme)}"
 

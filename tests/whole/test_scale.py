@@ -19,7 +19,7 @@ from hfshard.format.file_names import WeightNames
 from hfshard.format.header import build_header, parse_header
 from hfshard.format.index import CheckpointIndex
 from hfshard.shards.shard_plan import with_one_more_shard
-from hfshard.tensors.parameter_names import compare, match_prefixes, select_keys
+from hfshard.tensors.parameter_names import compare_keys, match_prefixes, select_keys
 from hfshard.tensors.tied import find_shared_tensors
 
 FEW, FEW_ON_DISK, FEW_IN_LISTS = 250, 200, 100
@@ -139,7 +139,7 @@ def keys_selected(count: int) -> Work:
 def compared(count: int) -> Work:
     tensors = tensors_of(count)
     others = {f"{name}.other": tensor for name, tensor in tensors.items()}
-    return lambda: compare(tensors, others).summary()
+    return lambda: compare_keys(tensors, others).summary()
 
 
 PURE: dict[str, Callable[[int], Work]] = {

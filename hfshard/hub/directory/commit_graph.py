@@ -24,7 +24,7 @@ from hfshard.errors import (
     MissingShardError,
 )
 from hfshard.format.strict_json import dump_json, parse_json_object
-from hfshard.hub.repo import MAIN, REF_FOLDERS, RefKind, RemoteFile, full_name, is_commit_id, kind_of, short_name
+from hfshard.hub.repo import MAIN, REF_FOLDERS, RefKind, RemoteFile, full_name, is_commit_id, ref_kind, short_name
 
 COMMITS: Final = "commits"
 SNAPSHOTS: Final = "snapshots"
@@ -265,7 +265,7 @@ def check_free(root: str, ref: str) -> None:
             )
         if other != ref and short_name(other) == short_name(ref):
             raise InvalidArgumentError(
-                f"'{short_name(ref)}' is the name of a {kind_of(other)} already. Choose another name.",
+                f"'{short_name(ref)}' is the name of a {ref_kind(other)} already. Choose another name.",
                 actual=short_name(ref),
             )
 
@@ -360,7 +360,7 @@ class Revision:
 
 def revisions_of(root: str) -> list[Revision]:
     """List all branches (main first), tags and pull requests, then all commits, newest first, then the lost ones."""
-    named = [_revision(root, short_name(ref), kind_of(ref), commit) for ref, commit in all_refs(root).items()]
+    named = [_revision(root, short_name(ref), ref_kind(ref), commit) for ref, commit in all_refs(root).items()]
     commits = [_revision(root, commit, "commit", commit) for commit in [*commit_ids(root), *lost_commits(root)]]
     return named + sorted(commits, key=lambda revision: revision.date, reverse=True)
 

@@ -50,7 +50,13 @@ from hfshard.hub.directory.commit_graph import (
     unreachable,
 )
 from hfshard.hub.directory.hub_writer import HubWriter, lock_hub
-from hfshard.hub.directory.snapshot import Stage, check_hash, check_hashes, check_snapshot, reject_unexpected_files
+from hfshard.hub.directory.snapshot import (
+    StagedSnapshot,
+    check_hash,
+    check_hashes,
+    check_snapshot,
+    reject_unexpected_files,
+)
 from hfshard.hub.repo import (
     MAIN,
     CommitRequest,
@@ -59,7 +65,7 @@ from hfshard.hub.repo import (
     StaleParentError,
     full_name,
     is_commit_id,
-    kind_of,
+    ref_kind,
     short_name,
 )
 
@@ -336,7 +342,7 @@ class DirectoryHub:
                 locked.set_ref(ref, commit)
             elif current != commit:
                 raise HubError(
-                    f"The {kind_of(ref)} '{short_name(ref)}' is at {current} already, not at {commit}. "
+                    f"The {ref_kind(ref)} '{short_name(ref)}' is at {current} already, not at {commit}. "
                     "Delete it first, or choose another name.",
                     path=self.root,
                     expected=commit,
@@ -366,9 +372,9 @@ def branch_for(root: str, request: CommitRequest) -> str:
     if found is None and find_commit(root, name) is not None:
         raise HubError(f"'{name}' is a commit, and nothing can be pushed to it. Give a branch.", path=root, actual=name)
     ref = found[0] if found is not None else full_name(name)
-    if kind_of(ref) == "tag":
+    if ref_kind(ref) == "tag":
         raise HubError(f"'{name}' is a tag, and stays where it is. Give a branch.", path=root, actual=name)
-    if kind_of(ref) == "pr" and (request.create_pr or found is None):
+    if ref_kind(ref) == "pr" and (request.create_pr or found is None):
         raise HubNotFoundError(
             f"'{root}' has no pull request '{name}' to push to. Open one with create_pr=True on a branch.",
             path=root,
@@ -416,7 +422,7 @@ def commit_changes(
     check_paths([*kept, *adds])
     locked.make_staging()
     os.mkdir(locked.staged_files)
-    stage = Stage(root, locked.staged_files, progress_callback)
+    stage = StagedSnapshot(root, locked.staged_files, progress_callback)
     files = stage.put(kept, parent, adds)
     if parent is not None and files == old.files and not request.create_pr:
         if is_new_branch:
@@ -444,5 +450,5 @@ def _check_parent(root: str, base: str, parent: str | None) -> bool:
 
 
 def _new_pr(root: str) -> str:
-    numbers = [int(ref.rpartition("/")[2]) for ref in ref_names(root) if kind_of(ref) == "pr"]
+    numbers = [int(ref.rpartition("/")[2]) for ref in ref_names(root) if ref_kind(ref) == "pr"]
     return f"refs/pr/{max(numbers, default=0) + 1}"

@@ -27,7 +27,7 @@ _WRITE_BITS: Final = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH
 
 
 @dataclass
-class Stage:
+class StagedSnapshot:
     """A snapshot that is being built."""
 
     root: str
@@ -88,7 +88,7 @@ class Stage:
         found = check_snapshot(source, kept)
         for path, file in kept.items():
             old = os.path.join(source, path)
-            if not share(old, self._target(path), found[path]):
+            if not link_or_clone(old, self._target(path), found[path]):
                 yield path, FileSource(old, file.size, file.sha256), file
 
     def _target(self, path: str) -> str:
@@ -115,7 +115,7 @@ class Stage:
             except OSError as error:
                 logger.info("'%s' could not be linked: %s", candidate, error)
                 continue
-            if is_same and share(candidate, target, status):
+            if is_same and link_or_clone(candidate, target, status):
                 return True
         return False
 
@@ -182,7 +182,7 @@ class Stage:
             self.progress_callback(count)
 
 
-def share(source: str, target: str, status: os.stat_result) -> bool:
+def link_or_clone(source: str, target: str, status: os.stat_result) -> bool:
     """Give a file's contents a second name without copying them: a hard link, or a file that shares its blocks.
 
     Returns:

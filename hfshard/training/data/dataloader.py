@@ -187,7 +187,7 @@ class ResumableDataLoader(DataLoader[_T_co]):
         Raises:
             StateDictMismatchError: A setting differs; the message says which one, and what to do.
         """
-        check_state(state_dict, settings_of(self, self.seed))
+        check_loader_state(state_dict, settings_of(self, self.seed))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go to the position of a `state_dict`; the next `iter()` continues there.
@@ -365,7 +365,7 @@ def after_epoch(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**state_dict, "epoch": state_dict["epoch"] + 1, "batch": 0, "indexes_crc32": None}
 
 
-def check_state(state_dict: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+def check_loader_state(state_dict: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     """Check that a state fits a loader with these settings.
 
     Raises:

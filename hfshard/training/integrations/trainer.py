@@ -22,7 +22,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import HubStrategy, get_last_checkpoint
 from transformers.training_args import ParallelMode
 
-from hfshard._util.addresses import is_address
+from hfshard._util.addresses import is_store_address
 from hfshard.checkpoint.load_options import LoadOptions
 from hfshard.commit.hub_marker import has_hub_marker, hub_directory, split_address
 from hfshard.distributed.load_on_ranks import has_spread_state, load_into_spread_module
@@ -34,7 +34,7 @@ from hfshard.places.source import CheckpointSource
 from hfshard.training.data.dataloader import length_of, plain_loader
 from hfshard.training.integrations.accelerate import BatchShare
 from hfshard.training.manager import CheckpointManager
-from hfshard.training.run.find_checkpoint import files_at
+from hfshard.training.run.find_checkpoint import folder_at
 from hfshard.training.run.push_run import checked_at
 from hfshard.training.run_ranks import Ranks
 from hfshard.training.state.rng import rng_state, set_rng_state
@@ -178,7 +178,7 @@ class CheckpointCallback(TrainerCallback):
         trainer.store_flos()
         if state.best_global_step is not None:
             best = manager.path_of(state.best_global_step)
-            if state.best_global_step == step or files_at(best).is_there():
+            if state.best_global_step == step or folder_at(best).is_there():
                 state.best_model_checkpoint = best
         exportable = [*trainer.callback_handler.callbacks, trainer.control]
         exportable = [callback for callback in exportable if isinstance(callback, ExportableState)]
@@ -233,7 +233,7 @@ class CheckpointCallback(TrainerCallback):
         best = trainer.state.best_model_checkpoint
         if load_parts(trainer.model, best):
             return
-        if best is not None and is_address(best):
+        if best is not None and is_store_address(best):
             load_model(trainer.model, best)
         else:
             self._originals["_load_best_model"]()
@@ -275,7 +275,7 @@ class CheckpointCallback(TrainerCallback):
             getattr(trainer, _LOSS).add_(self._progress["loss"])
             setattr(trainer, _LOGGED, self._progress["logged"])
             self._progress = {}
-        if state.best_global_step is not None and files_at(best := manager.path_of(state.best_global_step)).is_there():
+        if state.best_global_step is not None and folder_at(best := manager.path_of(state.best_global_step)).is_there():
             state.best_model_checkpoint = best  # the directory of the run may have been moved
         elif self._resumed is not None and self._resumed[0] == state.best_global_step:
             state.best_model_checkpoint = self._resumed[1]  # it was downloaded
@@ -456,10 +456,10 @@ def local_copy(path: str) -> Iterator[str]:
     Raises:
         MissingShardError: Trainer did not save the checkpoint.
     """
-    if not is_address(path):
+    if not is_store_address(path):
         yield path
         return
-    progress = json.loads(files_at(path).read_small(STATE_FILE))
+    progress = json.loads(folder_at(path).read_small(STATE_FILE))
     with tempfile.TemporaryDirectory(prefix="hfshard-") as directory:
         with open(os.path.join(directory, STATE_FILE), "w", encoding="utf-8") as file:
             json.dump({**progress, _BEST: None}, file)
@@ -533,10 +533,10 @@ def _fetched(place: Place, manager: CheckpointManager, args: TrainingArguments) 
     if address is None or (os.path.isdir(address) and not has_hub_marker(os.fspath(address))):
         return None
     try:
-        token = None if is_address(address) else args.hub_token  # a store needs none: the token is for pushes
+        token = None if is_store_address(address) else args.hub_token  # a store needs none: the token is for pushes
         checkpoint, _ = checked_at(address, "full", token=token, progress=manager.progress, is_read_next=True)
     except CheckpointNotFoundError:
-        if is_address(address):
+        if is_store_address(address):
             raise
         stock = _fetched_from_trainer(address, args.hub_token, manager.progress)
         if stock is None:
@@ -585,7 +585,7 @@ def _order(folder: str) -> tuple[bool, bool, int]:
 
 def _newest(manager: CheckpointManager, args: TrainingArguments) -> str | None:
     """Find what True means if Trainer does not find it by itself."""
-    if is_address(manager.root) and (step := manager.latest_step()) is not None:
+    if is_store_address(manager.root) and (step := manager.latest_step()) is not None:
         return manager.path_of(step)
     root = str(args.output_dir)
     if os.path.isdir(root) and get_last_checkpoint(root) is not None:

@@ -26,8 +26,8 @@ from hfshard.training.interop.foreign_optimizer import (
     stated_names,
     unknown_owners,
 )
-from hfshard.training.interop.foreign_readers import is_optimizer_state, is_weights, reader_of
-from hfshard.training.run.find_checkpoint import files_at, run_place
+from hfshard.training.interop.foreign_readers import is_optimizer_state, is_state_dict, reader_of
+from hfshard.training.run.find_checkpoint import folder_at, run_place
 from hfshard.training.run.manifest import Rotation, checkpoint_path
 from hfshard.training.run.run_storage import check_names
 from hfshard.training.run.run_writer import RunWriter
@@ -123,7 +123,7 @@ def convert_foreign(
     try:
         with writer.turn("convert"):
             target = checkpoint_path(root, number)
-            if os.path.lexists(target) or files_at(target).is_there():
+            if os.path.lexists(target) or folder_at(target).is_there():
                 raise InvalidArgumentError(
                     f"'{target}' is there already. Give another run, or another step.", path=root
                 )
@@ -157,7 +157,7 @@ def _payload(
 def _weights_of(foreign: ForeignCheckpoint) -> dict[str, Any]:
     """Return the model's state by names without wrappers."""
     stored: Mapping[str, Any] = foreign.components.get("model", {})
-    if not is_weights(stored):
+    if not is_state_dict(stored):
         raise InvalidArgumentError(
             f"'{foreign.path}' has no weights under a usual key, and nothing was written. Say where they are: "
             "keys={'model': ...}.",
@@ -199,12 +199,12 @@ def _encoded(
     if _SCHEDULER.fullmatch(name):
         state = encode(dict(value), name, components.tensors, lambda one: one if isinstance(one, NotStored) else None)
         return "scheduler", {"class": None, "state": state}
-    return "module" if is_weights(value) else "stateful", encode(value, name, components.tensors)
+    return "module" if is_state_dict(value) else "stateful", encode(value, name, components.tensors)
 
 
 def _check_one_owner(component: str, foreign: ForeignCheckpoint) -> None:
     optimizers = [one for one in foreign.components.values() if is_optimizer_state(one)]
-    if len(optimizers) > 1 and sum(map(is_weights, foreign.components.values())) > 1:
+    if len(optimizers) > 1 and sum(map(is_state_dict, foreign.components.values())) > 1:
         raise unknown_owners(component, foreign.path, "there are several optimizers and models")
 
 

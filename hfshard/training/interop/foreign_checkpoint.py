@@ -15,7 +15,7 @@ from hfshard.checkpoint.load_options import read_tensors
 from hfshard.checkpoint.open_checkpoint import open_checkpoint
 from hfshard.constants import MAX_INDEX_BYTES
 from hfshard.disk.safe_open import Identity, identity_of, open_regular, read_small, reject_links_to_outside
-from hfshard.errors import CheckpointChangedError, CheckpointNotFoundError, StateDictMismatchError, remedy
+from hfshard.errors import CheckpointChangedError, CheckpointNotFoundError, StateDictMismatchError, repair_hint
 from hfshard.format.strict_json import parse_json_object
 from hfshard.pickles.pickle_file import PickleFile
 from hfshard.shards.shard import SafetensorsShard
@@ -123,7 +123,7 @@ _OF_MANY_RANKS: Final = re.compile(
 """Files that DeepSpeed, FSDP, Megatron-LM and XLA leave: parts of tensors, for the ranks that saved them."""
 
 
-def names_in(place: object) -> frozenset[str]:
+def list_foreign_directory(place: object) -> frozenset[str]:
     """Return the entries of a directory that another program may have saved; none for hfshard's or no directory."""
     names = frozenset(os.listdir(place)) if isinstance(place, str) and os.path.isdir(place) else frozenset()
     return frozenset() if names & _OURS else names
@@ -215,7 +215,7 @@ class ForeignDirectory:
             return None
         path = os.path.join(self.path, name)
         raw, self.files[path] = read_small(path, self.path, MAX_INDEX_BYTES)
-        return parse_json_object(raw, path=path, what="Training state", remedy=remedy(path), takes_constants=True)
+        return parse_json_object(raw, path=path, what="Training state", remedy=repair_hint(path), takes_constants=True)
 
     def companions(self, but: Collection[str]) -> dict[str, bytes]:
         """Read the small files next to the weights, such as config.json and the tokenizer's; only for a conversion.

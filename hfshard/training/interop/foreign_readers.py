@@ -16,7 +16,7 @@ from hfshard.errors import (
     DamagedCheckpointError,
     InvalidArgumentError,
     StateDictMismatchError,
-    remedy,
+    repair_hint,
 )
 from hfshard.format.parts_of_ranks import reject_partitioned_file
 from hfshard.training.interop.foreign_checkpoint import (
@@ -25,7 +25,7 @@ from hfshard.training.interop.foreign_checkpoint import (
     ForeignCheckpoint,
     ForeignDirectory,
     ForeignRequest,
-    names_in,
+    list_foreign_directory,
 )
 from hfshard.training.interop.plain_values import read_plain_file
 from hfshard.training.run.manifest import MANIFEST
@@ -50,7 +50,7 @@ _IN_EXTRA: Final = ", but for .extra['dl_state_dict'], which the loaders that Ac
 
 def is_accelerate_directory(place: object) -> bool:
     """Return whether a place is a directory in which `Accelerator.save_state` has saved, or a part of one."""
-    return any(_MARKS.fullmatch(name) for name in names_in(place))
+    return any(_MARKS.fullmatch(name) for name in list_foreign_directory(place))
 
 
 def read_accelerate_directory(path: str, request: ForeignRequest) -> ForeignCheckpoint:
@@ -116,7 +116,7 @@ _TRAINER_RNG: Final = re.compile(r"rng_state(?:_(\d+))?\.pth")
 
 def is_trainer_directory(place: object) -> bool:
     """Return whether a place is a directory in which Trainer alone has saved a checkpoint, or a part of one."""
-    return not names_in(place).isdisjoint({_STATE, "optimizer.pt", "scheduler.pt"})
+    return not list_foreign_directory(place).isdisjoint({_STATE, "optimizer.pt", "scheduler.pt"})
 
 
 def read_trainer_directory(path: str, request: ForeignRequest) -> ForeignCheckpoint:
@@ -165,7 +165,8 @@ def _checked(progress: Mapping[str, Any], key: str, kind: type, path: str) -> An
     if not is_number:
         file = os.path.join(path, _STATE)
         raise DamagedCheckpointError(
-            f"'{file}' is damaged: its {key} is {value!r:.50}, which is no number from 0. {remedy(file)}", path=file
+            f"'{file}' is damaged: its {key} is {value!r:.50}, which is no number from 0. {repair_hint(file)}",
+            path=file,
         )
     return kind(value)
 
@@ -196,7 +197,7 @@ def reject_run_directory(path: str, request: ForeignRequest) -> Never:
 
 def _checkpoints_below(place: Any) -> list[str]:
     """List the checkpoints of Trainer or Accelerate in a directory, those with the highest numbers last."""
-    below = [os.path.join(place, name) for name in names_in(place)]
+    below = [os.path.join(place, name) for name in list_foreign_directory(place)]
     if any(os.path.lexists(os.path.join(path, MANIFEST)) for path in below):
         return []
     found = [path for path in below if is_trainer_directory(path) or is_accelerate_directory(path)]
@@ -287,7 +288,7 @@ def own_rng_state(saved: Any, keys: Mapping[str, str], path: str) -> dict[str, A
     except (LookupError, TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise DamagedCheckpointError(
             f"'{path}' is damaged: it does not hold the states of random number generators ({error!r:.200}). "
-            f"{remedy(path)}",
+            f"{repair_hint(path)}",
             path=path,
         ) from error
     check_rng_state(state, path)
@@ -457,7 +458,7 @@ def sort_entries(
     unknown = [name for name in keys if name not in kinds]
     if unknown:
         raise InvalidArgumentError(f"keys names '{unknown[0]}', which is {known}: {', '.join(kinds)}.")
-    if is_weights(value) and not keys:
+    if is_state_dict(value) and not keys:
         return SortedEntries({"model": ("", value)}, {})
     entries = dict(_entries(value))
     found: dict[str, tuple[str, Any]] = {}
@@ -496,7 +497,7 @@ def is_optimizer_state(value: Any) -> bool:
     )
 
 
-def is_weights(value: Any) -> bool:
+def is_state_dict(value: Any) -> bool:
     """Return whether a value is a module's state dict: names with tensors, possibly with extra states that are none."""
     if not isinstance(value, Mapping) or not value or not all(isinstance(key, str) for key in value):
         return False
@@ -549,14 +550,14 @@ def _in_order(keys: list[str], entries: Mapping[str, Any]) -> list[str]:
 def _fits(value: Any, kind: PartKind) -> bool:
     """Return whether an entry has the form of a part's state."""
     if kind == "module":
-        return is_weights(value) or _is_nested(value, kind)
+        return is_state_dict(value) or _is_nested(value, kind)
     if kind == "optimizer":
         return is_optimizer_state(value)
     return isinstance(value, Mapping)
 
 
 def _is_nested(value: Any, kind: PartKind) -> bool:
-    return kind == "module" and isinstance(value, Mapping) and is_weights(value.get("state_dict"))
+    return kind == "module" and isinstance(value, Mapping) and is_state_dict(value.get("state_dict"))
 
 
 def _is_part(at: str, value: Any) -> bool:
@@ -565,7 +566,7 @@ def _is_part(at: str, value: Any) -> bool:
         return False
     usual = {key for name in ("scheduler", "scaler") for key in _keys_of(name)}
     is_state = at.split(".")[0] in usual and isinstance(value, Mapping) and len(value) > 0
-    return is_state or is_optimizer_state(value) or is_weights(value) or _is_nested(value, "module")
+    return is_state or is_optimizer_state(value) or is_state_dict(value) or _is_nested(value, "module")
 
 
 def _is_taken(at: str, taken: set[str]) -> bool:

@@ -22,7 +22,7 @@ from hfshard.disk.safe_open import Identity, identity_of, open_regular
 from hfshard.errors import DamagedCheckpointError, UnsafePickleError
 from hfshard.pickles.pickle_opcodes import (
     DescribedObject,
-    Named,
+    GlobalReference,
     NameHashes,
     PickleDescription,
     checked_key,
@@ -89,7 +89,7 @@ class PlainValues:
             make = self._tensor
         elif isinstance(value, dict | list | tuple | set | frozenset):
             make = self._container
-        elif isinstance(value, Named | DescribedObject):
+        elif isinstance(value, GlobalReference | DescribedObject):
             make = self._object
         else:
             return value, 1
@@ -152,7 +152,7 @@ class PlainValues:
         made = torch.empty(0, dtype=value.dtype)
         return made.set_(copied, value.storage_offset(), value.shape, value.stride())
 
-    def _object(self, value: Named | DescribedObject, at: str) -> tuple[Any, int]:
+    def _object(self, value: GlobalReference | DescribedObject, at: str) -> tuple[Any, int]:
         if isinstance(value, DescribedObject) and self.described is not None:
             tensor = self.described.tensor(value)
             if tensor is not None:
@@ -277,9 +277,9 @@ _DICTS: Final = ("collections.defaultdict", "builtins.dict")
 _LISTS: Final = ("collections.deque", "builtins.list")
 
 
-def size_of(value: Named | DescribedObject) -> int:
+def size_of(value: GlobalReference | DescribedObject) -> int:
     """Return how much is copied of the parts of an object that is only data: entries, bytes, or characters."""
-    if isinstance(value, Named):
+    if isinstance(value, GlobalReference):
         return 0
     parts = [value.arguments, value.state, value.items, value.pairs]
     inner = [one for part in parts[:2] if isinstance(part, tuple | list) for one in part]
@@ -287,7 +287,7 @@ def size_of(value: Named | DescribedObject) -> int:
     return sum(sizes) + sum(size_of(one) for one in inner if isinstance(one, DescribedObject) and one.name in _BYTES)
 
 
-def meaning(value: Named | DescribedObject) -> Any:
+def meaning(value: GlobalReference | DescribedObject) -> Any:
     """Return what an object is, with the parts of a container still as they were described; `OTHER` if it is more.
 
     numpy's arrays and numbers become themselves; namespaces of arguments and defaultdicts become dicts, deques lists,
@@ -296,7 +296,7 @@ def meaning(value: Named | DescribedObject) -> Any:
     Raises:
         TypeError, ValueError, LookupError, OverflowError, AttributeError: An object is not saved like this.
     """
-    if isinstance(value, Named):
+    if isinstance(value, GlobalReference):
         dtype = getattr(torch, value.name.removeprefix("torch."), None) if value.name.startswith("torch.") else None
         return dtype if isinstance(dtype, torch.dtype) else OTHER
     name = value.name
@@ -442,7 +442,7 @@ class DescribedFile:
 
     def _made(self, storage: Any, offset: int, size: Any, stride: Any) -> torch.Tensor:
         _word, kind, key, _device, count, *_ = storage.arguments
-        dtype = _STORAGES[kind.name if isinstance(kind, Named) else ""]
+        dtype = _STORAGES[kind.name if isinstance(kind, GlobalReference) else ""]
         if not isinstance(key, str):
             raise TypeError("the name of a storage is not text")
         if key not in self._storages:

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import torch
 
-from hfshard._util.addresses import is_address
+from hfshard._util.addresses import is_store_address
 from hfshard._util.arguments import absolute_path
 from hfshard.checkpoint.load_options import SignatureRequirement
 from hfshard.commit.hub_marker import absolute_repo_id
@@ -30,7 +30,7 @@ from hfshard.training.run.find_checkpoint import (
     check_run_checkpoint,
     checkpoint_at,
     checkpoint_of_step,
-    files_at,
+    folder_at,
     has_changed,
 )
 from hfshard.training.run.manifest import CheckpointManifest, RunCheckpoint
@@ -59,7 +59,7 @@ def absolute_place(step: int | str | os.PathLike[str] | None) -> int | str | os.
     """
     if not isinstance(step, str | os.PathLike):
         return step
-    is_path = is_address(step) or os.path.exists(step)
+    is_path = is_store_address(step) or os.path.exists(step)
     return absolute_path(step, "step") if is_path else absolute_repo_id(step)
 
 
@@ -140,12 +140,12 @@ def _resume_on_ranks(
             return None
         checkpoint, manifest = chosen_checkpoint
         restoration = Restoration()
-        files = files_at(checkpoint.path)
+        files = folder_at(checkpoint.path)
         error = None
         try:
             if not ranks.is_first:
                 checkpoint, manifest = _local_checkpoint(checkpoint, manifest, partial(choose, passed_over))
-                files = files_at(checkpoint.path)
+                files = folder_at(checkpoint.path)
             if files.is_compared_when_read:
                 files.check(manifest, is_full=False)
             with _all_signed(checkpoint, manifest, signature):
@@ -197,7 +197,7 @@ def _all_signed(
         yield
         return
     path = checkpoint.path
-    if is_address(path):
+    if is_store_address(path):
         raise InvalidArgumentError(
             f"'{path}' is in a store, and a signature is checked over files on a disk. Bring them there by the tool of "
             "the service, and restore from that directory.",
@@ -205,7 +205,7 @@ def _all_signed(
         )
     signed = signature.find(path)
     signed.check_all()
-    if files_at(path).manifest().to_json() != manifest.to_json():
+    if folder_at(path).manifest().to_json() != manifest.to_json():
         raise CheckpointChangedError(f"'{path}' was replaced while its signature was checked. Try again.", path=path)
     yield
     signed.confirm()
@@ -266,7 +266,7 @@ def _local_checkpoint(
 ) -> ChosenCheckpoint:
     """Find the first rank's checkpoint from this rank: in the same directory, or fetched to this machine."""
     here: ChosenCheckpoint | None
-    if files_at(checkpoint.path).is_there():
+    if folder_at(checkpoint.path).is_there():
         local = checkpoint_at(checkpoint.path, checkpoint.step)
         here = local, check_run_checkpoint(local, "structure", is_read_next=True)
     else:

@@ -16,7 +16,7 @@ from typing import Final
 
 import torch
 
-from hfshard._util.threads import run_in_threads, start_worker, wait_for
+from hfshard._util.threads import run_in_threads, start_worker, wait_all
 from hfshard.errors import HfshardError
 from hfshard.tensors.stored_tensor import TensorLike, is_torch_tensor_type
 from hfshard.training.state.collect_state import SavePayload
@@ -65,13 +65,13 @@ class Background:
         """Wait until the work is done; its error is left to `wait`."""
         under_way = self._work
         if under_way is not None:
-            wait_for([under_way])
+            wait_all([under_way])
 
     def wait(self) -> None:
         """Wait until the work is done, and raise its error, once: in one of the threads that wait."""
         under_way = self._work
         if under_way is not None:
-            wait_for([under_way])
+            wait_all([under_way])
         with _listing:
             if self._work is under_way:
                 self._work = None
@@ -93,7 +93,7 @@ def _under_way() -> list[Future[None]]:
 
 def _wait_for_all() -> None:
     while under_way := _under_way():
-        wait_for(under_way)  # check again: a save may have started a push
+        wait_all(under_way)  # check again: a save may have started a push
 
 
 def _forget_in_child() -> None:
@@ -113,10 +113,10 @@ os.register_at_fork(after_in_child=_forget_in_child)
 # Turns of threads, and checkpoints that stay while a thread reads them; a forked process starts without either.
 
 
-_all: Final[weakref.WeakSet[Turns | PinnedSteps]] = weakref.WeakSet()
+_all: Final[weakref.WeakSet[ReentrantLocks | PinnedSteps]] = weakref.WeakSet()
 
 
-class Turns:
+class ReentrantLocks:
     """A mutex for the threads that use one object."""
 
     def __init__(self) -> None:

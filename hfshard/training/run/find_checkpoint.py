@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Collection
 from typing import Final, Literal
 
-from hfshard._util.addresses import is_address
+from hfshard._util.addresses import is_store_address
 from hfshard._util.progress import byte_progress
 from hfshard.errors import (
     CheckpointChangedError,
@@ -70,7 +70,7 @@ def check_run_checkpoint(
         raise InvalidArgumentError(f"verify must be 'structure' or 'full', got {verify!r}.")
     if checkpoint.manifest is None:
         raise checkpoint.problem or RuntimeError(f"'{checkpoint.path}' has no manifest.")
-    files = files_at(checkpoint.path)
+    files = folder_at(checkpoint.path)
     if is_read_next and files.is_compared_when_read:
         return checkpoint.manifest
     total = sum(record.size or 0 for record in checkpoint.manifest.files.values())
@@ -138,7 +138,7 @@ def checkpoint_problems(
     """List the problems of a checkpoint; `progress_callback` gets the bytes that were hashed."""
     problems: list[HfshardError] = []
     if checkpoint.manifest is not None:
-        files = files_at(checkpoint.path)
+        files = folder_at(checkpoint.path)
         files.check(
             checkpoint.manifest,
             is_full=level == "full",
@@ -161,7 +161,7 @@ def live_problems(checkpoint: RunCheckpoint, level: Level) -> list[HfshardError]
         problems = checkpoint_problems(checkpoint, level)
         if not problems or not has_changed(checkpoint):
             return problems
-        if not files_at(checkpoint.path).is_there():
+        if not folder_at(checkpoint.path).is_there():
             return None
         checkpoint = checkpoint_at(checkpoint.path, checkpoint.step)
     raise CheckpointChangedError(
@@ -191,22 +191,22 @@ def _strays(files: CheckpointFiles, manifest: CheckpointManifest) -> list[Hfshar
 
 def run_place(root: str) -> RunStorage:
     """Return the place of a run; nothing is read or created yet."""
-    return StorePlace(root) if is_address(root) else DirectoryPlace(root)
+    return StorePlace(root) if is_store_address(root) else DirectoryPlace(root)
 
 
-def files_at(path: str) -> CheckpointFiles:
+def folder_at(path: str) -> CheckpointFiles:
     """Return the files of the checkpoint at a path; nothing is read yet."""
-    return StoreCheckpoint(path) if is_address(path) else DirectoryCheckpoint(path)
+    return StoreCheckpoint(path) if is_store_address(path) else DirectoryCheckpoint(path)
 
 
 def checkpoint_at(path: str, step: int) -> RunCheckpoint:
     """Read the manifest of one checkpoint, whose step must be the one in its name."""
-    return read_run_checkpoint(path, step, files_at(path).manifest)
+    return read_run_checkpoint(path, step, folder_at(path).manifest)
 
 
 def has_changed(checkpoint: RunCheckpoint) -> bool:
     """Return whether a checkpoint is gone from where it was found, or was replaced, by a run that is saving."""
     now = checkpoint_at(checkpoint.path, checkpoint.step).manifest
     if now is None or checkpoint.manifest is None:
-        return now is not checkpoint.manifest or not files_at(checkpoint.path).is_there()
+        return now is not checkpoint.manifest or not folder_at(checkpoint.path).is_there()
     return (now.save_number, now.files) != (checkpoint.manifest.save_number, checkpoint.manifest.files)

@@ -22,7 +22,7 @@ from hfshard.errors import (
     InvalidArgumentError,
     MissingShardError,
     UnsafePathError,
-    remedy,
+    repair_hint,
 )
 from hfshard.format.digests import sha256_of
 from hfshard.format.file_names import check_file_name
@@ -177,7 +177,7 @@ def _check_own_digests(shard: SafetensorsFile, record: FileDigest) -> None:
         if stated is not None and stated != expected:
             raise IntegrityError(
                 f"'{shard.path}' is not the file that was saved: it states the {kind} {stated}, and {expected} "
-                f"was recorded. {remedy(shard.path)}",
+                f"was recorded. {repair_hint(shard.path)}",
                 path=shard.path,
                 expected=expected,
                 actual=stated,
@@ -192,7 +192,8 @@ def _check_small(path: str, directory: str, record: FileDigest) -> None:
         found = sha256_of_reader(reader) if size == record.size else f"that of {size} bytes"
     if found != record.sha256:
         raise IntegrityError(
-            f"'{path}' is not the file that was saved: its sha256 is {found}, but was {record.sha256}. {remedy(path)}",
+            f"'{path}' is not the file that was saved: its sha256 is {found}, but was {record.sha256}. "
+            f"{repair_hint(path)}",
             path=path,
             expected=record.sha256,
             actual=found,

@@ -12,7 +12,7 @@ from functools import partial
 from threading import Event
 from typing import TYPE_CHECKING, Final, Literal, TypedDict
 
-from hfshard._util.addresses import is_address, reject_hub_arguments
+from hfshard._util.addresses import is_store_address, reject_hub_arguments
 from hfshard._util.arguments import absolute_path
 from hfshard._util.progress import byte_progress
 from hfshard._util.threads import run_in_threads
@@ -35,7 +35,7 @@ from hfshard.hub.push_files import PushOptions, PushRequest
 from hfshard.hub.resolve import CheckpointQuery, ResolvedCheckpoint
 from hfshard.places.source import CheckpointSource, explain_missing_directory
 from hfshard.training.run.background import Background
-from hfshard.training.run.find_checkpoint import Level, check_run_checkpoint, checkpoint_of_step, files_at, run_place
+from hfshard.training.run.find_checkpoint import Level, check_run_checkpoint, checkpoint_of_step, folder_at, run_place
 from hfshard.training.run.manifest import MANIFEST, CheckpointManifest, RunCheckpoint, read_checkpoint_manifest
 from hfshard.training.run.run_storage import CheckpointFiles, RunStorage
 from hfshard.training.state.collect_state import PARTS
@@ -69,13 +69,15 @@ def read_manifest_of(found: RunCheckpoint) -> VerifiedContents:
     """
     if found.manifest is None:
         raise found.problem or RuntimeError(f"'{found.path}' has no manifest.")
-    files = files_at(found.path)
+    files = folder_at(found.path)
     raw = files.read_small(MANIFEST)
     manifest = CheckpointManifest.from_json(raw, os.path.join(found.path, MANIFEST))
     return VerifiedContents(files, manifest, raw)
 
 
-def read_whole(one: VerifiedContents, progress: bool | None = None, hashes: Hashes | None = None) -> VerifiedContents:
+def read_contents(
+    one: VerifiedContents, progress: bool | None = None, hashes: Hashes | None = None
+) -> VerifiedContents:
     """Add the contents, which are compared and hashed in one pass.
 
     Args:
@@ -205,7 +207,7 @@ def push_found(
         DamagedCheckpointError: A file differs from the saved one; nothing was sent.
         HubError: The push failed, as in `push_checkpoint`.
     """
-    return _push(read_whole(read_manifest_of(found), options.progress, hashes), repo_id, options)
+    return _push(read_contents(read_manifest_of(found), options.progress, hashes), repo_id, options)
 
 
 def push_all(found: Sequence[RunCheckpoint], repo_id: str | os.PathLike[str], options: PushOptions) -> list[PushResult]:
@@ -231,7 +233,7 @@ def push_all(found: Sequence[RunCheckpoint], repo_id: str | os.PathLike[str], op
     in_order = sorted(map(read_manifest_of, found), key=lambda one: one.manifest.save_number)
     hashes: Hashes = {}
     newer = _newer_than_remote(in_order, repo_id, options)
-    return [_push(one, repo_id, options) for one in [read_whole(one, options.progress, hashes) for one in newer]]
+    return [_push(one, repo_id, options) for one in [read_contents(one, options.progress, hashes) for one in newer]]
 
 
 def _newer_than_remote(
@@ -339,7 +341,7 @@ def checked_at(
     """
     if isinstance(place, str) and place.isdecimal() and not os.path.isdir(place):
         raise InvalidArgumentError(f"'{place}' is neither a place nor a step: give a step as a number, {int(place)}.")
-    if is_address(place):
+    if is_store_address(place):
         place = absolute_path(place, "place")
         reject_hub_arguments(place, token=token)
         found = _in(place)
@@ -401,12 +403,12 @@ def _no_checkpoint(what: str, todo: str, path: str | None = None) -> CheckpointN
 
 def _in(directory: str) -> RunCheckpoint:
     """Return the checkpoint in a directory or at an address, which must be one."""
-    files = files_at(directory)
+    files = folder_at(directory)
     if files.has(MANIFEST):
         manifest = files.manifest()
         return RunCheckpoint.of(directory, manifest)
     checkpoints = [one.path for one in run_place(directory).checkpoints()]
-    parts = None if checkpoints or is_address(directory) else describe_parts_in(directory)
+    parts = None if checkpoints or is_store_address(directory) else describe_parts_in(directory)
     if parts is not None:
         raise CheckpointNotFoundError(f"{parts} {_RESUME_THERE}", path=directory)
     todo = (

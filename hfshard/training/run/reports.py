@@ -11,7 +11,7 @@ from hfshard.constants import BIN_SUFFIX, SAFETENSORS_SUFFIX
 from hfshard.errors import CheckpointChangedError, CheckpointNotFoundError, HfshardError
 from hfshard.format.file_names import INDEX_FILE, MODEL_BASE, WeightNames
 from hfshard.places.source import CheckpointSource
-from hfshard.training.run.find_checkpoint import Level, checkpoint_problems, files_at, run_place
+from hfshard.training.run.find_checkpoint import Level, checkpoint_problems, folder_at, run_place
 from hfshard.training.run.manifest import MANIFEST, CheckpointManifest, RunCheckpoint
 from hfshard.training.run.run_storage import TRAINING_STATE
 from hfshard.training.run.run_store import StoreCheckpoint, StorePlace
@@ -19,7 +19,7 @@ from hfshard.training.run.run_store import StoreCheckpoint, StorePlace
 
 def is_checkpoint(place: str) -> bool:
     """Return whether a directory or an address is, or was, that of a training checkpoint."""
-    files = files_at(place)
+    files = folder_at(place)
     if isinstance(files, StoreCheckpoint):  # without reading the index of a save, which may be damaged
         return not files.usual_names().isdisjoint((MANIFEST, TRAINING_STATE))
     return files.has(MANIFEST) or files.has(TRAINING_STATE)
@@ -49,16 +49,16 @@ def reports_of_run(root: str, check: Callable[[str], VerifyReport]) -> Iterator[
         try:
             report = check(one.path)
         except (CheckpointNotFoundError, CheckpointChangedError):
-            if files_at(one.path).is_there():
+            if folder_at(one.path).is_there():
                 raise
             continue
-        if not report.problems or files_at(one.path).is_there():
+        if not report.problems or folder_at(one.path).is_there():
             yield report
 
 
 def report_of(directory: str, level: Level, *, progress: bool | None) -> VerifyReport:
     """Check every file that a training checkpoint's manifest names; name the damaged tensors of weights."""
-    files = files_at(directory)
+    files = folder_at(directory)
     try:
         manifest = files.manifest()
     except HfshardError as error:

@@ -80,7 +80,7 @@ def _read(path: str, step: int) -> RunCheckpoint:
 
 
 def _names_in(root: str) -> list[str]:
-    return sorted(name for name in names_in(root) if CHECKPOINT.fullmatch(name) or _REPLACED.fullmatch(name))
+    return sorted(name for name in list_run_directory(root) if CHECKPOINT.fullmatch(name) or _REPLACED.fullmatch(name))
 
 
 def _step_directories(root: str, names: list[str], gone: list[str]) -> Iterator[tuple[str, int]]:
@@ -192,7 +192,7 @@ def put_in_place(written: str, root: str, step: int) -> str:
     return target
 
 
-def remove_checkpoint(checkpoint: RunCheckpoint, root: str) -> None:
+def remove_step_directory(checkpoint: RunCheckpoint, root: str) -> None:
     """Remove a checkpoint: first by one rename, then its files. What cannot be removed is logged as a warning."""
     for name in _names_in(root):  # what it replaced must not come back in its place
         replaced = _REPLACED.fullmatch(name)
@@ -251,7 +251,7 @@ class DirectoryCheckpoint:
 
     def names(self) -> list[str]:
         """List the directory."""
-        return names_in(self.path)
+        return list_run_directory(self.path)
 
     def size(self, name: str) -> int:
         """Return the size of a file in bytes, from the file system."""
@@ -383,7 +383,7 @@ class DirectoryPlace:
         """Remove each checkpoint: first by one rename, then its files."""
         for one in checkpoints:
             if _is_current(one):
-                remove_checkpoint(one, self.root)
+                remove_step_directory(one, self.root)
 
     def _is_there(self) -> bool:
         """Return whether the directory is the one that was locked; if not, the next save locks another one."""
@@ -441,7 +441,7 @@ def wrap_run_errors(root: str, is_there: Callable[[], bool] = lambda: True) -> I
         raise
 
 
-def names_in(root: str) -> list[str]:
+def list_run_directory(root: str) -> list[str]:
     """List a run's directory; return nothing if it does not exist yet.
 
     Raises:

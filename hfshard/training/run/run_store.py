@@ -42,7 +42,7 @@ from hfshard.errors import (
     IntegrityError,
     StoreError,
     UnsafePathError,
-    remedy,
+    repair_hint,
 )
 from hfshard.format.digests import sha256_of
 from hfshard.format.file_names import WeightNames
@@ -198,7 +198,7 @@ class StoreCheckpoint:
         if size != record.size:
             found = "missing" if size is None else f"of {size} bytes"
             raise IntegrityError(
-                f"'{path}' is {found}, and {record.size} bytes were saved. {remedy(path)}",
+                f"'{path}' is {found}, and {record.size} bytes were saved. {repair_hint(path)}",
                 path=path,
                 expected=record.size,
                 actual=size,
@@ -212,7 +212,7 @@ class StoreCheckpoint:
         if sha256 != record.sha256:
             raise IntegrityError(
                 f"'{path}' is not the file that was saved: its sha256 is {sha256}, but was {record.sha256}. "
-                f"{remedy(path)}",
+                f"{repair_hint(path)}",
                 path=path,
                 expected=record.sha256,
                 actual=sha256,

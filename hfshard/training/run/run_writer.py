@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 from hfshard._util.progress import byte_progress
 from hfshard.commit.transaction import ShardWriter
-from hfshard.training.run.background import Background, HostBuffers, PinnedSteps, Turns
+from hfshard.training.run.background import Background, HostBuffers, PinnedSteps, ReentrantLocks
 from hfshard.training.run.manifest import CheckpointManifest, Rotation, RunCheckpoint
 from hfshard.training.run.push_run import BackgroundPusher
 from hfshard.training.run.run_storage import CheckpointOrder, RunStorage
@@ -28,7 +28,7 @@ class RunWriter:
         self._rotation = rotation
         self._pusher = pusher
         self._progress = progress
-        self._turns = Turns()
+        self._turns = ReentrantLocks()
         self._background = Background()
         self.host_copies = HostBuffers()
         self._is_clean = False

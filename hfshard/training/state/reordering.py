@@ -37,7 +37,7 @@ def entries_of(value: Any) -> Iterator[tuple[Any, Any]]:
         yield from enumerate(value)
 
 
-def entry_of(value: Any, name: Any) -> Any:
+def get_entry(value: Any, name: Any) -> Any:
     """Return an entry of a value; None if it has none."""
     if isinstance(value, dict):
         return value.get(name)
@@ -298,7 +298,7 @@ class Reordering:
             if self.positions is not None and is_same(in_order, fresh):
                 return in_order
             raise self._unknown(at, self._size(saved, axis))
-        return with_items(saved, lambda name, item: self.apply(item, entry_of(fresh, name), f"{at}.{name}", name))
+        return with_items(saved, lambda name, item: self.apply(item, get_entry(fresh, name), f"{at}.{name}", name))
 
     def _known(self, saved: Any, at: str) -> Any:
         if self.positions is not None and len(saved) == len(self.positions):

@@ -141,7 +141,7 @@ class TrainingState:
         return found
 
 
-def check_state(state: object) -> None:
+def check_training_state(state: object) -> None:
     """Reject anything that is not a `TrainingState`.
 
     Raises:

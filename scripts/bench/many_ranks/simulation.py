@@ -11,7 +11,7 @@ from typing import Any
 from bench.many_ranks.paper import PaperMesh, PaperTensor, held_by
 from hfshard.distributed.exchange import Window, schedule
 from hfshard.distributed.rank_writer import WriteTask
-from hfshard.distributed.tensor_owners import RankGroup, TensorOwners, assign_owners, digest_of, list_tensors
+from hfshard.distributed.tensor_owners import RankGroup, TensorOwners, assign_owners, list_tensors, listing_digest
 from hfshard.format.index import CheckpointIndex, FileDigest
 from hfshard.saving.pipeline import plan_request
 from hfshard.saving.save_request import SaveOptions, SaveRequest
@@ -43,7 +43,7 @@ class SimulatedRank:
     def unite(self) -> None:
         """List what it has, as all others do, and find who holds what."""
         listing, meshes = list_tensors(self._request, self._held)
-        digest = digest_of(listing.to_json())
+        digest = listing_digest(listing.to_json())
         self.holding = json.dumps([digest, meshes]).encode()
         self.groups = json.dumps([[list(self.ranks), *json.loads(self.holding)]]).encode()
         [group] = [RankGroup.from_json(value) for value in json.loads(self.groups)]

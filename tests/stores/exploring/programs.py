@@ -187,7 +187,7 @@ class Program:
 
     def advance(self, answers: Sequence[Any]) -> tuple[Request | None, tuple[Event, ...]]:
         """Return what it asks next (None: it has ended) and what it was told, after these answers."""
-        store_plan.forget()
+        store_plan.forget_puts()
         replay = _Replay(answers)
         ids = iter(self.ids)
         with patch("hfshard.format.stored_save.secrets.token_hex", lambda _: next(ids)), suppress(_PausedError):

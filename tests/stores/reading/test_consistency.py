@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import hfshard
-from hfshard._util.threads import pause
+from hfshard._util.threads import sleep_unless_cancelled
 from hfshard.checkpoint.load_options import LoadOptions
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
 from hfshard.commit.transaction import OwnShardWriter
@@ -237,7 +237,7 @@ def test_ctrl_c_ends_a_load_whose_store_makes_it_wait(store: MemoryStore) -> Non
     def before(kind: str, name: str) -> None:
         if kind == "read" and next(reads) > 6:  # config, index, headers
             _thread.interrupt_main()
-            pause(600)  # as a store does between two tries
+            sleep_unless_cancelled(600)  # as a store does between two tries
 
     store.before = before
     begin = time.monotonic()

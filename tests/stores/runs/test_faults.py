@@ -184,7 +184,7 @@ def test_an_earlier_save_stays_where_a_later_one_is_withdrawn(run: BucketRun, mo
 def test_a_read_that_fails_after_the_commit_does_not_deny_it(run: BucketRun, proxy: FaultProxy) -> None:
     save_steps(CheckpointManager(run.root), 1, 2)
     run.put(f".saves/checkpoint-00000001-{1:08d}-{run.saves()['checkpoint-00000001'][1]}", b"")
-    store_plan.forget()
+    store_plan.forget_puts()
     proxy.fail("status", r"^GET get .*checkpoint-00000001-", times=_ENDLESS, status=403)
 
     with pytest.raises(CommitUnfinishedError, match="is saved"):
@@ -273,10 +273,10 @@ def test_requests_of_saves_and_questions_are_few(run: BucketRun, proxy: FaultPro
     with CheckpointManager(run.root, max_to_keep=2) as manager:
         save_steps(manager, 3)
         assert asked(proxy) == f"{later} delete_many"  # this process has put the manifest, by which shards are compared
-        store_plan.forget()
+        store_plan.forget_puts()
         save_steps(manager, 4)
         assert asked(proxy) == later.replace("put", "put get", 1) + " delete_many"
-        store_plan.forget()
+        store_plan.forget_puts()
 
     other = CheckpointManager(run.root)
     assert other.latest_step() == 4
@@ -295,7 +295,7 @@ def test_a_later_save_asks_the_same_however_many_checkpoints_there_are(
 ) -> None:
     save_steps(CheckpointManager(run.root), 1)
     run.copy_checkpoint(1, range(2, count + 1))
-    store_plan.forget()
+    store_plan.forget_puts()
     proxy.clear()
 
     with CheckpointManager(run.root) as manager:

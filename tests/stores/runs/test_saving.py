@@ -153,7 +153,7 @@ def test_a_damaged_checkpoint_is_passed_over(run: BucketRun, caplog: pytest.LogC
 def test_a_store_that_refuses_a_checkpoint_does_not_pass_for_damage(run: BucketRun, proxy: FaultProxy) -> None:
     manager = CheckpointManager(run.root)
     save_steps(manager, 1, 2)
-    store_plan.forget()  # as in another process
+    store_plan.forget_puts()  # as in another process
     proxy.fail("status", r"GET get .*checkpoint-00000002/checkpoint-", status=403, times=100)
     with pytest.raises(StoreAccessError):
         manager.latest_step("structure")

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from hfshard.errors import DamagedCheckpointError, HfshardError, StateDictMismatchError, UnsafePickleError
-from hfshard.pickles.pickle_opcodes import DescribedObject, Named, describe_pickle
+from hfshard.pickles.pickle_opcodes import DescribedObject, GlobalReference, describe_pickle
 from hfshard.training import CheckpointManager, TrainingState
 
 RAN: list[str] = []
@@ -165,7 +165,7 @@ def test_a_call_is_only_described() -> None:
 
     call, name = described.value
     assert isinstance(call, DescribedObject) and (call.name, call.arguments) == (f"{__name__}.run", (1,))
-    assert name == Named(f"{__name__}.run")
+    assert name == GlobalReference(f"{__name__}.run")
     assert described.names == {f"{__name__}.run"}
 
 
