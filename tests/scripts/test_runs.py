@@ -23,18 +23,18 @@ def _collect(environment: dict[str, str], *arguments: object) -> tuple[set[str],
 @pytest.mark.parametrize(
     ("marks", "file"),
     [
-        ("ranks", "tests/models/test_plain_save_on_ranks.py"),
+        ("ranks", "tests/training/interop/test_resume_foreign_on_ranks.py"),
         ("stores", "tests/bucket_server/test_faults.py"),
-        (ONE_PROCESS, "tests/models/test_plain_save.py"),
+        (ONE_PROCESS, "tests/training/interop/test_foreign_readers.py"),
     ],
 )
 def test_a_run_reads_no_file_of_which_it_takes_nothing(
     marks: str, file: str, child_environment: dict[str, str]
 ) -> None:
-    rooms = ("tests/modules", "tests/bucket_server")
+    folders = ("tests/training/interop", "tests/bucket_server")
 
-    found, words = _collect(child_environment, "-m", marks, *rooms)
-    slowly, _ = _collect(child_environment, "-m", f"({marks})", *rooms)
+    found, words = _collect(child_environment, "-m", marks, *folders)
+    slowly, _ = _collect(child_environment, "-m", f"({marks})", *folders)
 
     assert found == slowly
     assert file in {name.partition("::")[0] for name in found}
