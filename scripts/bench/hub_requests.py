@@ -85,7 +85,7 @@ README_COMMAND = "python scripts/bench/hub_requests.py --readme"
 def main(arguments: list[str]) -> int:
     """Run every action by both over LFS and over Xet, and keep the counts in hub_requests.json."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--readme", action="store_true", help="only print the tables of hfshard/hub/README.md")
+    parser.add_argument("--readme", action="store_true", help="only print the tables of hfshard/hub/directory/GUIDE.md")
     if not parser.parse_args(arguments).readme:
         found = {over: {who: measured(over, who) for who in CLASSES} for over in WIRES}
         versions = {name: version(name) for name in ("torch", "transformers", "huggingface_hub", "hf_xet")}
@@ -132,7 +132,7 @@ def _one_line(found: re.Match[str]) -> str:
 
 
 def readme_tables(results: dict[str, Any]) -> str:
-    """The tables of hfshard/hub/README.md, between their comments."""
+    """The tables of hfshard/hub/directory/GUIDE.md, between their comments."""
     versions = results["versions"]
     head = (
         "A BERT of 3.8 MB in 8 shards (then 4, then one file), against the same Hub server on the same machine, each"

@@ -8,7 +8,7 @@ from tests import REPOSITORY
 from tests.helpers import forkserver
 
 BENCH = REPOSITORY / "scripts" / "bench"
-README = REPOSITORY / "hfshard" / "training" / "README.md"
+README = REPOSITORY / "hfshard" / "training" / "GUIDE.md"
 
 
 def test_the_table_is_rendered_from_what_was_measured(child_environment: dict[str, str]) -> None:

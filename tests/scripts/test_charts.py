@@ -19,7 +19,7 @@ from tests.helpers import forkserver
 BENCH = REPOSITORY / "scripts" / "bench"
 CHARTS = BENCH / "charts"
 NAMESPACE = "{http://www.w3.org/2000/svg}"
-PLACES = ("README.md", "hfshard/hub/README.md", "hfshard/training/README.md")
+PLACES = ("README.md", "hfshard/hub/directory/GUIDE.md", "hfshard/training/GUIDE.md")
 NOT_BARS = {
     "save": {"limit", "hash"},
     "load": {"limit/cold", "hash/cold", "fresh memory/cold"},

@@ -10,4 +10,4 @@ def test_the_tables_of_the_readme_are_what_was_counted(child_environment: dict[s
     done = forkserver.run([REPOSITORY / "scripts/bench/hub_requests.py", "--readme"], env=child_environment)
     assert done.returncode == 0, done.stderr
     assert "| `push_to_hub`, new repo | 22 | 3,805,314 | 5,566 | 8 | 21 | 3,829,673 | 5,986 | 8 |" in done.stdout
-    assert done.stdout.strip() in (REPOSITORY / "hfshard/hub/README.md").read_text(encoding="utf-8")
+    assert done.stdout.strip() in (REPOSITORY / "hfshard/hub/directory/GUIDE.md").read_text(encoding="utf-8")

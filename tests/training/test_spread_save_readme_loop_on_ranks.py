@@ -9,7 +9,7 @@ from pathlib import Path
 from tests import REPOSITORY
 from tests.helpers.readme_examples import blocks_of
 
-README = REPOSITORY / "hfshard" / "training" / "README.md"
+README = REPOSITORY / "hfshard" / "training" / "GUIDE.md"
 
 
 def test_the_loop_of_the_readme_goes_on_to_the_bit(tmp_path: Path, child_environment: dict[str, str]) -> None:
