@@ -294,7 +294,7 @@ class CheckpointManager(RunPushes):
             max_to_keep: The number of newest checkpoints to keep; None: all. A save needs disk space for one more.
             keep_best: The name of a metric: the checkpoint with its best value stays too.
             metric_mode: Whether the lowest ("min") or the highest ("max") value is best. NaN never is.
-            keep_every: Checkpoints whose step is a multiple of it stay too.
+            keep_every: Checkpoints whose step is a multiple of it stay too, and do not count towards `max_to_keep`.
             max_shard_size: Like that of `save_model`; for the files of the model, optimizer and everything else.
             checksum: "xxh3" (as fast as memory) or "sha256" (the checksum that the Hub uses).
             push_to_hub: "org/name", or a path or file:// URL of a directory hub, with "@branch" for one other than
@@ -438,7 +438,7 @@ class CheckpointManager(RunPushes):
             step: The checkpoint's step; None or "latest": the one that was saved last; "best": that of `best_step`. Or
                 one from elsewhere: the path of its directory, or its address; "org/name" on the Hub, or a path or
                 file:// URL of a directory hub, with "@revision" for one other than main; or a file of torch.save, or a
-                directory of Trainer or Accelerate (README, "Old files").
+                directory of Trainer or Accelerate (see GUIDE.md, "Old files").
             strict: Reject any difference; False restores what fits and reports the rest.
             verify: "full" compares every byte with its checksum before anything is changed; "structure" compares sizes,
                 headers and fingerprints.

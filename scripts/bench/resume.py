@@ -63,7 +63,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--directory", type=directory_for_data, help="where the runs lie; what is made there is removed"
     )
-    parser.add_argument("--readme", action="store_true", help="only print the table for hfshard/training/README.md")
+    parser.add_argument("--readme", action="store_true", help="only print the table for hfshard/training/GUIDE.md")
     parser.add_argument("--render", action="store_true", help="only print RESUME.md of the last resume.json")
     return parser
 
