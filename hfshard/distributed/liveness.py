@@ -441,6 +441,8 @@ def _listed(ranks: Iterable[int]) -> str:
 # Waits for other ranks: how long they last, and when a message names the ranks.
 
 
+PEER_TIMEOUT_SECONDS: Final = 3600.0
+"""How long to wait for a live rank: the owner of a large file may write to a slow disk."""
 _UNKNOWN_SECONDS: Final = 600.0
 """If the backend has no timeout: torch's default for NCCL."""
 _FIRST_WORD_SECONDS: Final = 10.0

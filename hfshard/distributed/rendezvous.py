@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from hfshard.distributed.group_store import DEATH_SECONDS, TimeoutStore, call_ranks, open_group_store, place_of_call
 from hfshard.distributed.liveness import (
+    PEER_TIMEOUT_SECONDS,
     ArrivalHeartbeats,
     Heartbeat,
     PeerHeartbeats,
@@ -222,7 +223,7 @@ class _Rendezvous:
             return
         name, keeper = _LEFT.pop(self._key)
         life = PeerHeartbeats(self._store, f"{self._key}/{name}/beat", self._death_seconds)
-        waiting = Wait(PATIENCE_SECONDS)
+        waiting = Wait(PEER_TIMEOUT_SECONDS)
         while self._is_now(name):
             if life.look([keeper])[keeper] > self._death_seconds or waiting.is_over:
                 self._store.swap(f"{self._key}/now", name, "")
@@ -330,8 +331,6 @@ def _turn(place: str, key: str, patience_seconds: float) -> Iterator[None]:
 # Status of one save's ranks: what they report to each other, and which failed or died, so that nothing hangs.
 
 
-PATIENCE_SECONDS: Final = 3600.0
-"""How long to wait for a live rank: the owner of a large file may write to a slow disk."""
 ANY_PLACE: Final = ""
 """The name by which a rank joins the others' next meeting, whichever it is."""
 
@@ -378,7 +377,7 @@ class SaveStatus:
         keeps_outcome: bool = False,
     ) -> None:
         self.tag, self.ranks, self.rank = tag, sorted(ranks), rank
-        self._patience_seconds = patience_seconds or max(PATIENCE_SECONDS, group_timeout_seconds())
+        self._patience_seconds = patience_seconds or max(PEER_TIMEOUT_SECONDS, group_timeout_seconds())
         self.death_seconds = death_seconds
         self._is_store_mine = store is None
         self._keeps_outcome = keeps_outcome

@@ -33,16 +33,9 @@ from hfshard.training.run.find_checkpoint import (
     newest_intact,
     run_place,
 )
-from hfshard.training.run.manifest import (
-    CheckpointManifest,
-    MetricMode,
-    Rotation,
-    RunCheckpoint,
-    best_of,
-    checkpoint_path,
-    plain_metrics,
-)
+from hfshard.training.run.manifest import CheckpointManifest, RunCheckpoint, checkpoint_path, plain_metrics
 from hfshard.training.run.push_run import BackgroundPusher, found_to_push, push_run
+from hfshard.training.run.rotation import MetricMode, Rotation, best_of
 from hfshard.training.run.run_storage import RunStorage, check_names
 from hfshard.training.run.run_writer import RunWriter
 from hfshard.training.run_ranks import ALONE, Ranks, is_spread_state

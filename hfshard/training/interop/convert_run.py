@@ -28,7 +28,8 @@ from hfshard.training.interop.foreign_optimizer import (
 )
 from hfshard.training.interop.foreign_readers import is_optimizer_state, is_state_dict, reader_of
 from hfshard.training.run.find_checkpoint import folder_at, run_place
-from hfshard.training.run.manifest import Rotation, checkpoint_path
+from hfshard.training.run.manifest import checkpoint_path
+from hfshard.training.run.rotation import Rotation
 from hfshard.training.run.run_storage import check_names
 from hfshard.training.run.run_writer import RunWriter
 from hfshard.training.state.collect_state import Components, RankState, SavePayload, collect, rank_prefix, save_options

@@ -9,8 +9,9 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from hfshard._util.progress import byte_progress
 from hfshard.commit.transaction import ShardWriter
 from hfshard.training.run.background import Background, HostBuffers, PinnedSteps, ReentrantLocks
-from hfshard.training.run.manifest import CheckpointManifest, Rotation, RunCheckpoint
+from hfshard.training.run.manifest import CheckpointManifest, RunCheckpoint
 from hfshard.training.run.push_run import BackgroundPusher
+from hfshard.training.run.rotation import Rotation
 from hfshard.training.run.run_storage import CheckpointOrder, RunStorage
 from hfshard.training.state.collect_state import SavePayload
 
