@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from itertools import takewhile
 from typing import Any
 
 from torch import nn
@@ -55,5 +56,5 @@ def without_mixin(target: Any) -> Any:
     """
     order = target.__mro__ if isinstance(target, type) else type(target).__mro__
     mixin = next(number for number, base in enumerate(order) if MIXIN_MARK in vars(base))
-    skipped = (mixin for mixin in order[mixin + 1 : mixin + 3] if mixin.__module__ == "huggingface_hub.hub_mixin")
+    skipped = takewhile(lambda base: base.__module__ == "huggingface_hub.hub_mixin", order[mixin + 1 :])
     return super([order[mixin], *skipped][-1], target)

@@ -7,6 +7,7 @@ import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
+from urllib.parse import urlsplit
 
 from obstore.store import AzureStore
 
@@ -100,10 +101,11 @@ def _settings(address: str) -> AzureConfig:
         raise StoreAccessError(f"The environment variable {_IDENTITY_HEADER} has a blank at its ends. Remove it.")
     given = _connection_string(*_find("connection_string"))
     suffix = given.get("endpointsuffix", "core.windows.net")
+    endpoint = given.get("blobendpoint", "") or _variable("service_endpoint")
     account = given.get("accountname", "") or _variable("account") or read_variable("AZURE_STORAGE_ACCOUNT_NAME")
+    account = account or _account_of(endpoint)
     if not account and not os.environ.get("AZURE_STORAGE_USE_EMULATOR"):
         raise StoreAccessError(f"No storage account is named for {address}. {SERVICE.log_in}", path=address)
-    endpoint = given.get("blobendpoint", "") or _variable("service_endpoint")
     if not endpoint and "endpointsuffix" in given:
         endpoint = f"{given.get('defaultendpointsprotocol', 'https')}://{account}.blob.{suffix}"
     key = given.get("accountkey", "") or (_variable("key") if not given else "")
@@ -120,6 +122,15 @@ def _settings(address: str) -> AzureConfig:
     elif shutil.which("az") and not any(os.environ.get(name) for name in _OTHER_LOGINS):
         settings["use_azure_cli"] = True
     return cast("AzureConfig", client_settings(_READ_BY_OBSTORE) | settings)
+
+
+def _account_of(endpoint: str) -> str:
+    """Return the account in an endpoint's host, such as mine.blob.core.windows.net.
+
+    A connection string with a shared access signature names its account nowhere else.
+    """
+    account, _, rest = (urlsplit(endpoint).hostname or "").partition(".")
+    return account if rest.startswith("blob.") else ""
 
 
 def _connection_string(text: str, source: str) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import sys
@@ -186,6 +187,8 @@ def retry_after(response: Any) -> float | None:
     except ValueError:
         try:
             seconds = parsedate_to_datetime(value).timestamp() - time.time()
-        except ValueError:
+        except (ValueError, OverflowError):
             return None
+    if math.isnan(seconds):
+        return None
     return min(max(seconds, 0.0), _LONGEST_RETRY_AFTER)

@@ -40,5 +40,6 @@ def checked_step(step: object) -> int:
     except TypeError:
         number = -1
     if not 0 <= number <= _MAX_STEP:
-        raise InvalidArgumentError(f"step must be an integer from 0 to {_MAX_STEP}, got {step!r}.")
+        got = repr(step) if number.bit_length() < 1000 else f"one of {number.bit_length()} bits"
+        raise InvalidArgumentError(f"step must be an integer from 0 to {_MAX_STEP}, got {got}.")
     return number

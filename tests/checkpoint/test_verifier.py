@@ -1,0 +1,116 @@
+"""What a check finds besides damaged bytes: names in wrong files, lost digests, edited configs, strays."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import hfshard
+from hfshard.checkpoint.folder import as_folder
+from hfshard.checkpoint.verifier import Problem, Verifier, VerifyReport, verify_directory
+from hfshard.errors import DamagedCheckpointError, InvalidArgumentError, StoreConnectionError
+from hfshard.format.file_names import WeightNames
+from hfshard.models.module_weights import save_module
+from hfshard.saving.save_request import SaveOptions
+
+FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+def verify(directory: Path, level: str = "full", weights_name: str | None = None) -> VerifyReport:
+    return verify_directory(str(directory), WeightNames(), level, False, weights_name)
+
+
+def test_a_level_that_does_not_exist_is_refused_before_anything_is_looked_for(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"^level must be 'structure' or 'full', got 'deep'\.$"):
+        verify(tmp_path / "nowhere", "deep")
+
+
+def test_tensors_that_the_index_swaps_are_a_problem_where_they_are_and_where_they_are_not(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2)}, tmp_path / FIRST)
+    save_file({"b": torch.ones(2)}, tmp_path / SECOND)
+    (tmp_path / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": {"a": SECOND, "b": FIRST}}))
+    first, second = str(tmp_path / FIRST), str(tmp_path / SECOND)
+
+    report = verify(tmp_path, "structure")
+
+    again = "Download or save it again."
+    assert report.problems == (
+        Problem(first, "a", f"Tensor 'a' is in '{first}', but the index says that it is in {SECOND}. {again}"),
+        Problem(first, "b", f"Tensor 'b' is not in '{first}', where the index says that it is. {again}"),
+        Problem(second, "b", f"Tensor 'b' is in '{second}', but the index says that it is in {FIRST}. {again}"),
+        Problem(second, "a", f"Tensor 'a' is not in '{second}', where the index says that it is. {again}"),
+    )
+    assert not report.ok
+
+
+def test_a_file_of_another_library_is_whole_with_a_warning_that_no_byte_was_compared(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
+
+    report = verify(tmp_path)
+
+    assert report.ok and report.checked_bytes == 0
+    assert report.warnings == (
+        "'model.safetensors' carries no checksum (hfshard writes them): only its structure was checked.",
+    )
+
+
+def test_a_checksum_that_the_index_has_lost_is_a_problem(tmp_path: Path) -> None:
+    hfshard.save_state_dict({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path, max_shard_size=1)
+    index = json.loads((tmp_path / INDEX).read_text())
+    del index["metadata"]["hfshard"]["files"][SECOND]["sha256"]
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    lost = str(tmp_path / SECOND)
+
+    (problem,) = verify(tmp_path).problems
+
+    assert (problem.file, problem.tensor) == (lost, None)
+    assert problem.message.startswith(f"'{lost}' was saved with a checksum, and the index has none. ")
+
+
+def test_an_edited_config_is_a_warning_until_every_byte_counts(tmp_path: Path) -> None:
+    save_module(nn.Linear(2, 2), str(tmp_path), None, SaveOptions(), files={"config": b'{"a": 1}'})
+    (tmp_path / "config.json").write_text('{"a": 2}')
+
+    structure, full = verify(tmp_path, "structure"), verify(tmp_path)
+
+    assert structure.ok and ["config.json" in text for text in structure.warnings] == [True]
+    assert [problem.file for problem in full.problems] == [str(tmp_path / "config.json")]
+    assert full.warnings == ()
+
+
+def test_strays_are_named_unless_one_file_alone_is_to_be_checked(tmp_path: Path) -> None:
+    hfshard.save_state_dict({"a": torch.ones(2)}, tmp_path)
+    for name in (FIRST, "model-hfshard-placeholder.safetensors", "adapter.safetensors"):
+        (tmp_path / name).touch()
+
+    assert verify(tmp_path).warnings == (
+        f"'{FIRST}' belongs to nothing here; the next save by hfshard decides about it.",
+        "'model-hfshard-placeholder.safetensors' belongs to nothing here; the next save by hfshard decides about it.",
+    )
+    assert verify(tmp_path, weights_name="model.safetensors").warnings == ()
+
+
+def test_an_error_becomes_a_problem_without_the_advice_to_verify_and_once(tmp_path: Path) -> None:
+    directory = str(tmp_path)
+    verifier = Verifier(as_folder(directory), WeightNames(), "full")
+    error = DamagedCheckpointError(f"It is damaged. Save it again, or run 'hfshard verify {directory}'.")
+
+    verifier.findings.add_error(error, directory)
+    verifier.findings.add_error(error, directory)
+
+    assert verifier.report().problems == (Problem(directory, None, "It is damaged. Save it again."),)
+
+
+def test_a_store_that_cannot_be_asked_says_nothing_about_the_checkpoint(tmp_path: Path) -> None:
+    verifier = Verifier(as_folder(str(tmp_path)), WeightNames(), "full")
+
+    with pytest.raises(StoreConnectionError, match="no answer"):
+        verifier.findings.add_error(StoreConnectionError("no answer"), str(tmp_path))
+
+    assert verifier.report().ok

@@ -1,0 +1,111 @@
+"""Untrusted JSON is refused with its reason, and JSON is written in one form."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+
+from hfshard.errors import DamagedCheckpointError, HfshardError
+from hfshard.format.strict_json import PassOver, dump_json, padded_json, parse_json_object, without_padding
+
+DEEP = b'{"a":' + b"[" * 65 + b"]" * 65 + b"}"
+DEEP_IN_NAMES = b'{"a":' * 65 + b"1" + b"}" * 65
+
+
+def parse(raw: bytes, *, takes_constants: bool = False, pass_over: PassOver | None = None) -> dict[str, Any]:
+    return parse_json_object(
+        raw,
+        path="/c/x.json",
+        what="Index",
+        remedy="Save it.",
+        takes_constants=takes_constants,
+        pass_over=pass_over,
+    )
+
+
+@pytest.mark.parametrize(
+    ("raw", "reason"),
+    [
+        (b"", "is not valid JSON: Expecting value: line 1 column 1 (char 0)."),
+        (b"\xff{}", "is not valid JSON: 'utf-8' codec can't decode byte 0xff in position 0: invalid start byte."),
+        (b'{"a":1} x', "is not valid JSON: Extra data: line 1 column 9 (char 8)."),
+        (b'{"a":1,"b":{"c":1,"c":1}}', "is not valid JSON: the key 'c' occurs twice."),
+        (b'{"a":-Infinity}', "is not valid JSON: -Infinity is not a JSON number."),
+        (DEEP, "is not valid JSON: it is nested deeper than 64 levels."),
+        (DEEP_IN_NAMES, "is not valid JSON: it is nested deeper than 64 levels."),
+        (b"[]", "must hold a JSON object, got a list."),
+        (b"null", "must hold a JSON object, got a NoneType."),
+    ],
+    ids=["empty", "not utf-8", "more behind it", "twice", "infinity", "deep", "deep in names", "list", "null"],
+)
+def test_what_is_no_plain_object_is_refused_with_file_reason_and_remedy(raw: bytes, reason: str) -> None:
+    with pytest.raises(DamagedCheckpointError) as raised:
+        parse(raw)
+
+    assert str(raised.value) == f"Index '/c/x.json' {reason} Save it."
+    assert raised.value.path == "/c/x.json"
+
+
+def test_half_a_surrogate_is_refused_and_a_pair_is_a_character() -> None:
+    assert parse(rb'{"a":"\uD83D\uDE00","b":"\\ud800"}') == {"a": "\U0001f600", "b": "\\ud800"}
+
+    for raw in (rb'{"a":"\ud800"}', rb'{"\uDFFF":1}'):
+        with pytest.raises(DamagedCheckpointError, match="surrogates not allowed"):
+            parse(raw)
+
+
+def test_a_pointer_of_git_lfs_says_how_to_get_the_file() -> None:
+    with pytest.raises(DamagedCheckpointError, match=r"git-lfs pointer, not the file itself\. Run: git lfs pull$"):
+        parse(b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n")
+
+
+def test_a_key_that_occurs_twice_can_be_passed_over_and_the_last_one_counts() -> None:
+    flaws: list[HfshardError] = []
+
+    assert parse(b'{"a":1,"b":2,"a":3}', pass_over=flaws.append) == {"a": 3, "b": 2}
+    assert [str(flaw) for flaw in flaws] == ["Index '/c/x.json' is not valid JSON: the key 'a' occurs twice. Save it."]
+
+    with pytest.raises(DamagedCheckpointError, match="NaN is not a JSON number"):
+        parse(b'{"a":1,"a":NaN}', pass_over=flaws.append)
+
+
+def test_numbers_that_only_python_writes_are_taken_where_allowed() -> None:
+    found = parse(b'{"a":NaN,"b":-Infinity}', takes_constants=True)
+
+    assert math.isnan(found["a"]) and found["b"] == -math.inf
+    with pytest.raises(DamagedCheckpointError, match="occurs twice"):
+        parse(b'{"a":NaN,"a":NaN}', takes_constants=True)
+
+
+def test_only_blanks_behind_an_object_are_padding() -> None:
+    assert without_padding('{"a":{}}   ') == '{"a":{}}'
+    assert without_padding('{"a":1} \n') == '{"a":1} \n'
+    assert without_padding("[1]  ") == "[1]  "
+
+
+def test_json_is_written_sorted_and_indented_as_python_would() -> None:
+    value = {"b": {"y": "é", "x": "1"}, "a": [1, {"d": None, "c": 2.5}], "c": {}, "é": {"deep": {"er": True}}}
+
+    assert (
+        dump_json({"b": {"y": "é"}, "a": [1]}).decode() == '{\n  "a": [\n    1\n  ],\n  "b": {\n    "y": "é"\n  }\n}\n'
+    )
+    assert dump_json(value).decode() == json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+    for number in (math.nan, math.inf):
+        with pytest.raises(ValueError, match="not JSON compliant"):
+            dump_json({"a": {"b": number}})
+
+
+def test_padded_json_has_the_same_size_whatever_its_numbers_are() -> None:
+    raw = padded_json({"b": 1, "a": {"rate": -1.5e-7, "name": '7 "x" 8'}})
+
+    assert raw.rstrip() == b'{\n "b": 1' + b" " * 23 + b',\n "a": {\n  "rate": -1.5e-07' + b" " * 16 + (
+        b',\n  "name": "7 \\"x\\" 8"\n }\n}'
+    )
+    assert len(raw) == 4096 and raw.endswith(b" \n")
+    longest = {"b": 123456789, "a": {"rate": -1.2345678901234567e-308, "name": '7 "x" 8'}}
+    assert len(padded_json(longest).rstrip()) == len(raw.rstrip())
+    assert json.loads(padded_json(longest)) == longest
+    assert len(padded_json({"text": "x" * 4096})) == 8192
