@@ -26,7 +26,6 @@ def parse_json_object(
     remedy: str,
     takes_constants: bool = False,
     pass_over: PassOver | None = None,
-    checks_depth: bool = True,
 ) -> dict[str, Any]:
     """Parse bytes as one JSON object: UTF-8, no duplicate keys, no NaN, no lone surrogates, bounded nesting.
 
@@ -38,7 +37,6 @@ def parse_json_object(
         takes_constants: Whether to accept NaN and Infinity, which Python's own encoder writes.
         pass_over: Gets the error for a key that occurs twice; if it does not raise it, the last one counts, as in
             Python's own decoder. None: the error is raised.
-        checks_depth: False where the caller checks every member anyway, and there may be very many.
 
     Raises:
         DamagedCheckpointError: They are anything else; the message names the file.
@@ -49,9 +47,8 @@ def parse_json_object(
         )
     try:
         text = without_padding(str(raw, "utf-8"))  # each check would scan every blank of a header's page
+        _check_depth(text)
         value, doubled = _decoded(text, takes_constants=takes_constants)
-        if checks_depth:
-            _check_depth(value)
         _check_surrogates(text, value)
     except (ValueError, RecursionError) as error:
         raise _invalid(what, path, remedy, error) from error
@@ -119,14 +116,16 @@ def _reason(error: Exception) -> str:
     return str(error).splitlines()[0][:200]
 
 
-def _check_depth(value: Any) -> None:
-    level = [value] if type(value) is dict or type(value) is list else []
-    for _ in range(MAX_JSON_DEPTH):
-        inner = (member for one in level for member in (one.values() if type(one) is dict else one))
-        level = [member for member in inner if type(member) is dict or type(member) is list]
-        if not level:
-            return
-    raise RecursionError
+def _check_depth(text: str) -> None:
+    # Only a guard against brackets in a row: what a training state nests, in names, may be deeper, and is read.
+    # Brackets in strings are counted too, but no name has 64 opening brackets in a row.
+    if text.count("[") + text.count("{") <= MAX_JSON_DEPTH:
+        return
+    run = 0
+    for character in text[: 4 * MAX_JSON_DEPTH]:
+        run = run + 1 if character in "[{" else 0
+        if run > MAX_JSON_DEPTH:
+            raise RecursionError
 
 
 def _check_surrogates(text: str, value: Any) -> None:

@@ -164,13 +164,13 @@ assert "torch" not in sys.modules
 def test_interrupt_is_130_without_a_traceback(tmp_path: Path, child_environment: dict[str, str]) -> None:
     code = f"""
 import signal, sys, time
-from hfshard.cli import commands, main
+from hfshard.cli import check_commands, main
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
 def wait(arguments):
     print("ready", flush=True)
     while True:
         time.sleep(0.01)
-commands.verify = wait
+check_commands.verify = wait
 sys.exit(main.main(["verify", {str(tmp_path)!r}]))
 """
     with forkserver.start(["-c", code], env=child_environment, stdout=PIPE, stderr=PIPE) as child:

@@ -39,9 +39,9 @@ class Model(hfshard.ShardedModelMixin, nn.Module):
 options = json.loads(sys.argv[1])
 model = Model()
 if options.pop("is_torn", False):  # somebody trains on, between the hashing and the sending
-    from hfshard.hub.remote import xet_uploads
-    upstream = xet_uploads._fetch_upload_modes
-    xet_uploads._fetch_upload_modes = lambda **given: model.w[5].data.add_(1) is None or upstream(**given)
+    from hfshard.hub import xet_upload
+    upstream = xet_upload._fetch_upload_modes
+    xet_upload._fetch_upload_modes = lambda **given: model.w[5].data.add_(1) is None or upstream(**given)
 model.w[3].data[: options.pop("changed", 0)] += 1
 time.sleep = lambda seconds: None
 resource.setrlimit(resource.RLIMIT_FSIZE, ({LARGEST_FILE}, resource.RLIM_INFINITY))

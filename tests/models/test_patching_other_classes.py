@@ -57,7 +57,7 @@ def test_load_model_says_how_to_load_them(tmp_path: Path) -> None:
     UNet().save_pretrained(tmp_path)
     hfshard.save_model(UNet(), tmp_path)
     with pytest.raises(
-        InvalidArgumentError, match=r"and UNet of tests\.pretrained\.overrides\.test_other_classes is none.*module"
+        InvalidArgumentError, match=r"and UNet of tests\.models\.test_patching_other_classes is none.*module"
     ):
         hfshard.load_model(UNet, tmp_path)
 

@@ -13,7 +13,6 @@ import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -90,7 +89,7 @@ def no_advice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def no_mincore(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct_io, "LIBRARY", SimpleNamespace(mincore=lambda *_arguments: -1))
+    monkeypatch.setattr(direct_io.LIBRARY, "mincore", lambda *_arguments: -1)
 
 
 def nothing(monkeypatch: pytest.MonkeyPatch) -> None:
