@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from hfshard import stores
 from hfshard.errors import InvalidArgumentError, StoreError
 from hfshard.stores.open_store import open_store
 from tests.stores.services.buckets import BUCKET, Bucket
@@ -15,8 +16,9 @@ from tests.stores.services.buckets import BUCKET, Bucket
 def test_a_package_that_is_missing_is_named_with_its_extra(
     scheme: str, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in [name for name in sys.modules if name.startswith("hfshard.stores.objects")]:
-        monkeypatch.delitem(sys.modules, name)
+    for name in ("object_store", "connection", "s3", "gcs", "azure"):
+        monkeypatch.delitem(sys.modules, f"hfshard.stores.{name}", raising=False)
+        monkeypatch.delattr(stores, name, raising=False)
     for name in [package, *(name for name in sys.modules if name.partition(".")[0] == package)]:
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(StoreError, match=rf"{scheme}://models/bert needs the package '{package}.*'hfshard\[stores\]'"):
