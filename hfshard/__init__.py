@@ -41,7 +41,7 @@ try:
     import fcntl as _fcntl  # noqa: F401  # what every lock of a directory is made of
 except ModuleNotFoundError as error:
     raise ImportError(
-        "hfshard needs a POSIX system, such as Linux or macOS, and this one has no 'fcntl'. On Windows, run it in WSL: "
+        "hfshard needs a POSIX system, such as Linux or macOS, but this one has no 'fcntl'. On Windows, run it in WSL: "
         "https://learn.microsoft.com/windows/wsl"
     ) from error
 

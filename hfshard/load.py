@@ -119,12 +119,12 @@ def load_state_dict(
     if like is not None:
         check_like(like)
         if keys is not None or ranges:
-            raise InvalidArgumentError("like= can't be combined with keys= or ranges=True: it says what is loaded.")
+            raise InvalidArgumentError("Cannot combine like= with keys= or ranges=True: it selects what is loaded.")
     if ranges and key is not None:
-        raise InvalidArgumentError("key= can't be combined with ranges=True: it is for one file of torch.save.")
+        raise InvalidArgumentError("Cannot combine key= with ranges=True: key= is for one file of torch.save.")
     signature = required_signature(public_key)
     if ranges and signature is not None:
-        raise InvalidArgumentError("public_key can't be combined with ranges=True: a signature is over whole files.")
+        raise InvalidArgumentError("Cannot combine public_key with ranges=True: a signature covers complete files.")
     query = CheckpointQuery(
         variant=variant,
         use_safetensors=use_safetensors,
@@ -209,8 +209,8 @@ def load_model(
     if is_plain_class(model):
         if output_loading_info or key is not None:
             raise InvalidArgumentError(
-                f"output_loading_info and key are not for {model.__name__}, a plain module: build it, and load the "
-                "weights into it, hfshard.load_model(module, path)."
+                f"output_loading_info and key are not for {model.__name__}, a plain module. Build it, and load the "
+                "weights into it: hfshard.load_model(module, path)."
             )
         given = {
             "strict": strict,

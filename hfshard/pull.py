@@ -137,7 +137,7 @@ def _pull_from_store(
             )
     if local_dir is None:
         raise InvalidArgumentError(
-            f"'{address}' is in a store, and there is no cache for it: give local_dir, a directory or another address "
+            f"'{address}' is in a store, which has no cache. Pass local_dir, a directory or another address "
             "(hfshard pull ADDRESS DIR).",
             path=address,
         )

@@ -140,7 +140,7 @@ def _reject_commits(options: PushOptions, address: str) -> None:
     for name, value in given.items():
         if value not in (None, False, ""):
             raise InvalidArgumentError(
-                f"{name} is for a hub: '{address}' is in a store, which has no commits, and is accessed as by the "
-                "service's own tools. Leave it out.",
+                f"{name} is for a hub: '{address}' is in a store, which has no commits, and is accessed with "
+                "its service's own settings. Leave it out.",
                 path=address,
             )

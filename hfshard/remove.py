@@ -109,7 +109,7 @@ def plan_removal(
     if step is not None and (leftovers or variant is not None):
         raise InvalidArgumentError("step is for one checkpoint of a run: leave out leftovers and variant.")
     if step is not None and (type(step) is not int or step < 0):
-        raise InvalidArgumentError(f"step must be a number of steps, got {step!r}.")
+        raise InvalidArgumentError(f"step must be a non-negative int, got {step!r}.")
     place = absolute_path(path)
     names = WeightNames(variant)
     if not is_store_address(place):
@@ -128,7 +128,7 @@ def plan_removal(
         except CheckpointChangedError as error:
             changed = error
     raise RemoteChangedError(
-        f"Other processes save into '{place}': it was replaced each time it was inspected. Nothing was removed.",
+        f"Other processes replaced the checkpoint in '{place}' on every attempt. Nothing was removed.",
         path=place,
     ) from changed
 
@@ -143,27 +143,26 @@ def _check_directory(directory: str, given: str) -> None:
     """
     if os.path.isfile(directory):
         raise InvalidArgumentError(
-            f"'{directory}' is a file. Give its directory, and the variant if it has one: what goes is a checkpoint.",
+            f"'{directory}' is a file. Pass its directory, and the variant if it has one.",
             path=directory,
         )
     if not os.path.isdir(directory):
         if _REPO_ID.fullmatch(given) and not given.startswith("."):
             raise CheckpointNotFoundError(
-                f"There is no directory '{given}'. A repo of the Hub is removed by the Hub's own means: "
-                f"hf repos delete {given}",
+                f"There is no directory '{given}'. To delete a repo of the Hub, run: hf repos delete {given}",
                 path=directory,
             )
         raise directory_not_found(directory)
     hub = find_enclosing_hub(directory)
     if hub is not None:
         raise SaveDirectoryError(
-            f"'{directory}' is in the directory hub '{hub}': its commits are removed with: "
+            f"'{directory}' is in the directory hub '{hub}'. To remove its commits, run: "
             f"hfshard revisions {hub} --delete REVISION",
             path=directory,
         )
     if _CACHE.search(f"{directory}/"):
         raise SaveDirectoryError(
-            f"'{directory}' is in the cache of huggingface_hub, which is cleared with: hf cache rm", path=directory
+            f"'{directory}' is in the cache of huggingface_hub. To clear it, run: hf cache rm", path=directory
         )
 
 
@@ -197,7 +196,7 @@ def _leftovers_in_store(address: str, names: WeightNames, *, unfinished: bool) -
     store = open_store(address)
     if _is_folder_of_run(store) or (names.variant is None and is_checkpoint(address)):
         raise InvalidArgumentError(
-            f"'{address}' is a checkpoint of a run: give the address of the run, whose folders are looked at together.",
+            f"'{address}' is a checkpoint of a run. Pass the address of the run: its folders are checked together.",
             path=address,
         )
     removals = [remove_leftovers_from_store(store, names, unfinished=unfinished)]
@@ -223,7 +222,7 @@ def _reject_run(place: str) -> None:
     if is_run(place):
         steps = [str(one.step) for one in run_place(place).checkpoints()]
         raise InvalidArgumentError(
-            f"'{place}' is a run: choose one of its checkpoints by its step ({shorten_list(steps, _SHOWN)}), as in: "
+            f"'{place}' is a run. Choose one of its checkpoints by step ({shorten_list(steps, _SHOWN)}), as in: "
             f"hfshard remove {place} --step {steps[-1]}",
             path=place,
         )

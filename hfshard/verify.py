@@ -246,7 +246,7 @@ def verify_hub(
     folder = snapshot_path(hub.root, commit)
     around = [*_lost(hub.root), *(_stray(hub.root, name) for name in _beside(hub.root) if _is_weights(name))]
     warnings = tuple(
-        f"'{name}' in '{hub.root}' is not the hub's." for name in _beside(hub.root) if not _is_weights(name)
+        f"'{name}' in '{hub.root}' does not belong to the hub." for name in _beside(hub.root) if not _is_weights(name)
     )
     try:
         manifest = read_commit_manifest(hub.root, commit)
@@ -308,8 +308,8 @@ def _stray(root: str, name: str) -> Problem:
     return Problem(
         os.path.join(root, name),
         None,
-        f"'{name}' in '{root}' belongs to no commit of the hub, and is loaded by nobody who asks for the hub. Move it "
-        f"into a directory of its own, and run: hfshard push DIR {root}",
+        f"'{name}' in '{root}' belongs to no commit of the hub, so loading from the hub ignores it. Move it "
+        f"into its own directory, and run: hfshard push DIR {root}",
     )
 
 

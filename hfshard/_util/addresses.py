@@ -83,10 +83,10 @@ def parse_address(text: str, argument: str = "path") -> StoreAddress:
     if scheme not in _FORMS:
         advice = suggest_address(text)
         if advice is None:
-            service = " For a service that speaks S3, set AWS_ENDPOINT_URL_S3 to its URL." if scheme in _WEB else ""
-            advice = f"Give a directory, or one of {', '.join(_FORMS.values())}.{service}"
+            service = " For an S3-compatible service, set AWS_ENDPOINT_URL_S3 to its URL." if scheme in _WEB else ""
+            advice = f"Pass a directory, or one of {', '.join(_FORMS.values())}.{service}"
         raise InvalidPathError(
-            f"{argument}={shown!r} begins with a scheme that hfshard does not know. {advice}",
+            f"{argument}={shown!r} has an unsupported scheme. {advice}",
             path=shown,
         )
     parts = [part for part in rest.split("/") if part]
@@ -94,20 +94,20 @@ def parse_address(text: str, argument: str = "path") -> StoreAddress:
         if parts[:1] != [_BUCKETS]:
             advice = suggest_address(text) or "For a repo, write org/name."
             raise InvalidPathError(
-                f"{argument}={shown!r} is not the address of a bucket, which is {_FORMS['hf']}. {advice}",
+                f"{argument}={shown!r} is not a bucket address ({_FORMS['hf']}). {advice}",
                 path=shown,
             )
         parts = ["/".join(parts[1:3]), *parts[3:]] if len(parts) > 2 else []
     if not parts or not rest[:1].strip("/"):
         raise InvalidPathError(
-            f"{argument}={shown!r} names no {'container' if scheme == 'az' else 'bucket'}: write {_FORMS[scheme]}.",
+            f"{argument}={shown!r} has no {'container' if scheme == 'az' else 'bucket'} name. Write {_FORMS[scheme]}.",
             path=shown,
         )
     odd = next((part for part in parts if part in (os.curdir, os.pardir) or not part.isprintable()), None)
     if odd is not None or "?" in rest or "@" in parts[0]:
         raise InvalidPathError(
-            f"{argument}={shown!r} is no plain address: write {_FORMS[scheme]}, without '.', '..', credentials, "
-            "queries and control characters.",
+            f"{argument}={shown!r} is not a valid address. Write {_FORMS[scheme]}, without '.', '..', credentials, "
+            "queries or control characters.",
             path=shown,
         )
     return StoreAddress(scheme, parts[0], "/".join(parts[1:]))
@@ -127,7 +127,7 @@ def reject_hub_arguments(address: str, *, revision: str | None = None, token: st
     if revision not in (None, "", "main"):
         raise InvalidArgumentError(
             f"revision={revision!r} is for a hub: '{address}' is in a store, which has no revisions. Leave it out; "
-            "what is to be kept has a folder of its own.",
+            "save each version into its own folder.",
             path=address,
         )
     is_of_hub = address.startswith("hf:")
@@ -193,10 +193,10 @@ def check_slashes(text: str, argument: str) -> None:
         advice = f"Write the path alone: {'/' + rest!r}."
     else:
         whole = f"{match[1]}://{rest}"
-        advice = suggest_address(whole) or f"Give the address as text: {whole!r}."
-    folder = f" The folder '{match[1]}:' of the working directory is './{match[1]}:'." if os.path.exists(text) else ""
+        advice = suggest_address(whole) or f"Pass the address as a string: {whole!r}."
+    folder = f" For the folder '{match[1]}:' here, write './{match[1]}:'." if os.path.exists(text) else ""
     raise InvalidPathError(
-        f"{argument}={shown!r} is an address that has lost a slash, as they do in a pathlib.Path. {advice}{folder}",
+        f"{argument}={shown!r} is an address that lost a slash, as in pathlib.Path(address). {advice}{folder}",
         path=shown,
     )
 
@@ -259,7 +259,7 @@ def _repo(parts: list[str], *, is_page: bool) -> str | None:
         below = parts[3:] if parts[3:4] != ["tree"] else parts[4:]
         return _written("hf", "/".join([_BUCKETS, *parts[1:3], *below])) if len(parts) > 2 else None
     if parts[:1] and parts[0] in _NO_MODELS:
-        return f"{parts[0].capitalize()} of the Hub hold no checkpoints that hfshard reads."
+        return f"{parts[0].capitalize()} on the Hub contain no checkpoints that hfshard reads."
     if parts[:1] == ["models"]:
         parts = parts[1:]
     if len(parts) < 2:
@@ -272,7 +272,7 @@ def _repo(parts: list[str], *, is_page: bool) -> str | None:
     words = [f"revision={revision!r}"] if revision and revision != "main" else []
     words += [f"subfolder={'/'.join(below)!r}"] if below and "." not in below[-1] else []
     which = f", with {' and '.join(words)}" if words else ""
-    return f"For the repo on the Hub, which is loaded from and pushed to, write {f'{owner}/{name}'!r}{which}."
+    return f"To load from or push to the Hub repo, write {f'{owner}/{name}'!r}{which}."
 
 
 def _written(scheme: str, rest: str, account: str = "") -> str | None:

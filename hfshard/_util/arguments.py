@@ -34,7 +34,7 @@ def reject_unknown_arguments(names: Iterable[str], known: Collection[str], funct
     for name in names:
         if name not in known:
             nearest = difflib.get_close_matches(name, known, n=1)
-            hint = f" Did you mean '{nearest[0]}'?" if nearest else f" It takes: {', '.join(sorted(known))}."
+            hint = f" Did you mean '{nearest[0]}'?" if nearest else f" It accepts: {', '.join(sorted(known))}."
             raise UnknownArgumentError(f"{function}() got an unexpected keyword argument '{name}'.{hint}")
 
 
@@ -100,8 +100,8 @@ def absolute_path(path: str | os.PathLike[str], argument: str = "path") -> str:
             text = os.path.join(os.getcwd(), text)
         except FileNotFoundError as error:
             raise InvalidPathError(
-                f"{argument}={text!r} is a relative path, and the working directory does not exist any more. "
-                "Give an absolute path, or change to another directory.",
+                f"{argument}={text!r} is a relative path, but the working directory no longer exists. "
+                "Pass an absolute path, or change to another directory.",
                 path=text,
             ) from error
     parts = [part for part in text.split(os.sep) if part not in ("", os.curdir)]
@@ -117,9 +117,7 @@ def absolute_directory(path: str | os.PathLike[str], argument: str) -> str:
     """
     text = absolute_path(path, argument)
     if is_store_address(text):
-        raise InvalidPathError(
-            f"{argument}={text!r} is the address of a store: give a directory on a disk of this machine.", path=text
-        )
+        raise InvalidPathError(f"{argument}={text!r} is a store address. Pass a directory on a local disk.", path=text)
     return text
 
 
@@ -148,8 +146,8 @@ def checked_path_text(path: str | os.PathLike[str], argument: str = "path") -> s
 
 def _refused(path: object, argument: str) -> InvalidPathError:
     return InvalidPathError(
-        f"{argument} must be a path, as str or os.PathLike and without NUL characters, got {path!r}. "
-        f"The working directory itself is '{os.curdir}'."
+        f"{argument} must be a str or os.PathLike path without NUL characters, got {path!r}. "
+        f"For the working directory, pass '{os.curdir}'."
     )
 
 
@@ -160,8 +158,8 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 _TODO = {
-    PermissionError: "Check the rights of the file and of the folders above it.",
-    FileNotFoundError: "It was there, or should be: check the path, and whether somebody else removes files.",
+    PermissionError: "Check the permissions of the file and of the directories above it.",
+    FileNotFoundError: "It should exist: check the path, and whether another process deletes files.",
 }
 
 

@@ -91,7 +91,7 @@ _MAX_TEXT: Final = 64
 """The most characters of a size; Python refuses to convert more than 4,300 digits."""
 
 _GRAMMAR: Final = (
-    "A size is an int of bytes above zero, or digits with an optional fraction and a unit: "
+    "A size is a positive int (in bytes), or digits with an optional fraction and a unit: "
     "B, KB, MB, GB, TB, PB (powers of 1000) or KiB, MiB, GiB, TiB, PiB (powers of 1024), "
     'for example "5GB" or "1.5 GiB".'
 )

@@ -36,7 +36,7 @@ def cancellable(progress_callback: Callable[[int], object] | None, cancelled: th
 
     def report(count_bytes: int) -> None:
         if cancelled.is_set():
-            raise InterruptedError("another file failed, or Ctrl-C came")
+            raise InterruptedError("another file failed, or Ctrl-C was pressed")
         if progress_callback is not None:
             progress_callback(count_bytes)
 
@@ -111,7 +111,7 @@ def sleep_unless_cancelled(seconds: float) -> None:
     if cancelled is None:
         time.sleep(seconds)
     elif cancelled.wait(seconds):
-        raise InterruptedError("another item failed, or Ctrl-C came")
+        raise InterruptedError("another item failed, or Ctrl-C was pressed")
 
 
 def current_cancellation() -> threading.Event | None:

@@ -42,14 +42,14 @@ def check_keys(weights_path: str, weight_map: Mapping[str, str], contents: Mappi
                 continue
             path = os.path.join(directory, file)
             if name in seen:
-                raise _key_error(path, name, f"stands in '{seen[name]}' too")
+                raise _key_error(path, name, f"is also in '{seen[name]}'")
             if name not in weight_map:
                 raise _key_error(path, name, f"is not in the index '{weights_path}'")
-            raise _key_error(path, name, f"is said to lie in '{weight_map[name]}' by the index '{weights_path}'")
+            raise _key_error(path, name, f"should be in '{weight_map[name]}' according to the index '{weights_path}'")
     for name, file in weight_map.items() if len(seen) < len(weight_map) else ():
         if name not in seen:
             path = os.path.join(directory, file)
-            raise _key_error(path, name, f"is missing in it, and the index '{weights_path}' says that it is in it")
+            raise _key_error(path, name, f"is missing, but the index '{weights_path}' lists it there")
 
 
 def find_places(weight_map: Mapping[str, str], contents: Mapping[str, Collection[str]]) -> dict[str, str] | None:
@@ -92,7 +92,7 @@ def check_total(weights_path: str, index: CheckpointIndex, actual: int) -> None:
     if index.files and index.total_size is not None and index.total_size != actual:
         raise DamagedCheckpointError(
             f"Index '{weights_path}' is damaged: its total_size is {index.total_size}, "
-            f"but the shards hold {actual} bytes. "
+            f"but the shards contain {actual} bytes. "
             "Download or save the checkpoint again.",
             path=weights_path,
             expected=index.total_size,
@@ -153,9 +153,9 @@ def reject_unverifiable(weights_path: str, index: CheckpointIndex, shards: Mappi
     """
     if not index.is_verifiable:
         lacking = sorted(file for file in shards if file not in index.files or not index.files[file].is_verifiable)
-        of_which = f" of '{lacking[0]}'" if 0 < len(lacking) < len(shards) else "s"
+        of_which = f" for '{lacking[0]}'" if 0 < len(lacking) < len(shards) else "s"
         raise DamagedCheckpointError(
-            f"'{weights_path}' can't be verified in full: it has no checksum{of_which} (hfshard writes them). "
+            f"'{weights_path}' cannot be verified in full: it has no checksum{of_which} (hfshard writes them). "
             "Load it with verify='structure', or save it once with hfshard.",
             path=weights_path,
         )
@@ -189,7 +189,7 @@ def check_pickles(pickles: Mapping[str, PickleFile], progress_callback: Progress
     lacking = check_pickle_checksums(pickles, progress_callback)
     if lacking:
         raise DamagedCheckpointError(
-            f"'{lacking[0]}' can't be verified in full: torch.save wrote no checksums into it. "
+            f"'{lacking[0]}' cannot be verified in full: torch.save wrote no checksums into it. "
             "Load it with verify='structure', or save it once with hfshard.",
             path=lacking[0],
         )
@@ -231,7 +231,7 @@ def _recorded_by_others(folder: Folder, name: str) -> set[str | None]:
                 shard.close()
                 found.add(shard.hfshard_metadata.files.get(name, FileDigest()).sha256)
         except HfshardError as error:
-            logger.debug("'%s' records nothing that can be read: %s", path, error)
+            logger.debug("The records in '%s' cannot be read: %s", path, error)
     return found
 
 

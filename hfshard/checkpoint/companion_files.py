@@ -103,7 +103,7 @@ def is_companion_name(name: str, but: Collection[str]) -> bool:
 def is_small_enough_to_copy(path: str, size: int) -> bool:
     """Return whether a file is small enough to go along with a checkpoint; warn if it is not."""
     if size > MAX_COMPANION_BYTES:
-        logger.warning("'%s' has %d bytes, too many for a file beside the weights: it is not copied.", path, size)
+        logger.warning("'%s' has %d bytes, too many for a companion file: it is not copied.", path, size)
     return size <= MAX_COMPANION_BYTES
 
 
@@ -123,7 +123,7 @@ def reject_companion_conflicts(
     for name, file in files.items():
         if name != README and name in taken and not contents_equal(file, taken[name]):
             raise SaveDirectoryError(
-                f"'{directory}/{name}' exists already, and differs from the '{name}' beside the checkpoint, "
+                f"'{directory}/{name}' already exists and differs from the checkpoint's '{name}', "
                 "which would replace it. Move it away, or pass another directory.",
                 path=f"{directory}/{name}",
             )

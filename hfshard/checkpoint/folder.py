@@ -216,7 +216,7 @@ class StockFolder(LocalFolder):
         found = type(error), error.path if error.actual is None else error.actual
         if found not in self._passed_over:
             self._passed_over.add(found)
-            logger.warning("The checkpoint is loaded as stock transformers loads it, though: %s", error)
+            logger.warning("Loading the checkpoint anyway, as stock transformers does: %s", error)
 
     def _open_shard(self, name: str, real_root: str) -> SafetensorsShard:
         try:
@@ -387,8 +387,8 @@ class RangedFolder:
         path = self._path(name)
         if not hasattr(os, "memfd_create"):
             raise InvalidArgumentError(
-                f"'{path}' is a file of torch.save, which this system can only read from a disk. Download it with the "
-                "tool of the service, and save it as safetensors: hfshard convert DIR DIR.",
+                f"'{path}' was written by torch.save, and this system reads such files only from disk. Download it "
+                "with the service's tool, and convert it to safetensors: hfshard convert DIR DIR.",
                 path=path,
             )
         held = MemoryFile(entry.size, lambda begin, target: self._files.read_into(entry, begin, target))
@@ -546,9 +546,9 @@ class StoreFolder(RangedFolder):
             entry = next((name for name in entries if name in plain and self._copied_save(name) is None), None)
             if entry is not None:
                 return (
-                    f"'{self.path}' has weights that another tool uploaded ({entry}) next to those that hfshard saved, "
-                    f"which count. To load the uploaded ones, pass '{self.path}/{entry}'; the next save by hfshard "
-                    "deletes them."
+                    f"'{self.path}' contains weights that another tool uploaded ({entry}) and weights that hfshard "
+                    f"saved, which are loaded. To load the uploaded ones, pass '{self.path}/{entry}'; the next save by "
+                    "hfshard deletes them."
                 )
         return None
 

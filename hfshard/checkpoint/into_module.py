@@ -120,9 +120,8 @@ def reject_expanded(model: nn.Module, tensors: Mapping[str, torch.Tensor], path:
     expanded = [name for name in find_expanded_names(model) if name in tensors]
     if expanded:
         raise StateDictMismatchError(
-            f"'{expanded[0]}' of the model is expanded: several of its elements are one in memory, so that the "
-            f"checkpoint '{path}' can't be loaded into it, and nothing was loaded. Give it memory of its own: "
-            ".contiguous().",
+            f"Cannot load the checkpoint '{path}' into '{expanded[0]}' of the model: it is expanded, so several of its "
+            "elements share memory. Nothing was loaded. Give it memory of its own: .contiguous().",
             path=path,
             fqn=expanded[0],
         )
@@ -134,9 +133,9 @@ def _reject_merging(
     merged = find_merged_names(tensors, model_state)
     if merged is not None:
         raise StateDictMismatchError(
-            f"'{merged[0]}' and '{merged[1]}' are one tensor, or overlap, in the {model_name}, and are two different "
-            f"ones in the checkpoint '{path}': one of them would be lost, and nothing was loaded. Build it as the one "
-            "that was saved (tie_word_embeddings).",
+            f"'{merged[0]}' and '{merged[1]}' share memory in the {model_name}, but are different tensors in the "
+            f"checkpoint '{path}': one of them would be lost. Nothing was loaded. Build the model as it was saved "
+            "(tie_word_embeddings).",
             path=path,
             fqn=merged[0],
         )

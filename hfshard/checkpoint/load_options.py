@@ -99,7 +99,7 @@ def checked_device(device: Any) -> torch.device:
     except (RuntimeError, TypeError, ValueError, AssertionError, NotImplementedError) as error:
         reason = (str(error).splitlines() or [""])[0]
         raise InvalidArgumentError(
-            f"device must be one that torch has here, such as 'cpu' or 'cuda:0', got {device!r:.200}: {reason:.300}"
+            f"device must be available to torch, such as 'cpu' or 'cuda:0', got {device!r:.200}: {reason:.300}"
         ) from error
     return parsed
 

@@ -112,7 +112,7 @@ def split_file_path(path: str) -> tuple[str, str | None]:
     directory, name = os.path.split(path)
     if not is_weights_name(name):
         raise InvalidArgumentError(
-            f"'{path}' is a file, and no checkpoint by its name: give a directory, a file of weights "
+            f"'{path}' is a file whose name is not a checkpoint's. Pass a directory, a weights file "
             f"({', '.join((SAFETENSORS_SUFFIX, *_PICKLE_SUFFIXES))}) or an index.",
             path=path,
         )
@@ -165,15 +165,15 @@ def _not_found(folder: Folder, names: WeightNames, looked_for: list[str]) -> Che
     if not below and (parts := _describe_parts(folder)) is not None:
         return CheckpointNotFoundError(parts, path=directory)
     found = [name for name in there if name.endswith((SAFETENSORS_SUFFIX, BIN_SUFFIX))]
-    hint = f"It holds {shorten_list(found, _SHOWN)}" if found else "It holds no weights at all"
+    hint = f"It contains {shorten_list(found, _SHOWN)}" if found else "It contains no weights"
     if below:
-        hint = f"Weights are in its {'folder' if len(below) == 1 else 'folders'} {shorten_list(below, _SHOWN)}: give "
+        hint = f"Weights are in its {'folder' if len(below) == 1 else 'folders'} {shorten_list(below, _SHOWN)}: pass "
         hint += f"{'it' if len(below) == 1 else 'one of them'} as subfolder"
     if runs and not found:
-        hint = f"Its {'folder has' if len(runs) == 1 else 'folders have'} weights, {shorten_list(runs, _SHOWN)}: give "
+        hint = f"Its {'folder has' if len(runs) == 1 else 'folders have'} weights, {shorten_list(runs, _SHOWN)}: pass "
         hint += f"{'it' if len(runs) == 1 else 'one of them'}, as '{os.path.join(directory, runs[0])}'"
     if ADAPTER_CONFIG_NAME in there:
-        hint = "It holds a PEFT adapter: load it with from_pretrained of a model class, with peft installed"
+        hint = "It contains a PEFT adapter: load it with a model class's from_pretrained, with peft installed"
     variant = f" of variant '{names.variant}'" if names.variant is not None else ""
     return CheckpointNotFoundError(
         f"There is no checkpoint{variant} in '{directory}': none of {', '.join(looked_for)}. {hint}."
@@ -228,7 +228,7 @@ def check_generation_config(directory: str, pass_over: PassOver | None = None) -
     path = os.path.join(directory, GENERATION_CONFIG_NAME)
     if os.path.lexists(path):
         raw, _ = read_small(path, directory, MAX_CONFIG_BYTES)
-        remedy = "Download it again, or remove it to generate by the defaults."
+        remedy = "Download it again, or delete it to generate with the defaults."
         parse_json_object(raw, path=path, what="Generation config", remedy=remedy, pass_over=pass_over)
 
 

@@ -339,7 +339,7 @@ def _open_until_whole(
         time.sleep(folder.wait_seconds)
     raise CheckpointChangedError(
         f"The checkpoint in '{folder.path}' was replaced {folder.most_tries} times while it was being opened. "
-        "Load it when that process has finished saving.",
+        "Retry when no save is running.",
         path=folder.path,
     ) from last
 
@@ -380,7 +380,7 @@ def _open_once(
         return checkpoint
     if key is not None:
         raise InvalidArgumentError(
-            f"'{path}' has no key={key!r:.200}: only what torch.save wrote into one file has keys. Leave it out.",
+            f"'{path}' has no key={key!r:.200}: only single files of torch.save have keys. Leave it out.",
             path=path,
         )
     if weights.kind == "single":

@@ -111,7 +111,7 @@ def verify_directory(
         if report.ok or not folder.has_changed():
             return report
     raise CheckpointChangedError(
-        f"The checkpoint in '{folder.path}' kept being replaced. Check it when the process that saves there is done.",
+        f"The checkpoint in '{folder.path}' was replaced on every attempt. Retry when no save is running.",
         path=folder.path,
     )
 
@@ -258,7 +258,7 @@ class Verifier:
         except InterruptedError:  # Ctrl-C, or another file failed
             raise
         except OSError as error:  # a bad sector
-            message = printable_message(f"'{shard.path}' can't be read: {error.strerror}. Download or save it again.")
+            message = printable_message(f"'{shard.path}' cannot be read: {error.strerror}. Download or save it again.")
             findings.problems.append(Problem(shard.path, None, message))
 
     def _check_names(self, name: str, shard: SafetensorsShard, index: CheckpointIndex, findings: _Findings) -> None:
@@ -276,12 +276,10 @@ class Verifier:
         digests = index.files if index is not None else {}
         has_others = any(digest.is_verifiable for file, digest in digests.items() if file.endswith(SAFETENSORS_SUFFIX))
         if index is not None and (has_others or (shard.written_by_hfshard and name not in digests)):
-            message = f"'{shard.path}' was saved with a checksum, and the index has none. {repair_hint(shard.path)}"
+            message = f"'{shard.path}' was saved with a checksum, but the index has none. {repair_hint(shard.path)}"
             findings.problems.append(Problem(shard.path, None, message))
         else:
-            findings.warnings.append(
-                f"'{name}' carries no checksum (hfshard writes them): only its structure was checked."
-            )
+            findings.warnings.append(f"'{name}' has no checksum (hfshard writes them): only its structure was checked.")
 
     def _check_tied_names(self, shard: SafetensorsShard, findings: _Findings) -> None:
         try:
@@ -333,7 +331,7 @@ class Verifier:
             if self.level == "full" and pickled.check_every_byte(progress_callback):
                 findings.checked_bytes = pickled.size
             else:
-                findings.warnings.append(f"'{name}' is a pickle whose bytes were not verified: only that it loads.")
+                findings.warnings.append(f"'{name}' is a pickle: it loads, but its bytes were not verified.")
         except HfshardError as error:
             findings.add_error(error, self.directory)
         return findings
@@ -342,8 +340,8 @@ class Verifier:
         """Warn of objects that other tools would read next to, or in place of, the save that hfshard reads."""
         for name in folder.stale_copies():
             self.findings.warnings.append(
-                f"'{name}' is the plain copy of an earlier save, which other tools read; hfshard reads the right one. "
-                "The next save replaces it."
+                f"'{name}' is the plain copy of an earlier save, which only other tools read. hfshard reads the "
+                "current one. The next save replaces it."
             )
         if (message := folder.describe_plain_weights()) is not None:
             self.findings.warnings.append(message)
@@ -358,7 +356,7 @@ class Verifier:
                 and (self.names.is_shard(name) or self.names.is_commit_temporary(name) or name == self.names.single)
             ):
                 self.findings.warnings.append(
-                    f"'{name}' belongs to nothing here; the next save by hfshard decides about it."
+                    f"'{name}' is not part of a checkpoint here; the next save by hfshard keeps or deletes it."
                 )
 
 

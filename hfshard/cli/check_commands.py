@@ -179,11 +179,11 @@ def _verdict(report: VerifyReport) -> str:
     if not report.ok:
         files = len({problem.file for problem in report.problems})
         return f"DAMAGED: {count_of(len(report.problems), 'problem')} in {count_of(files, 'file')}"
-    whole = "whole" if report.signed_by is None else f"whole, and signed by {report.signed_by}"
+    whole = "intact" if report.signed_by is None else f"intact, and signed by {report.signed_by}"
     checked = f"{whole}: {count_of(len(report.files), 'file')}"
     if report.checked_bytes:
         return f"{checked}, {format_size(report.checked_bytes)} compared with their checksums"
-    return f"{checked}, in structure; no bytes were compared with checksums"
+    return f"{checked}, structure only; no bytes were compared with checksums"
 
 
 # `show`: writes a page or a picture of a checkpoint, prints its path, and returns the exit code.
@@ -264,7 +264,7 @@ def sign(arguments: argparse.Namespace) -> int:
     if arguments.format == "json":
         print_json(asdict(result))
         return 0
-    recorded = f", {format_size(result.recorded_bytes)} by the sha256 of the save" if result.recorded_bytes else ""
+    recorded = f"; {format_size(result.recorded_bytes)} covered by the save's sha256" if result.recorded_bytes else ""
     files = count_of(len(result.files), "file")
     print_text(printable(f"{result.signature}: {files} signed; {format_size(result.read_bytes)} read{recorded}"))
     return 0
@@ -279,7 +279,7 @@ def _sigstore(arguments: argparse.Namespace) -> dict[str, Any] | None:
     if not arguments.sigstore:
         for name, value in given.items():
             if value:
-                raise InvalidArgumentError(f"--{name.replace('_', '-')} is for --sigstore.")
+                raise InvalidArgumentError(f"--{name.replace('_', '-')} requires --sigstore.")
         return None
     return given
 
@@ -293,11 +293,11 @@ def _password(private_key: str | None) -> str | None:
             return None
     password = os.environ.get(PASSWORD_VARIABLE)
     if password is None and sys.stdin.isatty():
-        password = getpass.getpass(f"Password of {printable(private_key)}: ")
+        password = getpass.getpass(f"Password for {printable(private_key)}: ")
     if password is None:
         raise InvalidArgumentError(
-            f"'{private_key}' has a password: put it into the environment variable {PASSWORD_VARIABLE}, or run this "
-            "on a terminal.",
+            f"'{private_key}' has a password. Set the environment variable {PASSWORD_VARIABLE}, or run this on a "
+            "terminal.",
             path=private_key,
         )
     return password

@@ -83,7 +83,7 @@ def _shown_place(given: str, found: str) -> str:
 
 def _comparison_method(found: CheckpointDiff) -> str:
     if found.read_bytes == 0:
-        return "Told from names and digests; no tensor was read."
+        return "Compared by names and digests; no tensor was read."
     return f"{format_size(found.read_bytes)} of tensors were read."
 
 
@@ -217,7 +217,7 @@ def _map(stack: LayerStack, norms: dict[str, float], scale: NormScale, style: He
     if left:
         lines.append(f"... and {count_of(left, 'kind')} of tensors that changed less")
     if per_column > 1:
-        lines.append(f"(each column: the most of {per_column} layers)")
+        lines.append(f"(each column: the maximum of {per_column} layers)")
     return "\n".join(lines)
 
 

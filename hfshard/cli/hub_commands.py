@@ -38,7 +38,7 @@ def push(arguments: argparse.Namespace) -> int:
     elif result.is_new:
         print_text(printable(f"{result.pr_url or result.url}: {format_size(result.sent_bytes)} sent"))
     else:
-        print_text(printable(f"{result.url}: already holds all of it; nothing was sent"))
+        print_text(printable(f"{result.url}: already has everything; nothing was sent"))
     return 0
 
 

@@ -112,9 +112,9 @@ def _no_directory(path: str) -> str:
         return error.message
     hint = "it does not exist"
     if _REPO_ID.fullmatch(path):
-        hint = f"it does not exist. A repo of the Hub is pulled first: hfshard pull {path} NEW_DIR"
+        hint = f"it does not exist. To use a repo of the Hub, pull it first: hfshard pull {path} NEW_DIR"
     if is_store_address(path):
-        hint = "what serves as a hub is a directory on a file system, and no store"
+        hint = "this command needs a directory on a file system, not a store"
     if os.path.exists(path):
         hint = f"it is a file; did you mean '{os.path.dirname(path) or '.'}'?"
     return f"'{path}' is not a directory: {hint}"

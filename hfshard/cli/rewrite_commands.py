@@ -56,8 +56,8 @@ def _convert_weights(arguments: argparse.Namespace) -> int:
     except CheckpointNotFoundError as error:
         if _has_safetensors(arguments):
             raise InvalidArgumentError(
-                f"'{arguments.source}' has no pickles to convert: its weights are safetensors. For files of another "
-                f"size, run: hfshard reshard {arguments.source} {arguments.target}",
+                f"'{arguments.source}' has no pickles to convert: its weights are safetensors. To write files of "
+                f"another size, run: hfshard reshard {arguments.source} {arguments.target}",
                 path=arguments.source,
             ) from error
         raise
@@ -114,8 +114,7 @@ def _print_result(result: ReshardResult, arguments: argparse.Namespace) -> int:
         print_text(_result_as_text(result, arguments.variant))
     if not result.is_compared:
         print_message(
-            f"note: '{result.source}' has no checksums of its tensors: "
-            "its structure was checked, its bytes could not be."
+            f"note: '{result.source}' has no checksums of its tensors: its structure was checked, but not its bytes."
         )
     return 0
 
@@ -179,7 +178,7 @@ def checkpoints(arguments: argparse.Namespace) -> int:
     known = sorted({name for entry in listed for name in entry.metrics})
     if arguments.best is not None and arguments.best not in known:
         print_message(
-            f"note: no checkpoint has the metric '{arguments.best}'. They have: {', '.join(known) or 'none'}."
+            f"note: no checkpoint has the metric '{arguments.best}'. Available: {', '.join(known) or 'none'}."
         )
     return 1 if any(entry.problems for entry in listed) else 0
 
@@ -225,7 +224,7 @@ def convert(arguments: argparse.Namespace) -> int:
     if is_weights or not is_foreign_run(source):
         return _convert_weights(arguments)
     if arguments.checksum == "none":
-        raise InvalidArgumentError("A checkpoint of a run always has checksums: --checksum xxh3 or sha256.")
+        raise InvalidArgumentError("A checkpoint of a run always has checksums. Pass --checksum xxh3 or sha256.")
     converted = convert_foreign(
         source,
         arguments.target,
@@ -283,7 +282,7 @@ def remove(arguments: argparse.Namespace) -> int:
     is_asked = not (arguments.yes or arguments.dry_run)
     if is_asked and (arguments.format == "json" or not sys.stdin.isatty()):
         raise InvalidArgumentError(
-            "hfshard remove asks on a terminal before it removes anything. Pass --yes to remove it without a question, "
+            "hfshard remove asks on a terminal before it removes anything. Pass --yes to remove it without asking, "
             "or --dry-run to see what would go."
         )
     removal = plan_removal(
@@ -327,7 +326,7 @@ def _list(title: str, what: str, files: Mapping[str, str]) -> str:
 
 
 def _ask(report: RemovalReport) -> bool:
-    care = " Nothing may save there meanwhile." if is_store_address(report.place) else ""
+    care = " No save may run there at the same time." if is_store_address(report.place) else ""
     question = "\n" + printable(f"Remove {_describe(report)} from '{report.place}'?{care} [y/N] ")
     return is_confirmed(question)
 

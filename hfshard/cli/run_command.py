@@ -44,10 +44,10 @@ def run(arguments: argparse.Namespace) -> NoReturn:
     """
     given_options, target, letters = split_python_options(arguments.program)
     if not target:
-        raise InvalidArgumentError("Nothing to run: give a script, -m MODULE, -c CODE, or a command such as torchrun.")
+        raise InvalidArgumentError("Nothing to run. Pass a script, -m MODULE, -c CODE, or a command such as torchrun.")
     if is_store_address(target[0]) and not os.path.exists(target[0]):
         shown = without_url_secrets(target[0])
-        raise InvalidPathError(f"'{shown}' is an address, not a program. Give a path, or -m MODULE.", path=shown)
+        raise InvalidPathError(f"'{shown}' is an address, not a program. Pass a path, or -m MODULE.", path=shown)
     path = None if given_options else _find_command(target[0])
     is_found = path is not None or _does_python_find(target)
     if path is None:
@@ -125,16 +125,16 @@ def _reject_ignoring(letters: str) -> None:
     for letter in _IGNORING:
         if letter in letters:
             raise InvalidArgumentError(
-                f"hfshard can't be on in a Python that is started with -{letter}: it reads no PYTHONPATH, or runs no "
-                f"sitecustomize. Leave -{letter} out, or call hfshard.install() in the program."
+                f"hfshard cannot be enabled in a Python that is started with -{letter}: it ignores PYTHONPATH or "
+                f"sitecustomize. Remove -{letter}, or call hfshard.install() in the program."
             )
 
 
 def _reject_folder() -> None:
     if os.pathsep in _FOLDER:
         raise InvalidPathError(
-            f"hfshard lies in {printable_message(_FOLDER)}, and PYTHONPATH can't name a folder with '{os.pathsep}': "
-            "install it into another, or call hfshard.install() in the program."
+            f"hfshard is in {printable_message(_FOLDER)}, but PYTHONPATH cannot name a folder with '{os.pathsep}'. "
+            "Install it into another, or call hfshard.install() in the program."
         )
 
 

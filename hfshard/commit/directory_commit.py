@@ -104,7 +104,7 @@ class DirectorySession:
             self.directory,
             need_bytes,
             doing=f"Saving into '{self.directory}'",
-            todo=" (the old checkpoint stays until the new one is whole). Free some space, or save elsewhere.",
+            todo=" (the old checkpoint stays until the new one is complete). Free some space, or save elsewhere.",
         )
 
     def can_link(self, staged: str) -> bool:
@@ -112,7 +112,7 @@ class DirectorySession:
         if can_link(self.staging, os.path.join(self.staging, staged)):
             return True
         logger.warning(
-            "'%s' has no hard links: the checkpoint is written as shards instead of one file.", self.directory
+            "'%s' does not support hard links: the checkpoint is written as shards instead of one file.", self.directory
         )
         return False
 
@@ -186,16 +186,16 @@ class DirectorySession:
         failed = f"failed at '{step.kind} {step.target}': {error or type(error).__name__}"
         if moved:
             return CommitUnfinishedError(
-                f"Saving into '{self.directory}' {failed}, and could not be taken back. {' and '.join(moved)} load the "
-                "new checkpoint, other readers the old one. Save again to finish.",
+                f"Saving into '{self.directory}' {failed}, and could not be rolled back. {' and '.join(moved)} load "
+                "the new checkpoint, other readers the old one. Save again to finish.",
                 path=self.directory,
             )
         todo = "Save again, or into another directory."
         if step.kind == "remove":
-            todo = f"Make it possible to remove '{step.target}', or save into another directory."
+            todo = f"Make '{step.target}' removable, or save into another directory."
         return CommitUndoneError(
-            f"Saving into '{self.directory}' {failed}. It was taken back, and the directory is as it was: what was "
-            f"there before loads. {todo}",
+            f"Saving into '{self.directory}' {failed}. hfshard rolled back; the previous checkpoint, if "
+            f"any, is intact. {todo}",
             path=os.path.join(self.directory, step.target),
             error_number=error.errno if isinstance(error, OSError) else None,
         )
@@ -208,7 +208,7 @@ class DirectorySession:
                 self.is_unfinished = True
                 self._remove_old_shards(steps[number + 1 :])
                 raise CommitUnfinishedError(
-                    f"The new checkpoint in '{self.directory}' is saved, and every reader loads it; but cleaning up "
+                    f"The new checkpoint in '{self.directory}' was saved and every reader loads it, but cleaning up "
                     f"failed at '{step.kind} {step.target}': {error}. Save again to finish.",
                     path=self.directory,
                 ) from error
@@ -317,7 +317,7 @@ def _reject_directory(directory: str, name: str) -> None:
     path = os.path.join(directory, name)
     if os.path.isdir(path) and not os.path.islink(path):
         raise SaveDirectoryError(
-            f"'{path}' is a directory, and a file of this name is to be written or removed. Remove or rename it, or "
+            f"'{path}' is a directory, but a file of this name must be written or removed. Remove or rename it, or "
             "choose another directory.",
             path=path,
         )
@@ -327,21 +327,21 @@ def _make(directory: str) -> list[str]:
     if os.path.lexists(directory) and not os.path.isdir(directory):
         what = "a broken link" if os.path.islink(directory) else "a file"
         raise SaveDirectoryError(
-            f"save_directory must be a directory, and '{directory}' is {what}. Pass another save_directory.",
+            f"save_directory must be a directory, but '{directory}' is {what}. Pass another path.",
             path=directory,
         )
     try:
         return make_directories(directory, flush=False)  # before the first step
     except (NotADirectoryError, FileExistsError) as error:
         raise SaveDirectoryError(
-            f"The directory '{directory}' can't be made: something above it is a file. Pass another save_directory.",
+            f"Cannot create the directory '{directory}': a path above it is a file. Pass another path.",
             path=directory,
         ) from error
 
 
 def _clean_up(directory: str, leftovers: tuple[str, ...]) -> None:
     for name in leftovers:
-        logger.info("Removing '%s' from '%s', left by a save that was killed.", name, directory)
+        logger.info("Removing '%s' from '%s', left by a killed save.", name, directory)
         unlink_if_exists(os.path.join(directory, name))
     sync_directory(directory)
 
@@ -358,9 +358,7 @@ def clear_staging(directory: str) -> None:
             if os.path.lexists(above) and not os.listdir(above):  # it may be missing after Ctrl-C or an error
                 os.rmdir(above)
     except OSError as error:
-        logger.warning(
-            "The staging directory '%s' could not be removed (%s). The next save tries again.", staging, error
-        )
+        logger.warning("The staging directory '%s' could not be deleted (%s); the next save will.", staging, error)
 
 
 # Rollback of a commit's steps, the last one first, if one of them fails before the commit is done.
@@ -486,7 +484,7 @@ def _link(target: str, kept: str) -> None:
     except OSError as error:
         if error.errno not in NO_LINKS:
             raise
-        logger.info("'%s' can't be linked (%s): it can't be restored if the save fails halfway.", target, error)
+        logger.info("'%s' cannot be hard-linked (%s): it cannot be restored if the save fails halfway.", target, error)
 
 
 # Stale signatures: a save warns of one, or removes it if that was requested.
@@ -526,11 +524,11 @@ class SignatureTracker:
         if is_removed:
             unlink_if_exists(path)
             sync_directory(self._directory)
-            logger.info("Removed '%s', which no longer held.", path)
+            logger.info("Deleted the stale signature '%s'.", path)
             return
         logger.warning(
-            "'%s' no longer holds: the checkpoint beside it was replaced, and who checks the signature will refuse it. "
-            "Sign it again (hfshard sign %s --private-key KEY), or remove the file.",
+            "The signature '%s' is stale: this save replaced the files it covers, so verification will fail. Sign "
+            "again (hfshard sign %s --private-key KEY), or delete the file.",
             path,
             self._directory,
         )
@@ -547,7 +545,7 @@ class SignatureTracker:
                 signed.get(name, "") != (known.get(name) or self._digest(name)) for name in changed
             )
         except (HfshardError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            logger.debug("What '%s' signs can't be told: %s", SIGNATURE_NAME, error)
+            logger.debug("Cannot determine what '%s' signs: %s", SIGNATURE_NAME, error)
             return True
 
     def _digest(self, name: str) -> str | None:

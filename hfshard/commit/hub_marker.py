@@ -37,8 +37,8 @@ def check_hub_marker(root: str) -> None:
     if not has_hub_marker(root):
         what = "is not a directory hub" if os.path.isdir(root) else "does not exist"
         raise HubNotFoundError(
-            f"'{root}' {what}. A hub is made by the first push to it: hfshard push CHECKPOINT {root}. A plain "
-            "checkpoint is loaded from its directory, without a revision.",
+            f"'{root}' {what}. The first push to a hub creates it: hfshard push CHECKPOINT {root}. To load a "
+            "plain checkpoint, pass its directory without a revision.",
             path=root,
         )
     marker = os.path.join(root, HUB_MARKER)
@@ -46,7 +46,7 @@ def check_hub_marker(root: str) -> None:
     value = parse_json_object(raw, path=marker, what="File", remedy='Write {"format": 1} into it.')
     if value.get("format") != FORMAT_VERSION:
         raise HubError(
-            f"'{root}' is a directory hub of format {value.get('format')!r}, and this version of hfshard reads format "
+            f"'{root}' is a directory hub of format {value.get('format')!r}, but this version of hfshard reads format "
             f"{FORMAT_VERSION}. Install a newer hfshard.",
             path=marker,
             expected=FORMAT_VERSION,
@@ -67,7 +67,7 @@ def write_hub_marker(root: str, *, wait_seconds: float) -> bool:
     try:
         made = make_directories(root)
     except (NotADirectoryError, FileExistsError) as error:
-        raise HubError(f"'{root}' can't be made a hub: it, or something above it, is a file.", path=root) from error
+        raise HubError(f"Cannot create a hub in '{root}': it, or a path above it, is a file.", path=root) from error
     try:
         with locked_directory(root, wait_seconds=wait_seconds):
             if has_hub_marker(root):
@@ -87,8 +87,8 @@ def _check_empty(root: str) -> None:
         return  # left by a process that was killed
     if left:
         raise HubError(
-            f"'{root}' is neither empty nor a directory hub: it holds '{min(left)}'. A hub keeps its own files there: "
-            "give a new or empty directory.",
+            f"'{root}' is neither empty nor a directory hub: it contains '{min(left)}'. A hub needs its own directory: "
+            "pass a new or empty one.",
             path=root,
         )
 
@@ -136,10 +136,10 @@ def reject_hub_directory(directory: str) -> None:
         return
     hub = find_enclosing_hub(directory)
     if hub is not None:
-        where = "is" if hub == os.path.realpath(directory) else "lies in"
+        where = "is" if hub == os.path.realpath(directory) else "is in"
         raise SaveDirectoryError(
-            f"'{directory}' {where} the directory hub '{hub}', which holds commits: what is saved there is not part of "
-            f"any, or would damage one. Nothing was written. Save into a directory outside of it and run: hfshard push "
+            f"'{directory}' {where} the directory hub '{hub}', which contains commits: a save there would belong to "
+            f"no commit, or damage one. Nothing was written. Save into a directory outside it and run: hfshard push "
             f"DIR {hub}; or call model.push_to_hub('{hub}').",
             path=directory,
         )
@@ -169,15 +169,15 @@ def hub_directory(repo_id: str | os.PathLike[str]) -> str | None:
         if parts.netloc not in ("", "localhost") or not parts.path or parts.query or parts.fragment:
             shown = without_url_secrets(repo_id)
             raise InvalidArgumentError(
-                f"'{shown}' is not a file URL of a directory on this machine: write file:///path/to/hub, with three "
+                f"'{shown}' is not a file URL of a directory on this machine. Write file:///path/to/hub, with three "
                 "slashes, and %3F and %23 for ? and #.",
                 path=shown,
             )
         return unquote(parts.path)
     if is_store_url(repo_id):
         raise InvalidArgumentError(
-            f"'{parse_address(repo_id, 'repo_id')}' is the address of a store, which holds checkpoints and no commits, "
-            "so that no repo can be there: save to it (save_pretrained), or copy a checkpoint to it: "
+            f"'{parse_address(repo_id, 'repo_id')}' is a store address, not a repo. Stores hold checkpoints, not "
+            "commits. Save to it with save_pretrained, or copy to it with "
             "hfshard.push_checkpoint(directory, address).",
             path=repo_id,
         )

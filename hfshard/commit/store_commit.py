@@ -279,13 +279,13 @@ def delete_or_warn(store: Store, names: Sequence[str], sweep: Callable[[str], bo
             store.sweep_uploads(sweep)
     except StoreAccessError as error:
         logger.warning(
-            "Saved into '%s'; but earlier saves can't be deleted: %s They take space, and do no harm.",
+            "Saved into '%s', but earlier saves cannot be deleted: %s They take space, but do no harm.",
             store.address,
             error,
         )
     except StoreError as error:
         logger.warning(
-            "Saved into '%s'; but earlier saves could not be deleted: %s The next save will.", store.address, error
+            "Saved into '%s', but earlier saves could not be deleted: %s The next save will.", store.address, error
         )
     else:
         return True
@@ -315,7 +315,7 @@ def _may_be_known(job: WriteJob, recorded: Collection[str | None]) -> bool:
 
 def _untold(path: str, error: StoreError) -> CommitUnfinishedError:
     return CommitUnfinishedError(
-        f"Nobody can tell whether '{path}' was put: {error.message} Either the old checkpoint stays or the new one "
-        "appears; both load. Nothing was deleted. Save again.",
+        f"It is unknown whether '{path}' was written: {error.message} Either the old checkpoint stays or the new "
+        "one appears; both load. Nothing was deleted. Save again.",
         path=path,
     )

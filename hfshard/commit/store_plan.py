@@ -119,7 +119,7 @@ def read_store_state(store: Store, names: WeightNames, folders: Collection[str] 
             folder.note(one, raw)
     if any((split := split_object_name(name)) is not None and split[0] == MANIFEST_NAME for name in found):
         raise SaveDirectoryError(
-            f"'{store.address}' is a checkpoint of a training run. Save to another address; or save into the run with "
+            f"'{store.address}' is a checkpoint of a training run. Save to another address, or save into the run with "
             "CheckpointManager.",
             path=str(store.address),
         )

@@ -151,7 +151,7 @@ def link_if_same(job: WriteJob, file: KnownFile, checksum: str, stop: Event) -> 
             shard.close()
         os.link(file.path, job.path)
     except (HfshardError, OSError) as error:
-        logger.info("'%s' can't be linked (%s): it is written again.", file.path, error)
+        logger.info("'%s' cannot be hard-linked (%s): it is written again.", file.path, error)
         return None
     return record
 

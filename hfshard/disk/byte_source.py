@@ -101,7 +101,7 @@ def sha256_of_reader(reader: io.BufferedIOBase, cancelled: threading.Event | Non
     hasher = hashlib.sha256()
     while block := reader.read(COPY_BYTES):
         if cancelled is not None and cancelled.is_set():
-            raise InterruptedError("another file failed, or Ctrl-C came")
+            raise InterruptedError("another file failed, or Ctrl-C was pressed")
         hasher.update(block)
     return hasher.hexdigest()
 

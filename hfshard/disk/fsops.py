@@ -71,7 +71,7 @@ def unlock(fd: int, directory: str) -> None:
     except OSError as error:
         if error.errno not in UNSUPPORTED:  # otherwise it was never locked, and a warning said so
             logger.warning(
-                "The lock of '%s' can't be released (%s): the next save waits for processes forked meanwhile.",
+                "The lock of '%s' cannot be released (%s): the next save waits for processes forked during this one.",
                 directory,
                 error,
             )
@@ -94,7 +94,7 @@ def lock(fd: int, directory: str, wait_seconds: float) -> None:
             now = time.monotonic()
             if now >= deadline:
                 raise DirectoryLockedError(
-                    f"'{directory}' is locked: {lock_holder(fd)} has been saving there for {wait_seconds:g} s. "
+                    f"'{directory}' is locked: {lock_holder(fd)} was still saving there after {wait_seconds:g} s. "
                     "Wait for it, or save into another directory.",
                     path=directory,
                 ) from error
@@ -108,7 +108,7 @@ def lock(fd: int, directory: str, wait_seconds: float) -> None:
             if error.errno not in UNSUPPORTED:
                 raise
             logger.warning(
-                "'%s' can't be locked (%s): nothing keeps two processes from saving there.",
+                "'%s' cannot be locked (%s): nothing prevents two processes from saving there at once.",
                 directory,
                 error,
             )
@@ -131,7 +131,7 @@ def require_space(directory: str, need_bytes: int, *, doing: str, todo: str) -> 
     free_bytes, need_bytes = space.f_bavail * space.f_frsize, need_bytes + _SPARE_BYTES
     if space.f_blocks and free_bytes < need_bytes:
         raise NotEnoughSpaceError(
-            f"{doing} needs {need_bytes:,} bytes, {free_bytes:,} are free{todo}",
+            f"{doing} needs {need_bytes:,} bytes, but only {free_bytes:,} are free{todo}",
             path=directory,
             expected=need_bytes,
             actual=free_bytes,
@@ -154,7 +154,7 @@ def sync(fd: int, path: str) -> None:
     except OSError as error:
         if error.errno not in UNSUPPORTED | {errno.EINVAL}:
             raise
-        logger.warning("'%s' can't be flushed to disk (%s): a power cut may lose it.", path, error)
+        logger.warning("'%s' cannot be flushed to disk (%s): a power failure may lose it.", path, error)
 
 
 def _flush(fd: int) -> None:
@@ -222,7 +222,7 @@ def reject_linked_directories(directory: str, below: str) -> None:
         path = os.path.join(path, part)
         if os.path.islink(path) or (os.path.lexists(path) and not os.path.isdir(path)):
             raise SaveDirectoryError(
-                f"'{path}' is {'a link' if os.path.islink(path) else 'a file'}, and a save needs a directory there "
+                f"'{path}' is {'a link' if os.path.islink(path) else 'a file'}, but a save needs a directory there "
                 "for unfinished files. Remove or rename it, or save into another directory.",
                 path=path,
             )
@@ -234,7 +234,7 @@ def remove_empty_directories(paths: Sequence[str]) -> None:
         try:
             os.rmdir(path)
         except OSError as error:
-            logger.debug("'%s' is left: %s", path, error)
+            logger.debug("'%s' was left in place: %s", path, error)
 
 
 def write_all(fd: int, raw: bytes | memoryview) -> None:
@@ -310,7 +310,9 @@ def rename(source: str, target: str, folder_fd: int | None = None) -> None:
     except OSError as error:
         if error.errno not in UNSUPPORTED:
             raise
-        logger.warning("'%s' has no rename (%s): the file is copied into place.", os.path.dirname(target), error)
+        logger.warning(
+            "'%s' does not support rename (%s): the file is copied into place.", os.path.dirname(target), error
+        )
         _copy_over(source, target)
         os.unlink(source)
 
@@ -450,7 +452,7 @@ def lock_holder(fd: int) -> str:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             command = file.read().replace(b"\0", b" ").decode(errors="replace").strip()
     except FileNotFoundError:
-        return f"process {pid}, which has ended, or rather one that it forked"
+        return f"a process forked by process {pid}, which has ended"
     except OSError:
         command = ""
     shown = command if len(command) <= _LONGEST_COMMAND else f"{command[:_LONGEST_COMMAND]}…"

@@ -67,7 +67,7 @@ def open_regular(path: str, root: str, real_root: str | None = None) -> int:
             hint = "close some, or raise the limit, for example: ulimit -n 65536"
             raise OSError(error.errno, f"{error.strerror}: {hint}", path) from error
         todo = f"Run: chmod u+r {path}" if error.errno in (errno.EACCES, errno.EPERM) else repair_hint(path)
-        raise DamagedCheckpointError(f"File '{path}' can't be opened: {error.strerror}. {todo}", path=path) from error
+        raise DamagedCheckpointError(f"File '{path}' cannot be opened: {error.strerror}. {todo}", path=path) from error
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise _irregular(path)
@@ -113,7 +113,7 @@ def _resolved(path: str, root: str, real_root: str | None) -> tuple[str, os.stat
     real_folder = real_root if folder == root else os.path.realpath(folder, strict=True)
     if not _lies_in(real_folder, real_root):
         raise UnsafePathError(
-            f"'{path}' lies in '{real_folder}', outside the checkpoint's directory: a folder of its path is a link. "
+            f"'{path}' is in '{real_folder}', outside the checkpoint's directory: a folder in its path is a link. "
             "Link or copy the file itself, if you trust it.",
             path=path,
             actual=real_folder,
@@ -130,7 +130,7 @@ def _missing(path: str, root: str) -> MissingShardError:
     todo = f"Download or save the checkpoint again, or run 'hfshard verify {root}'."
     if os.path.islink(path):
         target = os.readlink(path)
-        todo = f"Fetch what it stands for (git annex get, dvc pull), or {todo[0].lower()}{todo[1:]}"
+        todo = f"Fetch its contents (git annex get, dvc pull), or {todo[0].lower()}{todo[1:]}"
         return MissingShardError(f"'{path}' is a link to '{target}', which does not exist. {todo}", path=path)
     return MissingShardError(f"File '{path}' is missing. {todo}", path=path)
 
@@ -253,7 +253,7 @@ def _open_part(fd: int, part: str, path: str, made: list[str] | None) -> int:
             raise
         what = "a link" if os.path.islink(path) else "a file"
         raise SaveDirectoryError(
-            f"'{path}' is {what}, and a file is to be written into a folder of this name. Remove or rename it, or "
+            f"'{path}' is {what}, but a save needs a folder of this name. Remove or rename it, or "
             "choose another directory.",
             path=path,
         ) from error

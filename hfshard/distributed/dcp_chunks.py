@@ -43,7 +43,7 @@ def cover_problem(shape: Sequence[int], chunks: Sequence[Chunk]) -> str | None:
         if len(offsets) != len(shape) or not all(
             0 <= offset <= offset + size <= most for offset, size, most in zip(offsets, sizes, shape)
         ):
-            return f"a chunk at {list(offsets)} of shape {list(sizes)} lies outside of it"
+            return f"a chunk at {list(offsets)} of shape {list(sizes)} is outside the tensor"
     if not prod(shape):
         return None
     missing = prod(shape) - sum(prod(sizes) for _, sizes in parts)
@@ -72,9 +72,9 @@ def check_held(name: str, value: object, box: Box, doing: str) -> None:
     if held == box or not (box_elements(held) or box_elements(box)):
         return
     raise UnstorableTensorError(
-        f"torch.distributed.checkpoint can't {doing} {name!r}: it describes what a rank holds as one rectangle, here "
-        f"{_words(box)}, but under the placements {value.placements} this rank holds {_words(held)}. "
-        f"Use hfshard.{doing}_state_dict, which knows them, or redistribute the tensor first.",
+        f"torch.distributed.checkpoint cannot {doing} {name!r}: it describes a rank's part as one rectangle, here "
+        f"{_words(box)}, but under the placements {value.placements} this rank has {_words(held)}. Use "
+        f"hfshard.{doing}_state_dict, which supports them, or redistribute the tensor first.",
         fqn=name,
         expected=held,
         actual=box,

@@ -131,7 +131,9 @@ class StorageReader(dcp_storage.StorageReader):
     def _read_metadata(self) -> Metadata:
         self._close()
         if self._source is None:
-            raise InvalidArgumentError("What is to be loaded? Give StorageReader a path, or dcp.load a checkpoint_id.")
+            raise InvalidArgumentError(
+                "There is nothing to load. Pass a path to StorageReader, or a checkpoint_id to dcp.load."
+            )
         self._checkpoint = self._opened.enter_context(open_source(self._source, self._options))
         described = stored_tensors(self._checkpoint)
         return Metadata(
@@ -159,8 +161,8 @@ class StorageReader(dcp_storage.StorageReader):
         if len(tokens) > 1:
             path = self._open_one().directory
             raise CheckpointChangedError(
-                f"The ranks have opened different checkpoints in '{path}'. Load again when nobody saves there, from a "
-                "directory that the machines of all ranks share.",
+                f"The ranks opened different checkpoints in '{path}'. Retry when no save is running, from a directory "
+                "that the machines of all ranks share.",
                 path=path,
             )
         return plans
@@ -194,7 +196,7 @@ class StorageReader(dcp_storage.StorageReader):
 
     def _open_one(self) -> OpenCheckpoint:
         if self._checkpoint is None:
-            raise InvalidArgumentError("The checkpoint is not open: call read_metadata first, as dcp.load does.")
+            raise InvalidArgumentError("The checkpoint is not open. Call read_metadata first, as dcp.load does.")
         return self._checkpoint
 
     def _close(self) -> None:
@@ -272,8 +274,8 @@ def _wanted(item: ReadItem, tensor: torch.Tensor, shapes: Mapping[str, Sequence[
     is_tensor = item.type == LoadItemType.TENSOR and len(shape) == len(box)
     if not is_tensor or clip_box(box, [(0, size) for size in shape]) != box or box_shape(box) != tuple(tensor.shape):
         raise StateDictMismatchError(
-            f"The planner asks for a part of '{name}' at {list(item.storage_offsets)} of shape {list(item.lengths)}, "
-            f"for a tensor of shape {list(tensor.shape)}; the checkpoint has "
+            f"The planner asked for a part of '{name}' at {list(item.storage_offsets)} of shape {list(item.lengths)}, "
+            f"for a tensor of shape {list(tensor.shape)}, but the checkpoint has "
             f"{f'the shape {list(shape)}' if name in shapes else 'no such tensor'}.",
             fqn=name,
         )

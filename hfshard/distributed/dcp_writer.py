@@ -120,7 +120,7 @@ class StorageWriter(dcp_storage.StorageWriter):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a new save, optionally into another directory."""
-        self._undo(RankFailedError("The save before this one was not completed."))
+        self._undo(RankFailedError("The previous save was not completed."))
         if checkpoint_id is not None:
             self.checkpoint_id = _directory_path(checkpoint_id, "checkpoint_id")
 
@@ -130,13 +130,15 @@ class StorageWriter(dcp_storage.StorageWriter):
         Raises:
             InvalidArgumentError: There is no path, or each rank is to save by itself.
         """
-        self._undo(RankFailedError("The save before this one was not completed."))
+        self._undo(RankFailedError("The previous save was not completed."))
         if self.checkpoint_id is None:
-            raise InvalidArgumentError("Where to save? Give StorageWriter a path, or dcp.save a checkpoint_id.")
+            raise InvalidArgumentError(
+                "There is nowhere to save. Pass a path to StorageWriter, or a checkpoint_id to dcp.save."
+            )
         if not kwargs.get("use_collectives", True):
             raise InvalidArgumentError(
-                "use_collectives=False saves a checkpoint of each rank, and the ranks' parts make one Hugging Face "
-                "checkpoint. Leave it out."
+                "use_collectives=False saves one checkpoint per rank, but the ranks' parts form one Hugging Face "
+                "checkpoint. Omit it."
             )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -199,7 +201,7 @@ class StorageWriter(dcp_storage.StorageWriter):
         if failures:
             words = "; ".join(f"rank {rank} failed with {problem}" for rank, problem in failures)
             error = RankFailedError(
-                f"Nothing was saved into '{save.directory}', and what was there before stays: {words}",
+                f"Nothing was saved into '{save.directory}', and its contents are unchanged: {words}",
                 rank=failures[0].rank,
                 path=save.directory,
             )
@@ -261,8 +263,7 @@ class _Failure(NamedTuple):
 
 def _no_plan_caching() -> InvalidArgumentError:
     return InvalidArgumentError(
-        "The planner sends plans only where they have changed, and hfshard's writer needs them whole. "
-        "Leave out enable_plan_caching=True."
+        "The planner sends only changed plans, but hfshard's writer needs complete ones. Omit enable_plan_caching=True."
     )
 
 
@@ -275,7 +276,7 @@ def _directory_path(path: str | os.PathLike[str], argument: str) -> str:
     directory = absolute_path(path, argument)
     if is_store_address(directory):
         raise InvalidPathError(
-            f"{argument}={directory!r} is the address of a store, and StorageWriter saves into directories. Call "
+            f"{argument}={directory!r} is a store address, but StorageWriter saves into directories. Call "
             "hfshard.save_state_dict(state_dict, address) on every rank.",
             path=directory,
         )
@@ -295,9 +296,9 @@ def check_items(items: Iterable[WriteItem]) -> None:
     objects = [item.index.fqn for item in all_items if item.type == WriteItemType.BYTE_IO]
     if objects:
         raise UnstorableTensorError(
-            f"A Hugging Face checkpoint holds tensors only, and these values are something else: "
-            f"{shorten_list(objects, _SHOWN, quote=True)}. Take them out of the state dict; hfshard.CheckpointManager "
-            "saves the whole state of a training run.",
+            "A Hugging Face checkpoint contains only tensors, but these values are something else: "
+            f"{shorten_list(objects, _SHOWN, quote=True)}. Remove them from the state dict; hfshard.CheckpointManager "
+            "saves the complete state of a training run.",
             fqn=objects[0],
         )
     for item in all_items:
@@ -326,7 +327,7 @@ def _check_item(item: WriteItem) -> None:
     data = data_of(item)
     name = item.index.fqn
     if (problem := unsupported_layout_reason(data.properties.layout)) is not None:
-        raise UnstorableTensorError(f"Can't store {name!r}: {problem}", fqn=name)
+        raise UnstorableTensorError(f"Cannot store {name!r}: {problem}", fqn=name)
     check_storable(name, torch.empty((0,) * len(data.size), dtype=data.properties.dtype, device="cpu"))
 
 
@@ -356,8 +357,8 @@ def merge_layouts(plans: Sequence[SavePlan]) -> dict[str, TensorLayout]:
     for name, parts in chunks.items():
         if (problem := cover_problem(found[name].size, parts)) is not None:
             raise UnstorableTensorError(
-                f"The ranks' parts of {name!r}, of shape {list(found[name].size)}, are not the whole of it: {problem}. "
-                "Call on every rank that has a part, with the planner that torch.distributed.checkpoint has.",
+                f"The ranks' parts of {name!r}, of shape {list(found[name].size)}, do not form the complete tensor: "
+                f"{problem}. Call on every rank that has a part, with torch.distributed.checkpoint's own planner.",
                 fqn=name,
             )
     return {name: _layout_of(data) for name, data in found.items() if name in chunks}
@@ -366,8 +367,9 @@ def merge_layouts(plans: Sequence[SavePlan]) -> dict[str, TensorLayout]:
 def _check_agreement(name: str, one: TensorWriteData, other: TensorWriteData) -> None:
     if (one.size, one.properties.dtype) != (other.size, other.properties.dtype):
         raise UnstorableTensorError(
-            f"The ranks disagree about {name!r}: on one it is {one.properties.dtype} of shape {list(one.size)}, on "
-            f"another one {other.properties.dtype} of shape {list(other.size)}. Give what differs a name per rank.",
+            f"The ranks disagree about {name!r}: one has {one.properties.dtype} of shape {list(one.size)}, but "
+            f"another has {other.properties.dtype} of shape {list(other.size)}. Give the tensors of different ranks "
+            "different names.",
             fqn=name,
         )
 
@@ -388,7 +390,7 @@ def resolved_chunk(item: WriteItem, data: TensorWriteData, planner: SavePlanner)
     assert isinstance(tensor, torch.Tensor)
     if (tensor.shape, tensor.dtype) != (data.chunk.sizes, data.properties.dtype):
         raise UnstorableTensorError(
-            f"Can't store {name!r}: this rank has {tensor.dtype} of shape {list(tensor.shape)}, and its plan says "
+            f"Cannot store {name!r}: this rank has {tensor.dtype} of shape {list(tensor.shape)}, but its plan says "
             f"{data.properties.dtype} of shape {list(data.chunk.sizes)}. Use hfshard.save_state_dict.",
             fqn=name,
         )
@@ -547,8 +549,8 @@ def open_staged(path: str, token: bytes) -> int:
 
 def _not_shared(path: str) -> SaveDirectoryError:
     return SaveDirectoryError(
-        f"The file '{path}', which the coordinating rank has made, is not here: each rank writes its part into the "
-        "same files. Save into a directory that the machines of all ranks share.",
+        f"This rank does not see the file '{path}', which the coordinating rank created: each rank writes its part "
+        "into the same files. Save into a directory that the machines of all ranks share.",
         path=path,
     )
 

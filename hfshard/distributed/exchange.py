@@ -315,7 +315,7 @@ class Exchange:
         if len(failed):
             rank = self._ranks[int(failed[0])]
             self._status.wait_for("what went wrong", rank)  # raises once that rank has reported
-            raise RankFailedError(f"Rank {rank} failed to save its part. Look at its output.", rank=rank)
+            raise RankFailedError(f"Rank {rank} failed to save its part. Check its output.", rank=rank)
 
     def _bytes_of(self, name: str, start: int, stop: int) -> ByteArray:
         held: Any = self._held[name]

@@ -183,17 +183,17 @@ class TimeoutStore:
             return work()
         self._calls.put((work, future))
         if not _is_done_within(future, self._answer_seconds):
-            raise self._lost(f"did not answer for {self._answer_seconds:g} s")
+            raise self._lost(f"did not respond for {self._answer_seconds:g} s")
         try:
             return future.result()
         except RuntimeError as error:  # of torch: DistNetworkError, DistStoreError
-            raise self._lost(f"is gone ({type(error).__name__}: {error})") from error
+            raise self._lost(f"failed ({type(error).__name__}: {error})") from error
 
     def _lost(self, how: str) -> RankFailedError:
         self._lost_words = how
         return RankFailedError(
-            f"The store of the process group {how}: {self._keeper} was killed, was stopped, or can't be reached. Look "
-            "at its output, and start the job again.",
+            f"The process group's store {how}: {self._keeper} was killed, was stopped, or cannot be reached. Check "
+            "its output, and start the job again.",
             rank=self._keeping_rank,
         )
 
@@ -283,10 +283,10 @@ def _keeper(store: Any) -> tuple[str, int | None]:
     """Describe the process that hosts a store; return its rank, too, if it has one."""
     # torch lists `TCPStore` in its documentation only
     if not isinstance(_innermost(store), dist.TCPStore):  # type: ignore[attr-defined]
-        return "the process that keeps it, or its file's lock,", None
+        return "the process that hosts it, or its file's lock,", None
     if _is_kept_by_launcher():
-        return "the launcher, which keeps it,", None
-    return "rank 0, which keeps it,", 0
+        return "the launcher, which hosts it,", None
+    return "rank 0, which hosts it,", 0
 
 
 def _read(store: Any, key: str) -> bytes | None:
@@ -339,19 +339,21 @@ def check_process_group(process_group: Any) -> None:
     if process_group is None:
         return
     if not (dist.is_available() and dist.is_initialized()):
-        raise InvalidArgumentError("process_group was given, and torch.distributed has none: init_process_group first.")
+        raise InvalidArgumentError(
+            "process_group was passed, but torch.distributed has none. Call init_process_group first."
+        )
     if process_group == dist.GroupMember.NON_GROUP_MEMBER:  # what new_group returns to the others
         raise _not_in_it("")
     if not isinstance(process_group, dist.ProcessGroup):
         raise InvalidArgumentError(
-            f"process_group must be a ProcessGroup of torch.distributed, got a {type(process_group).__name__}. Give "
-            "what new_group returned, or of a DeviceMesh of one dimension mesh.get_group()."
+            f"process_group must be a ProcessGroup of torch.distributed, got a {type(process_group).__name__}. Pass "
+            "what new_group returned, or mesh.get_group() of a one-dimensional DeviceMesh."
         )
     try:
         ranks = dist.get_process_group_ranks(process_group)
     except (KeyError, ValueError) as error:
         raise InvalidArgumentError(
-            "process_group is none of torch.distributed's: it was destroyed, or was not made by new_group."
+            "process_group is unknown to torch.distributed: it was destroyed, or was not created by new_group."
         ) from error
     if dist.get_rank() not in ranks:
         raise _not_in_it(f" of ranks {', '.join(map(str, sorted(ranks)))}")
@@ -384,6 +386,6 @@ def place_of_call(place: str) -> str:
 def _not_in_it(which: str) -> InvalidArgumentError:
     rank = dist.get_rank()
     return InvalidArgumentError(
-        f"Rank {rank} is not in the process group{which} that it was given as process_group=. Make this call on the "
-        f"ranks of that group only, or give rank {rank} a group that it is in."
+        f"Rank {rank} is not in the process group{which} that was passed as process_group=. Make this call on that "
+        f"group's ranks only, or pass rank {rank} a group that it is in."
     )

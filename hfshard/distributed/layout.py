@@ -265,14 +265,14 @@ def _placement(placement: Any, tensor: DTensor, name: str) -> Placement:
         return Placement(None)
     if placement.is_partial():
         raise UnstorableTensorError(
-            f"Can't store {name!r}: its ranks hold summands of it, not parts ({placement!r}). Sum them up first: "
+            f"Cannot store {name!r}: its ranks have summands of it, not parts ({placement!r}). Sum them first: "
             "tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim).",
             fqn=name,
         )
     kind = type(placement).__name__
     if kind not in ("Shard", "_StridedShard"):
         raise UnstorableTensorError(
-            f"Can't store {name!r}: which part a rank holds under the placement {placement!r} is not known to hfshard. "
+            f"Cannot store {name!r}: hfshard does not know which part a rank has under the placement {placement!r}. "
             "Change it to Shard and Replicate first: tensor.redistribute(placements=...).",
             fqn=name,
         )
@@ -288,9 +288,9 @@ def _check_order(tensor: DTensor, name: str) -> None:
     for entry in getattr(tensor._spec, "shard_order", None) or ():
         if list(entry.mesh_dims) != sorted(entry.mesh_dims):
             raise UnstorableTensorError(
-                f"Can't store {name!r}: dimension {entry.tensor_dim} was split by the mesh's dimensions "
-                f"{list(entry.mesh_dims)} in this order, and hfshard knows the ascending one only. "
-                "Gather it first: tensor.full_tensor(), on every rank.",
+                f"Cannot store {name!r}: dimension {entry.tensor_dim} was split by the mesh's dimensions "
+                f"{list(entry.mesh_dims)} in this order, but hfshard supports only the ascending one. Gather it "
+                "first: tensor.full_tensor(), on every rank.",
                 fqn=name,
             )
 
@@ -301,8 +301,7 @@ def _check_fused(layout: MeshLayout, tensor: DTensor, name: str) -> None:
         fused = [axis for axis, groups in splits if groups > 1]
         if fused and min(axis for axis, _ in splits) < max(fused):
             raise UnstorableTensorError(
-                f"Can't store {name!r}: it is several weights in one, and torch {torch.__version__} gives it the same "
-                f"placements {tensor.placements} whichever of the mesh's dimensions came first. "
-                "Use torch 2.13 or newer.",
+                f"Cannot store {name!r}: it fuses several weights, and torch {torch.__version__} gives it the same "
+                f"placements {tensor.placements} whichever mesh dimension came first. Use torch 2.13 or newer.",
                 fqn=name,
             )

@@ -345,8 +345,8 @@ class Watch:
             self.look(watched)
             if time.monotonic() > end:
                 raise RankFailedError(
-                    f"A collective among ranks {_listed(ranks)} has not ended within {patience_seconds:g} s, though "
-                    "all of them live. Look what each of them does, and start the job again."
+                    f"A collective among ranks {_listed(ranks)} did not end within {patience_seconds:g} s, though all "
+                    "of them are alive. Check what each of them is doing, and start the job again."
                 )
         try:
             work.wait()
@@ -369,8 +369,8 @@ class Watch:
         except RankFailedError as told:
             return told
         return RankFailedError(
-            f"A collective among ranks {_listed(ranks)} failed, though all of them live: {error}. Look at the network "
-            "between them, and start the job again."
+            f"A collective among ranks {_listed(ranks)} failed, though all of them are alive: {error}. Check the "
+            "network between them, and start the job again."
         )
 
     def _check_told(self, *, awaits_leader: bool) -> None:
@@ -509,8 +509,7 @@ def group_timeout_seconds() -> float:
 
 
 _OUTCOME_UNKNOWN: Final = (
-    "Nobody has told the outcome: what this call was to do is done as a whole, or not at all. Look what is there, by "
-    "'hfshard verify'."
+    "The outcome is unknown: this call took effect completely, or not at all. Check the result with 'hfshard verify'."
 )
 
 _SHOWN_RANKS: Final = 8
@@ -554,19 +553,19 @@ def error_from_record(record: bytes) -> RankFailedError:
         kind = RankMissingError if told["kind"] == "RankMissingError" else RankFailedError
         return kind(told["words"], rank=told["rank"])
     said = told["words"].removesuffix(".")
-    advice = "Call" if told["kind"] == "CheckpointChangedError" else "Mend that, and call"
-    words = f"Rank {told['rank']} failed, so the other ranks gave up, too: {said}. {advice} again on every rank."
+    advice = "Call" if told["kind"] == "CheckpointChangedError" else "Fix that, and call"
+    words = f"Rank {told['rank']} failed, so the other ranks gave up: {said}. {advice} again on every rank."
     return RankFailedError(with_unknown_outcome(words) if told["may_be_done"] else words, rank=told["rank"])
 
 
 def death_error(rank: int, silent_seconds: float) -> RankFailedError:
     """Create the error to raise for a silent rank; infinite silence means that its process has ended."""
     if silent_seconds == math.inf:
-        words = f"Rank {rank} has given no sign of life: its process has ended."
-        return RankFailedError(f"{words} Look at its output, and start the job again.", rank=rank)
+        words = f"Rank {rank} sent no more heartbeats: its process has ended."
+        return RankFailedError(f"{words} Check its output, and start the job again.", rank=rank)
     return RankFailedError(
-        f"Rank {rank} has given no sign of life for {silent_seconds:.0f} s: it was killed, was stopped, or can't be "
-        "reached. Look at its output, and start the job again.",
+        f"Rank {rank} sent no heartbeat for {silent_seconds:.0f} s: it was killed, was stopped, or cannot be reached. "
+        "Check its output, and start the job again.",
         rank=rank,
     )
 
@@ -575,9 +574,9 @@ def waiting_message(rank: int, missing: Collection[int], place: str, seconds: fl
     """Compose the message of a rank that is waiting for others."""
     others = shorten_list(list(map(str, sorted(missing))), _SHOWN_RANKS)
     return (
-        f"Rank {rank} has waited {seconds:.0f} s for rank {others} to make the same call, about {place!r}, "
-        f"and gives up after {patience_seconds:g} s (as long as collectives wait: init_process_group(timeout=...)). "
-        "Every rank has to call."
+        f"Rank {rank} has waited {seconds:.0f} s for rank {others} to make the same call, for {place!r}. It gives up "
+        f"after {patience_seconds:g} s (the timeout of collectives: init_process_group(timeout=...)). Every rank must "
+        "call."
     )
 
 
@@ -590,15 +589,15 @@ def missing_error(door: Mapping[str, list[int]], place: str, patience_seconds: f
         patience_seconds: How long they were waited for.
     """
     absent = sorted(door["absent"], key=lambda rank: (rank not in door["dead"], rank))
-    why = f"did not come within {patience_seconds:g} s"
+    why = f"did not arrive within {patience_seconds:g} s"
     if absent[0] in door["dead"]:
-        why = "gave no sign of life before, and did not come"
+        why = "had stopped sending heartbeats, and did not arrive"
     elif absent[0] in door["declined"]:
         why = "was called with is_main_process=False and without a part of a tensor"
     others = f", nor did rank {', '.join(map(str, absent[1:]))}" if absent[1:] else ""
     return RankMissingError(
-        f"Rank {absent[0]} {why}{others}, and this call about {place!r} needs every rank. Make it on every rank, "
-        "outside of `if rank == 0:`; or, of a model that only some ranks have, with process_group= of those.",
+        f"Rank {absent[0]} {why}{others}, but this call for {place!r} needs every rank. Make it on every rank, "
+        "outside `if rank == 0:`; or, for a model that only some ranks have, with their process_group=.",
         rank=absent[0],
         path=place,
     )

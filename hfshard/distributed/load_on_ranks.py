@@ -187,7 +187,7 @@ def check_like(like: Mapping[str, Any]) -> None:
     for name, tensor in like.items():
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
             raise InvalidArgumentError(
-                f"like must map names to tensors, and {name!r:.200} is mapped to a {type(tensor).__name__}.",
+                f"like must map names to tensors, but {name!r:.200} is mapped to a {type(tensor).__name__}.",
                 fqn=str(name),
             )
 
@@ -196,8 +196,8 @@ def _reject_sharded_tensors(state_dict: Mapping[str, Any]) -> None:
     name = next((name for name, value in state_dict.items() if is_sharded_tensor(value)), None)
     if name is not None:
         raise InvalidArgumentError(
-            f"Can't load into {name!r}, and nothing was loaded: it is a ShardedTensor of FSDP1. Shard the model by "
-            "fully_shard instead; or have FullyShardedDataParallel take whole tensors, on every rank: "
+            f"Cannot load into {name!r}: it is a ShardedTensor of FSDP1. Nothing was loaded. Shard the model with "
+            "fully_shard, or let FullyShardedDataParallel load full tensors, on every rank: "
             "FullyShardedDataParallel.set_state_dict_type(model, StateDictType.FULL_STATE_DICT).",
             fqn=name,
         )
@@ -339,8 +339,8 @@ def _reject_misfits(checkpoint: OpenCheckpoint, like: Mapping[str, torch.Tensor]
         wanted = like[name].dtype
         if not torch.can_cast(tensor.dtype, wanted):
             raise StateDictMismatchError(
-                f"'{name}' of the checkpoint '{checkpoint.directory}' is {tensor.dtype}, whose values {wanted} can't "
-                "have, and nothing was loaded. Give `like` a tensor of another dtype.",
+                f"'{name}' of the checkpoint '{checkpoint.directory}' is {tensor.dtype}, whose values {wanted} cannot "
+                "represent. Nothing was loaded. Pass a tensor of another dtype in `like`.",
                 path=checkpoint.directory,
                 fqn=name,
                 expected=wanted,
@@ -480,7 +480,7 @@ class SharedLoad:
             path: The checkpoint that was loaded.
         """
         return self._change or CheckpointChangedError(
-            f"The checkpoint in '{path}' kept changing. Load it when the save is done.", path=path
+            f"The checkpoint in '{path}' was replaced on every attempt. Retry when no save is running.", path=path
         )
 
     def confirm(self, checkpoint: OpenCheckpoint, config: bytes | None = None) -> None:
@@ -576,8 +576,9 @@ class SharedLoad:
         other = next((rank for rank, digest in digests.items() if digest != digests[leader]), None)
         if other is not None:
             raise CheckpointChangedError(
-                f"Ranks {leader} and {other} have different checkpoints in '{checkpoint.directory}', and nothing was "
-                "loaded: it was replaced meanwhile, or is another one there. Give every rank the same, and load again.",
+                f"Ranks {leader} and {other} have different checkpoints in '{checkpoint.directory}': it was replaced "
+                "during the load, or is another one on some ranks. Nothing was loaded. Give every rank the same one, "
+                "and load again.",
                 path=checkpoint.directory,
             )
 

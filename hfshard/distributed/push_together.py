@@ -54,7 +54,7 @@ class SharedPush:
         other = next((rank for rank in said if said[rank] != said[first]), None)
         if other is not None:
             raise InvalidArgumentError(
-                f"Rank {first} pushes to '{said[first]}', and rank {other} to '{said[other]}'. Make the same call on "
+                f"Rank {first} pushes to '{said[first]}', but rank {other} to '{said[other]}'. Make the same call on "
                 "every rank."
             )
 
@@ -103,7 +103,7 @@ class SharedPush:
             return index
         except NotEnoughSpaceError as error:
             raise NotEnoughSpaceError(
-                f"{error.message} It is by way of this directory that a model which is spread over ranks is pushed: "
+                f"{error.message} A model that is spread over ranks is written to this directory before it is pushed. "
                 f"{temporary_directory_hint('has more space')}",
                 path=folder.path,
             ) from error
@@ -181,8 +181,8 @@ class StagingFolder:
         """
         if self.unseen_by:
             raise InvalidArgumentError(
-                f"Rank {self.unseen_by[0]} does not see '{self.path}' of rank {self.seen_by[0]}, by way of which this "
-                f"model is pushed. Nothing was pushed: {temporary_directory_hint('all ranks see')}",
+                f"Rank {self.unseen_by[0]} does not see '{self.path}' of rank {self.seen_by[0]}, the directory for "
+                f"this push's files. Nothing was pushed. {temporary_directory_hint('all ranks see')}",
                 path=self.path,
             )
 
@@ -194,6 +194,6 @@ def temporary_directory_hint(need: str) -> str:
         need: What a suitable one does: "has more space".
     """
     return (
-        f"set TMPDIR on rank 0 to a directory that {need}; or call save_pretrained on every rank and then, on one, "
+        f"Set TMPDIR on rank 0 to a directory that {need}; or call save_pretrained on every rank and then, on one, "
         "hfshard.push_checkpoint."
     )

@@ -232,13 +232,13 @@ class RankWriter:
         except FileNotFoundError as error:
             raise HfshardError(
                 f"Rank {self._status.rank} does not see the directory of '{job.path}', which rank "
-                f"{self._status.leader} made. Save into a directory that all ranks see.",
+                f"{self._status.leader} created. Save into a directory that all ranks see.",
                 path=job.path,
             ) from error
 
 
 def _no_thread() -> HfshardError:
-    return HfshardError("No thread can be started to write files. Save before Python exits.")
+    return HfshardError("Cannot start a thread to write files. Save before Python exits.")
 
 
 # Orders of a save's leader to all ranks: files to write or to link, or whose fingerprints to compute.
@@ -388,7 +388,7 @@ class WindowQueue:
     def _next(self, most_bytes: int) -> memoryview:
         while not self._left:
             if self._is_closed:
-                raise InterruptedError("the bytes of this file do not come any more: the save has failed")
+                raise InterruptedError("the save failed before all bytes of this file arrived")
             try:
                 self._left = self._windows.get(timeout=_INCOMING_LOOK_SECONDS).data
             except queue.Empty:

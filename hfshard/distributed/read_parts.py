@@ -139,7 +139,7 @@ class _Finder:
         if shape != expected:
             raise StateDictMismatchError(
                 f"Tensor '{name}' of the checkpoint '{self._checkpoint.directory}' has the shape {list(shape)}, not "
-                f"{list(expected)}, and nothing was loaded. To see the names and shapes, run: "
+                f"{list(expected)}. Nothing was loaded. To see the names and shapes, run: "
                 f"hfshard inspect --tensors {self._checkpoint.directory}",
                 path=self._checkpoint.directory,
                 fqn=name,
@@ -171,7 +171,7 @@ class _Finder:
             tensor = self._checkpoint.pickles[file].tensors[stored]
             return tensor, tuple(tensor.shape)
         raise StateDictMismatchError(
-            f"The checkpoint '{self._checkpoint.directory}' has no tensor '{name}', and nothing was loaded. To see the "
+            f"The checkpoint '{self._checkpoint.directory}' has no tensor '{name}'. Nothing was loaded. To see the "
             f"names, run: hfshard inspect --tensors {self._checkpoint.directory}",
             path=self._checkpoint.directory,
             fqn=name,
@@ -185,7 +185,7 @@ def _spread(target: DTensor, name: str) -> SpreadTensor:
         return SpreadTensor.of(target, name)
     except UnstorableTensorError as error:
         problem = error.message.partition(": ")[2]
-        raise InvalidArgumentError(f"Can't load into '{name}', and nothing was loaded: {problem}", fqn=name) from error
+        raise InvalidArgumentError(f"Cannot load into '{name}', so nothing was loaded: {problem}", fqn=name) from error
 
 
 def _check_target(name: str, part: PartToRead) -> None:
@@ -198,14 +198,14 @@ def _check_target(name: str, part: PartToRead) -> None:
     dtype = part.source.dtype
     is_expanded = any(size > 1 and stride == 0 for size, stride in zip(target.shape, target.stride(), strict=True))
     if target.is_meta or not fits_its_storage(target):
-        problem = "has no memory. Give it some first: torch.empty_like(..., device=...)."
+        problem = "has no memory. Allocate it first: torch.empty_like(..., device=...)."
     elif target.numel() and is_expanded:
-        problem = "is expanded: several of its elements are one in memory. Give it memory of its own: .contiguous()."
+        problem = "is expanded: several of its elements share memory. Give it memory of its own: .contiguous()."
     elif target.dtype != dtype and not _is_castable(dtype, target.dtype):
-        problem = f"is {target.dtype}, to which torch can't cast the {dtype} that is stored."
+        problem = f"is {target.dtype}, to which torch cannot cast the stored {dtype}."
     else:
         return
-    raise InvalidArgumentError(f"Can't load into '{name}', and nothing was loaded: it {problem}", fqn=name)
+    raise InvalidArgumentError(f"Cannot load into '{name}', so nothing was loaded: it {problem}", fqn=name)
 
 
 @lru_cache

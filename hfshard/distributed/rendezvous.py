@@ -316,7 +316,7 @@ def _turn(place: str, key: str, patience_seconds: float) -> Iterator[None]:
     with _CHANGED:
         if not _CHANGED.wait_for(lambda: key not in _BUSY, timeout=patience_seconds):
             raise DirectoryLockedError(
-                f"Another thread of this process is busy with {place!r} since {patience_seconds:g} s. Wait for it.",
+                f"Another thread of this process has been busy with {place!r} for {patience_seconds:g} s. Wait for it.",
                 path=place,
             )
         _BUSY.add(key)
@@ -453,8 +453,8 @@ class SaveStatus:
             said = unpack(self._await(f"{place}/{rank}", rank, self.ranks))
             if said[0].decode() not in (name, ANY_PLACE) and name != ANY_PLACE:
                 raise RankFailedError(
-                    f"Rank {rank} is at {said[0].decode()!r} where rank {self.rank} is at {name!r}: they do not do the "
-                    "same. Make the same call, with the same arguments, on every rank.",
+                    f"Rank {rank} is at {said[0].decode()!r}, but rank {self.rank} is at {name!r}. Make the same "
+                    "call, with the same arguments, on every rank.",
                     rank=rank,
                 )
             values[rank] = said[1]
@@ -592,11 +592,11 @@ class SaveStatus:
                     raise
                 return value  # the rank set it before it ended
             if waiting.is_word_due():
-                logger.info("Rank %d waits for rank %d since %.0f s: %r.", self.rank, rank, waiting.seconds, name)
+                logger.info("Rank %d has waited for rank %d for %.0f s: %r.", self.rank, rank, waiting.seconds, name)
             if waiting.is_over:
                 raise RankMissingError(
-                    f"Rank {rank} lives, but has not come to {name!r} within {patience_seconds:g} s. Look what "
-                    "it does: every rank has to make the same call.",
+                    f"Rank {rank} is alive, but did not reach {name!r} within {patience_seconds:g} s. Check what it "
+                    "is doing: every rank must make the same call.",
                     rank=rank,
                 )
             waiting.pause()

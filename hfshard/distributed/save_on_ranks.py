@@ -222,8 +222,8 @@ def require_whole_tensors(request: SaveRequest) -> SaveRequest:
     """
     if request.name_order:
         raise InvalidArgumentError(
-            "The model is a part of one that other ranks have the rest of, and there is no process group to save "
-            "it with. Save before destroy_process_group(), on every rank."
+            "This model is part of one whose rest is on other ranks, but there is no process group to save it with. "
+            "Save before destroy_process_group(), on every rank."
         )
     return replace(request, tensors=whole_tensors(request.tensors))
 
@@ -240,7 +240,7 @@ def whole_tensors(tensors: Mapping[str, Any]) -> dict[str, TensorLike]:
             part = tensor.part()
             if part.numel() != prod(tensor.shape):
                 raise InvalidArgumentError(
-                    f"'{name}' is spread over ranks {list(tensor.mesh.ranks)}, and there is no process group to save "
+                    f"'{name}' is spread over ranks {list(tensor.mesh.ranks)}, but there is no process group to save "
                     "it with. Save before destroy_process_group(), on every rank.",
                     fqn=name,
                 )
@@ -299,7 +299,7 @@ def require_all_ranks(status: SaveStatus) -> None:
     absent = sorted(set(call_ranks()) - set(status.ranks))
     if absent:
         raise RankMissingError(
-            f"The ranks have different tensors, and rank {absent[0]} has not called with the others. Make this call on "
+            f"The ranks have different tensors, but rank {absent[0]} did not call with the others. Make this call on "
             "every rank, with collective=True.",
             rank=absent[0],
         )
@@ -340,8 +340,8 @@ def _late(request: SaveRequest, directory: str, status: SaveStatus) -> Checkpoin
     listing, _ = list_tensors(request, held := dict[str, LocalTensor](request.tensors))
     if listing_digest(listing.to_json()) != outcome.listing_digest:
         raise InvalidArgumentError(
-            f"The others saved without rank {status.rank}, which came late with {len(held)} other tensors: the "
-            "checkpoint lacks them. Make this call on every rank with collective=True, and save again."
+            f"The other ranks saved without rank {status.rank}, which arrived late with {len(held)} other tensors: "
+            "the checkpoint lacks them. Make this call on every rank with collective=True, and save again."
         )
     return outcome.index(status, os.path.join(directory, request.options.names.index))
 

@@ -125,8 +125,9 @@ class SpreadTensor:
         expected = box_shape(self.stored_box)
         if tuple(self.local.shape) != expected and (self.local.numel() or prod(expected)):
             raise UnstorableTensorError(
-                f"Can't store {name!r}: this rank has a part of shape {list(self.local.shape)}, and its placements say "
-                f"{list(expected)}. Make the DTensor by distribute_tensor, or pass from_local its shape and stride.",
+                f"Cannot store {name!r}: this rank has a part of shape {list(self.local.shape)}, but its placements "
+                f"say {list(expected)}. Create the DTensor with distribute_tensor, or pass from_local its shape and "
+                "stride.",
                 fqn=name,
                 expected=expected,
                 actual=tuple(self.local.shape),

@@ -294,7 +294,7 @@ def _check_agreement(name: str, known: ListedTensor, entry: ListedTensor, rank: 
     if known._replace(mesh=None) == entry._replace(mesh=None) and (known.mesh is None) == (entry.mesh is None):
         return
     raise InvalidArgumentError(
-        f"The ranks disagree about '{name}': rank {rank} has {_in_words(entry)}, and one before it has "
+        f"The ranks disagree about '{name}': rank {rank} has {_in_words(entry)}, but an earlier one has "
         f"{_in_words(known)}. Give the tensors of different ranks different names, or shard them alike.",
         fqn=name,
         expected=known,
@@ -314,7 +314,7 @@ def _united_ties(listings: Sequence[Listing], stored: Mapping[str, ListedTensor]
         for name, kept in listing.tied_names.items():
             if name in stored or ties.setdefault(name, kept) != kept:
                 raise InvalidArgumentError(
-                    f"The ranks disagree about '{name}': one has a tensor of its own, and on another it shares that of "
+                    f"The ranks disagree about '{name}': one has a tensor of its own, but on another it is tied to "
                     f"'{kept}'. Tie it on all ranks, or on none.",
                     fqn=name,
                 )
@@ -351,8 +351,8 @@ class _PartsFinder:
         if found is None:
             raise InvalidArgumentError(
                 f"The ranks do not have all of '{name}', or have some of it twice: it is spread over "
-                f"{[list(layout.ranks) for layout in self._layouts_of(entry, ways)]}. Every rank that has a part must "
-                "save it, under one name.",
+                f"{[list(layout.ranks) for layout in self._layouts_of(entry, ways)]}. Save it on every rank that has "
+                "a part, under one name.",
                 fqn=name,
             )
         if prod(window_sizes(entry.source_shape, entry.window)) * entry.itemsize != entry.layout.nbytes:

@@ -33,8 +33,8 @@ class WeightNames:
     def __init__(self, variant: str | None = None, base: str = MODEL_BASE) -> None:
         if variant is not None and not (isinstance(variant, str) and _VARIANT.fullmatch(variant)):
             raise InvalidArgumentError(
-                f"The variant {variant!r:.200} can't be part of a file name: use letters, digits, '_', '-' and '.', "
-                f"{_LONGEST_VARIANT} at most."
+                f"The variant {variant!r:.200} cannot be part of a file name. Use letters, digits, '_', and, after the "
+                f"first character, '-' and '.': {_LONGEST_VARIANT} at most."
             )
         infix = "" if variant is None else f".{variant}"
         self.variant, self.base = variant, base

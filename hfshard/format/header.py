@@ -109,7 +109,7 @@ def build_header_from_entries(entries: bytes, metadata: Mapping[str, str]) -> by
     padded = -(LENGTH_BYTES + len(body)) % DATA_ALIGNMENT + len(body)
     if padded > MAX_HEADER_BYTES:
         raise UnstorableTensorError(
-            f"The header of one file would be {padded} bytes, and readers accept at most {MAX_HEADER_BYTES}. "
+            f"The header of one file would be {padded} bytes, but readers accept at most {MAX_HEADER_BYTES}. "
             "Pass a smaller max_shard_size, or less metadata."
         )
     return padded.to_bytes(LENGTH_BYTES, "little") + body.ljust(padded, b" ")
@@ -140,7 +140,7 @@ def read_header_length(first: bytes, file_bytes: int, path: str) -> int:
         )
     length = int.from_bytes(first, "little")
     if len(first) < LENGTH_BYTES or length > MAX_HEADER_BYTES or LENGTH_BYTES + length > file_bytes:
-        declared = f"its header declares {length} bytes, the file has {file_bytes}"
+        declared = f"its header declares {length} bytes, but the file has {file_bytes}"
         if len(first) < LENGTH_BYTES:
             declared = f"it has {file_bytes} bytes, fewer than the 8 that every file begins with"
         raise DamagedCheckpointError(
@@ -173,7 +173,7 @@ def parse_header(raw: bytes, file_bytes: int, path: str) -> Header:
         problem = "is truncated" if data_start + at > file_bytes else "has bytes after its last tensor"
         raise DamagedCheckpointError(
             f"Shard '{path}' {problem}: its header declares data through byte {data_start + at}, "
-            f"the file has {file_bytes}. {repair_hint(path)}",
+            f"but the file has {file_bytes}. {repair_hint(path)}",
             path=path,
             expected=data_start + at,
             actual=file_bytes,
@@ -199,7 +199,7 @@ def _contents(raw: bytes, path: str) -> tuple[dict[str, TensorInfo], dict[str, s
 def _parsed(raw: bytes, path: str) -> dict[str, Any]:
     entries = parse_json_object(raw, path=path, what="The header of shard", remedy=repair_hint(path))
     if not raw.startswith(b"{"):
-        raise damaged_header(path, "it must begin with '{' (safetensors libraries of other languages refuse it)")
+        raise damaged_header(path, "it must begin with '{' (other safetensors libraries refuse it otherwise)")
     return entries
 
 
@@ -282,7 +282,7 @@ def _tensor_info(name: str, entry: Any, path: str) -> TensorInfo:
     if max(bits, prod(size or 1 for size in shape) * DTYPE_BITS[dtype] if bits == 0 else 0) // 8 > _LARGEST_SIZE:
         raise damaged_header(path, f"tensor '{name}' has an impossible shape: its size overflows", name)
     if bits % 8 or bits // 8 != end - begin:
-        found = f"tensor '{name}' is {dtype} of shape {shape}, {bits / 8:g} bytes, but data_offsets hold {end - begin}"
+        found = f"tensor '{name}' is {dtype} of shape {shape}, {bits / 8:g} bytes, but data_offsets span {end - begin}"
         raise damaged_header(path, found, name)
     return TensorInfo(name, dtype, tuple(shape), begin, end)
 

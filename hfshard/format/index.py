@@ -104,7 +104,7 @@ class CheckpointIndex:
         raw = dump_json({"metadata": metadata, "weight_map": self.weight_map})
         if len(raw) > MAX_INDEX_BYTES:
             raise UnstorableTensorError(
-                f"The index would be {len(raw)} bytes, and hfshard reads at most {MAX_INDEX_BYTES}. Split the model."
+                f"The index would be {len(raw)} bytes, but hfshard reads at most {MAX_INDEX_BYTES}. Split the model."
             )
         return raw
 
@@ -257,7 +257,7 @@ def _check_format(value: Any, path: str) -> None:
         raise _damaged(path, "its 'hfshard' metadata must be an object with a 'format' number")
     if value["format"] != FORMAT_VERSION:
         raise DamagedCheckpointError(
-            f"'{path}' has hfshard's format {value['format']}, and this version reads format {FORMAT_VERSION}. "
+            f"'{path}' has hfshard's format {value['format']}, but this version reads format {FORMAT_VERSION}. "
             "Run: pip install --upgrade hfshard",
             path=path,
             expected=FORMAT_VERSION,
@@ -283,7 +283,7 @@ def check_tied_names(tied_names: Mapping[str, str], stored_names: Mapping[str, A
         if name in stored_names:
             raise _damaged(path, f"'{name}' is both a stored tensor and tied to '{stored}'")
         if stored not in stored_names:
-            raise _damaged(path, f"'{name}' is tied to '{stored}', which no file holds")
+            raise _damaged(path, f"'{name}' is tied to '{stored}', which no file contains")
 
 
 def _check_hfshard_metadata(ours: HfshardMetadata, weight_map: Mapping[str, str], path: str) -> None:
@@ -301,7 +301,7 @@ def parse_file_digest(value: Any, name: str, path: str) -> FileDigest:
     Raises:
         DamagedCheckpointError: They are not what `FileDigest.as_json` returns.
     """
-    problem = f"the entry of '{name}' in 'hfshard.files' must hold a size and hex digests"
+    problem = f"the entry of '{name}' in 'hfshard.files' must have a size and hex digests"
     if not isinstance(value, dict):
         raise _damaged(path, problem)
     for key, pattern in _DIGEST_HEX.items():

@@ -72,7 +72,7 @@ class _Parts:
     def describe(self, what: str, todo: str) -> str:
         """Build the message."""
         where = f" in '{self.folder}'" if self.folder else ""
-        return f"'{self.place}' holds {what}{where}, and hfshard cannot read these yet. {todo}"
+        return f"'{self.place}' contains {what}{where}, but hfshard cannot read these yet. {todo}"
 
     def merge(self, by: str, command: list[str], output: str, *, is_pickle: bool = False) -> str:
         """Explain how to merge the parts, and what to do with the output."""
@@ -130,8 +130,8 @@ def reject_partitioned_file(value: object, path: str) -> None:
         folder, name = os.path.split(os.path.abspath(path))
         others = f" and {len(empty) - 1} more" if len(empty) > 1 else ""
         raise CheckpointNotFoundError(
-            f"'{path}' has an empty tensor in place of {empty[0]!r:.200}{others}: DeepSpeed ZeRO-3 has saved the "
-            "values with the optimizer, in parts for each rank, and hfshard cannot read these yet. "
+            f"'{path}' has an empty tensor in place of {empty[0]!r:.200}{others}: DeepSpeed ZeRO-3 saved the "
+            "values with the optimizer, in parts for each rank, but hfshard cannot read these yet. "
             f"{_merge_zero(_Parts(folder, True, '', [name]))}",
             path=path,
             fqn=empty[0],
@@ -171,12 +171,12 @@ def _order(folder: str) -> tuple[int, str]:
 
 
 def _describe_deepspeed(parts: _Parts) -> str:
-    what = "a model that DeepSpeed has saved in parts for each rank"
+    what = "a model that DeepSpeed saved in parts for each rank"
     whole = [name for name in parts.names if _WHOLE_MODEL.fullmatch(name)]
     todo = [_merge_zero(parts)] if any(map(_ZERO.fullmatch, parts.names)) else []
     if len(whole) == 1 and not any(map(_OF_STAGES.fullmatch, parts.names)):
         file = parts.path_of(whole[0])
-        todo.append(f"Its file '{file}' has all weights in the dtype of the training, and hfshard loads that file.")
+        todo.append(f"Its file '{file}' has all weights in the training dtype, and hfshard loads that file.")
     default = "Load it with DeepSpeed in the program that saved it, and save the weights there."
     return parts.describe(what, " ".join(todo) or default)
 
@@ -196,12 +196,12 @@ def _merge_zero(parts: _Parts) -> str:
     options = [] if _LATEST in beside else ["-t", tag]
     is_there = parts.is_local and _SCRIPT in beside
     script = [os.path.join(root, _SCRIPT)] if is_there else ["-m", "deepspeed.utils.zero_to_fp32"]
-    by = "the script that DeepSpeed has put next to them" if is_there else "DeepSpeed's script"
+    by = "the script that DeepSpeed saved next to them" if is_there else "DeepSpeed's script"
     return parts.merge(by, ["python", *script, root, "OUT", *options], "OUT", is_pickle=True)
 
 
 def _describe_dcp(parts: _Parts) -> str:
-    what = "tensors that torch.distributed.checkpoint (DCP) has saved in parts"
+    what = "tensors that torch.distributed.checkpoint (DCP) saved in parts"
     folder = parts.on_disk(parts.folder)
     if _FSDP_FOLDER.fullmatch(os.path.basename(folder)):
         return parts.describe(what, parts.merge("Accelerate", ["accelerate", "merge-weights", folder, "OUT"], "OUT"))
@@ -211,7 +211,7 @@ def _describe_dcp(parts: _Parts) -> str:
 
 def _describe_rank_files(parts: _Parts) -> str:
     what = "one file per rank, each with parts of the tensors"
-    todo = "Load them in the program that saved them, on as many ranks, and save the whole model (FULL_STATE_DICT)."
+    todo = "Load them in the program that saved them, on as many ranks, and save the full model (FULL_STATE_DICT)."
     if any(name.startswith(_VERL) for name in parts.names):
         command = ["python", "-m", "verl.model_merger", "merge", "--backend", "fsdp"]
         command += ["--local_dir", parts.on_disk(parts.folder), "--target_dir", "OUT"]

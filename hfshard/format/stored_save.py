@@ -65,7 +65,7 @@ class SaveId:
         number = max(number, least + 1)
         if len(str(number)) > _MOST_DIGITS:
             raise UnstorableTensorError(
-                f"An object has the number {number - 1:,} in its name, above which there is none. Delete that object."
+                f"An object has the number {number - 1:,} in its name, the highest possible one. Delete that object."
             )
         return cls(number, secrets.token_hex(_ID_BYTES))
 
@@ -226,7 +226,7 @@ class StoredSave:
         raw = json.dumps(value, ensure_ascii=False, indent=1).encode() + b"\n"
         if len(raw) > MAX_SAVE_BYTES:
             raise UnstorableTensorError(
-                f"The index of the save would be {len(raw)} bytes, and hfshard reads at most {MAX_SAVE_BYTES}. Split "
+                f"The index of the save would be {len(raw)} bytes, but hfshard reads at most {MAX_SAVE_BYTES}. Split "
                 "the model."
             )
         return raw
@@ -247,7 +247,7 @@ class StoredSave:
         body = parse_json_object(raw, path=path, what="Index", remedy=_REMEDY).get("hfshard_save")
         if isinstance(body, dict) and type(body.get("format")) is int and body["format"] > SAVE_FORMAT:
             raise DamagedCheckpointError(
-                f"'{path}' has format {body['format']}, and this hfshard reads {SAVE_FORMAT}. "
+                f"'{path}' has hfshard's format {body['format']}, but this version reads format {SAVE_FORMAT}. "
                 "Run: pip install --upgrade hfshard",
                 path=path,
             )

@@ -60,7 +60,7 @@ def parse_json_object(
         pass_over(damaged)
     if not isinstance(value, dict):
         raise DamagedCheckpointError(
-            f"{what} '{path}' must hold a JSON object, got a {type(value).__name__}. {remedy}",
+            f"{what} '{path}' must contain a JSON object, got a {type(value).__name__}. {remedy}",
             path=path,
             expected="object",
             actual=type(value).__name__,

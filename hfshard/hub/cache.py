@@ -95,8 +95,8 @@ class RepoCache:
         """Return the path of a commit's file, whether it exists or not."""
         if not is_commit(commit) or (path and not is_plain_path(path)):
             raise UnsafePathError(
-                f"The Hub names the file {path[:200]!r} of commit {commit[:200]!r}, which would lie outside the cache. "
-                "Do not load this repo.",
+                f"The Hub lists the file {path[:200]!r} in commit {commit[:200]!r}, which would be outside the "
+                "cache. Do not load this repo.",
                 path=path,
             )
         return os.path.join(self.folder, "snapshots", commit, *path.split("/") if path else ())
@@ -133,7 +133,7 @@ class RepoCache:
         """
         etag = file.etag
         if etag is None or _ETAG.fullmatch(etag) is None or file.size < 0:
-            raise HubError("The Hub lists a file without size and hash, and nothing is loaded without them.")
+            raise HubError("The Hub listed a file without a valid size and hash, so it was not loaded.")
         return os.path.join(self.folder, "blobs", etag)
 
     def partial(self, file: RemoteFile) -> str:
@@ -179,7 +179,7 @@ class RepoCache:
                 raise OSError("links are turned off by HF_HUB_DISABLE_SYMLINKS")
             os.symlink(os.path.relpath(blob, os.path.dirname(target)), aside)
         except OSError as error:
-            logger.debug("'%s' has no links (%s): files lie in the snapshot itself.", self.root, error)
+            logger.debug("'%s' does not use links (%s): files are placed in the snapshot itself.", self.root, error)
             if is_new:
                 os.replace(blob, target)
                 return

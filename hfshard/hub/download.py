@@ -135,7 +135,7 @@ class _Downloader:
             hasher = hasher_for(file)
             before = self._prefix(fd, file, hasher)
             if before:
-                logger.info("'%s' is resumed at byte %d of %d.", path, before, file.size)
+                logger.info("Resuming '%s' at byte %d of %d.", path, before, file.size)
             self.progress_callback(before)
             at = before
             for block in self.reader.read(path, before, file.size, remedy=lambda at: _kept(at, partial)):
@@ -155,9 +155,9 @@ class _Downloader:
         url = without_url_secrets(hf_hub_url(self.reader.repo_id, path, revision=self.reader.tree.commit))
         kind = "sha256" if file.sha256 is not None else "git hash"
         raise IntegrityError(
-            f"'{path}' of '{self.reader.repo_id}' arrived damaged: its {kind} is {found}, and the Hub lists "
-            f"{file.etag} ({url}). Nothing of it was kept. Run it again; if it fails again, the server or something on "
-            "the way changes the bytes.",
+            f"'{path}' of '{self.reader.repo_id}' arrived damaged: its {kind} is {found}, but the Hub lists "
+            f"{file.etag} ({url}). Nothing of it was kept. Try again; if it fails again, the server or a proxy "
+            "changes the bytes.",
             path=path,
             expected=file.etag,
             actual=found,
@@ -189,15 +189,15 @@ def _write(fd: int, block: bytes, at: int) -> None:
 
 
 def _kept(at: int, partial: str) -> str:
-    return f"{at:,} bytes are kept in '{partial}': check the network and run it again, it continues from there."
+    return f"{at:,} bytes are kept in '{partial}'. Check the network and try again: the download continues from there."
 
 
 def _without_space(error: OSError, partial: str) -> OSError:
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return error
     return NotEnoughSpaceError(
-        f"The disk became full while '{partial}' was written. Free some space and run it again: it continues from "
-        "there.",
+        f"The disk filled up while '{partial}' was being written. Free some space and try again: the download "
+        "continues from there.",
         path=partial,
     )
 
@@ -209,7 +209,7 @@ def _check_space(cache: RepoCache, files: Collection[RemoteFile]) -> None:
             cache.folder,
             need,
             doing=f"Pulling into '{cache.root}'",
-            todo=". Free some space (hf cache ls shows what is there), or pass another cache_dir.",
+            todo=". Free some space (hf cache ls lists the cached repos), or pass another cache_dir.",
         )
 
 
@@ -271,8 +271,8 @@ class RemoteFiles:
         if lacking := [path for path in paths if path not in self._files]:
             shown = shorten_list(lacking, _SHOWN, quote=True)
             raise CheckpointNotFoundError(
-                f"'{self._reader.repo_id}' lacks {shown}, which its index names (commit {self.commit}). "
-                "Tell its owner, or load another revision.",
+                f"'{self._reader.repo_id}' lacks {shown}, which its index names (commit {self.commit}). Report it to "
+                "the repo's owner, or load another revision.",
                 path=lacking[0],
             )
         force = self._force
@@ -295,9 +295,9 @@ class RemoteFiles:
     def description(self) -> tuple[str, str]:
         """Describe for an error message what was searched, and what to do."""
         weights = sorted(path for path in self._files if path.endswith(WEIGHTS_SUFFIXES))
-        held = f"It holds {shorten_list(weights, _SHOWN, quote=True)}." if weights else "It holds no weights at all."
+        held = f"It has {shorten_list(weights, _SHOWN, quote=True)}." if weights else "It has no weights at all."
         repo_id = self._reader.repo_id
-        return f"'{repo_id}' (commit {self.commit})", f"{held} To see its files, run: hf models ls {repo_id}"
+        return f"'{repo_id}' (commit {self.commit})", f"{held} To list its files, run: hf models ls {repo_id}"
 
     def parts(self, folder: str) -> str | None:
         """Describe what a folder has in parts, one for each rank, and how to merge them; None if there are none."""
@@ -327,7 +327,7 @@ class CachedFiles:
         """
         found = self._cache.has(self.commit, path)
         if found is None and is_needed and self._is_sure:
-            raise CacheMissError(f"the cache does not know whether '{self._repo_id}' has '{path}'")
+            raise CacheMissError(f"the cache does not record whether '{self._repo_id}' has '{path}'")
         return bool(found)
 
     def download(self, paths: Collection[str]) -> None:
@@ -338,8 +338,8 @@ class CachedFiles:
         """
         if missing := [path for path in paths if not self._cache.has(self.commit, path)]:
             raise CacheMissError(
-                f"'{self._repo_id}' (commit {self.commit}) is not complete in the cache '{self._cache.root}': "
-                f"it lacks {shorten_list(missing, _SHOWN, quote=True)}"
+                f"'{self._repo_id}' (commit {self.commit}) is incomplete in the cache '{self._cache.root}': it lacks "
+                f"{shorten_list(missing, _SHOWN, quote=True)}"
             )
 
     def snapshot(self, path: str = "") -> str:
@@ -352,7 +352,7 @@ class CachedFiles:
 
     def description(self) -> tuple[str, str]:
         """Describe for an error message what was searched, and what to do."""
-        return f"What the cache '{self._cache.root}' holds of '{self._repo_id}' (commit {self.commit})", self._todo
+        return f"The cached part of '{self._repo_id}' (commit {self.commit}) in '{self._cache.root}'", self._todo
 
     def parts(self, folder: str) -> str | None:
         """Return None, because the cache does not know all files."""
@@ -379,7 +379,7 @@ def fetch(repo_id: str, resolver: Resolver, query: CheckpointQuery, progress: bo
         try:
             return resolver(CachedFiles(fetcher.cache, str(query.revision), repo_id, is_sure=True))
         except CacheMissError as error:
-            logger.debug("%s: the Hub is asked.", error)
+            logger.debug("%s: asking the Hub.", error)
     return fetcher.from_hub(resolver)
 
 
@@ -430,9 +430,9 @@ def check_repo_id(repo_id: str) -> None:
     except HFValidationError as error:
         shown = without_url_secrets(repo_id)
         name, at, revision = shown.partition("@")
-        hint = f" A revision goes by itself: '{name}' with revision='{revision}' (--revision {revision})." if at else ""
+        hint = f" Pass revisions separately: '{name}' with revision='{revision}' (--revision {revision})." if at else ""
         raise HubNotFoundError(
-            f"'{shown}' is neither a directory nor a repo_id: write org/name.{hint} {without_url_secrets(str(error))}",
+            f"'{shown}' is neither a directory nor a repo_id. Pass org/name.{hint} {without_url_secrets(str(error))}",
             path=shown,
         ) from (error if shown == repo_id else None)
 
@@ -490,7 +490,7 @@ class Fetcher:
         )
         how = "without local_files_only" if self.query.local_files_only else f"with {offline_variable()} unset"
         revision = self.query.revision or constants.DEFAULT_REVISION
-        todo = f"Run it once {how}; to see the files of the repo, run: hf models ls {self.repo_id}"
+        todo = f"Load it once {how}; to list the files of the repo, run: hf models ls {self.repo_id}"
         commit = self.cache.commit_of(revision)
         if commit is None or not os.path.isdir(self.cache.snapshot(commit)):
             raise CheckpointNotFoundError(
@@ -509,13 +509,13 @@ class Fetcher:
         except HubConnectionError as error:
             if self._cached(resolver) is not None:
                 raise
-            logger.info("%s It is tried again.", error)
+            logger.info("%s Retrying.", error)
         return fetch_tree(self.repo_id, self.query.revision, self.query.token)
 
     def _despite(self, error: HubConnectionError, resolver: Resolver) -> ResolvedCheckpoint | None:
         resolved = self._cached(resolver)
         if resolved is not None:
-            logger.warning("%s The files in the cache are used: commit %s.", error, resolved.commit)
+            logger.warning("%s Using the files in the cache: commit %s.", error, resolved.commit)
         return resolved
 
     def _cached(self, resolver: Resolver) -> ResolvedCheckpoint | None:

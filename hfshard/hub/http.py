@@ -143,7 +143,7 @@ class HubReader:
                     self._announced[file.sha256] = file.size
 
     def read(
-        self, path: str, start: int, end: int, *, remedy: Callable[[int], str] = lambda at: "Run it again."
+        self, path: str, start: int, end: int, *, remedy: Callable[[int], str] = lambda at: "Try again."
     ) -> Iterator[bytes]:
         """Read bytes `start` to `end` of a file, in order and each once, even if connections break.
 
@@ -178,15 +178,17 @@ class HubReader:
                             break
                         retry.check()
                 if at < end:
-                    raise _TryAgainError("the answer ended too early")
+                    raise _TryAgainError("the response ended too early")
             except _RangeRefusedError as error:
                 if not by_range:
-                    raise HubError(f"'{path}' of '{self.repo_id}' is refused (HTTP 416).", path=path) from error
+                    raise HubError(f"The server refused '{path}' of '{self.repo_id}' (HTTP 416).", path=path) from error
                 by_range = False
             except failures as error:
                 hide_secrets(error)
                 problem = str(error) or type(error).__name__
-                logger.info("'%s' of '%s' at byte %d of %d: %s", path, self.repo_id, at, end, problem)
+                logger.info(
+                    "The download of '%s' of '%s' failed at byte %d of %d: %s", path, self.repo_id, at, end, problem
+                )
                 if not retry.can_wait(getattr(error, "wait_seconds", None)):
                     raise HubConnectionError(
                         f"'{path}' of '{self.repo_id}' could not be downloaded: the connection failed "
@@ -269,12 +271,12 @@ class HubReader:
             raise _TryAgainError(f"HTTP {response.status_code}", wait_seconds=retry_after(response))
         if response.status_code != _OK:
             shown = without_url_secrets(url)
-            logger.debug("%s answered HTTP %d: files are asked for one by one.", shown, response.status_code)
+            logger.debug("%s returned HTTP %d: requesting the files one by one.", shown, response.status_code)
             return {}
         try:
             return dict(_instructions(response.json(), url))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            logger.debug("%s sent an answer that is not LFS: %s", without_url_secrets(url), error)
+            logger.debug("%s sent a response that is not valid LFS: %s", without_url_secrets(url), error)
             return {}
 
 
@@ -333,16 +335,16 @@ def translate_hub_errors(repo_id: str, token: str | bool | None, *, revision: st
         raise
     except HFValidationError as error:
         raise InvalidArgumentError(
-            f"'{repo_id}' is neither a repo_id nor a directory: {error}", path=repo_id
+            f"'{repo_id}' is neither a directory nor a repo_id: {error}", path=repo_id
         ) from error
     except LocalTokenNotFoundError as error:
         raise HubAccessError(
-            "token=True asks for a saved token, and there is none. Run: hf auth login", path=repo_id
+            "token=True requires a saved token, but there is none. Run: hf auth login", path=repo_id
         ) from error
     except OfflineModeIsEnabled as error:
         hide_secrets(error)
         raise HubConnectionError(
-            f"'{repo_id}' can't be reached: offline mode is on. Unset {offline_variable()} to use the network.",
+            f"Cannot reach '{repo_id}': offline mode is on. Unset {offline_variable()} to use the network.",
             path=repo_id,
         ) from error
     except HfHubHTTPError as error:
@@ -352,8 +354,8 @@ def translate_hub_errors(repo_id: str, token: str | bool | None, *, revision: st
         hide_secrets(error)
         raise HubConnectionError(
             f"The connection to {shown_endpoint()} failed for '{repo_id}': "
-            f"{without_secrets(str(error), token) or type(error).__name__}. "
-            "Check the network, and run it again: what was transferred is not sent or fetched twice.",
+            f"{without_secrets(str(error), token) or type(error).__name__}. Check the network and try again: nothing "
+            "is sent or fetched twice.",
             path=repo_id,
         ) from error
 
@@ -384,7 +386,7 @@ def tree_of(api: HfApi, repo_id: str, revision: str | None) -> RepoTree:
             raise
         hide_secrets(error)
         raise HubConnectionError(
-            f"The answer of {shown_endpoint()} is not that of a Hub ({type(error).__name__}): it may come from a "
+            f"The response of {shown_endpoint()} is not that of a Hub ({type(error).__name__}): it may come from a "
             "login page of the network or a proxy, or HF_ENDPOINT is wrong. Open the address in a browser.",
             path=repo_id,
         ) from error
@@ -413,7 +415,7 @@ def send_request(
             cause = error.__cause__
             if attempt == ATTEMPTS or cause is None or not is_transient_error(cause):
                 raise
-            wait_and_retry(attempt + 1, cause, f"'{repo_id}' could not be asked")
+            wait_and_retry(attempt + 1, cause, f"The request for '{repo_id}' failed")
     raise AssertionError("unreachable")
 
 
@@ -424,7 +426,7 @@ def translate(error: HfHubHTTPError, repo_id: str, token: str | bool | None, rev
     url = f"{shown_endpoint()}/{repo_id}"
     about: dict[str, Any] = {"path": repo_id, "actual": status}
     server_message = without_secrets(error.server_message or "", token)
-    said = f" The Hub said: {server_message}" if server_message else ""
+    said = f" The response was: {server_message}" if server_message else ""
     if isinstance(error, GatedRepoError):
         return HubAccessError(
             f"'{repo_id}' is gated, and the request had {used}. Accept its conditions on {url}, "
@@ -442,20 +444,21 @@ def translate(error: HfHubHTTPError, repo_id: str, token: str | bool | None, rev
     if isinstance(error, RepositoryNotFoundError) and status != 403:
         kind = HubAccessError if status == 401 else HubNotFoundError
         return kind(
-            f"There is no repo '{repo_id}' on {shown_endpoint()}, or it is private and may not be seen with {used}. "
+            f"There is no repo '{repo_id}' on {shown_endpoint()}, or it is private and not visible with {used}. "
             f"Check the name; to see whose token it is, run: hf auth whoami.{said}",
             **about,
         )
     if status in _NO_RIGHT:
-        what = "does not know" if status == 401 else "does not allow that to"
+        what = "did not authenticate the request with" if status == 401 else "denied the request with"
         return HubAccessError(
-            f"{shown_endpoint()} {what} {used} (HTTP {status}, for '{repo_id}').{said} "
-            "Use a token that may read it, or has the right to write where you push; to save one, run: hf auth login",
+            f"{shown_endpoint()} {what} {used} (HTTP {status}, for '{repo_id}').{said} Use a token with read access, "
+            "or with write access for a push; to save one, run: hf auth login",
             **about,
         )
     if status in _BUSY or status >= _SERVER_FAILED:
         return HubConnectionError(
-            f"{shown_endpoint()} could not answer for '{repo_id}' (HTTP {status}).{said} Run it again later.", **about
+            f"{shown_endpoint()} could not handle the request for '{repo_id}' (HTTP {status}).{said} Try again later.",
+            **about,
         )
     said = said or f" {without_secrets(str(error), token)}"
-    return HubError(f"{shown_endpoint()} answered HTTP {status} for '{repo_id}'.{said}", **about)
+    return HubError(f"{shown_endpoint()} returned HTTP {status} for '{repo_id}'.{said}", **about)

@@ -103,12 +103,12 @@ class HubRepo:
         """
         known = self._known if self._known is not None and self._known.commit == commit else self.tree(commit)
         if known is None or path not in known.files:
-            raise HubNotFoundError(f"'{self.repo_id}' has no '{path}' at {commit}.", path=path)
+            raise HubNotFoundError(f"Commit {commit} of '{self.repo_id}' has no file '{path}'.", path=path)
         if known.files[path].size > MAX_INDEX_BYTES:
-            raise HubError(f"'{path}' of '{self.repo_id}' is too large to be what its name says.", path=path)
+            raise HubError(f"'{path}' of '{self.repo_id}' is too large for a file of that name.", path=path)
         raw = HubReader(self.repo_id, known, self.token).read_all(path)
         if not known.files[path].has_contents(BytesSource(raw)):
-            raise IntegrityError(f"'{path}' of '{self.repo_id}' arrived damaged. Run it again.", path=path)
+            raise IntegrityError(f"'{path}' of '{self.repo_id}' arrived damaged. Try again.", path=path)
         return raw
 
     def url_of(self, commit: str) -> str:
@@ -171,7 +171,7 @@ class HubRepo:
         if revision not in self._branches:
             kind = "tag" if revision in {tag.name for tag in refs.tags} else "commit"
             raise HubError(
-                f"'{revision}' is a {kind} of '{self.repo_id}', and stays as it is. Give a branch as revision.",
+                f"Cannot push to '{revision}' of '{self.repo_id}': it is a {kind}. Pass a branch.",
                 path=self.repo_id,
                 actual=revision,
             )
@@ -308,8 +308,8 @@ class RemoteCommit:
             path = addition.path_in_repo
             if addition._should_ignore and (path.endswith(_MUST_GO) or INDEX_FILE.fullmatch(path.rpartition("/")[2])):
                 raise HubError(
-                    f"The .gitignore of '{self.repo_id}' excludes '{path}', and the checkpoint can't be loaded without "
-                    "it. Nothing was committed. Remove the line from the .gitignore.",
+                    f"The .gitignore of '{self.repo_id}' excludes '{path}', without which the checkpoint cannot be "
+                    "loaded. Nothing was committed. Remove the line from the .gitignore.",
                     path=path,
                 )
 
@@ -332,14 +332,14 @@ class RemoteCommit:
                     raise
                 # Only the response may have been lost: check for the commit before making it again.
                 if (landed := self._landed()) is not None:
-                    logger.info("The commit to '%s' was made, though its answer was lost.", self.repo_id)
+                    logger.info("The commit to '%s' succeeded, although its response was lost.", self.repo_id)
                     return landed
                 if attempt == ATTEMPTS:
                     raise
-                wait_and_retry(attempt + 1, error, f"The commit to '{self.repo_id}' was not made")
+                wait_and_retry(attempt + 1, error, f"The commit to '{self.repo_id}' failed")
             else:
                 return _result(info)
-        raise HubConnectionError(f"The commit to '{self.repo_id}' was not made.", path=self.repo_id)
+        raise HubConnectionError(f"The commit to '{self.repo_id}' failed.", path=self.repo_id)
 
     def _may_try_again(self, error: BaseException, *, uploading: bool) -> bool:
         """Return whether a retry may succeed: after a failed connection, a busy server, an expired storage URL."""

@@ -92,8 +92,8 @@ class OwnFiles:
             raise self._refusal(differing, unnamed)
         if self.keeps_readme:
             logger.warning(
-                "'%s/%s' stays as it is, though the one of the checkpoint differs. Pass overwrite=True (hfshard pull "
-                "--force) to replace it.",
+                "Keeping '%s/%s', although the checkpoint's differs. Pass overwrite=True (hfshard pull --force) to "
+                "replace it.",
                 place,
                 README,
             )

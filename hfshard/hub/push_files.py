@@ -47,7 +47,7 @@ def push_files(request: PushRequest, repo_id: str | os.PathLike[str]) -> PushRes
         now = _tree_of_branch(hub, request.options.revision, repo_id)
         plan = plan_against(hub, request, now)
         if plan.is_empty:
-            logger.info("'%s' holds all files already: no commit was made.", repo_id)
+            logger.info("'%s' already has all files: no commit was created.", repo_id)
             return PushResult(now.commit, hub.url_of(now.commit), is_new=False)
         if before is not None:
             reject_conflicting_push(before, now, plan, request, repo_id)
@@ -60,8 +60,7 @@ def push_files(request: PushRequest, repo_id: str | os.PathLike[str]) -> PushRes
         logger.info("Pushed %d files (%d deleted) to '%s'.", len(plan.adds), len(plan.deletes), repo_id)
         return result
     raise RemoteChangedError(
-        f"Others pushed to '{repo_id}' {_ATTEMPTS} times while this push was under way; nothing was committed. "
-        "Run it again.",
+        f"Other pushes to '{repo_id}' came first {_ATTEMPTS} times during this push. Nothing was committed. Try again.",
         path=repo_id,
     )
 
@@ -77,8 +76,8 @@ def _note_signature(request: PushRequest, plan: PushPlan, before: RepoTree, repo
         and any(name.startswith(request.options.folder) for name in changed)
     ):
         logger.warning(
-            "'%s' in '%s' is the signature of what was there before this push, and no longer holds. Sign a directory "
-            "(hfshard sign DIR --private-key KEY) and push it, or delete the file.",
+            "The signature '%s' in '%s' is stale: this push changed the files it covers, so verification will fail. "
+            "Sign a directory (hfshard sign DIR --private-key KEY) and push it, or delete the file.",
             path,
             repo_id,
         )
@@ -102,7 +101,7 @@ def _tree_of_branch(hub: Hub, revision: str | None, repo_id: str) -> RepoTree:
         hub.make_branch(revision)
         found = hub.tree(revision)
     if found is None:
-        raise HubError(f"'{repo_id}' has no branch '{revision or 'main'}', and none could be made.", path=repo_id)
+        raise HubError(f"'{repo_id}' has no branch '{revision or 'main'}', and it could not be created.", path=repo_id)
     return found
 
 
@@ -167,12 +166,14 @@ class PushOptions:
             commit_description=self.commit_description or None,
         )
         if self.create_pr and self.revision not in (None, "main"):
-            raise InvalidArgumentError("create_pr opens a pull request on main: leave out revision, or create_pr.")
+            raise InvalidArgumentError(
+                "create_pr opens a pull request on main. Pass only one of create_pr and revision."
+            )
         parts = self.path_in_repo.split("/")
         if ".." in parts or "\\" in self.path_in_repo:
             raise InvalidArgumentError(f"path_in_repo must stay in the repo, got {self.path_in_repo!r}.")
         if any(part.lower() == ".git" for part in parts):
-            raise InvalidArgumentError(f"path_in_repo can't be in git's own folder, got {self.path_in_repo!r}.")
+            raise InvalidArgumentError(f"path_in_repo must not be in git's own folder, got {self.path_in_repo!r}.")
 
     @property
     def folder(self) -> str:
@@ -370,7 +371,7 @@ def _named_by(hub: Hub, path: str, commit: str, *, else_all: Collection[str] = (
     try:
         return set(CheckpointIndex.from_json(raw, path).weight_map.values())
     except HfshardError as error:
-        logger.warning("'%s' on the hub can't be read, and the files that it may name are left alone: %s", path, error)
+        logger.warning("'%s' on the hub cannot be read, so the files that it may name are kept: %s", path, error)
         return set(else_all)
 
 
@@ -405,8 +406,8 @@ def reject_conflicting_push(
     )
     if mine:
         raise RemoteChangedError(
-            f"Somebody else pushed to '{repo_id}' in the meantime, and changed '{mine[0]}', which this push writes too "
-            f"(commit {now.commit[:8]}). Nothing was committed. Look at what they pushed; to replace it, push again.",
+            f"Another push to '{repo_id}' changed '{mine[0]}' (commit {now.commit[:8]}), which this push also "
+            "writes. Nothing was committed. Review that commit; push again to overwrite it.",
             path=repo_id,
             actual=now.commit,
         )
@@ -424,8 +425,8 @@ _LEFT_OUT: Final = frozenset({".git", ".cache", "__pycache__"})
 """Folders that are never pushed: those of git, of huggingface_hub and hfshard, and of Python."""
 
 _LINKS: Final = (
-    "the directory that is pushed. Pass follow_links=True (hfshard push --follow-links) to push what is there, or "
-    "leave them out by ignore_patterns."
+    "the directory that is pushed. Pass follow_links=True (hfshard push --follow-links) to push what they link to, "
+    "or exclude them with ignore_patterns."
 )
 """End of the message about links that leave the directory."""
 
@@ -531,10 +532,10 @@ def collect_push_contents(
     used = {name for held in files_of.values() for name in held}
     leftovers = _leftovers(selected, used, variants)
     for name in sorted(leftovers):
-        logger.warning("'%s' in '%s' belongs to no checkpoint there: it is not pushed.", name, place)
+        logger.warning("'%s' in '%s' belongs to no checkpoint: it is not pushed.", name, place)
     if not any(path.endswith((SAFETENSORS_SUFFIX, BIN_SUFFIX)) for path in selected - leftovers):
         raise InvalidArgumentError(
-            f"The patterns leave no weights of '{place}' to push. Check allow_patterns and ignore_patterns.",
+            f"The patterns exclude all weights of '{place}'. Check allow_patterns and ignore_patterns.",
             path=place,
         )
     files.check(selected - leftovers)
@@ -589,8 +590,8 @@ def _reject_names(directory: str, names: Collection[str]) -> None:
     name = next((name for name in sorted(names) if not is_plain_path(name)), None)
     if name is not None:
         raise InvalidArgumentError(
-            f"{name!r} in '{directory}' has a backslash or a character that can't be printed in its name, and no pull "
-            "takes it. Rename it, or leave it out by ignore_patterns (hfshard push --exclude).",
+            f"The name {name!r} in '{directory}' has a backslash or an unprintable character, so no pull would "
+            "accept it. Rename it, or exclude it with ignore_patterns (hfshard push --exclude).",
             path=directory,
         )
 
@@ -606,7 +607,7 @@ def _is_selected(files: Collection[str], selected: Collection[str], directory: s
         return False
     if left_out:
         raise InvalidArgumentError(
-            f"The patterns leave out '{left_out[0]}', and the checkpoint in '{directory}' can't be loaded without it. "
+            f"The patterns exclude '{left_out[0]}', without which the checkpoint in '{directory}' cannot be loaded. "
             "Check allow_patterns and ignore_patterns.",
             path=directory,
         )
@@ -642,7 +643,7 @@ def _checked_name(path: str, directory: str) -> str:
         path.encode("utf-8")
     except UnicodeEncodeError as error:
         raise InvalidArgumentError(
-            f"The name of {path!r} in '{directory}' is not valid UTF-8, as names on a hub must be. Rename it.",
+            f"The name {path!r} in '{directory}' is not valid UTF-8, which hubs require. Rename it.",
             path=directory,
         ) from error
     return path

@@ -208,8 +208,8 @@ def full_name(name: str, kind: RefKind = "branch") -> str:
     if folder is not None and _is_name(ref.removeprefix(folder), is_number=REF_FOLDERS[folder] == "pr"):
         return ref
     raise InvalidArgumentError(
-        f"{name[:_MAX_NAME]!r} can't be the name of a revision: use letters, digits, '.', '_', '-' and '/', without "
-        "'..', a '-' or '.' at the start or '.lock' at the end, and not the form of a commit's id.",
+        f"{name[:_MAX_NAME]!r} is not a valid revision name: use letters, digits, '.', '_', '-' and '/', without "
+        "'..', a '-' or '.' at the start or '.lock' at the end, and not the form of a commit id.",
         actual=name,
     )
 

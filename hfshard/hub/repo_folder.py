@@ -109,7 +109,7 @@ class _CommitRanges:
         hasher.update(whole)
         if hasher.hexdigest() != found.etag:
             raise IntegrityError(
-                f"'{found.path}' of '{self.reader.repo_id}' arrived damaged. Run it again.",
+                f"'{found.path}' of '{self.reader.repo_id}' arrived damaged. Try again.",
                 path=found.path,
                 expected=found.etag,
             )
@@ -130,5 +130,5 @@ class _RepoFolder(RangedFolder):
     def open_pickle(self, name: str, key: str | None) -> PickleFile:
         repo_id = self._ranges.reader.repo_id
         raise InvalidArgumentError(
-            f"'{repo_id}' has pickled weights, which can't be read by ranges. Leave out ranges=True.", path=repo_id
+            f"'{repo_id}' has pickled weights, which cannot be read by ranges. Leave out ranges=True.", path=repo_id
         )

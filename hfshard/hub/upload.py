@@ -66,7 +66,7 @@ def _hash_and_sample(item: tuple[str, ByteSource], cancelled: threading.Event) -
         with content.open() as reader:
             return sha256, reader.read(_SAMPLE_BYTES)
     except FileNotFoundError as error:
-        raise _not_pushed(path, "it was removed in the meantime") from error
+        raise _not_pushed(path, "it was removed during the push") from error
 
 
 def close_readers(operations: list[CommitOperationAdd | CommitOperationDelete]) -> None:
@@ -151,7 +151,7 @@ class CheckedReader(SeekableReader):
             try:
                 self._reader = self._content.open()
             except FileNotFoundError as error:
-                raise self._differs("it was removed in the meantime") from error
+                raise self._differs("it was removed during the push") from error
         if self._reader.tell() != self._position:
             self._reader.seek(self._position)
         block = self._reader.read(wanted)
@@ -194,8 +194,8 @@ class CheckedReader(SeekableReader):
 
 def _not_pushed(name: str, problem: str, sha256: str | None = None) -> IntegrityError:
     return IntegrityError(
-        f"'{name}' was not pushed: {problem}. No commit was made. Save it again, or find the damage with: "
-        "hfshard verify DIR",
+        f"'{name}' was not pushed: {problem}. Nothing was committed. Save it again, or find the damage with: hfshard "
+        "verify DIR",
         path=name,
         expected=sha256,
     )

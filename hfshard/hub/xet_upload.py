@@ -105,7 +105,9 @@ class XetStreams:
             except XetFailedError as error:
                 if attempt == _TRIES or error.kind not in ("access", "connection"):
                     raise self._translated(error, path, len(additions) - 1) from error
-                logger.warning("%s is sent again to the Xet storage: %s", _named(path, len(additions) - 1), error)
+                logger.warning(
+                    "Retrying the upload of %s to the Xet storage: %s", _named(path, len(additions) - 1), error
+                )
         raise AssertionError("unreachable")
 
     def _stream_all(self, additions: Sequence[CommitOperationAdd], memory_bytes: int) -> int:
@@ -139,7 +141,7 @@ class XetStreams:
             )
         kind: Callable[..., HubError] = HubConnectionError if error.kind == "connection" else HubError
         return kind(
-            f"{what}. Nothing was committed. Run it again, or push by LFS: {XET_VARIABLE}=0.",
+            f"{what}. Nothing was committed. Try again, or push with LFS: {XET_VARIABLE}=0.",
             path=path,
         )
 
@@ -150,10 +152,10 @@ def _stream(commit: XetCommit, addition: CommitOperationAdd, cancelled: threadin
     stream = commit.open(sha256=addition.upload_info.sha256.hex())
     while block := reader.read(COPY_BYTES):
         if cancelled.is_set():
-            raise InterruptedError("another file failed, or Ctrl-C came")
+            raise InterruptedError("another file failed, or Ctrl-C was pressed")
         stream.write(memoryview(block))
     stream.finish()
 
 
 def _named(path: str, others: int) -> str:
-    return f"'{path}' with {others} more" if others else f"'{path}'"
+    return f"'{path}' and {others} more" if others else f"'{path}'"

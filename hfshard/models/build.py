@@ -76,9 +76,7 @@ def load_class(
         Everything that `load_with_overrides` raises.
     """
     if not (isinstance(model_class, type) and hasattr(model_class, "from_pretrained")):
-        raise InvalidArgumentError(
-            f"load_model takes a module or a transformers class, and {model_class!r} is neither."
-        )
+        raise InvalidArgumentError(f"load_model takes a module or a transformers class, got {model_class!r}.")
     if issubclass(model_class, PreTrainedModel):
         return load_with_overrides(model_class, model_class, path, model_args, kwargs, options)
     _reject_other_class(model_class)
@@ -103,7 +101,7 @@ def load_class(
         built = load_with_overrides(concrete, concrete, name, model_args, kwargs, options, local)
         if has_override(concrete, "from_pretrained") and read_config(local.directory) != before:
             raise CheckpointChangedError(
-                f"'{name}' was saved while it was loaded. Load it when the save is done.", path=name
+                f"'{name}' was replaced while it was loaded. Retry when no save is running.", path=name
             )
         if signed is not None:
             signed.confirm()
@@ -114,9 +112,9 @@ def _reject_other_class(model_class: type) -> None:
     """Reject a class that is neither a transformers model, nor an Auto class, nor a PEFT class."""
     if not (hasattr(model_class, "_model_mapping") or model_class.__module__.startswith("peft.")):
         raise InvalidArgumentError(
-            f"load_model builds models of transformers, and {model_class.__name__} of {model_class.__module__} is none."
-            f" Build the module first, from its own config, and load the weights into it: hfshard.load_model(module, "
-            f"path), where the path may be that of one file of weights; or call {model_class.__name__}.from_pretrained."
+            f"load_model builds transformers models, but {model_class.__name__} of {model_class.__module__} is not "
+            "one. Build the module from its own config, and load the weights into it: hfshard.load_model(module, "
+            f"path), where the path may be a single file of weights; or call {model_class.__name__}.from_pretrained."
         )
 
 
@@ -177,8 +175,8 @@ def load_with_overrides(
         built = call_with_overrides(call, start, shown, *model_args, **kwargs)
     if not call.answers and _asks_for_checks(options):
         raise InvalidArgumentError(
-            f"{model_class.__name__}.from_pretrained built the model without transformers' loader, so that strict, "
-            "verify and public_key had no effect, nor parallelize. Leave them out."
+            f"{model_class.__name__}.from_pretrained built the model without transformers' loader, so strict, "
+            "verify, public_key and parallelize had no effect. Leave them out."
         )
     return built
 
@@ -237,7 +235,7 @@ def _build(
         _reject_with_parallelize(path, kwargs)
     if path is None or kwargs.get("state_dict") is not None or kwargs.get("gguf_file") is not None:
         if options.signature is not None:
-            raise InvalidArgumentError("public_key is for the files of a path: leave out state_dict and gguf_file.")
+            raise InvalidArgumentError("public_key covers the files of a path. Leave out state_dict and gguf_file.")
         return build(path, *model_args, **kwargs)
     if cast(Any, model_class).config_class is None and not isinstance(kwargs.get("config"), PreTrainedConfig):
         return build(path, *model_args, **kwargs)  # which reports that it is required
@@ -270,9 +268,9 @@ def _build(
         if local.weights_name is not None and options.is_lenient:
             return build(path, *model_args, **kwargs)
         if local.folder is not None:
-            raise _needs_disk(local.folder.path, "what transformers reads by itself (quantized ...)")
+            raise _needs_disk(local.folder.path, "a checkpoint that transformers reads itself (quantized ...)")
         if local.weights_name is not None or options.parallelize is not None:
-            what = "it can't be loaded by parts" if local.weights_name is None else "give a directory, not a file"
+            what = "it cannot be loaded in parts" if local.weights_name is None else "pass a directory, not a file"
             raise InvalidArgumentError(
                 f"'{name}' is read by transformers itself (quantized, offloaded ...): {what}.", path=name
             )
@@ -310,14 +308,16 @@ def _reject_with_parallelize(path: Any, kwargs: Mapping[str, Any]) -> None:
         InvalidArgumentError: One was given; the message names it.
     """
     others = ("state_dict", "gguf_file", "device_map", "distributed_config", "tp_plan", "device_mesh")
-    given = [name for name in others if kwargs.get(name) is not None] + (["no path"] if path is None else [])
+    given = [name for name in others if kwargs.get(name) is not None] + (
+        ["a model built without a path"] if path is None else []
+    )
     if given:
-        raise InvalidArgumentError(f"parallelize can't be given together with {given[0]}. Leave out one of them.")
+        raise InvalidArgumentError(f"Cannot combine parallelize with {given[0]}. Pass only one of them.")
 
 
 def _needs_disk(address: str, what: str) -> InvalidArgumentError:
     return InvalidArgumentError(
-        f"'{address}' holds {what}, whose files must be on a disk. Bring them there: hfshard pull {address} DIR",
+        f"'{address}' has {what}, whose files must be on disk. Download them: hfshard pull {address} DIR",
         path=address,
     )
 
@@ -335,7 +335,7 @@ def _check_then_delegate(
         with agreement.opened(source, options, local) as checkpoint:
             agreement.confirm(checkpoint, read_config(local.directory))
     except CheckpointNotFoundError:
-        logger.debug("'%s' holds no weights that hfshard knows; transformers looks for others.", local.directory)
+        logger.debug("'%s' has no weights that hfshard knows; transformers looks for others.", local.directory)
     with _all_signed(local, source, options):
         return build(local.path, *model_args, **kwargs)
 
@@ -350,15 +350,17 @@ def _check_signature(
         Everything that `signed_files` raises.
     """
     if options.signature is not None and kwargs.get("code_revision") is not None:
-        raise InvalidArgumentError("public_key is for one revision, and code_revision names another. Leave one out.")
+        raise InvalidArgumentError(
+            "public_key covers one revision, but code_revision names another. Pass only one of them."
+        )
     if options.signature is not None and isinstance(kwargs.get("config"), str | os.PathLike):
         raise InvalidArgumentError(
-            f"public_key is for the files of a path, and config={os.fspath(kwargs['config'])!r:.200} names another. "
-            "Leave it out, or give a config that you have loaded."
+            f"public_key covers the files of a path, but config={os.fspath(kwargs['config'])!r:.200} names another. "
+            "Leave out config, or pass one that you have loaded."
         )
     if options.signature is not None and has_separate_adapter(kwargs):
         raise InvalidArgumentError(
-            "public_key is for the files of a path, and adapter_kwargs names another. Leave one out."
+            "public_key covers the files of a path, but adapter_kwargs names another. Pass only one of them."
         )
     return signed_files(local, source, options)
 
@@ -371,8 +373,8 @@ def _load_base(
 
 def _not_held_to_signature(local: ResolvedSource, model_class: type) -> InvalidArgumentError:
     return InvalidArgumentError(
-        f"'{local.directory}' is an adapter, and {model_class.__name__} finds its base model by itself, which would "
-        "not be held to the signature. Load it through an Auto class of transformers, such as AutoModelForCausalLM.",
+        f"'{local.directory}' is an adapter, and {model_class.__name__} finds its base model by itself, without "
+        "checking the signature. Load it with an Auto class of transformers, such as AutoModelForCausalLM.",
         path=local.directory,
     )
 
@@ -391,7 +393,7 @@ def _all_signed(local: ResolvedSource, source: CheckpointSource, options: LoadOp
 def _reject_full_pickle(checkpoint: OpenCheckpoint, kwargs: Mapping[str, Any]) -> None:
     if checkpoint.pickles and kwargs.get("weights_only") is False:
         raise InvalidArgumentError(
-            f"'{checkpoint.directory}' holds pickled weights, and hfshard reads them only with weights_only=True: "
+            f"'{checkpoint.directory}' has pickled weights, which hfshard reads only with weights_only=True: "
             "anything else may run code on your machine. Leave the argument out."
         )
 
@@ -472,26 +474,27 @@ def load_adapter_on_signed_base(
     above = _whose_base.get()
     if above is not None:
         raise DamagedCheckpointError(
-            f"The adapter '{above}' names '{directory}' as its base model, which is an adapter, too. Correct "
+            f"The adapter '{above}' names '{directory}' as its base model, which is also an adapter. Correct "
             f"'base_model_name_or_path' in its '{ADAPTER_CONFIG_NAME}', and sign it again.",
             path=above,
         )
     if os.path.lexists(os.path.join(directory, CONFIG_NAME)):
         raise InvalidArgumentError(
-            f"'{directory}' holds an adapter and a model, which can't be held to a signature together. Load the model "
-            f"with public_key from a folder without '{ADAPTER_CONFIG_NAME}', and the adapter from one of its own.",
+            f"'{directory}' has both an adapter and a model, whose signatures cannot be checked together. Load the "
+            f"model with public_key from a folder without '{ADAPTER_CONFIG_NAME}', and the adapter from a folder of "
+            "its own.",
             path=directory,
         )
     if options.parallelize is not None:
-        raise InvalidArgumentError("parallelize can't be given for an adapter that must be signed. Leave one out.")
+        raise InvalidArgumentError("Cannot combine parallelize with public_key for an adapter. Pass only one of them.")
     base = _base_of(directory)
     token = _whose_base.set(directory)
     try:
         model = load_base(base, {name: value for name, value in kwargs.items() if name not in _OF_THE_ADAPTER})
     except SignatureError as error:
         raise SignatureError(
-            f"The base model of the adapter '{directory}' can't be trusted: {error.message} Or load '{base}' without "
-            "the key, check the adapter by hfshard verify, and put it on: model.load_adapter.",
+            f"The base model of the adapter '{directory}' cannot be trusted: {error.message} Or load '{base}' "
+            "without the key, check the adapter with hfshard verify, and add it with model.load_adapter.",
             path=error.path,
         ) from error
     finally:
@@ -510,8 +513,8 @@ def _base_of(directory: str) -> str:
         base = None
     if not isinstance(base, str) or not base:
         raise DamagedCheckpointError(
-            f"'{path}' names no base model: there is no 'base_model_name_or_path' in it. Save the adapter again, with "
-            "a model that was loaded from a path or a repo.",
+            f"'{path}' names no base model: it has no 'base_model_name_or_path'. Save the adapter again, with a "
+            "model that was loaded from a path or a repo.",
             path=path,
         )
     return base

@@ -65,8 +65,8 @@ def request_from_pretrained(
     whole = look() if look is not None and is_pipeline_stage(model) else None
     if whole is None and look is not None and is_pipeline_stage(model):
         raise InvalidArgumentError(
-            f"{type(model).__name__} is one of several pipeline stages, and the whole can't be built from its config, "
-            "to know the order of its names: save it when it is not split."
+            f"Cannot save {type(model).__name__}: it is one of several pipeline stages, and the full model, which "
+            "defines the order of its names, cannot be built from its config. Save the model before it is split."
         )
     return SaveRequest(
         tensors=stored,
@@ -121,7 +121,7 @@ def _quantized_state(model: PreTrainedModel) -> tuple[dict[str, Any] | None, dic
         return None, {}
     if not quantizer.is_serializable():
         method = getattr(quantizer.quantization_config, "quant_method", "this method")
-        raise InvalidArgumentError(f"A model that is quantized with {method} can't be saved. Dequantize it first.")
+        raise InvalidArgumentError(f"Cannot save a model that is quantized with {method}. Dequantize it first.")
     state_dict, metadata = quantizer.get_state_dict_and_metadata(model)
     return state_dict, metadata
 
@@ -205,15 +205,17 @@ def _stored_ties(
         is_declared = _is_declared(declared, tied_name, name)
         if file_name is None or file_tied_name is None or file_tied_name in stored or file_tied_name in tied_names:
             if not is_declared:
-                logger.warning("'%s' and '%s' share a tensor, and the saved checkpoint can't say so.", tied_name, name)
+                logger.warning(
+                    "'%s' and '%s' share a tensor, but the saved checkpoint cannot record that.", tied_name, name
+                )
             continue
         tied_names[file_tied_name] = file_name
         if not is_declared:
             undeclared_ties.append(file_tied_name)
     if undeclared_ties:
         logger.warning(
-            "%s share a tensor with another name, which the config does not declare: hfshard ties them again on load, "
-            "stock transformers does not.",
+            "%s share a tensor with another name, which the config does not declare: hfshard ties them again on "
+            "load, but stock transformers does not.",
             ", ".join(undeclared_ties),
         )
     return tied_names, tuple(undeclared_ties)

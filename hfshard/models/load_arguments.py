@@ -157,9 +157,8 @@ def reject_file_without_config(local: ResolvedSource, kwargs: Mapping[str, Any])
     place = local.directory if local.folder is None else local.folder.path
     if local.weights_name is not None and kwargs.get("config") is None and not os.path.lexists(beside):
         raise CheckpointNotFoundError(
-            f"There is no config beside the file '{os.path.join(place, local.weights_name)}', so that no "
-            "model can be built from it. Give one: config=; or load it into a model that you built: load_model(model, "
-            "path).",
+            f"The file '{os.path.join(place, local.weights_name)}' has no config next to it, so no model can be "
+            "built from it. Pass config=, or load it into a model that you have built: load_model(model, path).",
             path=beside,
         )
 

@@ -171,8 +171,8 @@ class ModelBuilder:
             other = first.setdefault(short, name)
             if other != name:
                 raise StateDictMismatchError(
-                    f"'{other}' and '{name}' of the checkpoint '{self.name}' are both '{short}' without the prefixes "
-                    "of wrappers (DataParallel, torch.compile): one of them would be lost. Save them apart, by "
+                    f"'{other}' and '{name}' of the checkpoint '{self.name}' are both '{short}' without wrapper "
+                    "prefixes (DataParallel, torch.compile): one of them would be lost. Save them separately, with "
                     "hfshard.load_state_dict(..., keys=...) and hfshard.save_state_dict.",
                     path=self.name,
                     fqn=name,

@@ -96,7 +96,7 @@ def load_plain(
     """
     if model_args or path is None:
         raise InvalidArgumentError(
-            f"{model_class.__name__} is built from a path, or a repo_id, and keyword arguments for its constructor."
+            f"{model_class.__name__} takes a path or a repo_id, and keyword arguments for its constructor."
         )
     name = checked_path_text(path, "pretrained_model_name_or_path")
     options, query, kwargs = _split(model_class, kwargs, own)
@@ -182,12 +182,12 @@ def _split(
     options = LoadOptions(**ours, signature=signature)
     if process_group is not None:
         raise InvalidArgumentError(
-            "process_group is for models that are spread over ranks, and each rank builds a plain module by itself: "
-            "leave it out. Into a module that is spread, load by hfshard.load_model(module, path, process_group=...)."
+            "process_group is for models that are spread over ranks, but each rank builds a plain module by itself. "
+            "Leave it out. To load into a spread module, call hfshard.load_model(module, path, process_group=...)."
         )
     if options.parallelize is not None:
         raise InvalidArgumentError(
-            "parallelize is for models of transformers. Build the module, spread it, and load the weights into it: "
+            "parallelize is for transformers models. Build the module, spread it, and load the weights into it: "
             "hfshard.load_model(parallelize(module), path)."
         )
     if options.strict is not None:
@@ -211,8 +211,8 @@ def _build_by_override(
         call.far = (source, local) if is_far else None
     if options.signature is not None:
         raise InvalidArgumentError(
-            f"{call.model_class.__name__} has a _from_pretrained of its own, which may read any file: public_key can't "
-            "hold it to a signature. Run hfshard verify PATH --public-key KEY first, and leave it out."
+            f"{call.model_class.__name__} has its own _from_pretrained, which may read any file, so public_key "
+            "cannot check what it reads. Run hfshard verify PATH --public-key KEY first, and leave out public_key."
         )
     for _ in range(REPLACED_RETRIES):
         call.config = _config_in(os.fspath(place))
@@ -229,8 +229,8 @@ def _build_by_override(
         raise _kept_changing(source.path)
     if not call.is_answered and (options.strict is not None or options.verify != LoadOptions().verify):
         raise InvalidArgumentError(
-            f"{call.model_class.__name__} has a _from_pretrained of its own, which loaded the weights by itself, so "
-            "that strict and verify had no effect. Leave them out."
+            f"{call.model_class.__name__} has its own _from_pretrained, which loaded the weights itself, so strict "
+            "and verify had no effect. Leave them out."
         )
     return built
 
@@ -241,7 +241,7 @@ def _config_in(directory: str) -> bytes | None:
 
 def _kept_changing(path: str) -> CheckpointChangedError:
     return CheckpointChangedError(
-        f"The checkpoint in '{path}' kept changing. Load it when the save is done.", path=path
+        f"The checkpoint in '{path}' was replaced on every attempt. Retry when no save is running.", path=path
     )
 
 
@@ -302,7 +302,8 @@ def _build(model_class: Any, checkpoint: OpenCheckpoint, model_kwargs: Mapping[s
     model = model_class(**model_kwargs)
     if not isinstance(model, nn.Module):
         raise InvalidArgumentError(
-            f"{model_class.__name__} is no nn.Module: give it a _from_pretrained of its own, or make it one."
+            f"{model_class.__name__} is not an nn.Module. Give it its own _from_pretrained, or derive it from "
+            "nn.Module."
         )
     info = load_opened(model, checkpoint, options)
     for what, names in (("lacks", info["missing_keys"]), ("has no place for", info["unexpected_keys"])):

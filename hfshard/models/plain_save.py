@@ -166,7 +166,8 @@ def handle_plain_save(model: Any, save_directory: str | os.PathLike[str]) -> Non
     save = _under_way.get()
     if not isinstance(model, nn.Module):
         raise InvalidArgumentError(
-            f"{type(model).__name__} is no nn.Module: give it a _save_pretrained of its own, or make it one."
+            f"{type(model).__name__} is not an nn.Module. Give it its own _save_pretrained, or derive it from "
+            "nn.Module."
         )
     if save is None or save.model is not model or save.directory != directory:
         save_module(model, directory, None, SaveOptions())
@@ -191,7 +192,7 @@ def _check_arguments(given: Mapping[str, Any], kwargs: dict[str, Any]) -> None:
     kwargs.pop("save_function", None)
     for name, default in _UNTAKEN.items():
         if given[name] != default:
-            raise InvalidArgumentError(f"{name} is for models of transformers: leave it out.")
+            raise InvalidArgumentError(f"{name} is for transformers models. Leave it out.")
     reject_unknown_arguments(
         kwargs, PUSH_ARGUMENTS | {"is_main_process", "state_dict", "push_to_hub", "checksum"}, "save_pretrained"
     )
@@ -226,7 +227,7 @@ def _run(save: _ModuleSave, *, is_overridden: bool) -> None:
 def _save_to_store(save: _ModuleSave, *, is_overridden: bool) -> None:
     if is_overridden:
         raise InvalidArgumentError(
-            f"{type(save.model).__name__} has a _save_pretrained of its own, which writes into directories, not to "
+            f"{type(save.model).__name__} has its own _save_pretrained, which writes into directories, not to "
             f"'{save.directory}'. Save it into a directory, and copy that: hfshard push DIR {save.directory}",
             path=save.directory,
         )
@@ -342,7 +343,9 @@ def push_plain(
 def _revision_of(revision: str | None, branch: str | None) -> str | None:
     """Return the revision, which may be given under either of two names."""
     if None not in (branch, revision) and branch != revision:
-        raise InvalidArgumentError(f"branch={branch!r} and revision={revision!r} are two names for one thing.")
+        raise InvalidArgumentError(
+            f"branch={branch!r} and revision={revision!r} name the same thing. Pass only one of them."
+        )
     return revision if branch is None else branch
 
 
@@ -351,9 +354,9 @@ def _reject_others(kwargs: dict[str, Any]) -> None:
     for name in _PATTERNS:
         if kwargs.pop(name, None) is not None:
             raise InvalidArgumentError(
-                f"{name} could leave half a checkpoint on the hub. Save the model, and push what you want of the "
-                "directory: hfshard.push_checkpoint(directory, repo_id, ignore_patterns=...), which checks that; "
-                "what hfshard's own pushes have left is deleted in any case."
+                f"{name} could leave half a checkpoint on the hub. Save the model, and push the files that you want: "
+                "hfshard.push_checkpoint(directory, repo_id, ignore_patterns=...), which checks that. Leftovers of "
+                "hfshard's own pushes are always deleted."
             )
     reject_unknown_arguments(kwargs, PUSH_ARGUMENTS, "push_to_hub")
 
@@ -400,7 +403,7 @@ def config_json(config: Any) -> bytes:
         return json.dumps(value, sort_keys=True, indent=2).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidArgumentError(
-            f"The config can't be written as JSON: {error}. Give the class coders= for types of your own."
+            f"The config cannot be written as JSON: {error}. Pass coders= to the class for your own types."
         ) from error
 
 
@@ -443,12 +446,12 @@ def reject_other_model(model_class: type, mixin: type) -> None:
         if "save_pretrained" in vars(base) or "from_pretrained" in vars(base):
             raise InvalidArgumentError(
                 f"{model_class.__name__} is not a transformers model, and {base.__name__} saves and loads its config "
-                "by methods of its own, which ShardedModelMixin does not know. Take the mixin away; save the weights "
+                "with its own methods, which ShardedModelMixin does not know. Remove the mixin; save the weights "
                 "with hfshard.save_model(model, directory), and load them into a module that you have built with "
-                "hfshard.load_model(module, directory). Its config is saved by its own class."
+                "hfshard.load_model(module, directory). Its own class saves its config."
             )
         if "_save_pretrained" in vars(base) or "_from_pretrained" in vars(base):
             raise InvalidArgumentError(
-                f"{base.__name__} has a _save_pretrained or _from_pretrained of its own: put ShardedModelMixin behind "
-                f"it, so that it is called: class {model_class.__name__}({base.__name__}, ShardedModelMixin): ..."
+                f"{base.__name__} has its own _save_pretrained or _from_pretrained. Put ShardedModelMixin after it, "
+                f"so that it is called: class {model_class.__name__}({base.__name__}, ShardedModelMixin): ..."
             )

@@ -230,8 +230,8 @@ def make_model_card(read_old: Callable[[], bytes] | None, tags: Sequence[str]) -
         card: Any = ModelCard(raw.decode("utf-8"), ignore_metadata_errors=True)
     except Exception as error:  # they have no common base class: PyYAML's, UnicodeDecodeError, ValueError
         raise InvalidArgumentError(
-            f"The tags can't be added to the README.md on the hub, whose metadata can't be read: {error}. Mend it "
-            "there, or push without tags."
+            f"Cannot add the tags to the README.md on the hub, whose metadata cannot be read: {error}. Fix it there, "
+            "or push without tags."
         ) from error
     there = card.data.tags or []
     there = [there] if isinstance(there, str) else list(there)

@@ -261,8 +261,8 @@ def _computed_parts(
         mesh = next((spread[source] for source in tensor.sources if source in spread), None)
         if results[name].is_meta:
             raise UnstorableTensorError(
-                f"Can't store {name!r}: transformers computes it from tensors that are spread over ranks, and from "
-                "which ones is not known. Save with save_original_format=False.",
+                f"Cannot store {name!r}: transformers computes it from tensors that are spread over ranks, and it is "
+                "unknown from which ones. Save with save_original_format=False.",
                 fqn=name,
             )
         parts[name] = results[name] if mesh is None else _own_rows(results[name], mesh.ranks)
@@ -429,8 +429,8 @@ class _ReadPlan:
         stored = self._stored_name(name)
         if stored is None or self._given[stored].shape != tensor.shape:
             raise InvalidArgumentError(
-                f"Can't load '{name}' by parts: which tensors of the checkpoint it is made of is not known. Save the "
-                "checkpoint anew in one process, by save_pretrained, and load that.",
+                f"Cannot load '{name}' in parts: it is unknown which tensors of the checkpoint it is built from. "
+                "Save the checkpoint again in one process, with save_pretrained, and load that.",
                 fqn=name,
             )
         return stored
@@ -571,15 +571,16 @@ def reject_partial_save(model: Any) -> None:
     """
     if is_pipeline_stage(model):
         raise InvalidArgumentError(
-            "The model is one of several pipeline stages, with an adapter, offloaded weights, or to be saved with "
-            "distributed_checkpoint=True: transformers saves that, and would save this stage as the whole. Save a "
-            "model that was loaded without pp_size, which has all layers."
+            "Cannot save one of several pipeline stages with an adapter, offloaded weights or "
+            "distributed_checkpoint=True: transformers makes that save, and would save this stage as the full "
+            "model. Save a model that was loaded without pp_size, which has all layers."
         )
     if has_other_ranks() and getattr(model.config, "distributed_config", None) is None and is_part(model, None):
         raise InvalidArgumentError(
-            "The model is spread over ranks, with an adapter, offloaded weights, or to be saved with "
-            "distributed_checkpoint=True: transformers saves that, and gathers only what it has spread itself. Load "
-            "it with from_pretrained(..., distributed_config=...), or merge the adapter before you spread the model."
+            "Cannot save a model that is spread over ranks with an adapter, offloaded weights or "
+            "distributed_checkpoint=True: transformers makes that save, and gathers only what it has spread itself. "
+            "Load it with from_pretrained(..., distributed_config=...), or merge the adapter before you spread the "
+            "model."
         )
 
 

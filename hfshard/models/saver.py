@@ -134,7 +134,7 @@ def save_pretrained_model(
         return save_here_or_on_ranks(_request(model, state_dict, options, directory), directory)
     if has_adapters(model) and options.metadata:
         raise InvalidArgumentError(
-            "The model has an adapter, whose files are written by transformers, without metadata: leave out metadata=."
+            "The model has an adapter, whose files transformers writes without metadata. Leave out metadata=."
         )
     arguments = {
         "state_dict": state_dict,
@@ -189,15 +189,15 @@ def handle_save_pretrained(
         _reject_store(model, directory)
         if is_main_process and is_offloaded_by_map(model) and has_other_ranks():
             raise InvalidArgumentError(
-                f"Can't save {type(model).__name__} by save_pretrained on several ranks: a device_map has offloaded "
-                "weights of it, which transformers saves, on each rank that calls, over the files of the others. Call "
-                "hfshard.save_model(model, save_directory), on any ranks: it reads them from where they are."
+                f"Cannot save {type(model).__name__} with save_pretrained on several ranks: a device_map offloaded "
+                "some of its weights, which transformers saves on every calling rank, over the files of the others. "
+                "Call hfshard.save_model(model, save_directory), on any ranks: it reads offloaded weights in place."
             )
         if is_registered_with_mixin(type(model)):
             raise InvalidArgumentError(
-                f"{type(model).__qualname__} is registered as custom code (register_for_auto_class), and transformers, "
-                "which saves offloaded weights and adapters, would save the code of its own class. Save the adapter by "
-                "a class that is not registered, or load the model without offloading."
+                f"{type(model).__qualname__} is registered as custom code (register_for_auto_class), and "
+                "transformers, which saves offloaded weights and adapters, would save the code of its own class. "
+                "Save the adapter with a class that is not registered, or load the model without offloading."
             )
         saved = view_as_alias(model)
         upstream("save_pretrained", type(saved))(
@@ -231,10 +231,10 @@ def _reject_store(model: PreTrainedModel, directory: str) -> None:
     """Reject a save into a store by transformers, which would create a directory named like the address."""
     if is_store_address(directory):
         raise InvalidArgumentError(
-            f"What transformers saves of this {type(model).__name__} by itself (adapters, weights that a device_map "
-            f"has offloaded, distributed_checkpoint=True) goes into directories only, not to '{directory}'. Save it "
-            "into a directory, and copy that by the tool of the service; or, of a model without adapters, call "
-            "hfshard.save_model(model, address), which reads offloaded weights from where they are.",
+            f"Cannot save this {type(model).__name__} to '{directory}': transformers itself saves adapters, weights "
+            "that a device_map has offloaded, and distributed_checkpoint=True, and only into directories. Save it "
+            "into a directory, and copy that with the service's tool; or, for a model without adapters, call "
+            "hfshard.save_model(model, address), which reads offloaded weights in place.",
             path=directory,
         )
 

@@ -30,8 +30,8 @@ def prepare_class(model_class: type, mixin: type) -> None:
     order = model_class.__mro__
     if order.index(PreTrainedModel) < order.index(mixin):
         raise InvalidArgumentError(
-            f"class {model_class.__name__}: put ShardedModelMixin before the model's class, "
-            "or transformers saves and loads it: class Mine(ShardedModelMixin, TheModel): ..."
+            f"Class {model_class.__name__} must have ShardedModelMixin before the model's class, or transformers "
+            "saves and loads it: class Mine(ShardedModelMixin, TheModel): ..."
         )
     adopt_class_name(model_class)
 

@@ -161,7 +161,7 @@ def select_weights(value: Any, path: str, key: str | None) -> tuple[str | None, 
     """
     if not isinstance(value, Mapping):
         raise DamagedCheckpointError(
-            f"'{path}' holds a {type(value).__name__}, not a state dict. {repair_hint(path)}",
+            f"'{path}' contains a {type(value).__name__}, not a state dict. {repair_hint(path)}",
             path=path,
             expected="dict",
         )
@@ -169,7 +169,7 @@ def select_weights(value: Any, path: str, key: str | None) -> tuple[str | None, 
     if key is None and not _is_pure(value):
         key = _only_candidate(value, path)
         if key is not None:
-            logger.info("The weights of '%s' are those under its key '%s'.", path, key)
+            logger.info("The weights in '%s' are under the key '%s'.", path, key)
     chosen = value if key is None else _at_key(value, key, path)
     _check_entries(chosen, path, key)
     return key, dict(chosen)
@@ -201,8 +201,8 @@ def _only_candidate(value: Mapping[Any, Any], path: str) -> str | None:
         if value and not _has_weights(value):
             keys = shorten_list([key for key in value if isinstance(key, str)], _SHOWN, quote=True)
             raise DamagedCheckpointError(
-                f"'{path}' holds no weights that are known as such: its entries are {keys}. If one of them holds "
-                "weights, pass it: key=, or --key on the command line.",
+                f"'{path}' contains no weights that hfshard recognizes: its entries are {keys}. If one of them "
+                "contains weights, pass it as key=, or as --key on the command line.",
                 path=path,
             )
         return None  # a state dict with another entry, which `_check_entries` names
@@ -210,8 +210,8 @@ def _only_candidate(value: Mapping[Any, Any], path: str) -> str | None:
         return next(iter(candidates))
     first = next(iter(named or candidates))
     raise AmbiguousWeightsError(
-        f"'{path}' holds several sets of weights, and nothing was loaded: {_described(candidates)}. Pass one "
-        f"by hfshard.load_model or load_state_dict(..., key={first!r}), or by --key {first} on the command line.",
+        f"'{path}' contains several sets of weights: {_described(candidates)}. Nothing was loaded. Select one: "
+        f"hfshard.load_model or load_state_dict(..., key={first!r}), or --key {first} on the command line.",
         path=path,
         keys=tuple(candidates),
     )
@@ -223,7 +223,7 @@ def _at_key(value: Mapping[Any, Any], key: str, path: str) -> Mapping[Any, Any]:
         return found
     what = "has nothing" if found is None else f"has a {type(found).__name__}"
     candidates = {} if _is_pure(value) else find_candidates(value)
-    there = f"Its weights: {_described(candidates)}" if candidates else "Leave key out, if the whole file is weights"
+    there = f"Its weights: {_described(candidates)}" if candidates else "Leave out key if all of the file is weights"
     raise InvalidArgumentError(f"'{path}' {what} under key={key!r:.200}. {there}.", path=path)
 
 
@@ -243,7 +243,7 @@ def _check_entries(chosen: Mapping[Any, Any], path: str, key: str | None) -> Non
     for name, tensor in chosen.items():
         problem = _problem_of(tensor)
         if not isinstance(name, str):
-            problem = f"has a {type(name).__name__} for a name"
+            problem = f"has a name of type {type(name).__name__}"
         if problem:
             shown = name[:200] if isinstance(name, str) else type(name).__name__
             raise DamagedCheckpointError(
@@ -258,9 +258,9 @@ def _problem_of(tensor: Any) -> str | None:
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return f"is a {type(tensor).__name__}, not a plain tensor"
     if tensor.device.type == "meta":
-        return "is a tensor without data, on the device meta"
+        return "is a tensor without data, on the meta device"
     if tensor.is_nested or tensor.layout != torch.strided:
-        return "is a sparse or nested tensor: torch.load reads it, hfshard only dense ones"
+        return "is a sparse or nested tensor: torch.load reads it, hfshard reads only dense ones"
     return None
 
 

@@ -230,7 +230,7 @@ class _Scan:
             elif type(one) is _Made and one.name is not None:
                 count += one.size
         if depth >= _DEEPEST:
-            raise damaged_pickle(self.path, f"it has tuples in tuples, more than {_DEEPEST} deep")
+            raise damaged_pickle(self.path, f"its tuples are nested more than {_DEEPEST} deep")
         self.stack.append(_Tuple(items, 1 + depth, count))
 
     def _extend(self, items: list[Any]) -> None:
@@ -298,7 +298,7 @@ class _Scan:
         if isinstance(function, _Made) and function.is_foreign:
             function = _Global("")
         if not isinstance(function, _Global):
-            raise self._strange("what is no function")
+            raise self._strange("something that is not a function")
         self._check_call(function, arguments)
         size = self._take(arguments)
         name = function.name
@@ -337,9 +337,7 @@ class _Scan:
                 items[:count] if _is_state(items[count:]) else items
             )
         elif name in _OF_EXTENSIONS:
-            raise damaged_pickle(
-                self.path, "it has a tensor of a device that torch has by an extension. Save it from the CPU"
-            )
+            raise damaged_pickle(self.path, "it has a tensor on a device of a torch extension. Save it from the CPU")
         elif name.startswith("torch.") and name.endswith(("Tensor", "Storage")):
             is_written = all(type(one) is int for one in items)
             self._charge(_NUMBER_BYTES * math.prod(max(0, one) for one in items) if is_written and items else 0)
@@ -348,7 +346,7 @@ class _Scan:
 
     def _strange(self, what: str) -> DamagedCheckpointError:
         return damaged_pickle(
-            self.path, f"it calls {what} as pickle never does, which may take forever or fill the memory"
+            self.path, f"it calls {what} as pickle never does, which may run forever or fill the memory"
         )
 
     def _check_hashed(self, name: str, argument: Any) -> None:
@@ -376,7 +374,7 @@ class _Scan:
         return value if not isinstance(value, _Made) or value.name is None else value.name
 
     def _endless(self) -> DamagedCheckpointError:
-        return damaged_pickle(self.path, "it has names that take forever to be hashed")
+        return damaged_pickle(self.path, "hashing its names may take forever")
 
     def _take(self, value: Any) -> int:
         """Charge for the contents of a value that a call copies, including nested tuples and lists; return the sum."""
@@ -395,7 +393,7 @@ class _Scan:
     def _charge(self, size: int) -> None:
         self.left -= size
         if self.left < 0:
-            raise damaged_pickle(self.path, "its calls make more than the file has, which may fill the memory")
+            raise damaged_pickle(self.path, "its calls create more than the file contains, which may fill the memory")
 
 
 def _is_plain(value: Any) -> bool:
@@ -521,8 +519,8 @@ def describe_pickle(stream: IO[bytes], path: str) -> PickleDescription:
         return PickleDescription(machine.stack[-1], frozenset(machine.names), tuple(machine.storages))
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError, MemoryError) as error:
         raise UnsafePickleError(
-            f"'{path}' was not loaded: its pickle does what no state of a run needs ({error!r:.200}). It may have been "
-            "made to do harm. Use another file.",
+            f"'{path}' was not loaded: its pickle does what no training state needs ({error!r:.200}). It may be "
+            "malicious. Use another file.",
             path=path,
         ) from error
 
@@ -571,7 +569,7 @@ class _Machine:
     def tuple_of(self, count: int) -> None:
         items = tuple(self.stack[-count:])
         if len(items) != count:
-            raise _Unreadable("a tuple of too few")
+            raise _Unreadable("a tuple with too few items")
         self.stack[-count:] = [items]
 
     def dict_of(self, _argument: Any) -> None:
@@ -611,7 +609,7 @@ class _Machine:
 
     def call(self, maker: Any, arguments: Any) -> None:
         if not isinstance(maker, GlobalReference):
-            raise _Unreadable("a call of what has no name")
+            raise _Unreadable("a call of something without a name")
         self.stack.append(DescribedObject(maker.name, arguments))
 
     def reduce(self, _argument: Any) -> None:
@@ -636,7 +634,7 @@ class _Machine:
         state = self.stack.pop()
         owner = self.stack[-1]
         if not isinstance(owner, DescribedObject):
-            raise _Unreadable(f"gives a {type(owner).__name__} a state")
+            raise _Unreadable(f"sets the state of a {type(owner).__name__}")
         owner.state = state
 
     def stack_name(self, _argument: Any) -> None:
@@ -658,13 +656,13 @@ def checked_key(key: Any, others: NameHashes) -> Any:
     """
     if isinstance(key, tuple):
         if len(key) > _LONGEST_KEY or any(isinstance(one, tuple) for one in key):
-            raise _Unreadable("a tuple in a tuple, or a long one, as a name")
+            raise _Unreadable("a nested or long tuple as a name")
         for one in key:
             checked_key(one, others)
     elif isinstance(key, int) and key.bit_length() > _KEY_BITS:
-        raise _Unreadable("a number as a name that is larger than any")
+        raise _Unreadable("too large a number as a name")
     if isinstance(key, tuple | frozenset) and others.is_one_of_many(key):
-        raise _Unreadable("names that all have one hash")
+        raise _Unreadable("names that all have the same hash")
     return key
 
 

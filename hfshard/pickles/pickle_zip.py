@@ -116,7 +116,7 @@ def pickle_record(fd: int, path: str) -> bytes:
     with _opened(fd, path) as archive:
         records = [record for record in archive.infolist() if _name(record).endswith(_PICKLE)]
     if len(records) != 1:
-        raise damaged_pickle(path, f"it holds {len(records)} pickles")
+        raise damaged_pickle(path, f"it contains {len(records)} pickles")
     return os.pread(fd, records[0].file_size, _data_offset(fd, path, records[0]))
 
 
@@ -162,7 +162,7 @@ def _opened(fd: int, path: str) -> Iterator[zipfile.ZipFile]:
         try:
             archive = zipfile.ZipFile(file)
         except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
-            raise damaged_pickle(path, f"it is not a whole zip file ({error})") from error
+            raise damaged_pickle(path, f"it is not a complete zip file ({error})") from error
         yield archive
 
 
@@ -212,13 +212,13 @@ _OLD_TORCH: Final = frozenset((b"sys_info", b"pickle", b"tensors", b"storages"))
 _BEGINNINGS: Final[tuple[tuple[bytes, str, str], ...]] = (
     (LFS_POINTER_MARK, "a git-lfs pointer, not the file itself", "Run: git lfs pull"),
     (b"GGUF", "a GGUF file of llama.cpp", "transformers reads it: from_pretrained(folder, gguf_file=name)."),
-    (b"lmgg", "a GGML file of llama.cpp", "Convert it to GGUF, or take the weights that it was made of."),
-    (b"tjgg", "a GGML file of llama.cpp", "Convert it to GGUF, or take the weights that it was made of."),
-    (b"\x93NUMPY", "an array of NumPy", "Load it with numpy.load, and save a dict of tensors."),
-    (b"\x89HDF\r\n\x1a\n", "an HDF5 file, as Keras writes them", "Load it with h5py, and save a dict of tensors."),
-    (b"\x1f\x8b", "a file compressed by gzip", "Unpack it first: gunzip, or tar -xzf for a tar."),
-    (b"<!doctype", "a web page, as a failed download leaves", "Download it again."),
-    (b"<html", "a web page, as a failed download leaves", "Download it again."),
+    (b"lmgg", "a GGML file of llama.cpp", "Convert it to GGUF, or use the weights that it was made from."),
+    (b"tjgg", "a GGML file of llama.cpp", "Convert it to GGUF, or use the weights that it was made from."),
+    (b"\x93NUMPY", "a NumPy array", "Load it with numpy.load, and save a dict of tensors."),
+    (b"\x89HDF\r\n\x1a\n", "an HDF5 file, as written by Keras", "Load it with h5py, and save a dict of tensors."),
+    (b"\x1f\x8b", "a gzip file", "Unpack it first: gunzip, or tar -xzf for a tar."),
+    (b"<!doctype", "a web page, as left by a failed download", "Download it again."),
+    (b"<html", "a web page, as left by a failed download", "Download it again."),
 )
 """First bytes of other files, what they are, and what to do."""
 
@@ -260,16 +260,16 @@ def reject_other_archive(names: Collection[str], path: str) -> None:
         command = f"import torch; torch.save(torch.jit.load({path!r}).state_dict(), 'weights.pt')"
         raise _other(
             path,
-            "a TorchScript archive: a program with its tensors, and no state dict",
-            f"If you trust who made it, take its weights by: python -c {shlex.quote(command)}",
+            "a TorchScript archive: a program with its tensors, not a state dict",
+            f"If you trust its origin, extract its weights: python -c {shlex.quote(command)}",
         )
     if any(name.endswith("data.pkl") for name in names):
         return
     if any(name.endswith(".npy") for name in names):
         raise _other(path, "a NumPy archive (.npz)", "Load it with numpy.load, and save a dict of tensors.")
     if any("/" in name and name.endswith((".pt2", "archive_format")) for name in names):
-        raise _other(path, "an archive of torch.export", "Load it with torch.export.load, and save its state_dict.")
-    raise _other(path, "a zip file without the pickle of torch.save", "Unpack it, and give the file of weights in it.")
+        raise _other(path, "a torch.export archive", "Load it with torch.export.load, and save its state_dict.")
+    raise _other(path, "a zip file without the pickle of torch.save", "Unpack it, and pass the weights file in it.")
 
 
 def _safetensors(fd: int, first: bytes, path: str) -> tuple[str, str] | None:
@@ -284,17 +284,20 @@ def _tar(fd: int, first: bytes, path: str) -> tuple[str, str] | None:
         return None
     if first[:100].rstrip(b"\0") in _OLD_TORCH:
         return (
-            "a tar, as torch wrote them before 0.1.10, and those are not read without running code",
-            "If you trust who made it, load it with torch.load(path, weights_only=False), and save it again.",
+            "a tar written by torch before 0.1.10, which cannot be read without running code",
+            "If you trust its origin, load it with torch.load(path, weights_only=False), and save it again.",
         )
-    return "a tar, and not a file of torch.save", f"Unpack it first: tar -xf {shlex.quote(path)}"
+    return "a tar archive", f"Unpack it first: tar -xf {shlex.quote(path)}"
 
 
 def _tensorflow(fd: int, first: bytes, path: str) -> tuple[str, str] | None:
     size = os.fstat(fd).st_size
     if os.pread(fd, len(_TABLE_MARK), max(size - len(_TABLE_MARK), 0)) != _TABLE_MARK:
         return None
-    return "a checkpoint of TensorFlow", "Convert it with the program that it is for (transformers 4 has from_tf=True)."
+    return (
+        "a TensorFlow checkpoint",
+        "Convert it with the program that it was made for (transformers 4 has from_tf=True).",
+    )
 
 
 def _bare_pickle(fd: int, first: bytes, path: str) -> tuple[str, str] | None:

@@ -76,7 +76,8 @@ class PickleContents:
         try:
             if identity_of(os.fstat(fd)) != self.identity:
                 raise CheckpointChangedError(
-                    f"'{self.path}' was replaced while its checkpoint was being read. Load it again.", path=self.path
+                    f"'{self.path}' was replaced while its checkpoint was being read. Retry when no save is running.",
+                    path=self.path,
                 )
         except BaseException:
             os.close(fd)
@@ -178,7 +179,7 @@ def _load_old_format(fd: int, path: str) -> Any:
         if not unread:
             _check_made(value, marks, path)
             return value
-    raise damaged_pickle(path, "it does not hold the bytes of all its tensors")
+    raise damaged_pickle(path, "it does not contain the bytes of all its tensors")
 
 
 def _mark(marks: list[tuple[torch.Tensor, torch.Tensor]], storage: Any, _location: str) -> Any:
@@ -220,7 +221,7 @@ def _check_made(value: Any, marks: list[tuple[torch.Tensor, torch.Tensor]], path
         begin, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
         at = bisect_right(ranges, (begin, sys.maxsize)) - 1
         if end > begin and (at < 0 or end > ranges[at][1]):
-            raise damaged_pickle(path, "it does not hold the bytes of all its tensors")
+            raise damaged_pickle(path, "it does not contain the bytes of all its tensors")
 
 
 def _storages_of(value: Any, path: str) -> list[torch.UntypedStorage]:
@@ -259,15 +260,15 @@ def unsafe_pickle_error(fd: int, path: str, asked: str | None, *, is_zip: bool) 
     """
     what = f"'{asked}'" if asked else "something"
     if asked is not None and _root_global(fd, path, is_zip=is_zip) == asked:
-        kind = f"it is an object of {what} that was saved whole, and a checkpoint needs only tensors"
-        taken, where = ".state_dict()", f", where {what} can be imported"
+        kind = f"it is a complete {what} object, but a checkpoint needs only tensors"
+        taken, where = ".state_dict()", f" where {what} can be imported"
     else:
         kind = f"its pickle asks for {what}, but a checkpoint needs only tensors"
-        taken, where = "['state_dict']", ", with the key that they have in it"
+        taken, where = "['state_dict']", ", with their key in the file"
     command = f"import torch; torch.save(torch.load({path!r}, weights_only=False){taken}, 'weights.pt')"
     return UnsafePickleError(
-        f"'{path}' was not loaded: {kind}. It may run code on your machine. Do not load it, unless you made it; in "
-        f"that case save its weights alone{where}: python -c {shlex.quote(command)}",
+        f"'{path}' was not loaded: {kind}. It may run code on your machine. Do not load it unless you made it; in "
+        f"that case, save only its weights{where}: python -c {shlex.quote(command)}",
         path=path,
         actual=asked,
     )
@@ -280,14 +281,14 @@ def other_tensors(path: str, kind: str) -> UnsafePickleError:
         path: The file.
         kind: Their class or common name.
     """
-    todo = "Load it with torch.load(path, weights_only=True) in the program that made it, and save plain tensors"
+    todo = "Load it with torch.load(path, weights_only=True) in the program that wrote it, and save plain tensors"
     if kind == "DTensor":
         todo = (
-            "Each rank saved only its part: load it there, make the tensors whole on every rank (full_tensor), and "
+            "Each rank saved only its part: load it there, gather the tensors on every rank (full_tensor), and "
             "save them again, or save the model with hfshard.save_model"
         )
     return UnsafePickleError(
-        f"'{path}' was not loaded: it holds a {kind}, and a checkpoint needs plain tensors. {todo}.",
+        f"'{path}' was not loaded: it contains a {kind}, but a checkpoint needs plain tensors. {todo}.",
         path=path,
         actual=kind,
     )
@@ -351,11 +352,11 @@ def find_mapped_file(storages: Mapping[int, int], records: Mapping[int, int], pa
         # No other memory is in between: if the others are at records of the same file, they are in the file too.
         begins = [start - offset for start, end, offset in areas if start <= first < end]
     if not begins or not all(address - begins[0] in records for address in storages):
-        raise damaged_pickle(path, "it does not hold the bytes of all its tensors")
+        raise damaged_pickle(path, "it does not contain the bytes of all its tensors")
     for address, nbytes in storages.items():
         if records[address - begins[0]] != nbytes:
             raise damaged_pickle(
-                path, f"a record of {records[address - begins[0]]} bytes holds a storage of {nbytes} bytes"
+                path, f"a record of {records[address - begins[0]]} bytes contains a storage of {nbytes} bytes"
             )
     return None if areas is None else begins[0]
 
@@ -426,4 +427,4 @@ def _dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tensor.crow_indices(), tensor.col_indices(), tensor.values()
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
-    raise TypeError(f"tensor of the layout {tensor.layout}")
+    raise TypeError(f"tensor with the layout {tensor.layout}")

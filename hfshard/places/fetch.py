@@ -75,7 +75,7 @@ def fetch_or_export(
         if root is not None or query.force_download:
             raise
         raise IntegrityError(
-            f"{error.message} What is in the cache may be damaged; to download it again, run: "
+            f"{error.message} The cached files may be damaged; to download it again, run: "
             f"hfshard pull {repo_id} --force-download",
             path=error.path,
             fqn=error.fqn,
@@ -101,7 +101,7 @@ def _fetch_snapshot(repo_id: str, query: CheckpointQuery, progress: bool | None)
     resolved = fetcher.from_cache(resolver) if is_cached_only else fetcher.from_hub(resolver)
     if not fetcher.was_asked:
         logger.warning(
-            "'%s' could not be asked for its files: beside the checkpoint, only cached files are there.", repo_id
+            "Could not list the files of '%s': apart from the checkpoint, only cached files are available.", repo_id
         )
     return fetcher.cache.snapshot(resolved.commit)
 
@@ -267,7 +267,7 @@ def _reject_other_contents(session: DirectorySession, checkpoint: OpenCheckpoint
     taken = _taken(session, checkpoint)
     for name in taken:
         if not (overwrite and name in session.state.strays):
-            raise _refusal(directory, name, "a file of this name with other contents")
+            raise _refusal(directory, name, "a file of this name with different contents")
     return taken
 
 
@@ -277,7 +277,7 @@ def _sources(directory: str, names: Collection[str]) -> dict[str, ByteSource]:
 
 def _refusal(directory: str, name: str, problem: str) -> SaveDirectoryError:
     return SaveDirectoryError(
-        f"'{name}' can't be pulled into '{directory}': there is {problem}, and what is there must stay loadable until "
+        f"'{name}' cannot be pulled into '{directory}', which has {problem}: its checkpoint must stay loadable until "
         "the pull is complete. Pull into a new directory.",
         path=os.path.join(directory, name),
     )

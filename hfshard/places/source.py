@@ -124,8 +124,8 @@ class CheckpointSource:
         if is_weights_name(os.path.basename(path)) and os.path.isdir(os.path.dirname(path) or os.curdir):
             if os.path.exists(f"{path}.index"):
                 raise CheckpointNotFoundError(
-                    f"There is no file '{path}', but '{path}.index', of a checkpoint of TensorFlow. Convert it "
-                    "with the program that it is for.",
+                    f"There is no file '{path}', but '{path}.index' of a TensorFlow checkpoint. Convert it "
+                    "with the program that it was made for.",
                     path=path,
                 )
             raise CheckpointNotFoundError(f"There is no file '{path}'. Check the path.", path=path)
@@ -144,7 +144,9 @@ class CheckpointSource:
 
     def _find_file(self, path: str) -> ResolvedSource:
         if not self.takes_files:
-            raise InvalidArgumentError(f"'{path}' is a file: give the directory that holds the checkpoint.", path=path)
+            raise InvalidArgumentError(
+                f"'{path}' is a file. Pass the directory that contains the checkpoint.", path=path
+            )
         directory, name = split_file_path(absolute_path(path))
         if self.query.subfolder or self.query.variant is not None:
             raise InvalidArgumentError(f"'{path}' is a file: leave out subfolder and variant.", path=path)
@@ -222,8 +224,8 @@ def signed_files(local: ResolvedSource, source: CheckpointSource, options: LoadO
     if local.folder is not None and local.skeleton is not None:
         if source.query.subfolder and source.query.needs_code:
             raise InvalidArgumentError(
-                f"'{local.folder.path}' is a folder of a checkpoint whose code may lie above it, and a signature of "
-                f"both is checked on a disk. Run: hfshard pull {source.path} DIR",
+                f"'{local.folder.path}' is a folder of a checkpoint whose code may be above it, and a signature of "
+                f"both is checked on disk. Run: hfshard pull {source.path} DIR",
                 path=local.folder.path,
             )
         local.skeleton.look()

@@ -76,8 +76,8 @@ class SmallFilesMirror:
         """
         if self._long_part is not None:
             raise InvalidArgumentError(
-                f"subfolder has a part of {len(os.fsencode(self._long_part))} bytes, and a directory's name on this "
-                f"machine has at most {_LONGEST_NAME}. Make it a part of the address: '{self._folder.path}'.",
+                f"subfolder has a part of {len(os.fsencode(self._long_part))} bytes, but a directory's name on this "
+                f"machine has at most {_LONGEST_NAME}. Make it part of the address: '{self._folder.path}'.",
                 path=self._folder.path,
             )
         self.is_filled = True
@@ -168,7 +168,9 @@ def locate_in_store(text: str, query: CheckpointQuery, *, takes_files: bool) -> 
         StoreError: There is no such bucket, no permission, or no connection.
     """
     if query.local_files_only:
-        raise InvalidArgumentError(f"local_files_only=True, and '{text}' is not on this machine.", path=text)
+        raise InvalidArgumentError(
+            f"local_files_only=True, but '{text}' is not on this machine. Leave it out.", path=text
+        )
     address = parse_address(text)
     parent, _, name = address.prefix.rpartition("/")
     if takes_files and is_weights_name(name):

@@ -88,7 +88,7 @@ def _plan_checkpoint(directory: str, names: WeightNames) -> RemovalPlan:
     override = state.weights_override
     if names.variant is None and override is not None and not names.is_commit_temporary(override):
         raise InvalidArgumentError(
-            f"config.json in '{directory}' names '{override}' as the model's weights, which no save of hfshard has put "
+            f"config.json in '{directory}' names '{override}' as the model's weights, which hfshard did not save "
             "there. Nothing was removed. Remove these files by hand.",
             path=directory,
         )
@@ -114,7 +114,7 @@ def _plan_leftovers(directory: str, names: WeightNames) -> RemovalPlan:
     state = read_directory_state(directory, names)
     files = list(dict.fromkeys([*sorted(state.strays), *state.leftovers]))
     staged = _staged_files(directory)
-    kept = {shown: "no leftover of a save" for name, shown in shown_names(directory).items() if name not in files}
+    kept = {shown: "not a leftover of a save" for name, shown in shown_names(directory).items() if name not in files}
     # One by one, because the placeholder of a commit goes last.
     phases = [*([name] for name in files), *([staged] if staged else [])]
     return RemovalPlan(directory, phases, find_files(directory, [*files, *staged]), kept)
@@ -133,7 +133,7 @@ def _named_like_shards(state: DirectoryState) -> set[str]:
 def _raise_not_found(state: DirectoryState) -> None:
     if state.leftovers or state.strays:
         raise CheckpointNotFoundError(
-            f"There is no checkpoint in '{state.directory}', only what a killed save has left. To remove that, run: "
+            f"There is no checkpoint in '{state.directory}', only leftovers of a killed save. To remove them, run: "
             f"hfshard remove --leftovers {state.directory}",
             path=state.directory,
         )

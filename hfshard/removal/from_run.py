@@ -90,7 +90,7 @@ def _remove_folder(directory: str) -> None:
     remove_step_directory(read_run_checkpoint(directory, step, partial(read_checkpoint_manifest, directory)), root)
     if os.path.lexists(directory):
         raise FileError(
-            f"'{directory}' can't be removed: the warning says why. Check the rights of the folder above it.",
+            f"'{directory}' could not be removed: see the warning. Check the permissions of the directory above it.",
             path=directory,
         )
 
@@ -103,8 +103,8 @@ def _plan_leftovers(root: str) -> RemovalPlan:
         below = {os.path.join(name, path): one for path, one in _files_below(os.path.join(root, name))}
         found |= below
         phases.append(sorted(below))
-    kept = {shown: "no leftover of a save" for name, shown in shown_names(root).items() if name not in left}
-    kept |= {f"{name}/": "a checkpoint that a killed save was replacing: it is put back" for name in put_back}
+    kept = {shown: "not a leftover of a save" for name, shown in shown_names(root).items() if name not in left}
+    kept |= {f"{name}/": "a checkpoint that a killed save was replacing: it is restored" for name in put_back}
     return RemovalPlan(root, phases, found, kept)
 
 

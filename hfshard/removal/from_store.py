@@ -153,7 +153,7 @@ def _plan_leftovers(store: Store, names: WeightNames, *, unfinished: bool) -> St
     left = [name for name in found if save_in_name(name) in going]
     phases = in_phases(left, lambda name: int(not name.endswith(".json")))
     others = [one for one in saves if one != current]
-    kept = _kept(store, found.keys() - set(left), others, "no leftover of a save")
+    kept = _kept(store, found.keys() - set(left), others, "not a leftover of a save")
     return build_plan(store, phases, found, kept, lambda name: goes(save_of(name, names)))
 
 
@@ -206,7 +206,7 @@ def _kept(store: Store, names: Collection[str], saves: Collection[SaveId], reaso
 def _raise_not_found(state: StoreState, saves: Collection[SaveId]) -> None:
     if saves:
         raise CheckpointNotFoundError(
-            f"There is no checkpoint at '{state.folder.path}', only objects of saves that have no index. To remove "
+            f"There is no checkpoint at '{state.folder.path}', only objects of saves without an index. To remove "
             f"them, run: hfshard remove --leftovers --unfinished {state.folder.path}",
             path=state.folder.path,
         )

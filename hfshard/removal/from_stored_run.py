@@ -58,8 +58,8 @@ def _plan_step(store: Store, *, unfinished: bool) -> StorePlan:
     manifest = _plain_manifest(store, found)
     if current is None and MANIFEST not in found:
         raise CheckpointNotFoundError(
-            f"There is no training checkpoint at '{store.address}'. What killed saves have left goes with: "
-            "hfshard remove --leftovers and the address of the run.",
+            f"There is no training checkpoint at '{store.address}'. To remove the leftovers of killed saves, "
+            "run hfshard remove --leftovers with the run's address.",
             path=str(store.address),
         )
     if current is None and manifest is not None:

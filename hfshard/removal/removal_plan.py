@@ -26,7 +26,7 @@ OTHER_FILES: Final = 8
 
 NOT_ITS_OWN: Final = "not part of the checkpoint"
 SHARED: Final = "other weights stay, and may need it"
-MAY_BE_UNDER_WAY: Final = "of a save that is under way, or was killed: --unfinished removes it, if nothing saves there"
+MAY_BE_UNDER_WAY: Final = "of a save that is running, or was killed: --unfinished removes it, if no save is running"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +92,8 @@ class RemovalPlan:
         if now.found != self.found:
             changed = sorted({name for name, _ in now.found.items() ^ self.found.items()})
             raise CheckpointChangedError(
-                f"'{self.place}' has changed since its files were listed ('{changed[0]}'). Nothing was removed. If "
-                "nothing saves there any more, remove again.",
+                f"'{self.place}' changed after its files were listed ('{changed[0]}'). Nothing was removed. Retry "
+                "when no save is running.",
                 path=self.place,
             )
 

@@ -199,7 +199,7 @@ class StoreFiles:
         found = {name: one for name, one in listed.items() if one.size or self._store.find(name) is not None}
         if not found:
             raise CheckpointNotFoundError(
-                f"There is nothing in '{place}'. Check the address: hfshard pushes what is directly below it.",
+                f"There is nothing at '{place}'. Check the address: hfshard pushes what is directly below it.",
                 path=place,
             )
         self._saves: dict[str | None, SaveId] = {}
@@ -249,8 +249,8 @@ class StoreFiles:
                 self._shown
             ):
                 raise CheckpointChangedError(
-                    f"The checkpoint in '{self.place}' was replaced since it was listed. Try again when the process "
-                    "that saves there is done.",
+                    f"The checkpoint in '{self.place}' was replaced after it was listed. Retry when no save is "
+                    "running.",
                     path=self.place,
                 )
             yield checkpoint
@@ -265,8 +265,8 @@ class StoreFiles:
             check_paths(paths)
         except InvalidArgumentError as error:
             raise UnsafePathError(
-                f"In '{self.place}' is an object that can't be a file of a checkpoint: {error.message} Rename or "
-                "delete it, or leave it out by ignore_patterns.",
+                f"An object in '{self.place}' cannot be a file of a checkpoint: {error.message} Rename or "
+                "delete it, or exclude it with ignore_patterns.",
                 path=error.path,
             ) from error
 

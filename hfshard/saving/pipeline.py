@@ -376,7 +376,7 @@ def _reject_folder_of_run(store: Store) -> None:
     if _STEP.fullmatch(name) and open_store(replace(store.address, prefix=parent)).list_objects(MARKS):
         raise SaveDirectoryError(
             f"'{store.address}' is a folder of the training run '{replace(store.address, prefix=parent)}'. Save to "
-            "another address; or save into the run with CheckpointManager.",
+            "another address, or save into the run with CheckpointManager.",
             path=str(store.address),
         )
 
@@ -419,7 +419,7 @@ def _saved_by_others(save: _Save, plan: ShardPlan, writer: ShardWriter, error: H
         if is_newer and isinstance(writer, OwnShardWriter):
             index = current.if_unchanged(writer, is_settled=False)
             if index is not None:
-                logger.info("Another process has saved the very same into '%s'.", save.store.address)
+                logger.info("Another process saved the same checkpoint into '%s'.", save.store.address)
                 return index
         if is_newer:
             other = overtaken(save.store)
@@ -441,8 +441,8 @@ def _begin(store: Store, request: SaveRequest, plan: ShardPlan) -> _Save:
             if attempt == _TRIES - 1:
                 address = str(store.address)
                 raise RemoteChangedError(
-                    f"Other processes save into '{address}': it was replaced each time it was inspected. Nothing was "
-                    "sent. Save again.",
+                    f"Other processes replaced the checkpoint in '{address}' on every attempt. Nothing was sent. "
+                    "Retry when no other save is running.",
                     path=address,
                 ) from error
     raise AssertionError("the last attempt returns or raises")
@@ -577,8 +577,8 @@ class _Save:
         except StoreError as error:
             address = str(self.store.address)
             raise CommitUnfinishedError(
-                f"The new checkpoint in '{address}' is saved, and hfshard loads it; but the plain copies that other "
-                f"tools read could not be put: {error} Save again to finish.",
+                f"The new checkpoint in '{address}' was saved and hfshard loads it, but the plain copies that other "
+                f"tools read could not be written: {error} Save again to finish.",
                 path=address,
             ) from error
 
@@ -608,8 +608,8 @@ class _Save:
         is_done = delete_or_warn(self.store, [*lower, *uploaded, *config, *self._replaced_below()], sweep)
         if not is_done and (uploaded or config):
             logger.warning(
-                "hfshard loads the new checkpoint from '%s'; but other tools take what is still there of the old one, "
-                "until it is deleted: %s.",
+                "hfshard loads the new checkpoint from '%s', but other tools load the remains of the old one until "
+                "they are deleted: %s.",
                 self.store.address,
                 shorten_list([*uploaded, *config], _SHOWN),
             )

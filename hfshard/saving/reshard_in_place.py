@@ -273,7 +273,7 @@ class _InPlaceReshard:
         index = self._index()
         if index.weight_map.keys() != self.request.tensors.keys():
             raise RuntimeError(
-                "A group of the re-shard is incomplete: this is a bug in hfshard. Nothing was removed for it."
+                "A group of the re-shard is incomplete, which is a bug in hfshard. Nothing was removed for it."
             )
         raw = index.to_json()
         kept_shards = frozenset(self.files) - frozenset(staged)

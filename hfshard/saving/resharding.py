@@ -74,8 +74,8 @@ class ReshardResult:
 
 
 _LINKS: Final = (
-    "the checkpoint's directory, and what they lead to would be published with the copy. Pass follow_links=True "
-    "(--follow-links) to copy what is there, or move the links away."
+    "the checkpoint's directory, and their targets would be published with the copy. Pass follow_links=True "
+    "(--follow-links) to copy the targets, or move the links away."
 )
 
 
@@ -117,8 +117,8 @@ def reshard_source(
     is_in_place = local is not None and is_same_place(local, dst)
     if low_disk and (not is_in_place or floating is not None or is_store_address(dst)):
         raise InvalidArgumentError(
-            "low_disk re-shards a checkpoint in place and as it is: give the same directory twice, and no dtype. "
-            "(In a store, nothing is written to the disk in any case.)",
+            "low_disk re-shards a checkpoint in place, without a cast. Pass the same directory twice, and no dtype. "
+            "(With a store, nothing is written to disk anyway.)",
             path=dst,
         )
     if local is None:
@@ -145,9 +145,7 @@ def reshard_source(
             request = _with_companion_files(request, checkpoint.directory, dst, follow_links=follow_links)
         was_compared = is_compared(checkpoint)
         if not was_compared:
-            logger.info(
-                "'%s' has no checksums: its structure was checked, its bytes can't be.", checkpoint.weights_path
-            )
+            logger.info("'%s' has no checksums: only its structure was checked.", checkpoint.weights_path)
         save = partial(reshard_in_place, checkpoint) if low_disk else save_request
         check: Callable[[], None] = SourceUnchangedCheck(checkpoint, is_in_place=is_in_place)
         if not overwrite:
@@ -165,7 +163,7 @@ def _with_companion_files(request: SaveRequest, place: str, dst: str, *, follow_
         reject_links_to_outside(place, [*request.small_files, *companions], _LINKS)
     if companions.pop(SIGNATURE_NAME, None) is not None:
         logger.warning(
-            "The signature of '%s' is not copied, as it does not hold for other files. To sign them, run: hfshard sign "
+            "The signature of '%s' is not copied: it does not cover the new files. To sign them, run: hfshard sign "
             "%s --private-key KEY",
             place,
             dst,
@@ -196,7 +194,7 @@ def _floating_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
         return None
     name = str(dtype).removeprefix("torch.")
     if name not in _FLOATS:
-        raise InvalidArgumentError(f"dtype must be one of {', '.join(_FLOATS)}, or None to leave it, got {dtype!r}.")
+        raise InvalidArgumentError(f"dtype must be one of {', '.join(_FLOATS)}, or None to keep it, got {dtype!r}.")
     return _FLOATS[name]
 
 
@@ -300,7 +298,7 @@ def with_dtype(request: SaveRequest, dtype: torch.dtype, directory: str) -> Save
     if packed or (config is not None and config.get("quantization_config")):
         why = f"'{packed[0]}' is an 8-bit float or smaller" if packed else "its config has a quantization_config"
         raise InvalidArgumentError(
-            f"The checkpoint in '{directory}' is quantized ({why}), and a cast would spoil it. "
+            f"The checkpoint in '{directory}' is quantized ({why}), and a cast would corrupt it. "
             "Re-shard it without dtype, or dequantize the model first.",
             path=directory,
         )
@@ -349,8 +347,8 @@ def reject_beside_file(local: ResolvedSource, dst: str) -> None:
     reject_hub_directory(dst)
     if is_same_place(local, dst):
         raise InvalidArgumentError(
-            f"'{dst}' is the directory of '{local.weights_name}' itself: give another one to write into, or the "
-            "directory twice, to re-shard what it holds in place.",
+            f"'{dst}' is the directory of '{local.weights_name}' itself. Pass another one to write into, or the "
+            "directory twice to re-shard its checkpoint in place.",
             path=dst,
         )
 
@@ -366,7 +364,7 @@ def check_places(source: CheckpointSource, local: ResolvedSource, dst: str, *, i
     if local.folder is not None or is_store_address(dst):
         if f"{dst}/".startswith(f"{address_of_source(local)}/") and not is_in_place:
             raise InvalidArgumentError(
-                f"'{dst}' lies in the checkpoint that is re-sharded: give another prefix, or "
+                f"'{dst}' is in the checkpoint to re-shard. Pass another prefix, or "
                 f"'{address_of_source(local)}' itself to re-shard in place.",
                 path=dst,
             )
@@ -375,19 +373,19 @@ def check_places(source: CheckpointSource, local: ResolvedSource, dst: str, *, i
     subfolder = source.query.subfolder
     if subfolder and not is_in_place and is_same_directory(source.path, dst):
         raise InvalidArgumentError(
-            f"'{dst}' holds the source in its folder '{subfolder}': to re-shard that in place, give "
-            f"'{local.directory}' twice; else give a directory outside.",
+            f"'{dst}' contains the source in its folder '{subfolder}'. To re-shard that in place, pass "
+            f"'{local.directory}' twice; otherwise pass a directory outside.",
             path=dst,
         )
     hub = hub_directory(source.path) or (source.path if os.path.isdir(source.path) else None)
     is_hub = local.commit is not None or _is_snapshot(root)
     roots = [root, os.path.realpath(hub)] if is_hub and hub is not None else [root]
     if any(target.startswith(above.rstrip("/") + "/") or (is_hub and target == above) for above in roots):
-        what = "what a hub keeps" if is_hub else "the checkpoint that is re-sharded"
+        what = "the files of a hub" if is_hub else "the checkpoint to re-shard"
         todo = "" if is_hub else ", or the source itself to re-shard in place"
-        raise InvalidArgumentError(f"'{dst}' lies in {what}: give a directory outside{todo}.", path=dst)
+        raise InvalidArgumentError(f"'{dst}' is in {what}. Pass a directory outside{todo}.", path=dst)
     if is_in_place and is_hub:
-        raise InvalidArgumentError(f"'{dst}' lies in what a hub keeps: give a directory outside.", path=dst)
+        raise InvalidArgumentError(f"'{dst}' is in the files of a hub. Pass a directory outside.", path=dst)
 
 
 def _is_snapshot(directory: str) -> bool:
@@ -405,15 +403,15 @@ def check_in_place(checkpoint: OpenCheckpoint, *, low_disk: bool) -> None:
         return
     if low_disk:
         raise InvalidArgumentError(
-            f"low_disk is for safetensors, and '{checkpoint.weights_path}' is a pickle. Convert it without low_disk.",
+            f"low_disk is for safetensors, but '{checkpoint.weights_path}' is a pickle. Convert it without low_disk.",
             path=checkpoint.weights_path,
         )
     names = checkpoint.names
     for name in (names.single, names.index):
         if checkpoint.folder.has(name):
             raise InvalidArgumentError(
-                f"'{checkpoint.directory}' has '{name}' too, which is what is loaded: converting the pickles in place "
-                "would replace it. Give another directory, or remove what is old.",
+                f"'{checkpoint.directory}' also has '{name}', which is loaded instead: converting the pickles in place "
+                "would replace it. Pass another directory, or remove the outdated files.",
                 path=checkpoint.directory,
             )
 
@@ -426,8 +424,8 @@ def reject_signed(checkpoint: OpenCheckpoint) -> None:
     """
     if checkpoint.folder.has(SIGNATURE_NAME):
         raise SignatureError(
-            f"'{checkpoint.directory}' is signed, and '{SIGNATURE_NAME}' would no longer hold: nothing was changed. "
-            "Give another directory, or drop_signature=True (--drop-signature) to remove the signature.",
+            f"'{checkpoint.directory}' is signed, and '{SIGNATURE_NAME}' would become stale. Nothing was changed. "
+            "Pass another directory, or drop_signature=True (--drop-signature) to remove the signature.",
             path=checkpoint.directory,
         )
 
@@ -492,7 +490,7 @@ def _identities_of(checkpoint: OpenCheckpoint) -> dict[str, Identity]:
 
 def _changed(checkpoint: OpenCheckpoint) -> CheckpointChangedError:
     return CheckpointChangedError(
-        f"The checkpoint in '{checkpoint.directory}' was replaced or changed while it was re-sharded, and nothing "
-        "was saved. Do it again when the process that saves there is done.",
+        f"The checkpoint in '{checkpoint.directory}' was replaced or changed while it was being re-sharded. Nothing "
+        "was saved. Retry when no save is running.",
         path=checkpoint.directory,
     )

@@ -161,5 +161,5 @@ def _check_metadata(metadata: Mapping[str, Any]) -> None:
         json.dumps(dict(metadata), allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidArgumentError(
-            f"metadata must be JSON, without NaN and objects: {error}. Write the values as text."
+            f"metadata must be JSON, without NaN or other objects: {error}. Pass the values as text."
         ) from error

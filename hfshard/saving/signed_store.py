@@ -24,7 +24,7 @@ from hfshard.signing.signed_files import is_signable
 from hfshard.signing.signer import SignedBy
 from hfshard.stores.store import StoredSource
 
-_CHANGED: Final = "was saved while it was checked. Check it again when the process that saves there is done."
+_CHANGED: Final = "was replaced while it was being checked. Retry when no save is running."
 
 
 def verify_signed_store(
@@ -92,7 +92,7 @@ def _with_signature(
     errors += [place.differs(name) for name in sorted(found) if manifest.digests[name] != {name: found[name]}]
 
     unread = 0 if level == "full" else len(names) - len(left)
-    warnings = [f"{unread} signed files of weights were not compared: level='full' reads them."] if unread else []
+    warnings = [f"{unread} signed files of weights were not compared: level='full' compares them."] if unread else []
     warnings += left_out_warnings(place, there)
     every = tuple(dict.fromkeys((*report.files, *sorted(names))))
     report = replace(report, files=every, warnings=(*report.warnings, *warnings))

@@ -348,7 +348,7 @@ def read_pieces(
 
     def read(request: _Request, cancelled: threading.Event) -> int:
         if cancelled.is_set():
-            raise InterruptedError("another range failed, or Ctrl-C came")
+            raise InterruptedError("another range failed, or Ctrl-C was pressed")
         asked = _read(request, stages, cancelled)
         if progress_callback is not None:
             progress_callback(sum(piece.nbytes for piece in request.pieces))
@@ -574,7 +574,7 @@ class DigestComparison:
         path = self._shard.path
         return IntegrityError(
             f"{f'{what} shard' if what else 'Shard'} '{path}' is not what was saved: its {kind} is {found}, but was "
-            f"{expected}. Read it again; if it fails again, it is damaged where it lies: save it again.",
+            f"{expected}. Read it again; if that fails too, the stored file is damaged: save it again.",
             path=path,
             fqn=fqn,
             expected=expected,
@@ -638,7 +638,7 @@ class UnorderedDigest:
         with self._changed:
             while not stays and (self._is_busy or self._next != start):
                 if cancelled.is_set():
-                    raise InterruptedError("another range failed, or Ctrl-C came")
+                    raise InterruptedError("another range failed, or Ctrl-C was pressed")
                 self._changed.wait(_LOOK_SECONDS)
             self._early[start] = block
             if self._is_busy:

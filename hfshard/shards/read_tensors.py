@@ -79,7 +79,7 @@ def check_read_mode(read: str, *, disable_mmap: bool | None = None) -> ReadMode:
     if read not in ("auto", "mmap", "pread"):
         raise InvalidArgumentError(f"read must be 'auto', 'mmap' or 'pread', got {read!r}.")
     if disable_mmap and read == "mmap":
-        raise InvalidArgumentError("read='mmap' and disable_mmap=True contradict each other. Leave one of them out.")
+        raise InvalidArgumentError("Cannot combine read='mmap' with disable_mmap=True. Pass only one of them.")
     check_setting()
     return "pread" if disable_mmap else read  # type: ignore[return-value]
 

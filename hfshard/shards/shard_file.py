@@ -132,8 +132,8 @@ class SafetensorsFile(SafetensorsShard):
                 hasher.update(block)
         if hasher.hexdigest() != self.signed_sha256:
             raise CheckpointChangedError(
-                f"'{self.path}' was changed after its signature had been checked: what was read from it is not what "
-                "was signed. Load it again when nothing changes it.",
+                f"'{self.path}' was changed after its signature was checked, so what was read may not be what was "
+                "signed. Retry when nothing changes it.",
                 path=self.path,
             )
 
@@ -190,7 +190,7 @@ class SafetensorsFile(SafetensorsShard):
             problem = error
         raise CheckpointChangedError(
             f"'{self.path}' was replaced or removed while its checkpoint was being read. "
-            "Load it again when the process that saves there is done.",
+            "Retry when no save is running.",
             path=self.path,
         ) from problem
 

@@ -162,8 +162,8 @@ class SignedFolder:
         self.confirm()
         if not checkpoint.is_unchanged():
             raise CheckpointChangedError(
-                f"The checkpoint in '{checkpoint.directory}' was replaced while its signature was checked. Load it "
-                "again when the process that saves there is done.",
+                f"The checkpoint in '{checkpoint.directory}' was replaced while its signature was being checked. "
+                "Retry when no save is running.",
                 path=checkpoint.directory,
             )
 
@@ -183,7 +183,7 @@ class SignedFolder:
         if changed:
             path = os.path.join(self.root, changed[0])
             raise CheckpointChangedError(
-                f"'{path}' was replaced while the checkpoint was loaded. Load it again when nothing changes it.",
+                f"'{path}' was replaced while the checkpoint was loaded. Retry when nothing changes it.",
                 path=path,
             )
 
@@ -194,8 +194,8 @@ class SignedFolder:
         path = self._path(name)
         which = f" (tensor {shorten_list(sorted(damaged), _SHOWN, quote=True)})" if damaged else ""
         return SignatureError(
-            f"'{path}' is not the file that was signed{which}: it was changed, or the signature is that of another "
-            f"checkpoint. Download it again, or ask who signed it; to see all that differs, run: hfshard verify "
+            f"'{path}' is not the file that was signed{which}: it was changed, or the signature belongs to another "
+            "checkpoint. Download it again, or ask the signer; to list all differences, run: hfshard verify "
             f"{self.root} --public-key KEY",
             path=path,
         )
@@ -205,20 +205,20 @@ class SignedFolder:
         path = self._path(name)
         if self._is_ignored(name):
             return SignatureError(
-                f"'{path}' is not covered by the signature: who signed the checkpoint left it out on purpose, and a "
-                "load takes it. Remove it, or ask for a signature of all files.",
+                f"'{path}' is not covered by the signature: the signer left it out on purpose, but a load reads it. "
+                "Remove it, or ask for a signature of all files.",
                 path=path,
             )
         return SignatureError(
             f"'{path}' is not covered by the signature: it was added after the checkpoint was signed, or belongs to "
-            "another one. Remove it, or ask who signed the checkpoint.",
+            "another one. Remove it, or ask the signer.",
             path=path,
         )
 
     def missing(self, name: str) -> SignatureError:
         """Return the error for a missing file."""
         path = self._path(name)
-        return SignatureError(f"'{path}' was signed, and is missing. Download the checkpoint again.", path=path)
+        return SignatureError(f"'{path}' was signed, but is missing. Download the checkpoint again.", path=path)
 
     def became_link(self, name: str) -> SignatureError | None:
         """Return the error for a signed file, or the signature, that became a link; None if the Hub's cache made it."""
@@ -226,8 +226,8 @@ class SignedFolder:
         if self.manifest.allows_links or not is_users_link(path, self.root):
             return None
         return SignatureError(
-            f"'{path}' was written as a file, and is a link now, which the signature does not allow. Put the file in "
-            "its place, or download the checkpoint again.",
+            f"'{path}' was written as a file, but is now a link, which the signature does not allow. Replace it with "
+            "the file, or download the checkpoint again.",
             path=path,
         )
 
@@ -283,8 +283,8 @@ class SignedFolder:
             raise self.differs(name)
         if isinstance(file, SafetensorsFile | PickleFile) and seen[-1] != file.changed_ns:
             raise CheckpointChangedError(
-                f"'{file.path}' was changed between its being opened and the check of its signature, so that what is "
-                "open need not be what was signed. Load it again when nothing changes it.",
+                f"'{file.path}' was changed after it was opened and before its signature was checked, so the open "
+                "file may not be the signed one. Retry when nothing changes it.",
                 path=file.path,
             )
         self.seen[name] = seen
@@ -365,7 +365,7 @@ class RequiredSignature:
         path = os.path.join(root, SIGNATURE_NAME)
         if not os.path.lexists(path):
             raise SignatureError(
-                f"'{root}' has no signature: there is no '{SIGNATURE_NAME}'. If you trust what is there, sign it: "
+                f"'{root}' has no signature: there is no '{SIGNATURE_NAME}'. If you trust its contents, sign it: "
                 f"hfshard sign {root} --private-key KEY; or leave out the public key.",
                 path=root,
             )
@@ -438,7 +438,7 @@ def with_signature(
             raise
         return with_problems(report, [error])
     unread = 0 if level == "full" else len(names) - len(left)
-    warnings = [f"{unread} signed files of weights were not compared: level='full' reads them."] if unread else []
+    warnings = [f"{unread} signed files of weights were not compared: level='full' compares them."] if unread else []
     warnings += left_out_warnings(place, {name for name in there if is_signable(name)})
     files = tuple(dict.fromkeys((*report.files, *sorted(names))))
     report = replace(report, files=files, warnings=(*report.warnings, *warnings))
@@ -452,8 +452,8 @@ def left_out_warnings(place: SignedFolder, there: Set[str]) -> list[str]:
     if not left_out:
         return []
     return [
-        f"{shorten_list(left_out, _SHOWN, quote=True)}: left out of the signature on purpose by who signed; no load "
-        "takes such files."
+        f"{shorten_list(left_out, _SHOWN, quote=True)}: left out of the signature on purpose by the signer; no load "
+        "accepts such files."
     ]
 
 
@@ -562,8 +562,7 @@ class SignedObjects:
     def _changed(self) -> CheckpointChangedError:
         path = self.folder.path
         return CheckpointChangedError(
-            f"The checkpoint in '{path}' was replaced while it was loaded. Load it again when the process that saves "
-            "there is done.",
+            f"The checkpoint in '{path}' was replaced while it was loaded. Retry when no save is running.",
             path=path,
         )
 
@@ -618,27 +617,27 @@ def stored_manifest(place: str, sizes: Mapping[str, int], read: Callable[[int], 
     path = f"{place}/{SIGNATURE_NAME}"
     if SIGNATURE_NAME not in sizes:
         raise SignatureError(
-            f"'{place}' has no signature: there is no '{SIGNATURE_NAME}'. Sign the directory that is pushed "
-            "there (hfshard sign DIR --private-key KEY), and push it again; or leave out the public key.",
+            f"'{place}' has no signature: there is no '{SIGNATURE_NAME}'. Sign the directory that is pushed there "
+            "(hfshard sign DIR --private-key KEY), and push it again; or leave out the public key.",
             path=place,
         )
     limit = max_signature_bytes(len(sizes), sum(sizes.values()) - sizes[SIGNATURE_NAME])
     if sizes[SIGNATURE_NAME] > limit:
         raise SignatureError(
-            f"'{path}' has {sizes[SIGNATURE_NAME]} bytes, but a signature of such files has at most {limit}. Ask who "
-            "published the checkpoint for the right file.",
+            f"'{path}' has {sizes[SIGNATURE_NAME]} bytes, but a signature of such files has at most {limit}. Ask the "
+            "checkpoint's publisher for the right file.",
             path=path,
         )
     manifest = signed_manifest(place, path, by.choose, str(by), read(limit))
     if not manifest.is_plain:
-        raise needs_disk(place, "was signed by other digests than sha256 of whole files")
+        raise needs_disk(place, "was signed with digests other than the sha256 of complete files")
     return manifest
 
 
 def needs_disk(place: str, why: str) -> InvalidArgumentError:
     """Return the error for a checkpoint that can't be compared in a store."""
     return InvalidArgumentError(
-        f"'{place}' {why}: its signature is checked on a disk. Run: hfshard pull {place} DIR && hfshard verify DIR "
-        "--public-key KEY",
+        f"'{place}' {why}, so its signature must be checked on disk. Run: hfshard pull {place} DIR && hfshard verify "
+        "DIR --public-key KEY",
         path=place,
     )

@@ -138,7 +138,7 @@ def sign_digests(
         raise
     except Exception as error:  # cryptography, OpenSSL, pydantic and sigstore raise errors of their own
         raise SignatureError(
-            f"'{directory}' can't be signed: {_reason(error, 'a key')}. A private key must be an elliptic curve key in "
+            f"Cannot sign '{directory}': {_reason(error, 'a key')}. A private key must be an elliptic curve key in "
             "PEM (P-256, P-384 or P-521), with its password if it has one.",
             path=directory,
         ) from error
@@ -163,8 +163,8 @@ def signed_manifest(
         from model_signing import verifying
     if sum(raw.count(mark) for mark in (b",", b"[", b"{")) > _MOST_VALUES:  # parsed, each byte would take thirty
         raise SignatureError(
-            f"'{signature}' is not a signature: it has more than {_MOST_VALUES} values. Ask who published the "
-            "checkpoint for the right file, or don't use it.",
+            f"'{signature}' is not a valid signature: it has more than {_MOST_VALUES} values. Ask the checkpoint's "
+            "publisher for the right file, or do not use it.",
             path=signature,
         )
     reader: Any = _Reader()
@@ -174,12 +174,12 @@ def signed_manifest(
         raise
     except Exception as error:
         raise InvalidArgumentError(
-            f"{wanted} can't be used to check a signature: {_reason(error, 'a key')}. A public key must be the public "
+            f"Cannot check a signature with {wanted}: {_reason(error, 'a key')}. A public key must be the public "
             "half of an elliptic curve key in PEM (P-256, P-384 or P-521): openssl ec -in KEY -pubout -out KEY.pub"
         ) from error
     _check_signature(config, directory, signature, raw, wanted)
     if reader.signed is None:
-        raise SignatureError(f"'{signature}' could not be read: model-signing did not say what was signed.")
+        raise SignatureError(f"'{signature}' could not be read: model-signing did not report the signed files.")
     return SignedManifest(_by_file(reader.signed, signature), dict(reader.signed.serialization_type))
 
 
@@ -193,7 +193,7 @@ def _check_signature(config: Any, directory: str, signature: str, raw: bytes, wa
         except Exception as error:  # a hostile file can cause any error in any of four libraries
             raise SignatureError(
                 f"The signature '{signature}' was not made by {wanted}, or is damaged: {_reason(error, 'JSON')}. Ask "
-                "who published the checkpoint for the right key, or don't use it.",
+                "the checkpoint's publisher for the right key, or do not use it.",
                 path=signature,
                 expected=wanted,
             ) from error
@@ -213,8 +213,8 @@ def digests_by_library(directory: str, names: Collection[str], serialization: Ma
             config.use_shard_serialization(hashing_algorithm=algorithm, shard_size=size, allow_symlinks=True)
     except ValueError as error:
         raise SignatureError(
-            f"The signature of '{directory}' has digests that model-signing can't compute: {_reason(error)}. Install a "
-            "newer version of it, or ask for a signature by sha256.",
+            f"The signature of '{directory}' has digests that model-signing cannot compute: {_reason(error)}. "
+            "Install a newer version of it, or ask for a signature with sha256.",
             path=directory,
         ) from error
     config.set_allow_symlinks(True)
@@ -229,9 +229,7 @@ def _by_file(signed: Any, signature: str) -> dict[str, dict[str, str]]:
     for one in signed.resource_descriptors():
         name = one.identifier.rsplit(":", 2)[0] if is_in_parts else one.identifier
         if name.startswith("/") or ".." in name.split("/"):
-            raise SignatureError(
-                f"'{signature}' names a file outside of the checkpoint: {name!r:.200}.", path=signature
-            )
+            raise SignatureError(f"'{signature}' names a file outside the checkpoint: {name!r:.200}.", path=signature)
         digests.setdefault(name, {})[one.identifier] = one.digest.digest_hex
     return digests
 
@@ -250,7 +248,7 @@ def _library() -> Any:
         yield
     except ImportError as error:
         raise InvalidArgumentError(
-            f"Signatures need the package model-signing, and {error.name or 'a part of it'} is not installed. "
+            f"Signatures require the package model-signing, but {error.name or 'a part of it'} is not installed. "
             "Run: pip install 'hfshard[sign]'"
         ) from error
 

@@ -100,7 +100,7 @@ def sign_checkpoint(
         links = [name for name in listing.names if os.path.islink(os.path.join(directory, name))]
         if links:
             raise SignatureError(
-                f"'{directory}' holds links ({shorten_list(links, _SHOWN_LINKS, quote=True)}), which model_signing "
+                f"'{directory}' has links ({shorten_list(links, _SHOWN_LINKS, quote=True)}), which model_signing "
                 "refuses to verify. Sign a copy: hfshard reshard, or hfshard pull REPO DIR.",
                 path=os.path.join(directory, links[0]),
             )
@@ -125,21 +125,23 @@ def _signer(
 ) -> Any:
     """Return a function that sets the signer of the library's `signing.Config`."""
     if (private_key is None) == (sigstore is None):
-        raise InvalidArgumentError("Give a private_key, or sigstore={...}: one of them says who signs.")
+        raise InvalidArgumentError("Pass exactly one of private_key or sigstore={...} to name the signer.")
     if sigstore is not None:
         if signing_certificate is not None or certificate_chain or password is not None:
-            raise InvalidArgumentError("sigstore brings its own certificate: leave out the others.")
+            raise InvalidArgumentError(
+                "sigstore has its own certificate. Leave out signing_certificate, certificate_chain and password."
+            )
         return lambda config: config.use_sigstore_signer(**sigstore)
     assert private_key is not None
     key = existing_file(private_key, "private_key")
     if signing_certificate is None:
         if certificate_chain:
-            raise InvalidArgumentError("certificate_chain is that of a signing_certificate, which is missing.")
+            raise InvalidArgumentError("certificate_chain requires signing_certificate. Pass both.")
         # The library passes it to cryptography, which takes bytes, despite the library's annotation.
         secret: Any = None if password is None else password.encode()
         return lambda config: config.use_elliptic_key_signer(private_key=key, password=secret)
     if password is not None:
-        raise InvalidArgumentError("model-signing takes no password for the key of a certificate: decrypt the key.")
+        raise InvalidArgumentError("model-signing takes no password for a certificate's key. Decrypt the key.")
     certificate = existing_file(signing_certificate, "signing_certificate")
     # The library requires at least one, and the certificate itself adds no trust.
     chain = [existing_file(one, "certificate_chain") for one in certificate_chain] or [certificate]
@@ -152,20 +154,20 @@ def _directory_to_sign(path: str | os.PathLike[str]) -> str:
     directory = absolute_path(path)
     if is_store_address(directory):
         raise InvalidArgumentError(
-            f"'{directory}' is in a store, and only what is on a disk can be signed. Run: hfshard pull {directory} DIR",
+            f"'{directory}' is in a store, but only files on disk can be signed. Run: hfshard pull {directory} DIR",
             path=directory,
         )
     if os.path.isfile(directory):
         raise InvalidArgumentError(
-            f"'{directory}' is a file: a signature is that of a directory. Give '{os.path.dirname(directory)}'.",
+            f"'{directory}' is a file, but only directories can be signed. Pass '{os.path.dirname(directory)}'.",
             path=directory,
         )
     if not os.path.isdir(directory):
         raise directory_not_found(directory)
     if find_enclosing_hub(directory) is not None:
         raise InvalidArgumentError(
-            f"'{directory}' is or lies in a directory hub, whose commits don't change. Sign the directory that is "
-            "pushed, and push it: the signature goes along.",
+            f"'{directory}' is part of a directory hub, whose commits do not change. Sign the directory that is "
+            "pushed, and push it: the signature is pushed along with it.",
             path=directory,
         )
     return directory

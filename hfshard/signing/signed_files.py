@@ -87,17 +87,17 @@ def list_files(directory: str, *, takes_debris: bool = False) -> SignableFiles:
         if not os.path.isfile(path):
             raise SignatureError(
                 f"'{path}' is a broken link, a link to a folder, a pipe or a device, which no signature can cover. "
-                "Remove it, or put a file in its place.",
+                "Remove it, or replace it with a file.",
                 path=path,
             )
         if not name.isprintable():
-            raise SignatureError(f"The name of {path!r} can't be printed. Rename the file.", path=path)
+            raise SignatureError(f"The name of {path!r} is not printable. Rename the file.", path=path)
     return SignableFiles(tuple(sorted(names)), tuple(sorted(left_out)))
 
 
 def _reject_unlisted(error: OSError) -> None:
     raise SignatureError(
-        f"'{error.filename}' can't be listed: {error.strerror}. Make it readable, or remove it.", path=error.filename
+        f"Cannot list '{error.filename}': {error.strerror}. Make it readable, or remove it.", path=error.filename
     ) from error
 
 
@@ -187,8 +187,8 @@ class OpenWeights:
                 now = status_identity(os.fstat(fd))
             if now != before:
                 raise CheckpointChangedError(
-                    f"'{file.path}' was touched after its signature had been checked, so that what was loaded need not "
-                    "be what was signed. Load it again when nothing changes it.",
+                    f"'{file.path}' was changed after its signature was checked, so what was loaded may not be what "
+                    "was signed. Retry when nothing changes it.",
                     path=file.path,
                 )
 

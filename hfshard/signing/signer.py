@@ -41,7 +41,8 @@ class SignedBy:
         kinds = [self.public_key is not None, bool(self.certificate_chain), self.identity is not None]
         if sum(kinds) != 1 or (self.identity is None) != (self.oidc_issuer is None):
             raise InvalidArgumentError(
-                "Who must have signed is said by one of public_key, certificate_chain, or identity with oidc_issuer."
+                "Pass exactly one of public_key, certificate_chain, or identity with oidc_issuer to name the "
+                "required signer."
             )
         if isinstance(self.certificate_chain, str | os.PathLike):
             object.__setattr__(self, "certificate_chain", [self.certificate_chain])
@@ -59,7 +60,7 @@ class SignedBy:
             return value
         if not isinstance(value, str | os.PathLike):
             raise InvalidArgumentError(
-                f"public_key must be the file of a public key, or a hfshard.signing.SignedBy, got {value!r:.200}."
+                f"public_key must be a public key file or a hfshard.signing.SignedBy, got {value!r:.200}."
             )
         return cls(public_key=value)
 

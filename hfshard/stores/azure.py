@@ -98,14 +98,14 @@ def connect(container: str) -> Connection:
 def _settings(address: str) -> AzureConfig:
     """Build the settings from the connection string, or from the separate variables if there is none."""
     if read_variable(_IDENTITY_HEADER) != os.environ.get(_IDENTITY_HEADER, ""):
-        raise StoreAccessError(f"The environment variable {_IDENTITY_HEADER} has a blank at its ends. Remove it.")
+        raise StoreAccessError(f"The environment variable {_IDENTITY_HEADER} has blanks at its ends. Remove them.")
     given = _connection_string(*_find("connection_string"))
     suffix = given.get("endpointsuffix", "core.windows.net")
     endpoint = given.get("blobendpoint", "") or _variable("service_endpoint")
     account = given.get("accountname", "") or _variable("account") or read_variable("AZURE_STORAGE_ACCOUNT_NAME")
     account = account or _account_of(endpoint)
     if not account and not os.environ.get("AZURE_STORAGE_USE_EMULATOR"):
-        raise StoreAccessError(f"No storage account is named for {address}. {SERVICE.log_in}", path=address)
+        raise StoreAccessError(f"No storage account is set for {address}. {SERVICE.log_in}", path=address)
     if not endpoint and "endpointsuffix" in given:
         endpoint = f"{given.get('defaultendpointsprotocol', 'https')}://{account}.blob.{suffix}"
     key = given.get("accountkey", "") or (_variable("key") if not given else "")

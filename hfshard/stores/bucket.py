@@ -156,8 +156,7 @@ class BucketStore:
 
     def _changed(self, found: StoredObject) -> CheckpointChangedError:
         return CheckpointChangedError(
-            f"'{self.address.joined(found.name)}' is no longer what it was when it was listed: somebody has replaced "
-            "or deleted it. Load it again.",
+            f"'{self.address.joined(found.name)}' was replaced or deleted after it was listed. Load it again.",
             path=str(self.address.joined(found.name)),
             expected=found.etag,
         )
@@ -187,7 +186,8 @@ class BucketWriter:
         """Finish sending all bytes to the storage; the object has no name yet."""
         if self._written != self._size:
             raise StoreError(
-                f"'{self._store.address.joined(self._name)}' was to have {self._size} bytes and got {self._written}.",
+                f"'{self._store.address.joined(self._name)}' was declared with {self._size} bytes, got "
+                f"{self._written}. Retry the save; if it happens again, report a bug.",
                 expected=self._size,
                 actual=self._written,
             )
@@ -347,11 +347,11 @@ def translate_bucket_errors(address: StoreAddress) -> Iterator[None]:
     except HfshardError:
         raise
     except HFValidationError as error:
-        raise InvalidPathError(f"'{address}' can't be the address of a bucket: {error}", path=str(address)) from error
+        raise InvalidPathError(f"'{address}' is not a valid bucket address: {error}", path=str(address)) from error
     except OfflineModeIsEnabled as error:
         hide_secrets(error)
         raise StoreConnectionError(
-            f"'{address}' can't be reached: offline mode is on. Unset {offline_variable()} to use the network.",
+            f"Cannot reach '{address}': offline mode is on. Unset {offline_variable()} to use the network.",
             path=str(address),
         ) from error
     except HfHubHTTPError as error:
@@ -365,8 +365,9 @@ def translate_bucket_errors(address: StoreAddress) -> Iterator[None]:
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         hide_secrets(error)
         raise StoreConnectionError(
-            f"The answer of {shown_endpoint()} is not that of a Hub with buckets ({type(error).__name__}): it may "
-            "come from a login page of the network or a proxy, or HF_ENDPOINT is wrong. Open the address in a browser.",
+            f"The response of {shown_endpoint()} is not that of a Hub with buckets ({type(error).__name__}): it may "
+            "come from a login page of the network or a proxy, or HF_ENDPOINT is wrong. Open the address in a "
+            "browser.",
             path=str(address),
         ) from error
 
@@ -375,31 +376,30 @@ def _of_answer(error: HfHubHTTPError, address: StoreAddress) -> StoreError:
     status, used = status_of(error), describe_token(None)
     about: dict[str, Any] = {"path": str(address), "actual": status}
     said = _masked(error.server_message or "")
-    said = f" The Hub said: {said}." if said else ""
+    said = f" The response was: {said}." if said else ""
     if isinstance(error, BucketBatchError) and error.failures:
         reasons = [f"'{failure.get('path')}': {_masked(str(failure.get('error')))}" for failure in error.failures]
-        return StoreError(
-            f"The Hub did not do all that '{address}' was to get: {shorten_list(reasons, _SHOWN)}.", **about
-        )
+        return StoreError(f"The Hub did not make all changes to '{address}': {shorten_list(reasons, _SHOWN)}.", **about)
     if isinstance(error, BucketNotFoundError):
         kind = StoreAccessError if status == _NO_RIGHT[0] else StoreNotFoundError
         return kind(
-            f"There is no bucket '{address.bucket}' on {shown_endpoint()}, or it is private and may not be seen with "
-            f"{used}. Check the address '{address}'; to make the bucket, run: hf buckets create {address.bucket}; to "
-            f"see whose token it is: hf auth whoami.{said}",
+            f"There is no bucket '{address.bucket}' on {shown_endpoint()}, or it is private and not visible with "
+            f"{used}. Check the address '{address}'; to create the bucket, run: hf buckets create {address.bucket}; "
+            f"to see whose token it is: hf auth whoami.{said}",
             **about,
         )
     if status in _NO_RIGHT:
-        what = "does not know" if status == _NO_RIGHT[0] else "does not allow that to"
+        what = "did not authenticate the request with" if status == _NO_RIGHT[0] else "denied the request with"
         return StoreAccessError(
             f"{shown_endpoint()} {what} {used} (HTTP {status}, for '{address}').{said} {_LOGIN}", **about
         )
     if is_transient_error(error):
         return StoreConnectionError(
-            f"{shown_endpoint()} could not answer for '{address}' (HTTP {status}).{said} Run it again later.", **about
+            f"{shown_endpoint()} could not handle the request for '{address}' (HTTP {status}).{said} Try again later.",
+            **about,
         )
     return StoreError(
-        f"{shown_endpoint()} answered HTTP {status} for '{address}'.{said or f' {_masked(str(error))}.'}", **about
+        f"{shown_endpoint()} returned HTTP {status} for '{address}'.{said or f' {_masked(str(error))}.'}", **about
     )
 
 
@@ -407,17 +407,18 @@ def _of_storage(error: XetFailedError, address: StoreAddress) -> StoreError:
     message = _masked(str(error))
     if error.kind == "access":
         return StoreAccessError(
-            f"The Xet storage of '{address}' refused {describe_token(None)}: {message}. {_LOGIN}", path=str(address)
+            f"The Xet storage of '{address}' denied the request with {describe_token(None)}: {message}. {_LOGIN}",
+            path=str(address),
         )
     if error.kind == "connection":
         return _unreachable(address, message)
-    return StoreError(f"The Xet storage of '{address}' failed: {message}. Run it again.", path=str(address))
+    return StoreError(f"The Xet storage of '{address}' failed: {message}. Try again.", path=str(address))
 
 
 def _unreachable(address: StoreAddress, problem: str) -> StoreConnectionError:
     return StoreConnectionError(
-        f"The connection to {shown_endpoint()} or its storage failed for '{address}': {_masked(problem)}. "
-        "Check the network, and run it again.",
+        f"The connection to {shown_endpoint()} or its storage failed for '{address}': {_masked(problem)}. Check the "
+        "network and try again.",
         path=str(address),
     )
 

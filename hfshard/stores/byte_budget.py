@@ -51,7 +51,7 @@ def _asked_bytes() -> int | None:
         raise InvalidArgumentError(f"The environment variable {MEMORY_VARIABLE}: {error}", actual=text) from error
     if size < _LEAST_BYTES:
         raise InvalidArgumentError(
-            f"The environment variable {MEMORY_VARIABLE} is {text}: transfers to a store need at least 32MiB.",
+            f"The environment variable {MEMORY_VARIABLE} must be at least 32MiB for transfers to a store, got {text}.",
             expected=_LEAST_BYTES,
             actual=size,
         )

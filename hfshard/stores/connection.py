@@ -131,8 +131,8 @@ class Connection:
             _user = os.getpid()
         elif _user != os.getpid():
             raise StoreError(
-                f"{self.address} can't be reached from a process that was forked from one that had used a store: the "
-                "client's threads are not in it. Start such processes by 'spawn' or 'forkserver'."
+                f"Cannot reach {self.address} from a process that was forked from one that had used a store: it "
+                "lacks the client's threads. Start such processes with 'spawn' or 'forkserver'."
             )
 
 
@@ -175,7 +175,7 @@ def make_clients(
         uploads = make({**common, "timeout": _UPLOAD_STALLS * stall}, retries)
     except (BaseError, ValueError):  # without its message, which may contain a key
         raise StoreAccessError(
-            f"The settings for {address} can't be used: a key, an endpoint or a certificate among them is not valid. "
+            f"Cannot use the settings for {address}: a key, an endpoint or a certificate is not valid. "
             f"{service.log_in}",
             path=address,
         ) from None
@@ -193,14 +193,14 @@ def refusal(service: Service, bucket: str, where: str, failure: Failure) -> Stor
     """
     if failure.no_bucket:
         return StoreNotFoundError(
-            f"There is no {bucket}, or these credentials may not see it. Check the name, or make it with "
+            f"There is no {bucket}, or it is not visible with these credentials. Check the name, or create it with "
             f"'{service.make_bucket.format(bucket, bucket.partition('://')[2])}'.",
             path=where,
         )
     if failure.clock_is_off:
         return StoreAccessError(
-            f"{service.title} refuses requests for {where}: this machine's clock is too far off. Set it, such as with "
-            "'timedatectl set-ntp true'.",
+            f"{service.title} refused the request for {where}: this machine's clock is too far off. Set it, for "
+            "example with 'timedatectl set-ntp true'.",
             path=where,
         )
     if failure.no_credentials:
@@ -210,34 +210,37 @@ def refusal(service: Service, bucket: str, where: str, failure: Failure) -> Stor
     said = ", ".join(str(word) for word in (failure.status, failure.code, failure.message) if word)
     if failure.code in _UNKNOWN_KEY or failure.status == 401:
         return StoreAccessError(
-            f"{service.title} does not accept the credentials for {where} ({said}). Look whose they are with "
+            f"{service.title} did not accept the credentials for {where} ({said}). Check whose they are with "
             f"'{service.identity_hint}'. {service.log_in}",
             path=where,
         )
     if failure.status == 403 or failure.code in _FORBIDDEN:
         return StoreAccessError(
-            f"{service.title} does not permit this request for {where} ({said}). Loading and saving need "
-            f"{service.permissions}; '{service.identity_hint}' shows who asked.",
+            f"{service.title} denied the request for {where} ({said}). Loading and saving require "
+            f"{service.permissions}; '{service.identity_hint}' shows whose credentials were used.",
             path=where,
         )
     if failure.wrong_region:
         own = failure.region or "its own ('aws s3api head-bucket' shows it)"
         return StoreError(f"{bucket} is in another region. Set AWS_REGION to {own}.", path=where)
     if failure.transport:
-        how = {"Connect": "can't be reached", "Timeout": "stopped answering"}.get(failure.transport, "broke off")
+        how = {"Connect": "could not be reached", "Timeout": "stopped responding"}.get(
+            failure.transport, "dropped the connection"
+        )
         return StoreConnectionError(
-            f"{service.title} {how} while it was asked for {where}. Check the network and endpoint, then try again.",
+            f"{service.title} {how} during a request for {where}. Check the network and endpoint, then try again.",
             path=where,
         )
     if failure.is_unknown_checksum and service.other_checksums:
         return StoreError(
-            f"The service of {where} does not know the checksum that hfshard sends ({said}). {service.other_checksums}",
+            f"The service of {where} does not support the checksum that hfshard sends ({said}). "
+            f"{service.other_checksums}",
             path=where,
         )
     if failure.is_unknown_request:
         return StoreError(
-            f"The service of {where} does not know this request ({said}), so that trying again does not help. Check "
-            f"that its endpoint speaks {service.title}; then update the service, or use another one.",
+            f"The service of {where} does not support this request ({said}), so retrying will not help. Check that "
+            f"its endpoint supports {service.title}; then update the service, or use another one.",
             path=where,
         )
     advice = "Rename or remove it" if "with invalid path" in failure.message else "Try again later"
@@ -492,7 +495,7 @@ def check_text(text: str, source: str) -> None:
     if at is not None:
         raise StoreAccessError(
             f"{source} has the control character {text[at]!r} (character {at + 1} of {len(text)}), which no request "
-            "can have. Set it to the plain value, without newlines."
+            "can contain. Set it to the plain value, without newlines."
         )
 
 
@@ -513,7 +516,7 @@ def client_settings(variables: Mapping[str, str]) -> dict[str, str]:
         text = read_variable(name)
         if text != os.environ.get(name, ""):
             if not text:
-                raise StoreAccessError(f"The environment variable {name} has nothing but blanks. Set it, or unset it.")
+                raise StoreAccessError(f"The environment variable {name} has only blanks. Set it, or unset it.")
             settings[setting] = text
     return settings
 

@@ -125,8 +125,8 @@ def _provider(file: Path, address: str) -> Any:
         return GoogleCredentialProvider()
     except ImportError as error:
         raise StoreAccessError(
-            f"The credentials for {address} in '{file}' are of the type {_type_of(file)!r}, which needs Google's own "
-            "library: pip install google-auth requests",
+            f"The credentials for {address} in '{file}' are of the type {_type_of(file)!r}, which requires Google's "
+            "own library. Run: pip install google-auth requests",
             path=address,
         ) from error
 
@@ -136,7 +136,7 @@ def _type_of(file: Path) -> str:
         kind = json.loads(file.read_bytes())["type"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise StoreAccessError(
-            f"The file of credentials '{file}' can't be read: {type(error).__name__}. {SERVICE.log_in}", path=str(file)
+            f"Cannot read the credentials file '{file}': {type(error).__name__}. {SERVICE.log_in}", path=str(file)
         ) from None
     return str(kind)
 
@@ -164,7 +164,7 @@ class _XmlCalls:
                 from google.auth.exceptions import GoogleAuthError
                 from obstore.auth.google import GoogleCredentialProvider
             except ImportError as error:
-                _LOG.info("Unfinished uploads in gs://%s are not looked for: %s", self._bucket, error)
+                _LOG.info("Not searching gs://%s for unfinished uploads: %s", self._bucket, error)
                 return False
             try:
                 given = GoogleCredentialProvider()()
@@ -185,7 +185,7 @@ class _XmlCalls:
                 return False
             answer = self._ask("POST", "?delete", body)
         except StoreError as error:  # obstore has a token of its own
-            _LOG.info("Objects in gs://%s are deleted one by one: %s", self._bucket, error)
+            _LOG.info("Deleting objects in gs://%s one by one: %s", self._bucket, error)
             return False
         return len(_DELETED.findall(answer)) == len(keys)
 

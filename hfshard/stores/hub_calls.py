@@ -61,15 +61,15 @@ def describe_token(token: str | bool | None) -> str:
     if isinstance(token, str):
         return f"the token {_masked(token)} that was passed"
     if token is False:
-        return "no token, as token=False was passed"
+        return "no token, because token=False was passed"
     found = get_token()
     if found is None:
-        return "no token, as none is saved or in HF_TOKEN"
+        return "no token, because none is saved or in HF_TOKEN"
     shown = _masked(found)
     for variable in _TOKEN_VARIABLES:
         if _clean(os.environ.get(variable, "")) == found:
-            return f"the token {shown} of the environment variable {variable}"
-    return f"the token {shown} that is saved in '{constants.HF_TOKEN_PATH}'"
+            return f"the token {shown} from the environment variable {variable}"
+    return f"the token {shown} saved in '{constants.HF_TOKEN_PATH}'"
 
 
 def check_settings(token: str | bool | None, access_error: type[HfshardError]) -> None:
@@ -86,20 +86,20 @@ def check_settings(token: str | bool | None, access_error: type[HfshardError]) -
     """
     if isinstance(token, str) and (_is_no_token(token) or token != token.strip()):
         raise access_error(
-            "The token that was passed is empty, or has blanks, a newline or other signs that no token has. "
+            "The token that was passed is empty, or has blanks, a newline or other characters that no token has. "
             "Strip it where you read it."
         )
     if token is not False and not isinstance(token, str):
         variable = next((name for name in _TOKEN_VARIABLES if os.environ.get(name)), None)
         if variable is not None and (kept := _clean(os.environ[variable])) and _is_no_token(kept):
             raise access_error(
-                f"The environment variable {variable} has a control character or a letter that is not ASCII, as no "
-                "token has. Set it to the plain token."
+                f"The environment variable {variable} has a control character or a non-ASCII letter, which no token "
+                "has. Set it to the plain token."
             )
     endpoint = constants.ENDPOINT
     if any(sign.isspace() or not sign.isprintable() for sign in endpoint) or "://" not in endpoint:
         raise access_error(
-            "The environment variable HF_ENDPOINT is no plain URL: it has blanks or a newline, or no http:// or "
+            "The environment variable HF_ENDPOINT is not a valid URL: it has blanks or a newline, or no http:// or "
             "https:// before its host. Set it to one such as https://huggingface.co before Python starts."
         )
 
@@ -168,7 +168,7 @@ def wait_and_retry(attempt: int, error: BaseException, what: str) -> None:
     if isinstance(error, HfHubHTTPError):
         wait_seconds = max(wait_seconds, retry_after(error.response) or 0.0)
     problem = without_url_secrets(str(error))
-    logger.warning("%s (%s); trying again in %g s, attempt %d of %d.", what, problem, wait_seconds, attempt, ATTEMPTS)
+    logger.warning("%s (%s); retrying in %g s, attempt %d of %d.", what, problem, wait_seconds, attempt, ATTEMPTS)
     sleep_unless_cancelled(wait_seconds)
 
 

@@ -112,7 +112,7 @@ class ObjectStore:
                     filled += len(block)
                     patience.reset()
                 if filled < len(target):
-                    raise StoreConnectionError(f"The answer for '{self._at(found.name)}' was too short. Try again.")
+                    raise StoreConnectionError(f"The response for '{self._at(found.name)}' was too short. Try again.")
             except OBSTORE_ERRORS as error:
                 failure = read_failure(error)
                 if not patience.wait_after(failure):
@@ -219,9 +219,11 @@ class ObjectStore:
             return self._refused(failure, name)
         where = self._at(name)
         if failure.differs:
-            return ChangedObjectError(f"'{where}' is locked, or was changed meanwhile ({failure.code}).", path=where)
+            return ChangedObjectError(
+                f"'{where}' is locked, or another writer changed it ({failure.code}).", path=where
+            )
         if failure.missing:
-            return MissingObjectError(f"'{where}' is not there.", path=where)
+            return MissingObjectError(f"'{where}' does not exist.", path=where)
         return self._refused(failure, name)
 
     def _refused(self, failure: Failure, name: str) -> StoreError:
@@ -229,7 +231,7 @@ class ObjectStore:
 
     def _changed(self, name: str) -> CheckpointChangedError:
         return CheckpointChangedError(
-            f"'{self._at(name)}' was replaced or deleted while it was read. Load again.", path=self._at(name)
+            f"'{self._at(name)}' was replaced or deleted while it was read. Load it again.", path=self._at(name)
         )
 
     def _unreadable(self, found: StoredObject, failure: Failure) -> HfshardError:
@@ -355,7 +357,11 @@ class Upload:
         """Send the next bytes; see `ObjectWriter`."""
         rest = block.cast("B") if block.ndim != 1 or block.format != "B" else block
         if self._written + len(rest) > self._size:
-            raise StoreError(f"'{self._name}' was to have {self._size} bytes and got more.", path=self._name)
+            raise StoreError(
+                f"'{self._name}' was declared with {self._size} bytes, got more. Retry the save; if it happens "
+                "again, report a bug.",
+                path=self._name,
+            )
         while len(rest):
             self._check()
             if self._buffer is None:
@@ -374,7 +380,8 @@ class Upload:
         try:
             if self._written != self._size:
                 raise StoreError(
-                    f"'{self._name}' was to have {self._size} bytes and got {self._written}. Nothing was put.",
+                    f"'{self._name}' was declared with {self._size} bytes, got {self._written}. Nothing was stored. "
+                    "Retry the save; if it happens again, report a bug.",
                     path=self._name,
                 )
             if self._thread is None:
@@ -406,7 +413,7 @@ class Upload:
     def _check(self) -> None:
         self._connection.check_process()
         if self._over:
-            raise StoreError(f"'{self._name}' was finished or given up already.", path=self._name)
+            raise StoreError(f"'{self._name}' was already finished or aborted.", path=self._name)
         if self._error is not None:
             raise self._failed(self._error)
 
@@ -429,18 +436,18 @@ class Upload:
             raise self._failed(self._error)
         etag = self._result["e_tag"] if self._result else None
         if etag is None:
-            raise StoreError(f"'{self._name}': the upload ended without saying how.", path=self._name)
+            raise StoreError(f"'{self._name}': the upload ended without a result.", path=self._name)
         return StoredObject(self._name, self._size, etag.strip('"'))
 
     def _failed(self, error: BaseException) -> HfshardError:
         """Build the error to raise, with a separate one if the upload itself is gone."""
         if not isinstance(error, OBSTORE_ERRORS):
-            return StoreError(f"'{self._name}' was not put: {type(error).__name__}: {error}", path=self._name)
+            return StoreError(f"'{self._name}' was not stored: {type(error).__name__}: {error}", path=self._name)
         failure = read_failure(error)
         if failure.missing and not failure.no_bucket:
             return StoreError(
-                f"The unfinished upload of '{self._name}' was removed, as a save does once it is committed: somebody "
-                "else saved here meanwhile. Nothing was put.",
+                f"The unfinished upload of '{self._name}' was removed by another save, which committed first. "
+                "Nothing was stored.",
                 path=self._name,
             )
         return self._refused(error)

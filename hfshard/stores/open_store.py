@@ -33,7 +33,7 @@ def open_store(address: str | StoreAddress) -> Store:
         if (error.name or "").partition(".")[0] == "hfshard":
             raise
         raise StoreError(
-            f"{place} needs the package {error.name!r}, which is not installed: pip install 'hfshard[stores]'",
+            f"{place} requires the package {error.name!r}, which is not installed. Run: pip install 'hfshard[stores]'",
             path=str(place),
         ) from error
     return ObjectStore(place)

@@ -45,5 +45,5 @@ def _seconds(variable: str, default: float) -> float:
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds < 1e6:
-        raise InvalidArgumentError(f"{variable}={wanted!r} is not a number of seconds. Give one, such as 60.")
+        raise InvalidArgumentError(f"{variable} must be a number of seconds, such as 60, got {wanted!r}.")
     return seconds

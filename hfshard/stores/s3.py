@@ -56,7 +56,7 @@ SERVICE: Final = Service(
     make_bucket="aws s3 mb {0}",
     other_checksums=(
         "Set AWS_REQUEST_CHECKSUM_CALCULATION=when_required, or request_checksum_calculation in ~/.aws/config: then "
-        "the signature has SHA-256 in place of CRC-64/NVME."
+        "the signature has SHA-256 instead of CRC-64/NVME."
     ),
 )
 
@@ -89,7 +89,7 @@ class _Credentials:
     def __call__(self) -> S3Credential:
         frozen = self._found.get_frozen_credentials()
         for text in (frozen.access_key, frozen.secret_key, frozen.token or ""):
-            check_text(text, f"A credential of S3 that botocore found (by {self._found.method!r})")
+            check_text(text, f"An S3 credential that botocore found (by {self._found.method!r})")
         return {
             "access_key_id": frozen.access_key,
             "secret_access_key": frozen.secret_key,
@@ -114,7 +114,7 @@ def connect(bucket: str) -> Connection:
         if own is None or own == client.meta.region_name:
             return None
         asked = client.meta.region_name
-        _LOG.info("s3://%s is in %s, not in %s. AWS_REGION=%s saves looking for it.", bucket, own, asked, own)
+        _LOG.info("s3://%s is in %s, not in %s. Set AWS_REGION=%s to skip this lookup.", bucket, own, asked, own)
         return _connect(bucket, *_session_of(bucket, own))
 
     found.elsewhere = elsewhere
@@ -174,12 +174,12 @@ def _session_of(bucket: str, region: str | None) -> tuple[Any, _Credentials | No
         raise
     except BotoCoreError as error:
         raise StoreAccessError(
-            f"The credentials for {address} can't be used: {_said(error)}. {SERVICE.log_in}", path=address
+            f"Cannot use the credentials for {address}: {_said(error)}. {SERVICE.log_in}", path=address
         ) from None
     except (ValueError, OSError) as error:  # an endpoint without "https://", a missing bundle
         raise StoreAccessError(
-            f"The settings for {address} can't be used: {_said(error)}. Look into AWS_ENDPOINT_URL, AWS_CA_BUNDLE and "
-            "the configuration of the aws command line.",
+            f"Cannot use the settings for {address}: {_said(error)}. Check AWS_ENDPOINT_URL, AWS_CA_BUNDLE and the "
+            "configuration of the aws command line.",
             path=address,
         ) from None
 
@@ -278,7 +278,7 @@ def _copy_pinned(client: Any, bucket: str, key: str, etag: str, size: int, targe
             return None
         raise _refused(bucket, key, error) from None
     except BotoCoreError as error:
-        raise StoreConnectionError(f"The copy of s3://{bucket}/{key} broke off: {_said(error)}") from None
+        raise StoreConnectionError(f"The copy of s3://{bucket}/{key} failed: {_said(error)}") from None
     return made.strip('"')
 
 
@@ -288,7 +288,7 @@ def _copy_in_parts(client: Any, bucket: str, key: str, etag: str, size: int, tar
 
     def copy_part(number: int, cancelled: threading.Event) -> dict[str, Any]:
         if cancelled.is_set():
-            raise InterruptedError("another part failed, or Ctrl-C came")
+            raise InterruptedError("another part failed, or Ctrl-C was pressed")
         begin = (number - 1) * COPIED_PART
         made = client.upload_part_copy(
             **copied,
@@ -308,7 +308,7 @@ def _copy_in_parts(client: Any, bucket: str, key: str, etag: str, size: int, tar
         try:
             client.abort_multipart_upload(**copied, UploadId=upload)
         except (ClientError, BotoCoreError) as error:  # the first error is more useful
-            _LOG.warning("The unfinished copy s3://%s/%s could not be removed: %s", bucket, target, _said(error))
+            _LOG.warning("The unfinished copy s3://%s/%s could not be deleted: %s", bucket, target, _said(error))
         raise
     return str(answer["ETag"])
 
@@ -325,7 +325,7 @@ def _sweep(client: Any, bucket: str, prefix: str, is_left: Callable[[str], bool]
     except ClientError as error:
         raise _refused(bucket, prefix, error) from None
     except BotoCoreError as error:
-        raise StoreError(f"The unfinished uploads of s3://{bucket}/{prefix} can't be listed: {_said(error)}") from None
+        raise StoreError(f"Cannot list the unfinished uploads of s3://{bucket}/{prefix}: {_said(error)}") from None
     return swept
 
 

@@ -77,7 +77,7 @@ def _new_session(memory_bytes: int) -> Any:
     most = session_limits(memory_bytes)
     known = most.keys() & set(config.keys())
     if known != most.keys():
-        logger.warning("hf_xet does not know %s: it may take more memory.", sorted(most.keys() - known))
+        logger.warning("hf_xet does not support %s, so it may use more memory.", sorted(most.keys() - known))
     limited = {name: min(most[name], config.get(name)) for name in known}
     return hf_xet.XetSession(config.with_config(limited))
 
@@ -124,7 +124,7 @@ def interruptible(call: Callable[[], _Answer], cancel: Callable[[], object]) -> 
         # With a timeout in the main thread too: it can miss a signal that woke another thread.
         while not wait([future], _LOOK_SECONDS).done:
             if cancelled is not None and cancelled.is_set():
-                raise InterruptedError("another item failed, or Ctrl-C came")
+                raise InterruptedError("another item failed, or Ctrl-C was pressed")
         return future.result()
     except BaseException:
         if not future.done():
@@ -423,8 +423,8 @@ def _fill(group: Any, file: tuple[str, int], begin: int, target: _Target) -> Non
             if target.filled == before or failure_kind(error) != "connection":
                 raise
             logger.info(
-                "A stream from Xet broke off after %d bytes: %s", target.filled, without_url_secrets(str(error))
+                "A Xet stream was interrupted after %d bytes: %s", target.filled, without_url_secrets(str(error))
             )
         fruitless = fruitless + 1 if target.filled == before else 0
         if fruitless == _FRUITLESS_STREAMS:
-            raise RuntimeError(f"its streams end after {before} of {target.size} bytes, and do not say why")
+            raise RuntimeError(f"its streams ended after {before} of {target.size} bytes without an error")

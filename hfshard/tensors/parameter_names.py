@@ -215,7 +215,7 @@ class KeyMismatch:
         if not (nothing or self.mismatched or (strict and (self.missing or self.unexpected))):
             return
         raise StateDictMismatchError(
-            f"The checkpoint '{path}' does not fit the model, and nothing was loaded: {self.summary()}. "
+            f"The checkpoint '{path}' does not fit the model: {self.summary()}. Nothing was loaded. "
             + ("Pass strict=False to load what fits, or " if strict and not (nothing or self.mismatched) else "Please ")
             + f"compare the names with: hfshard inspect --tensors {path}",
             path=path,

@@ -66,8 +66,8 @@ def reject_freed(model_state: Mapping[str, Any]) -> None:
     for name, tensor in model_state.items():
         if is_torch_tensor_type(tensor) and tensor.layout is torch.strided and not fits_its_storage(tensor):
             raise InvalidArgumentError(
-                f"Can't load into '{name}' of the model: its memory was freed, its storage has only "
-                f"{tensor.untyped_storage().nbytes()} bytes. Give it memory first, or build the model anew.",
+                f"Cannot load into '{name}' of the model: its memory was freed, and its storage has only "
+                f"{tensor.untyped_storage().nbytes()} bytes. Give it memory first, or build the model again.",
                 fqn=name,
             )
 
@@ -108,8 +108,8 @@ def _reject_meta(model: nn.Module, names: Iterable[str]) -> None:
     name = next((name for name in names if getattr(state.get(name), "is_meta", False)), None)
     if name is not None:
         raise InvalidArgumentError(
-            f"'{name}' of the model is on the meta device after it was loaded: its module loads it by a method of its "
-            "own, which does not replace tensors. Give the model memory first: model.to_empty(device='cpu').",
+            f"'{name}' of the model is on the meta device after it was loaded: its module loads it with its own "
+            "method, which does not replace tensors. Give the model memory first: model.to_empty(device='cpu').",
             fqn=name,
         )
 
@@ -224,8 +224,8 @@ def reject_offloaded(model: nn.Module) -> None:
     name = next((name for name, _, _ in _offloaded(model)), None)
     if name is not None:
         raise InvalidArgumentError(
-            f"Can't load into '{name}' of the model: accelerate has offloaded it, and would go on with the old weights."
-            " Load before cpu_offload, disk_offload or dispatch_model is called, or take the hooks away: "
+            f"Cannot load into '{name}' of the model: accelerate has offloaded it, and would keep the old weights. "
+            "Load before cpu_offload, disk_offload or dispatch_model is called, or remove the hooks: "
             "accelerate.hooks.remove_hook_from_submodules(model).",
             fqn=name,
         )
@@ -291,8 +291,8 @@ def reject_sharded_tensors(tensors: Mapping[str, Any]) -> None:
     name = next((name for name, value in tensors.items() if is_sharded_tensor(value)), None)
     if name is not None:
         raise UnstorableTensorError(
-            f"Can't store {name!r}: it is a ShardedTensor of FSDP1. Shard the model by fully_shard instead, or gather "
-            "it first, on every rank: torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
+            f"Cannot store {name!r}: it is a ShardedTensor of FSDP1. Shard the model with fully_shard instead, or "
+            "gather it first, on every rank: torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
             "options=StateDictOptions(full_state_dict=True)).",
             fqn=name,
         )
@@ -325,7 +325,7 @@ _WORDS: Final[dict[Purpose, tuple[type[HfshardError], str, str]]] = {
         "Nothing was loaded. Load before deepspeed.initialize() and outside of deepspeed.zero.Init(). Or gather the "
         "parameters on every rank during the load: with deepspeed.zero.GatheredParameters(list(model.parameters()), "
         "modifier_rank=0): hfshard.load_model(model, path); then, if there is an engine, call "
-        "engine.optimizer.refresh_fp32_params(), or its next step brings the old weights back.",
+        "engine.optimizer.refresh_fp32_params(), or its next step restores the old weights.",
     ),
     "run": (InvalidArgumentError, "save or restore a run with", f"Nothing was changed. {RUN_REMEDY}"),
 }

@@ -103,7 +103,7 @@ def check_storable(name: str, value: Any) -> None:
     """
     problem = _problem(name, value)
     if problem is not None:
-        raise UnstorableTensorError(f"Can't store {name!r}: {problem}", fqn=str(name))
+        raise UnstorableTensorError(f"Cannot store {name!r}: {problem}", fqn=str(name))
 
 
 def is_plain_tensor(value: Any, name: Any) -> TypeGuard[torch.Tensor]:
@@ -345,9 +345,9 @@ def _problem(name: Any, value: Any) -> str | None:
         return None
     if not isinstance(value, torch.Tensor):
         kind = type(value).__name__
-        return f"it is a {kind}, not a tensor. Take it out of the state dict, or make it a tensor."
+        return f"it is a {kind}, not a tensor. Remove it from the state dict, or convert it to a tensor."
     if value.device.type == "meta":
-        return "it is on the meta device and has no data. Load or initialise the model first."
+        return "it is on the meta device and has no data. Load or initialize the model first."
     if (problem := unsupported_layout_reason(value.layout, is_nested=value.is_nested)) is not None:
         return problem
     if hasattr(type(value), "__tensor_flatten__") or not _has_memory(value):
@@ -358,7 +358,7 @@ def _problem(name: Any, value: Any) -> str | None:
         has = value.untyped_storage().nbytes()
         return f"its memory was freed: its storage has only {has} bytes. Save it before that, or fill it again."
     if value.dim() > MAX_DIMENSIONS:
-        return f"it has {value.dim()} dimensions, and readers accept at most {MAX_DIMENSIONS}. Reshape it."
+        return f"it has {value.dim()} dimensions, but readers accept at most {MAX_DIMENSIONS}. Reshape it."
     if value.dtype == torch.float4_e2m1fn_x2 and value.dim() == 0:
         return "a 0-d float4 pair has no shape in the format. Reshape it to (1,)."
     return None

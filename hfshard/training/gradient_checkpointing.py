@@ -51,8 +51,8 @@ class GradientCheckpointing:
         covered = [name for name, block in self._blocks.items() if _is_on(block) and _BASE not in vars(type(block))]
         if covered:
             raise InvalidArgumentError(
-                f"Gradient checkpointing of '{covered[0]}' can't be removed: its class has been changed to "
-                f"{type(self._blocks[covered[0]]).__name__}. Remove it before fully_shard() and the like.",
+                f"Cannot remove gradient checkpointing from '{covered[0]}': its class was changed to "
+                f"{type(self._blocks[covered[0]]).__name__}. Remove it before fully_shard() and similar calls.",
                 fqn=covered[0],
             )
         for block in self._blocks.values():
@@ -122,17 +122,17 @@ def _children_with_children(model: nn.Module) -> dict[str, nn.Module]:
     lists = [
         name for name, module in model.named_modules() if name and isinstance(module, nn.ModuleList | nn.Sequential)
     ]
-    hint = f" For example modules='{lists[0]}.*'." if lists else ""
+    hint = f" For example: modules='{lists[0]}.*'." if lists else ""
     if not isinstance(model, nn.Sequential):
         raise InvalidArgumentError(
-            f"A {type(model).__name__} is neither a transformers model nor a Sequential: name the blocks whose "
-            f"activations are to be recomputed, enable_gradient_checkpointing(model, modules=...).{hint}"
+            f"A {type(model).__name__} is neither a transformers model nor a Sequential. Name the blocks to recompute: "
+            f"enable_gradient_checkpointing(model, modules=...).{hint}"
         )
     blocks = {name: child for name, child in model.named_children() if next(child.children(), None) is not None}
     if not blocks:
         raise InvalidArgumentError(
-            "This Sequential has no blocks: each child is a layer alone, whose input would be kept in place of its "
-            "activations, which saves nothing. Group its layers: nn.Sequential(nn.Sequential(...), nn.Sequential(...))."
+            "This Sequential has no blocks: each child is a single layer, and keeping its input instead of its "
+            "activations saves nothing. Group its layers: nn.Sequential(nn.Sequential(...), nn.Sequential(...))."
         )
     return blocks
 
@@ -143,18 +143,20 @@ def _named_blocks(model: nn.Module, patterns: tuple[str, ...]) -> dict[str, nn.M
     chosen: set[str] = set()
     for pattern in patterns:
         if not isinstance(pattern, str):
-            raise InvalidArgumentError(f"modules= takes names such as 'blocks.*', not a {type(pattern).__name__}.")
+            raise InvalidArgumentError(
+                f"modules= must contain names such as 'blocks.*', got a {type(pattern).__name__}."
+            )
         found = {name for name in names if _matches(name, pattern)}
         if not found:
             near = difflib.get_close_matches(pattern, names, n=3)
             hint = f"the nearest names are {', '.join(map(repr, near))}" if near else "see model.named_modules()"
             raise InvalidArgumentError(
-                f"modules= names '{pattern}', and no module of this {type(model).__name__} is called so: {hint}.",
+                f"modules= names '{pattern}', but this {type(model).__name__} has no such module: {hint}.",
                 fqn=pattern,
             )
         chosen |= found
     if not chosen:
-        raise InvalidArgumentError("modules= is empty: name at least one block, such as 'blocks.*'.")
+        raise InvalidArgumentError("modules= is empty. Name at least one block, such as 'blocks.*'.")
     first: dict[int, str] = {}
     for name in names:
         if name in chosen:
@@ -177,14 +179,14 @@ def _check_block(name: str, block: nn.Module, blocks: dict[str, nn.Module]) -> N
     """
     if "forward" in vars(block) or isinstance(block, torch.jit.ScriptModule):
         raise InvalidArgumentError(
-            f"'{name}' ({type(block).__name__}) has a forward of its own, from torch.compile, torch.jit or hooks "
-            "of accelerate: enable gradient checkpointing before those.",
+            f"'{name}' ({type(block).__name__}) has its own forward, from torch.compile, torch.jit or Accelerate's "
+            "hooks. Enable gradient checkpointing before those.",
             fqn=name,
         )
     if type(block).forward is nn.Module.forward:
         raise InvalidArgumentError(
-            f"modules= names '{name}', a {type(block).__name__}, which is never called itself: "
-            f"name what is in it, '{name}.*'.",
+            f"modules= names '{name}', a {type(block).__name__}, which is never called itself. Name its contents: "
+            f"'{name}.*'.",
             fqn=name,
         )
     others = {id(other): other_name for other_name, other in blocks.items()}
@@ -193,8 +195,8 @@ def _check_block(name: str, block: nn.Module, blocks: dict[str, nn.Module]) -> N
         if (inner is not block and (id(inner) in others or _is_on(inner))) or is_layer:
             whole = f"{name}.{inner_name}".rstrip(".")
             raise InvalidArgumentError(
-                f"'{name}' holds '{whole}', which is checkpointed as well: blocks within blocks would be recomputed "
-                "twice. Name one of the two.",
+                f"'{name}' contains '{whole}', which is checkpointed too: nested blocks would be recomputed twice. "
+                "Name only one of them.",
                 fqn=whole,
             )
 
@@ -434,10 +436,10 @@ class StateSnapshot:
         changed += [(words, value) for words, value, copy in self.arrays if not _is_same_state(copy, _copied(value))]
         for words, value in changed:
             raise InvalidArgumentError(
-                f"A block with gradient checkpointing, '{type(self.modules[0]).__name__}', changes its {words} "
-                f"(shape {tuple(value.shape)}) in place when it is called, so the recomputation in the backward "
-                "pass would start from other values and give other gradients. Write that operation out of place "
-                "(inplace=False, x = x + y for x += y), or leave this block out of the checkpointed ones.",
+                f"The checkpointed block '{type(self.modules[0]).__name__}' changed its {words} (shape "
+                f"{tuple(value.shape)}) in place, so the recomputation in the backward pass would start from other "
+                "values and give other gradients. Write that operation out of place (inplace=False, x = x + y for x "
+                "+= y), or do not checkpoint this block.",
                 actual=words,
             )
         second_run.fixed = self.fixed[: self.parameters]
@@ -469,9 +471,9 @@ class SecondRun:
         for words, tensor, version in self.fixed:
             if version_of(tensor) != version:
                 raise InvalidArgumentError(
-                    f"The {words} (shape {tuple(tensor.shape)}) of a block with gradient checkpointing was changed "
-                    "between the forward and the backward pass (optimizer.step() before the last backward()?): the "
-                    "recomputation would give the gradients of other weights. Call backward() first.",
+                    f"The {words} (shape {tuple(tensor.shape)}) of a checkpointed block was changed between the "
+                    "forward and the backward pass (optimizer.step() before the last backward()?): the recomputation "
+                    "would give the gradients of other weights. Call backward() first.",
                     actual=words,
                 )
         copies: dict[int, Tensor] = {}
@@ -616,8 +618,8 @@ def _blocks(function: Callable[..., Any], args: tuple[Any, ...]) -> list[nn.Modu
     blocks = [module for module in (owner, *args, *held) if isinstance(module, nn.Module)]
     if not blocks:
         raise InvalidArgumentError(
-            f"Gradient checkpointing of {function!r} can't be made exact: it is not a method of a module. "
-            "Name the blocks instead: enable_gradient_checkpointing(model, modules=...)."
+            f"Cannot make gradient checkpointing of {function!r} exact: it is not a method of a module. Name the "
+            "blocks instead: enable_gradient_checkpointing(model, modules=...)."
         )
     return blocks
 

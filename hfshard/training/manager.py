@@ -103,7 +103,10 @@ class RunReader:
             InvalidArgumentError: The manager was created without `keep_best`.
         """
         if self.keep_best is None:
-            raise InvalidArgumentError("The manager has no metric: CheckpointManager(..., keep_best='eval_loss').")
+            raise InvalidArgumentError(
+                "The manager has no metric to select the best checkpoint. Pass one: CheckpointManager(..., "
+                "keep_best='eval_loss')."
+            )
         with self._writer.settled():
             best = best_of(manifests_in(self._place), self.keep_best, self.metric_mode)
         return None if best is None else best.step
@@ -548,7 +551,7 @@ class CheckpointManager(RunPushes):
             return None
         metrics = plain_metrics(metric, self.keep_best)
         if metrics and self.keep_best is not None and self.keep_best not in metrics:
-            logger.warning("The metrics of step %d lack '%s', by which the best is kept.", step, self.keep_best)
+            logger.warning("Step %d has no metric '%s', which selects the best checkpoint.", step, self.keep_best)
         return metrics
 
     def _choose(

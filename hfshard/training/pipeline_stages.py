@@ -359,7 +359,7 @@ def _is_same(name: str, told: Mapping[int, StageState]) -> bool:
         InvalidArgumentError: The part has DTensors, which may differ, and which ranks cannot store alone.
     """
     if any(_SPREAD in parts.values.get(name, {}).values() for parts in told.values()):
-        raise _refusal(name, "has DTensors of its own")
+        raise _refusal(name, "has its own DTensors")
     first = told[min(told)]
     return all(
         parts.others.get(name) == first.others[name] and parts.values.get(name) == first.values[name]
@@ -378,11 +378,11 @@ def _check_values(name: str, values: Mapping[int, Mapping[str, str]]) -> None:
 
 def _reject_whole_state(name: str, optimizer: Any) -> None:
     if isinstance(optimizer, LBFGS):
-        raise _refusal(name, "(LBFGS) has a state of all parameters together")
+        raise _refusal(name, "is an LBFGS, whose state covers all parameters together")
 
 
 def _refusal(name: str, why: str) -> InvalidArgumentError:
     return InvalidArgumentError(
-        f"'{name}' {why}, and the ranks have different modules, as with the stages of a pipeline: it can't be made one "
-        "for the whole model. Build it alike on all ranks, or leave it out of the state."
+        f"Cannot merge '{name}' of all ranks for the whole model: it {why}, and the ranks have different modules, like "
+        "pipeline stages. Build it the same on all ranks, or leave it out of the state."
     )

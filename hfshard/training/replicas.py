@@ -138,11 +138,10 @@ def of_each_rank(
     if names and not allow_different_replicas:
         name, (first, other) = next(iter(names.items()))
         raise InvalidArgumentError(
-            f"The ranks have copies of parameters that differ, and a checkpoint has one of each: "
+            "The ranks have different copies of parameters, but a checkpoint stores one copy of each: "
             f"{shorten_list(list(names), _SHOWN, quote=True)} ('{name}' on ranks {first} and {other}). Seed all ranks "
-            "alike before the model is built, or broadcast its parameters once; give the stages of a pipeline the "
-            "names of the whole model. To save one rank's all the same: CheckpointManager(..., "
-            "allow_different_replicas=True)."
+            "the same before building the model, or broadcast its parameters once; give pipeline stages the whole "
+            "model's names. To save one rank's copies anyway: CheckpointManager(..., allow_different_replicas=True)."
         )
     buffers = _different({"": {rank: detail[1] for rank, detail in details.items()}})
     return OfEachRank(sorted(objects), sorted(buffers))

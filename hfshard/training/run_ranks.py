@@ -47,9 +47,9 @@ def reject_other_places(names: Mapping[int, Sequence[str]], does: str) -> None:
     for rank in others:
         if not {*names[rank]} & {*names[first]}:
             raise InvalidArgumentError(
-                f"Rank {rank} {does} '{names[rank][0]}', and rank {first} {does} '{names[first][0]}': all ranks of a "
-                "process group make one call together, for one place. Give them the same one, on a file system that "
-                "all of them see; or, for a run of each rank by itself, a process group of that rank alone: "
+                f"Rank {rank} {does} '{names[rank][0]}', but rank {first} {does} '{names[first][0]}': all ranks of a "
+                "process group must use the same place in one call. Pass the same one, on a file system that all of "
+                "them see; or, for a separate run on each rank, a process group of that rank alone: "
                 "CheckpointManager(..., process_group=...)."
             )
 
@@ -257,7 +257,7 @@ def reject_other_parts(kinds: Mapping[int, Mapping[str, str]]) -> None:
     for rank, other in kinds.items():
         if other != kinds[first]:
             raise InvalidArgumentError(
-                f"The state of rank {rank} has the parts {dict(other)}, and that of rank {first} has "
+                f"The state of rank {rank} has the parts {dict(other)}, but that of rank {first} has "
                 f"{dict(kinds[first])}. Give the states of all ranks the same parts."
             )
 
@@ -304,7 +304,7 @@ def _reshard(module: nn.Module) -> None:
         if isinstance(one, fsdp.FullyShardedDataParallel):
             raise InvalidArgumentError(
                 f"{f'{name!r} of the model' if name else 'The model'} is wrapped by FullyShardedDataParallel (FSDP1), "
-                "whose flat parameters have no names and shapes of their own. Shard it by "
+                "whose flat parameters have no names and shapes of their own. Shard it with "
                 "torch.distributed.fsdp.fully_shard instead."
             )
         if isinstance(one, fsdp.FSDPModule):

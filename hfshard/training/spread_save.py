@@ -371,7 +371,7 @@ def agreed_step(contributions: Sequence[RankContribution]) -> tuple[int, list[Ra
     for contribution in contributions:
         if contribution.state is None:
             number = contribution.number
-            raise RankFailedError(f"Rank {number} can't save: {contribution.problem}", rank=number)
+            raise RankFailedError(f"Rank {number} cannot save: {contribution.problem}", rank=number)
         states.append(contribution.state)
     steps = [contribution.step for contribution in contributions]
     if any(other != steps[0] for other in steps):

@@ -151,9 +151,9 @@ def _where(tensors: Sequence[TensorDiff], found: CheckpointDiff) -> str:
 def _names_text(renamed: Sequence[TensorDiff]) -> str:
     pairs = [(tensor.a.name, tensor.b.name) for tensor in renamed if tensor.a and tensor.b]
     if is_wrapping(pairs):
-        return "with what PEFT puts into names"
+        return "with PEFT's additions to names"
     if is_wrapping((old, new) for new, old in pairs):
-        return "without what PEFT puts into names"
+        return "without PEFT's additions to names"
     rules = rename_rules(pairs)
     texts = [rule.as_text() for rule, _ in rules[:2]]
     more = len(rules) - len(texts)
@@ -348,7 +348,7 @@ def _in_others(chosen: set[str], others: Sequence[str]) -> str:
     rows = fold_rows(tree, hidden="", most=_MOST_PLACES)
     if any(set(row.marks) != {"chosen"} for row in rows):
         count = sum(row.marks["chosen"] for row in rows)
-        return f"{count} of {len(others)} tensors beside the layers"
+        return f"{count} of {len(others)} tensors outside the layers"
     return join_phrases([abbreviate_name(row.path) for row in rows])
 
 

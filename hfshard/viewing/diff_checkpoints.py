@@ -138,7 +138,9 @@ def _pair(name: str, value: str | tuple[str | None, ...] | None) -> tuple[str | 
     if not isinstance(value, tuple | list):
         return value, value
     if len(value) != 2:
-        raise InvalidArgumentError(f"{name} must be one for both checkpoints, or a pair, got {len(value)} of them.")
+        raise InvalidArgumentError(
+            f"{name} must be one value for both checkpoints, or a pair, got {len(value)} values."
+        )
     return value[0], value[1]
 
 

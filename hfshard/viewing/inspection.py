@@ -252,7 +252,7 @@ def open_for_viewing(
             step_path = _checkpoint_of_run(path)
             if step_path is None:
                 raise
-            logger.info("%s Its checkpoint '%s' is opened.", error, step_path)
+            logger.info("%s Opening its checkpoint '%s'.", error, step_path)
             viewed = _opened(stack, step_path, query, options)
         yield viewed
 
@@ -305,7 +305,7 @@ def _opened(stack: ExitStack, path: str, query: CheckpointQuery, options: LoadOp
         try:
             checkpoint = stack.enter_context(open_source_by_ranges(source, options))
         except InvalidArgumentError as error:
-            logger.info("%s They are downloaded.", error)  # pickles; any other error is raised again
+            logger.info("%s Downloading them.", error)  # pickles; any other error is raised again
         else:
             return ViewedCheckpoint(place, checkpoint, is_of_hub=True)
     return ViewedCheckpoint(place, stack.enter_context(open_source(source, options)))

@@ -64,7 +64,7 @@ class ListedCheckpoint:
         """The text that describes its state."""
         if self.is_unfinished:
             return "UNFINISHED"
-        words = ["DAMAGED"] if self.problems else ["whole"] if self.is_verified else []
+        words = ["DAMAGED"] if self.problems else ["intact"] if self.is_verified else []
         words += ["latest"] if self.is_latest else []
         return ", ".join(words + (["best"] if self.is_best else []))
 
@@ -87,11 +87,11 @@ def checkpoints_of(root: str) -> list[RunCheckpoint]:
         hint = "Check the path."
         if runs:
             hint = (
-                f"Runs are in its folders {shorten_list(runs, _SHOWN)}"
+                f"Its folders {shorten_list(runs, _SHOWN)} contain runs."
                 if len(runs) > 1
-                else f"A run is in its folder {runs[0]}"
+                else f"Its folder {runs[0]} contains a run."
             )
-            hint += f", as shown by: hfshard checkpoints {root.rstrip('/')}/{runs[0]}"
+            hint += f" To list its checkpoints, run: hfshard checkpoints {root.rstrip('/')}/{runs[0]}"
         raise CheckpointNotFoundError(f"There is no training checkpoint in '{root}'. {hint}", path=root)
     return found
 

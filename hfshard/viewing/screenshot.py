@@ -59,7 +59,9 @@ class ScreenshotOptions:
         """
         for name, pixels in (("width", self.width), ("height", self.height)):
             if type(pixels) is not int or not _LEAST <= pixels <= _MOST:
-                raise InvalidArgumentError(f"The {name} of a still is {_LEAST} to {_MOST} pixels, got {pixels!r}.")
+                raise InvalidArgumentError(
+                    f"The {name} of a screenshot must be {_LEAST} to {_MOST} pixels, got {pixels!r}."
+                )
         if self.theme not in ("light", "dark"):
             raise InvalidArgumentError(f"theme must be 'light' or 'dark', got {self.theme!r}.")
 
@@ -75,7 +77,7 @@ def parse_still_size(text: str) -> tuple[int, int]:
     """
     match = re.fullmatch(r"([0-9]{1,5})x([0-9]{1,5})", text)
     if match is None:
-        raise InvalidArgumentError(f"{text!r:.50} is no size of a picture, such as 1280x800.")
+        raise InvalidArgumentError(f"{text!r:.50} is not a valid screenshot size, such as 1280x800.")
     return int(match[1]), int(match[2])
 
 
@@ -99,9 +101,9 @@ def require_chromium() -> str:
     found = find_chromium()
     if found is None:
         named = os.environ.get(CHROMIUM)
-        where = f"{CHROMIUM} names '{named}', which is no program" if named else "none of its usual names is on PATH"
+        where = f"{CHROMIUM} names '{named}', which is not a program" if named else "none of its usual names is on PATH"
         raise BrowserError(
-            f"A picture of a page is drawn by Chromium or Chrome, and {where}. Run: apt-get install chromium; or set "
+            f"A screenshot of a page needs Chromium or Chrome, but {where}. Run: apt-get install chromium; or set "
             f"{CHROMIUM} to the browser's path; or open the page (-o FILE.html) in any browser."
         )
     return found
@@ -132,7 +134,7 @@ def take_screenshot(html: str, still: ScreenshotOptions) -> bytes:
         except FileNotFoundError:
             picture = b""
     if not picture.startswith(_PNG):
-        raise BrowserError(f"'{chromium}' drew no picture. It said: {told}", path=chromium)
+        raise BrowserError(f"'{chromium}' wrote no screenshot. Its output ended with: {told}", path=chromium)
     return picture
 
 
@@ -170,13 +172,13 @@ def _run(command: list[str], directory: str) -> str:
             start_new_session=True,
         )
     except OSError as error:
-        raise BrowserError(f"'{command[0]}' can't be run: {error.strerror}.", path=command[0]) from error
+        raise BrowserError(f"'{command[0]}' cannot be run: {error.strerror}.", path=command[0]) from error
     try:
         told = browser.communicate(timeout=_SECONDS)[1]
     except subprocess.TimeoutExpired as error:
         raise BrowserError(
-            f"'{command[0]}' drew nothing in {_SECONDS:g} seconds. Try again when the machine is less busy, or open "
-            "the page in a browser.",
+            f"'{command[0]}' wrote no screenshot in {_SECONDS:g} seconds. Retry when the machine is less busy, or "
+            "open the page in a browser.",
             path=command[0],
         ) from error
     finally:

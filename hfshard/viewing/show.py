@@ -92,18 +92,18 @@ def show_checkpoint(
     if png is not None:
         picture = checked_output(png, is_picture=True)
         if picture == path:
-            raise InvalidPathError(f"'{path}' can't be both the page and its picture: give two files.", path=path)
+            raise InvalidPathError(f"'{path}' cannot be both the page and its screenshot. Pass two files.", path=path)
         require_chromium()
     written = path or picture
     if written is None:
-        raise InvalidArgumentError("There is nothing to write: give output=, the file of the page, or png=, or both.")
+        raise InvalidArgumentError("There is nothing to write. Pass output=, the file of the page, or png=, or both.")
     root = run_at(checkpoint) if against is None else None
     if values and root is not None:
         raise InvalidArgumentError("values=True is for one checkpoint or for two, not for a run.")
     if against is not None:
         if revision is not None:
-            raise InvalidArgumentError("With against=, write a revision behind its checkpoint: 'org/name@revision'.")
-        _refuse({"max_shard_size": limit, "best": best}, "is not for a page with `against`")
+            raise InvalidArgumentError("With against=, append a revision to its checkpoint: 'org/name@revision'.")
+        _refuse({"max_shard_size": limit, "best": best}, "cannot be used with against=")
         found_diff = diff_checkpoints(
             against,
             checkpoint,

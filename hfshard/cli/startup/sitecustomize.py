@@ -33,7 +33,7 @@ def _turn_on_or_say_why_not():  # type: () -> None
         _turn_on()
     except Exception as error:  # noqa: BLE001  # the program goes on
         reason = " ".join(str(error).split())
-        line = "hfshard: not on in process %d: %s: %s\n" % (os.getpid(), type(error).__name__, reason)  # noqa: UP031
+        line = "hfshard: inactive in process %d: %s: %s\n" % (os.getpid(), type(error).__name__, reason)  # noqa: UP031
         try:  # noqa: SIM105  # contextlib may not be imported yet
             sys.stderr.write(line)
         except (AttributeError, OSError, ValueError):

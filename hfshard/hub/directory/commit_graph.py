@@ -111,9 +111,9 @@ def missing_manifest(root: str, commit: str, why: str) -> DamagedCheckpointError
     path = manifest_path(root, commit)
     needed = f", and {why}" if why else ""
     return DamagedCheckpointError(
-        f"Commit {commit} has no manifest '{path}'{needed}: it was lost, as in a copy that was cut off. Nothing was "
-        "removed. Copy the file again from where the hub came from, or from a backup. To give the commit up, delete "
-        f"the names that point to it, then run: hfshard revisions {root} --delete {commit}",
+        f"Commit {commit} has no manifest '{path}'{needed}: it was lost, for example in an interrupted copy. Nothing "
+        "was removed. Copy the file again from the source of the hub, or from a backup. To discard the commit, "
+        f"delete the names that point to it, then run: hfshard revisions {root} --delete {commit}",
         path=path,
     )
 
@@ -126,7 +126,7 @@ def read_manifest_file(path: str, root: str, commit: str) -> CommitManifest:
         raise missing_manifest(root, commit, "") from error
     if (actual := commit_id(raw)) != commit:
         raise IntegrityError(
-            f"Manifest '{path}' is damaged: its bytes are those of commit {actual}. {_REMEDY}",
+            f"Manifest '{path}' is damaged: its bytes hash to the commit id {actual}. {_REMEDY}",
             path=path,
             expected=commit,
             actual=actual,
@@ -142,7 +142,7 @@ def read_manifest_file(path: str, root: str, commit: str) -> CommitManifest:
 
 def _parsed(value: Mapping[str, Any]) -> CommitManifest:
     if value["format"] != FORMAT_VERSION:
-        raise ValueError(f"format {value['format']!r}, must be {FORMAT_VERSION}")
+        raise ValueError(f"format must be {FORMAT_VERSION}, got {value['format']!r}")
     files = {path: _parsed_file(path, entry) for path, entry in value["files"].items()}
     check_paths(files)
     parents = tuple(value["parents"])
@@ -182,7 +182,7 @@ def check_paths(paths: Iterable[str]) -> None:
             )
         for end in range(1, len(parts)):
             if (above := "/".join(parts[:end])) in known:
-                raise InvalidArgumentError(f"'{above}' can't be a file and the folder of '{path}' too.", path=path)
+                raise InvalidArgumentError(f"'{above}' cannot be both a file and a folder of '{path}'.", path=path)
 
 
 # Names of commits in a directory hub: branches, tags and pull requests, each a small file that contains an id.
@@ -217,7 +217,7 @@ def read_ref(root: str, ref: str) -> str | None:
     commit = raw.decode("ascii", "replace").removesuffix("\n")
     if not is_commit_id(commit):
         raise DamagedCheckpointError(
-            f"'{path}' is damaged: it must hold the id of a commit. Write one of '{root}/commits' into it.", path=path
+            f"'{path}' is damaged: it must contain a commit id. Write one from '{root}/commits' into it.", path=path
         )
     return commit
 
@@ -259,13 +259,13 @@ def check_free(root: str, ref: str) -> None:
     for other in ref_names(root):
         if other.startswith(f"{ref}/") or ref.startswith(f"{other}/"):
             raise InvalidArgumentError(
-                f"'{short_name(ref)}' can't be made beside '{short_name(other)}': one would be a folder of the other. "
-                "Choose another name.",
+                f"Cannot create '{short_name(ref)}' along with '{short_name(other)}': one would be a folder of the "
+                "other. Choose another name.",
                 actual=short_name(ref),
             )
         if other != ref and short_name(other) == short_name(ref):
             raise InvalidArgumentError(
-                f"'{short_name(ref)}' is the name of a {ref_kind(other)} already. Choose another name.",
+                f"'{short_name(ref)}' is already the name of a {ref_kind(other)}. Choose another name.",
                 actual=short_name(ref),
             )
 
@@ -295,8 +295,8 @@ def find_commit(root: str, name: str) -> str | None:
     found = found or [commit for commit in lost_commits(root) if commit.startswith(name)]
     if len(found) > 1:
         raise HubError(
-            f"{len(found)} commits of '{root}' begin with {name}: {shorten_list(found, _SHOWN_NAMES)}. "
-            "Write more of it.",
+            f"{len(found)} commits of '{root}' begin with {name}: {shorten_list(found, _SHOWN_NAMES)}. Pass more of "
+            "the id.",
             path=root,
             actual=name,
         )
@@ -413,11 +413,11 @@ def _names_lost(root: str, lost: set[str]) -> DamagedCheckpointError:
     commits = sorted(lost - before)
     one = commits[0]
     return DamagedCheckpointError(
-        f"No branch, tag or pull request of '{root}' leads to {shorten_list(commits, _SHOWN)}, and none that was "
-        "deleted did: names in refs/ were lost, as in a copy that was cut off. Nothing was removed. Copy "
-        f"'{os.path.join(root, 'refs')}' again from where the hub came from. Or give each of them a name: "
-        f"hfshard revisions {root} --tag NAME {one}; to give it up, with all before it that have no name, delete that "
-        f"name again: hfshard revisions {root} --delete NAME",
+        f"No branch, tag or pull request of '{root}', existing or deleted, leads to {shorten_list(commits, _SHOWN)}: "
+        "names in refs/ were lost, for example in an interrupted copy. Nothing was removed. Copy "
+        f"'{os.path.join(root, 'refs')}' again from the source of the hub. Or give each of them a name: hfshard "
+        f"revisions {root} --tag NAME {one}; to discard one, with all its unnamed ancestors, delete that name again: "
+        f"hfshard revisions {root} --delete NAME",
         path=os.path.join(root, "refs"),
     )
 
@@ -492,7 +492,7 @@ def reachable(root: str, named: dict[str, str]) -> set[str]:
         commit, why = ends.popleft()
         if commit not in reached:
             reached.add(commit)
-            ends += [(parent, f"commit {commit} was made on it") for parent in _parents_even_deleted(root, commit, why)]
+            ends += [(parent, f"commit {commit} is based on it") for parent in _parents_even_deleted(root, commit, why)]
     return reached
 
 

@@ -118,7 +118,7 @@ class DirectoryHub:
         root = _local(path)
         is_new = not has_hub_marker(root) and write_hub_marker(root, wait_seconds=LOCK_WAIT_SECONDS)
         if not is_new and not exist_ok:
-            raise HubError(f"'{root}' is a directory hub already. Leave out exist_ok=False to use it.", path=root)
+            raise HubError(f"'{root}' is already a directory hub. Leave out exist_ok=False to use it.", path=root)
         return cls.open(root)
 
     def tree(self, revision: str | None = None) -> RepoTree | None:
@@ -306,13 +306,16 @@ class DirectoryHub:
         with lock_hub(self.root, wait_seconds=self.wait_seconds) as locked:
             if (found := find_ref(self.root, revision)) is not None:
                 if found[0] == MAIN and not force:
-                    raise HubError(f"'main' is what '{self.root}' loads by default. To delete it, force it.")
+                    raise HubError(
+                        f"Cannot delete 'main': '{self.root}' loads it by default. To delete it, pass force=True "
+                        "(hfshard revisions --force)."
+                    )
                 locked.remove_ref(found[0])
                 return 0
             commit = self.resolve(revision)
             if names := [short_name(ref) for ref, target in all_refs(self.root).items() if target == commit]:
                 raise HubError(
-                    f"Commit {commit} can't be deleted: it is what {', '.join(names)} points to. Delete that first.",
+                    f"Cannot delete commit {commit}: names point to it ({', '.join(names)}). Delete them first.",
                     path=self.root,
                 )
             return locked.remove_commits([commit])
@@ -342,8 +345,8 @@ class DirectoryHub:
                 locked.set_ref(ref, commit)
             elif current != commit:
                 raise HubError(
-                    f"The {ref_kind(ref)} '{short_name(ref)}' is at {current} already, not at {commit}. "
-                    "Delete it first, or choose another name.",
+                    f"The {ref_kind(ref)} '{short_name(ref)}' is already at {current}, not at {commit}. Delete it "
+                    "first, or choose another name.",
                     path=self.root,
                     expected=commit,
                     actual=current,
@@ -370,10 +373,10 @@ def branch_for(root: str, request: CommitRequest) -> str:
     name = request.revision or "main"
     found = find_ref(root, name)
     if found is None and find_commit(root, name) is not None:
-        raise HubError(f"'{name}' is a commit, and nothing can be pushed to it. Give a branch.", path=root, actual=name)
+        raise HubError(f"Cannot push to '{name}': it is a commit. Pass a branch.", path=root, actual=name)
     ref = found[0] if found is not None else full_name(name)
     if ref_kind(ref) == "tag":
-        raise HubError(f"'{name}' is a tag, and stays where it is. Give a branch.", path=root, actual=name)
+        raise HubError(f"Cannot push to '{name}': it is a tag. Pass a branch.", path=root, actual=name)
     if ref_kind(ref) == "pr" and (request.create_pr or found is None):
         raise HubNotFoundError(
             f"'{root}' has no pull request '{name}' to push to. Open one with create_pr=True on a branch.",
@@ -396,7 +399,7 @@ def check_request(request: CommitRequest) -> None:
             text.encode()
         except UnicodeEncodeError as error:
             raise InvalidArgumentError(
-                f"{text!r} can't be a message: it can't be encoded as UTF-8. Leave out lone surrogates."
+                f"{text!r} is not a valid message: it cannot be encoded as UTF-8. Remove lone surrogates."
             ) from error
 
 

@@ -84,7 +84,7 @@ def lock_hub(root: str, *, wait_seconds: float) -> Iterator[HubWriter]:
                 writer.clean_up()
                 writer.drop_name_notes()
             except (OSError, DamagedCheckpointError) as error:
-                logger.warning("'%s' can't be tidied up (%s); the next push tries again.", root, error)
+                logger.warning("'%s' could not be cleaned up (%s); the next push will retry.", root, error)
 
 
 class HubWriter:
@@ -150,7 +150,7 @@ class HubWriter:
         try:
             going = reachable_from(self.root, [commit]) - reachable(self.root, others)
         except DamagedCheckpointError as error:
-            logger.warning("What the other names of '%s' lead to is not known: %s", self.root, error)
+            logger.warning("It is unknown which commits the other names of '%s' lead to: %s", self.root, error)
             going = {commit}
         self._note([unnamed_path(self.root, one) for one in going])
         os.unlink(path)
@@ -221,7 +221,7 @@ class HubWriter:
             read_commit_manifest(self.root, commit)
             check_snapshot(snapshot_path(self.root, commit), manifest.files)
         except DamagedCheckpointError as error:
-            logger.warning("Commit %s was damaged, and is written again: %s", commit, error)
+            logger.warning("Commit %s is damaged and will be written again: %s", commit, error)
             return False
         return True
 
@@ -258,7 +258,7 @@ class HubWriter:
         """Remove a staged commit, unless it was finished since, as is possible in the copy of a hub that was in use."""
         if commit in all_refs(self.root).values() or self._has_children(commit):
             return
-        logger.info("Removing commit %s in '%s', which was never finished.", commit, self.root)
+        logger.info("Removing commit %s in '%s', which was not finished.", commit, self.root)
         unlink_if_exists(manifest_path(self.root, commit))
         self._sync_folders(COMMITS)
         self._remove_snapshot(commit)
@@ -268,7 +268,7 @@ class HubWriter:
         try:
             return any(commit in read_commit_manifest(self.root, one).parents for one in commit_ids(self.root))
         except DamagedCheckpointError as error:
-            logger.warning("Commit %s is kept: %s", commit, error)
+            logger.warning("Keeping commit %s: %s", commit, error)
             return True
 
     def _sync_folders(self, *folders: str) -> None:
@@ -330,7 +330,9 @@ def move_directory(source: str, target: str) -> None:
     except OSError as error:
         if error.errno not in UNSUPPORTED:
             raise
-        logger.warning("'%s' has no rename (%s): a snapshot is copied.", os.path.dirname(target), error)
+        logger.warning(
+            "'%s' cannot rename folders (%s): the snapshot is moved file by file.", os.path.dirname(target), error
+        )
     for base, _, files in os.walk(source):
         into = os.path.normpath(os.path.join(target, os.path.relpath(base, source)))
         os.mkdir(into)

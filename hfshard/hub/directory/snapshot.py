@@ -126,7 +126,7 @@ class StagedSnapshot:
                 try:
                     files = read_commit_manifest(self.root, commit).files
                 except DamagedCheckpointError as error:
-                    logger.warning("Commit %s is skipped: %s", commit, error)
+                    logger.warning("Skipping commit %s: %s", commit, error)
                     continue
                 for path, file in files.items():
                     where = os.path.join(snapshot_path(self.root, commit), path)
@@ -169,9 +169,9 @@ class StagedSnapshot:
         expected = content.sha256 if size == content.size else content.size
         found = actual if size == content.size else size
         raise IntegrityError(
-            f"'{where}' changed after it was saved: it must have "
-            f"{'sha256' if size == content.size else 'bytes'} {expected}, and has {found}. Nothing was pushed. "
-            "Save the checkpoint again, or check it with 'hfshard verify'.",
+            f"'{where}' changed after it was saved: {'sha256' if size == content.size else 'bytes'} must be "
+            f"{expected}, got {found}. Nothing was pushed. Save the checkpoint again, or check it with 'hfshard "
+            "verify'.",
             path=where,
             expected=expected,
             actual=found,
@@ -220,7 +220,7 @@ def _make_read_only(fd: int) -> None:
     except OSError as error:
         if error.errno not in UNSUPPORTED | {errno.EPERM}:
             raise
-        logger.debug("The file system has no modes: %s", error)
+        logger.debug("The file system does not support modes: %s", error)
 
 
 # Comparison of a snapshot's files with its commit: names, sizes, and every byte.
@@ -250,11 +250,11 @@ def check_size(folder: str, path: str, file: RemoteFile, found: Mapping[str, os.
     where = os.path.join(folder, path)
     if path not in found:
         raise MissingShardError(
-            f"'{where}' is missing, or is not a regular file, though its commit was complete. {_TODO}", path=where
+            f"'{where}' is missing or is not a regular file, although its commit was complete. {_TODO}", path=where
         )
     if found[path].st_size != file.size:
         raise IntegrityError(
-            f"'{where}' is damaged: it must have {file.size} bytes, and has {found[path].st_size}. {_TODO}",
+            f"'{where}' is damaged: it must have {file.size} bytes, but has {found[path].st_size}. {_TODO}",
             path=where,
             expected=file.size,
             actual=found[path].st_size,
@@ -269,7 +269,7 @@ def reject_unexpected_files(folder: str, files: Mapping[str, RemoteFile], found:
     """
     if extra := sorted(set(found) - set(files)):
         where = os.path.join(folder, extra[0])
-        raise IntegrityError(f"'{where}' was not pushed, and lies in the snapshot. Remove it.", path=where)
+        raise IntegrityError(f"'{where}' is in the snapshot, but was not pushed. Remove it.", path=where)
 
 
 def check_hashes(folder: str, files: Mapping[str, RemoteFile], progress: bool | None) -> None:
@@ -306,7 +306,7 @@ def check_hash(path: str, sha256: str, tell: Callable[[int], object] = lambda _:
     """
     if (actual := hash_file(path, tell)) != sha256:
         raise IntegrityError(
-            f"'{path}' is damaged: it must have sha256 {sha256}, and has {actual}. {_TODO}",
+            f"'{path}' is damaged: its sha256 must be {sha256}, but is {actual}. {_TODO}",
             path=path,
             expected=sha256,
             actual=actual,

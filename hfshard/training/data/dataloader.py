@@ -95,13 +95,14 @@ class ResumableDataLoader(DataLoader[_T_co]):
         self.seed = checked_seed(seed, generator)
         if isinstance(dataset, IterableDataset):
             raise InvalidArgumentError(
-                f"A ResumableDataLoader needs a dataset with indexes, and {type(dataset).__name__} is an"
-                " IterableDataset, which only itself can resume. Use torchdata.stateful_dataloader.StatefulDataLoader"
-                " with a dataset that has state_dict and load_state_dict: a CheckpointManager takes it as the loader."
+                f"The dataset of a ResumableDataLoader must be indexable, but {type(dataset).__name__} is an "
+                "IterableDataset, which can only resume itself. Use torchdata.stateful_dataloader.StatefulDataLoader "
+                "with a dataset that has state_dict and load_state_dict: a CheckpointManager accepts it as the loader."
             )
         if not in_order:
             raise InvalidArgumentError(
-                "A ResumableDataLoader gives batches in order, or 'batch 7' would have no meaning. Pass in_order=True."
+                "A ResumableDataLoader must return batches in order: otherwise 'batch 7' has no meaning. Pass "
+                "in_order=True."
             )
         own_shuffle = bool(shuffle) and sampler is None and batch_sampler is None
         self._is_own_order = sampler is None and batch_sampler is None
@@ -239,10 +240,10 @@ class ResumableDataLoader(DataLoader[_T_co]):
     def _check_indexes(self, order: BatchOrder) -> None:
         if None not in (self._checksum, order.checksum) and self._checksum != order.checksum:
             raise StateDictMismatchError(
-                f"The data loader can't resume in the middle of epoch {self._epoch}: the {self._batch} batches before"
-                f" the checkpoint had other samples than {type(self.sampler).__name__} and the dataset give now. Let"
-                " the order depend only on set_epoch() or the global RNGs, and build it with the same arguments; or"
-                f" begin an epoch: loader.set_epoch({self._epoch + 1}).",
+                f"Cannot resume the data loader in the middle of epoch {self._epoch}: the {self._batch} batches before "
+                f"the checkpoint had other samples than {type(self.sampler).__name__} and the dataset give now. Make "
+                "the order depend only on set_epoch() or the global RNGs, and build the loader with the same "
+                f"arguments; or start an epoch with loader.set_epoch({self._epoch + 1}).",
                 expected=self._checksum,
                 actual=order.checksum,
             )
@@ -294,9 +295,9 @@ class _EpochIterator:
             raise StopIteration
         if self._turn != loader._turn:
             raise StaleIteratorError(
-                "This iterator of a ResumableDataLoader is no longer the newest: iter(), set_epoch() or"
-                " load_state_dict() was called after it began. The loader has one position, so read from the newest,"
-                " or make a loader for each."
+                "This iterator of a ResumableDataLoader is no longer the newest: iter(), set_epoch() or "
+                "load_state_dict() was called after it began. A loader has one position: read from the newest "
+                "iterator, or create a loader for each."
             )
         try:
             number, data = next(self._batches, _END)
@@ -317,8 +318,8 @@ class _EpochIterator:
     def _finish(self) -> None:
         if self._pending and not self._has_failed:
             raise HfshardError(
-                f"The dataset raised StopIteration in batch {self._loader.batch} of epoch {self._loader.epoch}, which"
-                " would end the epoch silently. Let it raise IndexError, or the error that occurred."
+                f"The dataset raised StopIteration in batch {self._loader.batch} of epoch {self._loader.epoch}, which "
+                "would end the epoch silently. Make it raise IndexError, or the error that occurred."
             )
         self._batches = None
         self._loader._go_to(self._loader.epoch + 1, 0)
@@ -389,17 +390,17 @@ def check_loader_state(state_dict: Mapping[str, Any], settings: Mapping[str, Any
         now = settings[name]
         if was != now:
             raise StateDictMismatchError(
-                f"The data loader can't resume: the checkpoint was saved with {title} {was!r}, and this loader has"
-                f" {now!r}. Build the loader as it was then; or leave it out, restore(state, ...,"
-                f" without=['loader']), and begin an epoch with loader.set_epoch({state_dict['epoch']}).",
+                f"Cannot resume the data loader: the checkpoint was saved with {title} {was!r}, but this loader has "
+                f"{now!r}. Build the loader as in the saved run; or leave it out, restore(state, ..., "
+                f"without=['loader']), and start an epoch with loader.set_epoch({state_dict['epoch']}).",
                 expected=was,
                 actual=now,
             )
     for name in _PLACES:
         if type(state_dict[name]) is not int or state_dict[name] < 0:
             raise StateDictMismatchError(
-                f"The data loader's state has {name} {state_dict[name]!r}, which is not a position. Resume from"
-                " another checkpoint.",
+                f"The data loader's state has {name} {state_dict[name]!r}, which is not a valid position. Resume from "
+                "another checkpoint.",
                 actual=state_dict[name],
             )
     if settings["batches"] is not None and state_dict["batch"] > settings["batches"]:
@@ -426,8 +427,8 @@ def checked_seed(seed: int, generator: torch.Generator | None) -> int:
         return seed
     if seed:
         raise InvalidArgumentError(
-            f"A ResumableDataLoader takes seed={seed} or a generator, whose seed here is {generator.initial_seed()},"
-            " not both."
+            f"A ResumableDataLoader cannot combine seed={seed} with a generator (seed {generator.initial_seed()}). "
+            "Pass only one of them."
         )
     return int(generator.initial_seed())
 

@@ -39,9 +39,9 @@ def track(loader: Any) -> Any:
         return loader
     if "base_dataloader" in vars(loader):
         raise InvalidArgumentError(
-            f"The loader is a {type(loader).__name__} of Accelerate, which fetches a batch more than it gives, so no"
-            " state of it is exact. Prepare hfshard.training.plain_loader(resumable_loader) instead, or leave the"
-            " loader out of the TrainingState."
+            f"The loader is Accelerate's {type(loader).__name__}, which fetches one batch ahead, so its state is never "
+            "exact. Prepare hfshard.training.plain_loader(resumable_loader) instead, or leave the loader out of the "
+            "TrainingState."
         )
     return getattr(type(loader), _TRACKER, None) or LoaderTracker(loader)
 
@@ -150,9 +150,9 @@ class LoaderTracker:
         """
         if not isinstance(state_dict, Mapping) or not {"loader", "is_within"} <= state_dict.keys():
             raise StateDictMismatchError(
-                f"The data loader is a {type(self.loader).__name__}, and the checkpoint has the state of another kind"
-                " of loader. Resume with the loader that it was saved with, or leave it out: restore(state,"
-                " ..., without=['loader']).",
+                f"The data loader is a {type(self.loader).__name__}, but the checkpoint has the state of another kind "
+                "of loader. Resume with the loader that it was saved with, or leave it out: restore(state, ..., "
+                "without=['loader']).",
                 actual=type(self.loader).__name__,
             )
         if state_dict.get("rng_at_iter") is not None:
@@ -181,8 +181,8 @@ class LoaderTracker:
             self.loader.load_state_dict({**state, _FINISHED: False})
             for _ in self.loader:
                 raise StateDictMismatchError(
-                    f"The {type(self.loader).__name__} was at the end of an epoch when the checkpoint was saved, and"
-                    " now gives more. Build it and its dataset as they were then."
+                    f"The {type(self.loader).__name__} was at the end of an epoch when the checkpoint was saved, but "
+                    "now returns more batches. Build it and its dataset as in the saved run."
                 )
             self._rng_at_iter = self._held_at_iter = None
         else:
@@ -235,29 +235,25 @@ class LoaderTracker:
         name = type(self.loader).__name__
         reasons: dict[str, str] = {}
         if stateless:
-            reasons["stateless"] = (
-                f"holds '{stateless[0]}', which has no state to store, so that the random numbers after"
-            )
+            reasons["stateless"] = f"holds '{stateless[0]}', which has no state to store, so the random numbers"
         if not self._can_follow:
-            reasons["follow"] = (
-                "can't be followed (its class has a layout of its own), so that the random numbers after"
-            )
+            reasons["follow"] = "cannot be followed (its class has a custom layout), so the random numbers"
         elif is_within and isinstance(self.loader, DataLoader) and self.loader.num_workers:
-            reasons["workers"] = "has worker processes, so that the random numbers that they draw after"
+            reasons["workers"] = "has worker processes, so the random numbers that they draw"
         elif is_within and self._draws_early:
             reasons["early"] = (
                 f"calls iter() of its sampler several times when it resumes, which draws from '{self._draws_early[0]}' "
-                "there and not at its first index, so that the order and the random numbers after"
+                "there and not at its first index, so the order and the random numbers"
             )
         elif is_within and self._draws_late:
-            reasons["late"] = "draws random numbers while it fetches batches in a generator, so that those after"
+            reasons["late"] = "draws random numbers while it fetches batches in a generator, so these numbers"
         for key, reason in reasons.items():
             if key not in self._warned:
                 self._warned.add(key)
                 warnings.warn(
-                    f"The {name} {reason} a resume in the middle of an epoch are not those of a run that was never"
-                    " stopped. hfshard.training.ResumableDataLoader has no such limit. Ignore this if loading draws no"
-                    " random numbers.",
+                    f"The {name} {reason} after a resume in the middle of an epoch differ from those of an "
+                    "uninterrupted run. Use hfshard.training.ResumableDataLoader, which has no such limit. Ignore "
+                    "this if loading draws no random numbers.",
                     UserWarning,
                     stacklevel=3,
                 )
@@ -403,8 +399,8 @@ class HeldGenerators:
         missing = sorted(states.keys() - self._found.keys())
         if missing:
             warnings.warn(
-                f"The data loader held a random number generator '{missing[0]}' when the checkpoint was saved, and "
-                "does not now. If it is not made in `__iter__`, build the loader as in the run that was saved.",
+                f"The data loader no longer has the random number generator '{missing[0]}' that it had when the "
+                "checkpoint was saved. Unless `__iter__` creates it, build the loader as in the saved run.",
                 stacklevel=2,
             )
         before = self.states()
@@ -414,9 +410,8 @@ class HeldGenerators:
                     set_generator_state(self._found[name], state)
         except (LookupError, ValueError, TypeError, RuntimeError, AttributeError, OverflowError) as error:
             raise DamagedCheckpointError(
-                f"The state of the random number generator '{name}' of the data loader is not valid ({error!r:.200}), "
-                "or that of another kind of generator. Build the loader as in the run that was saved, or restore "
-                "another checkpoint."
+                f"The state of the data loader's random number generator '{name}' is not valid ({error!r:.200}), or is "
+                "for another kind of generator. Build the loader as in the saved run, or restore another checkpoint."
             ) from error
         finally:
             self.set(before)

@@ -137,8 +137,8 @@ def sampler_order(sampler: Iterable[Any], seed: int, epoch: int, start: int) -> 
     skipped = sum(1 for _ in islice(order, start))
     if skipped < start:
         raise StateDictMismatchError(
-            f"The sampler {type(sampler).__name__} gives {skipped} batches in epoch {epoch}, and the checkpoint was"
-            f" saved after {start} of them. Build the sampler as it was then.",
+            f"The sampler {type(sampler).__name__} returned {skipped} batches in epoch {epoch}, but the checkpoint was "
+            f"saved after {start}. Build the sampler as in the saved run.",
             expected=start,
             actual=skipped,
         )

@@ -108,8 +108,8 @@ def prepare_loader(accelerator: Accelerator, loader: ResumableDataLoader[Any]) -
     _check_supported(accelerator)
     if not isinstance(loader, ResumableDataLoader):
         raise InvalidArgumentError(
-            f"prepare_loader takes a ResumableDataLoader that was not prepared, got a {type(loader).__name__}. "
-            "Make one: hfshard.training.ResumableDataLoader takes a DataLoader's arguments."
+            f"The loader must be a ResumableDataLoader that was not prepared, got a {type(loader).__name__}. Create "
+            "one: hfshard.training.ResumableDataLoader takes a DataLoader's arguments."
         )
     share = BatchShare.of(accelerator)
     if share.count == 1:
@@ -148,8 +148,8 @@ def prepared_state(
     _check_supported(accelerator)
     if isinstance(loader, DataLoaderShard | DataLoaderDispatcher) and not loader.use_stateful_dataloader:
         raise InvalidArgumentError(
-            "accelerator.prepare built a loader without a position of its own. Do not prepare it: "
-            "loader = prepare_loader(accelerator, ResumableDataLoader(...))."
+            "accelerator.prepare built a loader that has no position. Do not prepare it: loader = "
+            "prepare_loader(accelerator, ResumableDataLoader(...))."
         )
     return TrainingState(
         model=model,
@@ -176,9 +176,9 @@ class _Position:
         was = state_dict.get(_PROCESSES, 1) if isinstance(state_dict, Mapping) else self._processes
         if was != self._processes:
             raise StateDictMismatchError(
-                f"The batches were shared out to {was} processes when the checkpoint was saved, and are to "
-                f"{self._processes} now. Resume with {was}; or pass strict=False, which leaves the loader as it "
-                "is, and choose an epoch to begin: loader.set_epoch(...).",
+                f"The batches were shared out to {was} processes when the checkpoint was saved, but are shared out to "
+                f"{self._processes} now. Resume with {was}; or pass strict=False, which leaves the loader as it is, "
+                "and start an epoch with loader.set_epoch(...).",
                 expected=was,
                 actual=self._processes,
             )
@@ -201,9 +201,9 @@ class _Accumulation:
         is_over = accelerator.sync_gradients
         if not is_over and accelerator.is_fsdp2 and not accelerator.gradient_state.plugin_kwargs.get("sync_each_batch"):
             raise InvalidArgumentError(
-                "Under FSDP2, gradients that accumulate are not reduced before the last batch, and until then no "
-                "checkpoint can have them. Save where the accumulation has ended (if accelerator.sync_gradients: "
-                "manager.save(step, state)), or give the Accelerator a GradientAccumulationPlugin with "
+                "Under FSDP2, accumulated gradients are not reduced before the last batch, so no checkpoint can "
+                "contain them until then. Save where the accumulation has ended (if accelerator.sync_gradients: "
+                "manager.save(step, state)), or pass the Accelerator a GradientAccumulationPlugin with "
                 "sync_each_batch=True."
             )
         if not (is_over or self._has_gradients):
@@ -224,8 +224,9 @@ def _share_of_batches(
     """Create the loader of one of several processes, as `accelerator.prepare` shares batches out."""
     if loader.batch_sampler is None or accelerator.dispatch_batches or isinstance(loader.sampler, DistributedSampler):
         raise InvalidArgumentError(
-            "prepare_loader shares the batches of all samples out to the processes: give the loader a batch_size, and "
-            "no DistributedSampler; and the Accelerator no dispatch_batches=True, by which one process loads them all."
+            "prepare_loader shares the batches of all samples out to the processes. Pass the loader a batch_size and "
+            "no DistributedSampler, and do not pass the Accelerator dispatch_batches=True, which loads all batches in "
+            "one process."
         )
     batches = BatchSamplerShard(
         loader.batch_sampler,

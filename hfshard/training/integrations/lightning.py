@@ -102,8 +102,8 @@ class _Saving:
         strategy = type(trainer.strategy).__name__
         if strategy not in _STRATEGIES:
             raise InvalidArgumentError(
-                f"This Trainer uses {strategy}, and lightning_callback saves trainings of one process and of "
-                "DistributedDataParallel: use strategy='ddp', or train without the callback."
+                f"This Trainer uses {strategy}, but lightning_callback supports only single-process training and "
+                "DistributedDataParallel. Use strategy='ddp', or train without the callback."
             )
         if self.resume is False:
             return

@@ -94,8 +94,8 @@ class CheckpointCallback(TrainerCallback):
         """
         if manager is not None and manager_arguments:
             raise InvalidArgumentError(
-                f"CheckpointCallback was given a manager, and {', '.join(sorted(manager_arguments))} for another: "
-                "give them to that manager."
+                f"Cannot combine a manager with {', '.join(sorted(manager_arguments))}, which would create another "
+                "one. Pass these arguments to that manager."
             )
         self.manager: CheckpointManager | None = manager
         self.blocking = blocking
@@ -129,7 +129,7 @@ class CheckpointCallback(TrainerCallback):
             InvalidArgumentError: A setting of the Trainer is not supported; the message names it.
         """
         if self._trainer is not None and self._trainer is not trainer:
-            raise InvalidArgumentError("This CheckpointCallback is another Trainer's: make one for each.")
+            raise InvalidArgumentError("This CheckpointCallback belongs to another Trainer. Create one for each.")
         check_trainer(trainer)
         manager = self.manager if self.manager is not None else manager_from_arguments(trainer.args, self._arguments)
         check_rotation(trainer.args, manager)
@@ -174,7 +174,9 @@ class CheckpointCallback(TrainerCallback):
         manager, trainer = self._attached()
         state, step = trainer.state, trainer.state.global_step
         if trial is not None:
-            raise InvalidArgumentError("A hyperparameter search has no one run to resume: search without the callback.")
+            raise InvalidArgumentError(
+                "A hyperparameter search has no single run to resume. Search without the callback."
+            )
         trainer.store_flos()
         if state.best_global_step is not None:
             best = manager.path_of(state.best_global_step)
@@ -269,7 +271,9 @@ class CheckpointCallback(TrainerCallback):
         """Continue the log where it was."""
         manager, trainer = self._attached()
         if state.is_hyper_param_search:
-            raise InvalidArgumentError("A hyperparameter search has no one run to resume: search without the callback.")
+            raise InvalidArgumentError(
+                "A hyperparameter search has no single run to resume. Search without the callback."
+            )
         self._is_save_deferred = False
         if self._progress:
             getattr(trainer, _LOSS).add_(self._progress["loss"])
@@ -286,8 +290,8 @@ class CheckpointCallback(TrainerCallback):
         """Check that the RNG was restored."""
         if self._rng is not None:
             raise HfshardError(
-                "This version of transformers no longer restores the random state when hfshard expects it: the "
-                "training would go on inexactly. Install one that is named in hfshard's requirements."
+                "This version of transformers did not restore the random state when hfshard expected it, so the "
+                "training would not resume exactly. Install a version that hfshard's requirements allow."
             )
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -336,7 +340,7 @@ class CheckpointCallback(TrainerCallback):
     def _attached(self) -> tuple[CheckpointManager, Trainer]:
         if self.manager is None or self._trainer is None:
             raise InvalidArgumentError(
-                "A CheckpointCallback must know its Trainer: checkpoints.attach(trainer) before trainer.train()."
+                "This CheckpointCallback has no Trainer. Call checkpoints.attach(trainer) before trainer.train()."
             )
         return self.manager, self._trainer
 
@@ -412,9 +416,9 @@ def check_same_data(was: dict[str, int | None], now: dict[str, int | None], chec
     for name, title in _DATA.items():
         if was.get(name) != now.get(name):
             raise StateDictMismatchError(
-                f"The training of the checkpoint '{checkpoint}' had other batches than this one has: its {title} was "
-                f"{was.get(name)}, and is {now.get(name)}. Set it as it was; or set ignore_data_skip=True, which "
-                "begins the epoch anew.",
+                f"The checkpoint '{checkpoint}' was saved with other batches than this training has: its {title} was "
+                f"{was.get(name)}, and is {now.get(name)}. Set it as in the saved run; or set ignore_data_skip=True, "
+                "which restarts the epoch.",
                 path=checkpoint,
                 expected=was.get(name),
                 actual=now.get(name),
@@ -484,7 +488,7 @@ def trainer_files(trainer: Trainer) -> dict[str, bytes]:
             tokenizer.save_pretrained(directory)
         files = {path.name: path.read_bytes() for path in sorted(Path(directory).iterdir()) if path.is_file()}
         if folders := sorted(path.name for path in Path(directory).iterdir() if path.is_dir()):
-            logger.warning("Not saved with the checkpoint: the tokenizer's %s.", ", ".join(folders))
+            logger.warning("Did not save the tokenizer's %s with the checkpoint.", ", ".join(folders))
     return files
 
 
@@ -632,26 +636,26 @@ def check_trainer(trainer: Trainer) -> None:
     args = trainer.args
     if missing := [name for name in (*REPLACED, "store_flos") if not hasattr(trainer, name)]:
         raise InvalidArgumentError(
-            f"{type(trainer).__name__} has no {', '.join(missing)}: CheckpointCallback does not know this version of "
-            "transformers. Install one that is named in hfshard's requirements."
+            f"{type(trainer).__name__} has no {', '.join(missing)}: CheckpointCallback does not support this version "
+            "of transformers. Install a version that hfshard's requirements allow."
         )
     _check_processes(trainer)
     # Trainer itself requires save_only_model for a model that a distributed_config has spread.
     if args.save_only_model and not getattr(trainer, "is_distributed_loading_by_transformers", False):
         raise InvalidArgumentError(
-            "save_only_model=True leaves nothing to resume from: remove it, or train without the CheckpointCallback."
+            "save_only_model=True leaves nothing to resume from. Remove it, or train without the CheckpointCallback."
         )
     strategy = HubStrategy(args.hub_strategy)
     if args.push_to_hub and strategy != HubStrategy.END:
         raise InvalidArgumentError(
-            f"hub_strategy='{strategy.value}' would push what Trainer saves, which is nothing: set it to 'end', and "
-            "give CheckpointCallback push_to_hub='org/name' for a push of each checkpoint."
+            f"hub_strategy='{strategy.value}' would push what Trainer saves, which is nothing. Set it to 'end', and "
+            "pass CheckpointCallback push_to_hub='org/name' to push each checkpoint."
         )
     peft = sys.modules.get("peft")
     if peft is not None and isinstance(trainer.model, peft.PeftModel):
         raise InvalidArgumentError(
-            "CheckpointCallback saves whole models, and this one is a PeftModel, of which only the adapter is to be "
-            "saved. Train without it."
+            "CheckpointCallback saves whole models, but this one is a PeftModel, which should save only its adapter. "
+            "Train without the callback."
         )
 
 
@@ -661,8 +665,9 @@ def _check_processes(trainer: Trainer) -> None:
     if trainer.is_deepspeed_enabled or args.parallel_mode not in _PROCESSES:
         name = "DeepSpeed" if trainer.is_deepspeed_enabled else args.parallel_mode.value
         raise InvalidArgumentError(
-            "CheckpointCallback saves trainings of one process, DistributedDataParallel, FSDP2 and tensor parallelism. "
-            f"This Trainer uses {name}, which keeps parts of the state to itself: train without the callback."
+            f"This Trainer uses {name}, which keeps parts of the state to itself. CheckpointCallback supports only "
+            "single-process training, DistributedDataParallel, FSDP2 and tensor parallelism. Train without the "
+            "callback."
         )
     if trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2:
         raise InvalidArgumentError(
@@ -672,8 +677,8 @@ def _check_processes(trainer: Trainer) -> None:
     dispatches = trainer.accelerator.dispatch_batches and not isinstance(trainer.train_dataset, IterableDataset)
     if args.world_size > 1 and dispatches:
         raise InvalidArgumentError(
-            "With accelerator_config={'dispatch_batches': True} the first process loads the batches of all, which "
-            "CheckpointCallback can't seed one by one. Leave it out: each process then loads its own."
+            "With accelerator_config={'dispatch_batches': True}, the first process loads all batches, and "
+            "CheckpointCallback cannot seed them one by one. Leave it out, so that each process loads its own."
         )
 
 
@@ -682,15 +687,15 @@ def check_rotation(args: TrainingArguments, manager: CheckpointManager) -> None:
     limit = args.save_total_limit
     if limit is not None and limit > 0 and limit != manager.max_to_keep:
         raise InvalidArgumentError(
-            f"save_total_limit={limit}, and the CheckpointManager has max_to_keep={manager.max_to_keep}: remove one, "
-            "or make them equal."
+            f"save_total_limit={limit} differs from the CheckpointManager's max_to_keep={manager.max_to_keep}. Remove "
+            "one, or make them equal."
         )
     if not args.load_best_model_at_end:
         return
     if limit == 1:
         raise InvalidArgumentError(
-            "With save_total_limit=1 and load_best_model_at_end=True, Trainer itself removes the last checkpoint in "
-            "the end. Give max_to_keep=1 to CheckpointCallback instead, which keeps the last and the best."
+            "With save_total_limit=1 and load_best_model_at_end=True, Trainer itself removes the last checkpoint at "
+            "the end. Pass max_to_keep=1 to CheckpointCallback instead, which keeps the last and the best."
         )
     mode = "max" if args.greater_is_better else "min"
     if manager.max_to_keep is not None and (manager.keep_best, manager.metric_mode) != (_metric_name(args), mode):

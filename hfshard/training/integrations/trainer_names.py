@@ -106,7 +106,7 @@ def _built_model(path: str, most_layers: int) -> PreTrainedModel | None:
         with torch.device("meta"):
             return cast(PreTrainedModel, architecture(config))
     except Exception as error:  # noqa: BLE001 - of any class or library; the names are an extra, and it is told
-        logger.warning("The model of '%s' can't be built, so its parameters have no names: %s", path, error)
+        logger.warning("Cannot build the model of '%s', so its parameters have no names: %s", path, error)
         return None
 
 

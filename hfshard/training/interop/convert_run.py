@@ -110,7 +110,7 @@ def convert_foreign(
     root = absolute_path(root, "root")
     reader = reader_of(path)
     if reader is None:
-        raise CheckpointNotFoundError(f"'{path}' is no checkpoint of another program. Check the path.", path=path)
+        raise CheckpointNotFoundError(f"'{path}' is not another program's checkpoint. Check the path.", path=path)
     read = reader(path, ForeignRequest(keys=keys or {}, strict=strict))
     _reject_unknown_names(read)
     foreign = in_order(read)
@@ -125,9 +125,7 @@ def convert_foreign(
         with writer.turn("convert"):
             target = checkpoint_path(root, number)
             if os.path.lexists(target) or folder_at(target).is_there():
-                raise InvalidArgumentError(
-                    f"'{target}' is there already. Give another run, or another step.", path=root
-                )
+                raise InvalidArgumentError(f"'{target}' already exists. Pass another run, or another step.", path=root)
             writer.begin()
             foreign.confirm()
             saved = writer.write(number, payload, {}, files, blocking=True)
@@ -160,8 +158,8 @@ def _weights_of(foreign: ForeignCheckpoint) -> dict[str, Any]:
     stored: Mapping[str, Any] = foreign.components.get("model", {})
     if not is_state_dict(stored):
         raise InvalidArgumentError(
-            f"'{foreign.path}' has no weights under a usual key, and nothing was written. Say where they are: "
-            "keys={'model': ...}.",
+            f"'{foreign.path}' has no weights under a usual key. Nothing was written. Name their key: keys={{'model': "
+            "...}.",
             path=foreign.path,
         )
     names = {name: strip_compiled(short) for name, short in without_common_wrappers(stored).items()}
@@ -176,7 +174,7 @@ def _reject_unknown_names(foreign: ForeignCheckpoint) -> None:
         unknown = [one for own in stated_names(groups, weights, {}) or () for one in own if one not in weights]
         if unknown:
             raise unknown_owners(
-                component, foreign.path, f"its groups name '{unknown[0]}', which is none of the weights"
+                component, foreign.path, f"its groups name '{unknown[0]}', which is not one of the weights"
             )
 
 
@@ -213,9 +211,9 @@ def _names_by_order(
     component: str, saved: Mapping[str, Any], foreign: ForeignCheckpoint, weights: Mapping[str, Any]
 ) -> list[list[str]]:
     if not foreign.has_order:
-        raise unknown_owners(component, foreign.path, "its weights, in safetensors, do not stand in the model's order")
+        raise unknown_owners(component, foreign.path, "its weights, in safetensors, are not in the model's order")
     if are_sorted_by_name(list(weights)):
-        raise unknown_owners(component, foreign.path, "its weights were sorted by name, and their order is not told")
+        raise unknown_owners(component, foreign.path, "its weights were sorted by name, so their order is unknown")
     return [names_by_order(saved, weights, component, foreign.path)]
 
 

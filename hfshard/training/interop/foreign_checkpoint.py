@@ -96,7 +96,7 @@ class ForeignCheckpoint:
                 now = None
             if now != identity:
                 raise CheckpointChangedError(
-                    f"'{path}' was replaced while it was being read, and nothing was restored. Try again.", path=path
+                    f"'{path}' was replaced while it was being read. Nothing was restored. Retry.", path=path
                 )
 
     def fingerprint(self) -> str:
@@ -130,8 +130,8 @@ def list_foreign_directory(place: object) -> frozenset[str]:
 
 
 _LINKS: Final = (
-    "the directory that is converted, and what they lead to would be published with the checkpoint. Put what belongs "
-    "to it in their place, or move the links away."
+    "the directory to convert, and the targets would be published with the checkpoint. Put the files that belong to it "
+    "in place of the links, or move the links elsewhere."
 )
 
 
@@ -246,8 +246,8 @@ class ForeignDirectory:
         for name, own in self.request.keys.items():
             if own not in found:
                 raise StateDictMismatchError(
-                    f"'{self.path}' has no '{own}', which keys names for '{name}', and nothing was restored. It has: "
-                    f"{', '.join(found)}.",
+                    f"'{self.path}' has no '{own}', which keys names for '{name}'. It has: {', '.join(found)}. Nothing "
+                    "was restored.",
                     path=self.path,
                 )
         taken = set(self.request.keys.values())
@@ -258,8 +258,8 @@ class ForeignDirectory:
         found = sorted(name for name in self.names if _OF_MANY_RANKS.fullmatch(name))
         if found:
             raise StateDictMismatchError(
-                f"'{self.path}' has '{found[0]}', which DeepSpeed, FSDP or another way of spreading a model over ranks "
-                "saves: parts of tensors for the ranks that saved them. Resume it once in the program that saved it, "
-                "and save there: manager.save(step, state).",
+                f"'{self.path}' has '{found[0]}', which contains parts of tensors for the ranks that saved it "
+                "(DeepSpeed, FSDP or similar). Resume it once in the program that saved it, and save there: "
+                "manager.save(step, state).",
                 path=self.path,
             )

@@ -98,7 +98,7 @@ def check_positions(saved: Mapping[str, Any], component: str, path: str) -> None
     if not all(type(position) in (int, str) for position in positions) or len(set(positions)) < len(positions):
         what = "its groups do not have a number for each parameter"
     elif not all(isinstance(saved["state"].get(position, {}), Mapping) for position in positions):
-        what = "a parameter's state is no dict"
+        what = "a parameter's state is not a dict"
     else:
         return
     raise DamagedCheckpointError(
@@ -141,8 +141,8 @@ def _check_counts(
     now = [len(group) for group in built]
     if before != now:
         raise StateDictMismatchError(
-            f"The groups of '{component}' had {before} parameters in '{path}', and have {now}. Build the optimizer "
-            "with the same parameters in the same groups, or pass strict=False to let it start afresh.",
+            f"The groups of '{component}' had {before} parameters in '{path}', but have {now} now. Build the optimizer "
+            "with the same parameters in the same groups, or pass strict=False to leave it as built.",
             path=path,
             expected=before,
             actual=now,
@@ -173,11 +173,11 @@ def _names_of_group(
             return fitting[0]
         why = ", and the states fit both orders"
     raise StateDictMismatchError(
-        f"'{path}' has the parameters of '{component}' by position, and its weights stand in another order than those "
-        f"of the model ({shorten_list(before, _SHOWN, quote=True)}; now {shorten_list(now, _SHOWN, quote=True)}){why}: "
-        "it is not known which state is whose. Build the model and the groups of its optimizer in the order of that "
-        "run. Or pass strict=False, which leaves the optimizer's state out and reports it; where its groups have the "
-        "order that they had, its own load_state_dict takes that state by position then.",
+        f"'{path}' lists the parameters of '{component}' by position, but its weights are in another order than the "
+        f"model's ({shorten_list(before, _SHOWN, quote=True)}; now {shorten_list(now, _SHOWN, quote=True)}){why}: the "
+        "states cannot be matched to parameters. Build the model and its optimizer's groups in the order of the saved "
+        "run. Or pass strict=False, which leaves the optimizer's state out and reports it; if its groups still have "
+        "the saved order, its own load_state_dict can load that state by position.",
         path=path,
     )
 
@@ -204,9 +204,9 @@ def _check_shapes(state: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]
     if (found := _misfit(state, shapes)) is not None:
         name, slot, shape = found
         raise StateDictMismatchError(
-            f"'{slot}' of '{name}' has the shape {shape} in '{path}', and the parameter {list(shapes[name])}: "
-            f"'{component}' had its parameters in another order, or had other ones. Build it as in that run, or pass "
-            "strict=False to let it start afresh.",
+            f"'{slot}' of '{name}' has shape {shape} in '{path}', but the parameter has {list(shapes[name])}: "
+            f"'{component}' had other parameters, or had them in another order. Build it as in the saved run, or pass "
+            "strict=False to leave it as built.",
             path=path,
             fqn=name,
         )
@@ -245,18 +245,18 @@ def names_by_order(saved: Mapping[str, Any], weights: Mapping[str, Any], compone
     """
     groups = saved["param_groups"]
     if len(groups) != 1:
-        raise unknown_owners(component, path, f"its {len(groups)} groups have numbers for parameters, not names")
+        raise unknown_owners(component, path, f"its {len(groups)} groups have numbers, not names, for parameters")
     names = _possible_parameters(weights)
     shapes = [_shape_of(saved["state"].get(position)) for position in groups[0]["params"]]
     first = _match(shapes, names, weights)
     last = _match(shapes[::-1], names[::-1], weights)
     if first is None or last is None:
         raise unknown_owners(
-            component, path, f"its {len(shapes)} parameters are not {len(names)} of the weights in order"
+            component, path, f"its {len(shapes)} parameters do not match the {len(names)} weights in order"
         )
     if first != last[::-1]:
         other = next(one for one, another in zip(first, last[::-1]) if one != another)
-        raise unknown_owners(component, path, f"its {len(shapes)} parameters may be with or without '{other}'")
+        raise unknown_owners(component, path, f"its {len(shapes)} parameters match with or without '{other}'")
     return first
 
 
@@ -301,9 +301,9 @@ def _match(
 def unknown_owners(component: str, path: str, why: str) -> InvalidArgumentError:
     """Build the error for an optimizer whose parameters cannot be named, with the reason."""
     return InvalidArgumentError(
-        f"'{path}' can't be converted without the model: of '{component}' it is not known whose state is whose, as "
-        f"{why}. Build the model and the optimizer as in that run, and do it in Python: "
-        f"manager.restore(state, {path!r}); manager.save(step, state). Or take the weights alone: "
-        "hfshard convert --weights.",
+        f"Cannot convert '{path}' without the model: the states of '{component}' cannot be matched to parameters, "
+        f"because {why}. Build the model and the optimizer as in the saved run, and convert in Python: "
+        f"manager.restore(state, {path!r}); manager.save(step, state). Or convert only the weights: hfshard convert "
+        "--weights.",
         path=path,
     )

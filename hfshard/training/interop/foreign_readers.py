@@ -165,7 +165,7 @@ def _checked(progress: Mapping[str, Any], key: str, kind: type, path: str) -> An
     if not is_number:
         file = os.path.join(path, _STATE)
         raise DamagedCheckpointError(
-            f"'{file}' is damaged: its {key} is {value!r:.50}, which is no number from 0. {repair_hint(file)}",
+            f"'{file}' is damaged: its {key} must be a number of at least 0, got {value!r:.50}. {repair_hint(file)}",
             path=file,
         )
     return kind(value)
@@ -189,7 +189,7 @@ def reject_run_directory(path: str, request: ForeignRequest) -> Never:
         CheckpointNotFoundError: Always.
     """
     raise CheckpointNotFoundError(
-        f"'{path}' is not a checkpoint, but holds checkpoints of another program: give one of them, such as "
+        f"'{path}' is not a checkpoint, but contains checkpoints of another program. Pass one of them, such as "
         f"'{_checkpoints_below(path)[-1]}'.",
         path=path,
     )
@@ -287,7 +287,7 @@ def own_rng_state(saved: Any, keys: Mapping[str, str], path: str) -> dict[str, A
         state = {name: _CONVERTERS[name](value) for name, value in states.items()}
     except (LookupError, TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise DamagedCheckpointError(
-            f"'{path}' is damaged: it does not hold the states of random number generators ({error!r:.200}). "
+            f"'{path}' is damaged: it does not contain random number generator states ({error!r:.200}). "
             f"{repair_hint(path)}",
             path=path,
         ) from error
@@ -342,8 +342,8 @@ def read_torch_file(path: str, request: ForeignRequest) -> ForeignCheckpoint:
     file = read_plain_file(path, os.path.dirname(path) or os.curdir, strict=request.strict, verify=request.verify)
     if not isinstance(file.value, Mapping):
         raise DamagedCheckpointError(
-            f"'{path}' holds a {type(file.value).__name__}, not a dict of states by name. Load it with torch, and save "
-            "it as {'model': ..., 'optimizer': ..., 'epoch': ...}.",
+            f"'{path}' contains a {type(file.value).__name__}, not a dict of states by name. Load it with torch, and "
+            "save it as {'model': ..., 'optimizer': ..., 'epoch': ...}.",
             path=path,
         )
     reject_partitioned_file(file.value, path)
@@ -454,10 +454,10 @@ def sort_entries(
         StateDictMismatchError: A part may be one of several entries; or `keys` names a missing one.
         InvalidArgumentError: `keys` names a part that is not requested, or not known.
     """
-    kinds, known = (kinds, "no part of the TrainingState") if kinds else (_USUAL, "none of the parts that are known")
+    kinds, known = (kinds, "not a part of the TrainingState") if kinds else (_USUAL, "not a known part")
     unknown = [name for name in keys if name not in kinds]
     if unknown:
-        raise InvalidArgumentError(f"keys names '{unknown[0]}', which is {known}: {', '.join(kinds)}.")
+        raise InvalidArgumentError(f"keys names '{unknown[0]}', which is {known}. Name one of: {', '.join(kinds)}.")
     if is_state_dict(value) and not keys:
         return SortedEntries({"model": ("", value)}, {})
     entries = dict(_entries(value))
@@ -524,7 +524,7 @@ def _only_candidate(
     if len(free) > 1:
         listed = ", ".join(f"'{at}'" for at in free)
         raise StateDictMismatchError(
-            f"'{name}' may be one of several entries of '{path}': {listed}. Nothing was restored. Say which: "
+            f"'{name}' could be any of several entries of '{path}': {listed}. Nothing was restored. Choose one: "
             f"restore(..., keys={{'{name}': '{free[0]}'}}).",
             path=path,
         )
@@ -589,7 +589,7 @@ def _at(value: Any, at: str, path: str) -> Any:
         return value[int(at)]
     known = ", ".join(map(str, value)) if isinstance(value, Mapping) else f"a {type(value).__name__}"
     raise StateDictMismatchError(
-        f"'{path}' has no entry '{at}' where keys names one, and nothing was restored. There is: {known:.500}.",
+        f"'{path}' has no entry '{at}', which keys names. It has: {known:.500}. Nothing was restored.",
         path=path,
     )
 

@@ -103,10 +103,10 @@ class PlainValues:
         except DamagedCheckpointError:
             raise
         except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
-            raise self._damaged(at, f"has what such a value can't have ({error!r:.100})") from error
+            raise self._damaged(at, f"has contents that such a value cannot have ({error!r:.100})") from error
         self._above.discard(id(value))
         if entries > _MOST_ENTRIES:
-            raise self._damaged(at, "has more entries than any state of a run")
+            raise self._damaged(at, "has more entries than any training state")
         self._copies[id(value)] = copied, entries, value  # it stays alive, as its id is the key
         return copied, entries
 
@@ -133,7 +133,7 @@ class PlainValues:
         hashes = NameHashes()
         for name in names:
             if isinstance(name, _CHOSEN_HASH) and hashes.is_one_of_many(name):
-                raise self._damaged(at, "has names that take forever to be hashed")
+                raise self._damaged(at, "has names that take too long to hash")
 
     def _tensor(self, value: torch.Tensor, at: str) -> tuple[Any, int]:
         is_plain = value.layout is torch.strided and value.device.type != "meta"
@@ -159,11 +159,11 @@ class PlainValues:
                 return self._tensor(tensor, at)
         self._left -= size_of(value)
         if self._left < 0:
-            raise self._damaged(at, "has more in all its objects than the file")
+            raise self._damaged(at, "has objects that together are larger than the file")
         try:
             found = meaning(value)
         except (TypeError, ValueError, LookupError, OverflowError, AttributeError, RuntimeError) as error:
-            raise self._damaged(at, f"is not what {value.name} is saved as ({error!r:.100})") from error
+            raise self._damaged(at, f"is not a valid {value.name} ({error!r:.100})") from error
         if found is OTHER:
             self.unread[at] = value.name
             return NOT_STORED, 1
@@ -171,7 +171,7 @@ class PlainValues:
 
     def _damaged(self, at: str, what: str) -> DamagedCheckpointError:
         return DamagedCheckpointError(
-            f"'{self.path}' is damaged, or was made to do harm: its '{at}' {what}. Use another file.", path=self.path
+            f"'{self.path}' is damaged or malicious: its '{at}' {what}. Use another file.", path=self.path
         )
 
 
@@ -210,7 +210,7 @@ class PlainFile:
     def left_out(self) -> tuple[str, ...]:
         """Describe what was not read, in sentences."""
         return tuple(
-            f"'{at}' in '{self.path}' is of '{name}', which can't be read without running code, and was left out."
+            f"'{at}' in '{self.path}' was left out: it is a '{name}', which cannot be read without running code."
             for at, name in self.unread.items()
         )
 
@@ -246,9 +246,9 @@ def _read_described(path: str, root: str, error: UnsafePickleError, *, strict: b
         if strict and values.unread:
             names = shorten_list(list(dict.fromkeys(values.unread.values())), _SHOWN, quote=True)
             raise UnsafePickleError(
-                f"'{path}' has objects of {names}, which can't be read without running code "
-                f"({shorten_list(list(values.unread), _SHOWN)}). With strict=False they are left out, without running "
-                "anything, and the rest is read. Or load it in the program that made it, and save tensors, numbers, "
+                f"'{path}' has objects of {names}, which cannot be read without running code "
+                f"({shorten_list(list(values.unread), _SHOWN)}). Pass strict=False to leave them out, without running "
+                "anything, and read the rest. Or load it in the program that made it, and save tensors, numbers, "
                 "text, lists and dicts.",
                 path=path,
                 actual=next(iter(values.unread.values())),
@@ -324,7 +324,7 @@ def _number(value: DescribedObject) -> Any:
     if _ARRAY.fullmatch(name):
         _version, shape, dtype, is_fortran, raw = value.state
         if not isinstance(shape, tuple) or not all(type(size) is int for size in shape):
-            raise TypeError("a shape of more than numbers")
+            raise TypeError("a shape that is not only ints")
         flat = _from_bytes(raw, _numpy_dtype(dtype), math.prod(shape))
         return flat.reshape(shape, order="F" if is_fortran else "C")
     if _SCALAR.fullmatch(name):
@@ -365,11 +365,11 @@ def _numpy_dtype(value: Any) -> Any:
     import numpy
 
     if not isinstance(value, DescribedObject) or value.name != "numpy.dtype":
-        raise TypeError("no dtype")
+        raise TypeError("not a dtype")
     code = value.arguments[0]
     order = value.state[1] if value.state is not None else "="
     if not (isinstance(code, str) and isinstance(order, str) and _NUMPY_DTYPE.fullmatch(order + code)):
-        raise TypeError("a dtype of more than numbers")
+        raise TypeError("a dtype that is not numeric")
     return numpy.dtype(order + code)
 
 
@@ -378,7 +378,7 @@ def _from_bytes(raw: Any, dtype: Any, count: int) -> Any:
 
     data = _bytes_of(raw)
     if len(data) != count * dtype.itemsize:
-        raise ValueError("other bytes than elements")
+        raise ValueError("the wrong number of bytes")
     return numpy.frombuffer(data, dtype=dtype).copy()
 
 
@@ -438,7 +438,9 @@ class DescribedFile:
         except zipfile.BadZipFile as error:
             raise damaged_pickle(self.path, f"a record does not match its checksum: {error}") from error
         except (TypeError, ValueError, LookupError, RuntimeError, OverflowError, AttributeError) as error:
-            raise damaged_pickle(self.path, f"it describes a tensor that it does not have: {error!r:.200}") from error
+            raise damaged_pickle(
+                self.path, f"it describes a tensor that it does not contain: {error!r:.200}"
+            ) from error
 
     def _made(self, storage: Any, offset: int, size: Any, stride: Any) -> torch.Tensor:
         _word, kind, key, _device, count, *_ = storage.arguments
@@ -449,7 +451,7 @@ class DescribedFile:
             self._storages[key] = bytearray(self._read(key))
         raw = self._storages[key]
         if type(count) is not int:
-            raise TypeError("a number of elements that is none")
+            raise TypeError("the number of elements is not an int")
         if len(raw) != count * dtype.itemsize:
             raise ValueError(f"{len(raw)} bytes for {count} elements")
         flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
@@ -481,7 +483,7 @@ def described_file(path: str, root: str) -> Iterator[DescribedFile]:
         with zipfile.ZipFile(file) as archive:
             pickled = [name for name in archive.namelist() if name.endswith(_PICKLE) and name.count("/") == 1]
             if len(pickled) != 1:
-                raise damaged_pickle(path, "it has no data.pkl, or several")
+                raise damaged_pickle(path, "it does not have exactly one data.pkl")
             folder = pickled[0].removesuffix(_PICKLE)
             order = f"{folder}/byteorder"
             if order in archive.namelist() and _record(archive, order, path) != b"little":
@@ -494,7 +496,7 @@ def _record(archive: zipfile.ZipFile, name: str, path: str) -> bytes:
     try:
         return archive.read(name)
     except (zipfile.BadZipFile, RuntimeError) as error:  # an encrypted one, or without a checksum
-        raise damaged_pickle(path, f"its record '{name}' can't be read ({error})") from error
+        raise damaged_pickle(path, f"its record '{name}' cannot be read ({error})") from error
 
 
 class _Bounded:
@@ -524,11 +526,11 @@ def _describe_old_format(file: mmap.mmap, path: str) -> tuple[PickleDescription,
         for key in keys:
             (count,) = struct.unpack_from("<q", file, at)
             if count < 0:
-                raise ValueError("a storage of fewer bytes than none")
+                raise ValueError("a storage of negative size")
             places[key] = at + 8, count * sizes[key]
             at += 8 + count * sizes[key]
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError, struct.error) as error:
-        raise damaged_pickle(path, f"it does not hold the bytes of all its tensors ({error!r:.200})") from error
+        raise damaged_pickle(path, f"it does not contain the bytes of all its tensors ({error!r:.200})") from error
     if not is_little:
         raise damaged_pickle(path, "its numbers are big-endian")
 
@@ -548,8 +550,8 @@ def reject_code(path: str, names: frozenset[str]) -> None:
     found = sorted(name for name in names if name.partition(".")[0] in _RUN_CODE and name not in _HARMLESS)
     if found:
         raise UnsafePickleError(
-            f"'{path}' asks for '{found[0]}', which no state of a run needs: it was made to run code on your machine, "
-            "and nothing of it was loaded. Do not use it.",
+            f"'{path}' asks for '{found[0]}', which no training state needs: it was made to run code on your machine. "
+            "Nothing was loaded. Do not use it.",
             path=path,
             actual=found[0],
         )

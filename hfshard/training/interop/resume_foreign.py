@@ -77,16 +77,16 @@ def resume_foreign(
     is_foreign = ranks.all_of(reader is not None)
     if not any(is_foreign):
         if keys is not None:
-            raise InvalidArgumentError("keys is for what other programs have saved: a checkpoint of hfshard has names.")
+            raise InvalidArgumentError(
+                "keys is only for other programs' checkpoints: an hfshard checkpoint has names. Leave it out."
+            )
         return None
-    differing = InvalidArgumentError(
-        f"All ranks must restore the same place, and this one is asked for {place!r:.500}."
-    )
+    differing = InvalidArgumentError(f"All ranks must restore the same place, but this one got {place!r:.500}.")
     ranks.agree(None if all(is_foreign) else differing)
     if must_be_signed:
         raise InvalidArgumentError(
-            f"public_key is for checkpoints of hfshard, and {place!r:.500} is another program's. Check it by "
-            "model_signing verify, and leave the key out."
+            f"public_key is only for hfshard checkpoints, but {place!r:.500} is another program's. Check it with "
+            "model_signing verify, and leave out the key."
         )
     with torch.inference_mode(False):  # what is restored will be trained
         return _resume(state, place, reader, keys or {}, ranks, strict=strict, verify=verify)
@@ -108,9 +108,9 @@ def _resume(
     is_stage = stage is not None and stage.names.own != stage.names.everywhere
     if any(ranks.all_of(is_spread or is_stage)):
         raise InvalidArgumentError(
-            f"'{path}' is of another program, and the model is spread over ranks. Restore it in one process, with "
-            "the whole model: manager.restore(state, path); manager.save(step, state). Then restore that step on all "
-            "ranks.",
+            f"'{path}' is another program's checkpoint, but the model is spread over ranks. Restore it in one process, "
+            "with the whole model: manager.restore(state, path); manager.save(step, state). Then restore that step on "
+            "all ranks.",
             path=path,
         )
     request = ForeignRequest(state.kinds, keys, strict, verify, ranks.rank, ranks.world_size)
@@ -124,7 +124,7 @@ def _resume(
     foreign, restoration, fingerprint = ranks.on_each(planned)
     if len(set(ranks.all_of(fingerprint))) > 1:
         raise CheckpointChangedError(
-            f"The ranks see different files in '{path}', and nothing was restored. Let all ranks see the same ones.",
+            f"The ranks see different files in '{path}'. Nothing was restored. Make all ranks see the same files.",
             path=path,
         )
     for difference in restoration.differences:
@@ -197,7 +197,7 @@ def _plan(planner: PartPlanner, name: str, foreign: ForeignCheckpoint) -> None:
     try:
         if kind != "scheduler" and (place := find_in(value, lambda one: isinstance(one, NotStored))) is not None:
             raise StateDictMismatchError(
-                f"'{name}' stays as it was built: '{place}' in its state in '{foreign.path}' was not read.",
+                f"'{name}' was left as built: '{place}' in its state in '{foreign.path}' was not read.",
                 path=foreign.path,
             )
         if kind == "optimizer":

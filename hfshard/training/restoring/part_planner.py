@@ -207,7 +207,7 @@ def all_or_nothing(ranks: Ranks, undo: Sequence[Undo] = ()) -> Iterator[None]:
             try:
                 put_back()
             except Exception as failure:  # noqa: BLE001 - the first refusal is being raised, and the others are left
-                logger.error("A part of the state can't be put back as it was, and is mixed: %s", failure)
+                logger.error("Cannot undo the load of a part of the state, which is now mixed: %s", failure)
         raise
 
 
@@ -292,19 +292,19 @@ def check_components(
     for name in wanted:
         if name in elsewhere:
             differences.append(
-                f"Each stage of a pipeline has saved a '{name}' of its own in '{directory}', and this rank has another "
-                "stage, or the whole model. Restore on as many ranks with the same stages, or pass strict=False to "
-                "leave it as it was built."
+                f"Each pipeline stage saved its own '{name}' in '{directory}', but this rank has another stage, or the "
+                "whole model. Restore on as many ranks with the same stages, or pass strict=False to leave it as "
+                "built."
             )
         elif name not in saved:
             differences.append(
                 f"The checkpoint '{directory}' has no '{name}'. Build the state without it, or pass strict=False to "
-                "leave it as it was built."
+                "leave it as built."
             )
         elif saved[name].get("kind") != state.kinds[name]:
             differences.append(
-                f"'{name}' has the kind {saved[name].get('kind')!r:.50} in '{directory}', and is a {state.kinds[name]} "
-                "here. Pass the kind of object that was saved, or strict=False to leave it as it was built."
+                f"'{name}' has kind {saved[name].get('kind')!r:.50} in '{directory}', but is a {state.kinds[name]} "
+                "here. Pass the kind of object that was saved, or strict=False to leave it as built."
             )
     for name in saved:
         if name not in state.components:
@@ -337,8 +337,8 @@ def check_object(name: str, part: Any, value: Any, directory: str) -> None:
     """
     if isinstance(part, torch.amp.GradScaler) and part.is_enabled() != bool(value):
         raise StateDictMismatchError(
-            f"'{name}' is a GradScaler that is {'on' if part.is_enabled() else 'off'}, and was not when the checkpoint "
-            f"'{directory}' was saved. Build it with the enabled= of that run, or pass strict=False.",
+            f"'{name}' is a GradScaler that is {'on' if part.is_enabled() else 'off'}, but was not when the checkpoint "
+            f"'{directory}' was saved. Build it with the saved run's enabled=, or pass strict=False.",
             path=directory,
         )
     check = getattr(part, "check_state_dict", None)
@@ -348,7 +348,7 @@ def check_object(name: str, part: Any, value: Any, directory: str) -> None:
         check(value)
     except StateDictMismatchError as error:
         raise StateDictMismatchError(
-            f"'{name}' does not fit the checkpoint '{directory}', and nothing was restored: {error.message}",
+            f"'{name}' does not fit the checkpoint '{directory}': {error.message}",
             path=directory,
             expected=error.expected,
             actual=error.actual,
@@ -390,8 +390,8 @@ def plan_module(
     if missing or difference.unexpected or difference.mismatched or dtypes:
         parts = [text for text in (difference.summary(), "; ".join(dtypes[:_SHOWN])) if text]
         message = (
-            f"'{name}' does not fit the checkpoint '{directory}': {'; '.join(parts)}. "
-            "Build it as in the run that was saved, or pass strict=False to load what fits."
+            f"'{name}' does not fit the checkpoint '{directory}': {'; '.join(parts)}. Build it as in the saved run, or "
+            "pass strict=False to load what fits."
         )
         if strict:
             raise StateDictMismatchError(
@@ -489,7 +489,7 @@ def _put_back_extra(module: nn.Module, state: Any) -> None:
     try:
         module.set_extra_state(state)
     except Exception as error:  # noqa: BLE001 - the first refusal is being raised
-        logger.error("The extra state of a %s can't be put back as it was: %s", type(module).__name__, error)
+        logger.error("Cannot undo the load of a %s's extra state: %s", type(module).__name__, error)
 
 
 # Comparison of the orders of groups and parameters with a checkpoint's, for everything that is matched by position.
@@ -560,9 +560,9 @@ def reordered_state(name: str, state: TrainingState, saved: Mapping[str, dict[st
     place = find_in(value, lambda one: any(is_one_each(one) for is_one_each in tests))
     if place is not None:
         raise StateDictMismatchError(
-            f"'{place}' of '{name}' has entries for parameters by their position in the checkpoint '{path}', and these "
-            "stand in another order now. Build the model (or the optimizer that it holds) with them in the order of "
-            "that run, let its state_dict keep them by name, or pass strict=False to leave it as it was built.",
+            f"'{place}' of '{name}' has entries by parameter position in the checkpoint '{path}', but the parameters "
+            "are in another order now. Build the model (or the optimizer that it holds) with them in the order of the "
+            "saved run, make its state_dict store them by name, or pass strict=False to leave it as built.",
             path=path,
         )
     return value

@@ -96,8 +96,8 @@ def plan_restoration(
         and ("buffers" in own or any(saved[name].get("kind") != "loader" for name in own["components"].keys() & saved))
     ):
         logger.warning(
-            "The checkpoint '%s' has some buffers and objects of each of %d ranks, and here are %d: ranks beyond those "
-            "get the first one's.",
+            "The checkpoint '%s' has separate buffers and objects for %d ranks, but there are %d here: additional "
+            "ranks get the first one's.",
             directory,
             len(saved_ranks),
             ranks.world_size,
@@ -184,8 +184,8 @@ def _rng_update(rng: dict[str, Any], saved_ranks: int, ranks: Ranks, directory: 
 
     def update() -> None:
         logger.warning(
-            "The checkpoint '%s' was saved by %d ranks, and here are %d: their random number generators are seeded "
-            "from it, the same way each time.",
+            "The checkpoint '%s' was saved by %d ranks, but there are %d here: their random number generators are "
+            "seeded from it, the same way each time.",
             directory,
             saved_ranks,
             ranks.world_size,
@@ -199,7 +199,7 @@ def _parse_training_state(raw: bytes, path: str) -> dict[str, Any]:
     saved_state = parse_json_object(raw, path=path, what="Training state", remedy=_REMEDY)
     if saved_state.get("format") != TRAINING_STATE_FORMAT:
         raise DamagedCheckpointError(
-            f"'{path}' has format {saved_state.get('format')!r:.50}, and this hfshard reads {TRAINING_STATE_FORMAT}. "
+            f"'{path}' has format {saved_state.get('format')!r:.50}, but this version reads {TRAINING_STATE_FORMAT}. "
             "Run: pip install --upgrade hfshard",
             path=path,
         )

@@ -164,9 +164,9 @@ def _resume_on_ranks(
             break
         passed_over.append(checkpoint.path)
         if is_damaged:
-            logger.warning("The checkpoint '%s' is passed over: %s", checkpoint.path, error)
+            logger.warning("Skipped the checkpoint '%s': %s", checkpoint.path, error)
     else:
-        error = error or CheckpointChangedError(f"'{checkpoint.path}' was replaced while it was read. Try again.")
+        error = error or CheckpointChangedError(f"'{checkpoint.path}' was replaced while it was being read. Retry.")
     ranks.agree(error)
     for difference in restoration.differences:
         logger.warning("%s", difference)
@@ -199,14 +199,14 @@ def _all_signed(
     path = checkpoint.path
     if is_store_address(path):
         raise InvalidArgumentError(
-            f"'{path}' is in a store, and a signature is checked over files on a disk. Bring them there by the tool of "
-            "the service, and restore from that directory.",
+            f"'{path}' is in a store, but a signature is checked only over files on disk. Download them with the "
+            "service's tool, and restore from that directory.",
             path=path,
         )
     signed = signature.find(path)
     signed.check_all()
     if folder_at(path).manifest().to_json() != manifest.to_json():
-        raise CheckpointChangedError(f"'{path}' was replaced while its signature was checked. Try again.", path=path)
+        raise CheckpointChangedError(f"'{path}' was replaced while its signature was being checked. Retry.", path=path)
     yield
     signed.confirm()
 
@@ -243,9 +243,9 @@ def _reject_others(choose: Callable[[], ChosenCheckpoint | None], ranks: Ranks) 
     for rank, path in enumerate(ranks.all_of(own)):
         if path is not None:
             raise CheckpointNotFoundError(
-                f"Rank {ranks.number(rank)} finds the checkpoint '{path}', and rank {ranks.number(0)} finds none "
-                "there. Let all ranks see one directory of the run, or copy it to the machine of each; to train from "
-                "the beginning, give the managers another one.",
+                f"Rank {ranks.number(rank)} found the checkpoint '{path}', but rank {ranks.number(0)} found none "
+                "there. Make all ranks see the run's directory, or copy it to each machine; to train from the "
+                "beginning, pass the managers another directory.",
                 path=path,
             )
 
@@ -274,7 +274,7 @@ def _local_checkpoint(
     if here is None or here[1].to_json() != manifest.to_json():  # compared as JSON, as NaN does not equal itself
         what = "no checkpoint" if here is None else f"another one, of step {here[1].step}, in '{here[0].path}'"
         raise CheckpointChangedError(
-            f"The first rank restores '{checkpoint.path}', but this rank finds {what}. Let all ranks see the run's "
+            f"The first rank restores '{checkpoint.path}', but this rank found {what}. Make all ranks see the run's "
             "directory; or name a commit: manager.restore(state, 'org/name@commit').",
             path=checkpoint.path,
         )

@@ -140,7 +140,7 @@ class ReentrantLocks:
             if changing and before:
                 raise HfshardError(
                     f"{changing} was called in the middle of {before}, in the same thread: by a signal handler, a hook "
-                    "or a state_dict. Set a flag there, and look at it in the training loop."
+                    "or a state_dict. Set a flag there, and check it in the training loop."
                 )
             self._changing = changing or before
             try:

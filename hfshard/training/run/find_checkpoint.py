@@ -118,18 +118,18 @@ def newest_intact(
             if not found:
                 return None
             raise DamagedCheckpointError(
-                f"None of the {len(found)} checkpoints in '{place.root}' is whole: see the warnings for what is wrong "
-                "with each. To train from the beginning, give the manager another directory.",
+                f"None of the {len(found)} checkpoints in '{place.root}' is intact. The warnings say what is wrong "
+                "with each. To train from the beginning, pass the manager another directory.",
                 path=place.root,
             )
     raise CheckpointChangedError(
-        f"The checkpoints in '{place.root}' were replaced while they were read. Try again.", path=place.root
+        f"The checkpoints in '{place.root}' were replaced while they were being read. Retry.", path=place.root
     )
 
 
 def _warn_of(damaged: list[tuple[RunCheckpoint, HfshardError]]) -> None:
     for one, error in damaged:
-        logger.warning("The checkpoint '%s' is passed over: %s", one.path, error)
+        logger.warning("Skipped the checkpoint '%s': %s", one.path, error)
 
 
 def checkpoint_problems(
@@ -165,7 +165,7 @@ def live_problems(checkpoint: RunCheckpoint, level: Level) -> list[HfshardError]
             return None
         checkpoint = checkpoint_at(checkpoint.path, checkpoint.step)
     raise CheckpointChangedError(
-        f"'{checkpoint.path}' was replaced while it was checked. Try again.", path=checkpoint.path
+        f"'{checkpoint.path}' was replaced while it was being checked. Retry.", path=checkpoint.path
     )
 
 
@@ -178,8 +178,8 @@ def _strays(files: CheckpointFiles, manifest: CheckpointManifest) -> list[Hfshar
         if names.single not in manifest.files and files.has(names.single):
             problems.append(
                 DamagedCheckpointError(
-                    f"'{path}' does not belong to the checkpoint, and other tools load it instead of the files that "
-                    "do. Move it elsewhere.",
+                    f"'{path}' does not belong to the checkpoint, but other tools load it instead of the checkpoint's "
+                    "own files. Move it elsewhere.",
                     path=path,
                 )
             )

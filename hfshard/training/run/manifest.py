@@ -72,7 +72,7 @@ class CheckpointManifest:
         checksum = body.pop("checksum", None)
         if body.get("format") != MANIFEST_FORMAT:
             raise DamagedCheckpointError(
-                f"'{path}' has format {body.get('format')!r:.50}, and this hfshard reads {MANIFEST_FORMAT}. "
+                f"'{path}' has format {body.get('format')!r:.50}, but this version reads {MANIFEST_FORMAT}. "
                 "Run: pip install --upgrade hfshard",
                 path=path,
             )
@@ -175,8 +175,8 @@ def _check_own_digests(shard: SafetensorsFile, record: FileDigest) -> None:
         expected = getattr(record, kind)
         if stated is not None and stated != expected:
             raise IntegrityError(
-                f"'{shard.path}' is not the file that was saved: it states the {kind} {stated}, and {expected} "
-                f"was recorded. {repair_hint(shard.path)}",
+                f"'{shard.path}' is not the file that was saved: it states the {kind} {stated}, but {expected} was "
+                f"recorded. {repair_hint(shard.path)}",
                 path=shard.path,
                 expected=expected,
                 actual=stated,
@@ -188,7 +188,7 @@ def _check_small(path: str, directory: str, record: FileDigest) -> None:
         open_regular(path, directory), "rb"
     ) as reader:  # of any size, and not always text: a tokenizer's model
         size = os.fstat(reader.fileno()).st_size
-        found = sha256_of_reader(reader) if size == record.size else f"that of {size} bytes"
+        found = sha256_of_reader(reader) if size == record.size else f"that of a {size}-byte file"
     if found != record.sha256:
         raise IntegrityError(
             f"'{path}' is not the file that was saved: its sha256 is {found}, but was {record.sha256}. "

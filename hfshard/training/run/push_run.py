@@ -112,7 +112,7 @@ def _content(
     name, record = item
     sha256 = _checked_sha256(files, name, record, hashes) if name.endswith(SAFETENSORS_SUFFIX) else record.sha256
     if cancelled.is_set():
-        raise InterruptedError("another file failed, or Ctrl-C came")
+        raise InterruptedError("another file failed, or Ctrl-C was pressed")
     progress_callback(record.size or 0)
     return files.source(name, sha256)
 
@@ -141,7 +141,7 @@ _KEPT: Final = frozenset({README, ".gitattributes", ".gitignore"})
 """Files that stay on a hub even if the previously pushed checkpoint had them: people edit them there."""
 
 
-_RESUME_THERE: Final = "The optimizer and the rest of the run are resumed only by the program that saved them."
+_RESUME_THERE: Final = "Only the program that saved the optimizer and the rest of the run can resume them."
 """Follows a description of parts, from which hfshard restores no run."""
 
 
@@ -177,7 +177,7 @@ def found_to_push(
     number = best_step() if step == "best" else checked_step(step)
     if number is None:
         raise CheckpointNotFoundError(
-            f"No checkpoint in '{place.root}' has the metric by which the best one is chosen. Pass it when you save: "
+            f"No checkpoint in '{place.root}' has the metric that selects the best one. Pass it when you save: "
             "manager.save(step, state, metric=...).",
             path=place.root,
         )
@@ -229,7 +229,7 @@ def push_all(found: Sequence[RunCheckpoint], repo_id: str | os.PathLike[str], op
         Everything that `push_found` raises; all are compared with their manifests before the first is pushed.
     """
     if options.create_pr:
-        raise InvalidArgumentError("A pull request is for one checkpoint: give its step, or push all to a branch.")
+        raise InvalidArgumentError("A pull request is for one checkpoint. Pass its step, or push all to a branch.")
     in_order = sorted(map(read_manifest_of, found), key=lambda one: one.manifest.save_number)
     hashes: Hashes = {}
     newer = _newer_than_remote(in_order, repo_id, options)
@@ -252,15 +252,15 @@ def _newer_than_remote(
     try:
         newest = CheckpointManifest.from_json(raw, MANIFEST)
     except (DamagedCheckpointError, UnsafePathError) as error:
-        logger.warning("'%s' on '%s' can't be read, and all checkpoints are pushed: %s", MANIFEST, repo_id, error)
+        logger.warning("Cannot read '%s' on '%s', so all checkpoints are pushed: %s", MANIFEST, repo_id, error)
         return in_order
     newer = [
         one for one in in_order if one.manifest.save_number > newest.save_number or one.manifest.step > newest.step
     ]
     if not newer:
         raise HubError(
-            f"'{os.fspath(repo_id)}' is at the checkpoint of step {newest.step}, which is not one of these and "
-            "newer than all of them. Push to another revision; or, to put one in its place, give its step.",
+            f"'{os.fspath(repo_id)}' is at the checkpoint of step {newest.step}, which is newer than all of these and "
+            "not one of them. Push to another revision; or, to replace it with one of these, pass its step.",
             path=os.fspath(repo_id),
             actual=newest.step,
         )
@@ -294,9 +294,7 @@ def _stale(pushed: VerifiedContents, there: Mapping[str, RemoteFile], read: Call
     try:
         before = CheckpointManifest.from_json(read(MANIFEST), MANIFEST)
     except (DamagedCheckpointError, UnsafePathError) as error:
-        logger.warning(
-            "'%s' on the hub can't be read, and the files that it may name are left alone: %s", MANIFEST, error
-        )
+        logger.warning("Cannot read '%s' on the hub, so any files that it names are left alone: %s", MANIFEST, error)
         return stale
     return stale | {
         name for name in left & before.files.keys() if _is_as_recorded(there[name], before.files[name], name, read)
@@ -340,7 +338,7 @@ def checked_at(
         DamagedCheckpointError, UnsafePathError: The checkpoint is damaged.
     """
     if isinstance(place, str) and place.isdecimal() and not os.path.isdir(place):
-        raise InvalidArgumentError(f"'{place}' is neither a place nor a step: give a step as a number, {int(place)}.")
+        raise InvalidArgumentError(f"'{place}' is neither a place nor a step. Pass a step as a number: {int(place)}.")
     if is_store_address(place):
         place = absolute_path(place, "place")
         reject_hub_arguments(place, token=token)
@@ -363,8 +361,8 @@ def checked_at(
             raise
         at = f" --revision {revision}" if revision is not None else ""
         raise IntegrityError(
-            f"{error.message} What is in the cache may be damaged; to download it again, run: "
-            f"hfshard pull {path}{at} --include '*' --force-download",
+            f"{error.message} The cached copy may be damaged. To download it again, run: hfshard pull {path}{at} "
+            "--include '*' --force-download",
             path=error.path,
             expected=error.expected,
             actual=error.actual,
@@ -390,7 +388,7 @@ def _resolve_run_checkpoint(files: CommitFiles) -> ResolvedCheckpoint:
         if (parts := files.parts("")) is not None:
             raise CheckpointNotFoundError(f"{parts} {_RESUME_THERE}")
         what, todo = files.description()
-        raise _no_checkpoint(what, f"{todo}. A model alone is loaded by hfshard.load_model.")
+        raise _no_checkpoint(what, f"{todo}. To load a model alone, use hfshard.load_model.")
     files.download([MANIFEST])
     paths = [MANIFEST, *read_checkpoint_manifest(files.snapshot()).files]
     files.download(paths)
@@ -412,9 +410,9 @@ def _in(directory: str) -> RunCheckpoint:
     if parts is not None:
         raise CheckpointNotFoundError(f"{parts} {_RESUME_THERE}", path=directory)
     todo = (
-        f"It is a run: give one of its checkpoints, such as '{checkpoints[0]}'."
+        f"It is a run. Pass one of its checkpoints, such as '{checkpoints[0]}'."
         if checkpoints
-        else "If it holds a model, hfshard.load_model loads that."
+        else "If it is a model, load it with hfshard.load_model."
     )
     raise _no_checkpoint(f"'{directory}'", todo, directory)
 
@@ -503,7 +501,7 @@ class BackgroundPusher:
             push_found(found, self._repo_id, options, self._hashes)
         except Exception as error:  # noqa: BLE001 - whatever it is, the training goes on
             logger.warning(
-                "The checkpoint of step %d is saved, but was not pushed to '%s': %s", found.step, self._repo_id, error
+                "The checkpoint of step %d was saved, but not pushed to '%s': %s", found.step, self._repo_id, error
             )
             self._error = error
         else:

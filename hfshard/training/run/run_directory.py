@@ -127,12 +127,12 @@ def clean_up_run(root: str) -> None:
     """Remove what killed saves left, and restore what they had moved aside; the caller holds the run's lock."""
     for one in _moved_aside(root):
         target = checkpoint_path(root, one.step)
-        logger.info("Putting '%s' back, which a killed save was about to replace.", target)
+        logger.info("Restoring '%s', which a killed save was about to replace.", target)
         os.rename(one.path, target)
         sync_directory(root)
     for name in leftovers_in(root)[0]:
         path = os.path.join(root, name)
-        logger.info("Removing '%s', left by a save that was killed.", path)
+        logger.info("Removing '%s', left by a killed save.", path)
         if (replaced := _REPLACED.fullmatch(name)) is not None:  # it must not come back when its successor is removed
             _remove(path, root, int(replaced[1]))
         else:
@@ -207,7 +207,7 @@ def _remove(path: str, root: str, step: int) -> None:
         os.rename(path, aside)
         sync_directory(root)  # or a power failure could leave it in place with half of its files
     except OSError as error:
-        logger.warning("'%s' can't be removed (%s); the next save tries again.", path, error)
+        logger.warning("Cannot remove '%s' (%s). The next save retries.", path, error)
         return
     _remove_tree(aside)
 
@@ -227,7 +227,7 @@ def _remove_tree(path: str) -> None:
         else:
             shutil.rmtree(path)
     except OSError as error:
-        logger.warning("'%s' can't be removed (%s); the next run tries again.", path, error)
+        logger.warning("Cannot remove '%s' (%s). The next run retries.", path, error)
 
 
 # Implementation of a run's place in a directory.
@@ -430,7 +430,7 @@ def wrap_run_errors(root: str, is_there: Callable[[], bool] = lambda: True) -> I
     except OSError as error:
         if error.errno in _DENIED:
             raise AccessDeniedError(
-                f"'{root}' can't be saved into ({error}). Give the user the right to write there, or give the "
+                f"Cannot save into '{root}' ({error}). Give this user write permission there, or pass the "
                 "CheckpointManager another directory.",
                 path=root,
             ) from error
@@ -458,8 +458,8 @@ def list_run_directory(root: str) -> list[str]:
         raise _no_directory(root) from error
     except PermissionError as error:
         raise AccessDeniedError(
-            f"'{root}' can't be read ({error}), so nothing says whether it holds checkpoints. Give the user the right "
-            "to read it.",
+            f"Cannot read '{root}' ({error}), so it is unknown whether it contains checkpoints. Give this user read "
+            "permission.",
             path=root,
         ) from error
 
@@ -468,15 +468,15 @@ def removed(root: str) -> RunRemovedError:
     """Build the error of a run whose directory does not exist any more, or is another one."""
     return RunRemovedError(
         f"The run's directory '{root}' was removed or renamed while this run was saving into it. Put it back, or save "
-        "again, which makes a new one.",
+        "again to create a new one.",
         path=root,
     )
 
 
 def _no_directory(root: str) -> SaveDirectoryError:
     return SaveDirectoryError(
-        f"'{root}' can't be the directory of a run: it, or something above it, is a file or a link that leads nowhere. "
-        "Remove or rename it, or give the CheckpointManager another directory.",
+        f"'{root}' cannot be a run's directory: it, or one of its parents, is a file or a broken link. Remove or "
+        "rename that, or pass the CheckpointManager another directory.",
         path=root,
     )
 
@@ -506,7 +506,7 @@ class RunLock:
             self._own.close()
             raise DirectoryLockedError(
                 f"Another CheckpointManager is saving into '{directory}': {holder}. Stop the other run, or close() its "
-                "manager, or give this one another directory. (A failed cell of a notebook may hold it: restart the "
+                "manager, or pass this one another directory. (A failed notebook cell may hold it: restart the "
                 "kernel.)",
                 path=directory,
             ) from error

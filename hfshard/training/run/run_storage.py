@@ -263,7 +263,7 @@ def _link_or_write(
         directory,
         sum(tensor_nbytes(tensor) for job in left.values() for tensor in job.tensors.values()),
         doing=f"Saving into '{os.path.dirname(directory)}'",
-        todo=". Free some space, or keep fewer checkpoints: max_to_keep.",
+        todo=". Free some space, or keep fewer checkpoints with max_to_keep.",
     )
     written = writer.write(list(left.values()), checksum, progress_callback)
     return records | dict(zip(left, written))
@@ -277,8 +277,8 @@ def check_names(files: Mapping[str, bytes], payload: SavePayload) -> None:
     """
     if len(payload.training_state) > MAX_INDEX_BYTES:
         raise InvalidArgumentError(
-            f"The plain values of the state take {len(payload.training_state):,} bytes, and a restore reads "
-            f"{MAX_INDEX_BYTES:,}. Put long lists of numbers into tensors."
+            f"The state's plain values take {len(payload.training_state):,} bytes, but a restore reads at most "
+            f"{MAX_INDEX_BYTES:,}. Store long lists of numbers as tensors."
         )
     own = {MANIFEST, TRAINING_STATE, CONFIG_NAME, GENERATION_CONFIG_NAME}
     for request in payload.requests.values():
@@ -292,5 +292,6 @@ def check_names(files: Mapping[str, bytes], payload: SavePayload) -> None:
             or name.endswith(_OWN_SUFFIXES)
         ):
             raise InvalidArgumentError(
-                f"A file of a checkpoint can't be called {name!r}: give it a plain name that is not one of its own."
+                f"A checkpoint file cannot be named {name!r}. Pass a plain name that the checkpoint does not use "
+                "itself."
             )

@@ -198,7 +198,7 @@ class StoreCheckpoint:
         if size != record.size:
             found = "missing" if size is None else f"of {size} bytes"
             raise IntegrityError(
-                f"'{path}' is {found}, and {record.size} bytes were saved. {repair_hint(path)}",
+                f"'{path}' is {found}, but {record.size} bytes were saved. {repair_hint(path)}",
                 path=path,
                 expected=record.size,
                 actual=size,
@@ -322,9 +322,9 @@ class StorePlace:
                 self._delete_lower(seen, transaction, marks, order.payload.requests.keys())
             except StoreError as error:
                 raise CommitUnfinishedError(
-                    f"The checkpoint '{place.address}' is saved, and hfshard restores it; but the plain copies that "
-                    f"other tools read could not be put, or other saves not be looked for: {error} Nothing was "
-                    "deleted; the next save goes on.",
+                    f"The checkpoint '{place.address}' was saved and hfshard restores it, but the plain copies that "
+                    "other tools read could not be written, or other saves could not be looked for: "
+                    f"{error} Nothing was deleted. The next save continues.",
                     path=str(place.address),
                 ) from error
             seen.marks.add(save_id)
@@ -431,7 +431,7 @@ class StorePlace:
     def _read_plain_manifest(self, folder: str, found: StoredObject) -> CheckpointManifest:
         if found.size > MAX_INDEX_BYTES:
             raise DamagedCheckpointError(
-                f"'{self.root}/{folder}/{MANIFEST}' has more than {MAX_INDEX_BYTES} bytes, which no manifest has. "
+                f"'{self.root}/{folder}/{MANIFEST}' has more than {MAX_INDEX_BYTES} bytes, the limit for a manifest. "
                 "Restore another checkpoint.",
                 path=f"{self.root}/{folder}/{MANIFEST}",
             )

@@ -68,7 +68,7 @@ class SavePayload:
         model = self.requests.get(MODEL_BASE)
         if model is not None and model.name_order:
             raise InvalidArgumentError(
-                "The model is one of several pipeline stages, and there is no process group to save the others with. "
+                "The model is one of several pipeline stages, but there is no process group to save the others with. "
                 "Save before destroy_process_group(), on every rank."
             )
         requests = {

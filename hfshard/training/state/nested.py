@@ -79,7 +79,7 @@ class _Encoder:
 
     def encode(self, value: Any, path: str, depth: int) -> Any:
         if depth > _MAX_DEPTH:
-            raise _refused(value, path, f"is nested deeper than {_MAX_DEPTH} levels, or holds itself")
+            raise _refused(value, path, f"contains itself, or is nested deeper than {_MAX_DEPTH} levels")
         if value is None or isinstance(value, bool):
             return value
         if isinstance(value, torch.Tensor):
@@ -114,7 +114,7 @@ class _Encoder:
         try:
             value.encode("utf-8")
         except UnicodeEncodeError as error:
-            raise _refused(value, path, "is text that can't be written as UTF-8") from error
+            raise _refused(value, path, "is text that cannot be written as UTF-8") from error
         return value
 
     def raw(self, value: bytes | bytearray, path: str, depth: int) -> Any:
@@ -138,7 +138,7 @@ class _Encoder:
         if isinstance(value, defaultdict):
             factory = value.default_factory
             if factory is not None and FACTORIES.get(getattr(factory, "__name__", "")) is not factory:
-                raise _refused(value, path, f"has the default factory {factory!r}, which has no name in a file")
+                raise _refused(value, path, f"has the default factory {factory!r}, which cannot be stored")
             more = {"factory": None if factory is None else factory.__name__}
         return _typed(kind, items=self.pairs(value, path, depth), **more)
 
@@ -194,7 +194,7 @@ class _Encoder:
         if isinstance(stand_in, ObjectState):
             state = {key: self.encode(item, f"{path}/{key}", depth + 2) for key, item in stand_in.attributes.items()}
             return _typed("object", class_name=stand_in.class_name, state=state)
-        raise _refused(value, path, "has no form in a file without pickle")
+        raise _refused(value, path, "cannot be stored without pickle")
 
 
 _METHODS: Final[list[tuple[tuple[type, ...], Any]]] = [
@@ -219,12 +219,12 @@ def _typed(kind: str, **fields: Any) -> dict[str, Any]:
 
 def _refused(value: Any, path: str, why: str) -> UnstorableTensorError:
     kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
-    todo = "Let the state_dict of its owner hold tensors, numbers, text, lists and dicts instead, and let its "
+    todo = "Make its owner's state_dict return tensors, numbers, text, lists and dicts instead, and make its "
     todo += "load_state_dict build the object from them."
     if isinstance(value, argparse.Namespace):
-        todo = "Give its dict: vars(args)."
+        todo = "Pass its dict: vars(args)."
     elif path.partition("/")[0] == "extra":
-        todo = "Give tensors, numbers, text, lists and dicts, and build the object from them after a restore."
+        todo = "Pass tensors, numbers, text, lists and dicts, and build the object from them after a restore."
     return UnstorableTensorError(
         f"'{path}' is a {kind}: it {why}. {todo}",
         fqn=path,
@@ -338,7 +338,7 @@ def encoded_entries(nested: Any) -> dict[str, Any]:
     if isinstance(nested, dict) and nested.get(TYPE_KEY) == "tensors":
         return {key: {TYPE_KEY: "tensor", "name": f"{nested['at']}/{key_name(key)}"} for key in nested["keys"]}
     if not isinstance(nested, dict) or TYPE_KEY in nested:
-        raise ValueError(f"no dict of values by name: {nested!r:.200}")
+        raise ValueError(f"not a dict of values by name: {nested!r:.200}")
     return nested
 
 

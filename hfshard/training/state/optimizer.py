@@ -97,8 +97,8 @@ def plan_optimizer(optimizer: Optimizer, saved: dict[str, Any], names: Names, co
     if unknown:
         shown = shorten_list(unknown, _SHOWN, quote=True)
         raise StateDictMismatchError(
-            f"The checkpoint '{path}' has a state of {shown}, which '{component}' does not train. "
-            "Give the optimizer the parameters that it had.",
+            f"The checkpoint '{path}' has a state of {shown}, which '{component}' does not train. Pass the optimizer "
+            "the parameters that it had.",
             path=path,
             unexpected_keys=tuple(unknown),
         )
@@ -226,8 +226,8 @@ def _matched_groups(
         change = f"'{moved[0]}': {before[moved[0]]}, now {now[moved[0]]}"
         parts.append(f"{shown} {_were(moved)} in another group ({change})")
     raise StateDictMismatchError(
-        f"The groups of '{component}' are not those of the checkpoint '{path}': {'; '.join(parts)}. "
-        "Build the optimizer with the same parameters in the same groups, or pass strict=False to let it start afresh.",
+        f"The groups of '{component}' differ from the checkpoint '{path}': {'; '.join(parts)}. Build the optimizer "
+        "with the same parameters in the same groups, or pass strict=False to leave it as built.",
         path=path,
         missing_keys=tuple(missing),
         unexpected_keys=tuple(unexpected),
@@ -254,8 +254,8 @@ def _ordered(
 ) -> StateDictMismatchError:
     return StateDictMismatchError(
         f"The '{place}' of '{component}' ({type(optimizer).__qualname__}) depends on the order of its parameters, "
-        f"which is another one than in the checkpoint '{path}'. Give it the parameters in the order of that run "
-        f"({shorten_list(in_order, _SHOWN, quote=True)}), or pass strict=False to let it start afresh.",
+        f"which differs from the checkpoint '{path}'. Pass it the parameters in the order of the saved run "
+        f"({shorten_list(in_order, _SHOWN, quote=True)}), or pass strict=False to leave it as built.",
         path=path,
     )
 
@@ -416,9 +416,9 @@ def reject_unsaved(optimizer: Optimizer, component: str, parts: Iterable[object]
         lost = [key for key, value in slots.items() if value is not None and key not in keys]
         if lost:
             raise InvalidArgumentError(
-                f"'{component}' ({type(optimizer).__qualname__}) steps by its {name} ({type(one).__qualname__}), whose "
-                f"{shorten_list(lost, _SHOWN, quote=True)} its state_dict does not hold: a resume would go on without. "
-                f"Pass that optimizer, too: TrainingState(..., inner=optimizer.{name})."
+                f"'{component}' ({type(optimizer).__qualname__}) steps with its {name} ({type(one).__qualname__}), but "
+                f"its state_dict lacks that one's {shorten_list(lost, _SHOWN, quote=True)}, so a resume would lose "
+                f"them. Pass that optimizer too: TrainingState(..., inner=optimizer.{name})."
             )
 
 
@@ -430,8 +430,8 @@ def reject_sharded_state(optimizer: Optimizer, component: str) -> None:
     """
     if any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(optimizer).__mro__):
         raise InvalidArgumentError(
-            f"'{component}' is a ZeroRedundancyOptimizer: each rank has a part of its state, and the whole is known "
-            "only as it was when it was last consolidated. Spread the model and a plain optimizer instead: "
+            f"'{component}' is a ZeroRedundancyOptimizer: each rank has only a part of its state, and the whole exists "
+            "only as of its last consolidation. Shard the model and use a plain optimizer instead: "
             "torch.distributed.fsdp.fully_shard(model)."
         )
 

@@ -58,7 +58,7 @@ class StatefulLoad:
         except Exception as error:
             raise StateDictMismatchError(
                 f"'{self.name}' ({type(self.part).__name__}) refused its state in the checkpoint '{self.directory}': "
-                f"{error}. Nothing else was restored. Build it as in the run that was saved.",
+                f"{error}. Nothing else was restored. Build it as in the saved run.",
                 path=self.directory,
             ) from error
 
@@ -73,7 +73,7 @@ class StatefulLoad:
         try:
             self.part.load_state_dict(before)
         except Exception as error:  # noqa: BLE001 - the first refusal is being raised
-            logger.error("'%s' (%s) can't be put back as it was: %s", self.name, type(self.part).__name__, error)
+            logger.error("Cannot undo the load of '%s' (%s): %s", self.name, type(self.part).__name__, error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +106,8 @@ class PendingLoad:
             raise
         except Exception as error:
             raise StateDictMismatchError(
-                f"'{self.name}' refused its state in the checkpoint '{directory}': {error}. {outcome}. "
-                "Build it as in the run that was saved.",
+                f"'{self.name}' refused its state in the checkpoint '{directory}': {error}. {outcome}. Build it as in "
+                "the saved run.",
                 path=directory,
             ) from error
 
@@ -155,8 +155,8 @@ def check_class(saved: str | None, part: object, kind: str, name: str, path: str
     found = type(part).__qualname__
     if saved is not None and saved != found:
         raise StateDictMismatchError(
-            f"'{name}' is {_a(found)}, and the checkpoint '{path}' has the state of {_a(saved)}. "
-            f"Build the {kind} as in the run that was saved, or pass strict=False to let this one start afresh.",
+            f"'{name}' is {_a(found)}, but the checkpoint '{path}' has the state of {_a(saved)}. Build the {kind} as "
+            "in the saved run, or pass strict=False to leave this one as built.",
             path=path,
             expected=saved,
             actual=found,
@@ -212,8 +212,9 @@ def _other_class(
     parts = [f"it lacks {shorten_list(missing, _SHOWN, quote=True)}"] if missing else []
     parts += [f"it has {shorten_list(others, _SHOWN, quote=True)}"] if others else []
     return StateDictMismatchError(
-        f"'{name}' is {_a(type(part).__qualname__)}, and the state in '{path}' is another {kind}'s: "
-        f"{', and '.join(parts)}. Build the {kind} of that run, or pass strict=False to let this one start afresh.",
+        f"'{name}' is {_a(type(part).__qualname__)}, but the state in '{path}' is another {kind}'s: "
+        f"{', and '.join(parts)}. Build the {kind} as in the saved run, or pass strict=False to leave this one as "
+        "built.",
         path=path,
         missing_keys=tuple(missing),
         unexpected_keys=tuple(others),

@@ -325,11 +325,11 @@ class Reordering:
 
     def _unknown(self, at: str, size: int) -> StateDictMismatchError:
         place = at.removeprefix(".")
-        how = "are other ones" if self.positions is None else "stand in another order"
+        how = "are other ones" if self.positions is None else "are in another order"
         return StateDictMismatchError(
-            f"'{place}' of '{self.part}' has {size} entries in the checkpoint '{self.path}', maybe one for each of the "
-            f"{self.owners}, which {how} now: it is not known which entry is whose. Build them as in the run that was "
-            f"saved, in the same order, or pass strict=False to leave '{self.part}' as it was built.",
+            f"'{place}' of '{self.part}' has {size} entries in the checkpoint '{self.path}', perhaps one for each of "
+            f"the {self.owners}, which {how} now: the entries cannot be matched. Build them as in the saved run, in "
+            f"the same order, or pass strict=False to leave '{self.part}' as built.",
             path=self.path,
         )
 

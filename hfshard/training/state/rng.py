@@ -105,8 +105,8 @@ def _reject_other_generator(state: dict[str, Any], file: str) -> None:
     here = numpy.random.get_state(legacy=False)["bit_generator"]
     if saved != here:
         raise StateDictMismatchError(
-            f"numpy's global random numbers came from {saved!r:.50} when '{file}' was saved, and come from {here} "
-            f"here. Set it first: numpy.random.set_bit_generator(numpy.random.{saved}()).",
+            f"numpy's global random numbers came from {saved!r:.50} when '{file}' was saved, but come from {here} "
+            f"here. Set the saved generator first: numpy.random.set_bit_generator(numpy.random.{saved}()).",
             path=file,
             expected=saved,
             actual=here,
@@ -144,14 +144,16 @@ def set_rng_state(state: dict[str, Any]) -> None:
         count = device.device_count() if device.is_available() else 0
         if len(saved) > count:
             logger.warning(
-                "The checkpoint has the random state of %d %s devices; here are %d.", len(saved), kind, count
+                "The checkpoint has the random state of %d %s devices, but there are %d here.", len(saved), kind, count
             )
         if saved and count:
             now = device.current_device()
             places = device_places(len(saved), state.get(_CURRENT, {}).get(kind), now, count)
             if now not in places.values():
                 logger.warning(
-                    "The checkpoint has no random state for this process' %s device %d: it keeps its own.", kind, now
+                    "The checkpoint has no random state for this process's %s device %d, which keeps its own.",
+                    kind,
+                    now,
                 )
             for number, target in places.items():
                 device.set_rng_state(saved[number], target)
@@ -248,8 +250,8 @@ class Gradients:
             if name not in parameters or parameters[name].shape != gradient.shape:
                 found = list(parameters[name].shape) if name in parameters else "no such parameter"
                 raise StateDictMismatchError(
-                    f"The checkpoint has a gradient of '{name}' of shape {list(gradient.shape)}, and the model has "
-                    f"{found}. Build the model as in the run that was saved.",
+                    f"The checkpoint has a gradient of '{name}' of shape {list(gradient.shape)}, but the model has "
+                    f"{found}. Build the model as in the saved run.",
                     fqn=name,
                     unexpected_keys=(name,),
                 )
@@ -286,9 +288,9 @@ def reject_unreduced(model: nn.Module, verb: str) -> None:
     if found is not None:
         raise InvalidArgumentError(
             f"Cannot {verb} between these micro-batches: the gradient of '{found}' is not reduced over the ranks yet, "
-            "as the last backward pass ran with set_requires_gradient_sync(False) or set_requires_all_reduce(False). "
-            f"{verb.capitalize()} after one that ran with True; or leave both at True while gradients accumulate, "
-            "which costs a reduction for each micro-batch.",
+            "because the last backward pass ran with set_requires_gradient_sync(False) or "
+            f"set_requires_all_reduce(False). {verb.capitalize()} after one that ran with True; or leave both at True "
+            "while gradients accumulate, which costs a reduction per micro-batch.",
             fqn=found,
         )
 

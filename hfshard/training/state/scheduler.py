@@ -56,7 +56,7 @@ def encode_scheduler(scheduler: Any, path: str, tensors: dict[str, torch.Tensor]
     """
     held = scheduler.state_dict()
     if not isinstance(held, dict):
-        raise UnstorableTensorError(f"'{path}' has a state_dict that is a {type(held).__name__}: let it return a dict.")
+        raise UnstorableTensorError(f"The state_dict of '{path}' must return a dict, got a {type(held).__name__}.")
     stored = {id(scheduler)}
 
     def stand_in(value: Any) -> NotStored | ObjectState | None:
@@ -213,8 +213,8 @@ class _Merging:
 
 def _differs(at: str, name: str, path: str, expected: str, actual: str) -> StateDictMismatchError:
     return StateDictMismatchError(
-        f"'{at}' of '{name}' was {expected} when the checkpoint '{path}' was saved, and is {actual} in the scheduler "
-        "that was built. Build it as in the run that was saved.",
+        f"'{at}' of '{name}' was {expected} when the checkpoint '{path}' was saved, but is {actual} in the scheduler "
+        "that was built. Build it as in the saved run.",
         path=path,
         expected=expected,
         actual=actual,

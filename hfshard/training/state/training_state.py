@@ -166,9 +166,9 @@ def reject_meta(state: TrainingState) -> None:
         if parameters:
             parameter = state.parameter_names().get(id(parameters[0]), "a parameter")
             raise InvalidArgumentError(
-                f"'{name}' trains '{parameter}', which is on the device meta. A restore would put another parameter in "
-                "its place, and the optimizer would go on without it. Nothing was restored. Make the optimizer of real "
-                "parameters: model.to_empty(device=...) first."
+                f"'{name}' trains '{parameter}', which is on the meta device. A restore would replace that parameter, "
+                "and the optimizer would keep the old one. Nothing was restored. Create the optimizer with real "
+                "parameters: call model.to_empty(device=...) first."
             )
 
 
@@ -205,7 +205,7 @@ def unwrapped(part: Any) -> Any:
 
 def _part_kind(name: str, part: Any) -> PartKind:
     if _RESERVED.fullmatch(name):
-        raise InvalidArgumentError(f"'{name}' is a name that hfshard uses itself: give the part another name.")
+        raise InvalidArgumentError(f"'{name}' is a reserved name. Give the part another name.")
     if isinstance(part, nn.Module):
         return "module"
     if name == "model":
@@ -223,6 +223,6 @@ def _part_kind(name: str, part: Any) -> PartKind:
     is_loader = name == "loader" or isinstance(part, DataLoader)
     hint = " Use hfshard.training.ResumableDataLoader, which takes the same arguments." if is_loader else ""
     raise InvalidArgumentError(
-        f"'{name}' is a {type(part).__name__}, which has no state_dict and load_state_dict to save and restore it by."
+        f"'{name}' is a {type(part).__name__}, which has no state_dict and load_state_dict to save and restore it with."
         + hint
     )

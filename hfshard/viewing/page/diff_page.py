@@ -91,7 +91,7 @@ def _facts(found: CheckpointDiff) -> tuple[Fact, ...]:
         Fact("cast, reshaped", f"{counts.get('cast', 0) + counts.get('reshaped', 0):,}"),
         Fact("renamed", f"{counts.get('renamed', 0):,}"),
         Fact("only in one", f"{counts.get('only_in_a', 0) + counts.get('only_in_b', 0):,}"),
-        Fact("read to tell", format_size(found.read_bytes), "" if found.read_bytes else "the digests sufficed"),
+        Fact("read to compare", format_size(found.read_bytes), "" if found.read_bytes else "the digests sufficed"),
     ]
     if finite:
         norm, name = max(finite, key=lambda one: one[0])

@@ -177,14 +177,14 @@ def checked_output(output: str | os.PathLike[str], *, is_picture: bool = False) 
     """
     path = os.path.realpath(absolute_directory(output, "output"))
     if os.path.isdir(path):
-        raise InvalidPathError(f"'{path}' is a directory: give the file that the page is written to.", path=path)
+        raise InvalidPathError(f"'{path}' is a directory. Pass the file to write.", path=path)
     folder = os.path.dirname(path)
     if not os.path.isdir(folder):
-        raise InvalidPathError(f"There is no directory '{folder}' for the page. Make it, or give another.", path=path)
+        raise InvalidPathError(f"The directory '{folder}' does not exist. Create it, or pass another path.", path=path)
     what, beginning = ("PNG", PNG_BEGINNING) if is_picture else ("page of hfshard", PAGE_BEGINNING.encode())
     if os.path.lexists(path) and not _begins_with(path, beginning):
         raise InvalidPathError(
-            f"'{path}' is there and is no {what}, so it is left as it is. Give another file, or remove it.",
+            f"'{path}' exists and is not a {what}, so it was left unchanged. Pass another file, or remove it.",
             path=path,
         )
     return path

@@ -107,7 +107,7 @@ def _facts(
     steps = [one.step for one in listed]
     return (
         Fact("checkpoints", f"{len(listed):,}", f"steps {min(steps):,} to {max(steps):,}"),
-        Fact("in the store" if is_store else "on the disk", format_size(total if is_store else written),
+        Fact("in the store" if is_store else "on disk", format_size(total if is_store else written),
              f"{format_size(total - written)} were copied there" if is_store else linked),
         Fact("latest", "none" if latest is None else f"step {latest.step:,}",
              "" if latest is None or latest.saved is None else f"{latest.saved:%Y-%m-%d %H:%M} UTC"),
