@@ -34,7 +34,7 @@ def run_with_local_hub() -> int:
     """Start the test suite's Hub server, and run this script again as its client: its address is read at import."""
     with tempfile.TemporaryDirectory(prefix="hfshard-hub-") as temporary:
         directories = ["--root", f"{temporary}/hub", "--client-home", f"{temporary}/home"]
-        command = [sys.executable, "-m", "tests.hubserver.hub_server", *directories]
+        command = [sys.executable, "-m", "tests.servers.hub.hub_server", *directories]
         with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as server:
             assert server.stdout is not None
             server.stdout.readline()  # its address, which is also in the environment of its clients

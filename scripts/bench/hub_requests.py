@@ -18,8 +18,8 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(REPOSITORY / "scripts"), str(REPOSITORY)]
 
-from bench.markdown import markdown_table, paragraphs, readme_block
-from tests.hubserver.hub_server import HubServer
+from bench.harness.figures import markdown_table, paragraphs
+from tests.servers.hub.hub_server import HubServer
 
 SETUP = """
 import torch, hfshard
@@ -70,28 +70,31 @@ ACTIONS = {
     "again": Action("push, 8 shards again", push(EIGHT)),
 }
 CLASSES = {"transformers": "BertModel", "hfshard": "Bert"}
-"""Who -> the class of the model."""
+"""Client -> the class of the model."""
 WIRES = {
     "xet": {"HFSHARD_XET": "1"},  # as on the Hugging Face Hub: without it, hfshard takes a server for one of LFS
     "lfs": {"HF_HUB_DISABLE_XET": "1"},  # huggingface_hub goes over Xet wherever hf_xet is installed, or fails
 }
-"""How weights go up -> the environment of the clients."""
+"""Transport of weights -> the environment of the clients."""
+TITLES = {"xet": "Xet, as on the Hugging Face Hub", "lfs": "LFS"}
 COLUMNS = {"requests": "requests", "bytes up": "up", "bytes down": "down", "weights": "weights"}
 """Column -> the key of its counts; "weights" are the files of weights that the repo has then."""
 RAW = Path(__file__).resolve().with_suffix(".json")
-README_COMMAND = "python scripts/bench/hub_requests.py --readme"
+PAGE = RAW.with_name("REQUESTS.md")
 
 
 def main(arguments: list[str]) -> int:
-    """Run every action by both over LFS and over Xet, and keep the counts in hub_requests.json."""
+    """Run every action by both over LFS and over Xet, and rewrite hub_requests.json and REQUESTS.md."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--readme", action="store_true", help="only print the tables of hfshard/hub/directory/GUIDE.md")
-    if not parser.parse_args(arguments).readme:
-        found = {over: {who: measured(over, who) for who in CLASSES} for over in WIRES}
-        versions = {name: version(name) for name in ("torch", "transformers", "huggingface_hub", "hf_xet")}
-        results = {"date": datetime.date.today().isoformat(), "versions": versions, "over": found}
-        RAW.write_text(dump(results), encoding="utf-8")
-    print(readme_tables(read_counts()))
+    parser.add_argument("--render", action="store_true", help="only print REQUESTS.md of the last hub_requests.json")
+    if parser.parse_args(arguments).render:
+        print(render(read_counts()), end="")
+        return 0
+    found = {over: {who: measured(over, who) for who in CLASSES} for over in WIRES}
+    versions = {name: version(name) for name in ("torch", "transformers", "huggingface_hub", "hf_xet")}
+    results = {"date": datetime.date.today().isoformat(), "versions": versions, "over": found}
+    RAW.write_text(dump(results), encoding="utf-8")
+    PAGE.write_text(render(results), encoding="utf-8")
     return 0
 
 
@@ -117,7 +120,7 @@ def measured(over: str, who: str) -> dict[str, dict[str, int]]:
 
 
 def read_counts() -> dict[str, Any]:
-    """What was counted last."""
+    """Read the last counts."""
     counts: dict[str, Any] = json.loads(RAW.read_text(encoding="utf-8"))
     return counts
 
@@ -131,18 +134,34 @@ def _one_line(found: re.Match[str]) -> str:
     return "{" + re.sub(r"\s+", " ", found[1]) + "}"
 
 
-def readme_tables(results: dict[str, Any]) -> str:
-    """The tables of hfshard/hub/directory/GUIDE.md, between their comments."""
+def render(results: dict[str, Any]) -> str:
+    """Return REQUESTS.md."""
     versions = results["versions"]
     head = (
         "A BERT of 3.8 MB in 8 shards (then 4, then one file), against the same Hub server on the same machine, each"
         f" line by a new process: `python scripts/bench/hub_requests.py`, with transformers {versions['transformers']},"
-        f" huggingface_hub {versions['huggingface_hub']} and hf_xet {versions['hf_xet']}. Over Xet, as on the Hugging"
-        " Face Hub:"
+        f" huggingface_hub {versions['huggingface_hub']} and hf_xet {versions['hf_xet']}."
     )
-    other = "Over LFS, on a server without Xet (transformers with `HF_HUB_DISABLE_XET=1`: else its uploads fail there):"
-    tables = paragraphs(_table(results["over"]["xet"]), other, _table(results["over"]["lfs"]))
-    return readme_block(README_COMMAND, head, tables)
+    lfs = "On a server without Xet (transformers with `HF_HUB_DISABLE_XET=1`: else its uploads fail there):"
+    sections = [
+        "# Requests and bytes, measured",
+        head,
+        f"## Over {TITLES['xet']}",
+        *_section("xet", results["over"]["xet"]),
+        f"## Over {TITLES['lfs']}",
+        lfs,
+        *_section("lfs", results["over"]["lfs"]),
+    ]
+    return paragraphs(*sections) + "\n"
+
+
+def _section(over: str, counts: dict[str, dict[str, dict[str, int]]]) -> tuple[str, str]:
+    chart = f"charts/wire-{over}"
+    picture = (
+        f'<picture><source media="(prefers-color-scheme: dark)" srcset="{chart}-dark.svg">'
+        f'<img alt="Requests and bytes over {TITLES[over]}" src="{chart}-light.svg" width="380" align="top"></picture>'
+    )
+    return _table(counts), picture
 
 
 def _table(counts: dict[str, dict[str, dict[str, int]]]) -> str:

@@ -15,14 +15,16 @@ from typing import Any
 if __name__ == "__main__":  # `bench` is a package of scripts/
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from bench.arguments import directory_for_data, file_to_write
+from bench.harness.arguments import directory_for_data, file_to_write
 from bench.harness.models import SIZES
-from bench.harness.question import Context, question_of
+from bench.harness.question import QUESTIONS, Context, question_of
 from bench.harness.results import raw_path, read_results, readme_table, render, unmet, write_results
-from bench.harness.runner import QUESTIONS, run_question, say
+from bench.harness.runner import run_question, say
 from bench.machine.description import MEMORY_FILE_SYSTEMS, describe, mount_of
 
 HERE = Path(__file__).resolve().parent
+RESUME = "resume"
+"""A question with rounds and a page of its own: resume.py."""
 DEFAULT_QUESTIONS = tuple(name for name in QUESTIONS if name != "gpu")
 
 
@@ -35,13 +37,18 @@ def main(arguments: list[str]) -> int:
         print(readme_table(results) if options.readme else render(results), end="\n" if options.readme else "")
         return 0
     asked = options.questions or [*DEFAULT_QUESTIONS, *(["gpu"] if options.device == "cuda" else [])]
-    if unknown := set(asked) - set(QUESTIONS):
+    if unknown := set(asked) - {*QUESTIONS, RESUME}:
         parser.error(f"no such question: {', '.join(sorted(unknown))}")
     directory = Path(tempfile.mkdtemp(prefix="hfshard-bench-", dir=options.directory or disk_directory()))
     try:
         context = Context(directory, options.params, options.device)
         for name in asked:
-            measure_question(name, context, options, results)
+            if name == RESUME:
+                from bench import resume  # brings torch
+
+                resume.measure(directory, options.out.with_name(resume.PAGE.name))
+            else:
+                measure_question(name, context, options, results)
     finally:
         shutil.rmtree(directory)
     for target in unmet({name: results[name] for name in asked if name in results}):
@@ -52,7 +59,7 @@ def main(arguments: list[str]) -> int:
 def make_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("questions", nargs="*", metavar="QUESTION", help=f"any of {', '.join(QUESTIONS)}")
+    parser.add_argument("questions", nargs="*", metavar="QUESTION", help=f"any of {', '.join([*QUESTIONS, RESUME])}")
     parser.add_argument("--params", choices=SIZES, default="1b", help="size of the model (default: 1b)")
     parser.add_argument("--rounds", type=int, default=7, help="rounds of all peers (default: 7)")
     parser.add_argument("--main-peers", action="store_true", help="without the peers that run in every third round")

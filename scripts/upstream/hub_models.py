@@ -152,7 +152,7 @@ def serving(home: Path) -> Iterator[dict[str, str]]:
     Args:
         home: An empty folder, for the repositories.
     """
-    from tests.hubserver.hub_server import HubServer
+    from tests.servers.hub.hub_server import HubServer
 
     with HubServer(home) as server:
         for repo_id, files in _repos().items():

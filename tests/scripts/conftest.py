@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.forked_python import environment_of
+from tests.helpers.processes import environment_of
 
 
 @pytest.fixture(scope="session")

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from tests import REPOSITORY
-from tests.helpers import forkserver
+from tests.helpers import processes
 
 BENCH = REPOSITORY / "scripts" / "bench"
 
 
 def run(arguments: list[str], environment: dict[str, str], script: str = "run.py") -> subprocess.CompletedProcess[str]:
-    done = forkserver.run([BENCH / script, *arguments], env=environment, timeout=600)
+    done = processes.run([BENCH / script, *arguments], env=environment, timeout=600)
     assert done.returncode == 0, done.stderr
     return done
 
@@ -104,9 +104,10 @@ def test_one_question_alone_replaces_its_section_only(
     for name in ("RESULTS.md", "results.json"):
         shutil.copy(measured / name, tmp_path)
     written = (measured / "RESULTS.md").read_text(encoding="utf-8")
-    run(["plan", *place], forking_environment)
+    run(["ranks", *place], forking_environment)
     again = (tmp_path / "RESULTS.md").read_text(encoding="utf-8")
-    assert ("\n## Plan\n" in written, "\n## Plan\n" in again) == (False, True)
+    title = "\n## A thousand ranks\n"
+    assert (title in written, title in again) == (False, True)
     assert tables(again)[1:-1] == tables(written)[1:]
     printed = run(["--readme", "--out", str(tmp_path / "RESULTS.md")], forking_environment).stdout.splitlines()
     assert (printed[0], printed[-1]) == (
@@ -125,11 +126,11 @@ def test_every_question_runs_with_every_peer(
 ) -> None:
     run([*place, "--device", "cuda"], child_environment)
     figures = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
-    of_one_process = ["save", "load", "reshard", "verify", "diff", "small", "tiny", "imports", "plan", "push"]
-    others = ["stores", "memory", "training", "loader", "distributed", "node", "ranks", "gpu"]
+    of_one_process = ["save", "load", "reshard", "verify", "small", "tiny", "imports", "push"]
+    others = ["stores", "distributed", "node", "ranks", "gpu"]
     assert list(figures) == [*of_one_process, *others]
     not_run = {name for data in figures.values() for name in data["skipped"]}
-    optional = ("fastsafetensors", "runai", "instanttensor", "torchdata", "pinned copy", "sync", "dcp")
+    optional = ("fastsafetensors", "runai", "instanttensor", "pinned copy", "sync", "dcp")
     on_gpu = ("transformers", "hfshard load", "hfshard save", "limit")
     assert [name for name in not_run if not name.startswith(optional + on_gpu)] == []
 
@@ -162,7 +163,7 @@ def test_a_place_that_does_not_exist_is_a_sentence(
 ) -> None:
     given = tmp_path / path
 
-    done = forkserver.run([BENCH / script, option, given], env=child_environment)
+    done = processes.run([BENCH / script, option, given], env=child_environment)
 
     named = given.parent if given.suffix else given
     assert (done.returncode, done.stdout) == (2, "")

@@ -22,9 +22,9 @@ def bench_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def simulated(model: str, mesh: str, rank: int) -> dict[str, Any]:
-    from bench.many_ranks.ranks import simulated
+    from bench.questions.ranks import SimulatedRank
 
-    one = simulated(model, mesh, rank, is_small=True)
+    one = SimulatedRank(model, mesh, rank, is_small=True)
     one.unite()
     one.plan()
     one.rounds()
@@ -57,7 +57,7 @@ def save_tiny(rank: int, place: Path) -> None:
     from torch.distributed.tensor import DTensor, Shard
 
     sys.path.insert(0, SCRIPTS)
-    from bench.many_ranks.one_rank import measure
+    from bench.questions.distributed import measure
 
     mesh = init_device_mesh("cpu", (2,))
     state = {

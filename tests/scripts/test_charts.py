@@ -14,12 +14,12 @@ from xml.etree import ElementTree
 import pytest
 
 from tests import REPOSITORY
-from tests.helpers import forkserver
+from tests.helpers import processes
 
 BENCH = REPOSITORY / "scripts" / "bench"
 CHARTS = BENCH / "charts"
 NAMESPACE = "{http://www.w3.org/2000/svg}"
-PLACES = ("README.md", "hfshard/hub/directory/GUIDE.md", "hfshard/training/GUIDE.md")
+PLACES = ("README.md", "scripts/bench/REQUESTS.md", "hfshard/training/GUIDE.md")
 NOT_BARS = {
     "save": {"limit", "hash"},
     "load": {"limit/cold", "hash/cold", "fresh memory/cold"},
@@ -39,7 +39,7 @@ def groups(name: str) -> list[tuple[dict[str, str], ElementTree.Element]]:
 
 
 def test_the_charts_are_drawn_from_what_was_measured(child_environment: dict[str, str]) -> None:
-    done = forkserver.run([BENCH / "charts.py", "--check"], env=child_environment)
+    done = processes.run([BENCH / "charts.py", "--check"], env=child_environment)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -53,7 +53,7 @@ Path({str(tmp_path)!r}, "save-dark.svg").write_text("<svg/>")
 raise SystemExit(charts.main(["--check"]))
 """
     environment = child_environment | {"PYTHONPATH": f"{REPOSITORY / 'scripts'}:{REPOSITORY}"}
-    done = forkserver.run(["-c", code], env=environment)
+    done = processes.run(["-c", code], env=environment)
     assert done.returncode == 1
     assert done.stderr == f"{tmp_path / 'save-dark.svg'} is not what is drawn now: python scripts/bench/charts.py\n"
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from tests import REPOSITORY
-from tests.helpers import forkserver
+from tests.helpers import processes
 
 SECONDS = 300
 
 
 def run(script: str, *arguments: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    return forkserver.run([REPOSITORY / "scripts" / script, *arguments], env=environment, timeout=SECONDS)
+    return processes.run([REPOSITORY / "scripts" / script, *arguments], env=environment, timeout=SECONDS)
 
 
 def test_checkpoints_of_a_cyclic_schedule_keep_their_size(child_environment: dict[str, str]) -> None:
@@ -58,7 +58,7 @@ def test_losses_of_a_spread_model_after_a_kill_are_equal_on_other_layouts(child_
 @pytest.mark.slow
 def test_torchrun_shows_the_same(child_environment: dict[str, str]) -> None:
     arguments = ("--nproc-per-node", "4", REPOSITORY / "scripts/examples/fsdp_resume.py")
-    done = forkserver.run(["-m", "torch.distributed.run", *arguments], env=child_environment, timeout=SECONDS)
+    done = processes.run(["-m", "torch.distributed.run", *arguments], env=child_environment, timeout=SECONDS)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count(" equal, bit for bit: yes\n") == 2
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests import REPOSITORY
-from tests.helpers import forkserver
+from tests.helpers import processes
 
 ONE_PROCESS = "not ranks and not stores"
 
@@ -16,7 +16,7 @@ ONE_PROCESS = "not ranks and not stores"
 def _collect(environment: dict[str, str], *arguments: object) -> tuple[set[str], str]:
     """The tests that pytest would run, and all that it says."""
     options = ("-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider")
-    done = forkserver.run([*options, *arguments], env=environment, cwd=REPOSITORY)
+    done = processes.run([*options, *arguments], env=environment, cwd=REPOSITORY)
     return set(re.findall(r"^tests/\S+::.*$", done.stdout, re.MULTILINE)), done.stdout + done.stderr
 
 
@@ -24,14 +24,14 @@ def _collect(environment: dict[str, str], *arguments: object) -> tuple[set[str],
     ("marks", "file"),
     [
         ("ranks", "tests/training/interop/test_resume_foreign_on_ranks.py"),
-        ("stores", "tests/bucket_server/test_faults.py"),
+        ("stores", "tests/servers/bucket/test_faults.py"),
         (ONE_PROCESS, "tests/training/interop/test_foreign_readers.py"),
     ],
 )
 def test_a_run_reads_no_file_of_which_it_takes_nothing(
     marks: str, file: str, child_environment: dict[str, str]
 ) -> None:
-    folders = ("tests/training/interop", "tests/bucket_server")
+    folders = ("tests/training/interop", "tests/servers/bucket")
 
     found, words = _collect(child_environment, "-m", marks, *folders)
     slowly, _ = _collect(child_environment, "-m", f"({marks})", *folders)

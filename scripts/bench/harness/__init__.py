@@ -1,1 +1,1 @@
-"""What every measurement shares: inputs, fresh processes, the page cache, raw figures and their tables."""
+"""Parts that every question shares: inputs, fresh processes, raw figures and tables."""

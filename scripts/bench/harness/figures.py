@@ -1,4 +1,4 @@
-"""Medians and ratios of the raw figures of one question, the tables of them, and what targets say of them."""
+"""Medians and ratios of the raw figures of one question, their tables in Markdown, and targets."""
 
 from __future__ import annotations
 
@@ -7,21 +7,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.markdown import markdown_table
-
 MIB = 2**20
-GIB = 2**30
 MEGABYTE = 10**6
 GIGABYTE = 10**9
 
 Data = dict[str, Any]
-"""What results.json holds of one question."""
-
+"""The part of results.json about one question."""
 LARGER, SUM = " | ", " + "
 """Between the names of several peers: the larger of their figures of a round is the base, or their sum."""
-
-Verdict = tuple[str, bool | None]
-"""What was measured, in words, and whether it meets the target; None where it was not measured."""
+STATES = ("cold", "warm")
+"""States of the page cache."""
 
 
 @dataclass(frozen=True)
@@ -33,14 +28,14 @@ class Spread:
     highest: float
 
     def show(self, digits: int = 2) -> str:
-        """Write it as a table's cell has it."""
+        """Write it as the cell of a table."""
         if self.lowest == self.highest:
             return f"{self.median:.{digits}f}"
         return f"{self.median:.{digits}f} ({self.lowest:.{digits}f}–{self.highest:.{digits}f})"
 
 
 def spread(values: Iterable[float]) -> Spread | None:
-    """Median and extremes; None where there are no values."""
+    """Compute median and extremes; None where there are no values."""
     found = list(values)
     return Spread(statistics.median(found), min(found), max(found)) if found else None
 
@@ -56,21 +51,21 @@ def peers_in(data: Data, state: str) -> list[str]:
     return [name for name in data["peers"] if name.endswith(f"/{state}") and runs_of(data, name)]
 
 
+def ours_in(data: Data) -> list[str]:
+    """The peers that are hfshard."""
+    return [name for name in data["peers"] if name.startswith("hfshard")]
+
+
 def seconds(run: Data, phase: str = "") -> float:
     """Seconds to the end of a phase; of the last one where the run has none of that name."""
     times: dict[str, float] = run["seconds"]
     return times[phase] if phase in times else list(times.values())[-1]
 
 
-def cpu_of(run: Data, phase: str = "") -> float:
-    """CPU seconds of all threads."""
-    return float(run["cpu"])
-
-
 def ratio(
     data: Data, name: str, base: str, phase: str = "", value: Callable[[Data, str], float] = seconds
 ) -> Spread | None:
-    """A peer's figure divided by another's of the same round, and the median of these.
+    """Divide a peer's figure by another's of the same round, and take the median.
 
     Args:
         data: The raw figures.
@@ -94,12 +89,12 @@ def _by_round(data: Data, base: str, phase: str, value: Callable[[Data, str], fl
 
 
 def who_is_first(data: Data, names: Iterable[str], state: str, why: Mapping[str, str], phase: str = "") -> str:
-    """Say who is before hfshard, and why that is so.
+    """Name the peers that are faster than hfshard, and why.
 
     Args:
-        data: Of the question.
+        data: The raw figures.
         names: The peers to compare, without their state.
-        state: Of the page cache.
+        state: The state of the page cache.
         why: Name -> the reason.
         phase: Up to its end.
     """
@@ -118,16 +113,41 @@ def who_is_first(data: Data, names: Iterable[str], state: str, why: Mapping[str,
     return f"hfshard is not first. Before it: {shown}. {' '.join(reasons)}".rstrip()
 
 
-def highest(data: Data, names: Iterable[str], field: str) -> float | None:
-    """The highest of a field over all runs of some peers."""
-    values = [run[field] for name in names for run in runs_of(data, name)]
-    return max(values) if values else None
+@dataclass(frozen=True)
+class Target:
+    """A figure to aim at, and what was measured of it."""
+
+    text: str
+    measured: str
+    is_met: bool | None
+    """None where it was not measured."""
+
+
+def at_most(
+    text: str, limit: float, found: Spread | float | None, of: str = "", *, digits: int = 2, unit: str = ""
+) -> Target:
+    """A target that a figure is not above the limit; `of` is what the limit is a multiple of, in words."""
+    text = f"{text} ≤ {limit} × {of}" if of else text
+    if found is None:
+        return Target(text, "not measured", None)
+    value = found.median if isinstance(found, Spread) else found
+    shown = found.show(digits) if isinstance(found, Spread) else f"{found:.{digits}f}"
+    return Target(text, f"{shown}{unit}", value <= limit)
+
+
+def peak_at_most(text: str, mib: int, data: Data, names: Iterable[str]) -> Target:
+    """A target that the peak memory of some peers is not above so many MiB."""
+    peaks = [run["peak"] / MIB for name in names for run in runs_of(data, name)]
+    return at_most(f"{text}: peak memory ≤ {mib} MiB more", mib, max(peaks, default=None), digits=1, unit=" MiB")
 
 
 def table(
     data: Data, names: Sequence[str], phases: Sequence[tuple[str, str]], base: str = "transformers", digits: int = 2
 ) -> str:
-    """One line a peer: for each (phase, heading) seconds and the ratio to the base; for the last, that to the limit."""
+    """Write one line a peer.
+
+    Columns are, for each (phase, heading), seconds and the ratio to the base; for the last, also that to the limit.
+    """
     has_limit = any(data["peers"][name]["limit"] for name in names)
     titles = [""]
     for _, heading in phases:
@@ -138,24 +158,30 @@ def table(
     )
 
 
+def tables_by_state(data: Data, title: str, phase: str, base: str = "transformers") -> str:
+    """Write a section and a table for each state of the page cache."""
+    return paragraphs(
+        *(
+            f"### {title}, {state}\n\n{table(data, peers_in(data, state), [(phase, '')], base)}"
+            for state in STATES
+            if peers_in(data, state)
+        )
+    )
+
+
 def _row(data: Data, name: str, phases: Sequence[tuple[str, str]], has_limit: bool, digits: int) -> list[str]:
     peer = data["peers"][name]
     runs = runs_of(data, name)
     cells = [peer["title"]]
     for phase, _ in phases:
         has_phase = phase in runs[0]["seconds"] or len(runs[0]["seconds"]) == 1
-        shown = spread(seconds(run, phase) for run in runs)
-        cells.append(shown.show(digits) if shown and has_phase else "")
-        cells.append(_show_ratio(data, name, peer["base"], phase) if has_phase else "")
+        cells.append(show(spread(seconds(run, phase) for run in runs), digits) if has_phase else "")
+        cells.append(show_ratio(data, name, peer["base"], phase) if has_phase else "")
     if has_limit:
-        cells.append(_show_ratio(data, name, peer["limit"], phases[-1][0]))
-    return cells + _resources(runs, digits)
-
-
-def _resources(runs: Sequence[Data], digits: int) -> list[str]:
-    """What the runs took beside time: the last cells of a row."""
+        cells.append(show_ratio(data, name, peer["limit"], phases[-1][0]))
     middle = {field: statistics.median(run[field] for run in runs) for field in ("cpu", "read", "written")}
     return [
+        *cells,
         f"{middle['cpu']:.{digits}f}",
         f"{max(run['peak'] for run in runs) / MIB:.1f}",
         f"{middle['read'] / MEGABYTE:.1f}",
@@ -164,9 +190,14 @@ def _resources(runs: Sequence[Data], digits: int) -> list[str]:
     ]
 
 
-def _show_ratio(data: Data, name: str, other: str, phase: str) -> str:
-    found = ratio(data, name, other, phase) if other and other != name else None
-    return found.show() if found else ""
+def show(found: Spread | None, digits: int = 2) -> str:
+    """Write a spread, or nothing."""
+    return found.show(digits) if found else ""
+
+
+def show_ratio(data: Data, name: str, other: str, phase: str = "") -> str:
+    """Write the ratio to another peer; nothing where there is none."""
+    return show(ratio(data, name, other, phase)) if other and other != name else ""
 
 
 def skipped(data: Data) -> str:
@@ -175,23 +206,17 @@ def skipped(data: Data) -> str:
     return "\n".join(dict.fromkeys(lines))  # one line for both states of the page cache
 
 
-def at_most(limit: float, found: Spread | float | None, digits: int = 2, unit: str = "") -> Verdict:
-    """What a target says of a figure that must not be above the limit."""
-    if found is None:
-        return "not measured", None
-    value = found.median if isinstance(found, Spread) else found
-    shown = found.show(digits) if isinstance(found, Spread) else f"{found:.{digits}f}"
-    return f"{shown}{unit}", value <= limit
+def markdown_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Lay out rows of cells below their titles."""
+    lines = [f"| {' | '.join(cells)} |" for cells in (titles, *rows)]
+    return "\n".join([lines[0], "|---" * len(titles) + "|", *lines[1:]])
 
 
-def at_least(limit: float, found: Spread | None) -> Verdict:
-    """What a target says of a figure that must not be below the limit."""
-    if found is None:
-        return "not measured", None
-    return found.show(), found.median >= limit
+def paragraphs(*parts: str) -> str:
+    """Join the parts that are not empty, with an empty line between."""
+    return "\n\n".join(filter(None, parts))
 
 
-def peak_at_most(limit_mib: float, data: Data, names: Iterable[str], digits: int = 1) -> Verdict:
-    """What a target says of the peak memory of some peers, in MiB."""
-    peak = highest(data, names, "peak")
-    return at_most(limit_mib, None if peak is None else peak / MIB, digits, " MiB")
+def readme_block(command: str, head: str, table: str) -> str:
+    """A README's measured block, between its comments; the command prints it."""
+    return "\n".join([f"<!-- measured: {command} -->", head, "", table, "<!-- /measured -->"])

@@ -1,4 +1,4 @@
-"""Runs one peer in a fresh process and measures it: seconds inside, peak memory from outside.
+"""Run one peer in a fresh process and measure it: seconds inside, peak memory from outside.
 
 The child imports, builds its input and says so; the parent then flushes the disk, puts the page cache into the state
 that is asked for, frees the memory that it held (reserve.py), and lets it go. Seconds are the wall's between the
@@ -11,6 +11,7 @@ the child's interpreter hides a peak), above what it was at the start.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import resource
@@ -22,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.harness.question import Context, Job
+from bench.harness.question import Context, Job, SkipPeer, question_of
 
 SAMPLE_SECONDS = 0.002
 CHILD_SECONDS = 900
@@ -49,7 +50,7 @@ class Child:
     def __init__(self, question: str, peer: str, context: Context, environment: dict[str, str]) -> None:
         python_path = os.pathsep.join([str(SCRIPTS), str(SCRIPTS.parent), os.environ.get("PYTHONPATH", "")])
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "bench.harness.child", question, peer, json.dumps(context.as_json())],
+            [sys.executable, "-m", "bench.harness.measuring", question, peer, json.dumps(context.as_json())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -63,7 +64,7 @@ class Child:
         Raises:
             ChildFailedError: It ended in an error.
         """
-        return _line(self._process, None)
+        return self._answer()
 
     def measured(self, before_go: Callable[[], object]) -> dict[str, Any]:
         """Let it go.
@@ -77,11 +78,36 @@ class Child:
         assert self._process.stdin
         os.sync()
         before_go()
-        sampler = _Sampler(self._process.pid)
+        first = anonymous_bytes(self._process.pid)
+        samples = [first]
         self._process.stdin.write(b"go\n")
         self._process.stdin.flush()
-        answer = _line(self._process, sampler)
-        answer["peak"] = max(sampler.highest, answer.pop("anonymous_end")) - sampler.first
+        answer = self._answer(samples)
+        answer["peak"] = max(*samples, answer.pop("anonymous_end")) - first
+        return answer
+
+    def _answer(self, samples: list[int] | None = None) -> dict[str, Any]:
+        """Wait for a line of JSON; meanwhile, sample the anonymous memory."""
+        child = self._process
+        assert child.stdout and child.stderr
+        said, errors = b"", b""
+        end = time.monotonic() + CHILD_SECONDS
+        wait = 1.0 if samples is None else SAMPLE_SECONDS
+        while not said.endswith(b"\n"):
+            ready, _, _ = select.select([child.stdout, child.stderr], [], [], wait)
+            if child.stderr in ready:
+                errors = (errors + os.read(child.stderr.fileno(), 65536))[-4000:]
+            if child.stdout in ready:
+                piece = os.read(child.stdout.fileno(), 65536)
+                if not piece:
+                    errors += child.stderr.read()
+                    raise ChildFailedError(errors.decode(errors="replace").strip()[-2000:])
+                said += piece
+            elif samples is not None:
+                samples[:] = [max(*samples, anonymous_bytes(child.pid))]
+            if time.monotonic() > end:
+                raise ChildFailedError(f"no answer in {CHILD_SECONDS} s")
+        answer: dict[str, Any] = json.loads(said)
         return answer
 
     def end(self) -> None:
@@ -89,40 +115,6 @@ class Child:
         self._process.kill()
         with self._process:  # waits, and closes the pipes
             pass
-
-
-class _Sampler:
-    """The highest anonymous memory of a process."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self.first = self.highest = anonymous_bytes(pid)
-
-    def sample(self) -> None:
-        self.highest = max(self.highest, anonymous_bytes(self.pid))
-
-
-def _line(child: subprocess.Popen[bytes], sampler: _Sampler | None) -> dict[str, Any]:
-    assert child.stdout and child.stderr
-    said, errors = b"", b""
-    end = time.monotonic() + CHILD_SECONDS
-    wait = SAMPLE_SECONDS if sampler else 1.0
-    while not said.endswith(b"\n"):
-        ready, _, _ = select.select([child.stdout, child.stderr], [], [], wait)
-        if child.stderr in ready:
-            errors = (errors + os.read(child.stderr.fileno(), 65536))[-4000:]
-        if child.stdout in ready:
-            piece = os.read(child.stdout.fileno(), 65536)
-            if not piece:
-                errors += child.stderr.read()
-                raise ChildFailedError(errors.decode(errors="replace").strip()[-2000:])
-            said += piece
-        if sampler and child.stdout not in ready:
-            sampler.sample()
-        if time.monotonic() > end:
-            raise ChildFailedError(f"no answer in {CHILD_SECONDS} s")
-    answer: dict[str, Any] = json.loads(said)
-    return answer
 
 
 def anonymous_bytes(pid: int) -> int:
@@ -137,12 +129,12 @@ def anonymous_bytes(pid: int) -> int:
 def measure(job: Job) -> dict[str, Any]:
     """Run the phases of a job in this process; seconds add up from phase to phase."""
     seconds: dict[str, float] = {}
-    io, cpu = _io(), _cpu_seconds()
+    io, cpu = _io(), cpu_seconds()
     begin = time.perf_counter()
     for phase, action in job.phases:
         action()
         seconds[phase] = time.perf_counter() - begin
-    cpu = _cpu_seconds() - cpu
+    cpu = cpu_seconds() - cpu
     read, written = (after - before for before, after in zip(io, _io()))
     end = anonymous_bytes(os.getpid())
     return {
@@ -160,6 +152,41 @@ def _io() -> tuple[int, int]:
     return int(fields["read_bytes"]), int(fields["write_bytes"])
 
 
-def _cpu_seconds() -> float:
+def cpu_seconds() -> float:
+    """CPU time of this process, all threads."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
+
+
+def main(name: str, peer_name: str, raw_context: str) -> None:
+    """Prepare, wait for the parent's word, measure, answer; each answer is a line of JSON."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # output of libraries is not an answer
+
+    def answer(value: dict[str, Any]) -> None:
+        answers.write(json.dumps(value) + "\n")
+        answers.flush()
+
+    context = Context.from_json(json.loads(raw_context))
+    question = question_of(name)
+    if not peer_name:
+        question.make_inputs(context)
+        answer({"made": True})
+        return
+    [peer] = [one for one in question.peers(context) if one.name == peer_name]
+    try:
+        job = peer.prepare(context)
+    except (SkipPeer, ModuleNotFoundError) as error:
+        if peer.written_by_hfshard and isinstance(error, ModuleNotFoundError):
+            raise
+        answer({"skipped": str(error)})
+        return
+    gc.collect()
+    answer({"ready": True})
+    sys.stdin.readline()
+    answer(measure(job))
+    os._exit(0)  # exit handlers of libraries are not waited for
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

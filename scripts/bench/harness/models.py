@@ -29,9 +29,9 @@ class Size:
     intermediate_size: int
     vocab_size: int
     shard_size: str
-    """Of the checkpoint that is saved and loaded."""
+    """File size of the checkpoint that is saved and loaded."""
     reshard_size: str
-    """Of the one that it is re-sharded into."""
+    """File size of the one that it is re-sharded into."""
 
 
 SIZES = {

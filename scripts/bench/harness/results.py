@@ -6,32 +6,32 @@ import json
 from pathlib import Path
 from typing import Any
 
-from bench.harness.figures import GIGABYTE, MEGABYTE, Data, ratio, runs_of, seconds, spread
-from bench.harness.question import Target, question_of
-from bench.harness.runner import QUESTIONS
-from bench.markdown import markdown_table, paragraphs, readme_block
+from bench.harness.figures import (
+    GIGABYTE,
+    MEGABYTE,
+    Data,
+    Target,
+    markdown_table,
+    paragraphs,
+    ratio,
+    readme_block,
+    runs_of,
+    seconds,
+    show_ratio,
+    skipped,
+    spread,
+)
+from bench.harness.question import QUESTIONS, question_of
 
 README_COMMAND = "python scripts/bench/run.py --readme"
+SYNCED = "transformers fsync"
+SPLIT = "read alone/cold + write alone/cold"
 README_LINES = (
-    (
-        "save",
-        "save, sha256 of every file, flushed to disk",
-        "hfshard sha256",
-        "transformers fsync",
-        "save",
-        "limit | hash",
-    ),
-    ("save", "save, no checksum, flushed to disk", "hfshard none", "transformers fsync", "save", "limit"),
+    ("save", "save, sha256 of every file, flushed to disk", "hfshard sha256", SYNCED, "save", "limit | hash"),
+    ("save", "save, no checksum, flushed to disk", "hfshard none", SYNCED, "save", "limit"),
     ("load", "load from disk, to every byte read", "hfshard/cold", "transformers/cold", "read", "limit/cold"),
     ("load", "load from the page cache, to ready", "hfshard/warm", "transformers/warm", "ready", ""),
-    (
-        "reshard",
-        "re-shard to files of twice the size, from disk",
-        "hfshard none/cold",
-        "transformers/cold",
-        "reshard",
-        "read alone/cold + write alone/cold",
-    ),
+    ("reshard", "re-shard to files of twice the size, from disk", "hfshard none/cold", "transformers/cold", "", SPLIT),
 )
 """(question, what, our peer, its base, phase, its limit) of the lines of the README's table."""
 README_LIMITS = (
@@ -56,7 +56,7 @@ def write_results(results: dict[str, Any], markdown: Path) -> None:
 
 
 def raw_path(markdown: Path) -> Path:
-    """Where the raw figures of a RESULTS.md are."""
+    """Locate the raw figures of a RESULTS.md."""
     return markdown.parent / "results.json"
 
 
@@ -86,12 +86,13 @@ def render(results: dict[str, Any]) -> str:
         parts += [f"## {question.title}", f"`{data['command']}`, {data['date']}"]
         if data["machine"] not in machines:
             machines.append(data["machine"])
-            parts.append(_machine(data["machine"], len(machines)))
+            rows = [list(line) for line in data["machine"].items()]
+            parts.append(markdown_table([f"machine {len(machines)}", ""], rows))
         else:
             parts.append(f"On machine {machines.index(data['machine']) + 1}.")
         if data.get("held"):
             parts.append(f"Held and freed before each measured step: {data['held'] / GIGABYTE:.2f} GB.")
-        parts.append(question.render(data))
+        parts += [question.render(data), skipped(data)]
     return paragraphs(*parts) + "\n"
 
 
@@ -103,10 +104,6 @@ def _targets(known: list[str], results: dict[str, Any]) -> str:
         for target in question_of(name).targets(results[name])
     ]
     return markdown_table(["target", "measured", "met", "model"], rows)
-
-
-def _machine(machine: dict[str, str], number: int) -> str:
-    return markdown_table([f"machine {number}", ""], [list(line) for line in machine.items()])
 
 
 def readme_table(results: dict[str, Any]) -> str:
@@ -130,7 +127,7 @@ def readme_table(results: dict[str, Any]) -> str:
 
 
 def _readme_limits(results: dict[str, Any]) -> str:
-    """What the limits are, and how long they took."""
+    """Explain the limits, with their times."""
     found = []
     for question, name, what in README_LIMITS:
         taken = spread(seconds(run) for run in runs_of(results.get(question, {"peers": {}}), name))
@@ -153,20 +150,14 @@ def _readme_row(data: Data, what: str, ours: str, base: str, phase: str, limit: 
     if mine is None or theirs is None or pair is None:
         return []
     peak = max(run["peak"] for run in runs_of(data, ours))
-    to_limit = ratio(data, ours, limit, phase) if limit else None
-    shown = to_limit.show() if to_limit else ""
-    return [what, f"{mine.median:.2f} s", f"{theirs.median:.2f} s", pair.show(), shown, f"+{peak / MEGABYTE:.0f} MB"]
+    to_limit = show_ratio(data, ours, limit, phase)
+    return [what, f"{mine.median:.2f} s", f"{theirs.median:.2f} s", pair.show(), to_limit, f"+{peak / MEGABYTE:.0f} MB"]
 
 
 def unmet(results: dict[str, Any]) -> list[Target]:
     """The targets that were measured and not met."""
-    return [
-        target
-        for name in QUESTIONS
-        if name in results
-        for target in question_of(name).targets(results[name])
-        if target.is_met is False
-    ]
+    targets = [target for name, data in results.items() for target in question_of(name).targets(data)]
+    return [target for target in targets if target.is_met is False]
 
 
 def _one_line_each(raw: str) -> str:

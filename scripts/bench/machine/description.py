@@ -1,4 +1,4 @@
-"""What the figures were measured on: machine, disk and versions."""
+"""Description of the machine, its disk and the versions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The limits: a plain O_DIRECT write, read or copy of the same bytes by a few threads, and sha256 of them."""
+"""Limits of the machine: a plain O_DIRECT write or read of the same bytes by a few threads, and their sha256."""
 
 from __future__ import annotations
 
@@ -17,33 +17,18 @@ WRITE_BLOCK = 2**20
 READ_BLOCK = 2 * 2**20
 """The fastest of 1 to 8 MiB here, by a tenth."""
 HASH_BYTES = 32 * 2**20
-"""What each thread hashes again and again: sha256 takes as long as over other bytes, and 2.5 GB need not be made."""
+"""Bytes that each thread hashes again and again: as fast as other bytes, and 2.5 GB need not be made."""
 FILL_WORDS = 2**20
 SECTOR = 4096
-"""What O_DIRECT wants offsets, lengths and addresses to be multiples of."""
+"""O_DIRECT wants offsets, lengths and addresses to be multiples of it."""
 
-Range = tuple[Path, int, int]
-"""A file, an offset and a length."""
-
-
-def ranges_of(files: Sequence[tuple[Path, int]], block: int) -> list[Range]:
-    """The blocks of files of the given sizes, the last one of each with its odd length."""
-    return [(path, at, min(block, size - at)) for path, size in files for at in range(0, size, block)]
+Files = Sequence[tuple[Path, int]]
+"""Files with their sizes."""
 
 
 def aligned(length: int) -> int:
     """Round up to a sector."""
     return -(-length // SECTOR) * SECTOR
-
-
-def starts_of(files: Sequence[tuple[Path, int]]) -> dict[Path, int]:
-    """Where each file begins in memory that holds one after another, each at a sector."""
-    starts = {}
-    start = 0
-    for path, size in files:
-        starts[path] = start
-        start += aligned(size)
-    return starts
 
 
 def anonymous(length: int) -> mmap.mmap:
@@ -53,13 +38,8 @@ def anonymous(length: int) -> mmap.mmap:
     return memory
 
 
-def files_of(directory: Path, total: int, file_bytes: int) -> list[tuple[Path, int]]:
-    """New files that hold so many bytes, the last one the rest."""
-    return [(directory / f"{at}", min(file_bytes, total - at)) for at in range(0, total, file_bytes)]
-
-
-def random_memory(files: Sequence[tuple[Path, int]]) -> mmap.mmap:
-    """Memory for the bytes of some files one after another, filled with random ones."""
+def random_memory(files: Files) -> mmap.mmap:
+    """Map memory for some files one after another, each at a sector, filled with random bytes."""
     from numpy import frombuffer, random, uint64
 
     memory = anonymous(sum(aligned(size) for _, size in files))
@@ -71,72 +51,63 @@ def random_memory(files: Sequence[tuple[Path, int]]) -> mmap.mmap:
     return memory
 
 
-def write_files(memory: mmap.mmap, files: Sequence[tuple[Path, int]]) -> None:
+def write_files(memory: mmap.mmap, files: Files) -> None:
     """Write memory into new files one after another, durably: allocated, O_DIRECT, truncated to size, fsynced."""
     view = memoryview(memory)
-    starts = starts_of(files)
+    starts = _starts_of(files)
+    descriptors = {path: os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECT, 0o600) for path, _ in files}
 
-    def put(path: Path, at: int, length: int, descriptor: int) -> None:
+    def put(path: Path, at: int, length: int) -> None:
         begin = starts[path] + at
-        os.pwrite(descriptor, view[begin : begin + aligned(length)], at)
+        os.pwrite(descriptors[path], view[begin : begin + aligned(length)], at)
 
-    _each(put, files, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    try:
+        for path, size in files:
+            os.posix_fallocate(descriptors[path], 0, aligned(size))
+        _each(put, files, WRITE_BLOCK)
+        for path, size in files:
+            os.ftruncate(descriptors[path], size)
+        with ThreadPoolExecutor(THREADS) as pool:
+            list(pool.map(os.fsync, descriptors.values()))
+    finally:
+        for descriptor in descriptors.values():
+            os.close(descriptor)
+    _sync(files[0][0].parent)
 
 
 def sync_files(directory: Path) -> None:
     """Flush the files of a directory, and the directory."""
     for path in [*directory.iterdir(), directory]:
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
+        _sync(path)
 
 
-def read_files(memory: mmap.mmap | None, files: Sequence[tuple[Path, int]]) -> None:
+def read_files(memory: mmap.mmap | None, files: Files) -> None:
     """Read files with O_DIRECT into memory one after another, or (None) into the same few blocks again and again."""
     view = memoryview(memory) if memory is not None else None
-    starts = starts_of(files)
+    starts = _starts_of(files)
+    descriptors = {path: os.open(path, os.O_RDONLY | os.O_DIRECT) for path, _ in files}
     buffers: queue.SimpleQueue[mmap.mmap] = queue.SimpleQueue()
     for _ in range(THREADS):
         buffers.put(anonymous(READ_BLOCK))
 
-    def get(path: Path, at: int, length: int, descriptor: int) -> None:
+    def get(path: Path, at: int, length: int) -> None:
         if view is not None:
             begin = starts[path] + at
-            os.preadv(descriptor, [view[begin : begin + aligned(length)]], at)
+            os.preadv(descriptors[path], [view[begin : begin + aligned(length)]], at)
             return
         buffer = buffers.get()
-        os.preadv(descriptor, [memoryview(buffer)[: aligned(length)]], at)
+        os.preadv(descriptors[path], [memoryview(buffer)[: aligned(length)]], at)
         buffers.put(buffer)
 
-    _each(get, files, os.O_RDONLY)
+    try:
+        _each(get, files, READ_BLOCK)
+    finally:
+        for descriptor in descriptors.values():
+            os.close(descriptor)
 
 
-def copy_files(files: Sequence[tuple[Path, int]], targets: Sequence[tuple[Path, int]]) -> None:
-    """Copy the bytes of some files into new ones of other sizes, through a block of each thread, durably."""
-    sources = ranges_of(files, WRITE_BLOCK)
-    descriptors = {path: os.open(path, os.O_RDONLY | os.O_DIRECT) for path, _ in files}
-    buffers: queue.SimpleQueue[mmap.mmap] = queue.SimpleQueue()
-    for _ in range(THREADS):
-        buffers.put(anonymous(WRITE_BLOCK))
-    order = iter(range(10**9))
-
-    def pass_on(path: Path, at: int, length: int, descriptor: int) -> None:
-        # The time does not depend on which block goes where, nor on a few shorter ones at the files' ends.
-        source, source_at, _ = sources[next(order) % len(sources)]
-        buffer = buffers.get()
-        view = memoryview(buffer)[: aligned(length)]
-        os.preadv(descriptors[source], [view], source_at)
-        os.pwrite(descriptor, view, at)
-        buffers.put(buffer)
-
-    _each(pass_on, targets, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-    for descriptor in descriptors.values():
-        os.close(descriptor)
-
-
-def hashing(total: int, threads: int = 0) -> Callable[[], None]:
-    """Return what hashes so many bytes of memory by sha256, as many on each thread; 0: as many threads as cores."""
-    threads = threads or len(os.sched_getaffinity(0))
+def hash_bytes(total: int, threads: int) -> Callable[[], None]:
+    """Return a function that hashes so many bytes of memory by sha256, as many on each thread."""
     block = memoryview(os.urandom(HASH_BYTES))
 
     def hash_part(_: int) -> None:
@@ -152,29 +123,25 @@ def hashing(total: int, threads: int = 0) -> Callable[[], None]:
     return hash_all
 
 
-def _each(action: Callable[[Path, int, int, int], None], files: Sequence[tuple[Path, int]], flags: int) -> None:
-    writes = bool(flags & os.O_CREAT)
-    block = WRITE_BLOCK if writes else READ_BLOCK
-    descriptors = {path: os.open(path, flags | os.O_DIRECT, 0o600) for path, _ in files}
-    try:
-        with ThreadPoolExecutor(THREADS) as pool:
-            if writes:
-                for path, size in files:
-                    os.posix_fallocate(descriptors[path], 0, aligned(size))
-            futures = [
-                pool.submit(action, path, at, length, descriptors[path]) for path, at, length in ranges_of(files, block)
-            ]
-            for future in futures:
-                future.result()
-            if writes:
-                for path, size in files:
-                    os.ftruncate(descriptors[path], size)
-                for done in [pool.submit(os.fsync, descriptor) for descriptor in descriptors.values()]:
-                    done.result()
-    finally:
-        for descriptor in descriptors.values():
-            os.close(descriptor)
-    if writes:
-        parent = os.open(files[0][0].parent, os.O_RDONLY)
-        os.fsync(parent)
-        os.close(parent)
+def _starts_of(files: Files) -> dict[Path, int]:
+    """Find where each file begins in memory that holds one after another, each at a sector."""
+    starts = {}
+    start = 0
+    for path, size in files:
+        starts[path] = start
+        start += aligned(size)
+    return starts
+
+
+def _each(action: Callable[[Path, int, int], None], files: Files, block: int) -> None:
+    """Do it for each block of the files, by several threads; the last one of a file has an odd length."""
+    with ThreadPoolExecutor(THREADS) as pool:
+        blocks = [(path, at, min(block, size - at)) for path, size in files for at in range(0, size, block)]
+        for future in [pool.submit(action, *one) for one in blocks]:
+            future.result()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)

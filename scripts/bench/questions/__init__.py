@@ -1,1 +1,1 @@
-"""The questions that are measured, one module each: its peers, its inputs and how its answer reads."""
+"""The questions, one module each: peers, phases and table."""

@@ -1,4 +1,4 @@
-"""How long a push takes: to a directory that serves as a hub, and over HTTP to the test suite's Hub on this machine."""
+"""Time of a push: to a directory that serves as a hub, and over HTTP to the test suite's Hub on this machine."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[3]
-from bench.harness.figures import Data, skipped, table
+from bench.harness.figures import Data, Target, paragraphs, table
 from bench.harness.inputs import make_source
-from bench.harness.question import Context, Job, Peer, Question, Target
-from bench.markdown import paragraphs
+from bench.harness.question import Context, Job, Peer, Question
 
+REPOSITORY = Path(__file__).resolve().parents[3]
 MOST = "100m"
-"""The model that is pushed where a larger one is asked for: the test suite's Hub is not a fast server."""
+"""The model to push where a larger one is asked for: the test suite's Hub is not a fast server."""
 BASE = "upload_folder"
 
 
@@ -29,9 +29,9 @@ def peers(context: Context) -> list[Peer]:
         return Peer(key, title, prepare, "warm", base=f"{BASE}/warm")
 
     return [
-        line(BASE, "huggingface_hub `upload_folder`, over HTTP", with_upload_folder),
-        line("hfshard http", "hfshard `push_checkpoint`, over HTTP", lambda context: with_hfshard(context, "http")),
-        line("hfshard directory", "hfshard, into a directory hub (flushed)", lambda context: with_hfshard(context, "")),
+        line(BASE, "huggingface_hub `upload_folder`, over HTTP", _by_upload_folder),
+        line("hfshard http", "hfshard `push_checkpoint`, over HTTP", partial(_by_hfshard, is_remote=True)),
+        line("hfshard directory", "hfshard, into a directory hub (flushed)", partial(_by_hfshard, is_remote=False)),
     ]
 
 
@@ -42,7 +42,7 @@ def around(context: Context) -> Iterator[Context]:
     home.mkdir(exist_ok=True)
     # The server puts what huggingface_hub asks for once a day into the home, so that it is not in one peer's time.
     directories = ["--root", str(context.directory / "hub"), "--client-home", str(home)]
-    command = [sys.executable, "-m", "tests.hubserver.hub_server", *directories]
+    command = [sys.executable, "-m", "tests.servers.hub.hub_server", *directories]
     with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout
@@ -65,7 +65,7 @@ def around(context: Context) -> Iterator[Context]:
             server.terminate()
 
 
-def with_upload_folder(context: Context) -> Job:
+def _by_upload_folder(context: Context) -> Job:
     """The usual way, into a new repo."""
     from huggingface_hub import HfApi
 
@@ -78,15 +78,15 @@ def with_upload_folder(context: Context) -> Job:
     return Job([("push", push)])
 
 
-def with_hfshard(context: Context, hub: str) -> Job:
+def _by_hfshard(context: Context, is_remote: bool) -> Job:
     """`push_checkpoint` of the same directory into a new repo."""
     import hfshard
 
-    hfshard.push_checkpoint  # noqa: B018  imported before the clock starts
-    repo_id = _new_repo() if hub else str(context.target / "hub")
+    push_checkpoint = hfshard.push_checkpoint
+    repo_id = _new_repo() if is_remote else str(context.target / "hub")
 
     def push() -> None:
-        if not hfshard.push_checkpoint(context.source, repo_id).is_new:
+        if not push_checkpoint(context.source, repo_id).is_new:
             raise RuntimeError("nothing was pushed")
 
     return Job([("push", push)])
@@ -97,7 +97,7 @@ def _new_repo() -> str:
 
 
 def files(context: Context, peer: Peer) -> list[Path]:
-    """What is pushed."""
+    """The files to push."""
     return [path for path in context.source.iterdir() if path.is_file()]
 
 
@@ -108,13 +108,22 @@ def render(data: Data) -> str:
         " the test suite's, on this machine, with LFS and without Xet, and takes most of the time. [hub_requests.py]"
         "(hub_requests.py) counts the requests.",
         table(data, list(data["peers"]), [("push", "")], "upload_folder"),
-        skipped(data),
     )
 
 
 def targets(data: Data) -> list[Target]:
-    """Nothing is aimed at: the server takes most of the time."""
+    """None: the server takes most of the time."""
     return []
 
 
-QUESTION = Question("push", "Push", peers, make_source, files, render, targets, max_rounds=5, around=around)
+QUESTION = Question(
+    name="push",
+    title="Push",
+    peers=peers,
+    make_inputs=make_source,
+    files=files,
+    render=render,
+    targets=targets,
+    max_rounds=5,
+    around=around,
+)

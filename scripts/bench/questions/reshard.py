@@ -1,20 +1,29 @@
-"""How long it takes to cut a checkpoint into files of twice the size: hfshard against load and save by transformers."""
+"""Time to cut a checkpoint into files of twice the size: hfshard against load and save by transformers."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-from bench.harness.figures import Data, at_most, highest, peak_at_most, peers_in, ratio, skipped, table
-from bench.harness.inputs import make_source, shards_of, sized, written
-from bench.harness.models import total_bytes
-from bench.harness.question import SIDE, Context, Job, Peer, Question, SkipPeer, Target
-from bench.machine.limits import copy_files, files_of, random_memory, read_files, write_files
-from bench.markdown import paragraphs
+from bench.harness.figures import (
+    STATES,
+    Data,
+    Target,
+    at_most,
+    ours_in,
+    paragraphs,
+    peak_at_most,
+    ratio,
+    runs_of,
+    tables_by_state,
+)
+from bench.harness.inputs import make_source, read_limit, source_shards, write_limit, written
+from bench.harness.question import SIDE, Context, Job, Peer, Question
+from bench.machine.limits import sync_files
 
 BASE, READ, WRITE = "transformers", "read alone", "write alone"
+BOTH = f"{READ}/cold + {WRITE}/cold"
 FACTOR = 1.15
 PEAK_MIB = 64
 BYTES_FACTOR = 1.02
@@ -22,126 +31,84 @@ BYTES_FACTOR = 1.02
 
 def peers(context: Context) -> list[Peer]:
     """The lines of the tables."""
+
+    def line(key: str, title: str, prepare: Callable[[Context], Job], state: str) -> Peer:
+        every = SIDE if state == "warm" else 1
+        limit = BOTH if state == "cold" and key not in (READ, WRITE) else ""
+        return Peer(key, title, prepare, state, every, f"{BASE}/{state}", limit)
+
+    old, new = context.size.shard_size, context.size.reshard_size
     found = []
-    for state in ("cold", "warm"):
-
-        def line(
-            key: str,
-            title: str,
-            prepare: Callable[[Context], Job],
-            every: int = SIDE if state == "warm" else 1,
-            state: str = state,
-        ) -> Peer:
-            limit = f"{READ}/cold + {WRITE}/cold" if state == "cold" and key not in (READ, WRITE) else ""
-            return Peer(key, title, prepare, state, every, f"{BASE}/{state}", limit)
-
-        sizes = f"{context.size.shard_size} → {context.size.reshard_size}"
+    for state in STATES:
         found += [
-            line(BASE, f"transformers: load, save, fsync ({sizes})", with_transformers),
-            line("hfshard none", "hfshard, no checksum", lambda context: with_hfshard(context, None)),
-            line("hfshard sha256", "hfshard, sha256", lambda context: with_hfshard(context, "sha256")),
+            line(BASE, f"transformers: load, save, fsync ({old} → {new})", _by_transformers, state),
+            line("hfshard none", "hfshard, no checksum", partial(_by_hfshard, checksum=None), state),
+            line("hfshard sha256", "hfshard, sha256", partial(_by_hfshard, checksum="sha256"), state),
         ]
         if state == "cold":
+            reads = "the limit, first part: O_DIRECT reads into the same blocks"
+            writes = "the limit, second part: O_DIRECT from memory, flushed"
             found += [
-                line(READ, "the limit, first part: O_DIRECT reads into the same blocks", read_alone),
-                line(WRITE, "the limit, second part: O_DIRECT from memory, flushed", write_alone),
-                line("copy", "O_DIRECT copy, read and written side by side, flushed", copy, SIDE),
+                line(READ, reads, lambda context: read_limit("reshard", source_shards(context)), state),
+                line(WRITE, writes, lambda context: write_limit(context, "reshard", new), state),
             ]
     return found
 
 
-def with_transformers(context: Context) -> Job:
-    """Load, save, and flush what was saved: the way without hfshard."""
+def _by_transformers(context: Context) -> Job:
+    """Load, save, and flush the files: the way without hfshard."""
     import torch
     from transformers import LlamaForCausalLM
 
     def reshard() -> None:
         model = LlamaForCausalLM.from_pretrained(context.source, dtype=torch.bfloat16)
         model.save_pretrained(context.target, max_shard_size=context.size.reshard_size)
-        for path in [*context.target.iterdir(), context.target]:
-            descriptor = os.open(path, os.O_RDONLY)
-            os.fsync(descriptor)
-            os.close(descriptor)
+        sync_files(context.target)
 
     return Job([("reshard", reshard)], lambda: written(context))
 
 
-def with_hfshard(context: Context, checksum: Any) -> Job:
+def _by_hfshard(context: Context, checksum: Any) -> Job:
     """`hfshard.reshard_checkpoint`."""
     import hfshard
 
-    if "reshard_checkpoint" not in hfshard.__all__:
-        raise SkipPeer("this hfshard has no reshard_checkpoint")
-    hfshard.reshard_checkpoint  # noqa: B018  imported before the clock starts
-    size = context.size.reshard_size
-
-    def reshard() -> None:
-        hfshard.reshard_checkpoint(context.source, context.target, max_shard_size=size, checksum=checksum)
-
-    return Job([("reshard", reshard)], lambda: written(context))
-
-
-def read_alone(context: Context) -> Job:
-    """Read every byte of the shards."""
-    sources = sized(shards_of(context.source))
-    return Job([("reshard", lambda: read_files(None, sources))])
-
-
-def write_alone(context: Context) -> Job:
-    """Write as many bytes from memory into files of the new size."""
-    files = _new_files(context)
-    memory = random_memory(files)
-    return Job([("reshard", lambda: write_files(memory, files))], lambda: written(context))
-
-
-def copy(context: Context) -> Job:
-    """Read as many bytes from the shards and write them into files of the new size."""
-    files = _new_files(context)
-    sources = sized(shards_of(context.source))
-    return Job([("reshard", lambda: copy_files(sources, files))], lambda: written(context))
-
-
-def _new_files(context: Context) -> list[tuple[Path, int]]:
-    from hfshard._util.text import parse_size
-
-    return files_of(context.target, total_bytes(context.specs), parse_size(context.size.reshard_size))
+    reshard = hfshard.reshard_checkpoint
+    options: dict[str, Any] = {"max_shard_size": context.size.reshard_size, "checksum": checksum}
+    return Job([("reshard", lambda: reshard(context.source, context.target, **options))], lambda: written(context))
 
 
 def render(data: Data) -> str:
     """The section of RESULTS.md."""
-    parts = [
+    return paragraphs(
         "Into a new directory each time; every line that writes flushes its files and the directory. The limit is the"
-        " sum of reading alone and writing alone, in the same round."
-    ]
-    for state in [state for state in ("cold", "warm") if peers_in(data, state)]:
-        parts += [f"### Re-shard, {state}", table(data, peers_in(data, state), [("reshard", "")])]
-    return paragraphs(*parts, skipped(data))
+        " sum of reading alone and writing alone, in the same round.",
+        tables_by_state(data, "Re-shard", "reshard"),
+    )
 
 
 def targets(data: Data) -> list[Target]:
-    """What is aimed at, and what was measured of it."""
-    found = []
-    for what in ("none", "sha256"):
-        both = ratio(data, f"hfshard {what}/cold", f"{READ}/cold + {WRITE}/cold")
-        text = f"re-shard, cold, {what}: time ≤ {FACTOR} × (O_DIRECT read alone + flushed O_DIRECT write alone)"
-        found.append(Target(text, *at_most(FACTOR, both)))
-    ours = [name for name in data["peers"] if name.startswith("hfshard")]
-    found.append(Target(f"re-shard: peak memory ≤ {PEAK_MIB} MiB more", *peak_at_most(PEAK_MIB, data, ours)))
-    for field in ("read", "written"):
-        names = [name for name in ours if field == "written" or name.endswith("/cold")]
-        most = highest(data, names, field)
-        factor = most / data["bytes"] if most is not None else None
-        found.append(Target(f"re-shard: bytes {field} ≤ size × {BYTES_FACTOR}", *at_most(BYTES_FACTOR, factor, 3)))
+    """The aims, and what was measured of them."""
+    limit = "(O_DIRECT read alone + flushed O_DIRECT write alone)"
+    ours = ours_in(data)
+    found = [
+        at_most(f"re-shard, cold, {what}: time", FACTOR, ratio(data, f"hfshard {what}/cold", BOTH), limit)
+        for what in ("none", "sha256")
+    ]
+    found.append(peak_at_most("re-shard", PEAK_MIB, data, ours))
+    for field, names in (("read", [name for name in ours if name.endswith("/cold")]), ("written", ours)):
+        factors = [run[field] / data["bytes"] for name in names for run in runs_of(data, name)]
+        text = f"re-shard: bytes {field} ≤ size × {BYTES_FACTOR}"
+        found.append(at_most(text, BYTES_FACTOR, max(factors, default=None), digits=3))
     return found
 
 
 QUESTION = Question(
-    "reshard",
-    "Re-shard",
-    peers,
-    make_source,
-    lambda context, peer: shards_of(context.source),
-    render,
-    targets,
+    name="reshard",
+    title="Re-shard",
+    peers=peers,
+    make_inputs=make_source,
+    files=source_shards,
+    render=render,
+    targets=targets,
     held=2.0,
 )

@@ -1,1 +1,1 @@
-"""Trainings that are killed and resumed in each of several ways: the task, the ways and the cases."""
+"""Trainings that are killed and resumed by several libraries: the task, the ways and the cases."""

@@ -8,7 +8,9 @@ import os
 import resource
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,9 +19,11 @@ from torch.utils.data import DataLoader, default_collate
 
 from bench.resumes.task import BATCH_SIZE, DISK_BYTES, STEPS, STEPS_PER_EPOCH, Parts, Record, TrainingJob, build
 
+Batch = dict[str, torch.Tensor]
+
 
 def run(job: TrainingJob) -> None:
-    """The body of a process: train, and write down what happened or what was raised."""
+    """Train, as the body of a process, and write down what happened or what was raised."""
     log = os.open(job.directory / f"{job.phase}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -28,15 +32,16 @@ def run(job: TrainingJob) -> None:
     # Workers are forked, as is usual; those of a fork server would outlive a SIGKILL.
     multiprocessing.set_start_method("fork", force=True)
     try:
-        TRAININGS[job.way](job, record)
+        parts = build(job)
+        TRAININGS[job.way](job, record, parts)
+        record.finish(parts)
     except Exception as error:  # noqa: BLE001 - whatever it is, it is the result
         traceback.print_exc()
         record.note(error=f"{type(error).__name__}: {error}")
 
 
-def _torch_save(job: TrainingJob, record: Record) -> None:
+def _torch_save(job: TrainingJob, record: Record, parts: Parts) -> None:
     # pytorch.org/tutorials: "Saving and loading a general checkpoint".
-    parts = build(job)
     loader = DataLoader(parts.data, batch_size=BATCH_SIZE, shuffle=job.shuffle, num_workers=job.workers)
     step = 0
     if job.resume:
@@ -46,30 +51,22 @@ def _torch_save(job: TrainingJob, record: Record) -> None:
         parts.optimizer.load_state_dict(checkpoint["optimizer_state_dict"])
         parts.scheduler.load_state_dict(checkpoint["scheduler_state_dict"])
         step = checkpoint["step"]
-    while step < STEPS:
-        done = step % STEPS_PER_EPOCH
-        for index, batch in enumerate(loader):
-            if index < done or step == STEPS:
-                continue
-            _train(parts, batch)
-            step += 1
-            record.step(step, parts.model)
-            if _is_due(job, step):
-                with _perhaps_full(job, step, record):
-                    torch.save(
-                        {
-                            "step": step,
-                            "model_state_dict": parts.model.state_dict(),
-                            "optimizer_state_dict": parts.optimizer.state_dict(),
-                            "scheduler_state_dict": parts.scheduler.state_dict(),
-                        },
-                        job.directory / ("checkpoint.pt" if job.keep_one else f"checkpoint-{step}.pt"),
-                    )
-            record.end_of_step(step)
-    record.finish(parts)
+
+    def save(step: int) -> None:
+        torch.save(
+            {
+                "step": step,
+                "model_state_dict": parts.model.state_dict(),
+                "optimizer_state_dict": parts.optimizer.state_dict(),
+                "scheduler_state_dict": parts.scheduler.state_dict(),
+            },
+            job.directory / ("checkpoint.pt" if job.keep_one else f"checkpoint-{step}.pt"),
+        )
+
+    _loop(job, record, parts, step, lambda done: islice(loader, done, None), partial(_train, parts), save)
 
 
-def _trainer(job: TrainingJob, record: Record, *, ours: bool = False) -> None:
+def _trainer(job: TrainingJob, record: Record, parts: Parts, *, ours: bool = False) -> None:
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     class Recorder(TrainerCallback):
@@ -82,7 +79,6 @@ def _trainer(job: TrainingJob, record: Record, *, ours: bool = False) -> None:
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             record.end_of_step(state.global_step)
 
-    parts = build(job)
     trainer = Trainer(
         model=parts.model,
         args=TrainingArguments(
@@ -116,24 +112,37 @@ def _trainer(job: TrainingJob, record: Record, *, ours: bool = False) -> None:
         trainer.train(resume_from_checkpoint=resume)
     except Exception as error:  # noqa: BLE001 - each library has its own for a full disk
         _note_full(job, record, error)
-    record.finish(parts)
 
 
-def _accelerate(job: TrainingJob, record: Record, *, ours: bool = False) -> None:
+def _accelerate(job: TrainingJob, record: Record, parts: Parts, *, ours: bool = False) -> None:
     # huggingface.co/docs/accelerate: "Checkpointing", and complete_nlp_example.py.
     from accelerate import Accelerator
     from accelerate.utils import ProjectConfiguration
 
-    parts = build(job)
     configuration = ProjectConfiguration(
         str(job.directory), automatic_checkpoint_naming=True, total_limit=1 if job.keep_one else None
     )
     accelerator = Accelerator(cpu=True, project_config=configuration)
     if ours:
-        _accelerate_ours(job, record, parts, accelerator)
+        from hfshard.training import prepare_loader, prepared_state
+
+        loader = prepare_loader(accelerator, _our_loader(job, parts))
+        model, optimizer, scheduler = accelerator.prepare(parts.model, parts.optimizer, parts.scheduler)
+    else:
+        plain = DataLoader(parts.data, batch_size=BATCH_SIZE, shuffle=job.shuffle, num_workers=job.workers)
+        model, optimizer, loader, scheduler = accelerator.prepare(parts.model, parts.optimizer, plain, parts.scheduler)
+
+    def train(batch: Batch) -> None:
+        loss = model(**batch)["loss"]
+        accelerator.backward(loss)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+
+    if ours:
+        state = prepared_state(accelerator, model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
+        _managed(job, record, parts, loader, train, state)
         return
-    loader = DataLoader(parts.data, batch_size=BATCH_SIZE, shuffle=job.shuffle, num_workers=job.workers)
-    model, optimizer, loader, scheduler = accelerator.prepare(parts.model, parts.optimizer, loader, parts.scheduler)
     step = 0
     if job.resume:
         newest = _newest(job.directory / "checkpoints", "checkpoint_*")
@@ -141,105 +150,80 @@ def _accelerate(job: TrainingJob, record: Record, *, ours: bool = False) -> None
         saves = int(newest.name.split("_")[1]) + 1
         step = saves * (job.save_every or STEPS)
         configuration.iteration = saves
-    while step < STEPS:
-        active = accelerator.skip_first_batches(loader, step % STEPS_PER_EPOCH) if step % STEPS_PER_EPOCH else loader
-        for batch in active:
-            if step == STEPS:
-                break
-            loss = model(**batch)["loss"]
-            accelerator.backward(loss)
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-            step += 1
-            record.step(step, parts.model)
-            if _is_due(job, step):
-                with _perhaps_full(job, step, record):
-                    accelerator.save_state()
-            record.end_of_step(step)
-    record.finish(parts)
-
-
-def _accelerate_ours(job: TrainingJob, record: Record, parts: Parts, accelerator: Any) -> None:
-    from hfshard.training import CheckpointManager, ResumableDataLoader, prepare_loader, prepared_state
-
-    plain = ResumableDataLoader(
-        parts.data, batch_size=BATCH_SIZE, shuffle=job.shuffle, num_workers=job.workers, seed=17
+    _loop(
+        job,
+        record,
+        parts,
+        step,
+        lambda done: accelerator.skip_first_batches(loader, done) if done else loader,
+        train,
+        lambda step: accelerator.save_state(),
     )
-    loader = prepare_loader(accelerator, plain)
-    model, optimizer, scheduler = accelerator.prepare(parts.model, parts.optimizer, parts.scheduler)
-    manager = CheckpointManager(job.directory / "run", max_to_keep=1 if job.keep_one else None)
-    state = prepared_state(accelerator, model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
-    step = int(manager.restore_latest(state) or 0)
-    while step < STEPS:
-        for batch in loader:
-            if step == STEPS:
-                break
-            loss = model(**batch)["loss"]
-            accelerator.backward(loss)
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-            step += 1
-            record.step(step, parts.model)
-            if _is_due(job, step):
-                with _perhaps_full(job, step, record):
-                    manager.save(step, state)
-            record.end_of_step(step)
-    record.finish(parts)
 
 
-def _hfshard(job: TrainingJob, record: Record) -> None:
-    from hfshard.training import CheckpointManager, ResumableDataLoader, TrainingState
+def _hfshard(job: TrainingJob, record: Record, parts: Parts) -> None:
+    from hfshard.training import TrainingState
 
-    parts = build(job)
-    loader = ResumableDataLoader(
-        parts.data, batch_size=BATCH_SIZE, shuffle=job.shuffle, num_workers=job.workers, seed=17
-    )
-    manager = CheckpointManager(job.directory / "run", max_to_keep=1 if job.keep_one else None)
+    loader = _our_loader(job, parts)
     state = TrainingState(model=parts.model, optimizer=parts.optimizer, scheduler=parts.scheduler, loader=loader)
-    step = int(manager.restore_latest(state) or 0)
-    while step < STEPS:
-        for batch in loader:
-            if step == STEPS:
-                break
-            _train(parts, batch)
-            step += 1
-            record.step(step, parts.model)
-            if _is_due(job, step):
-                with _perhaps_full(job, step, record):
-                    manager.save(step, state)
-            record.end_of_step(step)
-    record.finish(parts)
+    _managed(job, record, parts, loader, partial(_train, parts), state)
 
 
-def _trainer_ours(job: TrainingJob, record: Record) -> None:
-    _trainer(job, record, ours=True)
-
-
-def _accelerate_with_ours(job: TrainingJob, record: Record) -> None:
-    _accelerate(job, record, ours=True)
-
-
-TRAININGS = {
+TRAININGS: dict[str, Callable[[TrainingJob, Record, Parts], None]] = {
     "torch.save": _torch_save,
     "Trainer": _trainer,
     "Accelerate": _accelerate,
     "hfshard": _hfshard,
-    "hfshard in Trainer": _trainer_ours,
-    "hfshard in Accelerate": _accelerate_with_ours,
+    "hfshard in Trainer": partial(_trainer, ours=True),
+    "hfshard in Accelerate": partial(_accelerate, ours=True),
 }
 
 
-def _train(parts: Parts, batch: dict[str, torch.Tensor]) -> None:
+def _our_loader(job: TrainingJob, parts: Parts) -> Any:
+    from hfshard.training import ResumableDataLoader
+
+    return ResumableDataLoader(parts.data, batch_size=BATCH_SIZE, shuffle=job.shuffle, num_workers=job.workers, seed=17)
+
+
+def _managed(
+    job: TrainingJob, record: Record, parts: Parts, loader: Any, train: Callable[[Batch], None], state: Any
+) -> None:
+    """Train with hfshard's manager, whose loader goes on where it was."""
+    from hfshard.training import CheckpointManager
+
+    manager = CheckpointManager(job.directory / "run", max_to_keep=1 if job.keep_one else None)
+    step = int(manager.restore_latest(state) or 0)
+    _loop(job, record, parts, step, lambda done: loader, train, lambda step: manager.save(step, state))
+
+
+def _loop(
+    job: TrainingJob,
+    record: Record,
+    parts: Parts,
+    step: int,
+    batches: Callable[[int], Iterable[Batch]],
+    train: Callable[[Batch], None],
+    save: Callable[[int], object],
+) -> None:
+    """Train from a step to the last one; `batches` gives those of an epoch of which some are done."""
+    while step < STEPS:
+        for batch in batches(step % STEPS_PER_EPOCH):
+            if step == STEPS:
+                break
+            train(batch)
+            step += 1
+            record.step(step, parts.model)
+            if job.save_every is not None and step % job.save_every == 0:
+                with _perhaps_full(job, step, record):
+                    save(step)
+            record.end_of_step(step)
+
+
+def _train(parts: Parts, batch: Batch) -> None:
     parts.model(**batch)["loss"].backward()
     parts.optimizer.step()
     parts.scheduler.step()
     parts.optimizer.zero_grad()
-
-
-def _is_due(job: TrainingJob, step: int) -> bool:
-    return job.save_every is not None and step % job.save_every == 0
 
 
 def _newest(directory: Path, pattern: str) -> Path:
@@ -272,4 +256,3 @@ def _note_full(job: TrainingJob, record: Record, error: Exception) -> None:
     if job.full_from is None:
         raise error
     record.note(full=f"{type(error).__name__}: {error}")
-    os._exit(1)

@@ -1,4 +1,4 @@
-"""Runs the cases of one way, each training in a process of its own, and says what came of them."""
+"""Run the cases of one way, each training in a process of its own, and judge the outcomes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Runner:
         self._context.set_forkserver_preload(["transformers.trainer", "accelerate", "bench.resumes.peers"])
 
     def outcome(self, case: Case) -> Outcome:
-        """Run a case, and say what came of it."""
+        """Run a case, and judge the outcome."""
         if case.grows:
             return self._growth(case)
         killed = self._killed_run(case)

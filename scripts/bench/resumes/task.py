@@ -25,7 +25,7 @@ STEPS = 27
 WIDTH = 64
 """Wide enough that every file of a checkpoint is larger than DISK_BYTES."""
 DISK_BYTES = 12 * 1024
-"""Where the disk is full, a file can grow to this size and no further."""
+"""On the full disk, a file can grow to this size and no further."""
 SEED = 17
 
 
@@ -35,7 +35,7 @@ class TrainingJob:
 
     way: str
     directory: Path
-    """Where checkpoints go; below it, `phase`.jsonl is what happened."""
+    """Directory of checkpoints; below it, `phase`.jsonl is what happened."""
     phase: str = "straight"
     save_every: int | None = None
     kill_after: int | None = None
@@ -108,7 +108,7 @@ class UserSchedule(torch.optim.lr_scheduler.LRScheduler):
 
 @dataclass(slots=True)
 class Parts:
-    """What a training is made of, freshly built."""
+    """The parts of a training, freshly built."""
 
     data: Samples
     model: Model
@@ -133,7 +133,7 @@ def build(job: TrainingJob) -> Parts:
 
 
 class Record:
-    """What one process did, a line of JSON for each step, written before the step's SIGKILL."""
+    """Record of one process: a line of JSON for each step, written before the step's SIGKILL."""
 
     def __init__(self, job: TrainingJob) -> None:
         self._job = job

@@ -28,7 +28,7 @@ class Palette:
     peers: str
     limit: str
     good: tuple[str, str]
-    """Of a cell: what it is filled with, and its text."""
+    """Colours of a cell and of its text."""
     loud: tuple[str, str]
     silent: tuple[str, str]
 
@@ -94,11 +94,9 @@ class Drawing:
         fill = fill or self.palette.text
         self._parts.append(f'<text x="{x:g}" y="{y:g}" font-size="{size:g}" fill="{fill}"{more}>{escape(words)}</text>')
 
-    def rectangle(
-        self, x: float, y: float, width: float, height: float, fill: str, *, radius: float = 2, note: str = ""
-    ) -> None:
+    def rectangle(self, x: float, y: float, width: float, height: float, fill: str, *, note: str = "") -> None:
         """Fill a rectangle; the note is shown where a pointer rests on it."""
-        shape = f'<rect x="{x:g}" y="{y:g}" width="{width:.1f}" height="{height:g}" rx="{radius:g}" fill="{fill}"'
+        shape = f'<rect x="{x:g}" y="{y:g}" width="{width:.1f}" height="{height:g}" rx="2" fill="{fill}"'
         self._parts.append(f"{shape}><title>{escape(note)}</title></rect>" if note else f"{shape}/>")
 
     def line(self, x1: float, y1: float, x2: float, y2: float, stroke: str, width: float = 1.5) -> None:

@@ -1,1 +1,0 @@
-"""What the questions about many ranks share: processes that are one rank each, and a thousand simulated ones."""

@@ -1,1 +1,0 @@
-"""What saves into object stores and loads from them, and the services on loopback that stand in for these."""

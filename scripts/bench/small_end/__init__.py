@@ -1,1 +1,0 @@
-"""Questions at the small end: models of 90 MB, tiny tensors, plans, imports."""
