@@ -1,4 +1,4 @@
-"""The tests of hfshard; a package, so that `tests.crash` is ours and no installed `tests`."""
+"""The tests of hfshard; a package, so that `tests.sweeps` is ours and no installed `tests`."""
 
 from pathlib import Path
 

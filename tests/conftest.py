@@ -31,10 +31,10 @@ os.environ.pop("HF_HUB_DISABLE_PROGRESS_BARS", None)
 import pytest
 
 from tests import REPOSITORY
-from tests.helpers import forkserver
+from tests.helpers import processes
 
 if TYPE_CHECKING:
-    from tests.hubserver.hub_server import HubServer
+    from tests.servers.hub.hub_server import HubServer
 
 
 # With each model, transformers compiles its table of names, which is twice as long as what Python keeps compiled.
@@ -43,28 +43,32 @@ vars(re)["_MAXCACHE"] = 1 << 14
 _FIRST = (
     "tests/scripts/test_bench.py",
     "tests/scripts/test_examples.py",
-    "tests/crash/",
+    "tests/sweeps/",
     "tests/distributed/test_save_on_ranks_stopped_leader.py",
     "tests/distributed/test_rendezvous.py",
     "tests/distributed/test_rendezvous_status.py",
-    "tests/whole/test_concurrency.py",
-    "tests/stores/sweep/",
+    "tests/flows/test_whole_concurrency.py",
     "tests/stores/runs/test_faults.py",
 )
 """What takes longest: begun last, it would keep one process busy while the others have nothing left to take."""
 
 
 _RANKS = (
-    "tests/crash/ranks/",
+    "tests/sweeps/test_ranks.py",
     "tests/distributed/",
 )
 """Folders of tests with groups of processes; a file elsewhere that has some is called `..._on_ranks.py`."""
 
 
 _STORES = (
-    "tests/bucket_server/test_faults.py",
-    "tests/bucket_server/test_stock_client.py",
+    "tests/servers/bucket/test_faults.py",
+    "tests/servers/bucket/test_stock_client.py",
+    "tests/servers/stores/",
     "tests/stores/",
+    "tests/sweeps/exploring/",
+    "tests/sweeps/test_beside.py",
+    "tests/sweeps/test_store.py",
+    "tests/sweeps/test_stress.py",
 )
 """Folders of tests with object stores, and what else starts such stores."""
 
@@ -100,7 +104,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
-    forkserver.session()  # before xdist starts its workers, which then share servers of forks
+    processes.session()  # before xdist starts its workers, which then share servers of forks
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -177,7 +181,7 @@ def child_environment() -> dict[str, str]:
 @pytest.fixture
 def hub_server(tmp_path: Path) -> Iterator[HubServer]:
     """A Hub server without repos, for this test alone."""
-    from tests.hubserver.hub_server import HubServer  # here, because it imports huggingface_hub
+    from tests.servers.hub.hub_server import HubServer  # here, because it imports huggingface_hub
 
     with HubServer(tmp_path / "server") as server:
         yield server

@@ -17,7 +17,7 @@ import hfshard.distributed
 import hfshard.hub
 import hfshard.signing
 import hfshard.training
-from tests.helpers.docstring_examples import example_of, public_members, with_local_hub
+from tests.helpers.examples import example_of, public_members, with_local_hub
 from tests.helpers.tiny_bert import Bert, bert
 from tests.signing.certificates import Authority
 from tests.signing.conftest import write_pair

@@ -132,3 +132,9 @@ def test_every_error_has_the_one_base() -> None:
     errors = [cls for cls in classes if issubclass(cls, Exception)]
     assert len(errors) > 20
     assert all(issubclass(cls, hfshard.HfshardError) for cls in errors)
+
+
+@pytest.mark.parametrize("name", ["save_model", "save_state_dict", "reshard_checkpoint"])
+def test_shards_have_the_size_that_the_hub_recommends(name: str) -> None:
+    default = inspect.signature(getattr(hfshard, name)).parameters["max_shard_size"].default
+    assert default == "5GB"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import subprocess
 import sys
 from functools import cache
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests import REPOSITORY
+from tests.helpers import processes
 
 PACKAGE = REPOSITORY / "hfshard"
 
@@ -262,9 +262,7 @@ def _loaded_by(code: str, environment: dict[str, str]) -> set[str]:
     listing = (
         f"import json, sys; before = set(sys.modules)\n{code}\nprint(json.dumps(sorted(set(sys.modules) - before)))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", listing], env=environment, capture_output=True, text=True, check=True, timeout=120
-    )
+    done = processes.run_fresh(["-c", listing], env=environment, check=True)
     return {name.split(".")[0] for name in json.loads(done.stdout)} - sys.stdlib_module_names
 
 

@@ -90,7 +90,7 @@ def test_a_store_has_no_cache_and_patterns_are_text() -> None:
     with pytest.raises(InvalidArgumentError) as raised:
         hfshard.pull_checkpoint("s3://models/bert", token=False)
     assert str(raised.value) == (
-        "'s3://models/bert' is in a store, and there is no cache for it: give local_dir, a directory or another "
+        "'s3://models/bert' is in a store, which has no cache. Pass local_dir, a directory or another "
         "address (hfshard pull ADDRESS DIR)."
     )
     patterns: Any = ["*.json", 3]

@@ -64,7 +64,7 @@ def test_patterns_choose_files_and_a_folder_of_the_repo_takes_them(saved: Path, 
     )
 
     assert names_at(hub, "dev") == [f"a/b/{name}" for name in (*SHARDS, INDEX)]
-    with pytest.raises(InvalidArgumentError, match=rf"^The patterns leave no weights of '{saved}' to push\. Check"):
+    with pytest.raises(InvalidArgumentError, match=rf"^The patterns exclude all weights of '{saved}'\. Check"):
         hfshard.push_checkpoint(saved, hub, allow_patterns="*.md")
     with pytest.raises(CheckpointNotFoundError):
         hfshard.push_checkpoint(saved / "onnx", hub)
@@ -87,8 +87,8 @@ def test_what_only_a_hub_has_is_refused_for_a_store(saved: Path, option: dict[st
     with pytest.raises(InvalidArgumentError) as raised:
         hfshard.push_checkpoint(saved, "s3://models//bert/", **option)
     assert str(raised.value) == (
-        f"{name} is for a hub: 's3://models/bert' is in a store, which has no commits, and is accessed as by the "
-        "service's own tools. Leave it out."
+        f"{name} is for a hub: 's3://models/bert' is in a store, which has no commits, and is accessed with its "
+        "service's own settings. Leave it out."
     )
     assert raised.value.path == "s3://models/bert"
 
@@ -96,9 +96,9 @@ def test_what_only_a_hub_has_is_refused_for_a_store(saved: Path, option: dict[st
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"create_pr": True, "revision": "dev"}, "create_pr opens a pull request on main: leave out revision, or "),
+        ({"create_pr": True, "revision": "dev"}, "create_pr opens a pull request on main. Pass only one of "),
         ({"path_in_repo": "a/../b"}, r"path_in_repo must stay in the repo, got 'a/\.\./b'\."),
-        ({"path_in_repo": "a/.Git"}, r"path_in_repo can't be in git's own folder, got 'a/\.Git'\."),
+        ({"path_in_repo": "a/.Git"}, r"path_in_repo must not be in git's own folder, got 'a/\.Git'\."),
     ],
 )
 def test_options_that_contradict_are_refused_before_a_hub_is_made(

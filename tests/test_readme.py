@@ -6,14 +6,13 @@ import configparser
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests import REPOSITORY
-from tests.helpers import forkserver
-from tests.helpers.readme_examples import blocks_of, command_lines, examples_of
+from tests.helpers import processes
+from tests.helpers.examples import blocks_of, command_lines, examples_of
 
 TOP = REPOSITORY / "README.md"
 TRAINING = REPOSITORY / "hfshard" / "training" / "README.md"
@@ -65,7 +64,7 @@ OUR_OWN = (
     "hfshard/signing",
     "hfshard/viewing",
     "scripts/bench",
-    "tests/bucket_server",
+    "tests/servers",
 )
 """Rooms whose examples reach no transformers and no huggingface_hub."""
 PARAMETERS = [
@@ -81,8 +80,8 @@ LEFT = {TOP: saved_shards_of_the_size_that_is_named, TRAINING: kept_the_last_che
 def test_examples_run_as_they_stand(
     readme: Path, minilm: Path, tmp_path: Path, child_environment: dict[str, str]
 ) -> None:
-    command = ["-m", "tests.helpers.readme_child", str(readme)]
-    done = forkserver.run(command, cwd=tmp_path, env=child_environment, timeout=120)
+    command = ["-m", "tests.helpers.examples", str(readme)]
+    done = processes.run(command, cwd=tmp_path, env=child_environment, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout == ""
     if readme in LEFT:
@@ -108,8 +107,8 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_each_program_in_the_table_names_its_test_and_the_version_that_is_installed_for_it() -> None:
     _, _, rest = (REPOSITORY / "hfshard" / "README.md").read_text(encoding="utf-8").partition("\n## Programs\n")
-    rows = [line for line in rest.partition("\n## ")[0].splitlines() if line.startswith("| ")][1:]
-    tested = [re.findall(r"\[([^\]]+)\]\(\.\./(tests/[^)]+/test_\w+\.py)\) \|$", row) for row in rows]
+    rows = [line for line in rest.partition("\n## ")[0].splitlines() if " | " in line][1:]
+    tested = [re.findall(r"\[([^\]]+)\]\(\.\./(tests/[^)]+/test_\w+\.py)\)$", row) for row in rows]
     assert [len(found) for found in tested] == [1] * len(rows)
 
     files = (REPOSITORY / "tests" / "programs").glob("test_*.py")
@@ -167,15 +166,14 @@ def test_ci_runs_the_test_command_of_the_readme() -> None:
 
 
 def quickstart(*arguments: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(REPOSITORY / "scripts" / "quickstart.py"), *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    return processes.run_fresh([REPOSITORY / "scripts" / "quickstart.py", *arguments], env=environment)
 
 
 @pytest.mark.compat
 def test_quickstart_says_equal(minilm: Path, child_environment: dict[str, str]) -> None:
     script = REPOSITORY / "scripts" / "quickstart.py"
     # The script sets it before its imports, some of which a fork has done.
-    done = forkserver.run([script], env={**child_environment, "HF_HUB_DISABLE_PROGRESS_BARS": "1"})
+    done = processes.run([script], env={**child_environment, "HF_HUB_DISABLE_PROGRESS_BARS": "1"})
     assert done.returncode == 0, done.stdout + done.stderr
     assert "\nequal: yes " in done.stdout
     assert done.stderr == ""

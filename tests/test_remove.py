@@ -23,9 +23,9 @@ TENSORS = {"a": torch.ones(3)}
     [
         ({"step": 1, "leftovers": True}, "step is for one checkpoint of a run: leave out leftovers and variant."),
         ({"step": 0, "variant": "fp16"}, "step is for one checkpoint of a run: leave out leftovers and variant."),
-        ({"step": -1}, "step must be a number of steps, got -1."),
-        ({"step": True}, "step must be a number of steps, got True."),
-        ({"step": "1"}, "step must be a number of steps, got '1'."),
+        ({"step": -1}, "step must be a non-negative int, got -1."),
+        ({"step": True}, "step must be a non-negative int, got True."),
+        ({"step": "1"}, "step must be a non-negative int, got '1'."),
     ],
 )
 def test_a_step_with_other_arguments_is_refused(arguments: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -38,9 +38,9 @@ def test_a_file_is_refused_and_a_repo_is_left_to_the_hub(tmp_path: Path, monkeyp
     hfshard.save_state_dict(TENSORS, tmp_path / "out")
     monkeypatch.chdir(tmp_path)
 
-    with pytest.raises(InvalidArgumentError, match=r"model\.safetensors' is a file\. Give its directory, and the var"):
+    with pytest.raises(InvalidArgumentError, match=r"model\.safetensors' is a file\. Pass its directory, and the var"):
         hfshard.remove_checkpoint("out/model.safetensors")
-    with pytest.raises(CheckpointNotFoundError, match=r"by the Hub's own means: hf repos delete org/name$"):
+    with pytest.raises(CheckpointNotFoundError, match=r"To delete a repo of the Hub, run: hf repos delete org/name$"):
         hfshard.remove_checkpoint("org/name")
     with pytest.raises(CheckpointNotFoundError) as raised:
         hfshard.remove_checkpoint("./name")
@@ -57,10 +57,9 @@ def test_what_a_hub_or_its_cache_holds_is_refused(folder: str, tmp_path: Path) -
     (tmp_path / "saved").rename(tmp_path / folder)
 
     advice = {
-        "hub/snapshots": f"is in the directory hub '{tmp_path}/hub': its commits are removed with: "
+        "hub/snapshots": f"is in the directory hub '{tmp_path}/hub'. To remove its commits, run: "
         f"hfshard revisions {tmp_path}/hub --delete REVISION",
-        "cache/models--org--name/snapshots/abc": "is in the cache of huggingface_hub, which is cleared with: hf cache "
-        "rm",
+        "cache/models--org--name/snapshots/abc": "is in the cache of huggingface_hub. To clear it, run: hf cache rm",
     }
     with pytest.raises(SaveDirectoryError) as raised:
         hfshard.remove_checkpoint(tmp_path / folder)
@@ -94,7 +93,7 @@ def test_a_run_is_refused_with_its_steps_and_a_missing_step_is_not_found(tmp_pat
     with pytest.raises(InvalidArgumentError) as raised:
         hfshard.remove_checkpoint(tmp_path)
     assert str(raised.value) == (
-        f"'{tmp_path}' is a run: choose one of its checkpoints by its step (12, 3), as in: "
+        f"'{tmp_path}' is a run. Choose one of its checkpoints by step (12, 3), as in: "
         f"hfshard remove {tmp_path} --step 3"
     )
     with pytest.raises(CheckpointNotFoundError):
@@ -111,6 +110,6 @@ def test_leftovers_of_a_killed_save_go_and_the_checkpoint_stays(tmp_path: Path) 
     report = hfshard.remove_checkpoint(tmp_path, leftovers=True)
 
     assert report.removed == {".cache/huggingface/hfshard/model.safetensors": 5}
-    assert report.kept["model.safetensors"] == "no leftover of a save"
+    assert report.kept["model.safetensors"] == "not a leftover of a save"
     assert not staged.exists()
     assert torch.equal(hfshard.load_state_dict(tmp_path)["a"], torch.ones(3))

@@ -53,7 +53,7 @@ def test_a_directory_in_the_place_of_a_file_is_refused_before_anything_changes(
     model = GPT2LMHeadModel(GPT2Config(vocab_size=10, n_embd=4, n_layer=1, n_head=1, n_positions=4))
     (tmp_path / name / "inner").mkdir(parents=True)
 
-    with pytest.raises(SaveDirectoryError, match=rf"{name}' is a directory, and a file of this name is to be"):
+    with pytest.raises(SaveDirectoryError, match=rf"{name}' is a directory, but a file of this name must be"):
         hfshard.save_model(model, tmp_path, max_shard_size=max_shard_size)
 
     assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")) == [name, f"{name}/inner"]

@@ -102,7 +102,7 @@ def test_a_total_that_the_files_do_not_add_up_to_is_a_problem_of_the_index(tmp_p
     path.write_text(path.read_text().replace('"total_size": 312000', '"total_size": 312004'))
     [problem] = hfshard.verify_checkpoint(tmp_path).problems
     assert (problem.file, problem.tensor) == (str(path), None)
-    assert "its total_size is 312004, but the shards hold 312000 bytes" in problem.message
+    assert "its total_size is 312004, but the shards contain 312000 bytes" in problem.message
 
 
 def test_ctrl_c_ends_all_files_at_their_next_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

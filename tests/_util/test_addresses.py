@@ -34,17 +34,20 @@ def test_an_address_is_split_and_shown_in_one_form(text: str, address: StoreAddr
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("s3://", "names no bucket"),
-        ("s3:///prefix", "names no bucket"),
-        ("az://", "names no container"),
-        ("hf://buckets/org", "names no bucket"),
+        ("s3://", "has no bucket name"),
+        ("s3:///prefix", "has no bucket name"),
+        ("az://", "has no container name"),
+        ("hf://buckets/org", "has no bucket name"),
         ("hf://org", "write org/name"),
         ("hf://org/name", "write 'org/name'"),
-        ("s4://bucket/p", "does not know"),
-        ("https://bucket/p", "does not know. .* For a service that speaks S3, set AWS_ENDPOINT_URL_S3 to its URL"),
-        ("s3a://bucket/p", "does not know. Write 's3://bucket/p'"),
-        ("s3://bucket/../other", "no plain address"),
-        ("s3://bucket/a\nb", "no plain address"),
+        ("s4://bucket/p", "has an unsupported scheme"),
+        (
+            "https://bucket/p",
+            "has an unsupported scheme. .* For an S3-compatible service, set AWS_ENDPOINT_URL_S3 to its URL",
+        ),
+        ("s3a://bucket/p", "has an unsupported scheme. Write 's3://bucket/p'"),
+        ("s3://bucket/../other", "is not a valid address"),
+        ("s3://bucket/a\nb", "is not a valid address"),
     ],
 )
 def test_what_is_no_address_of_a_store_is_refused(text: str, problem: str) -> None:
@@ -69,7 +72,7 @@ def test_paths_and_names_are_no_addresses(text: object) -> None:
 
 
 def test_a_cache_is_on_a_disk() -> None:
-    with pytest.raises(InvalidPathError, match="cache_dir='s3://b/cache' is the address of a store: give a directory"):
+    with pytest.raises(InvalidPathError, match=r"cache_dir='s3://b/cache' is a store address\. Pass a directory"):
         hfshard.load_state_dict("org/name", cache_dir="s3://b/cache")
 
 

@@ -56,7 +56,7 @@ from hfshard.errors import InvalidPathError
         ("abfss://user:secret@models@mine.dfs.core.windows.net/bert", None),
         ("hf://org/name@v1/sub/folder", "write 'org/name', with revision='v1' and subfolder='sub/folder'."),
         ("hf://org/name@refs/pr/1/sub", "write 'org/name', with revision='refs/pr/1' and subfolder='sub'."),
-        ("hf://datasets/org/name", "Datasets of the Hub hold no checkpoints that hfshard reads."),
+        ("hf://datasets/org/name", "Datasets on the Hub contain no checkpoints that hfshard reads."),
         ("hf://org", None),
         ("https://huggingface.co/org/name", "write 'org/name'."),
         ("https://hf.co/org/name/tree/main", "write 'org/name'."),
@@ -64,7 +64,7 @@ from hfshard.errors import InvalidPathError
         ("https://huggingface.co/org/name/blob/main/sub/model.safetensors", "write 'org/name'."),
         ("https://huggingface.co/org/name/tree/refs%2Fpr%2F1", "write 'org/name', with revision='refs/pr/1'."),
         ("https://huggingface.co/buckets/org/name/tree/run/1", "Write 'hf://buckets/org/name/run/1'."),
-        ("https://huggingface.co/spaces/org/name", "Spaces of the Hub hold no checkpoints that hfshard reads."),
+        ("https://huggingface.co/spaces/org/name", "Spaces on the Hub contain no checkpoints that hfshard reads."),
         ("https://models.example/org/name", None),
         ("https://[bad", None),
         ("ftp://models/bert", None),
@@ -78,8 +78,8 @@ def test_an_address_of_another_kind_is_answered_with_what_to_write(text: str, ad
 @pytest.mark.parametrize(
     ("text", "advice"),
     [
-        ("s3:/models/bert", "Give the address as text: 's3://models/bert'."),
-        ("GS:/models", "Give the address as text: 'GS://models'."),
+        ("s3:/models/bert", "Pass the address as a string: 's3://models/bert'."),
+        ("GS:/models", "Pass the address as a string: 'GS://models'."),
         ("s3a:/models/bert", "Write 's3://models/bert'."),
         ("gcs:/models/bert", "Write 'gs://models/bert'."),
         ("hf:/buckets/org/name", "Write 'hf://buckets/org/name'."),
@@ -93,14 +93,14 @@ def test_a_lost_slash_is_told_by_text_and_by_path(text: str, advice: str) -> Non
     for given in (text, Path(text)):
         with pytest.raises(InvalidPathError) as raised:
             absolute_path(given, "save_directory")
-        assert str(raised.value).startswith(f"save_directory={text!r} is an address that has lost a slash")
+        assert str(raised.value).startswith(f"save_directory={text!r} is an address that lost a slash")
         assert str(raised.value).endswith(advice)
 
 
 def test_a_folder_with_such_a_name_is_reached_by_another_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "s3:" / "bert").mkdir(parents=True)
-    with pytest.raises(InvalidPathError, match=r"The folder 's3:' of the working directory is './s3:'\.$"):
+    with pytest.raises(InvalidPathError, match=r"For the folder 's3:' here, write './s3:'\.$"):
         check_slashes("s3:/bert", "path")
     assert absolute_path("./s3:/bert") == absolute_path(tmp_path / "s3:" / "bert") == f"{tmp_path}/s3:/bert"
     assert absolute_path("/s3:/bert") == absolute_path(Path("/s3:/bert")) == "/s3:/bert"
@@ -173,7 +173,7 @@ def test_nothing_takes_what_is_nearly_an_address(tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     hfshard.save_state_dict(TENSORS, "good")
     for place in ("s3:/models/bert", Path("s3://models/bert")):
-        with pytest.raises(InvalidPathError, match=r"has lost a slash.* Give the address as text: 's3://models/bert'"):
+        with pytest.raises(InvalidPathError, match=r"lost a slash.* Pass the address as a string: 's3://models/bert'"):
             ACTS[act](place)
     with pytest.raises(hfshard.errors.InvalidArgumentError, match=r"Write 's3://models/bert'\."):
         ACTS[act]("s3a://models/bert")
@@ -211,7 +211,8 @@ def test_no_command_takes_what_is_nearly_an_address(
     except SystemExit as ended:
         code = ended.code
     assert code == 2
-    assert "has lost a slash, as they do in a pathlib.Path. Give the address as text: 's3://models/bert'." in (
-        capsys.readouterr().err
-    )
+    assert (
+        "is an address that lost a slash, as in pathlib.Path(address). Pass the address as a string: "
+        "'s3://models/bert'."
+    ) in capsys.readouterr().err
     assert os.listdir() == ["good"]

@@ -42,7 +42,7 @@ def test_a_path_becomes_absolute(
 @pytest.mark.parametrize("given", ["", b"out", "out\0", None, 3, ["out"], "\ud800"])
 def test_what_is_no_path_is_one_clear_error(given: Any) -> None:
     for function in (absolute_path, checked_path_text):
-        with pytest.raises(InvalidPathError, match=r"save_directory must be a path, .*, got "):
+        with pytest.raises(InvalidPathError, match=r"save_directory must be a str or os.PathLike path .*, got "):
             function(given, "save_directory")
 
 
@@ -53,5 +53,7 @@ def test_the_working_directory_may_be_gone(tmp_path: Path, monkeypatch: pytest.M
     gone.rmdir()
 
     assert absolute_path("/a/b") == "/a/b"
-    with pytest.raises(InvalidPathError, match="src='x' is a relative path, and the working directory does not"):
+    with pytest.raises(
+        InvalidPathError, match="src='x' is a relative path, but the working directory no longer exists"
+    ):
         absolute_path("x", "src")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 import warnings
@@ -14,34 +15,29 @@ import torch
 from safetensors import safe_open
 from transformers import PreTrainedModel
 
+import hfshard
+from hfshard.cli.main import main
 from hfshard.format.digests import Verify
 from tests.attacks.target import TinyConfig, TinyGenerating, TinyModule, TinyPretrained, same, truth
+from tests.attacks.watch import where
 
 Result = dict[str, Any]
 
 
 def _state_dict(path: Path, verify: Verify) -> Result:
-    import hfshard
-
     found = hfshard.load_state_dict(path, verify=verify)
     total = sum(tensor.float().abs().sum().item() for tensor in found.values())  # every byte is touched
     return {"truth": same(found, truth()), "total": total}
 
 
 def _module(path: Path, verify: Verify) -> Result:
-    import hfshard
-
-    return _into(lambda module: hfshard.load_model(module, path, verify=verify))
-
-
-def _into(load: Callable[[TinyModule], object]) -> Result:
     module = TinyModule()
     with torch.no_grad():
         for number, parameter in enumerate(module.parameters()):
             parameter.fill_(number + 0.5)
     before = {name: (tensor, tensor.clone(), tensor.data_ptr()) for name, tensor in module.state_dict().items()}
     try:
-        load(module)
+        hfshard.load_model(module, path, verify=verify)
     except BaseException:
         after = module.state_dict()
         for name, (_, value, address) in before.items():
@@ -51,23 +47,11 @@ def _into(load: Callable[[TinyModule], object]) -> Result:
     return {"truth": same(module.state_dict(), truth())}
 
 
-def _pretrained(path: Path, verify: Verify) -> Result:
-    import hfshard
-
-    model: PreTrainedModel = hfshard.load_model(TinyPretrained, path, verify=verify)
-    return {"truth": same(model.state_dict(), truth())}
-
-
-def _generating(path: Path, verify: Verify) -> Result:
-    import hfshard
-
-    model: PreTrainedModel = hfshard.load_model(TinyGenerating, path, verify=verify)
-    return {"truth": same(model.state_dict(), truth())}
+def _pretrained(kind: type[TinyPretrained], path: Path, verify: Verify) -> Result:
+    return {"truth": same(hfshard.load_model(kind, path, verify=verify).state_dict(), truth())}
 
 
 def _verify(path: Path, verify: Verify) -> Result:
-    import hfshard
-
     report = hfshard.verify_checkpoint(path, level="full" if verify == "full" else "structure")
     problems = [[str(problem.file), str(problem.message)] for problem in report.problems]
     return {"ok": report.ok, "problems": problems, "truth": True}
@@ -79,8 +63,6 @@ def _stock(path: Path, verify: Verify) -> Result:
 
 
 def _save(path: Path, verify: Verify) -> Result:
-    import hfshard
-
     model = TinyPretrained(TinyConfig())
     model.load_state_dict(truth(3))
     hfshard.save_model(model, path, max_shard_size=4096 + 128)
@@ -89,8 +71,6 @@ def _save(path: Path, verify: Verify) -> Result:
 
 
 def _reshard(path: Path, verify: Verify) -> Result:
-    import hfshard
-
     target = path.parent / "resharded"
     try:
         hfshard.reshard_checkpoint(path, target, 4096 + 128, follow_links=True)  # what all attacks could use
@@ -102,9 +82,7 @@ def _reshard(path: Path, verify: Verify) -> Result:
 
 
 def _cli(path: Path, verify: Verify) -> Result:
-    from hfshard.cli.main import main
-
-    codes, out = [], io.StringIO()
+    out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
         codes = [main(["inspect", "--tensors", str(path)]), main(["verify", str(path)])]
     return {"truth": False, "codes": codes, "text": out.getvalue()[-20_000:]}
@@ -123,8 +101,8 @@ def _careless(path: Path, verify: Verify) -> Result:
 CALLS: dict[str, Callable[[Path, Verify], Result]] = {
     "state_dict": _state_dict,
     "module": _module,
-    "pretrained": _pretrained,
-    "generating": _generating,
+    "pretrained": functools.partial(_pretrained, TinyPretrained),
+    "generating": functools.partial(_pretrained, TinyGenerating),
     "verify": _verify,
     "stock": _stock,
     "save": _save,
@@ -147,15 +125,5 @@ def enter(entry: str, path: Path, verify: Verify) -> Result:
             "type": type(error).__name__,
             "ours": ours,
             "message": str(error)[:20_000],
-            "where": _where(error),
+            "where": where(error),
         }
-
-
-def _where(error: BaseException) -> str:
-    trace = error.__traceback__
-    lines = []
-    while trace is not None:
-        code = trace.tb_frame.f_code
-        lines.append(f"{Path(code.co_filename).name}:{trace.tb_lineno} {code.co_name}")
-        trace = trace.tb_next
-    return " < ".join(reversed(lines[-4:]))

@@ -12,7 +12,8 @@ LONGEST_MESSAGE = 4000
 """Characters: a hostile name must not flood a terminal."""
 
 _REMEDY = re.compile(
-    r"\b(download|save|run|load|pass|remove|copy|convert|check|compare|rename|install|leave|upgrade|git lfs pull)\b",
+    r"\b(download|save|run|load|pass|remove|copy|convert|check|compare|rename|install|leave|upgrade|select|retry"
+    r"|git lfs pull)\b",
     re.I,
 )
 _REMEDY_CHARACTERS = 240
@@ -35,7 +36,7 @@ def complaints(answer: dict[str, Any]) -> list[str]:
 
 def control_complaints(answer: dict[str, Any]) -> list[str]:
     """All that is wrong with how a whole checkpoint was loaded."""
-    found = ["it did not live"] if answer["hang"] or answer["signal"] or not answer["runs"] else []
+    found = _death(answer)
     for entry, run in answer["runs"].items():
         harm = _harm(run) if not entry.startswith("stock") else []
         if run["outcome"] == "raised":
@@ -48,7 +49,7 @@ def control_complaints(answer: dict[str, Any]) -> list[str]:
 
 def cli_complaints(answer: dict[str, Any]) -> list[str]:
     """All that is wrong with what the command line says of an attack: it shows what it can, and exits with 1."""
-    found = ["it did not live"] if answer["hang"] or answer["signal"] or not answer["runs"] else []
+    found = _death(answer)
     for run in answer["runs"].values():
         found += _harm(run)
         if run["outcome"] == "raised":
@@ -62,7 +63,7 @@ def cli_complaints(answer: dict[str, Any]) -> list[str]:
 
 def save_complaints(answer: dict[str, Any]) -> list[str]:
     """All that is wrong with a save into a trap: it may succeed, or be refused."""
-    found = ["it did not live"] if answer["hang"] or answer["signal"] or not answer["runs"] else []
+    found = _death(answer)
     for run in answer["runs"].values():
         found += _harm(run)
         if run["outcome"] == "raised":
@@ -70,6 +71,10 @@ def save_complaints(answer: dict[str, Any]) -> list[str]:
         elif not run["truth"]:
             found.append("saved, and other weights came back")
     return found
+
+
+def _death(answer: dict[str, Any]) -> list[str]:
+    return ["it did not live"] if answer["hang"] or answer["signal"] or not answer["runs"] else []
 
 
 def _harm(run: dict[str, Any]) -> list[str]:

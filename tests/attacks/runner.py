@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import resource
-import select
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from subprocess import PIPE
 from typing import Any
 
-from tests.attacks.watch import Audit, Inotify, mapped_bytes, peak_bytes, reset_peak
-from tests.helpers.forkserver import ForkServer
+from tests.attacks.watch import Audit, Inotify, limit_memory, peak_bytes, read_until_quiet, reset_peak
+from tests.helpers.processes import ForkServer
 
-MEMORY_BYTES = 3 * 1024**3
-"""Address space that a child may take beyond what it has: a bomb meets MemoryError, not the machine's end."""
 HANG_SECONDS = 100.0
 """Without a word from a child: one entry of an attack takes milliseconds, on a busy machine seconds."""
 CHUNK = 10
@@ -50,22 +46,9 @@ def warm_up() -> None:
             enter(entry, place.outside / "nothing", "structure")
 
 
-def _read_until_quiet(fd: int) -> tuple[bytes, bool]:
-    """All that a child writes, and whether it ended by itself: it hangs when it writes nothing for long."""
-    received = b""
-    while select.select([fd], [], [], HANG_SECONDS)[0]:
-        piece = os.read(fd, 1 << 16)
-        if not piece:
-            return received, True
-        received += piece
-    return received, False
-
-
 def attack(requests: list[dict[str, Any]]) -> None:
     """Run attacks in this child; what came of each entry is a line of JSON on stdout."""
-    memory = mapped_bytes() + MEMORY_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    limit_memory()
     audit = Audit()
     with os.fdopen(os.dup(1), "w") as pipe:
         os.dup2(2, 1)
@@ -122,11 +105,9 @@ class Server:
         """
         requests = [{"name": name, "root": str(root / str(at)), **options} for at, name in enumerate(names)]
         answers = self._forked(requests)
-        if len(answers) == len(requests) and not any(answer["hang"] or answer["signal"] for answer in answers):
-            return answers
-        if len(requests) == 1:
-            return answers
         alive = [answer for answer in answers if not answer["hang"] and not answer["signal"]]
+        if len(requests) in (1, len(alive)):
+            return answers
         left = [{**request, "root": request["root"] + "-alone"} for request in requests[len(alive) :]]
         return alive + [self._forked([request])[0] for request in left]
 
@@ -134,7 +115,7 @@ class Server:
         """Run attacks in one child; the last answer says if it hung or was killed."""
         with self._server.call(attack, requests, env=self._environment, cwd="/", stdout=PIPE, stderr=2) as child:
             assert child.stdout is not None
-            received, is_done = _read_until_quiet(child.stdout.fileno())
+            received, is_done = read_until_quiet(child.stdout.fileno(), HANG_SECONDS)
             if not is_done:
                 child.kill()
             code = child.wait()

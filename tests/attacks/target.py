@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 
 from tests.attacks.files import raw
+from tests.helpers.tensor_bytes import bytes_of
 
 
 class TinyModule(nn.Module):
@@ -50,8 +53,10 @@ def truth(seed: int = 1) -> dict[str, torch.Tensor]:
     }
 
 
-def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
+def same(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> bool:
     """Whether two state dicts are equal bit for bit."""
-    return found.keys() == wanted.keys() and all(
-        found[name].dtype == wanted[name].dtype and torch.equal(found[name], wanted[name]) for name in wanted
-    )
+
+    def facts(state_dict: Mapping[str, torch.Tensor]) -> dict[str, object]:
+        return {name: (one.dtype, one.shape, bytes_of(one)) for name, one in state_dict.items()}
+
+    return facts(found) == facts(wanted)

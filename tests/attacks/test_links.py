@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,17 +21,11 @@ SMALL = 4096 + 128
 """Bytes: three shards."""
 
 
-def _files_in(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 def _links(folder: Path, files: raw.Files) -> Path:
     """A directory in which every file is a link to a read-only one in `store`, beside it; gives the store."""
-    store = folder.parent / "store"
-    store.mkdir()
+    store = raw.write(folder.parent / "store", files)
     folder.mkdir()
-    for name, content in files.items():
-        (store / name).write_bytes(content)
+    for name in files:
         (store / name).chmod(0o444)
         (folder / name).symlink_to(store / name)
     return store
@@ -51,12 +46,12 @@ def _model(seed: int) -> TinyPretrained:
 
 @pytest.mark.parametrize("size", [SMALL, "1MB"])
 def test_save_replaces_the_links_and_not_what_is_behind_them(linked: Path, size: int | str) -> None:
-    store = _files_in(linked.parent / "store")
+    store = raw.files_in(linked.parent / "store")
 
     hfshard.save_model(_model(3), linked, max_shard_size=size)
 
     assert same(hfshard.load_state_dict(linked, verify="full"), truth(3))
-    assert _files_in(linked.parent / "store") == store
+    assert raw.files_in(linked.parent / "store") == store
     assert [path.name for path in linked.iterdir() if path.is_symlink()] in ([], ["config.json"])
     weights = [path for path in linked.iterdir() if path.suffix == ".safetensors"]
     assert {stat.S_IMODE(path.stat().st_mode) for path in weights} == {0o666 & ~_umask()}
@@ -68,26 +63,27 @@ def _umask() -> int:
     return mask
 
 
-@pytest.mark.parametrize("low_disk", [False, True])
-def test_reshard_in_place_leaves_what_is_behind_the_links(tmp_path: Path, low_disk: bool) -> None:
-    store = _links(tmp_path / "linked", bases.ours_sharded())
-    before = _files_in(store)
+@pytest.mark.parametrize(
+    ("base", "rewrite"),
+    [
+        (bases.ours_sharded, lambda place: hfshard.reshard_checkpoint(place, place, 2 * 4096, low_disk=False)),
+        (bases.ours_sharded, lambda place: hfshard.reshard_checkpoint(place, place, 2 * 4096, low_disk=True)),
+        (bases.stock_bin_sharded, lambda place: main(["convert", str(place), str(place)]) == 0),
+    ],
+    ids=["reshard", "reshard low_disk", "convert"],
+)
+def test_rewriting_in_place_leaves_what_is_behind_the_links(
+    base: Callable[[], raw.Files], rewrite: Callable[[Path], object], tmp_path: Path
+) -> None:
+    linked = tmp_path / "linked"
+    store = _links(linked, base())
+    before = raw.files_in(store)
 
-    hfshard.reshard_checkpoint(tmp_path / "linked", tmp_path / "linked", 2 * 4096, low_disk=low_disk)
+    assert rewrite(linked)
 
-    assert same(hfshard.load_state_dict(tmp_path / "linked", verify="full"), truth())
-    assert hfshard.verify_checkpoint(tmp_path / "linked").ok
-    assert _files_in(store) == before
-
-
-def test_convert_in_place_leaves_what_is_behind_the_links(tmp_path: Path) -> None:
-    store = _links(tmp_path / "linked", bases.stock_bin_sharded())
-    before = _files_in(store)
-
-    assert main(["convert", str(tmp_path / "linked"), str(tmp_path / "linked")]) == 0
-
-    assert same(hfshard.load_state_dict(tmp_path / "linked", use_safetensors=True), truth())
-    assert _files_in(store) == before
+    assert same(hfshard.load_state_dict(linked, use_safetensors=True, verify="full"), truth())
+    assert hfshard.verify_checkpoint(linked).ok
+    assert raw.files_in(store) == before
 
 
 def test_reshard_copies_what_links_beside_the_weights_lead_to_where_it_is_asked_to(tmp_path: Path) -> None:
@@ -116,7 +112,7 @@ def test_save_replaces_a_link_that_leads_nowhere(tmp_path: Path, name: str, size
 
 def test_failed_save_puts_the_link_back(tmp_path: Path) -> None:
     store = _links(tmp_path / "linked", bases.ours_sharded())
-    before = _files_in(store)
+    before = raw.files_in(store)
     names = sorted(os.listdir(tmp_path / "linked"))
     (tmp_path / "linked/model.safetensors").mkdir()  # the rename of a single file is refused
 
@@ -126,25 +122,25 @@ def test_failed_save_puts_the_link_back(tmp_path: Path) -> None:
     (tmp_path / "linked/model.safetensors").rmdir()
     assert sorted(path.name for path in (tmp_path / "linked").iterdir() if path.is_symlink()) == names
     assert same(hfshard.load_state_dict(tmp_path / "linked", verify="full"), truth())
-    assert _files_in(store) == before
+    assert raw.files_in(store) == before
 
 
 def test_run_of_links_is_restored_and_saved_on(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path / "run", max_to_keep=1)
     state = TrainingState(_model(1), counter=torch.nn.Linear(1, 1))
     manager.save(1, state)
-    store = tmp_path / "store"
-    (tmp_path / "run/checkpoint-00000001").rename(store)
-    (tmp_path / "run/checkpoint-00000001").mkdir()
+    checkpoint = tmp_path / "run/checkpoint-00000001"
+    store = checkpoint.rename(tmp_path / "store")
+    checkpoint.mkdir()
     for path in store.iterdir():
-        (tmp_path / "run/checkpoint-00000001" / path.name).symlink_to(path)
-    before = _files_in(store)
+        (checkpoint / path.name).symlink_to(path)
+    before = raw.files_in(store)
 
     assert manager.restore_latest(state) == 1
     assert manager.verify() == {1: []}
     manager.save(2, state)  # the same weights: unchanged files are linked from the checkpoint before
 
-    assert _files_in(store) == before
+    assert raw.files_in(store) == before
     assert [path.name for path in (tmp_path / "run/checkpoint-00000002").iterdir() if path.is_symlink()] == []
     assert manager.all_steps() == [2]
     assert manager.restore_latest(state) == 2
@@ -168,9 +164,7 @@ def test_push_names_links_that_leave_the_directory(tmp_path: Path, capsys: pytes
 
 
 def test_links_that_stay_inside_are_pushed_without_a_word(tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
-    for name, content in bases.ours_single().items():
-        (tmp_path / "model" / name).write_bytes(content)
+    raw.write(tmp_path / "model", bases.ours_single())
     (tmp_path / "model/NOTES").symlink_to("config.json")
 
     hfshard.push_checkpoint(tmp_path / "model", tmp_path / "hub")
@@ -182,12 +176,9 @@ def test_links_that_stay_inside_are_pushed_without_a_word(tmp_path: Path) -> Non
 def test_link_to_a_folder_above_a_shard_is_refused_by_name(tmp_path: Path) -> None:
     files = raw.stock_sharded()
     names = dict.fromkeys(raw.LAYOUT[raw.SECOND], f"sub/{raw.SECOND}")
-    (tmp_path / "store").mkdir()
-    (tmp_path / "store" / raw.SECOND).write_bytes(files.pop(raw.SECOND))
-    (tmp_path / "model").mkdir()
-    for name, content in (files | {raw.INDEX: raw.index(names=names)}).items():
-        (tmp_path / "model" / name).write_bytes(content)
+    raw.write(tmp_path / "store", {raw.SECOND: files.pop(raw.SECOND)})
+    raw.write(tmp_path / "model", files | {raw.INDEX: raw.index(names=names)})
     (tmp_path / "model/sub").symlink_to(tmp_path / "store")
 
-    with pytest.raises(hfshard.HfshardError, match=rf"sub/{raw.SECOND}' lies in '.*store', outside"):
+    with pytest.raises(hfshard.HfshardError, match=rf"sub/{raw.SECOND}' is in '.*store', outside"):
         hfshard.load_state_dict(tmp_path / "model")

@@ -5,8 +5,11 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import resource
+import select
 import struct
 import sys
+import traceback
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,10 @@ _COMMANDS = (
     "socket.connect", "socket.getaddrinfo", "webbrowser.open", "ctypes.dlopen", "shutil.rmtree",
 )  # fmt: skip
 _FOLDERS = ("os.listdir", "os.scandir", "glob.glob", "os.chdir", "os.remove", "os.rename", "os.rmdir", "shutil.rmtree")
+
+
+MEMORY_BYTES = 3 * 1024**3
+"""Address space that a child may take beyond what it has: a bomb meets MemoryError, not the machine's end."""
 
 
 class Inotify:
@@ -101,9 +108,31 @@ def reset_peak() -> int:
     return _status("VmRSS")
 
 
-def mapped_bytes() -> int:
-    """The address space of this process now."""
-    return _status("VmSize")
+def limit_memory() -> None:
+    """Let this process take no more than some memory."""
+    memory = _status("VmSize") + MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def read_until_quiet(fd: int, seconds: float) -> tuple[bytes, bool]:
+    """All that a child writes, and whether it ended by itself: it hangs when it writes nothing for long."""
+    received = b""
+    while select.select([fd], [], [], seconds)[0]:
+        piece = os.read(fd, 1 << 16)
+        if not piece:
+            return received, True
+        received += piece
+    return received, False
+
+
+def where(error: BaseException) -> str:
+    """The last frames of a traceback, the last one first."""
+    frames = [
+        f"{Path(frame.f_code.co_filename).name}:{line} {frame.f_code.co_name}"
+        for frame, line in traceback.walk_tb(error.__traceback__)
+    ]
+    return " < ".join(frames[:-7:-1])
 
 
 def _status(field: str) -> int:

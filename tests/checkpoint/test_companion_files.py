@@ -32,7 +32,7 @@ def test_another_file_by_the_name_of_one_that_goes_along_is_refused_before_anyth
     saved(tmp_path / "src")
     (tmp_path / "dst").mkdir()
     (tmp_path / "dst" / "tokenizer.json").write_text("mine")
-    with pytest.raises(SaveDirectoryError, match=r"tokenizer\.json' exists already.*Move it away"):
+    with pytest.raises(SaveDirectoryError, match=r"tokenizer\.json' already exists.*Move it away"):
         hfshard.reshard_checkpoint(tmp_path / "src", tmp_path / "dst")
     assert contents(tmp_path / "dst") == {"tokenizer.json": b"mine"}
 
@@ -40,7 +40,7 @@ def test_another_file_by_the_name_of_one_that_goes_along_is_refused_before_anyth
 def test_a_folder_by_the_name_of_a_file_that_goes_along_is_refused_too(tmp_path: Path) -> None:
     saved(tmp_path / "src")
     (tmp_path / "dst" / "tokenizer.json").mkdir(parents=True)
-    with pytest.raises(SaveDirectoryError, match="exists already"):
+    with pytest.raises(SaveDirectoryError, match="already exists"):
         hfshard.reshard_checkpoint(tmp_path / "src", tmp_path / "dst")
     assert contents(tmp_path / "dst") == {}
 

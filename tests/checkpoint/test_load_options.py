@@ -20,7 +20,7 @@ def test_disable_mmap_reads_without_a_mapping() -> None:
     [
         ("verify must be .* got 'all'", {"verify": "all"}),
         ("read must be", {"read": "fast"}),
-        ("contradict each other", {"read": "mmap", "disable_mmap": True}),
+        ("Cannot combine read='mmap' with disable_mmap=True", {"read": "mmap", "disable_mmap": True}),
     ],
 )
 def test_what_is_not_valid_is_refused(message: str, arguments: dict[str, Any]) -> None:

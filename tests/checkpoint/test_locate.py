@@ -58,7 +58,7 @@ def test_a_directory_without_weights_is_an_error_that_says_what_it_holds(tmp_pat
     for number in range(7):
         (tmp_path / f"other{number}.safetensors").touch()
 
-    with pytest.raises(CheckpointNotFoundError, match=r"It holds other0.*other4\.safetensors and 2 more\."):
+    with pytest.raises(CheckpointNotFoundError, match=r"It contains other0.*other4\.safetensors and 2 more\."):
         locate_checkpoint(str(tmp_path), WeightNames())
 
 

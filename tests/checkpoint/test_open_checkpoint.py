@@ -52,7 +52,7 @@ def test_a_folder_that_is_a_link_to_outside_is_refused_among_many_files(tmp_path
     (directory / name).rename(tmp_path / "outside" / name)
     (directory / "sub").symlink_to(tmp_path / "outside")
     index.write_text(index.read_text().replace(name, f"sub/{name}"))
-    with pytest.raises(UnsafePathError, match="a folder of its path is a link"), open_checkpoint(str(directory)):
+    with pytest.raises(UnsafePathError, match="a folder in its path is a link"), open_checkpoint(str(directory)):
         pass
 
 

@@ -56,7 +56,7 @@ def test_a_file_of_another_library_is_whole_with_a_warning_that_no_byte_was_comp
 
     assert report.ok and report.checked_bytes == 0
     assert report.warnings == (
-        "'model.safetensors' carries no checksum (hfshard writes them): only its structure was checked.",
+        "'model.safetensors' has no checksum (hfshard writes them): only its structure was checked.",
     )
 
 
@@ -70,7 +70,7 @@ def test_a_checksum_that_the_index_has_lost_is_a_problem(tmp_path: Path) -> None
     (problem,) = verify(tmp_path).problems
 
     assert (problem.file, problem.tensor) == (lost, None)
-    assert problem.message.startswith(f"'{lost}' was saved with a checksum, and the index has none. ")
+    assert problem.message.startswith(f"'{lost}' was saved with a checksum, but the index has none. ")
 
 
 def test_an_edited_config_is_a_warning_until_every_byte_counts(tmp_path: Path) -> None:
@@ -90,8 +90,9 @@ def test_strays_are_named_unless_one_file_alone_is_to_be_checked(tmp_path: Path)
         (tmp_path / name).touch()
 
     assert verify(tmp_path).warnings == (
-        f"'{FIRST}' belongs to nothing here; the next save by hfshard decides about it.",
-        "'model-hfshard-placeholder.safetensors' belongs to nothing here; the next save by hfshard decides about it.",
+        f"'{FIRST}' is not part of a checkpoint here; the next save by hfshard keeps or deletes it.",
+        "'model-hfshard-placeholder.safetensors' is not part of a checkpoint here; the next save by hfshard keeps or "
+        "deletes it.",
     )
     assert verify(tmp_path, weights_name="model.safetensors").warnings == ()
 

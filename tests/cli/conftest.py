@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,20 +11,42 @@ import torch
 
 import hfshard
 from tests.cli.programs import LOOKS, without_hfshard_on
-from tests.helpers import forkserver
+from tests.helpers import processes
 
-Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+class Run:
+    """Runs `hfshard ARGUMENTS` in a process of its own; keywords go into its environment."""
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        self._environment = environment
+
+    def __call__(self, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+        command = ["-m", "hfshard", *map(str, arguments)]
+        return processes.run(command, env={**self._environment, **environment})
+
+    def ok(self, *arguments: object, code: int = 0, **environment: str) -> str:
+        """Run what says nothing on stderr; gives its stdout."""
+        done = self(*arguments, **environment)
+        assert (done.returncode, done.stderr) == (code, "")
+        return done.stdout
+
+    def fails(self, code: int, *arguments: object, **environment: str) -> str:
+        """Run what ends with this code and prints nothing to stdout; gives its stderr."""
+        done = self(*arguments, **environment)
+        assert (done.returncode, done.stdout) == (code, ""), done.stderr
+        return done.stderr
 
 
 @pytest.fixture
 def run(child_environment: dict[str, str]) -> Run:
-    """Run `hfshard ARGUMENTS` in a process of its own; keywords go into its environment."""
+    """Run `hfshard ARGUMENTS`."""
+    return Run(child_environment)
 
-    def run(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-        command = ["-m", "hfshard", *map(str, arguments)]
-        return forkserver.run(command, env={**child_environment, **environment})
 
-    return run
+def flip_bit(path: Path, offset: int) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[offset] ^= 0x10
+    path.write_bytes(raw)
 
 
 def save_example(directory: Path, **options: object) -> Path:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.helpers import forkserver
+from tests.helpers import processes
 
 LOOKS = """
 import json, os, pickle, sys
@@ -34,17 +33,14 @@ def by_python(
     words: Sequence[object], directory: Path, environment: dict[str, str], stdin: int | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run `python WORDS` in a directory."""
-    command = [sys.executable, *map(str, words)]
-    return subprocess.run(
-        command, cwd=directory, env=environment, stdin=stdin, capture_output=True, text=True, timeout=110
-    )
+    return processes.run_fresh(words, cwd=directory, env=environment, stdin=stdin)
 
 
 def by_hfshard(
     words: Sequence[object], directory: Path, environment: dict[str, str], stdin: int | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run `hfshard run WORDS` in a directory."""
-    return forkserver.run(["-m", "hfshard", "run", *words], cwd=directory, env=environment, stdin=stdin)
+    return processes.run(["-m", "hfshard", "run", *words], cwd=directory, env=environment, stdin=stdin)
 
 
 def without_hfshard_on(environment: dict[str, str]) -> dict[str, str]:

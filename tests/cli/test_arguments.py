@@ -20,8 +20,7 @@ def rejected(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_commands_are_listed_by_group_in_columns_of_the_longest() -> None:
     commands = Commands(argparse.ArgumentParser(prog="program"))
     first = commands.group("look")
-    second = commands.group("check")
-    second.add_parser("b", help="third")
+    commands.group("check").add_parser("b", help="third")
     first.add_parser("z", help="first")
     first.add_parser("longer", help="second")
 

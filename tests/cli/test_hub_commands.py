@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 import hfshard
 from hfshard.hub.directory.directory_hub import DirectoryHub
-from tests.cli.conftest import Run, save_example
-from tests.hubserver.hub_server import HubServer
+from tests.cli.conftest import Run, flip_bit, save_example
+from tests.servers.hub.hub_server import HubServer
 
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
 FILES = [*SHARDS, "model.safetensors.index.json"]
@@ -20,10 +19,9 @@ FILES = [*SHARDS, "model.safetensors.index.json"]
 
 def test_push_and_pull_through_a_directory_give_the_same_bytes(example: Path, tmp_path: Path, run: Run) -> None:
     hub = (tmp_path / "hub" / "name").as_uri()
-    pushed = run("push", example, hub)
-    assert (pushed.returncode, pushed.stderr) == (0, "")
+    pushed = run.ok("push", example, hub)
     head = DirectoryHub.open(hub).resolve()
-    assert pushed.stdout.startswith(f"{tmp_path}/hub/name/snapshots/{head}: ")
+    assert pushed.startswith(f"{tmp_path}/hub/name/snapshots/{head}: ")
     pulled = run("pull", hub, tmp_path / "copy")
     assert (pulled.returncode, pulled.stdout, pulled.stderr) == (0, f"{tmp_path}/copy\n", "")
     assert sorted(os.listdir(tmp_path / "copy")) == FILES
@@ -44,7 +42,7 @@ def test_second_push_sends_nothing_and_says_so(example: Path, tmp_path: Path, ru
     again = json.loads(run("push", example, tmp_path / "hub", "--format", "json").stdout)
     assert (first["is_new"], again["is_new"], again["sent_bytes"]) == (True, False, 0)
     assert first["commit"] == again["commit"]
-    assert "already holds all of it; nothing was sent" in run("push", example, tmp_path / "hub").stdout
+    assert "already has everything; nothing was sent" in run("push", example, tmp_path / "hub").stdout
 
 
 def test_options_of_push_reach_the_commit(example: Path, tmp_path: Path, run: Run) -> None:
@@ -60,30 +58,18 @@ def test_options_of_push_reach_the_commit(example: Path, tmp_path: Path, run: Ru
     assert commit.message == "Title"
 
 
-@dataclass(frozen=True, slots=True)
-class TwoRevisions:
-    """A directory hub with two commits."""
-
-    hub: Path
-    first: str
-    """The commit of `main`, with the tag v1."""
-    second: str
-    """The commit of `dev`."""
-
-
 @pytest.fixture
-def two_revisions(tmp_path: Path, run: Run) -> TwoRevisions:
-    """Push twice, and tag in between."""
+def two_revisions(tmp_path: Path, run: Run) -> DirectoryHub:
+    """A directory hub with a commit of main that has the tag v1, and another one of dev."""
     hub = tmp_path / "hub"
     run("push", save_example(tmp_path / "one"), hub)
     assert run("revisions", hub, "--tag", "v1", "main").returncode == 0
     run("push", save_example(tmp_path / "two", metadata={"note": "other"}), hub, "--revision", "dev")
-    opened = DirectoryHub.open(hub)
-    return TwoRevisions(hub, opened.resolve(), opened.resolve("dev"))
+    return DirectoryHub.open(hub)
 
 
-def test_revisions_are_listed_with_their_tags(two_revisions: TwoRevisions, run: Run) -> None:
-    hub, first, second = two_revisions.hub, two_revisions.first, two_revisions.second
+def test_revisions_are_listed_with_their_tags(two_revisions: DirectoryHub, run: Run) -> None:
+    hub, first, second = two_revisions.root, two_revisions.resolve(), two_revisions.resolve("dev")
     shown = json.loads(run("revisions", hub, "--format", "json").stdout)["revisions"]
     named = [(item["name"], item["kind"], item["commit"]) for item in shown[:3]]
     assert named == [("main", "branch", first), ("dev", "branch", second), ("v1", "tag", first)]
@@ -92,33 +78,26 @@ def test_revisions_are_listed_with_their_tags(two_revisions: TwoRevisions, run: 
     assert first[:12] in text
 
 
-def test_deleted_revision_is_gone_once_it_is_pruned(two_revisions: TwoRevisions, run: Run) -> None:
-    hub = two_revisions.hub
+def test_deleted_revision_is_gone_once_it_is_pruned(two_revisions: DirectoryHub, run: Run) -> None:
+    hub, first, second = two_revisions.root, two_revisions.resolve(), two_revisions.resolve("dev")
     assert run("revisions", hub, "--delete", "dev").returncode == 0
     assert run("revisions", hub, "--prune").returncode == 0
     left = json.loads(run("revisions", hub, "--format", "json").stdout)["revisions"]
-    assert {item["commit"] for item in left} == {two_revisions.first}
-    assert two_revisions.second not in os.listdir(hub / "snapshots")
+    assert {item["commit"] for item in left} == {first}
+    assert second not in os.listdir(f"{hub}/snapshots")
 
 
-def test_main_is_not_deleted(two_revisions: TwoRevisions, run: Run) -> None:
-    refused = run("revisions", two_revisions.hub, "--delete", "main")
-    assert (refused.returncode, refused.stdout) == (1, "")
-    assert refused.stderr.startswith("hfshard: 'main' is what ")
+def test_main_is_not_deleted(two_revisions: DirectoryHub, run: Run) -> None:
+    refused = run.fails(1, "revisions", two_revisions.root, "--delete", "main")
+    assert refused.startswith("hfshard: Cannot delete 'main': ")
 
 
 def test_failures_are_one_and_say_what_to_do(example: Path, tmp_path: Path, run: Run) -> None:
     (tmp_path / "empty").mkdir()
-    nothing = run("push", tmp_path / "empty", tmp_path / "hub")
-    assert (nothing.returncode, nothing.stdout) == (1, "")
-    assert "There is no checkpoint in" in nothing.stderr
-    no_hub = run("revisions", example)
-    assert (no_hub.returncode, no_hub.stdout) == (1, "")
-    assert "hub" in no_hub.stderr
-    missing = run("pull", tmp_path / "hub", "--revision", "v9")
-    assert (missing.returncode, missing.stdout) == (1, "")
-    bad = run("push", tmp_path / "nowhere", tmp_path / "hub")
-    assert (bad.returncode, bad.stdout) == (2, "")
+    assert "There is no checkpoint in" in run.fails(1, "push", tmp_path / "empty", tmp_path / "hub")
+    assert "hub" in run.fails(1, "revisions", example)
+    run.fails(1, "pull", tmp_path / "hub", "--revision", "v9")
+    run.fails(2, "push", tmp_path / "nowhere", tmp_path / "hub")
 
 
 def test_push_and_pull_over_http(example: Path, hub_server: HubServer, tmp_path: Path, run: Run) -> None:
@@ -131,25 +110,19 @@ def test_push_and_pull_over_http(example: Path, hub_server: HubServer, tmp_path:
     pulled = run("pull", "org/name", tmp_path / "copy", **environment)
     assert (pulled.returncode, pulled.stdout) == (0, f"{tmp_path}/copy\n"), pulled.stderr
     assert all((tmp_path / "copy" / name).read_bytes() == (example / name).read_bytes() for name in FILES)
-    refused = run("pull", "org/name", "--token", "hf_wrong", **environment)
-    assert (refused.returncode, refused.stdout) == (1, "")
-    assert "the token '…' that was passed" in refused.stderr
+    assert "the token '…' that was passed" in run.fails(1, "pull", "org/name", "--token", "hf_wrong", **environment)
 
 
 def test_damaged_cache_is_told_and_mended_by_the_command_that_the_error_names(
     example: Path, hub_server: HubServer, tmp_path: Path, run: Run
 ) -> None:
-    environment = {"HF_HUB_OFFLINE": "0", **hub_server.environment(home=tmp_path / "home")}
-    assert run("push", example, "org/name", **environment).returncode == 0
-    where = Path(run("pull", "org/name", "--verify", "full", **environment).stdout.strip())
-    blob = (where / SHARDS[0]).resolve()
-    raw = bytearray(blob.read_bytes())
-    raw[-1] ^= 1
-    blob.write_bytes(raw)
-    damaged = run("pull", "org/name", "--verify", "full", **environment)
-    assert (damaged.returncode, damaged.stdout) == (1, "")
-    assert SHARDS[0] in damaged.stderr
-    command = damaged.stderr.strip().rpartition("run: hfshard ")[2].split()
+    network = {"HF_HUB_OFFLINE": "0", **hub_server.environment(home=tmp_path / "home")}
+    assert run("push", example, "org/name", **network).returncode == 0
+    where = Path(run("pull", "org/name", "--verify", "full", **network).stdout.strip())
+    flip_bit((where / SHARDS[0]).resolve(), -1)
+    damaged = run.fails(1, "pull", "org/name", "--verify", "full", **network)
+    assert SHARDS[0] in damaged
+    command = damaged.strip().rpartition("run: hfshard ")[2].split()
     assert command == ["pull", "org/name", "--force-download"]
-    assert run(*command, "--verify", "full", **environment).returncode == 0
+    assert run(*command, "--verify", "full", **network).returncode == 0
     assert (where / SHARDS[0]).read_bytes() == (example / SHARDS[0]).read_bytes()

@@ -16,7 +16,7 @@ import pytest
 
 from tests import REPOSITORY
 from tests.cli.conftest import Run
-from tests.helpers import forkserver
+from tests.helpers import processes
 
 
 @pytest.mark.parametrize(
@@ -29,10 +29,13 @@ from tests.helpers import forkserver
         (["verify", ".", "--tensors"], "unrecognized arguments: --tensors"),
         (["verify", ".", "--level", "all"], "invalid choice: 'all'"),
         (["verify", "no/such/directory"], "'no/such/directory' is not a directory: it does not exist"),
-        (["verify", "org/name"], "it does not exist. A repo of the Hub is pulled first: hfshard pull org/name NEW_DIR"),
+        (
+            ["verify", "org/name"],
+            "it does not exist. To use a repo of the Hub, pull it first: hfshard pull org/name NEW_DIR",
+        ),
         (["verify", ""], "'' is not a directory"),
         (["inspect", ".", "--format", "yaml"], "invalid choice: 'yaml'"),
-        (["revisions", "s3://bucket/hub"], "'s3://bucket/hub' is not a directory: what serves as a hub is a directory"),
+        (["revisions", "s3://bucket/hub"], "'s3://bucket/hub' is not a directory: this command needs a directory"),
         (["inspect", "no\x1b[2J"], "'no\\x1b[2J' is not a directory"),
         (["inspect", ".", "\x1b[2J"], "unrecognized arguments: \\x1b[2J"),
         (["inspect", ".", "https://user:TOKEN@host/x"], "unrecognized arguments: https://host/x"),
@@ -41,24 +44,23 @@ from tests.helpers import forkserver
     ],
 )
 def test_bad_usage_is_two_and_only_on_stderr(arguments: list[str], hint: str, run: Run) -> None:
-    done = run(*arguments)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("usage: hfshard")
-    assert hint in done.stderr
-    assert "TOKEN" not in done.stderr
-    assert "\x1b" not in done.stderr
+    err = run.fails(2, *arguments)
+    assert err.startswith("usage: hfshard")
+    assert hint in err
+    assert "TOKEN" not in err
+    assert "\x1b" not in err
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["pull", "hf://user:TOKEN@org/x", "out"], "loaded from and pushed to, write 'org/x'."),
+        (["pull", "hf://user:TOKEN@org/x", "out"], "To load from or push to the Hub repo, write 'org/x'."),
         (["pull", "user:TOKEN@host/x", "out"], "'host/x' is neither a directory nor a repo_id"),
         (["show", "user:TOKEN@host/x"], "'host/x' is neither a directory nor a repo_id"),
         (["diff", "user:TOKEN@host/x", "out"], "'host/x' is neither a directory nor a repo_id"),
         (["pull", "abfss://user:TOKEN@c@mine.dfs.core.windows.net/x", "out"], "is not a repo_id"),
         (["pull", "org/x", "out", "--revision", "https://user:TOKEN@host/x"], "revision 'https://host/x'"),
-        (["run", "https://user:TOKEN@host/x"], "'https://host/x' is an address, not a program. Give a path"),
+        (["run", "https://user:TOKEN@host/x"], "'https://host/x' is an address, not a program. Pass a path"),
     ],
 )
 def test_no_message_repeats_the_password_of_an_address(arguments: list[str], said: str, run: Run) -> None:
@@ -70,15 +72,12 @@ def test_no_message_repeats_the_password_of_an_address(arguments: list[str], sai
 
 def test_file_in_place_of_the_directory_is_two_and_names_the_directory(tmp_path: Path, run: Run) -> None:
     (tmp_path / "model.safetensors").touch()
-    done = run("push", tmp_path / "model.safetensors", "org/name")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert f"it is a file; did you mean '{tmp_path}'?" in done.stderr
+    err = run.fails(2, "push", tmp_path / "model.safetensors", "org/name")
+    assert f"it is a file; did you mean '{tmp_path}'?" in err
 
 
 def test_bad_variant_is_one_message(example: Path, run: Run) -> None:
-    done = run("inspect", example, "--variant", "../up")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("hfshard: The variant '../up' ")
+    assert run.fails(2, "inspect", example, "--variant", "../up").startswith("hfshard: The variant '../up' ")
 
 
 @pytest.mark.parametrize(("directory", "code"), [("whole", 0), ("damaged", 1), ("nowhere", 2)])
@@ -92,14 +91,14 @@ def test_closed_streams_leave_the_exit_code(
     closed = "import os, sys; os.closerange(0, 3); sys.stdin = sys.stdout = sys.stderr = None"
     verify = f"from hfshard.cli.main import main; sys.exit(main(['verify', {str(tmp_path / directory)!r}]))"
 
-    done = forkserver.run(["-c", f"{closed}; {verify}"], env=child_environment)
+    done = processes.run(["-c", f"{closed}; {verify}"], env=child_environment)
 
     assert (done.returncode, done.stdout, done.stderr) == (code, "", "")
 
 
 def test_full_disk_behind_stdout_is_one_message(example: Path, child_environment: dict[str, str]) -> None:
     with open("/dev/full", "wb", buffering=0) as full:
-        done = forkserver.run(["-m", "hfshard", "inspect", example], env=child_environment, stdout=full.fileno())
+        done = processes.run(["-m", "hfshard", "inspect", example], env=child_environment, stdout=full.fileno())
 
     assert (done.returncode, done.stderr) == (1, "hfshard: [Errno 28] No space left on device\n")
 
@@ -107,30 +106,30 @@ def test_full_disk_behind_stdout_is_one_message(example: Path, child_environment
 HELP = """\
 usage: hfshard [-h] [--version] COMMAND ...
 
-Sharded checkpoints: look at them, check, move and rewrite them.
+Inspect, check, move and rewrite sharded checkpoints.
 
-look:
-  inspect      shards, dtypes, the largest tensors, tied names, metadata
-  show         a page to look at: a map of the modules, files, search
-  diff         what differs between two checkpoints, and where
-  checkpoints  the checkpoints of a training run, and what is wrong with them
+inspect:
+  inspect      show shards, dtypes, the largest tensors, tied names, metadata
+  show         write an HTML page: a map of the modules, files, search
+  diff         show what differs between two checkpoints, and where
+  checkpoints  list a training run's checkpoints, and what is wrong with them
 
 check:
-  verify       every file of a checkpoint or of a training run
-  sign         every file of a checkpoint, as OpenSSF Model Signing does
+  verify       check every file of a checkpoint or training run
+  sign         sign every file of a checkpoint, as OpenSSF Model Signing does
 
 move:
-  push         a checkpoint to a hub as one commit, or to a store
-  pull         a checkpoint from a hub or a store, and check it
-  revisions    list, tag or delete what a directory hub keeps
+  push         push a checkpoint to a hub as one commit, or to a store
+  pull         pull a checkpoint from a hub or a store, and check it
+  revisions    list, tag or delete the revisions of a directory hub
 
 rewrite:
-  reshard      a checkpoint in files of another size
-  convert      pytorch_model.bin, .pt, .pth.tar ... into safetensors
-  remove       a checkpoint, one of a run, or what killed saves have left
+  reshard      write a checkpoint in files of another size
+  convert      convert pytorch_model.bin, .pt, .pth.tar ... into safetensors
+  remove       remove a checkpoint, also of a run, or leftovers of killed saves
 
 run:
-  run          a program as it is, with hfshard on in it
+  run          run a program unchanged, with hfshard enabled
 
 options:
   -h, --help  show this help message and exit
@@ -158,7 +157,7 @@ except SystemExit as stop:
     assert stop.code == 0
 assert "torch" not in sys.modules
 """
-    subprocess.run([sys.executable, "-c", code], env=child_environment, check=True, capture_output=True, timeout=110)
+    processes.run_fresh(["-c", code], env=child_environment, check=True)
 
 
 def test_interrupt_is_130_without_a_traceback(tmp_path: Path, child_environment: dict[str, str]) -> None:
@@ -173,7 +172,7 @@ def wait(arguments):
 check_commands.verify = wait
 sys.exit(main.main(["verify", {str(tmp_path)!r}]))
 """
-    with forkserver.start(["-c", code], env=child_environment, stdout=PIPE, stderr=PIPE) as child:
+    with processes.start(["-c", code], env=child_environment, stdout=PIPE, stderr=PIPE) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "ready\n"
         child.send_signal(signal.SIGINT)
@@ -185,8 +184,7 @@ SCRIPT = Path(sys.executable).with_name("hfshard")
 
 
 def test_new_interpreter_runs_a_command(example: Path, run: Run, child_environment: dict[str, str]) -> None:
-    command = [sys.executable, "-m", "hfshard", "verify", str(example)]
-    done = subprocess.run(command, env=child_environment, capture_output=True, text=True, timeout=120)
+    done = processes.run_fresh(["-m", "hfshard", "verify", example], env=child_environment)
     again = run("verify", example)
     assert (done.returncode, done.stdout, done.stderr) == (0, again.stdout, "")
 

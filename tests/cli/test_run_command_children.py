@@ -13,7 +13,7 @@ import torch
 import hfshard
 from hfshard.viewing.inspection import inspect_checkpoint
 from tests.cli.programs import by_hfshard
-from tests.helpers import forkserver
+from tests.helpers import processes
 
 SPAWNS = """
 import glob, multiprocessing, sys
@@ -112,7 +112,7 @@ def test_torchrun_runs_it_on_each_rank(tmp_path: Path, environment: dict[str, st
     (tmp_path / "look.py").write_text(LOOKS)
     words = ["-m", "torch.distributed.run", *TORCHRUN, "-m", "hfshard", "run", "look.py", "out", "--verify", "none"]
 
-    done = forkserver.run(words, env=environment, cwd=tmp_path)
+    done = processes.run(words, env=environment, cwd=tmp_path)
 
     assert done.returncode == 0, done.stderr
     assert done.stderr.count(LINE) == 1
@@ -196,7 +196,7 @@ def test_ranks_save_their_parts_by_way_of_hfshard(
         done = by_hfshard([*torchrun, "part.py", "out"], tmp_path, environment)
     else:
         words = [*torchrun, "-m", "hfshard", "run", "part.py", "out"]
-        done = forkserver.run(words, env=environment, cwd=tmp_path)
+        done = processes.run(words, env=environment, cwd=tmp_path)
 
     assert done.returncode == 0, done.stderr
     assert done.stderr.count(LINE) == 1

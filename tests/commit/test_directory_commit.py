@@ -61,7 +61,7 @@ def test_a_single_file_that_cannot_be_removed_goes_on_loading_for_every_reader(
 
     for _ in range(2):
         with pytest.raises(
-            CommitUndoneError, match=r"failed at 'remove model.safetensors'.*taken back.*loads"
+            CommitUndoneError, match=r"failed at 'remove model.safetensors'.*rolled back.*is intact"
         ) as raised:
             save(tmp_path, NEW, SHARDS)
 
@@ -109,7 +109,7 @@ def test_an_index_that_cannot_be_replaced_leaves_all_as_it_was(
         save(tmp_path, NEW, limit, version)  # one rename of the file itself: no index is needed
         assert by_transformers(tmp_path) == "new"
         return
-    with pytest.raises(CommitUndoneError, match="taken back"):
+    with pytest.raises(CommitUndoneError, match="rolled back"):
         save(tmp_path, NEW, limit, version)
 
     assert listing(tmp_path) == before
@@ -124,7 +124,7 @@ def test_after_the_commit_every_reader_loads_the_new_one_and_tries_leave_no_more
 
     for value, name in ((NEW, "new"), (OLD, "old"), (NEW, "new")):
         with pytest.raises(
-            CommitUnfinishedError, match="is saved, and every reader loads it; but cleaning up failed at"
+            CommitUnfinishedError, match="was saved and every reader loads it, but cleaning up failed at"
         ):
             save(tmp_path, value, SHARDS, name)
 

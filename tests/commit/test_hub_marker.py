@@ -39,7 +39,7 @@ def test_url_that_would_be_cut_is_refused(url: str) -> None:
 
 def test_a_store_is_no_repo(tmp_path: Path) -> None:
     with pytest.raises(
-        InvalidArgumentError, match="'s3://bucket/p' is the address of a store, which holds checkpoints"
+        InvalidArgumentError, match=r"'s3://bucket/p' is a store address, not a repo\. Stores hold checkpoints"
     ):
         bert(1).push_to_hub("s3://bucket//p/")
 

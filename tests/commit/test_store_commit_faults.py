@@ -221,9 +221,11 @@ def test_an_error_after_the_index_says_that_hfshard_loads_the_new_checkpoint() -
             except CommitUnfinishedError as error:
                 errors.append((str(error).partition("', ")[0].partition("': ")[2] or str(error), loaded(store.objects)))
     assert [found for _, found in errors] == [(1, {1.0}), (2, {2.0}), (2, {2.0}), (2, {2.0})]
-    assert errors[0][0].startswith("Nobody can tell whether 's3://models/bert-")
+    assert errors[0][0].startswith("It is unknown whether 's3://models/bert-")
     for words, _ in errors[1:]:
-        assert "is saved, and hfshard loads it; but the plain copies that other tools read could not be put" in words
+        assert (
+            "was saved and hfshard loads it, but the plain copies that other tools read could not be written" in words
+        )
 
 
 def test_a_put_of_the_index_that_comes_after_the_save_gave_up_finds_its_shards() -> None:
@@ -233,7 +235,7 @@ def test_a_put_of_the_index_that_comes_after_the_save_gave_up_finds_its_shards()
         store = MemoryStore(objects)
         at = next(number for number, one in enumerate(requests_of(transition)) if one.startswith(f"put {INDEX[:-5]}-"))
         faults = Faults(store, at, "late")
-        with pytest.raises(CommitUnfinishedError, match="Nobody can tell whether"):
+        with pytest.raises(CommitUnfinishedError, match="It is unknown whether"):
             save_into(store, transition.new, lambda: None, OwnShardWriter())
         store.before = store.after = lambda kind, name: None
         assert loaded(objects) == loaded(transition.before())

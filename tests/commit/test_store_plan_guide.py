@@ -15,9 +15,9 @@ from hfshard.format.stored_save import split_object_name
 from hfshard.saving.pipeline import save_into
 from hfshard.saving.save_request import SaveRequest
 from tests import REPOSITORY
-from tests.stores.exploring.mutants import mutants
 from tests.stores.saving.checkpoints import config, found_in, request, single
 from tests.stores.saving.memory_store import MemoryStore
+from tests.sweeps.exploring.mutants import mutants
 
 README = REPOSITORY / "hfshard" / "stores" / "GUIDE.md"
 SECTIONS: dict[str, tuple[SaveRequest | dict[str, bytes] | None, SaveRequest]] = {

@@ -64,7 +64,7 @@ def test_a_file_that_was_damaged_on_disk_is_written_again(
     with caplog.at_level(logging.INFO, "hfshard.commit.transaction"):
         assert link_if_same(job(tmp_path / "new"), old, "sha256", Event()) is None
 
-    assert f"'{path}' can't be linked (Shard '{path}' is not the file that was saved" in caplog.text
+    assert f"'{path}' cannot be hard-linked (Shard '{path}' is not the file that was saved" in caplog.text
     assert not (tmp_path / "new").exists()
 
 

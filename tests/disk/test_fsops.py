@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from hfshard.disk import fsops
 from hfshard.disk.fsops import locked_directory
 from hfshard.errors import DirectoryLockedError
+from tests.helpers import processes
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 
@@ -57,7 +59,9 @@ def test_who_waits_for_a_lock_is_told_who_holds_it(
 def test_another_thread_is_called_so(tmp_path: Path) -> None:
     with (
         locked_directory(str(tmp_path), wait_seconds=0),
-        pytest.raises(DirectoryLockedError, match=rf"another thread of this process \({os.getpid()}\) has been saving"),
+        pytest.raises(
+            DirectoryLockedError, match=rf"another thread of this process \({os.getpid()}\) was still saving"
+        ),
         locked_directory(str(tmp_path), wait_seconds=0),
     ):
         pass
@@ -77,13 +81,7 @@ def hold_and_fork(directory: Path, sending: int) -> None:
 
 def test_a_killed_process_whose_fork_lives_on_holds_no_lock(tmp_path: Path) -> None:
     receiving, sending = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            hold_and_fork(tmp_path, sending)
-        finally:
-            os._exit(1)
-    assert os.waitpid(pid, 0)[1] == signal.SIGKILL
+    assert processes.exit_of_fork(partial(hold_and_fork, tmp_path, sending)) == -signal.SIGKILL
     living = int(os.read(receiving, 20))
     try:
         with locked_directory(str(tmp_path), wait_seconds=0):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hfshard.disk.safe_open import open_regular
-from hfshard.errors import HfshardError
+from hfshard.errors import HfshardError, UnsafePathError
 
 
 def test_too_many_open_files_is_no_damage(tmp_path: Path) -> None:
@@ -26,3 +26,13 @@ def test_too_many_open_files_is_no_damage(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     assert raised.value.errno == errno.EMFILE
     assert not isinstance(raised.value, HfshardError)
+
+
+def test_a_folder_whose_name_only_begins_like_the_root_is_outside(tmp_path: Path) -> None:
+    for name in ("model", "model-secret"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "model-secret" / "weights").write_bytes(b"x")
+    (tmp_path / "model" / "shards").symlink_to("../model-secret")
+    root = str(tmp_path / "model")
+    with pytest.raises(UnsafePathError, match="outside the checkpoint's directory"):
+        open_regular(f"{root}/shards/weights", root)

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 
 from hfshard.distributed import rendezvous
-from tests.training import processes
+from tests.helpers import processes
 
 _TIMEOUT = timedelta(seconds=processes.PATIENCE_SECONDS - 20)
 """Of collectives: a machine may be busy."""
@@ -58,7 +58,7 @@ def run_ranks(
         path.unlink(missing_ok=True)
 
     def run(rank: int) -> processes.End:
-        return processes.run(place / f"{rank}.txt", join_and_work, place, rank, world_size, tuple(ports), work, args)
+        return processes.end_of(place / f"{rank}.txt", join_and_work, place, rank, world_size, tuple(ports), work, args)
 
     with ThreadPoolExecutor(world_size) as pool:
         return list(pool.map(run, range(world_size)))

@@ -29,9 +29,9 @@ def test_box_of_a_chunk() -> None:
         # As many elements as there are, but one twice and one never.
         ((4,), [((0,), (2,)), ((1,), (2,))], "some of its elements are in several chunks"),
         ((2, 2), [((0, 0), (1, 2)), ((0, 1), (2, 1))], "some of its elements are in several chunks"),
-        ((4,), [((2,), (3,))], "a chunk at [2] of shape [3] lies outside of it"),
-        ((4,), [((-1,), (3,))], "a chunk at [-1] of shape [3] lies outside of it"),
-        ((4, 1), [((0,), (4,))], "a chunk at [0] of shape [4] lies outside of it"),
+        ((4,), [((2,), (3,))], "a chunk at [2] of shape [3] is outside the tensor"),
+        ((4,), [((-1,), (3,))], "a chunk at [-1] of shape [3] is outside the tensor"),
+        ((4, 1), [((0,), (4,))], "a chunk at [0] of shape [4] is outside the tensor"),
     ],
 )
 def test_chunks_must_be_the_whole_once(shape: tuple[int, ...], chunks: list[Chunk], problem: str | None) -> None:

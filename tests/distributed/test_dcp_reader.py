@@ -166,7 +166,7 @@ def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
     assert isinstance(raised.value.failures[0][0], CheckpointNotFoundError)
     with pytest.raises(CheckpointNotFoundError):
         StorageReader(empty).read_metadata()
-    with pytest.raises(CheckpointException, match="Give StorageReader a path"):
+    with pytest.raises(CheckpointException, match="Pass a path to StorageReader"):
         load({"a": torch.ones(3)}, storage_reader=StorageReader())
     with pytest.raises(CheckpointException, match="Missing key in checkpoint state_dict: b"):
         load({"b": torch.ones(3)}, storage_reader=StorageReader(tmp_path))

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from hfshard.distributed.group_store import TimeoutStore, open_group_store
 from hfshard.errors import RankFailedError
 from tests.distributed.gloo import free_port, run_ranks
-from tests.training import processes
+from tests.helpers import processes
 
 # torch lists its stores in its documentation only
 _HASH_STORE: Any = dist.HashStore  # type: ignore[attr-defined]
@@ -77,9 +77,9 @@ def test_a_store_that_does_not_answer_is_an_error_at_once_the_second_time() -> N
     store = TimeoutStore(silent)
     vars(store)["_answer_seconds"] = 0.5  # now that it is connected
 
-    with pytest.raises(RankFailedError, match=r"did not answer for 0\.5 s") as caught:
+    with pytest.raises(RankFailedError, match=r"did not respond for 0\.5 s") as caught:
         store.has("key")
-    with pytest.raises(RankFailedError, match="did not answer"):
+    with pytest.raises(RankFailedError, match="did not respond"):
         store.has("key")
 
     assert caught.value.rank is None
@@ -126,5 +126,5 @@ def _start_again(rank: int, port: int) -> None:
 
 
 def test_what_ranks_said_that_torchrun_has_ended_is_not_heard(tmp_path: Path) -> None:
-    end = processes.run(tmp_path / "words", _start_again, 0, free_port())
+    end = processes.end_of(tmp_path / "words", _start_again, 0, free_port())
     assert end.status == 0, end.words

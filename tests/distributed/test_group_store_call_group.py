@@ -76,7 +76,7 @@ def test_two_groups_save_and_load_at_once(tmp_path: Path) -> None:
 def be_refused(rank: int, place: Path) -> None:
     alone = [dist.new_group([0]), dist.new_group([1])]
     state = {"w": torch.full((2,), float(rank))}
-    not_in_it = rf"Rank {rank} is not in the process group that it was given"
+    not_in_it = rf"Rank {rank} is not in the process group that was passed"
     for call in (
         lambda group: hfshard.save_state_dict(state, place / "never", process_group=group),
         lambda group: hfshard.save_model(nn.Linear(2, 2), place / "never", process_group=group),

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import sys
-import traceback
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +27,7 @@ from hfshard.distributed.layout import (
 )
 from hfshard.distributed.spread_tensor import SpreadTensor
 from hfshard.errors import UnstorableTensorError
-from tests.training import processes
+from tests.helpers import processes
 
 # (shape, shape of the mesh, placements) -> what the ranks hold, in row-major order of the mesh.
 BY_HAND: list[tuple[tuple[int, ...], tuple[int, ...], tuple[Placement, ...], list[Box]]] = [
@@ -194,7 +192,7 @@ def _play(cases: list[Case], world_size: int, rank: int) -> None:
     for case in cases:
         tensor = _parallelized(case, meshes)
         if torch.__version__ < "2.13" and case.fsdp_dim == 0 and (case.tensor_parallel or (0, 1))[1] > 1:
-            with pytest.raises(UnstorableTensorError, match=r"it is several weights in one, .* torch 2\.13 or newer"):
+            with pytest.raises(UnstorableTensorError, match=r"it fuses several weights, .* torch 2\.13 or newer"):
                 SpreadTensor.of(tensor, "weight")
             counts["refused"] += 1
             continue
@@ -226,20 +224,12 @@ def _play_all(shapes: tuple[tuple[int, ...], ...]) -> None:
     cases = [case for shape in shapes for case in _cases(shape)]
     for world_size in sorted({prod(case.mesh_shape) for case in cases}):
         for rank in range(world_size):
-            child = os.fork()
-            if child == 0:
-                try:
-                    _play([case for case in cases if prod(case.mesh_shape) == world_size], world_size, rank)
-                except BaseException:
-                    traceback.print_exc()
-                    os._exit(1)
-                sys.stdout.flush()
-                os._exit(0)
-            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            ours = [case for case in cases if prod(case.mesh_shape) == world_size]
+            assert processes.exit_of_fork(partial(_play, ours, world_size, rank), processes.PATIENCE_SECONDS) == 0
 
 
 def _compare_with_torch(place: Path, shapes: tuple[tuple[int, ...], ...]) -> dict[str, int]:
-    end = processes.run(place / "words.txt", _play_all, shapes)
+    end = processes.end_of(place / "words.txt", _play_all, shapes)
     assert end.status == 0, end.words
     total = Counter[str]()
     for line in end.words.splitlines():

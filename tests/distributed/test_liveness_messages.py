@@ -18,6 +18,4 @@ def test_the_others_are_told_what_failed_in_one_sentence(error: BaseException, s
     told = error_from_record(failure_record(error, 1))
 
     assert told.rank == 1
-    assert str(told) == (
-        f"Rank 1 failed, so the other ranks gave up, too: {said}. Mend that, and call again on every rank."
-    )
+    assert str(told) == f"Rank 1 failed, so the other ranks gave up: {said}. Fix that, and call again on every rank."

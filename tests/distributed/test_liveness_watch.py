@@ -58,7 +58,7 @@ def ended_record() -> bytes:
 def test_a_process_that_has_ended_is_named_at_the_first_look() -> None:
     ranks = Ranks(TimeoutStore(_HASH_STORE()), ended_record())
 
-    with pytest.raises(RankFailedError, match=r"^Rank 1 has given no sign of life: its process has ended") as caught:
+    with pytest.raises(RankFailedError, match=r"^Rank 1 sent no more heartbeats: its process has ended") as caught:
         ranks.watch.check([0, 1])
     broke = ranks.watch.who_broke_it(BROKEN, [0, 1])
 
@@ -73,7 +73,7 @@ def test_what_a_process_told_before_it_ended_counts() -> None:
 
     broke = ranks.watch.who_broke_it(BROKEN, [0, 1])
 
-    assert str(broke).startswith("Rank 1 failed, so the other ranks gave up, too: MemoryError: no room")
+    assert str(broke).startswith("Rank 1 failed, so the other ranks gave up: MemoryError: no room")
 
 
 class Clock:
@@ -110,7 +110,7 @@ def test_a_process_of_this_machine_that_is_held_up_has_not_broken_a_collective(m
     broke = ranks.watch.who_broke_it(BROKEN, [0, 1])
 
     assert broke.rank is None
-    assert "ranks 0, 1 failed, though all of them live: Connection closed by peer" in str(broke)
+    assert "ranks 0, 1 failed, though all of them are alive: Connection closed by peer" in str(broke)
     store.clock.seconds = 0.0
     elsewhere = Ranks(store, b"")
     assert elsewhere.watch.who_broke_it(BROKEN, [0, 1]).rank == 1
@@ -124,7 +124,7 @@ def test_a_process_of_this_machine_that_stays_silent_has_broken_it(monkeypatch: 
     broke = ranks.watch.who_broke_it(BROKEN, [0, 1])
 
     assert broke.rank == 1
-    assert str(broke).startswith("Rank 1 has given no sign of life for 3 s: it was killed, was stopped")
+    assert str(broke).startswith("Rank 1 sent no heartbeat for 3 s: it was killed, was stopped")
     assert 3 <= clock.seconds < 3.2
 
 
@@ -136,12 +136,12 @@ def test_what_another_rank_told_does_not_hide_that_the_leader_has_ended() -> Non
     }
 
     with (
-        pytest.raises(RankFailedError, match=r"^Rank 0 has given no sign of life: its process has ended") as caught,
+        pytest.raises(RankFailedError, match=r"^Rank 0 sent no more heartbeats: its process has ended") as caught,
         SaveStatus("save", [0, 1, 2], 1, store=store, death_seconds=1.5, patience_seconds=60) as status,
     ):
         status.finish()
     assert caught.value.rank == 0
-    assert "Nobody has told the outcome" in str(caught.value)
+    assert "The outcome is unknown" in str(caught.value)
 
 
 def test_the_outcome_of_a_leader_that_has_ended_is_heard() -> None:

@@ -253,10 +253,10 @@ def load_like(rank: int, saved: Path) -> None:
     one_lacks = {"scale": copied, **({"absent": copied} if rank else {})}
     with pytest.raises(StateDictMismatchError if rank else RankFailedError, match="1 missing: absent"):
         hfshard.load_state_dict(saved, like=one_lacks)
-    with pytest.raises(StateDictMismatchError, match=r"'scale' .* is torch.float32, whose values torch.int32 can't"):
+    with pytest.raises(StateDictMismatchError, match=r"'scale' .* is torch.float32, whose values torch.int32 cannot"):
         hfshard.load_state_dict(saved, like={"scale": copied.int()})
     summands = DTensor.from_local(torch.zeros(1), mesh, [Partial()], run_check=False)
-    with pytest.raises(InvalidArgumentError, match=r"Can't load into 'scale', .*: its ranks hold summands of it"):
+    with pytest.raises(InvalidArgumentError, match=r"Cannot load into 'scale', .*: its ranks have summands of it"):
         hfshard.load_state_dict(saved, like={"scale": summands})
     if rank == 1:  # of plain tensors, each rank loads its own
         assert hfshard.load_state_dict(saved, like={"scale": torch.zeros(1)})["scale"].tolist() == [2.5]
@@ -302,7 +302,7 @@ def test_like_without_other_ranks(saved: Path) -> None:
 
     with pytest.raises(StateDictMismatchError, match=r"up.bias \[12\] in the checkpoint, \[3\] in "):
         hfshard.load_state_dict(saved, like={"up.bias": torch.zeros(3)})
-    with pytest.raises(InvalidArgumentError, match="can't be combined with keys="):
+    with pytest.raises(InvalidArgumentError, match="Cannot combine like= with keys="):
         hfshard.load_state_dict(saved, like={}, keys="*")
     with pytest.raises(InvalidArgumentError, match="'scale' is mapped to a float"):
         hfshard.load_state_dict(saved, like={"scale": 2.5})  # type: ignore[dict-item]

@@ -12,7 +12,7 @@ import torch
 import hfshard
 from hfshard.errors import HubNotFoundError, RankFailedError
 from tests.distributed.gloo import run_ranks
-from tests.hubserver.hub_server import HubServer
+from tests.servers.hub.hub_server import HubServer
 
 TENSORS = {name: torch.arange(4000.0) + number for number, name in enumerate("ab")}
 

@@ -219,7 +219,9 @@ def test_what_does_not_fit_is_refused_before_anything_is_read(opened: OpenCheckp
         read_parts(opened, [("plain", room), ("plain", torch.empty(12, 8, device="meta"))])
     with pytest.raises(InvalidArgumentError, match="it is expanded"):
         read_parts(opened, [("plain", room), ("plain", torch.zeros(12, 1).expand(12, 8))])
-    with pytest.raises(InvalidArgumentError, match=r"torch.float32, to which torch can't cast the torch.float4"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"torch.float32, to which torch cannot cast the stored torch.float4"
+    ):
         read_parts(opened, [("plain", room), ("float4", torch.zeros(12, 4))])
 
     assert not room.any()

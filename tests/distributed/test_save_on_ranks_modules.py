@@ -134,7 +134,7 @@ def save_stages(rank: int, place: Path) -> None:
             index = hfshard.save_model(net, place / "stages", max_shard_size=5000, **options)
         assert index is not None
         assert set(index.weight_map) == set(Net().state_dict()) - {"head.weight"}
-    with pytest.raises(UnstorableTensorError if rank else RankFailedError, match="Can't store 'a'"):
+    with pytest.raises(UnstorableTensorError if rank else RankFailedError, match="Cannot store 'a'"):
         hfshard.save_state_dict({"a": object() if rank else torch.zeros(1)}, place / "stages", collective=True)  # type: ignore[dict-item]
 
 

@@ -18,11 +18,11 @@ from hfshard.errors import HfshardError
 from hfshard.training import CheckpointManager, TrainingState
 from tests.distributed.gloo import check_ranks
 
-SAVE_FSDP1 = r"Can't store '0\.weight': it is a ShardedTensor of FSDP1.*full_state_dict=True"
-LOAD_FSDP1 = r"Can't load into '0\.weight', .*: it is a ShardedTensor of FSDP1.*set_state_dict_type\("
+SAVE_FSDP1 = r"Cannot store '0\.weight': it is a ShardedTensor of FSDP1.*full_state_dict=True"
+LOAD_FSDP1 = r"Cannot load into '0\.weight': it is a ShardedTensor of FSDP1.*set_state_dict_type\("
 RUN_FSDP1 = r"FSDP1.*fully_shard instead"
-SAVE_PARTIAL = r"Can't store '0\.weight': its ranks hold summands of it.* tensor\.redistribute\("
-LOAD_PARTIAL = r"Can't load into '0\.weight', .*: its ranks hold summands of it.* tensor\.redistribute\("
+SAVE_PARTIAL = r"Cannot store '0\.weight': its ranks have summands of it.* tensor\.redistribute\("
+LOAD_PARTIAL = r"Cannot load into '0\.weight', .*: its ranks have summands of it.* tensor\.redistribute\("
 
 
 def net() -> nn.Module:
@@ -70,7 +70,7 @@ def refuse(rank: int, place: Path) -> None:
     of_verb = ("save", "save by one", "save tensors"), ("load", "load tensors"), ("save a run", "restore")
     cases = (
         (of_fsdp1(StateDictType.SHARDED_STATE_DICT), (SAVE_FSDP1, LOAD_FSDP1, RUN_FSDP1)),
-        (partial(), (SAVE_PARTIAL, LOAD_PARTIAL, r"its ranks hold summands of it.* tensor\.redistribute\(")),
+        (partial(), (SAVE_PARTIAL, LOAD_PARTIAL, r"its ranks have summands of it.* tensor\.redistribute\(")),
     )
     for model, expected in cases:
         for names, words in zip(of_verb, expected, strict=True):

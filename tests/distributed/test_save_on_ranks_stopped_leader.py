@@ -20,7 +20,7 @@ from hfshard.errors import RankFailedError
 from hfshard.saving.save_request import SaveOptions, SaveRequest
 from tests.distributed.gloo import DEATH_SECONDS, free_port, run_ranks
 
-UNKNOWN = "is done as a whole, or not at all"
+UNKNOWN = "took effect completely, or not at all"
 
 
 def save(place: Path, value: float, check: Callable[[], None]) -> None:

@@ -94,7 +94,7 @@ def _refused(tensor: Any) -> str:
     with pytest.raises(UnstorableTensorError) as caught:
         with_spread_tensors({"layers.0.weight": tensor})
     assert caught.value.fqn == "layers.0.weight"
-    assert str(caught.value).startswith("Can't store 'layers.0.weight': ")
+    assert str(caught.value).startswith("Cannot store 'layers.0.weight': ")
     return str(caught.value)
 
 
@@ -112,15 +112,15 @@ def _check_refusals(rank: int) -> None:
     whole = torch.ones(4, 4)
     rows = distribute_tensor(whole, mesh, [Shard(0)])
 
-    assert "its ranks hold summands of it" in _refused(DTensor.from_local(whole, mesh, [Partial()]))
+    assert "its ranks have summands of it" in _refused(DTensor.from_local(whole, mesh, [Partial()]))
     assert "tensor.redistribute(" in _refused(DTensor.from_local(whole, mesh, [Partial("avg")]))
     # A placement of somebody else's: no function of torch makes a tensor with it.
     meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
     unknown = DTensor(whole, DTensorSpec(mesh, (Unknown(),), meta), requires_grad=False)
-    assert "is not known to hfshard" in _refused(unknown)
+    assert "hfshard does not know which part" in _refused(unknown)
     assert "meta device" in _refused(rows.to("meta"))
     wrong = DTensor.from_local(whole, mesh, [Shard(0)], shape=whole.shape, stride=whole.stride())
-    assert "has a part of shape [4, 4], and its placements say [2, 4]" in _refused(wrong)
+    assert "has a part of shape [4, 4], but its placements say [2, 4]" in _refused(wrong)
     freed = distribute_tensor(whole.clone(), mesh, [Shard(0)])
     freed.to_local().untyped_storage().resize_(0)
     assert "its memory was freed" in _refused(freed)
@@ -136,7 +136,7 @@ def _check_refusals(rank: int) -> None:
     layout._FSDP_MARKS_FUSED_WEIGHTS = True
     assert SpreadTensor.of(fused, "weight").stored_box[0] == [((0, 1), (2, 3)), ((1, 2), (3, 4))][rank]
     layout._FSDP_MARKS_FUSED_WEIGHTS = False
-    assert "it is several weights in one" in _refused(fused)
+    assert "it fuses several weights" in _refused(fused)
     assert SpreadTensor.of(rows, "weight").coordinate == (rank,)
 
     model = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))

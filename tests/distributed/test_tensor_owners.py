@@ -140,7 +140,7 @@ def test_names_of_pipeline_stages_are_united_in_rank_order() -> None:
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        (whole(3), "rank 1 has a F32 of shape \\[3\\], whole, and one before it has a F32 of shape \\[4\\], whole"),
+        (whole(3), "rank 1 has a F32 of shape \\[3\\], whole, but an earlier one has a F32 of shape \\[4\\], whole"),
         (split((4,), 0), "spread by"),
     ],
 )

@@ -89,7 +89,7 @@ def _one(dtype: str = "F32", shape: object = (2,), offsets: object = (0, 8)) -> 
     ("raw", "data_bytes", "problem"),
     [
         (_one(dtype="F33"), 8, "unknown dtype"),
-        (_one(shape=[3]), 8, "data_offsets hold 8"),
+        (_one(shape=[3]), 8, "data_offsets span 8"),
         (_one(shape=[-2]), 8, "impossible shape"),
         (_one(shape=[True, 2]), 8, "impossible shape"),
         (_one(offsets=[8, 0]), 8, "impossible shape"),
@@ -100,7 +100,8 @@ def _one(dtype: str = "F32", shape: object = (2,), offsets: object = (0, 8)) -> 
         (b"{", 0, "JSON"),
         (b'{"t": {"dtype": "F32"}}', 0, "must have dtype, shape and data_offsets"),
         (b'{"__metadata__": {"a": 1}}', 0, "strings to strings"),
-        (_one("F4", [3], [0, 2]), 2, "data_offsets hold 2"),
+        (_one("F4", [3], [0, 2]), 2, "data_offsets span 2"),
+        (_one("F4", [3], [0, 1]), 1, "data_offsets span 1"),
     ],
 )
 def test_a_wrong_header_is_refused_with_its_reason(raw: bytes, data_bytes: int, problem: str) -> None:
@@ -120,7 +121,7 @@ def test_tensors_that_overlap_are_refused() -> None:
     [
         (b"", 0, "fewer than the 8"),
         (b"\0\0\0", 3, "fewer than the 8"),
-        (b"\x09\0\0\0\0\0\0\0", 16, "declares 9 bytes, the file has 16"),
+        (b"\x09\0\0\0\0\0\0\0", 16, "declares 9 bytes, but the file has 16"),
         (b"\xff" * 8, 100, "declares 18446744073709551615"),
         (b"version ", 130, "git lfs pull"),
     ],
@@ -184,12 +185,12 @@ def test_a_compact_header_is_read_in_one_go(old: bytes, new: bytes) -> None:
         (b"[4,8]", b"[04,8]", "JSON"),
         (b"[4,8]", b"[3,7]", "overlaps"),
         (b"[4,8]", b"[5,9]", "leaves a gap"),
-        (b"[4,8]", b"[4,9]", "data_offsets hold 5"),
+        (b"[4,8]", b"[4,9]", "data_offsets span 5"),
         (b"[4,8]", b"[8,4]", "impossible shape"),
         (b"[4,8]", b"[4,9223372036854775808]", "impossible shape"),
         (b"[4]", b"[4,]", "JSON"),
         (b"[4]", b"[04]", "JSON"),
-        (b"[4]", b"[5]", "data_offsets hold 4"),
+        (b"[4]", b"[5]", "data_offsets span 4"),
         (b"[4]", b"[4,0,4611686018427387904,8]", "overflows"),
         (b'"U8"', b'"U9"', "unknown dtype"),
     ],

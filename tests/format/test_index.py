@@ -96,7 +96,7 @@ def _with(**changes: Any) -> dict[str, Any]:
         (_with(files={FILES[1]: {}}), f"lack '{FILES[0]}'"),
         (_with(files={FILES[0]: {"size": -1}}), "size and hex digests"),
         (_with(files={FILES[0]: {"sha256": "zz"}}), "size and hex digests"),
-        (_with(files={FILES[0]: {}}, tied_names={"c": "nowhere"}), "which no file holds"),
+        (_with(files={FILES[0]: {}}, tied_names={"c": "nowhere"}), "which no file contains"),
         (_with(files={FILES[0]: {}}, tied_names={"a": "b"}), "both a stored tensor and tied to 'b'"),
         (_with(tied_names={"c": "d", "d": "a"}), "which is a tied name itself"),
     ],

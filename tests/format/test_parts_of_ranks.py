@@ -26,11 +26,11 @@ ZERO3 = ["zero_pp_rank_0_mp_rank_00_model_states.pt", "bf16_zero_pp_rank_0_mp_ra
 ZERO2 = ["mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"]
 DCP = [".metadata", "__0_0.distcp"]
 UNPICKLES = "(it unpickles them: run it only if you trust their origin)"
-OF_DEEPSPEED = "holds a model that DeepSpeed has saved in parts for each rank"
+OF_DEEPSPEED = "contains a model that DeepSpeed saved in parts for each rank"
 IN_DEEPSPEED = "in the program that saved it, and save the weights there."
-OF_DCP = "holds tensors that torch.distributed.checkpoint (DCP) has saved in parts"
-NOT_YET = "and hfshard cannot read these yet."
-BY_SCRIPT = "Merge them with the script that DeepSpeed has put next to them:"
+OF_DCP = "contains tensors that torch.distributed.checkpoint (DCP) saved in parts"
+NOT_YET = "but hfshard cannot read these yet."
+BY_SCRIPT = "Merge them with the script that DeepSpeed saved next to them:"
 SAFETENSORS = "hfshard loads OUT; for safetensors, run: hfshard convert OUT MODEL."
 
 
@@ -47,8 +47,8 @@ PLACES: dict[str, tuple[list[str], str]] = {
     "ZeRO-2, the newest of two steps": (
         ["latest", "zero_to_fp32.py", *below("global_step9", ZERO2), *below("global_step10", ZERO2)],
         f"'run' {OF_DEEPSPEED} in 'global_step10', {NOT_YET} {BY_SCRIPT} python run/zero_to_fp32.py run OUT "
-        f"{UNPICKLES}. {SAFETENSORS} Its file 'global_step10/mp_rank_00_model_states.pt' has all weights in the dtype "
-        "of the training, and hfshard loads that file.",
+        f"{UNPICKLES}. {SAFETENSORS} Its file 'global_step10/mp_rank_00_model_states.pt' has all weights in the "
+        "training dtype, and hfshard loads that file.",
     ),
     "Accelerate, with ZeRO": (
         ["zero_to_fp32.py", "scheduler.bin", *below("pytorch_model", ZERO3)],
@@ -63,7 +63,7 @@ PLACES: dict[str, tuple[list[str], str]] = {
     "DeepSpeed without ZeRO": (
         below("global_step1", ["mp_rank_00_model_states.pt"]),
         f"'run' {OF_DEEPSPEED} in 'global_step1', {NOT_YET} Its file 'global_step1/mp_rank_00_model_states.pt' has all "
-        "weights in the dtype of the training, and hfshard loads that file.",
+        "weights in the training dtype, and hfshard loads that file.",
     ),
     "a pipeline": (
         below("global_step1", ["layer_02-model_states.pt", "mp_rank_00_model_states.pt"]),
@@ -94,12 +94,12 @@ PLACES: dict[str, tuple[list[str], str]] = {
     ),
     "FSDP, LOCAL_STATE_DICT": (
         ["pytorch_model_fsdp_rank0.bin", "pytorch_model_fsdp_rank1.bin"],
-        f"'run' holds one file per rank, each with parts of the tensors, {NOT_YET} Load them in the program that saved "
-        "them, on as many ranks, and save the whole model (FULL_STATE_DICT).",
+        f"'run' contains one file per rank, each with parts of the tensors, {NOT_YET} Load them in the program that "
+        "saved them, on as many ranks, and save the full model (FULL_STATE_DICT).",
     ),
     "verl": (
         below("actor", ["model_world_size_2_rank_0.pt", "model_world_size_2_rank_1.pt"]),
-        f"'run' holds one file per rank, each with parts of the tensors in 'actor', {NOT_YET} Merge them with verl: "
+        f"'run' contains one file per rank, each with parts of the tensors in 'actor', {NOT_YET} Merge them with verl: "
         f"python -m verl.model_merger merge --backend fsdp --local_dir run/actor --target_dir OUT {UNPICKLES}. hfshard "
         "loads OUT.",
     ),
@@ -204,7 +204,7 @@ def test_every_verb_says_what_a_directory_is(verb: str, is_step: bool, zero3: Pa
 
     assert OF_DEEPSPEED in str(caught.value)
     assert f"python {root}/zero_to_fp32.py {root} OUT -t global_step7" in str(caught.value)
-    assert ("are resumed only by the program that saved them" in str(caught.value)) == (verb == "restore")
+    assert ("the rest of the run can resume them" in str(caught.value)) == (verb == "restore")
     assert not list((tmp_path / "out").rglob("*.safetensors"))
 
 
@@ -225,8 +225,8 @@ def test_the_empty_tensors_in_a_file_of_zero3_are_no_weights(verb: str, zero3: P
         VERBS[verb](file, tmp_path / "out")
 
     assert str(caught.value).startswith(
-        f"'{file}' has an empty tensor in place of 'weight' and 1 more: DeepSpeed ZeRO-3 has saved the values with the "
-        "optimizer, in parts for each rank, and hfshard cannot read these yet. Merge them with the script "
+        f"'{file}' has an empty tensor in place of 'weight' and 1 more: DeepSpeed ZeRO-3 saved the values with the "
+        "optimizer, in parts for each rank, but hfshard cannot read these yet. Merge them with the script "
     )
     assert f"zero_to_fp32.py {shlex.quote(str(zero3.parent))} OUT -t global_step7" in str(caught.value)
 

@@ -231,13 +231,15 @@ def test_what_is_no_index_of_a_save_is_damaged(raw: bytes) -> None:
 
 
 def test_a_newer_format_asks_for_a_newer_hfshard() -> None:
-    with pytest.raises(DamagedCheckpointError, match=r"has format 2, and this hfshard reads 1\. Run: pip install --up"):
+    with pytest.raises(
+        DamagedCheckpointError, match=r"has hfshard's format 2, but this version reads format 1\. Run: pip install --up"
+    ):
         StoredSave.from_json(_with(lambda save: save.update(format=2)), "s3://b/i", SEVENTH)
 
 
 def test_an_index_that_is_too_large_to_be_read_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stored_save, "MAX_SAVE_BYTES", 500)
-    with pytest.raises(UnstorableTensorError, match=r"would be 508 bytes, and hfshard reads at most 500\. Split"):
+    with pytest.raises(UnstorableTensorError, match=r"would be 508 bytes, but hfshard reads at most 500\. Split"):
         SAVE.to_json()
 
 

@@ -34,8 +34,8 @@ def parse(raw: bytes, *, takes_constants: bool = False, pass_over: PassOver | No
         (b'{"a":1,"b":{"c":1,"c":1}}', "is not valid JSON: the key 'c' occurs twice."),
         (b'{"a":-Infinity}', "is not valid JSON: -Infinity is not a JSON number."),
         (DEEP, "is not valid JSON: it is nested deeper than 64 levels."),
-        (b"[]", "must hold a JSON object, got a list."),
-        (b"null", "must hold a JSON object, got a NoneType."),
+        (b"[]", "must contain a JSON object, got a list."),
+        (b"null", "must contain a JSON object, got a NoneType."),
     ],
     ids=["empty", "not utf-8", "more behind it", "twice", "infinity", "deep", "list", "null"],
 )

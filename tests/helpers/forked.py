@@ -1,9 +1,10 @@
-"""What a server of forks does, and what its children do."""
+"""The half of the launcher that runs elsewhere: what a server of forks does, and what its children do."""
 
 from __future__ import annotations
 
 import atexit
 import ctypes
+import faulthandler
 import gc
 import importlib
 import os
@@ -266,6 +267,7 @@ def _finish(order: dict[str, Any], fds: Sequence[int]) -> NoReturn:
     code = 0
     try:
         _become(order, fds)
+        faulthandler.enable()  # where it hangs, SIGABRT lets it say where
         order["function"](*order["args"])
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)

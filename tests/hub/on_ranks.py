@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from tests.hubserver.routes.api import NO_HARNESSES
+from tests.servers.hub.routes.api import NO_HARNESSES
 
 
 @contextmanager

@@ -13,9 +13,10 @@ from typing import Any, ClassVar, TypeVar
 
 import pytest
 
-from tests.helpers import forkserver
+from tests.helpers import processes
 from tests.hub.client_process import perform
-from tests.hubserver.hub_server import HubServer, RepoView
+from tests.servers.faults import Fault
+from tests.servers.hub.hub_server import HubServer, RepoView
 
 CODE_SECONDS = 110
 
@@ -47,7 +48,7 @@ class Outcome:
 class Task:
     """A task that was started in a child of the client process."""
 
-    def __init__(self, child: forkserver.Child, report: Path, output: Path) -> None:
+    def __init__(self, child: processes.Child, report: Path, output: Path) -> None:
         self._child = child
         self._report = report
         self._output = output
@@ -128,7 +129,7 @@ class HubServerFixture:
             "largest_file": largest_file, "open_files": open_files, "report": str(report),
         }  # fmt: skip
         with open(output, "w") as said:
-            child = forkserver.call(
+            child = processes.call(
                 perform, self.client_module, order, env=self.environment, modules=[self.client_module],
                 stdout=said, stderr=said, umask=umask,
             )  # fmt: skip
@@ -136,7 +137,7 @@ class HubServerFixture:
 
     def interpret(self, code: str) -> str:
         """Do what `python -c CODE` does, in a child that succeeds; gives what it printed."""
-        done = forkserver.run(["-c", code], env=self.environment, timeout=CODE_SECONDS)
+        done = processes.run(["-c", code], env=self.environment, timeout=CODE_SECONDS)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -151,6 +152,10 @@ class HubServerFixture:
         outcome = self.start(task, *args, **options).outcome()
         assert outcome.error is not None and outcome.is_ours, f"{outcome}\n{outcome.trace}"
         return outcome
+
+    def fail(self, match: str, kind: str, **fault: Any) -> Fault:
+        """Let a fault happen, after those before it."""
+        return self.server.fail(Fault(match=match, kind=kind, **fault))
 
     def kinds(self) -> Counter[str]:
         """The number of requests of each kind since the log was cleared."""

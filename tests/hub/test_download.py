@@ -25,14 +25,16 @@ def bring_one(cache: Path, path: str, file: RemoteFile, commit: str = COMMIT) ->
 
 
 def test_full_disk_is_told_before_anything_is_asked_for(tmp_path: Path) -> None:
-    with pytest.raises(NotEnoughSpaceError, match=r"needs 1,000,000,000,016,777,216 bytes, [\d,]+ are free") as raised:
+    with pytest.raises(
+        NotEnoughSpaceError, match=r"needs 1,000,000,000,016,777,216 bytes, but only [\d,]+ are free"
+    ) as raised:
         bring_one(tmp_path, "model.safetensors", RemoteFile(10**18, "0" * 64))
     assert raised.value.expected == 10**18 + 16 * 1024 * 1024
 
 
 @pytest.mark.parametrize("path", ["../x", "a/../../x", "/etc/x", "a//b", "a\\b", "a/\x1b[2J"])
 def test_path_that_leaves_the_snapshot_is_refused(path: str, tmp_path: Path) -> None:
-    with pytest.raises(UnsafePathError, match="would lie outside the cache"):
+    with pytest.raises(UnsafePathError, match="would be outside the cache"):
         bring_one(tmp_path, path, FILE)
     assert list(tmp_path.iterdir()) == []
 
@@ -47,7 +49,7 @@ def test_commit_that_is_no_hash_is_refused(commit: str, tmp_path: Path) -> None:
     "file", [RemoteFile(5), RemoteFile(5, blob_id="../x"), RemoteFile(5, "ab"), RemoteFile(-1, "0" * 64)], ids=str
 )
 def test_file_without_size_and_hash_is_refused(file: RemoteFile, tmp_path: Path) -> None:
-    with pytest.raises(HubError, match="without size and hash"):
+    with pytest.raises(HubError, match="without a valid size and hash"):
         bring_one(tmp_path, "config.json", file)
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,8 +12,8 @@ import hfshard
 from hfshard.errors import CheckpointNotFoundError, HubAccessError
 from hfshard.hub.http import translate_hub_errors
 from hfshard.stores.hub_calls import describe_token, shown_endpoint, without_secrets
-from tests.helpers import forkserver
-from tests.hubserver.hub_server import HubServer
+from tests.helpers import processes
+from tests.servers.hub.hub_server import HubServer
 
 REFUSAL = r"run: hf models ls no-such-model \(There is no file or directory 'no-such-model' either\.\)$"
 
@@ -26,8 +24,8 @@ def test_repo_that_is_not_cached_is_an_error_with_a_command_that_exists(
     with pytest.raises(CheckpointNotFoundError, match=REFUSAL) as raised:
         hfshard.load_state_dict("no-such-model", cache_dir=tmp_path)
     command = re.split("run: hf |no-such-model \\(", str(raised.value))[1].split()
-    hub = [sys.executable, "-c", "from huggingface_hub.cli.hf import main; main()", *command, "--help"]
-    run = subprocess.run(hub, env=child_environment, capture_output=True, text=True, check=False, timeout=110)
+    hub = ["-c", "from huggingface_hub.cli.hf import main; main()", *command, "--help"]
+    run = processes.run_fresh(hub, env=child_environment)
     assert run.returncode == 0, run.stderr
     assert "REPO_ID" in run.stdout
 
@@ -110,7 +108,7 @@ def test_the_password_of_a_mirror_is_never_shown(
         environment = {**child_environment, **server.environment(home=tmp_path / "home"), **mirror}
         del environment["HF_TOKEN"]
         (tmp_path / "out").mkdir()
-        done = forkserver.run(["-c", MIRROR, what], env=environment, cwd=tmp_path, timeout=110)
+        done = processes.run(["-c", MIRROR, what], env=environment, cwd=tmp_path, timeout=110)
     assert done.returncode == 0, done.stderr
     assert "hf_write" not in done.stdout + done.stderr
     assert done.stdout.count("failed") == errors, done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,12 @@ def repo(tmp_path: Path) -> str:
     return str(tmp_path / "hub")
 
 
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    """Where the tests pull to; it does not exist yet."""
+    return tmp_path / "mine"
+
+
 def push(tmp_path: Path, tensors: dict[str, torch.Tensor], files: dict[str, str]) -> None:
     """Push tensors, a shard each, and other files."""
     folder = tmp_path / "pushed"
@@ -50,8 +57,7 @@ def put(path: Path, text: str) -> None:
     path.write_text(text)
 
 
-def test_files_of_the_user_are_refused_by_name_and_nothing_changes(repo: str, tmp_path: Path) -> None:
-    target = tmp_path / "mine"
+def test_files_of_the_user_are_refused_by_name_and_nothing_changes(repo: str, target: Path) -> None:
     for name in OTHERS:
         put(target / name, "mine")
     before = files_of(target)
@@ -69,8 +75,7 @@ def test_files_of_the_user_are_refused_by_name_and_nothing_changes(repo: str, tm
     assert {path: path.stat().st_mtime_ns for path in (target, *target.rglob("*"))} == stamps
 
 
-def test_a_directory_with_the_very_files_is_no_refusal(repo: str, tmp_path: Path) -> None:
-    target = tmp_path / "mine"
+def test_a_directory_with_the_very_files_is_no_refusal(repo: str, target: Path, tmp_path: Path) -> None:
     for name, text in (CHECKPOINT | OTHERS).items():
         put(target / name, text)
     put(target / "more.py", "mine")
@@ -80,8 +85,9 @@ def test_a_directory_with_the_very_files_is_no_refusal(repo: str, tmp_path: Path
     assert files_of(target) == files_of(tmp_path / "pushed") | {"more.py": b"mine"}
 
 
-def test_overwrite_replaces_them_and_the_readme(repo: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    target = tmp_path / "mine"
+def test_overwrite_replaces_them_and_the_readme(
+    repo: str, target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in (*OTHERS, "README.md", "config.json"):
         put(target / name, "mine")
 
@@ -92,8 +98,7 @@ def test_overwrite_replaces_them_and_the_readme(repo: str, tmp_path: Path, capsy
     assert files_of(target) == files_of(tmp_path / "pushed")
 
 
-def test_config_and_tokenizer_are_the_users_own_where_no_checkpoint_is(repo: str, tmp_path: Path) -> None:
-    target = tmp_path / "mine"
+def test_config_and_tokenizer_are_the_users_own_where_no_checkpoint_is(repo: str, target: Path) -> None:
     for name in CHECKPOINT:
         put(target / name, "mine")
     before = files_of(target)
@@ -105,9 +110,8 @@ def test_config_and_tokenizer_are_the_users_own_where_no_checkpoint_is(repo: str
 
 
 def test_a_pull_over_an_older_pull_replaces_what_belongs_to_the_checkpoint(
-    repo: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    repo: str, target: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    target = tmp_path / "mine"
     hfshard.pull_checkpoint(repo, target)
     changed = {name: f"{text} " for name, text in CHECKPOINT.items()}
     push(tmp_path, NEW, changed | {"README.md": "# Second"})
@@ -115,14 +119,13 @@ def test_a_pull_over_an_older_pull_replaces_what_belongs_to_the_checkpoint(
     hfshard.pull_checkpoint(repo, target)
 
     assert files_of(target) == files_of(tmp_path / "pushed") | {"README.md": b"# First"}
-    assert "README.md' stays as it is, though the one of the checkpoint differs" in caplog.text
+    assert "README.md', although the checkpoint's differs" in caplog.text
     assert torch.equal(hfshard.load_state_dict(target, verify="full")["a"], NEW["a"])
     hfshard.pull_checkpoint(repo, target, overwrite=True)
     assert files_of(target) == files_of(tmp_path / "pushed")
 
 
-def test_code_of_an_older_pull_that_changed_on_the_hub_is_refused(repo: str, tmp_path: Path) -> None:
-    target = tmp_path / "mine"
+def test_code_of_an_older_pull_that_changed_on_the_hub_is_refused(repo: str, target: Path, tmp_path: Path) -> None:
     hfshard.pull_checkpoint(repo, target)
     before = files_of(target)
     push(tmp_path, NEW, {"modeling.py": "x = 2"})
@@ -133,8 +136,7 @@ def test_code_of_an_older_pull_that_changed_on_the_hub_is_refused(repo: str, tmp
     assert files_of(target) == before
 
 
-def test_another_models_shards_with_their_index_stay(repo: str, tmp_path: Path) -> None:
-    target = tmp_path / "mine"
+def test_another_models_shards_with_their_index_stay(repo: str, target: Path, tmp_path: Path) -> None:
     ema = tmp_path / "ema"
     hfshard.save_state_dict(NEW, ema, max_shard_size=1)
     target.mkdir()
@@ -156,9 +158,8 @@ def test_another_models_shards_with_their_index_stay(repo: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("has_weights", [False, True])
 def test_shards_that_no_index_names_are_refused_and_removed_by_overwrite(
-    has_weights: bool, repo: str, tmp_path: Path
+    has_weights: bool, repo: str, target: Path, tmp_path: Path
 ) -> None:
-    target = tmp_path / "mine"
     hfshard.save_state_dict(NEW, target, max_shard_size=1)
     (target / "model.safetensors.index.json").unlink()
     if has_weights:  # then what hfshard wrote is what a killed save left, and other programs' shards are the user's
@@ -177,12 +178,9 @@ def test_shards_that_no_index_names_are_refused_and_removed_by_overwrite(
     assert files_of(target) == files_of(tmp_path / "pushed")
 
 
-def test_overwrite_takes_the_names_of_shards_that_no_index_names(repo: str, tmp_path: Path) -> None:
-    target = tmp_path / "mine"
+def test_overwrite_takes_the_names_of_shards_that_no_index_names(repo: str, target: Path, tmp_path: Path) -> None:
     put(target / "model-00001-of-00002.safetensors", "mine")
-    (target / "model-00002-of-00002.safetensors").write_bytes(
-        (tmp_path / "pushed" / "model-00002-of-00002.safetensors").read_bytes()
-    )
+    shutil.copy(tmp_path / "pushed" / "model-00002-of-00002.safetensors", target)
 
     with pytest.raises(SaveDirectoryError, match=r"no index names: 'model-00001-of-00002\.safetensors'\. Nothing"):
         hfshard.pull_checkpoint(repo, target)
@@ -191,8 +189,9 @@ def test_overwrite_takes_the_names_of_shards_that_no_index_names(repo: str, tmp_
     assert files_of(target) == files_of(tmp_path / "pushed")
 
 
-def test_a_variant_does_not_replace_the_config_of_the_weights_next_to_it(repo: str, tmp_path: Path) -> None:
-    target = tmp_path / "mine"
+def test_a_variant_does_not_replace_the_config_of_the_weights_next_to_it(
+    repo: str, target: Path, tmp_path: Path
+) -> None:
     hfshard.pull_checkpoint(repo, target)
     folder = tmp_path / "other"
     hfshard.save_state_dict(NEW, folder, variant="fp16")
@@ -206,8 +205,7 @@ def test_a_variant_does_not_replace_the_config_of_the_weights_next_to_it(repo: s
     assert files_of(target) == before
 
 
-def test_a_link_a_pipe_and_what_cannot_be_read_count_as_other_contents(repo: str, tmp_path: Path) -> None:
-    target = tmp_path / "mine"
+def test_a_link_a_pipe_and_what_cannot_be_read_count_as_other_contents(repo: str, target: Path, tmp_path: Path) -> None:
     put(target / "notes" / "todo.txt", "theirs")
     (target / "train.py").symlink_to(tmp_path / "nowhere")
     os.mkfifo(target / ".env")
@@ -219,9 +217,8 @@ def test_a_link_a_pipe_and_what_cannot_be_read_count_as_other_contents(repo: str
 
 
 def test_a_file_that_is_written_during_the_pull_is_not_replaced(
-    repo: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    repo: str, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = tmp_path / "mine"
     make = os.makedirs
 
     def make_while_the_user_writes(path: str, *arguments: object, **options: object) -> None:

@@ -1,16 +1,22 @@
-"""What a push adds and deletes, for any files here and there: its own family becomes what is local, all else stays."""
+"""What a push adds and deletes: its own family becomes what is local, all else stays, no damage is pushed."""
 
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import hfshard
 from hfshard.disk.byte_source import BytesSource
+from hfshard.errors import IntegrityError
+from hfshard.format.digests import Checksum
 from hfshard.hub.push_files import detect_variants, foreign_indexes, plan_push, stale_names, unindexed_weights
 from hfshard.hub.repo import RemoteFile, RepoTree, git_blob_id
+from tests.saving.helpers import flip
 
 pytestmark = pytest.mark.compat
 
@@ -146,3 +152,21 @@ def test_regular_and_lfs_files_are_compared_by_their_own_hash() -> None:
     assert set(plan_push(local, other, ()).adds) == {"a", "b"}
     unknown = RepoTree("c", {"a": RemoteFile(-1, None, None), "b": RemoteFile(6, None, None)})
     assert set(plan_push(local, unknown, ()).adds) == {"a", "b"}
+
+
+@pytest.mark.parametrize("checksum", ["sha256", "xxh3"])
+def test_single_file_with_a_flipped_bit_is_not_pushed(tmp_path: Path, checksum: Checksum) -> None:
+    hfshard.save_state_dict({"w": torch.ones(100_000)}, tmp_path / "x", checksum=checksum)
+    flip(tmp_path / "x" / "model.safetensors", -1)
+    with pytest.raises(IntegrityError, match=r"model\.safetensors"):
+        hfshard.push_checkpoint(tmp_path / "x", tmp_path / "hub")
+    assert not (tmp_path / "hub").exists()
+
+
+def test_shards_of_another_checksum_are_compared_before_they_are_pushed(tmp_path: Path) -> None:
+    tensors = {"a": torch.ones(5000), "b": torch.ones(5000)}
+    hfshard.save_state_dict(tensors, tmp_path / "x", max_shard_size="25KB", checksum="xxh3")
+    assert hfshard.push_checkpoint(tmp_path / "x", tmp_path / "hub").is_new
+    flip(tmp_path / "x" / "model-00002-of-00002.safetensors", -1)
+    with pytest.raises(IntegrityError, match="model-00002-of-00002"):
+        hfshard.push_checkpoint(tmp_path / "x", tmp_path / "hub2")

@@ -87,7 +87,7 @@ def test_a_name_is_completed_by_its_kind_unless_it_is_complete(name: str, kind: 
     ],
 )
 def test_what_git_or_a_reader_would_take_for_something_else_is_no_name(name: str) -> None:
-    with pytest.raises(InvalidArgumentError, match="can't be the name of a revision: use letters") as raised:
+    with pytest.raises(InvalidArgumentError, match="is not a valid revision name: use letters") as raised:
         full_name(name)
 
     assert raised.value.actual == name

@@ -12,8 +12,8 @@ import pytest
 from hfshard.disk.byte_source import FileSource
 from hfshard.errors import IntegrityError
 from hfshard.hub.upload import CheckedReader
-from tests.helpers import forkserver
-from tests.hubserver.hub_server import HubServer
+from tests.helpers import processes
+from tests.servers.hub.hub_server import HubServer
 
 pytestmark = pytest.mark.compat
 
@@ -103,7 +103,7 @@ def test_gitignore_of_the_repo_does_not_make_half_a_checkpoint(hub_server: HubSe
     before = hub_server.repo("org/m").commit({".gitignore": b"*-00002-*\n"}, "Ignore")
     environment = hub_server.environment(home=tmp_path / "home")
 
-    done = forkserver.run(["-c", PUSH], env=environment, cwd=tmp_path)
+    done = processes.run(["-c", PUSH], env=environment, cwd=tmp_path)
 
     assert done.returncode == 1
     assert "HubError: The .gitignore of 'org/m' excludes 'model-00002-of-00002.safetensors'" in done.stderr
@@ -114,7 +114,7 @@ def test_push_and_pull_work_while_python_exits(hub_server: HubServer, tmp_path: 
     hub_server.create_repo("org/m")
     environment = hub_server.environment(home=tmp_path / "home")
 
-    done = forkserver.run(["-c", AT_EXIT], env=environment, cwd=tmp_path)
+    done = processes.run(["-c", AT_EXIT], env=environment, cwd=tmp_path)
 
     assert "Exception" not in done.stderr
     assert done.stdout == "True\n['c']\n"

@@ -15,9 +15,11 @@ import pytest
 import torch
 
 import hfshard
-from tests.helpers import forkserver
-from tests.hubserver.faults import Fault
-from tests.hubserver.hub_server import HubServer
+from tests.helpers import processes
+from tests.hub.models import files_of
+from tests.saving.helpers import flip
+from tests.servers.faults import Fault
+from tests.servers.hub.hub_server import HubServer
 
 pytestmark = pytest.mark.compat
 
@@ -75,16 +77,16 @@ class Pusher:
         """Push from a new process; gives the commit and the pull request, or the error and its message."""
         self.hub.clear_log()
         variables = {**self.variables(token), **(environment or {})}
-        done = forkserver.run(["-c", PUSH, json.dumps(options)], env=variables, cwd=self.home)
+        done = processes.run(["-c", PUSH, json.dumps(options)], env=variables, cwd=self.home)
         assert done.returncode == 0, done.stderr
         assert "Falling back" not in done.stderr or "HFSHARD_XET" in (environment or {}), done.stderr
         return json.loads(done.stdout.splitlines()[-1])
 
-    def start_directory(self) -> forkserver.Child:
+    def start_directory(self) -> processes.Child:
         """Begin to push the directory "out"."""
         self.hub.clear_log()
         command, pipe = ["-c", PUSH_DIRECTORY], subprocess.PIPE
-        return forkserver.start(command, env=self.variables(), cwd=self.home, stdout=pipe, stderr=pipe)
+        return processes.start(command, env=self.variables(), cwd=self.home, stdout=pipe, stderr=pipe)
 
     def push_directory(self) -> Any:
         """Push the directory "out"; gives the commit, the bytes that were sent, and what hf_xet may take in memory, or
@@ -99,13 +101,21 @@ class Pusher:
         hfshard.save_state_dict(state_dict, self.home / "out", max_shard_size="2.5MB")
         return sorted((self.home / "out").glob("model-*.safetensors"))
 
+    def pull(self, folder: Path) -> Path:
+        """Write the files of the repo, without the one that the Hub makes."""
+        folder.mkdir()
+        repo = self.hub.repo("org/m")
+        for path in repo.files().keys() - {".gitattributes"}:
+            (folder / path).write_bytes(repo.read(path))
+        return folder
+
     def variables(self, token: str = "hf_write") -> dict[str, str]:
         """The environment of such a process."""
         wanted = {"HFSHARD_XET": "1", "HF_XET_XORB_COMPRESSION_POLICY": "none"}
         return {**self.hub.environment(token, home=self.home), **wanted}
 
 
-def outcome_of(child: forkserver.Child) -> Any:
+def outcome_of(child: processes.Child) -> Any:
     """What a push of a directory printed."""
     out, err = child.communicate(timeout=100)
     assert child.returncode == 0, err
@@ -128,12 +138,9 @@ def test_a_model_goes_by_one_upload_and_only_what_changed_goes_again(pusher: Pus
     assert kinds == {**around, "chunk_query": 4, "xorb_grant": 1, "xorb_put": 1, "shard_put": 1}
     assert hub.count("lfs_batch") == hub.count("lfs_put") == 0
     assert BYTES < hub.bytes_up() < BYTES * 1.01
-    files = {path: hub.repo("org/m").read(path) for path in hub.repo("org/m").files() if path != ".gitattributes"}
-    assert len([path for path in files if path.endswith(".safetensors")]) == 4
-    for path, raw in files.items():
-        (tmp_path / "pulled").mkdir(exist_ok=True)
-        (tmp_path / "pulled" / path).write_bytes(raw)
-    assert hfshard.verify_checkpoint(tmp_path / "pulled").ok
+    pulled = pusher.pull(tmp_path / "pulled")
+    assert len(list(pulled.glob("*.safetensors"))) == 4
+    assert hfshard.verify_checkpoint(pulled).ok
 
     assert pusher.push()[0] == first  # no commit
     assert hub.bytes_up() < 10_000
@@ -149,13 +156,8 @@ def test_an_upload_commit_that_fails_is_made_again(pusher: Pusher, tmp_path: Pat
 
     pusher.push()
 
-    repo = pusher.hub.repo("org/m")
-    pulled = tmp_path / "pulled"
-    pulled.mkdir()
-    for path in repo.files().keys() - {".gitattributes"}:
-        (pulled / path).write_bytes(repo.read(path))
-    assert hfshard.verify_checkpoint(pulled).ok
-    assert len(repo.commits()) == 2
+    assert hfshard.verify_checkpoint(pusher.pull(tmp_path / "pulled")).ok
+    assert len(pusher.hub.repo("org/m").commits()) == 2
     assert pusher.hub.count("shard_put") == 7
 
 
@@ -172,7 +174,7 @@ def test_a_file_that_changes_while_it_is_sent_stops_the_push(pusher: Pusher) -> 
 def test_ctrl_c_ends_a_push_that_waits_for_the_network(pusher: Pusher, kind: str) -> None:
     gate = threading.Event()
     fault = pusher.hub.fail(Fault(match=f" {kind} ", kind="slow", gate=gate, times=100))
-    child = forkserver.start(["-c", PUSH, "{}"], env=pusher.variables(), cwd=pusher.home)
+    child = processes.start(["-c", PUSH, "{}"], env=pusher.variables(), cwd=pusher.home)
     assert fault.reached.wait(60)
     child.send_signal(signal.SIGINT)
 
@@ -197,7 +199,7 @@ def test_a_push_over_xet_goes_to_branches_and_pull_requests(pusher: Pusher) -> N
     ("fault", "expected", "message"),
     [
         ({"kind": "status", "status": 403}, "HubAccessError", "could not be sent to the Xet storage of 'org/m'"),
-        ({"kind": "drop"}, "HubConnectionError", "Run it again, or push by LFS: HFSHARD_XET=0."),
+        ({"kind": "drop"}, "HubConnectionError", "Try again, or push with LFS: HFSHARD_XET=0."),
     ],
 )
 def test_a_storage_that_fails_for_good_is_one_error(
@@ -232,7 +234,7 @@ def test_lfs_is_used_where_xet_is_turned_off(pusher: Pusher) -> None:
     assert pusher.hub.count("lfs_put") == 4
 
 
-def test_a_directory_goes_by_one_upload_and_only_what_changed_goes_again(pusher: Pusher) -> None:
+def test_a_directory_goes_by_one_upload_and_only_what_changed_goes_again(pusher: Pusher, tmp_path: Path) -> None:
     hub = pusher.hub
     pusher.save()
     _, sent, memory = pusher.push_directory()
@@ -240,9 +242,7 @@ def test_a_directory_goes_by_one_upload_and_only_what_changed_goes_again(pusher:
     assert (hub.count("xorb_put"), hub.count("shard_put"), hub.count("lfs_put")) == (1, 1, 0)
     assert BYTES < sent < BYTES * 1.01
     assert memory == [805_306_368]  # no tensors are beside: several blocks go at once
-    repo = hub.repo("org/m")
-    pushed = {path: repo.read(path) for path in repo.files() if path != ".gitattributes"}
-    assert pushed == {path.name: path.read_bytes() for path in (pusher.home / "out").iterdir()}
+    assert files_of(pusher.pull(tmp_path / "pulled")) == files_of(pusher.home / "out")
 
     pusher.save(changed=20_000)  # 1 % of the bytes
     _, sent, _ = pusher.push_directory()
@@ -250,10 +250,7 @@ def test_a_directory_goes_by_one_upload_and_only_what_changed_goes_again(pusher:
 
 
 def test_a_shard_that_was_damaged_far_inside_is_not_pushed(pusher: Pusher) -> None:
-    shard = pusher.save()[1]
-    raw = bytearray(shard.read_bytes())
-    raw[1_500_000] ^= 1  # no fingerprint has it
-    shard.write_bytes(raw)
+    flip(pusher.save()[1], 1_500_000)  # no fingerprint has it
     error, said = pusher.push_directory()
 
     assert error == "IntegrityError"
@@ -273,7 +270,7 @@ def test_a_shard_that_vanishes_during_the_push_is_named(pusher: Pusher) -> None:
     error, said = outcome_of(child)
 
     assert error == "IntegrityError"
-    assert f"'{shard.name}' was not pushed: it was removed in the meantime" in said
+    assert f"'{shard.name}' was not pushed: it was removed during the push" in said
     assert len(pusher.hub.repo("org/m").commits()) == 1
 
 
@@ -283,6 +280,6 @@ def test_a_storage_that_refuses_a_directory_is_one_error(pusher: Pusher) -> None
     error, said = pusher.push_directory()
 
     assert error == "HubAccessError"
-    assert "with 3 more could not be sent to the Xet storage of 'org/m'" in said
+    assert "and 3 more could not be sent to the Xet storage of 'org/m'" in said
     assert "Nothing was committed." in said
     assert len(pusher.hub.repo("org/m").commits()) == 1

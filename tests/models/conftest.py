@@ -13,7 +13,7 @@ import transformers
 from transformers import PreTrainedModel
 
 import hfshard
-from tests.zoo.compare import Facts, Loaded, facts_of_load, load
+from tests.zoo.compare import Facts, Loaded, differences, facts_of_load, load
 from tests.zoo.mixin_classes import with_mixin
 from tests.zoo.models import ZOO
 
@@ -60,6 +60,10 @@ class Saves:
             return self.load_of_stock("stock", name, size)[1]
         directory = self.stock(name, size)
         return facts_of_load(load(getattr(transformers, class_name or ""), directory), directory)
+
+    def differences(self, model_class: Any, directory: Path, *of_stock: str) -> list[str]:
+        """How what a class loads from a directory differs from `stock_facts`."""
+        return differences(facts_of_load(load(model_class, directory), directory), self.stock_facts(*of_stock))
 
 
 @pytest.fixture(scope="session")

@@ -49,9 +49,7 @@ class Outer:
 class Simple(nn.Module):
     """Arguments with defaults, tied tensors, a tensor that is not contiguous."""
 
-    def __init__(
-        self, width: int = 4, name: str = "\u00e9", limit: float = float("inf"), other: Any = NOT_JSON
-    ) -> None:
+    def __init__(self, width: int = 4, name: str = "\u00e9", limit: float = INFINITE, other: Any = NOT_JSON) -> None:
         super().__init__()
         self.seen = (width, name, limit, other is NOT_JSON)
         self.layer = nn.Linear(width, width)

@@ -37,26 +37,18 @@ class OwnSpecimen(Specimen):
         return self.own_class
 
 
-def _even(name: str) -> Any:
-    """The sizes that transformers' own tensor parallelism takes in its oldest version, too."""
+def _config(name: str, **values: int) -> Any:
     config = ZOO[name].make_config()
-    config.vocab_size = 64
-    config.num_key_value_heads = 2
+    for key, value in values.items():
+        setattr(config, key, value)
     return config
 
 
-def _uneven() -> Any:
-    """No dimension of a matrix but its features can be halved; the vocabulary is odd."""
-    config = ZOO["llama_untied"].make_config()
-    config.intermediate_size = 51
-    config.num_key_value_heads = 2
-    return config
-
-
-def _six_experts() -> Any:
-    config = ZOO["qwen3_moe"].make_config()
-    config.num_experts = 6
-    return config
+_even = partial(_config, vocab_size=64, num_key_value_heads=2)
+"""The sizes that transformers' own tensor parallelism takes in its oldest version, too."""
+_uneven = partial(_config, "llama_untied", intermediate_size=51, num_key_value_heads=2)
+"""No dimension of a matrix but its features can be halved; the vocabulary is odd."""
+_six_experts = partial(_config, "qwen3_moe", num_experts=6)
 
 
 def freeze(model: Any) -> None:

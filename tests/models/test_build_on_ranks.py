@@ -1,4 +1,4 @@
-"""Models that all ranks build together: what one refuses, the others refuse, and all build the same checkpoint."""
+"""Models that all ranks build together: what one refuses, all refuse, and all build the same checkpoint or commit."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -14,6 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers.distributed.configuration_utils import DistributedConfig
 
@@ -26,17 +29,21 @@ from hfshard.errors import (
     MissingShardError,
     RankFailedError,
 )
-from tests.distributed.gloo import check_ranks, free_port, run_ranks
+from tests.distributed.gloo import await_file, check_ranks, free_port, run_ranks
+from tests.helpers import processes
+from tests.helpers.tiny_bert import Bert, bert
+from tests.hub.on_ranks import talking_to
 from tests.models.layouts import spread
 from tests.models.specimens import SPECIMENS
-from tests.training import processes
+from tests.saving.helpers import files_in, flip
+from tests.servers.hub.hub_server import Fault, HubServer
+from tests.zoo.mixin_classes import with_mixin
 
 SHARDS = "20KB"
 FULLY = partial(spread, layout="fsdp")
 
 
-class Mine(hfshard.ShardedModelMixin, LlamaForCausalLM):
-    pass
+Mine: Any = with_mixin(LlamaForCausalLM)
 
 
 def by_function(path: Path, **options: Any) -> Any:
@@ -61,10 +68,7 @@ def hostile_header(directory: Path) -> None:
 
 
 def flipped_bit(directory: Path) -> None:
-    path = first_shard(directory)
-    raw = bytearray(path.read_bytes())
-    raw[-1] ^= 1
-    path.write_bytes(raw)
+    flip(first_shard(directory), -1)
 
 
 def other_generation_config(directory: Path) -> None:
@@ -133,7 +137,7 @@ def die_in_function(rank: int, place: Path) -> None:
         torch.distributed.barrier()  # as code of users and of transformers may do
         return FULLY(model)
 
-    with pytest.raises(RankFailedError, match="Rank 1 has given no sign of life") as caught:
+    with pytest.raises(RankFailedError, match=r"Rank 1 sent no (more )?heartbeat") as caught:
         Mine.from_pretrained(place, parallelize=die)
     assert caught.value.rank == 1
     os._exit(0)
@@ -164,7 +168,7 @@ def test_ranks_of_a_launcher_agree_before_transformers_makes_its_group(tmp_path:
     port = free_port()
 
     def run(rank: int) -> processes.End:
-        return processes.run(tmp_path / f"{rank}.txt", load_without_a_group, rank, tmp_path, port)
+        return processes.end_of(tmp_path / f"{rank}.txt", load_without_a_group, rank, tmp_path, port)
 
     with ThreadPoolExecutor(2) as pool:
         ends = list(pool.map(run, range(2)))
@@ -182,3 +186,86 @@ def test_what_one_rank_refuses_no_rank_builds(tmp_path: Path) -> None:
         stock.lm_head.weight.add_(1)
     stock.save_pretrained(tmp_path / "other", max_shard_size=SHARDS)
     check_ranks(tmp_path / "ranks", 2, refuse_everywhere, tmp_path)
+
+
+REPO = "org/moving"
+
+
+def load_in_all_ways(repo: str | Path, cache: Path) -> dict[str, float]:
+    """What each call loads: the one number that the whole of it is full of."""
+    mine = fully_shard(bert(-1))
+    hfshard.load_model(mine, repo, cache_dir=cache / "1")
+    like = fully_shard(bert(-1)).state_dict()
+    found = {
+        "load_model": mine.state_dict(),
+        "load_state_dict": hfshard.load_state_dict(repo, like=like, cache_dir=cache / "2"),
+        "from_pretrained": Bert.from_pretrained(repo, parallelize=fully_shard, cache_dir=cache / "3").state_dict(),
+    }
+    return {call: value_of(state) for call, state in found.items()}
+
+
+def value_of(state: dict[str, Any]) -> float:
+    whole = [tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor for tensor in state.values()]
+    (value,) = {float(number) for tensor in whole for number in tensor.unique()}
+    return value
+
+
+def load_from_the_hub(rank: int, endpoint: str, place: Path) -> None:
+    with talking_to(endpoint, place / f"home-{rank}"):
+        load_in_all_ways(REPO, place / f"cache-{rank}")  # each of which finds one number
+
+
+@pytest.mark.compat
+def test_all_ranks_load_the_commit_that_one_has_found(hub_server: HubServer, tmp_path: Path) -> None:
+    view = hub_server.create_repo(REPO)
+    saved = []
+    for value in range(8):
+        bert(value).save_pretrained(tmp_path / str(value), max_shard_size=4696)
+        saved.append(files_in(tmp_path / str(value)))
+    view.commit(saved.pop(), "first")
+
+    def move() -> None:
+        if saved:
+            view.commit(saved.pop(), "next")
+
+    hub_server.fail(Fault(match="GET info", kind="race", times=100, action=move))
+    check_ranks(tmp_path / "ranks", 2, load_from_the_hub, hub_server.endpoint, tmp_path)
+    assert not saved  # it has moved with every question
+
+
+def when_opening(words: str, work: Callable[[], object]) -> None:
+    """Do something, once, right before this process opens a file whose path has these words."""
+    wanted = [words]
+
+    def look(event: str, args: tuple[Any, ...]) -> None:
+        if event == "open" and wanted and wanted[0] in str(args[0]):
+            wanted.clear()
+            work()
+
+    sys.addaudithook(look)
+
+
+def load_from_a_directory_hub(rank: int, place: Path) -> None:
+    hub = place / "hub"
+    has_found = place / "rank 0 has found a commit"
+
+    def push() -> None:
+        await_file(has_found)
+        hfshard.push_checkpoint(place / "new", hub)
+
+    if rank:
+        when_opening("refs/heads/main", push)
+    else:
+        when_opening("/commits/", has_found.touch)
+    loaded = hfshard.load_state_dict(hub, like=fully_shard(bert(-1)).state_dict())
+    assert value_of(loaded) == 1
+    dist.barrier()
+    assert load_in_all_ways(hub, place) == dict.fromkeys(("load_model", "load_state_dict", "from_pretrained"), 2)
+    with pytest.raises(RankFailedError if rank else FileNotFoundError):
+        hfshard.load_state_dict(place / "absent" if rank == 0 else hub, like=fully_shard(bert(-1)).state_dict())
+
+
+def test_all_ranks_load_one_commit_of_a_directory_hub(tmp_path: Path) -> None:
+    bert(1).push_to_hub(tmp_path / "hub")
+    bert(2).save_pretrained(tmp_path / "new")
+    check_ranks(tmp_path / "ranks", 2, load_from_a_directory_hub, tmp_path)

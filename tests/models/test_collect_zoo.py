@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from safetensors import safe_open
+from safetensors.torch import load_file
 
 from tests.models.conftest import SHARDS, WHOLE, Saves
 from tests.zoo.compare import (
     INDEX,
     SINGLE_FILE,
+    contents,
     differences,
-    facts_of_load,
     facts_of_model,
-    load,
+    file_differences,
     raw_tensors,
     read_json,
     small_files,
@@ -33,11 +33,7 @@ SHARD_BYTES = 20_000
 
 @every_layout
 def test_stock_loads_what_hfshard_saves_as_what_stock_saves(name: str, size: str, saves: Saves) -> None:
-    directory = saves.ours(name, size)
-
-    facts = facts_of_load(load(ZOO[name].stock_class, directory), directory)
-
-    assert differences(facts, saves.stock_facts(name, size)) == []
+    assert saves.differences(ZOO[name].stock_class, saves.ours(name, size), name, size) == []
 
 
 @every_layout_compat
@@ -49,11 +45,7 @@ def test_hfshard_loads_what_stock_saves_as_stock_does(name: str, size: str, save
 
 @every_layout_by_representatives
 def test_hfshard_loads_what_hfshard_saves_as_stock_does_what_stock_saves(name: str, size: str, saves: Saves) -> None:
-    directory = saves.ours(name, size)
-
-    facts = facts_of_load(load(with_mixin(ZOO[name].stock_class), directory), directory)
-
-    assert differences(facts, saves.stock_facts(name, size)) == []
+    assert saves.differences(with_mixin(ZOO[name].stock_class), saves.ours(name, size), name, size) == []
 
 
 @every_layout
@@ -90,12 +82,7 @@ def test_a_save_leaves_the_weights_and_the_small_files_and_nothing_else(name: st
 @every_model
 def test_no_shard_is_over_the_limit_unless_it_holds_one_tensor(name: str, saves: Saves) -> None:
     for path in saves.ours(name, SHARDS).glob("*.safetensors"):
-        assert path.stat().st_size <= SHARD_BYTES or len(_names(path)) == 1
-
-
-def _names(path: Path) -> list[str]:
-    with safe_open(path, framework="pt") as file:
-        return list(file.keys())
+        assert path.stat().st_size <= SHARD_BYTES or len(load_file(path)) == 1
 
 
 @every_model
@@ -107,25 +94,21 @@ def test_a_save_leaves_the_model_as_transformers_save_does(name: str, saves: Sav
 
 
 @every_model
-def test_a_model_that_hfshard_loaded_is_saved_again_with_the_same_bytes(
-    name: str, saves: Saves, tmp_path: Path
-) -> None:
+def test_a_model_that_hfshard_loaded_is_saved_again_byte_for_byte(name: str, saves: Saves, tmp_path: Path) -> None:
     for who in ("ours", "stock"):
         loaded, _ = saves.load_of_stock(who, name, SHARDS)
         loaded.model.save_pretrained(tmp_path / who, max_shard_size=SHARDS)
 
-    ours, theirs = raw_tensors(tmp_path / "ours"), raw_tensors(tmp_path / "stock")
-    assert differences({"file": ours}, {"file": theirs}) == []
-    assert small_files(tmp_path / "ours") == small_files(tmp_path / "stock")
+    assert file_differences(tmp_path / "ours", tmp_path / "stock") == []
 
 
 @representatives
 def test_a_loaded_model_can_be_trained_without_changing_its_files(name: str, saves: Saves) -> None:
     directory = saves.ours(name, SHARDS)
-    before = {path: path.read_bytes() for path in directory.iterdir()}
+    before = contents(directory)
     model = with_mixin(ZOO[name].stock_class).from_pretrained(directory)
 
     for parameter in model.parameters():
         parameter.data.add_(1)
 
-    assert {path: path.read_bytes() for path in directory.iterdir()} == before
+    assert contents(directory) == before

@@ -23,9 +23,7 @@ if __name__ == "__main__":
 """
 
 
-def test_spawned_workers_have_what_the_top_of_the_script_installs(
-    tmp_path: Path, child_environment: dict[str, str]
-) -> None:
+def test_spawned_workers_have_what_their_script_installs(tmp_path: Path, child_environment: dict[str, str]) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
 
     done = by_python(["script.py"], tmp_path, without_hfshard_on(child_environment))

@@ -15,12 +15,10 @@ from torch import nn
 
 import hfshard
 from tests.models.nets import CASES, Inner, Outer, Simple, build, ours, theirs
+from tests.saving.helpers import files_in
+from tests.zoo.compare import contents
 
 pytestmark = pytest.mark.compat
-
-
-def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
 def same(one: nn.Module, other: nn.Module) -> bool:
@@ -35,8 +33,7 @@ def test_config_and_card_are_theirs_byte_for_byte_and_each_loads_the_others(case
     mine.save_pretrained(tmp_path / "ours")
     stock.save_pretrained(tmp_path / "theirs")
 
-    written = {path.name: path.read_bytes() for path in (tmp_path / "ours").iterdir() if path.is_file()}
-    expected = {path.name: path.read_bytes() for path in (tmp_path / "theirs").iterdir()}
+    written, expected = files_in(tmp_path / "ours"), contents(tmp_path / "theirs")
     assert written.keys() == expected.keys()
     for name in expected.keys() - {"model.safetensors"}:
         assert written[name] == expected[name]

@@ -49,9 +49,7 @@ class Bert(hfshard.ShardedModelMixin, BertModel):
         (nn.Linear, False, False),
     ],
 )
-def test_a_class_is_of_transformers_or_plain_or_not_for_the_mixin(
-    model_class: type, pretrained: bool, plain: bool
-) -> None:
+def test_a_class_is_of_transformers_or_plain_or_neither(model_class: type, pretrained: bool, plain: bool) -> None:
     assert (is_pretrained_class(model_class), is_plain_class(model_class)) == (pretrained, plain)
 
 

@@ -40,9 +40,8 @@ def test_tensors_that_are_given_are_saved_in_place_of_the_modules_own(model: nn.
 
     save_module(model, str(tmp_path), given, SaveOptions())
 
-    assert {name: tensor.tolist() for name, tensor in load_file(tmp_path / "model.safetensors").items()} == {
-        "bias": [7.0, 7.0]
-    }
+    saved = load_file(tmp_path / "model.safetensors")
+    assert {name: tensor.tolist() for name, tensor in saved.items()} == {"bias": [7.0, 7.0]}
     assert list(given) == ["bias"] and model.bias.tolist() == [1.0, 1.0]
 
 
@@ -53,9 +52,7 @@ def test_a_process_that_is_not_the_main_one_saves_nothing(model: nn.Linear, tmp_
     assert not target.exists()
 
 
-def test_in_a_collective_save_each_process_saves_though_it_is_not_the_main_one(
-    model: nn.Linear, tmp_path: Path
-) -> None:
+def test_in_a_collective_save_each_process_saves_though_not_the_main_one(model: nn.Linear, tmp_path: Path) -> None:
     index = save_module(model, str(tmp_path), None, SaveOptions(is_collective=True), is_main_process=False)
 
     assert index is not None
@@ -82,9 +79,7 @@ def test_names_that_share_a_tensor_are_stored_once_and_loaded_twice(tmp_path: Pa
     assert torch.equal(hfshard.load_state_dict(tmp_path)["b.weight"], layer.weight)
 
 
-def test_a_module_that_cannot_be_stored_leaves_no_directory_and_a_file_stays_one(
-    model: nn.Linear, tmp_path: Path
-) -> None:
+def test_a_module_that_cannot_be_stored_leaves_no_directory_and_files_stay(model: nn.Linear, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
 
     with pytest.raises(UnstorableTensorError, match="weight"):

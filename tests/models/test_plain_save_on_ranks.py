@@ -14,6 +14,8 @@ import hfshard
 from hfshard.hub.directory.directory_hub import DirectoryHub
 from tests.distributed.gloo import check_ranks
 from tests.models.nets import Simple
+from tests.saving.helpers import files_in
+from tests.zoo.compare import contents
 
 pytestmark = pytest.mark.compat
 
@@ -47,9 +49,8 @@ def test_every_rank_saves_and_pushes_what_one_process_would(tmp_path: Path) -> N
     model = made()
     model.save_pretrained(tmp_path / "alone", max_shard_size=600)
 
-    alone = {path.name: path.read_bytes() for path in (tmp_path / "alone").iterdir() if path.is_file()}
-    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir() if path.is_file()} == alone
-    snapshot = Path(DirectoryHub.open(str(tmp_path / "hub")).snapshot(None))
-    assert {path.name: path.read_bytes() for path in snapshot.iterdir()} == alone
+    alone = files_in(tmp_path / "alone")
+    assert files_in(tmp_path / "out") == alone
+    assert contents(Path(DirectoryHub.open(str(tmp_path / "hub")).snapshot(None))) == alone
     assert json.loads(alone["config.json"])["width"] == 16
     assert torch.equal(Net.from_pretrained(tmp_path / "out").layer.weight, model.layer.weight)

@@ -1,24 +1,28 @@
-"""Every argument of `save_pretrained` does what transformers' does, on the disk and for what loads it."""
+"""Every argument of `save_pretrained` does what transformers' does, of adapters too, on disk and for what loads it."""
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import BertModel
+from transformers import BertModel, LlamaConfig, LlamaForCausalLM
 
 import hfshard
+from hfshard.errors import InvalidArgumentError
+from tests.helpers.peft_versions import peft_of_transformers
 from tests.models.conftest import SHARDS, WHOLE
 from tests.zoo.compare import (
     INDEX,
+    contents,
     differences,
     facts_of_load,
+    file_differences,
     load,
     raw_tensors,
     read_json,
-    small_files,
     with_variant,
 )
 from tests.zoo.mixin_classes import with_mixin
@@ -35,25 +39,20 @@ def save_both(name: str, at: Path, **options: Any) -> tuple[Path, Path]:
     return at / "ours", at / "theirs"
 
 
-def same_files(ours: Path, theirs: Path, variant: str | None = None) -> list[str]:
-    """How two saves differ, in tensors and in small files."""
-    tensors = differences({"file": raw_tensors(ours, variant)}, {"file": raw_tensors(theirs, variant)})
-    return tensors + differences(small_files(ours), small_files(theirs))
-
-
 @pytest.mark.parametrize("size", [WHOLE, SHARDS])
 @pytest.mark.parametrize("variant", ["fp16", "v2.1"])
 def test_a_variant_is_named_as_transformers_names_it_and_loads_by_both(size: str, variant: str, tmp_path: Path) -> None:
     ours, theirs = save_both("bert", tmp_path, max_shard_size=size, variant=variant)
 
-    assert same_files(ours, theirs, variant) == []
+    assert file_differences(ours, theirs, variant) == []
     if size == SHARDS:
         names = set(read_json(ours / with_variant(INDEX, variant))["weight_map"].values())
         assert all(name.startswith(f"model.{variant}-0000") for name in names)
-    expected = facts_of_load(load(BertModel, theirs, variant=variant), theirs)
-    for model_class, directory in ((BertModel, ours), (with_mixin(BertModel), theirs), (with_mixin(BertModel), ours)):
-        facts = facts_of_load(load(model_class, directory, variant=variant), directory)
-        assert differences(facts, expected) == []
+    expected, *found = (
+        facts_of_load(load(model_class, directory, variant=variant), directory)
+        for model_class, directory in product((BertModel, with_mixin(BertModel)), (theirs, ours))
+    )
+    assert [differences(facts, expected) for facts in found] == [[], [], []]
 
 
 def test_two_variants_and_the_plain_weights_live_side_by_side(tmp_path: Path) -> None:
@@ -79,7 +78,7 @@ def test_a_state_dict_that_is_given_is_saved_in_place_of_the_models(name: str, t
 
     ours.save_pretrained(tmp_path / "ours", state_dict=given, max_shard_size=SHARDS)
 
-    assert same_files(tmp_path / "ours", tmp_path / "theirs") == []
+    assert file_differences(tmp_path / "ours", tmp_path / "theirs") == []
     assert list(given) == before
 
 
@@ -90,7 +89,7 @@ def test_a_part_of_a_state_dict_is_saved_alone(tmp_path: Path) -> None:
 
     ours.save_pretrained(tmp_path / "ours", state_dict=part)
 
-    assert same_files(tmp_path / "ours", tmp_path / "theirs") == []
+    assert file_differences(tmp_path / "ours", tmp_path / "theirs") == []
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "llava", "wav2vec2", "vit", "clip_vision"])
@@ -98,10 +97,11 @@ def test_a_part_of_a_state_dict_is_saved_alone(tmp_path: Path) -> None:
 def test_weights_are_saved_in_the_original_format_or_as_they_are(name: str, original: bool, tmp_path: Path) -> None:
     ours, theirs = save_both(name, tmp_path, save_original_format=original, max_shard_size=SHARDS)
 
-    assert same_files(ours, theirs) == []
-    expected = facts_of_load(load(ZOO[name].stock_class, theirs), theirs)
-    assert differences(facts_of_load(load(ZOO[name].stock_class, ours), ours), expected) == []
-    assert differences(facts_of_load(load(with_mixin(ZOO[name].stock_class), ours), ours), expected) == []
+    assert file_differences(ours, theirs) == []
+    stock_class = ZOO[name].stock_class
+    expected = facts_of_load(load(stock_class, theirs), theirs)
+    for model_class in (stock_class, with_mixin(stock_class)):
+        assert differences(facts_of_load(load(model_class, ours), ours), expected) == []
 
 
 def test_the_experts_of_a_mixture_are_fused_in_memory_and_apart_on_disk(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_an_option_of_older_or_other_code_is_taken(options: dict[str, Any], tmp_
 
     specimen.build(with_mixin(BertModel)).save_pretrained(tmp_path / "ours", **options)
 
-    assert same_files(tmp_path / "ours", tmp_path / "theirs") == []
+    assert file_differences(tmp_path / "ours", tmp_path / "theirs") == []
 
 
 def test_arguments_are_taken_by_position_in_transformers_order(tmp_path: Path) -> None:
@@ -150,10 +150,8 @@ def test_another_process_than_the_main_one_writes_nothing(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("typo", "meant"), [("max_shard_sizes", "max_shard_size"), ("varient", "variant")])
-def test_an_unknown_keyword_is_an_error_that_names_the_nearest_and_writes_nothing(
-    typo: str, meant: str, tmp_path: Path
-) -> None:
-    with pytest.raises(TypeError, match=f"{typo}.*{meant}"):
+def test_an_unknown_keyword_names_the_nearest_and_writes_nothing(typo: str, meant: str, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=f"{typo}.*Did you mean '{meant}'"):
         ZOO["bert"].build(with_mixin(BertModel)).save_pretrained(tmp_path / "out", **{typo: "1MB"})
 
     assert not (tmp_path / "out").exists()
@@ -174,3 +172,48 @@ def test_the_saved_directory_is_whole(tmp_path: Path) -> None:
 
     assert hfshard.verify_checkpoint(ours).ok
     assert hfshard.verify_checkpoint(theirs, level="structure").ok
+
+
+class Llama(hfshard.ShardedModelMixin, LlamaForCausalLM):
+    """As a user writes it."""
+
+
+def _with_adapter(model_class: type[LlamaForCausalLM], base: Path) -> Any:
+    config = LlamaConfig(vocab_size=6, hidden_size=4, num_hidden_layers=1, num_attention_heads=1, intermediate_size=4)
+    hfshard.save_model(LlamaForCausalLM(config), base)
+    model: Any = model_class.from_pretrained(base)
+    model.add_adapter(peft_of_transformers().LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    return model
+
+
+@pytest.mark.parametrize("model_class", [LlamaForCausalLM, Llama])
+def test_the_adapter_is_saved_as_by_transformers(tmp_path: Path, model_class: type[LlamaForCausalLM]) -> None:
+    model = _with_adapter(model_class, tmp_path / "base")
+    assert hfshard.save_model(torch.nn.DataParallel(model), tmp_path / "ours") is None
+    model.save_pretrained(tmp_path / "theirs")
+
+    ours, theirs = (contents(tmp_path / name) for name in ("ours", "theirs"))
+    assert set(ours) == {"adapter_config.json", "adapter_model.safetensors", "generation_config.json"}
+    assert ours == theirs
+
+    loaded = hfshard.load_model(model_class, tmp_path / "ours")
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name
+
+
+def test_metadata_for_an_adapter_is_refused(tmp_path: Path) -> None:
+    model = _with_adapter(LlamaForCausalLM, tmp_path / "base")
+    with pytest.raises(InvalidArgumentError, match="Leave out metadata="):
+        hfshard.save_model(model, tmp_path / "ours", metadata={"step": 1})
+    assert not (tmp_path / "ours").exists()
+
+
+@pytest.mark.parametrize("model_class", [LlamaForCausalLM, Llama])
+def test_an_adapter_goes_into_no_store(tmp_path: Path, model_class: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _with_adapter(model_class, tmp_path / "base")
+    monkeypatch.chdir(tmp_path)
+
+    with pytest.raises(InvalidArgumentError, match=r"to 's3://bucket/adapter': .* only into directories"):
+        hfshard.save_model(model, "s3://bucket/adapter")
+
+    assert [path.name for path in tmp_path.iterdir()] == ["base"]

@@ -19,9 +19,6 @@ from tests.helpers.peft_versions import peft_of_transformers
 from tests.helpers.tiny_bert import Bert, bert
 from tests.tensors.zero3 import gathered, partition
 
-PARAMETERS = 848
-"""Of the tiny BERT, each counted once."""
-
 
 class OwnSave(Bert):
     """A class with a `save_pretrained` of its own."""
@@ -30,23 +27,26 @@ class OwnSave(Bert):
         super().save_pretrained(*args, **kwargs)
 
 
-@pytest.fixture(params=["mixin", "own save_pretrained", "install"])
+@pytest.fixture(params=[Bert, OwnSave, BertModel], ids=["mixin", "own save_pretrained", "install"])
 def model(request: pytest.FixtureRequest) -> Iterator[Any]:
     """A partitioned model, of a class with the mixin, or of transformers' own while hfshard is installed."""
-    is_installed = request.param == "install"
-    cls = {"mixin": Bert, "own save_pretrained": OwnSave, "install": BertModel}[request.param]
-    built = bert(3, cls=cls)
+    built = bert(3, cls=request.param)
     partition(built)
-    with hfshard.install(quiet=True) if is_installed else nullcontext():
+    with hfshard.install(quiet=True) if request.param is BertModel else nullcontext():
         yield built
 
 
-def with_adapter(cls: type[LlamaForCausalLM] = LlamaForCausalLM) -> Any:
+def with_adapter() -> Any:
     config = LlamaConfig(vocab_size=6, hidden_size=4, num_hidden_layers=1, num_attention_heads=1, intermediate_size=4)
-    built: Any = cls(config)
+    built: Any = LlamaForCausalLM(config)
     built.add_adapter(peft_of_transformers().LoraConfig(r=2, target_modules=["q_proj"]))
     partition(built)
     return built
+
+
+def gathered_weights(model: Any) -> dict[str, torch.Tensor]:
+    with gathered(model):
+        return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
 def files_in(place: Path) -> list[str]:
@@ -115,8 +115,7 @@ def test_a_model_that_is_born_partitioned_is_not_loaded(tmp_path: Path, monkeypa
 
 def test_what_was_gathered_is_saved_for_a_partitioned_model(model: Any, tmp_path: Path) -> None:
     """Trainer and Accelerate gather on the first rank, and pass the weights."""
-    with gathered(model):
-        weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    weights = gathered_weights(model)
 
     hfshard.save_model(model, tmp_path / "function", state_dict=weights, max_shard_size=2000)
     model.save_pretrained(tmp_path / "method", state_dict=weights, max_shard_size=2000)
@@ -126,7 +125,7 @@ def test_what_was_gathered_is_saved_for_a_partitioned_model(model: Any, tmp_path
         assert len(loaded) == 23
         assert {float(value) for tensor in loaded.values() for value in tensor.unique()} == {3}
         index = json.loads((place / "model.safetensors.index.json").read_bytes())
-        assert index["metadata"]["total_parameters"] == PARAMETERS
+        assert index["metadata"]["total_parameters"] == 848  # each of the tiny BERT counted once
 
 
 def test_a_gathered_model_is_saved(model: Any, tmp_path: Path) -> None:
@@ -139,20 +138,16 @@ def test_a_gathered_model_is_saved(model: Any, tmp_path: Path) -> None:
 @pytest.mark.compat
 def test_an_adapter_that_was_gathered_is_saved(tmp_path: Path) -> None:
     model = with_adapter()
-    with gathered(model):
-        weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
     with hfshard.install(quiet=True):
-        model.save_pretrained(tmp_path, state_dict=weights)
+        model.save_pretrained(tmp_path, state_dict=gathered_weights(model))
 
     (_, lora) = sorted(hfshard.load_state_dict(tmp_path / "adapter_model.safetensors").items())
     assert lora[1].shape == (4, 2)
 
 
 @pytest.mark.parametrize("state_dict", [None, {}])
-def test_ranks_and_trainers_that_save_no_weights_are_not_refused(
-    model: Any, state_dict: dict[str, torch.Tensor] | None, tmp_path: Path
-) -> None:
+def test_ranks_and_trainers_that_save_no_weights_are_not_refused(model: Any, state_dict: Any, tmp_path: Path) -> None:
     """Other ranks than the first pass None; Trainer that is not to gather passes an empty state dict."""
     model.save_pretrained(tmp_path, state_dict=state_dict, is_main_process=state_dict is not None)
 

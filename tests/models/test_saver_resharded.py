@@ -11,50 +11,40 @@ import torch
 
 import hfshard
 from tests.models.conftest import SHARDS, WHOLE, Saves
-from tests.models.load.test_legacy import write_pickle, write_pickled_shards
+from tests.models.test_model_builder_directories import write_pickle
+from tests.saving.helpers import files_in
 from tests.zoo.compare import Facts, differences, facts_of_load, load
 from tests.zoo.mixin_classes import with_mixin
 from tests.zoo.models import ZOO
-from tests.zoo.parameters import REPRESENTATIVES
+from tests.zoo.parameters import REPRESENTATIVES, parameters
 
 NAMES = (
     "bert_pretraining", "gpt2", "llama_tied", "llama_mixed_dtypes", "llama_generation", "mixtral", "ernie_bf16", "t5",
     "whisper", "levit",
 )  # fmt: skip
 """Tied, untied, mixed dtypes, experts that are converted, encoder-decoders, int buffers."""
-every_name = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.compat] if name in REPRESENTATIVES else []) for name in NAMES]
-)
+every_name = pytest.mark.parametrize("name", parameters(NAMES, REPRESENTATIVES))
+FEW = {"gpt2", "llama_tied", "llama_mixed_dtypes", "mixtral", "levit"}
+_OTHERS = [name for name in NAMES if name not in FEW]
+few_names = pytest.mark.parametrize("name", parameters(NAMES, REPRESENTATIVES & FEW, _OTHERS))
+"""For files that are changed in place, where what is in them matters less: the others run with --slow."""
 
 
-def files_in(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in directory.iterdir() if path.is_file()}
+TIED = ("bert_pretraining", "llama_tied", "t5")
 
 
-def loads_alike(name: str, one: Path, want: Facts) -> list[str]:
+def unlike(name: str, one: Path, want: Facts) -> list[str]:
     """How what stock transformers and hfshard load differs from what is wanted."""
     stock_class = ZOO[name].stock_class
     found = differences(facts_of_load(load(stock_class, one), one), want)
     return found + differences(facts_of_load(load(with_mixin(stock_class), one), one), want)
 
 
-few_names = pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.compat if name in REPRESENTATIVES else [])
-        if name in ("gpt2", "llama_tied", "llama_mixed_dtypes", "mixtral", "levit")
-        else pytest.param(name, marks=pytest.mark.slow)
-        for name in NAMES
-    ],
-)
-"""Files that are changed in place, where what is in them matters less: the others run with --slow."""
-
-
 @pytest.mark.parametrize(("old", "new"), [(SHARDS, WHOLE), (WHOLE, SHARDS)], ids=["merged", "split"])
 @every_name
 def test_a_resharded_model_is_the_saved_one(name: str, old: str, new: str, saves: Saves, tmp_path: Path) -> None:
     hfshard.reshard_checkpoint(saves.ours(name, old), tmp_path / "new", new)
-    assert loads_alike(name, tmp_path / "new", saves.stock_facts(name)) == []
+    assert unlike(name, tmp_path / "new", saves.stock_facts(name)) == []
     assert hfshard.verify_checkpoint(tmp_path / "new").ok
     # Of one dtype, nothing but parameters, and no tensor in the middle that is too large for the small files.
     if name in ("llama_tied", "llama_generation") or (name in ("gpt2", "t5") and new == SHARDS):
@@ -67,29 +57,19 @@ def test_a_stock_checkpoint_is_resharded_in_place(name: str, saves: Saves, tmp_p
         place = tmp_path / str(number)
         shutil.copytree(saves.stock(name, size), place)
         hfshard.reshard_checkpoint(place, place, "50KB", low_disk=size == SHARDS)
-        assert loads_alike(name, place, saves.stock_facts(name)) == []
+        assert unlike(name, place, saves.stock_facts(name)) == []
         assert hfshard.verify_checkpoint(place).ok
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *(pytest.param(name, marks=pytest.mark.compat) for name in ("bert_pretraining", "llama_tied", "t5")),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "whisper")),
-    ],
-)
+@pytest.mark.parametrize("name", parameters((*TIED, "gpt2", "whisper"), TIED, ("gpt2", "whisper")))
 def test_pickles_of_a_tied_model_are_converted_in_place(name: str, tmp_path: Path) -> None:
-    for number, write in enumerate((write_pickle, write_pickled_shards)):
-        place = tmp_path / str(number)
-        state_dict = ZOO[name].build().state_dict()
-        if write is write_pickle:
-            write_pickle(place, name, state_dict)
-        else:
-            write_pickled_shards(place, name)
+    for shards in (1, 3):
+        place = tmp_path / str(shards)
+        write_pickle(place, name, shards=shards)
         want = facts_of_load(load(ZOO[name].stock_class, place), place)
         hfshard.reshard_checkpoint(place, place, "50KB")
         assert not list(place.glob("*.bin*"))
-        assert loads_alike(name, place, want) == []
+        assert unlike(name, place, want) == []
 
 
 @pytest.mark.compat

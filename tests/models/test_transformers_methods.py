@@ -26,7 +26,7 @@ def _config() -> GPT2Config:
 
 
 def test_the_mixin_behind_the_model_is_refused_when_the_class_is_made() -> None:
-    with pytest.raises(InvalidArgumentError, match="put ShardedModelMixin before"):
+    with pytest.raises(InvalidArgumentError, match="must have ShardedModelMixin before"):
         type("Wrong", (GPT2LMHeadModel, hfshard.ShardedModelMixin), {})
 
 
@@ -64,8 +64,9 @@ def test_models_that_threads_load_at_once_are_whole(tmp_path: Path) -> None:
 def test_arguments_of_older_code_are_taken(tmp_path: Path) -> None:
     Mine(_config()).save_pretrained(tmp_path, safe_serialization=True, save_function=torch.save)
     assert sorted(os.listdir(tmp_path)) == ["config.json", "generation_config.json", "model.safetensors"]
-    with pytest.raises(InvalidArgumentError, match="does not write pickles"):
-        Mine(_config()).save_pretrained(tmp_path, safe_serialization=False)
+    with pytest.raises(InvalidArgumentError, match="does not write pickles: leave out safe_serialization"):
+        Mine(_config()).save_pretrained(tmp_path / "new", safe_serialization=False)
+    assert not (tmp_path / "new").exists()
 
 
 def test_metadata_that_are_no_json_are_refused_before_anything_is_made(tmp_path: Path) -> None:

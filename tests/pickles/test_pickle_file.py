@@ -14,23 +14,26 @@ from hfshard.pickles.pickle_file import PickleFile
 from hfshard.tensors.stored_tensor import RawTensor
 from tests.attacks.files.torchfile import mapping, tensor, zipped
 from tests.helpers.tensor_bytes import bytes_of
-from tests.saving.helpers import floats, write_bins
+from tests.saving.helpers import flip, floats, write_bins
 
 DAMAGED = r"pytorch_model-00002-of-00003\.bin' is damaged: its record '.*/data/\d+' does not match the zip's own"
 
 
-def flip(path: Path) -> None:
+def spoil(path: Path) -> None:
     """Flip one bit of a tensor's bytes."""
-    raw = bytearray(path.read_bytes())
-    raw[raw.index(b"/data/") + 200] ^= 1
-    path.write_bytes(raw)
+    flip(path, path.read_bytes().index(b"/data/") + 200)
+
+
+def opened(path: Path) -> PickleFile:
+    """A pickled file of a directory."""
+    return PickleFile(str(path), str(path.parent))
 
 
 @pytest.fixture
 def bins(tmp_path: Path) -> Path:
     """Three pickled shards; one bit of the second is flipped."""
     bins = write_bins(tmp_path / "bins", floats(), files=3)
-    flip(bins / "pytorch_model-00002-of-00003.bin")
+    spoil(bins / "pytorch_model-00002-of-00003.bin")
     return bins
 
 
@@ -46,7 +49,7 @@ def test_flipped_bit_of_a_pickle_is_found(bins: Path, tmp_path: Path) -> None:
 
 
 def test_every_damaged_pickle_is_reported(bins: Path) -> None:
-    flip(bins / "pytorch_model-00003-of-00003.bin")
+    spoil(bins / "pytorch_model-00003-of-00003.bin")
 
     report = hfshard.verify_checkpoint(bins)
 
@@ -75,28 +78,23 @@ def test_pickle_without_checksums_can_not_be_verified_in_full(kind: str, tmp_pat
     finally:
         torch.serialization.set_crc32_options(compute_crc32=True)
 
-    with pytest.raises(DamagedCheckpointError, match=r"pytorch_model\.bin' can't be verified in full"):
+    with pytest.raises(DamagedCheckpointError, match=r"pytorch_model\.bin' cannot be verified in full"):
         hfshard.load_state_dict(tmp_path, verify="full")
     report = hfshard.verify_checkpoint(tmp_path)
     assert report.ok
     assert report.checked_bytes == 0
-    assert report.warnings == ("'pytorch_model.bin' is a pickle whose bytes were not verified: only that it loads.",)
+    assert report.warnings == ("'pytorch_model.bin' is a pickle: it loads, but its bytes were not verified.",)
     hfshard.reshard_checkpoint(tmp_path, tmp_path)
 
 
 def test_pickle_that_was_replaced_is_not_compared(tmp_path: Path) -> None:
     path = tmp_path / "pytorch_model.bin"
     torch.save(floats(), path)
-    pickled = PickleFile(str(path), str(tmp_path))
+    pickled = opened(path)
     torch.save(floats() | {"more": torch.ones(1)}, path)
 
     with pytest.raises(CheckpointChangedError, match=r"'.*pytorch_model\.bin' was replaced"):
         pickled.check_every_byte()
-
-
-def opened(path: Path) -> PickleFile:
-    """A pickled file of a directory."""
-    return PickleFile(str(path), str(path.parent))
 
 
 def bytes_in(pickled: PickleFile, name: str) -> bytes | None:

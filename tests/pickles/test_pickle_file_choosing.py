@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -88,11 +87,9 @@ def test_weights_are_found(tmp_path: Path, name: str, caplog: pytest.LogCaptureF
     with caplog.at_level(logging.INFO, logger="hfshard"):
         hfshard.load_model(model, path)
 
-    assert {name: tensor.tolist() for name, tensor in model.state_dict().items()} == {
-        name: tensor.tolist() for name, tensor in STATE.items()
-    }
+    assert all(torch.equal(tensor, STATE[name]) for name, tensor in model.state_dict().items())
     said = [record.getMessage() for record in caplog.records if record.name.endswith("pickle_file")]
-    assert said == ([] if key is None else [f"The weights of '{path}' are those under its key '{key}'."])
+    assert said == ([] if key is None else [f"The weights in '{path}' are under the key '{key}'."])
     if key is not None:
         assert list(hfshard.load_state_dict(path, key=key)) == list(hfshard.load_state_dict(path))
 
@@ -121,7 +118,7 @@ def test_several_are_listed_and_not_guessed(tmp_path: Path, name: str) -> None:
 
     assert caught.value.keys == tuple(keys)
     assert f"'{keys[0]}' (7 tensors, 136 bytes), '{keys[1]}' (7 tensors, 136 bytes)" in str(caught.value)
-    assert f"load_state_dict(..., key='{keys[0]}'), or by --key {keys[0]} on the command line" in str(caught.value)
+    assert f"load_state_dict(..., key='{keys[0]}'), or --key {keys[0]} on the command line" in str(caught.value)
     assert torch.equal(model.state_dict()["0.weight"], before)
     hfshard.load_model(model, path, key=keys[1])
     assert torch.equal(model.state_dict()["0.weight"], AVERAGE["0.weight"])
@@ -144,7 +141,7 @@ def test_a_key_may_have_dots_of_its_own(tmp_path: Path) -> None:
     [
         ({"model": STATE}, "ema", r"has nothing under key='ema'\. Its weights: 'model' \(7 tensors, 136 bytes\)"),
         ({"model": STATE, "epoch": 3}, "epoch", "has a int under key='epoch'"),
-        (STATE, "model", "has nothing under key='model'. Leave key out, if the whole file is weights"),
+        (STATE, "model", "has nothing under key='model'. Leave out key if all of the file is weights"),
         (STATE, "0.weight", "has a Tensor under key='0.weight'"),
     ],
 )
@@ -157,7 +154,7 @@ def test_a_key_that_leads_nowhere_is_refused(tmp_path: Path, value: Any, key: st
 def test_a_key_is_for_one_file_of_torch_save(tmp_path: Path) -> None:
     hfshard.save_state_dict(STATE, tmp_path)
     for path in (tmp_path, tmp_path / "model.safetensors"):
-        with pytest.raises(InvalidArgumentError, match=r"has no key='model': only what torch\.save wrote"):
+        with pytest.raises(InvalidArgumentError, match=r"has no key='model': only single files of torch\.save"):
             hfshard.load_state_dict(path, key="model")
     with pytest.raises(InvalidArgumentError, match="key must be text"):
         hfshard.load_state_dict(tmp_path, key=b"model")  # type: ignore[arg-type]
@@ -166,14 +163,17 @@ def test_a_key_is_for_one_file_of_torch_save(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "value, problem",
     [
-        (trained()["optimizer"], "holds no weights that are known as such: its entries are 'state', 'param_groups'"),
+        (
+            trained()["optimizer"],
+            "contains no weights that hfshard recognizes: its entries are 'state', 'param_groups'",
+        ),
         ({"a": torch.ones(2), "epoch": 3}, "is not a state dict: its entry 'epoch' is a int, not a tensor"),
         ({"model": {"a": torch.ones(2), "n": 3}}, "has no state dict under 'model': its entry 'n' is a int"),
-        ({"model": {"a": torch.ones(2), 3: torch.ones(1)}}, "under 'model': its entry 'int' has a int for a name"),
+        ({"model": {"a": torch.ones(2), 3: torch.ones(1)}}, "under 'model': its entry 'int' has a name of type int"),
         ({"a": torch.ones(2), "b._extra_state": {"scale": torch.ones(3)}}, r"its entry 'b\._extra_state' is a dict"),
         ({"a": torch.ones(2, device="meta")}, "its entry 'a' is a tensor without data"),
         ({"a": torch.eye(2).to_sparse()}, "its entry 'a' is a sparse or nested tensor"),
-        ([torch.ones(2)], "holds a list, not a state dict"),
+        ([torch.ones(2)], "contains a list, not a state dict"),
     ],
 )
 def test_what_is_no_weights_is_named(tmp_path: Path, value: Any, problem: str) -> None:
@@ -190,24 +190,15 @@ class Whole(nn.Module):
     """A module that is saved with its class."""
 
 
-def whole_object(path: Path) -> None:
-    torch.save(Whole(), path)
-
-
-def whole_object_of_the_older_format(path: Path) -> None:
-    torch.save(Whole(), path, _use_new_zipfile_serialization=False)
-
-
-@pytest.mark.parametrize("save", [whole_object, whole_object_of_the_older_format])
+@pytest.mark.parametrize("is_zip", [True, False], ids=["zip", "older"])
 @pytest.mark.filterwarnings("ignore:Couldn't retrieve source code")
-def test_an_object_saved_whole_is_named(tmp_path: Path, save: Callable[[Path], None]) -> None:
-    path = tmp_path / "model.pt"
-    save(path)
+def test_an_object_saved_whole_is_named(tmp_path: Path, is_zip: bool) -> None:
+    torch.save(Whole(), tmp_path / "model.pt", _use_new_zipfile_serialization=is_zip)
     with pytest.raises(UnsafePickleError) as caught:
-        hfshard.load_state_dict(path)
+        hfshard.load_state_dict(tmp_path / "model.pt")
 
     assert caught.value.actual == f"{__name__}.Whole"
-    assert f"it is an object of '{__name__}.Whole' that was saved whole" in str(caught.value)
+    assert f"it is a complete '{__name__}.Whole' object" in str(caught.value)
     assert "weights_only=False).state_dict()" in str(caught.value)
 
 

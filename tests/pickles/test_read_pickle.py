@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from hfshard.errors import DamagedCheckpointError, UnsafePickleError
-from hfshard.pickles.read_pickle import iter_nested, read_pickle
+from hfshard.pickles.read_pickle import find_mapped_file, iter_nested, read_pickle
 from tests.attacks.files.torchfile import call, integer, legacy, mapping, tensor, zipped
 
 FORMATS = pytest.mark.parametrize("is_zip", [True, False], ids=["zip", "older"])
@@ -63,19 +64,17 @@ def test_a_damaged_record_deep_in_an_optimizer_is_found(tmp_path: Path) -> None:
     nested = mapping({"optimizer": mapping({"state": b"](" + tensor("0", (4,), numel=8) + b"e"})})
     (tmp_path / "short.pt").write_bytes(zipped(nested, {"0": bytes(16)}))
 
-    with pytest.raises(DamagedCheckpointError, match="a record of 16 bytes holds a storage of 32 bytes"):
+    with pytest.raises(DamagedCheckpointError, match="a record of 16 bytes contains a storage of 32 bytes"):
         read(tmp_path / "short.pt")
 
 
 @pytest.mark.parametrize("kind", ["FloatTensor", "FloatStorage"])
 def test_memory_that_nobody_has_filled_is_refused(tmp_path: Path, kind: str) -> None:
     body = mapping({"weight": call("torch", kind, integer(64))})
-    (tmp_path / "zip.pt").write_bytes(zipped(body, {}))
-    (tmp_path / "older.pt").write_bytes(legacy(body, {}))
-
-    for name in ("zip.pt", "older.pt"):
-        with pytest.raises(DamagedCheckpointError, match=f"'.*{name}' is not a valid PyTorch checkpoint"):
-            read(tmp_path / name)
+    for wrap in (zipped, legacy):
+        (tmp_path / "odd.pt").write_bytes(wrap(body, {}))
+        with pytest.raises(DamagedCheckpointError, match=r"'.*odd\.pt' is not a valid PyTorch checkpoint"):
+            read(tmp_path / "odd.pt")
 
 
 def test_memory_that_nobody_has_filled_is_refused_wherever_it_lies(tmp_path: Path) -> None:
@@ -84,7 +83,7 @@ def test_memory_that_nobody_has_filled_is_refused_wherever_it_lies(tmp_path: Pat
     body = mapping({"weight": call("torch", "FloatTensor", integer(64))})
     (tmp_path / "zip.pt").write_bytes(zipped(body, records))
 
-    with pytest.raises(DamagedCheckpointError, match="does not hold the bytes of all its tensors"):
+    with pytest.raises(DamagedCheckpointError, match="does not contain the bytes of all its tensors"):
         read(tmp_path / "zip.pt")
 
 
@@ -124,5 +123,22 @@ def test_parts_of_tensors_are_not_taken_for_tensors(tmp_path: Path, is_zip: bool
     finally:
         torch.distributed.destroy_process_group()
 
-    with pytest.raises(UnsafePickleError, match=r"it holds a DTensor, .*Each rank saved only its part"):
+    with pytest.raises(UnsafePickleError, match=r"it contains a DTensor, .*Each rank saved only its part"):
         read(tmp_path / "rank0.pt")
+
+
+def test_without_a_descriptor_for_the_list_of_mapped_files_the_place_is_not_known(tmp_path: Path) -> None:
+    path = tmp_path / "mapped"
+    path.write_bytes(bytes(64))
+    storage = torch.UntypedStorage.from_file(str(path), False, 64)
+    storages, records = {storage.data_ptr() + 16: 8}, {16: 8}
+    assert find_mapped_file(storages, records, str(path)) == storage.data_ptr()
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        found = find_mapped_file(storages, records, str(path))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    assert found is None

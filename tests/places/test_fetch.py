@@ -132,7 +132,7 @@ def test_shards_that_another_index_names_too_stay(repo: str, tmp_path: Path) -> 
 
     for overwrite in (False, True):
         with pytest.raises(
-            SaveDirectoryError, match=r"there is a file of this name with other contents.*new directory"
+            SaveDirectoryError, match=r"which has a file of this name with different contents.*new directory"
         ):
             hfshard.pull_checkpoint(repo, target, overwrite=overwrite)
 

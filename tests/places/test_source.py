@@ -26,7 +26,7 @@ def test_a_repo_is_not_on_this_machine() -> None:
 def test_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"")
 
-    with pytest.raises(InvalidArgumentError, match="is a file: give the directory"):
+    with pytest.raises(InvalidArgumentError, match=r"is a file\. Pass the directory"):
         CheckpointSource(str(tmp_path / "model.safetensors")).find_local()
 
 
@@ -37,7 +37,7 @@ def test_a_path_that_leads_nowhere_is_not_taken_for_a_repo(path: str) -> None:
 
 
 def test_a_variant_that_is_no_part_of_a_name_is_refused() -> None:
-    with pytest.raises(InvalidArgumentError, match="can't be part of a file name"):
+    with pytest.raises(InvalidArgumentError, match="cannot be part of a file name"):
         CheckpointQuery(variant="../x")
 
 

@@ -66,7 +66,7 @@ def test_damage_of_a_file_is_found(folder: Path) -> None:
 @pytest.mark.parametrize("call", [hfshard.load_state_dict, hfshard.verify_checkpoint])
 def test_a_file_that_is_no_checkpoint_is_refused(tmp_path: Path, call: Callable[[Path], object]) -> None:
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(InvalidArgumentError, match=r"config\.json' is a file, and no checkpoint by its name"):
+    with pytest.raises(InvalidArgumentError, match=r"config\.json' is a file whose name is not a checkpoint's"):
         call(tmp_path / "config.json")
 
 
@@ -101,6 +101,6 @@ def test_a_file_becomes_a_directory_of_its_weights_alone(folder: Path) -> None:
         assert list(index.weight_map) == list(names)
         assert [path.name for path in out.iterdir()] == ["model.safetensors"]
     assert hfshard.load_state_dict(folder / "out-run.pth.tar", verify="full")["a"].tolist() == [0, 0, 0]
-    with pytest.raises(InvalidArgumentError, match=r"is the directory of 'last\.pt' itself: give another one"):
+    with pytest.raises(InvalidArgumentError, match=r"is the directory of 'last\.pt' itself. Pass another one"):
         hfshard.reshard_checkpoint(folder / "last.pt", folder)
     assert list(hfshard.load_state_dict(folder)) == ["b", "a"]

@@ -97,9 +97,9 @@ def test_what_this_machine_can_not_do_is_refused() -> None:
     with pytest.raises(InvalidArgumentError) as raised:
         mirror.fill()
     assert str(raised.value) == (
-        "subfolder has a part of 256 bytes, and a directory's name on this machine has at most 255. Make it a part of "
+        "subfolder has a part of 256 bytes, but a directory's name on this machine has at most 255. Make it part of "
         f"the address: 's3://models/bert/{long}'."
     )
     with pytest.raises(InvalidArgumentError) as raised:
         locate_in_store("s3://models/bert", CheckpointQuery(local_files_only=True), takes_files=True)
-    assert str(raised.value) == "local_files_only=True, and 's3://models/bert' is not on this machine."
+    assert str(raised.value) == "local_files_only=True, but 's3://models/bert' is not on this machine. Leave it out."

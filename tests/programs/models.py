@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,13 @@ def bert(cls: Any = Bert, seed: int = 0) -> Any:
     return cls(config)
 
 
+SETTINGS: dict[str, Any] = {
+    "save_steps": 2, "per_device_train_batch_size": 2, "learning_rate": 0.01, "use_cpu": True, "report_to": [],
+    "disable_tqdm": True, "seed": 3, "dataloader_pin_memory": False,
+}  # fmt: skip
+"""Of every Trainer."""
+
+
 def tokenizer() -> PreTrainedTokenizerFast:
     """One word, one token."""
     words = {word: number for number, word in enumerate(WORDS)}
@@ -68,17 +76,28 @@ def assert_same(one: Any, other: Any) -> None:
     assert all(torch.equal(mine[name], theirs[name]) and mine[name].dtype == theirs[name].dtype for name in mine)
 
 
-def assert_ours(directory: Path, *, shards: int = 1) -> None:
-    """A directory holds a checkpoint of hfshard: every byte has a checksum, a flipped bit is refused."""
-    files = sorted(path for path in directory.iterdir() if path.suffix == ".safetensors")
-    assert len(files) == shards
+def assert_ours(directory: Path, *, shards: int | None = 1) -> None:
+    """A directory holds a checkpoint of hfshard: every byte has a checksum, a flipped bit is refused.
+
+    Args:
+        directory: What to look at.
+        shards: How many; None: several.
+    """
+    files = sorted(directory.glob("*.safetensors"))
+    assert len(files) == shards if shards else len(files) > 1
     report = hfshard.verify_checkpoint(directory)
     assert report.ok and report.warnings == () and report.checked_bytes > 0
-    raw = files[-1].read_bytes()
+    with flipped(files[-1]), pytest.raises(IntegrityError, match=files[-1].name):
+        hfshard.load_state_dict(directory, verify="full")
+
+
+@contextmanager
+def flipped(path: Path) -> Iterator[None]:
+    """A file whose last bit is another one."""
+    raw = path.read_bytes()
     try:
-        files[-1].write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
-        os.utime(files[-1])
-        with pytest.raises(IntegrityError, match=files[-1].name):
-            hfshard.load_state_dict(directory, verify="full")
+        path.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+        os.utime(path)
+        yield
     finally:
-        files[-1].write_bytes(raw)
+        path.write_bytes(raw)

@@ -14,7 +14,7 @@ from torch import nn
 import hfshard
 from hfshard.errors import DamagedCheckpointError, InvalidArgumentError
 from hfshard.training import CheckpointManager, ResumableDataLoader, lightning_callback
-from tests.programs.models import assert_ours, assert_same
+from tests.programs.models import assert_ours, assert_same, flipped
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -105,16 +105,13 @@ def test_its_checkpoints_are_ours_and_load_anywhere(tmp_path: Path) -> None:
     assert fit(elsewhere, tmp_path / "elsewhere", resume=f"{tmp_path}/hub").restored == 6
     assert_same(elsewhere, trained)
 
-    raw = bytearray((newest / "optimizer.safetensors").read_bytes())
-    raw[-2] ^= 4
-    (newest / "optimizer.safetensors").write_bytes(raw)
-    with pytest.raises(DamagedCheckpointError, match=r"optimizer\.safetensors"):
-        fit(module(1), tmp_path, every_n_train_steps=6, resume=12)
-    checkpoints = fit(module(1), tmp_path, every_n_train_steps=6, resume=True)
-    assert checkpoints.restored == 6
+    with flipped(newest / "optimizer.safetensors"):
+        with pytest.raises(DamagedCheckpointError, match=r"optimizer\.safetensors"):
+            fit(module(1), tmp_path, every_n_train_steps=6, resume=12)
+        assert fit(module(1), tmp_path, every_n_train_steps=6, resume=True).restored == 6
 
     hfshard.save_model(trained, tmp_path / "out", max_shard_size="200B")
-    assert_ours(tmp_path / "out", shards=len(list((tmp_path / "out").glob("*.safetensors"))))
+    assert_ours(tmp_path / "out", shards=None)
 
 
 def test_a_strategy_that_keeps_parts_elsewhere_is_refused_by_name(tmp_path: Path) -> None:

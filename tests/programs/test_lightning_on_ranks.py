@@ -11,8 +11,8 @@ import torch
 
 from hfshard.training import CheckpointManager, ResumableDataLoader, lightning_callback
 from tests.distributed.gloo import check_ranks
+from tests.flows.resume_trainings import as_launched
 from tests.programs.models import assert_same
-from tests.training.integrations.accelerate_ranks import as_launched
 
 pytest.importorskip("lightning.pytorch", reason="pip install lightning")
 

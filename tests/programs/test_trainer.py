@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from contextlib import ExitStack
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +12,16 @@ import pytest
 from transformers import LlamaForCausalLM, PrinterCallback, Trainer, TrainingArguments
 
 import hfshard
-from tests.programs.models import Llama, assert_ours, assert_same, llama
-from tests.training import processes
+from tests.helpers import processes
+from tests.programs.models import SETTINGS, Llama, assert_ours, assert_same, llama
 
 pytestmark = [pytest.mark.compat, pytest.mark.filterwarnings("ignore")]
 
 
-def trainer(model: Any, directory: Path, **arguments: Any) -> Trainer:
-    settings: dict[str, Any] = {
-        "max_steps": 3, "save_steps": 2, "per_device_train_batch_size": 2, "learning_rate": 0.01, "use_cpu": True,
-        "report_to": [], "disable_tqdm": True, "seed": 3, "dataloader_pin_memory": False, "logging_strategy": "no",
-    }  # fmt: skip
+def trainer(model: Any, directory: Path) -> Trainer:
     rows: Any = [{"input_ids": [1, 4 + number % 4, 2], "labels": [1, 4, 2]} for number in range(8)]
-    made = Trainer(model, TrainingArguments(str(directory), **{**settings, **arguments}), train_dataset=rows)
+    arguments = TrainingArguments(str(directory), max_steps=3, logging_strategy="no", **SETTINGS)
+    made = Trainer(model, arguments, train_dataset=rows)
     made.remove_callback(PrinterCallback)
     return made
 
@@ -32,9 +29,7 @@ def trainer(model: Any, directory: Path, **arguments: Any) -> Trainer:
 @pytest.mark.parametrize("way", ["mixin", "install"])
 def test_its_own_checkpoints_and_models_are_ours(way: str, tmp_path: Path) -> None:
     cls = Llama if way == "mixin" else LlamaForCausalLM
-    with ExitStack() as stack:
-        if way == "install":
-            stack.enter_context(hfshard.install())
+    with hfshard.install() if way == "install" else nullcontext():
         straight = trainer(llama(cls), tmp_path / "run")
         straight.train()
         straight.save_model(str(tmp_path / "out"))
@@ -58,7 +53,7 @@ def save_twice_and_die(directory: Path, call: str) -> None:
 
 @pytest.mark.parametrize("call", ["fsync", "rename"])
 def test_a_kill_amid_a_save_leaves_the_old_model(call: str, tmp_path: Path) -> None:
-    end = processes.run(tmp_path / "said.txt", save_twice_and_die, tmp_path, call)
+    end = processes.end_of(tmp_path / "said.txt", save_twice_and_die, tmp_path, call)
     assert end.status == -signal.SIGKILL, end.words
     assert_same(LlamaForCausalLM.from_pretrained(tmp_path / "out"), llama(LlamaForCausalLM, seed=0))
     assert hfshard.verify_checkpoint(tmp_path / "out").ok

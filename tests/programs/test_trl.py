@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import hfshard
 from hfshard.training import CheckpointCallback
-from tests.programs.models import Llama, assert_ours, assert_same, llama, tokenizer
+from tests.programs.models import SETTINGS, Llama, assert_ours, assert_same, llama, tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -19,15 +19,11 @@ datasets: Any = pytest.importorskip("datasets", reason="pip install datasets")
 
 
 def trainer(model: Any, directory: Path, peft_config: Any = None, **arguments: Any) -> Any:
-    settings = {
-        "max_steps": 4, "save_steps": 2, "per_device_train_batch_size": 2, "learning_rate": 0.01, "bf16": False,
-        "use_cpu": True, "report_to": [], "disable_tqdm": True, "logging_steps": 1, "max_length": 8, "seed": 3,
-        "gradient_checkpointing": False, "dataloader_pin_memory": False,
-    }  # fmt: skip
+    settings = {**SETTINGS, "max_steps": 4, "bf16": False, "logging_steps": 1, "max_length": 8, **arguments}
     rows = [{"input_ids": [1, 4 + number % 4, 5, 4, 2]} for number in range(6)]
     return trl.SFTTrainer(
         model=model,
-        args=trl.SFTConfig(output_dir=str(directory), **{**settings, **arguments}),
+        args=trl.SFTConfig(output_dir=str(directory), gradient_checkpointing=False, **settings),
         train_dataset=datasets.Dataset.from_list(rows),
         processing_class=tokenizer(),
         peft_config=peft_config,

@@ -193,7 +193,7 @@ def test_what_changed_since_it_was_shown_is_not_removed(tmp_path: Path) -> None:
     removal = plan_removal(tmp_path)
     save(tmp_path, NEW, SHARDS)
 
-    with pytest.raises(CheckpointChangedError, match="has changed since its files were listed"):
+    with pytest.raises(CheckpointChangedError, match="changed after its files were listed"):
         removal.carry_out()
 
     assert by_transformers(tmp_path) == "new"
@@ -234,7 +234,7 @@ def test_a_place_without_a_checkpoint_is_an_error_and_nothing_goes(tmp_path: Pat
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model-00001-of-00002.safetensors").write_bytes(b"")
 
-    with pytest.raises(CheckpointNotFoundError, match="only what a killed save has left"):
+    with pytest.raises(CheckpointNotFoundError, match="only leftovers of a killed save"):
         hfshard.remove_checkpoint(tmp_path)
     with pytest.raises(InvalidArgumentError, match="is a file"):
         hfshard.remove_checkpoint(tmp_path / "config.json")

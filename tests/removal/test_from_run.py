@@ -101,7 +101,7 @@ def test_a_damaged_checkpoint_goes(root: Path) -> None:
 
 
 def test_a_whole_run_is_refused(root: Path) -> None:
-    with pytest.raises(InvalidArgumentError, match=r"is a run: choose one of its checkpoints by its step \(3, 2, 1\)"):
+    with pytest.raises(InvalidArgumentError, match=r"is a run. Choose one of its checkpoints by step \(3, 2, 1\)"):
         hfshard.remove_checkpoint(root)
     with pytest.raises(InvalidArgumentError, match="step is for one checkpoint of a run"):
         hfshard.remove_checkpoint(root, step=1, leftovers=True)
@@ -133,5 +133,5 @@ def test_leftovers_of_killed_saves_go_and_what_was_moved_aside_comes_back(root: 
         ".tmp-9-1/": 0,
         ".tmp-9-1/model.safetensors": 3,
     }
-    assert report.kept[".replaced-3-1/"] == "a checkpoint that a killed save was replacing: it is put back"
+    assert report.kept[".replaced-3-1/"] == "a checkpoint that a killed save was replacing: it is restored"
     assert sorted(os.listdir(root)) == ["checkpoint-00000001", "checkpoint-00000002", "checkpoint-00000003"]

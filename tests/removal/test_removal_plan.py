@@ -88,7 +88,7 @@ def test_files_that_changed_since_they_were_shown_are_an_error_that_names_the_fi
     changed = {"a": FoundFile(1, "a"), "b": FoundFile(1, "other"), "d": FoundFile(1, "d")}
     with pytest.raises(
         CheckpointChangedError,
-        match=r"^'/out' has changed since its files were listed \('b'\)\. Nothing was removed\. If nothing saves there",
+        match=r"^'/out' changed after its files were listed \('b'\)\. Nothing was removed\. Retry when no save",
     ) as raised:
         shown.check_same(RemovalPlan("/out", [["a", "b", "d"]], changed, {}))
     assert raised.value.path == "/out"

@@ -207,9 +207,9 @@ def test_who_may_not_delete_is_told_what_other_tools_load(caplog: pytest.LogCapt
     store.before = refuse
     with caplog.at_level(logging.WARNING):
         save(store, request(weights(1), config=CONFIG))
-    assert [record.message.partition("; but ")[2] for record in caplog.records] == [
-        "earlier saves can't be deleted: DeleteObject is not permitted. They take space, and do no harm.",
-        "other tools take what is still there of the old one, until it is deleted: model.safetensors.",
+    assert [record.message.partition(", but ")[2] for record in caplog.records] == [
+        "earlier saves cannot be deleted: DeleteObject is not permitted. They take space, but do no harm.",
+        "other tools load the remains of the old one until they are deleted: model.safetensors.",
     ]
     caplog.clear()
     del store.objects["model.safetensors"]
@@ -317,6 +317,6 @@ def test_a_place_that_changes_whenever_it_is_looked_at_is_left_to_others() -> No
             store.objects["config.json"] += b" "
 
     store.before = replace_config
-    with pytest.raises(RemoteChangedError, match=r"Other processes save into .* was replaced each time"):
+    with pytest.raises(RemoteChangedError, match=r"Other processes replaced the checkpoint in .* on every attempt"):
         save(store, request(weights(2), config=CONFIG))
     assert store.objects.keys() == old.objects.keys()

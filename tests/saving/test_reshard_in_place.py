@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 
 import hfshard
 from hfshard.errors import IntegrityError
+from tests.flows.test_whole_properties import SETTINGS
 from tests.helpers.random_state_dicts import assert_same, random_tensor
-from tests.whole.test_properties import SETTINGS
 
 UNIT = 256 * 1024
 

@@ -130,5 +130,5 @@ def test_a_source_without_checksums_is_said_to_be_one(tmp_path: Path, caplog: py
     with caplog.at_level("INFO", logger="hfshard"):
         result = reshard_source(CheckpointSource(str(tmp_path / "old")), str(tmp_path / "new"), SaveOptions())
     assert not result.is_compared
-    assert "has no checksums: its structure was checked, its bytes can't be" in caplog.text
+    assert "has no checksums: only its structure was checked" in caplog.text
     assert reshard_source(CheckpointSource(str(tmp_path / "new")), str(tmp_path / "again"), SaveOptions()).is_compared

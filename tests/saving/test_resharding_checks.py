@@ -32,8 +32,8 @@ def test_bad_arguments_touch_nothing(tmp_path: Path) -> None:
     hfshard.save_state_dict(floats(), tmp_path / "m")
     before = files_in(tmp_path / "m")
     for error, match, arguments in (
-        (InvalidArgumentError, "lies in the checkpoint", {"dst": tmp_path / "m" / "sub"}),
-        (InvalidArgumentError, "lies in the checkpoint", {"dst": f"{tmp_path}/m/../m/sub"}),
+        (InvalidArgumentError, "is in the checkpoint to re-shard", {"dst": tmp_path / "m" / "sub"}),
+        (InvalidArgumentError, "is in the checkpoint to re-shard", {"dst": f"{tmp_path}/m/../m/sub"}),
         (InvalidArgumentError, "low_disk .* in place", {"low_disk": True}),
         (InvalidArgumentError, "low_disk .* no dtype", {"low_disk": True, "dst": tmp_path / "m", "dtype": "float16"}),
         (InvalidArgumentError, "dtype must be one of", {"dtype": "int8"}),
@@ -56,7 +56,7 @@ def test_a_folder_of_the_target_is_not_resharded_over_what_stands_above_it(tmp_p
     hfshard.save_state_dict({"w": torch.zeros(3)}, tmp_path / "m")
     hfshard.save_state_dict(floats(), tmp_path / "m" / "sub")
     before = files_in(tmp_path / "m")
-    with pytest.raises(InvalidArgumentError, match=r"to re-shard that in place, give '.*/m/sub' twice"):
+    with pytest.raises(InvalidArgumentError, match=r"To re-shard that in place, pass '.*/m/sub' twice"):
         hfshard.reshard_checkpoint(tmp_path / "m", tmp_path / "m", "9KB", subfolder="sub")
     assert files_in(tmp_path / "m") == before
     hfshard.reshard_checkpoint(tmp_path / "m", tmp_path / "m" / "sub", "9KB", subfolder="sub")
@@ -112,6 +112,6 @@ def test_a_source_that_changes_meanwhile_is_an_error(what: str, tmp_path: Path) 
                 flip(source / "model-00002-of-00003.safetensors", -1)
             else:
                 (source / "model-00002-of-00003.safetensors").unlink()
-        with pytest.raises(CheckpointChangedError, match=r"was replaced or changed while it was re-sharded"):
+        with pytest.raises(CheckpointChangedError, match=r"was replaced or changed while it was being re-sharded"):
             running.result()
     assert os.listdir(target) == []

@@ -57,6 +57,6 @@ def test_a_directory_hub_is_resharded_by_revision(folder: Path, tmp_path: Path) 
         }  # fmt: skip
     before = sorted(os.walk(root))
     for target in (root, root / "sub", Path(DirectoryHub.open(str(root)).snapshot())):
-        with pytest.raises(SaveDirectoryError, match=r"which holds commits"):
+        with pytest.raises(SaveDirectoryError, match=r"which contains commits"):
             hfshard.reshard_checkpoint(root, target, WHOLE)
     assert sorted(os.walk(root)) == before

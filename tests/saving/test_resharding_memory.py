@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import hfshard
-from tests.helpers import forkserver
+from tests.helpers import processes
 from tests.helpers.memory import MIB, peak_during
 
 TOTAL_MIB = 128
@@ -56,7 +56,7 @@ def measure(kind: str, total_mib: int, folder: str) -> None:
 def test_a_reshard_takes_at_most_80_mib_and_one_pass(
     kind: str, tmp_path: Path, child_environment: dict[str, str]
 ) -> None:
-    child = forkserver.call(
+    child = processes.call(
         measure, kind, TOTAL_MIB, str(tmp_path), env=child_environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     said, complaints = child.communicate(120)

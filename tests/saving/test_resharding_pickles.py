@@ -60,7 +60,7 @@ def test_pickles_that_are_outranked_are_not_converted_in_place(tmp_path: Path) -
     old = write_bins(tmp_path / "old", floats())
     hfshard.save_state_dict({"other": torch.ones(2)}, tmp_path / "safe")
     shutil.copy(tmp_path / "safe" / "model.safetensors", old)
-    with pytest.raises(InvalidArgumentError, match=r"has 'model\.safetensors' too, which is what is loaded"):
+    with pytest.raises(InvalidArgumentError, match=r"also has 'model\.safetensors', which is loaded instead"):
         hfshard.reshard_checkpoint(old, old, use_safetensors=False)
     assert weights_in(old) == ["model.safetensors", "pytorch_model.bin"]
     hfshard.reshard_checkpoint(old, tmp_path / "new", use_safetensors=False)

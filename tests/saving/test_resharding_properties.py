@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 
 import hfshard
+from tests.flows.test_whole_properties import LIMITS, PACKINGS
+from tests.flows.test_whole_properties import SETTINGS as OF_SAVES
 from tests.helpers.random_state_dicts import Sample, assert_same, random_tensor, state_dicts
-from tests.whole.test_properties import LIMITS, PACKINGS
-from tests.whole.test_properties import SETTINGS as OF_SAVES
 
 SETTINGS = settings(OF_SAVES, max_examples=20)
 SAME_SIZES = (torch.float32, torch.int32, torch.uint32)

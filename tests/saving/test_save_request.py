@@ -40,7 +40,7 @@ def test_options_do_not_change() -> None:
         (InvalidSizeTypeError, "of type NoneType", {"max_shard_size": None}),
         (InvalidArgumentError, "packing must be 'greedy' or 'balanced', got 'tight'", {"packing": "tight"}),
         (InvalidArgumentError, "checksum must be", {"checksum": "md5"}),
-        (InvalidArgumentError, "can't be part of a file name", {"variant": "../x"}),
+        (InvalidArgumentError, "cannot be part of a file name", {"variant": "../x"}),
         (InvalidArgumentError, "metadata must be JSON", {"metadata": {"x": float("nan")}}),
     ],
 )

@@ -15,7 +15,7 @@ from hfshard.disk.direct_io import BLOCK_BYTES, is_cached
 from hfshard.errors import DamagedCheckpointError
 from hfshard.shards import shard_file
 from hfshard.shards.shard_file import SafetensorsFile, prefaulted_blocks, split_range
-from tests.helpers import forkserver
+from tests.helpers import processes
 from tests.helpers.threads import no_thread_is_left
 
 SIZE = 21 * 1024 * 1024 + 777
@@ -122,7 +122,7 @@ def test_a_file_that_is_cut_short_while_it_is_hashed_is_an_error_not_a_signal(
 ) -> None:
     if is_cold:
         make_cold(file)
-    child = forkserver.call(check_while_cut, file.path, when, stdout=subprocess.PIPE)
+    child = processes.call(check_while_cut, file.path, when, stdout=subprocess.PIPE)
     said, _ = child.communicate()
     assert child.returncode == 0, f"ended by {child.returncode}"
     assert message in said

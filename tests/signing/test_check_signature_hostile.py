@@ -36,7 +36,7 @@ SHARD = "model-00002-of-00003.safetensors"
 @pytest.mark.parametrize(
     ("raw", "words"),
     [
-        (b"[" + b"[]," * 20_000 + b"[]]", "is not a signature: it has more than 10000 values"),
+        (b"[" + b"[]," * 20_000 + b"[]]", "is not a valid signature: it has more than 10000 values"),
         (b"[" * 9_000 + b"]" * 9_000, "was not made by the key of .*, or is damaged: it is JSON of another kind"),
         (b"\xff\xfe", "or is damaged: UnicodeDecodeError"),
         (b"{", "or is damaged: JSONDecodeError"),
@@ -131,7 +131,7 @@ def test_names_that_lead_out_of_the_checkpoint_are_refused(signed: Path, keys: K
 
     sign_payload(signed, keys.private, lead_out)
 
-    with pytest.raises(SignatureError, match="names a file outside of the checkpoint"):
+    with pytest.raises(SignatureError, match="names a file outside the checkpoint"):
         hfshard.load_state_dict(signed, public_key=keys.public)
 
 
@@ -143,7 +143,7 @@ def test_what_was_left_out_of_a_signature_on_purpose_is_refused_where_loads_take
     model_signing("sign", "key", checkpoint, "--private_key", keys.private, *ignored)
     model_signing("verify", "key", checkpoint, "--public_key", keys.public)
 
-    with pytest.raises(SignatureError, match=f"{name}' is not covered by the signature: who signed .* left it out"):
+    with pytest.raises(SignatureError, match=f"{name}' is not covered by the signature: the signer left it out"):
         hfshard.load_state_dict(checkpoint, public_key=keys.public)
     report = hfshard.verify_checkpoint(checkpoint, public_key=keys.public)
     assert [Path(problem.file).name for problem in report.problems] == [name]
@@ -158,7 +158,7 @@ def test_what_no_load_takes_may_be_left_out_on_purpose(checkpoint: Path, keys: K
 
         assert report.ok, report.problems
         assert report.warnings == (
-            f"'{name}': left out of the signature on purpose by who signed; no load takes such files.",
+            f"'{name}': left out of the signature on purpose by the signer; no load accepts such files.",
         )
         assert sorted(hfshard.load_state_dict(checkpoint, public_key=keys.public)) == ["a", "b", "c"]
 
@@ -171,8 +171,8 @@ def test_names_that_look_alike_are_others(signed: Path, keys: Keys, name: str) -
         hfshard.load_state_dict(signed, public_key=keys.public)
 
 
-TOUCHED = "was touched after its signature had been checked"
-NOT_SIGNED = "was changed after its signature had been checked: what was read from it is not what was signed"
+TOUCHED = "was changed after its signature was checked, so what was loaded"
+NOT_SIGNED = "was changed after its signature was checked, so what was read may not be what was signed"
 
 
 @pytest.mark.parametrize(("read", "words"), [("auto", TOUCHED), ("mmap", TOUCHED), ("pread", NOT_SIGNED)])
@@ -214,7 +214,7 @@ def test_a_pickle_that_is_written_over_before_its_check_is_noticed(
         plain(self, *arguments)
 
     monkeypatch.setattr(SignedFolder, "check_opened", written_over)
-    with pytest.raises(CheckpointChangedError, match=r"pytorch_model.bin' was changed between its being opened and"):
+    with pytest.raises(CheckpointChangedError, match=r"pytorch_model.bin' was changed after it was opened and before"):
         hfshard.load_state_dict(path.parent, public_key=keys.public)
 
 
@@ -289,7 +289,7 @@ def test_weights_that_get_another_name_after_their_check_are_refused(
 
     with monkeypatch.context() as patch:
         patch.setattr(SignedFolder, "check_opened", link_after)
-        with pytest.raises(CheckpointChangedError, match="Load it again"):
+        with pytest.raises(CheckpointChangedError, match="Retry when "):
             hfshard.load_state_dict(signed, public_key=keys.public)
 
     assert sorted(hfshard.load_state_dict(signed, public_key=keys.public)) == ["a", "b", "c"]
@@ -314,11 +314,11 @@ def test_keys_of_other_kinds_are_refused(signed: Path, keys: Keys, tmp_path: Pat
     before = (signed / "model.sig").read_bytes()
 
     with pytest.raises(
-        InvalidArgumentError, match=r"key.pub' can't be used to .*: openssl ec -in KEY -pubout"
+        InvalidArgumentError, match=r"Cannot check a signature with .*key.pub': .*: openssl ec -in KEY -pubout"
     ) as caught:
         hfshard.load_state_dict(signed, public_key=public)
     assert "attribute" not in str(caught.value)
-    with pytest.raises(SignatureError, match=r"can't be signed: .* must be an elliptic curve key") as refused:
+    with pytest.raises(SignatureError, match=r"Cannot sign '.*': .* must be an elliptic curve key") as refused:
         hfshard.sign_checkpoint(signed, private_key=private)
     assert "attribute" not in str(refused.value)
     assert (signed / "model.sig").read_bytes() == before

@@ -52,7 +52,7 @@ def test_models_load_and_are_refused(signed_bert: Path, keys: Keys) -> None:
         assert model.name_or_path == str(signed_bert)
         with pytest.raises(SignatureError, match=r"was not made by the key of '.*other.pub'"):
             load(signed_bert, public_key=keys.other_public)
-    with pytest.raises(InvalidArgumentError, match="leave out state_dict"):
+    with pytest.raises(InvalidArgumentError, match="Leave out state_dict"):
         Bert.from_pretrained(signed_bert, public_key=keys.public, state_dict={})
 
     shard = max(signed_bert.glob("*.safetensors"))
@@ -114,9 +114,9 @@ def test_files_of_other_places_are_refused(signed_bert: Path, tmp_path: Path, ke
         {"code_revision": "v1"},
     ]
     for options in given:
-        with pytest.raises(InvalidArgumentError, match=r"public_key is for .*names another"):
+        with pytest.raises(InvalidArgumentError, match=r"public_key covers .*names another"):
             Bert.from_pretrained(signed_bert, public_key=keys.public, **options)
-        with pytest.raises(InvalidArgumentError, match=r"public_key is for .*names another"):
+        with pytest.raises(InvalidArgumentError, match=r"public_key covers .*names another"):
             hfshard.load_model(AutoModel, signed_bert, public_key=keys.public, **options)
     config = AutoConfig.from_pretrained(tmp_path / "other")
     assert value_of(Bert.from_pretrained(signed_bert, public_key=keys.public, config=config)) == 3
@@ -246,7 +246,7 @@ def test_a_checkpoint_of_a_run_that_was_changed_with_its_checksums(tmp_path: Pat
             manager.restore(state, public_key=keys.public)
         assert torch.equal(model.weight, torch.ones(4, 4))
         torch.save({"model": model.state_dict()}, tmp_path / "old.pt")
-        with pytest.raises(InvalidArgumentError, match="public_key is for checkpoints of hfshard"):
+        with pytest.raises(InvalidArgumentError, match="public_key is only for hfshard checkpoints"):
             manager.restore(state, tmp_path / "old.pt", public_key=keys.public)
 
 
@@ -302,7 +302,7 @@ def test_an_adapter_is_refused_with_its_base(
     with pytest.raises(SignatureError, match="was not made by the key of"):
         load(adapter, public_key=keys.other_public)
     (signed_bert / "modeling_evil.py").write_text("raise SystemExit\n")
-    with pytest.raises(SignatureError, match=r"base model of the adapter '.*' can't be trusted: .*modeling_evil.py"):
+    with pytest.raises(SignatureError, match=r"base model of the adapter '.*' cannot be trusted: .*modeling_evil.py"):
         load(adapter, public_key=keys.public)
     (signed_bert / "modeling_evil.py").unlink()
     (signed_bert / "model.sig").unlink()
@@ -337,19 +337,21 @@ def test_an_adapter_whose_base_is_an_adapter_is_refused(
     path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": str(adapter.parent / name)}))
     hfshard.sign_checkpoint(adapter, private_key=keys.private)
 
-    with pytest.raises(DamagedCheckpointError, match=rf"adapter' names '.*/{name}' as its base model, which is an ad"):
+    with pytest.raises(
+        DamagedCheckpointError, match=rf"adapter' names '.*/{name}' as its base model, which is also an ad"
+    ):
         load(adapter, public_key=keys.public)
 
 
 def test_what_finds_the_base_by_itself_is_refused(adapter: Path, signed_bert: Path, keys: Keys) -> None:
     peft = pytest.importorskip("peft")
-    with pytest.raises(InvalidArgumentError, match="Load it through an Auto class of transformers"):
+    with pytest.raises(InvalidArgumentError, match="Load it with an Auto class of transformers"):
         hfshard.load_model(peft.AutoPeftModelForFeatureExtraction, adapter, public_key=keys.public)
 
     (signed_bert / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
     hfshard.sign_checkpoint(signed_bert, private_key=keys.private)
     for load in LOADS:
-        with pytest.raises(InvalidArgumentError, match="holds an adapter and a model"):
+        with pytest.raises(InvalidArgumentError, match="has both an adapter and a model"):
             load(signed_bert, public_key=keys.public)
     (adapter / "adapter_config.json").write_text('{"base_model_name_or_path": null}')
     hfshard.sign_checkpoint(adapter, private_key=keys.private)

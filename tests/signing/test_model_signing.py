@@ -61,7 +61,7 @@ def test_another_signer_and_damage_are_refused_with_the_wanted_key(
     for damaged in (b"", b"{}", b"[1]", raw[:-10]):
         with pytest.raises(SignatureError, match="or is damaged: "):
             read(tmp_path, damaged, keys.public)
-    with pytest.raises(SignatureError, match=r"model\.sig' is not a signature: it has more than 10000 values\."):
+    with pytest.raises(SignatureError, match=r"model\.sig' is not a valid signature: it has more than 10000 values\."):
         read(tmp_path, b"[" + b"1," * 10_000 + b"1]", keys.public)
     assert capsys.readouterr().out == ""
 
@@ -69,16 +69,18 @@ def test_another_signer_and_damage_are_refused_with_the_wanted_key(
 def test_a_name_that_leads_outside_is_refused_though_it_is_signed(tmp_path: Path, keys: Keys) -> None:
     for name in ("../a.bin", "a/../../b"):
         raw = sign(tmp_path, {name: OF_ABC}, keys.private)
-        with pytest.raises(SignatureError, match=r"model\.sig' names a file outside of the checkpoint: "):
+        with pytest.raises(SignatureError, match=r"model\.sig' names a file outside the checkpoint: "):
             read(tmp_path, raw, keys.public)
 
 
 def test_what_is_no_key_is_refused_before_anything_is_written(tmp_path: Path, keys: Keys) -> None:
-    with pytest.raises(SignatureError, match=f"^'{tmp_path}' can't be signed: .* must be an elliptic curve key in PEM"):
+    with pytest.raises(SignatureError, match=f"^Cannot sign '{tmp_path}': .* must be an elliptic curve key in PEM"):
         sign(tmp_path, {"a.bin": OF_ABC}, keys.public)
     assert not (tmp_path / "model.sig").exists()
     raw = sign(tmp_path, {"a.bin": OF_ABC}, keys.private)
-    with pytest.raises(InvalidArgumentError, match=r"^the key of '.*' can't be used to check .* openssl ec -in KEY"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"^Cannot check a signature with the key of '.*': .* openssl ec -in KEY"
+    ):
         read(tmp_path, raw, keys.private)
 
 
@@ -95,7 +97,7 @@ def test_files_are_hashed_as_a_signature_says_whole_or_in_parts(tmp_path: Path) 
         "a.bin:0:2": hashlib.sha256(b"ab").hexdigest(),
         "a.bin:2:3": hashlib.sha256(b"c").hexdigest(),
     }
-    with pytest.raises(SignatureError, match=rf"^The signature of '{tmp_path}' has digests that model-signing can't"):
+    with pytest.raises(SignatureError, match=rf"^The signature of '{tmp_path}' has digests that model-signing cannot"):
         digests_by_library(str(tmp_path), ["a.bin"], {**whole, "hash_type": "md5"})
 
 

@@ -10,7 +10,7 @@ import pytest
 from hfshard.errors import InvalidArgumentError
 from hfshard.signing.signer import SignedBy, existing_file
 
-ONE_OF = "Who must have signed is said by one of public_key, certificate_chain, or identity with oidc_issuer."
+ONE_OF = "Pass exactly one of public_key, certificate_chain, or identity with oidc_issuer to name the required signer."
 
 
 @pytest.fixture

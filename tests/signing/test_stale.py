@@ -33,7 +33,7 @@ def test_a_save_over_a_signed_checkpoint_says_that_the_signature_no_longer_holds
     hfshard.save_state_dict(OTHER, signed, max_shard_size=500)
 
     [said] = warnings(caplog)
-    assert said.startswith(f"'{signed}/model.sig' no longer holds: the checkpoint beside it was replaced")
+    assert said.startswith(f"The signature '{signed}/model.sig' is stale: this save replaced the files it covers")
     assert f"hfshard sign {signed} --private-key KEY" in said
     assert not hfshard.verify_checkpoint(signed, public_key=keys.public).ok
     hfshard.sign_checkpoint(signed, private_key=keys.private)
@@ -68,11 +68,11 @@ def test_a_resharded_copy_is_not_signed(
 ) -> None:
     hfshard.reshard_checkpoint(signed, tmp_path / "copy", "1MB")
 
-    assert "is not copied, as it does not hold for other files" in warnings(caplog)[0]
+    assert "is not copied: it does not cover the new files" in warnings(caplog)[0]
     assert not (tmp_path / "copy" / "model.sig").exists()
     hfshard.sign_checkpoint(tmp_path / "copy", private_key=keys.private)
     hfshard.reshard_checkpoint(signed, tmp_path / "copy", 500)
-    assert any("no longer holds" in said for said in warnings(caplog))
+    assert any("is stale" in said for said in warnings(caplog))
     hfshard.sign_checkpoint(tmp_path / "copy", private_key=keys.private)
     hfshard.reshard_checkpoint(signed, tmp_path / "copy", "1MB", drop_signature=True)
     assert not (tmp_path / "copy" / "model.sig").exists()
@@ -88,7 +88,7 @@ def test_pushes_take_the_signature_along_and_tell_of_an_old_one(
     hfshard.save_state_dict(OTHER, tmp_path / "other", max_shard_size=500)
     assert warnings(caplog) == []
     hfshard.push_checkpoint(tmp_path / "other", hub)
-    assert "is the signature of what was there before this push" in warnings(caplog)[0]
+    assert "is stale: this push changed the files it covers" in warnings(caplog)[0]
     assert not hfshard.verify_checkpoint(hub, public_key=keys.public).ok
 
     hfshard.sign_checkpoint(tmp_path / "other", private_key=keys.private)

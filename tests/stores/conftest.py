@@ -13,14 +13,14 @@ import pytest
 from huggingface_hub import HfApi, constants
 
 from hfshard.stores import retry
-from tests.stores.services import running
-from tests.stores.services.buckets import BUCKET, BUCKETS, HUB_BUCKET, Bucket
-from tests.stores.services.fault_proxy import FaultProxy
-from tests.stores.services.kinds import SERVICES
+from tests.servers.stores import running
+from tests.servers.stores.buckets import BUCKET, BUCKETS, HUB_BUCKET, Bucket
+from tests.servers.stores.fault_proxy import FaultProxy
+from tests.servers.stores.kinds import SERVICES
 
 if TYPE_CHECKING:
     from hfshard.stores.bucket import BucketStore
-    from tests.hubserver.hub_server import HubServer
+    from tests.servers.hub.hub_server import HubServer
 
 DIRECTORY = "directory"
 VARIABLES = ("AWS_", "AZURE_", "GOOGLE_", "STORAGE_EMULATOR_HOST", "CLOUDSDK_", "HFSHARD_STORE_")
@@ -123,7 +123,7 @@ def nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def bucket_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubServer]:
-    from tests.hubserver.hub_server import HubServer
+    from tests.servers.hub.hub_server import HubServer
 
     with HubServer(tmp_path_factory.mktemp("hub"), page_size=2) as server:
         with pytest.MonkeyPatch.context() as patch:

@@ -93,7 +93,7 @@ def test_no_account_is_an_error_with_advice_even_if_the_file_of_az_is_damaged(no
     with pytest.raises(StoreAccessError) as raised:
         connect("models")
     assert str(raised.value) == (
-        "No storage account is named for az://models. Set AZURE_STORAGE_ACCOUNT and run 'az login', or set "
+        "No storage account is set for az://models. Set AZURE_STORAGE_ACCOUNT and run 'az login', or set "
         "AZURE_STORAGE_KEY too; or set AZURE_STORAGE_CONNECTION_STRING."
     )
     assert raised.value.path == "az://models"
@@ -102,7 +102,7 @@ def test_no_account_is_an_error_with_advice_even_if_the_file_of_az_is_damaged(no
 @pytest.mark.parametrize(
     ("variable", "text", "message"),
     [
-        ("AZURE_STORAGE_KEY", "no base64!", "The settings for az://models can't be used: a key, an endpoint or a"),
+        ("AZURE_STORAGE_KEY", "no base64!", "Cannot use the settings for az://models: a key, an endpoint or a"),
         ("AZURE_STORAGE_KEY", "SEC\nRET", r"The environment variable AZURE_STORAGE_KEY has the control character '\n'"),
         (
             "AZURE_STORAGE_CONNECTION_STRING",
@@ -110,7 +110,7 @@ def test_no_account_is_an_error_with_advice_even_if_the_file_of_az_is_damaged(no
             "The accountkey of the environment variable AZURE_STORAGE_CONNECTION_STRING has the control character "
             r"'\t' (character 4 of 7)",
         ),
-        ("IDENTITY_HEADER", "SECRET ", "The environment variable IDENTITY_HEADER has a blank at its ends. Remove it."),
+        ("IDENTITY_HEADER", "SECRET ", "The environment variable IDENTITY_HEADER has blanks at its ends. Remove them."),
     ],
 )
 def test_what_no_request_can_have_is_refused_without_being_shown(
@@ -131,5 +131,5 @@ def test_the_host_names_the_account_where_nothing_else_does(nobody: Path, monkey
     )
     assert settings()["account_name"] == "their"
     monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", f"BlobEndpoint=https://blobs.example.com/;{signature}")
-    with pytest.raises(StoreAccessError, match="No storage account is named for az://models"):
+    with pytest.raises(StoreAccessError, match="No storage account is set for az://models"):
         connect("models")

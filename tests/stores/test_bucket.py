@@ -9,7 +9,7 @@ import pytest
 from hfshard.errors import CheckpointChangedError
 from hfshard.stores.bucket import BucketStore
 from hfshard.stores.store import StoredObject
-from tests.hubserver.hub_server import HubServer
+from tests.servers.hub.hub_server import HubServer
 from tests.stores.conftest import SERVER_BUCKET as BUCKET
 
 pytestmark = pytest.mark.compat
@@ -73,7 +73,7 @@ def test_what_was_listed_is_read_though_its_name_has_other_bytes(store: BucketSt
     store.put("index", b"new!")
 
     assert store.read(old) == b"old"
-    with pytest.raises(CheckpointChangedError, match=r"/gone' is no longer what it was when it was listed"):
+    with pytest.raises(CheckpointChangedError, match=r"/gone' was replaced or deleted after it was listed"):
         store.read(StoredObject("gone", 3, "ab" * 32))
 
 

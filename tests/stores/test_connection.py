@@ -108,7 +108,7 @@ def test_credentials_of_a_command_are_checked_too(nobody: Path, monkeypatch: pyt
     (nobody / "answer.json").write_text(json.dumps(answer))
     (nobody / ".aws" / "config").write_text(f"[default]\ncredential_process = cat {nobody / 'answer.json'}\n")
     with pytest.raises(
-        StoreAccessError, match=r"A credential of S3 .*'custom-process'.* control character '\\n'"
+        StoreAccessError, match=r"An S3 credential .*'custom-process'.* control character '\\n'"
     ) as told:
         open_store("s3://models/bert")
     assert "tok" not in str(told.value)
@@ -122,5 +122,5 @@ def test_a_variable_of_blanks_is_as_one_that_is_not_set_or_refused(monkeypatch: 
     assert plain.get("AWS_SESSION_TOKEN") is None
 
     monkeypatch.setenv("AZURE_STORAGE_TOKEN", "\n")
-    with pytest.raises(StoreAccessError, match="AZURE_STORAGE_TOKEN has nothing but blanks"):
+    with pytest.raises(StoreAccessError, match="AZURE_STORAGE_TOKEN has only blanks"):
         client_settings({"AZURE_STORAGE_TOKEN": "token"})

@@ -18,13 +18,12 @@ from torch import nn
 
 import hfshard
 from hfshard.commit import store_plan
-from tests.crash.saves.generations import Content
-from tests.crash.saves.targets import sharded_model
-from tests.helpers import forkserver
+from tests.helpers import processes
 from tests.helpers.memory import peak_during
-from tests.stores.services.buckets import Bucket
-from tests.stores.services.fault_proxy import FaultProxy
+from tests.servers.stores.buckets import Bucket
+from tests.servers.stores.fault_proxy import FaultProxy
 from tests.stores.test_store_contract import MIB
+from tests.sweeps.directory_models import Content, sharded_model
 
 PARTS = 2
 """Of 9 MiB in parts of 8 MiB."""
@@ -197,7 +196,7 @@ def _written() -> int:
 @OBJECT_STORES
 @pytest.mark.usefixtures("bucket")
 def test_nothing_is_written_to_a_disk(store_address: str, tmp_path: Path) -> None:
-    with forkserver.call(count_disk, store_address, str(tmp_path / "report"), stderr=subprocess.PIPE) as child:
+    with processes.call(count_disk, store_address, str(tmp_path / "report"), stderr=subprocess.PIPE) as child:
         assert child.wait(120) == 0, child.stderr and child.stderr.read()
     assert (tmp_path / "report").read_text() == "0 0"
 
@@ -223,7 +222,7 @@ def save_and_load(address: str) -> None:
 def test_memory_is_bounded(store_address: str) -> None:
     environment = {**os.environ, "HFSHARD_STORE_MEMORY": f"{MEMORY_BYTES // MIB}MiB"}
     streams: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with forkserver.call(save_and_load, store_address, env=environment, **streams) as child:
+    with processes.call(save_and_load, store_address, env=environment, **streams) as child:
         said, complaints = child.communicate(120)
     assert child.returncode == 0, complaints
     saved, loaded = json.loads(said)

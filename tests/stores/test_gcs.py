@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hfshard.stores.open_store import open_store
-from tests.stores.services.fault_proxy import FaultProxy
+from tests.servers.stores.fault_proxy import FaultProxy
 
 pytestmark = pytest.mark.parametrize("scheme", ["gs"])
 

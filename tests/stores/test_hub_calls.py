@@ -73,9 +73,9 @@ def test_a_retry_waits_twice_as_long_each_time_or_as_long_as_the_server_asks(
         wait_and_retry(5, refusal(503, "busy", Retry_After="0.02"), "Listing failed")
 
     assert [record.getMessage() for record in caplog.records] == [
-        "Listing failed (GET https://hub/a?… failed); trying again in 0.001 s, attempt 2 of 5.",
-        "Listing failed (busy); trying again in 0.008 s, attempt 5 of 5.",
-        "Listing failed (busy); trying again in 0.02 s, attempt 5 of 5.",
+        "Listing failed (GET https://hub/a?… failed); retrying in 0.001 s, attempt 2 of 5.",
+        "Listing failed (busy); retrying in 0.008 s, attempt 5 of 5.",
+        "Listing failed (busy); retrying in 0.02 s, attempt 5 of 5.",
     ]
 
 
@@ -87,12 +87,12 @@ def test_a_token_is_described_by_its_source_and_last_four_characters(
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
 
     assert describe_token(TOKEN) == "the token '…mnop' that was passed"
-    assert describe_token(False) == "no token, as token=False was passed"
-    assert describe_token(None) == "no token, as none is saved or in HF_TOKEN"
+    assert describe_token(False) == "no token, because token=False was passed"
+    assert describe_token(None) == "no token, because none is saved or in HF_TOKEN"
     (tmp_path / "token").write_text(TOKEN)
-    assert describe_token(True) == f"the token '…mnop' that is saved in '{tmp_path}/token'"
+    assert describe_token(True) == f"the token '…mnop' saved in '{tmp_path}/token'"
     monkeypatch.setenv("HUGGING_FACE_HUB_TOKEN", f" {TOKEN[:-1]}q\r\n")
-    assert describe_token(None) == "the token '…mnoq' of the environment variable HUGGING_FACE_HUB_TOKEN"
+    assert describe_token(None) == "the token '…mnoq' from the environment variable HUGGING_FACE_HUB_TOKEN"
 
 
 def test_settings_that_no_request_can_have_are_refused_unquoted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +106,7 @@ def test_settings_that_no_request_can_have_are_refused_unquoted(monkeypatch: pyt
 
     for endpoint in ("huggingface.co", "https://hub\n", "https://my hub"):
         monkeypatch.setattr(constants, "ENDPOINT", endpoint)
-        with pytest.raises(StoreAccessError, match=r"^The environment variable HF_ENDPOINT is no plain URL"):
+        with pytest.raises(StoreAccessError, match=r"^The environment variable HF_ENDPOINT is not a valid URL"):
             check_settings(TOKEN, StoreAccessError)
 
 

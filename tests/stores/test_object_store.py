@@ -11,9 +11,9 @@ from hfshard.errors import CheckpointChangedError, StoreError
 from hfshard.stores import object_store, s3
 from hfshard.stores.open_store import open_store
 from hfshard.stores.store import Store
-from tests.helpers import forkserver
-from tests.stores.services.buckets import Bucket
-from tests.stores.services.fault_proxy import FaultProxy
+from tests.helpers import processes
+from tests.servers.stores.buckets import Bucket
+from tests.servers.stores.fault_proxy import FaultProxy
 
 MIB = 1 << 20
 OBJECTS = ["s3", "gs", "az"]
@@ -70,7 +70,7 @@ def test_an_upload_that_somebody_removed_came_too_late(store: Store) -> None:
 def test_a_wrong_size_is_no_object(store: Store) -> None:
     for size in (4, 6):
         writer = store.open_writer("shard", size)
-        with pytest.raises(StoreError, match=f"was to have {size} bytes and got"):
+        with pytest.raises(StoreError, match=f"was declared with {size} bytes, got"):
             writer.write(memoryview(b"12345"))
             writer.finish()
     assert store.list_objects() == {}
@@ -87,7 +87,7 @@ def leave_open(address: str) -> None:
 def test_an_upload_that_is_open_when_the_interpreter_ends_is_removed(
     bucket: Bucket, store_address: str, store_prefix: str
 ) -> None:
-    assert forkserver.call(leave_open, store_address, env=os.environ).wait() == 0
+    assert processes.call(leave_open, store_address, env=os.environ).wait() == 0
     assert bucket.unfinished(store_prefix) == []
     assert bucket.sizes(store_prefix) == {}
 
@@ -122,4 +122,4 @@ def test_a_copy_that_can_not_be_given_up_still_says_why_it_failed(
     proxy.fail("status", match=" abort ", status=403, times=9)
     with pytest.raises(CheckpointChangedError, match="was replaced or deleted"):
         store.copy(put, "copy")
-    assert "could not be removed: An error occurred (403)" in caplog.text
+    assert "could not be deleted: An error occurred (403)" in caplog.text

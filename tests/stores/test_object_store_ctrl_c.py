@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import hfshard
-from tests.stores.services.fault_proxy import FaultProxy
+from tests.servers.stores.fault_proxy import FaultProxy
 
 SILENT_SECONDS = 100
 """After which the service counts as failed."""

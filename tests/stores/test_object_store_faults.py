@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,8 +12,9 @@ import pytest
 from hfshard.errors import StoreAccessError, StoreConnectionError, StoreError
 from hfshard.stores.open_store import open_store
 from hfshard.stores.store import Store
-from tests.stores.services.buckets import Bucket
-from tests.stores.services.fault_proxy import FaultProxy
+from tests.helpers import processes
+from tests.servers.stores.buckets import Bucket
+from tests.servers.stores.fault_proxy import FaultProxy
 from tests.stores.test_store_contract import MIB, write
 
 FAULTS: dict[str, dict[str, Any]] = {
@@ -32,7 +32,7 @@ SLOW = ("503", "429")
 
 @pytest.fixture(params=["s3", "gs", "az"])
 def scheme(request: pytest.FixtureRequest) -> str:
-    """Object stores; what a bucket of the Hub makes of faults stands in tests/bucket_server."""
+    """Object stores; what a bucket of the Hub makes of faults stands in tests/servers/bucket."""
     given: str = request.param
     return given
 
@@ -193,16 +193,9 @@ def test_threads_share_a_store(store: Store) -> None:
 @pytest.mark.parametrize("scheme", ["s3"])
 def test_a_fork_is_told_to_open_a_store_of_its_own(store: Store) -> None:
     store.put("index", b"1")
-    child = os.fork()
-    if child == 0:
-        try:
+
+    def list_objects() -> None:
+        with pytest.raises(StoreError):
             store.list_objects()
-        except StoreError:
-            os._exit(7)
-        finally:
-            os._exit(1)
-    done = threading.Timer(120, os.kill, (child, 9))
-    done.start()
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    done.cancel()
-    assert code == 7
+
+    assert processes.exit_of_fork(list_objects, 120) == 0

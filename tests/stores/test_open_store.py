@@ -9,7 +9,7 @@ import pytest
 from hfshard import stores
 from hfshard.errors import InvalidArgumentError, StoreError
 from hfshard.stores.open_store import open_store
-from tests.stores.services.buckets import BUCKET, Bucket
+from tests.servers.stores.buckets import BUCKET, Bucket
 
 
 @pytest.mark.parametrize(("scheme", "package"), [("s3", "botocore"), ("gs", "obstore"), ("az", "obstore")])
@@ -21,7 +21,9 @@ def test_a_package_that_is_missing_is_named_with_its_extra(
         monkeypatch.delattr(stores, name, raising=False)
     for name in [package, *(name for name in sys.modules if name.partition(".")[0] == package)]:
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(StoreError, match=rf"{scheme}://models/bert needs the package '{package}.*'hfshard\[stores\]'"):
+    with pytest.raises(
+        StoreError, match=rf"{scheme}://models/bert requires the package '{package}.*'hfshard\[stores\]'"
+    ):
         open_store(f"{scheme}://models/bert")
 
 

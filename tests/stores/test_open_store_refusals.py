@@ -12,8 +12,8 @@ import pytest
 from hfshard.errors import StoreAccessError, StoreConnectionError, StoreError, StoreNotFoundError
 from hfshard.stores import retry
 from hfshard.stores.open_store import open_store
+from tests.servers.stores.kinds import ACCOUNT, ACCOUNT_KEY
 from tests.stores.answering import answering
-from tests.stores.services.kinds import ACCOUNT, ACCOUNT_KEY
 
 SECRET = "wJalrXUtnFEMIbPxRfiCYEXAMPLEKEY"
 SIGNATURE = "4bXeSECRETsIGNATUREx9aQ"
@@ -25,7 +25,7 @@ REFUSALS = {
         404,
         "<Error><Code>NoSuchBucket</Code><Message>The specified bucket does not exist</Message></Error>",
         StoreNotFoundError,
-        "There is no s3://models, or these credentials may not see it. Check the name, or make it with "
+        "There is no s3://models, or it is not visible with these credentials. Check the name, or create it with "
         "'aws s3 mb s3://models'.",
     ),
     "no permission": (
@@ -34,8 +34,8 @@ REFUSALS = {
         "<Error><Code>AccessDenied</Code><Message>User: arn:aws:iam::1:user/me is not authorized to perform: "
         "s3:ListBucket</Message></Error>",
         StoreAccessError,
-        "S3 does not permit this request for s3://models/bert (403, AccessDenied, User: arn:aws:iam::1:user/me is not "
-        "authorized to perform: s3:ListBucket). Loading and saving need s3:ListBucket,",
+        "S3 denied the request for s3://models/bert (403, AccessDenied, User: arn:aws:iam::1:user/me is not "
+        "authorized to perform: s3:ListBucket). Loading and saving require s3:ListBucket,",
     ),
     "unknown key": (
         "s3",
@@ -43,8 +43,8 @@ REFUSALS = {
         "<Error><Code>SignatureDoesNotMatch</Code><Message>The request signature does not match.</Message>"
         f"<StringToSign>{STRING}</StringToSign><SignatureProvided>{SIGNATURE}</SignatureProvided></Error>",
         StoreAccessError,
-        "S3 does not accept the credentials for s3://models/bert (403, SignatureDoesNotMatch, The request signature "
-        "does not match). Look whose they are with 'aws sts get-caller-identity'.",
+        "S3 did not accept the credentials for s3://models/bert (403, SignatureDoesNotMatch, The request signature "
+        "does not match). Check whose they are with 'aws sts get-caller-identity'.",
     ),
     "expired": (
         "s3",
@@ -60,7 +60,7 @@ REFUSALS = {
         "<Error><Code>RequestTimeTooSkewed</Code><Message>The difference between the request time and the current time "
         "is too large.</Message></Error>",
         StoreAccessError,
-        "S3 refuses requests for s3://models/bert: this machine's clock is too far off. Set it, such as with "
+        "S3 refused the request for s3://models/bert: this machine's clock is too far off. Set it, for example with "
         "'timedatectl set-ntp true'.",
     ),
     "region": (
@@ -83,18 +83,18 @@ REFUSALS = {
         "<Error><Code>NotImplemented</Code><Message>A header you provided implies functionality that is not implemented"
         "</Message></Error>",
         StoreError,
-        "The service of s3://models/bert does not know this request (501, NotImplemented, A header you provided "
-        "implies functionality that is not implemented), so that trying again does not help. Check that its endpoint "
-        "speaks S3; then update the service, or use another one.",
+        "The service of s3://models/bert does not support this request (501, NotImplemented, A header you provided "
+        "implies functionality that is not implemented), so retrying will not help. Check that its endpoint "
+        "supports S3; then update the service, or use another one.",
     ),
     "a checksum that the service does not know": (
         "s3",
         400,
         "<Error><Code>InvalidRequest</Code><Message>Unsupported checksum algorithm</Message></Error>",
         StoreError,
-        "The service of s3://models/bert does not know the checksum that hfshard sends (400, InvalidRequest, "
+        "The service of s3://models/bert does not support the checksum that hfshard sends (400, InvalidRequest, "
         "Unsupported checksum algorithm). Set AWS_REQUEST_CHECKSUM_CALCULATION=when_required, or "
-        "request_checksum_calculation in ~/.aws/config: then the signature has SHA-256 in place of CRC-64/NVME.",
+        "request_checksum_calculation in ~/.aws/config: then the signature has SHA-256 instead of CRC-64/NVME.",
     ),
     "a header of checksums that the service does not know": (
         "s3",
@@ -102,7 +102,7 @@ REFUSALS = {
         "<Error><Code>NotImplemented</Code><Message>Header 'x-amz-checksum-algorithm' with value 'CRC64NVME' not "
         "implemented</Message></Error>",
         StoreError,
-        "does not know the checksum that hfshard sends (501, NotImplemented, Header 'x-amz-checksum-algorithm' with "
+        "does not support the checksum that hfshard sends (501, NotImplemented, Header 'x-amz-checksum-algorithm' with "
         "value 'CRC64NVME' not implemented). Set AWS_REQUEST_CHECKSUM_CALCULATION=when_required",
     ),
     "bytes that were damaged before they arrived": (
@@ -119,8 +119,8 @@ REFUSALS = {
         403,
         "<Error><Code>AccessDenied</Code><Message>Access denied.</Message><Details>me@x</Details></Error>",
         StoreAccessError,
-        "Google Cloud Storage does not permit this request for gs://models/bert (403, AccessDenied, Access denied). "
-        "Loading and saving need storage.objects.list",
+        "Google Cloud Storage denied the request for gs://models/bert (403, AccessDenied, Access denied). "
+        "Loading and saving require storage.objects.list",
     ),
     "google, unknown": (
         "gs",
@@ -134,7 +134,7 @@ REFUSALS = {
         404,
         "<Error><Code>ContainerNotFound</Code><Message>The specified container does not exist.\nT</Message></Error>",
         StoreNotFoundError,
-        "There is no az://models, or these credentials may not see it. Check the name, or make it with "
+        "There is no az://models, or it is not visible with these credentials. Check the name, or create it with "
         "'az storage container create --name models'.",
     ),
     "azure, unknown header": (
@@ -143,9 +143,9 @@ REFUSALS = {
         "<Error><Code>UnsupportedHeader</Code><Message>One of the HTTP headers specified in the request is not "
         "supported.</Message></Error>",
         StoreError,
-        "The service of az://models/bert does not know this request (400, UnsupportedHeader, One of the HTTP headers "
-        "specified in the request is not supported), so that trying again does not help. Check that its endpoint "
-        "speaks Azure Blob Storage;",
+        "The service of az://models/bert does not support this request (400, UnsupportedHeader, One of the HTTP "
+        "headers specified in the request is not supported), so retrying will not help. Check that its endpoint "
+        "supports Azure Blob Storage;",
     ),
     "azure, key": (
         "az",
@@ -153,8 +153,8 @@ REFUSALS = {
         "<Error><Code>AuthenticationFailed</Code><Message>Server failed to authenticate.\nTime:1</Message>"
         f"<AuthenticationErrorDetail>'{SIGNATURE}' is not the same</AuthenticationErrorDetail></Error>",
         StoreAccessError,
-        "Azure Blob Storage does not accept the credentials for az://models/bert (403, AuthenticationFailed, Server "
-        "failed to authenticate). Look whose they are with 'az account show'.",
+        "Azure Blob Storage did not accept the credentials for az://models/bert (403, AuthenticationFailed, Server "
+        "failed to authenticate). Check whose they are with 'az account show'.",
     ),
     "azure, clock": (
         "az",
@@ -162,7 +162,7 @@ REFUSALS = {
         "<Error><Code>AuthenticationFailed</Code><Message>Server failed to authenticate.</Message>"
         "<AuthenticationErrorDetail>Request date header too old: 'Mon'</AuthenticationErrorDetail></Error>",
         StoreAccessError,
-        "Azure Blob Storage refuses requests for az://models/bert: this machine's clock is too far off.",
+        "Azure Blob Storage refused the request for az://models/bert: this machine's clock is too far off.",
     ),
 }
 
@@ -206,7 +206,7 @@ def test_a_refusal_says_what_to_do_and_no_secret(
 @pytest.mark.parametrize("scheme", ["s3", "gs", "az"])
 def test_a_service_that_is_not_there_is_told(nobody: Path, monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
     log_in(scheme, "http://127.0.0.1:1", monkeypatch)
-    with pytest.raises(StoreConnectionError, match=f"can't be reached while it was asked for {scheme}://models/bert"):
+    with pytest.raises(StoreConnectionError, match=f"could not be reached during a request for {scheme}://models/bert"):
         open_store(f"{scheme}://models/bert").list_objects()
 
 
@@ -220,5 +220,5 @@ def test_what_a_service_does_not_know_is_asked_for_once_and_was_not_done(
         log_in("s3", url, monkeypatch)
         with pytest.raises(StoreError) as raised:
             open_store("s3://models/bert").put("index", b"{}")
-    assert str(raised.value).startswith("The service of s3://models/bert/index does not know this request")
+    assert str(raised.value).startswith("The service of s3://models/bert/index does not support this request")
     assert time.monotonic() - begin < 10

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-import threading
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -17,8 +15,10 @@ import hfshard
 from hfshard.errors import StoreError
 from hfshard.stores import s3
 from hfshard.stores.open_store import open_store
-from tests.stores.services.buckets import Bucket
-from tests.stores.services.upstream import ask
+from tests.servers.asking import ask, pass_on
+from tests.servers.origin import serving
+from tests.servers.stores.buckets import Bucket
+from tests.servers.wire import Exchange
 
 REGION = "eu-west-1"
 SIGNED_FOR = re.compile(r"Credential=[^/]+/\d+/([a-z0-9-]+)/s3/")
@@ -40,54 +40,28 @@ class Gate:
         self.names_region = True
         """Whether a HEAD is told in which region the bucket is."""
         self.refused: Counter[str] = Counter()
-        gate = self
+        self._upstream = upstream
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-            disable_nagle_algorithm = True
-
-            def answer(self) -> None:
-                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-                signed_for = SIGNED_FOR.search(self.headers.get("Authorization", ""))
-                if signed_for is not None and signed_for[1] == REGION:
-                    answer = ask(upstream, self.command, self.path, body, dict(self.headers.items()))
-                    self.reply(answer.status, answer.body, dict(answer.headers))
-                    return
-                gate.refused[self.command] += 1
-                status, words = gate.refusal
-                said = {"x-amz-bucket-region": REGION} if gate.names_region and self.command == "HEAD" else {}
-                self.reply(status, b"" if self.command == "HEAD" else words.encode(), said)
-
-            def reply(self, status: int, body: bytes, headers: dict[str, str]) -> None:
-                self.send_response(status)
-                length = headers.pop("content-length", "0") if self.command == "HEAD" else str(len(body))
-                for name, text in headers.items():
-                    if name not in ("content-length", "transfer-encoding", "connection", "date", "server"):
-                        self.send_header(name, text)
-                self.send_header("Content-Length", length)
-                self.end_headers()
-                self.wfile.write(body)
-
-            do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = answer
-
-            def log_message(self, *arguments: Any) -> None:
-                """Print nothing."""
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
-
-    def stop(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+    def answer(self, exchange: Exchange) -> None:
+        """Answer a request."""
+        method, target = exchange.record.method, exchange.record.path
+        signed_for = SIGNED_FOR.search(exchange.headers.get("Authorization", ""))
+        if signed_for is not None and signed_for[1] == REGION:
+            body = b"".join(exchange.body.pieces())
+            pass_on(exchange, ask(self._upstream, method, target, body, dict(exchange.headers.items())))
+            return
+        self.refused[method] += 1
+        status, words = self.refusal
+        said = {"x-amz-bucket-region": REGION} if self.names_region and method == "HEAD" else {}
+        exchange.reply(status, b"" if method == "HEAD" else words.encode(), said)
 
 
 @pytest.fixture
 def gate(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     gate = Gate(bucket.url)
-    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", gate.url)
-    yield gate
-    gate.stop()
+    with serving(gate.answer) as url:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", url)
+        yield gate
 
 
 @pytest.mark.parametrize("refusal", [REDIRECT, MALFORMED], ids=["redirect", "malformed"])

@@ -9,7 +9,7 @@ import pytest
 from hfshard.errors import CheckpointChangedError, StoreError, StoreNotFoundError
 from hfshard.stores.open_store import open_store
 from hfshard.stores.store import Store, StoredObject
-from tests.stores.services.buckets import Bucket
+from tests.servers.stores.buckets import Bucket
 
 MIB = 1 << 20
 

@@ -16,8 +16,9 @@ import torch
 import hfshard
 from hfshard.stores.bucket import BucketStore
 from hfshard.stores.xet import SESSIONS
-from tests.hubserver.faults import Fault
-from tests.hubserver.hub_server import HubServer
+from tests.helpers import processes
+from tests.servers.faults import Fault
+from tests.servers.hub.hub_server import HubServer
 
 pytestmark = pytest.mark.compat
 
@@ -116,15 +117,10 @@ def test_a_forked_process_uses_the_store_of_its_parent(store: BucketStore) -> No
     put = store.put("a", RAW)
     assert store.read(put) == RAW
 
-    child = os.fork()
-    if child == 0:
-        try:
-            signal.alarm(20)
-            done = store.read(put) == RAW and store.read(store.put("b", b"child")) == b"child"
-            os._exit(0 if done else 1)
-        finally:
-            os._exit(2)
+    def read_and_put() -> None:
+        assert store.read(put) == RAW
+        assert store.read(store.put("b", b"child")) == b"child"
 
-    assert os.waitpid(child, 0)[1] == 0
+    assert processes.exit_of_fork(read_and_put, 20) == 0
     assert sorted(store.list_objects()) == ["a", "b"]
     assert store.read(put) == RAW

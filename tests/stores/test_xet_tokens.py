@@ -9,8 +9,8 @@ from huggingface_hub.errors import HfHubHTTPError
 
 from hfshard._util.threads import run_in_threads
 from hfshard.stores.xet_tokens import XetTokens, bucket_token_url, repo_token_url
-from tests.hubserver import hub as hub_module
-from tests.hubserver.hub_server import HubServer
+from tests.servers.hub import hub as hub_module
+from tests.servers.hub.hub_server import HubServer
 from tests.stores.conftest import SERVER_BUCKET as BUCKET
 
 

@@ -62,7 +62,7 @@ def test_what_is_gathered_is_saved_and_loaded(found: list[dict[str, Any]]) -> No
 
 
 def test_the_command_in_the_error_merges_the_directory(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointNotFoundError, match="DeepSpeed has saved in parts for each rank") as caught:
+    with pytest.raises(CheckpointNotFoundError, match="DeepSpeed saved in parts for each rank") as caught:
         hfshard.load_state_dict(folder / "zero3")
     told = re.search(r": python (\S+zero_to_fp32\.py .*?) \(it unpickles", str(caught.value))
 

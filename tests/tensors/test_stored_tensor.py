@@ -87,5 +87,5 @@ def test_what_memory_does_not_hold_as_it_is_stored_is_not_copied(tensor: torch.T
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch deprecates these dtypes
 def test_a_packed_dtype_is_refused_as_such_not_as_freed_memory() -> None:
-    with pytest.raises(UnstorableTensorError, match=r"Can't store 'w': the format has no dtype torch\.quint4x2"):
+    with pytest.raises(UnstorableTensorError, match=r"Cannot store 'w': the format has no dtype torch\.quint4x2"):
         check_storable("w", torch.empty(4, dtype=torch.quint4x2))

@@ -54,13 +54,13 @@ class Named(nn.Module):
 @pytest.mark.parametrize(
     ("modules", "message"),
     [
-        (None, "A Named is neither a transformers model nor a Sequential: name the blocks .* modules='blocks.*'"),
-        ("blcks.0", "no module of this Named is called so: the nearest names are 'blocks.0'"),
-        ("*.*.*.*.*", "no module of this Named is called so: see model.named_modules"),
-        ("blocks", "names 'blocks', a ModuleList, which is never called itself: name what is in it, 'blocks.*'"),
-        (["blocks.0", "blocks.0.layers"], "'blocks.0' holds 'blocks.0.layers', which is checkpointed as well"),
+        (None, "A Named is neither a transformers model nor a Sequential. Name the blocks .* modules='blocks.*'"),
+        ("blcks.0", "this Named has no such module: the nearest names are 'blocks.0'"),
+        ("*.*.*.*.*", "this Named has no such module: see model.named_modules"),
+        ("blocks", "names 'blocks', a ModuleList, which is never called itself. Name its contents: 'blocks.*'"),
+        (["blocks.0", "blocks.0.layers"], "'blocks.0' contains 'blocks.0.layers', which is checkpointed too"),
         ([], "modules= is empty"),
-        ([nn.Linear(1, 1)], "takes names such as 'blocks.*', not a Linear"),
+        ([nn.Linear(1, 1)], "must contain names such as 'blocks.*', got a Linear"),
     ],
 )
 def test_blocks_that_can_not_be_are_refused_and_nothing_changes(modules: Any, message: str) -> None:
@@ -71,14 +71,14 @@ def test_blocks_that_can_not_be_are_refused_and_nothing_changes(modules: Any, me
 
 
 def test_sequential_of_layers_alone_is_refused() -> None:
-    with pytest.raises(InvalidArgumentError, match=r"no blocks: each child is a layer alone, .* Group its layers"):
+    with pytest.raises(InvalidArgumentError, match=r"no blocks: each child is a single layer, .* Group its layers"):
         enable_gradient_checkpointing(nn.Sequential(nn.Linear(8, 8), nn.ReLU()))
 
 
 def test_compiled_block_is_refused() -> None:
     model: Model = Named()
     model.blocks[0] = torch.compile(model.blocks[0], backend="eager")
-    with pytest.raises(InvalidArgumentError, match=r"'blocks.0' .* enable gradient checkpointing before those"):
+    with pytest.raises(InvalidArgumentError, match=r"'blocks.0' .* Enable gradient checkpointing before those"):
         enable_gradient_checkpointing(model, "blocks.*")
 
 

@@ -222,5 +222,5 @@ def test_fewer_bytes_of_activations_are_kept(factory: Callable[[], Model], most:
 def test_block_around_transformers_checkpointing_is_refused() -> None:
     model = nn.ModuleDict({"encoder": bert()})
     enable_gradient_checkpointing(model)
-    with pytest.raises(InvalidArgumentError, match=r"'encoder.bert.encoder' holds 'encoder.bert.encoder.*', which is"):
+    with pytest.raises(InvalidArgumentError, match=r"'encoder.bert.encoder' contains 'encoder.bert.encoder.*', which"):
         enable_gradient_checkpointing(model, "encoder.bert.encoder")

@@ -15,8 +15,8 @@ import torch
 from safetensors import safe_open
 
 from hfshard.training import CheckpointManager
-from tests.training.resume.cases import CASES
-from tests.training.resume.runs import Run
+from tests.flows.resume_cases import CASES
+from tests.flows.resume_runs import Run
 
 RICHEST = (
     "everything", "stateful-diary", "optimizer-lbfgs", "optimizer-own-master-weights", "optimizer-own-counter",

@@ -11,8 +11,8 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from hfshard.training import CheckpointManager, TrainingState
-from tests.training.resume.cases import CASES, REPEATED
-from tests.training.resume.runs import Run
+from tests.flows.resume_cases import CASES, REPEATED
+from tests.flows.resume_runs import Run
 
 CYCLES = 4
 """What a cycle adds, each one does; without the blanks that fill files up, a byte more is seen."""

@@ -141,7 +141,7 @@ def save_sparse(rank: int, place: Path) -> None:
     assert torch.equal(again.mask, seen.mask)
     assert torch.equal(again.counts, seen.counts)
     model.register_buffer("sparse", torch.eye(2).to_sparse())
-    with pytest.raises(UnstorableTensorError, match="Can't store 'model/sparse'"):
+    with pytest.raises(UnstorableTensorError, match="Cannot store 'model/sparse'"):
         manager.save(2, TrainingState(model=model))
     manager.close()
 
@@ -181,4 +181,4 @@ def test_one_process_gets_what_the_first_rank_had(tmp_path: Path, caplog: pytest
 
     assert model[1].running_mean.tolist() == [0.0] * 4
     assert int(normaliser.seen) == 5
-    assert "has some buffers and objects of each of 2 ranks, and here are 1" in caplog.text
+    assert "has separate buffers and objects for 2 ranks, but there are 1 here" in caplog.text

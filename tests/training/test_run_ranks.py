@@ -22,7 +22,7 @@ from torch.utils.data import DistributedSampler, TensorDataset
 
 from hfshard.errors import RankMissingError
 from hfshard.training import CheckpointManager, ResumableDataLoader, TrainingState
-from tests.training import processes
+from tests.helpers import processes
 
 STEPS, SAVED_AT, WORLD_SIZE = 6, 3, 2
 
@@ -81,7 +81,16 @@ def run_ranks(place: Path, run: Path, name: str, world_size: int, *args: Any, **
     with ThreadPoolExecutor(world_size) as pool:
         ends = [
             pool.submit(
-                processes.run, place / f"{name}-{rank}.txt", _train, place, run, name, rank, world_size, args, options
+                processes.end_of,
+                place / f"{name}-{rank}.txt",
+                _train,
+                place,
+                run,
+                name,
+                rank,
+                world_size,
+                args,
+                options,
             )
             for rank in range(world_size)
         ]
@@ -152,7 +161,8 @@ def test_another_number_of_ranks_is_seeded_anew_the_same_way_each_time(tmp_path:
     for name in ("once", "again"):
         [end] = run_ranks(tmp_path, run, name, 1, None, blocking=True)
         assert end.status == 0, end
-        assert "was saved by 2 ranks, and here are 1: their random number generators are seeded from it" in end.words
+        words = "was saved by 2 ranks, but there are 1 here: their random number generators are seeded from it"
+        assert words in end.words
     [once], [again] = results(tmp_path, "once", 1), results(tmp_path, "again", 1)
     assert once == again
 
@@ -170,11 +180,15 @@ def fail_on_one(place: Path, run: Path, rank: int) -> None:
 def test_an_error_of_the_first_rank_is_raised_on_all(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with ThreadPoolExecutor(WORLD_SIZE) as pool:
-        list(pool.map(lambda rank: processes.run(tmp_path / f"{rank}.txt", fail_on_one, tmp_path, run, rank), range(2)))
+        list(
+            pool.map(
+                lambda rank: processes.end_of(tmp_path / f"{rank}.txt", fail_on_one, tmp_path, run, rank), range(2)
+            )
+        )
     first, second = ((tmp_path / f"error-{rank}.txt").read_text() for rank in range(2))
-    assert first.startswith("UnstorableTensorError: 'extra/strange' is a object: it has no form")
+    assert first.startswith("UnstorableTensorError: 'extra/strange' is a object: it cannot be stored")
     assert second.startswith(
-        "RankFailedError: Rank 0 failed, so the other ranks gave up, too: UnstorableTensorError: 'extra/strange'"
+        "RankFailedError: Rank 0 failed, so the other ranks gave up: UnstorableTensorError: 'extra/strange'"
     )
     assert not run.exists()
 
@@ -184,9 +198,7 @@ def save_on_the_first_alone(place: Path, run: Path, rank: int) -> None:
     if rank == 0:
         group: Any = dist.group.WORLD
         group.set_timeout(timedelta(seconds=1))
-        with pytest.raises(
-            RankMissingError, match=r"needs every rank. Make it on every rank, outside of `if rank == 0:`"
-        ):
+        with pytest.raises(RankMissingError, match=r"needs every rank. Make it on every rank, outside `if rank == 0:`"):
             CheckpointManager(run).save(1, TrainingState(model=nn.Linear(2, 2)))
         group.set_timeout(timedelta(seconds=processes.PATIENCE_SECONDS))
     dist.barrier()
@@ -197,7 +209,7 @@ def test_a_save_to_which_only_the_first_rank_comes_is_told_that_it_needs_all(tmp
     with ThreadPoolExecutor(WORLD_SIZE) as pool:
         ends = list(
             pool.map(
-                lambda rank: processes.run(tmp_path / f"{rank}.txt", save_on_the_first_alone, tmp_path, run, rank),
+                lambda rank: processes.end_of(tmp_path / f"{rank}.txt", save_on_the_first_alone, tmp_path, run, rank),
                 range(2),
             )
         )

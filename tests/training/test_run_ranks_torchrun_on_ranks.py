@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests import REPOSITORY
+from tests.helpers import processes
 from tests.training.restarted_run import KILLED_AT
 from tests.training.test_spread_save_runs_on_ranks import assert_same
 
@@ -20,13 +19,11 @@ def test_torchrun_starts_a_run_again_that_goes_on_to_the_bit(tmp_path: Path, chi
         (tmp_path / name).mkdir()
         torchrun = "torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 1"
         script = ("-m", "tests.training.restarted_run", str(tmp_path / name), name)
-        done = subprocess.run(
-            [sys.executable, "-m", *torchrun.split(), *script],
+        done = processes.run_fresh(
+            ["-m", *torchrun.split(), *script],
             cwd=REPOSITORY,
             # Or gloo itself may connect to the addresses of ranks that have ended, which torchrun's store still has.
             env={**child_environment, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
-            capture_output=True,
-            text=True,
             timeout=300,
         )
         assert done.returncode == 0, done.stderr

@@ -25,7 +25,7 @@ from hfshard.training.run.find_checkpoint import run_place
 from hfshard.training.run.rotation import Rotation
 from hfshard.training.run.run_writer import RunWriter
 from hfshard.training.spread_save import SpreadSaveArguments, save_spread
-from tests.training import processes
+from tests.helpers import processes
 from tests.training.models import Net
 from tests.training.test_spread_save_runs_on_ranks import assert_same
 
@@ -166,7 +166,9 @@ def use_device_and_exit(*args: Any) -> None:
 @pytest.mark.parametrize(("device", "backend", "world_size"), CASES)
 def test_a_device_has_what_was_saved_and_loaded(device: str, backend: str, world_size: int, tmp_path: Path) -> None:
     def run(rank: int) -> processes.End:
-        return processes.run(tmp_path / f"{rank}.txt", use_device_and_exit, rank, world_size, device, backend, tmp_path)
+        return processes.end_of(
+            tmp_path / f"{rank}.txt", use_device_and_exit, rank, world_size, device, backend, tmp_path
+        )
 
     with ThreadPoolExecutor(world_size) as pool:
         ends = list(pool.map(run, range(world_size)))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 from tests import REPOSITORY
-from tests.helpers.readme_examples import blocks_of
+from tests.helpers import processes
+from tests.helpers.examples import blocks_of
 
 README = REPOSITORY / "hfshard" / "training" / "GUIDE.md"
 
@@ -19,10 +18,8 @@ def test_the_loop_of_the_readme_goes_on_to_the_bit(tmp_path: Path, child_environ
 
     said = []
     for start in ("begun", "resumed"):  # resumed from step 15, the last one that was saved
-        command = [sys.executable, "-m", *torchrun.split(), start, "train.py"]
-        done = subprocess.run(
-            command, cwd=tmp_path, env=child_environment, capture_output=True, text=True, timeout=300, check=False
-        )
+        command = ["-m", *torchrun.split(), start, "train.py"]
+        done = processes.run_fresh(command, cwd=tmp_path, env=child_environment, timeout=300)
         assert done.returncode == 0, done.stderr
         # a file for each rank: on one output, what two ranks print may run together in one line
         said.append([next((tmp_path / start).rglob(f"{rank}/stdout.log")).read_text() for rank in range(2)])

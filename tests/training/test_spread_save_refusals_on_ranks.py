@@ -25,8 +25,8 @@ from hfshard.errors import (
     StateDictMismatchError,
 )
 from hfshard.training import CheckpointManager, TrainingState
-from tests.crash.runs.content import Counter
 from tests.distributed.gloo import check_ranks
+from tests.sweeps.run_states import Counter
 from tests.training.models import Run
 from tests.training.restoring.test_resume_on_ranks import RefusingCounter, refuse_weights
 

@@ -3,9 +3,9 @@
 Upstream's figures (transformers 5.23, huggingface_hub 2.4, 8 shards; S = shards) stand beside ours. The other entries
 of that list have their tests where the part is tested:
 
-- a whole copy in a temporary folder, read again to be hashed; no `parent_commit`; two racing pushes both land; a lost
-  answer to a commit raises; uploads fail with hf_xet against a server without Xet; more than one batch of files is not
-  atomic: tests/hub/push
+- 22 = 6 + 2S requests to a new repo, 7 for an unchanged push; a whole copy in a temporary folder, read again to be
+  hashed; no `parent_commit`; two racing pushes both land; a lost answer to a commit raises; uploads fail with hf_xet
+  against a server without Xet; more than one batch of files is not atomic: tests/hub/push
 - a killed download starts again from zero; a reset raises ReadError; 503 gives up at once; Retry-After is ignored; an
   expired URL is not asked for again; a corrupt file of the right size is taken: tests/hub/pull
 """
@@ -19,7 +19,7 @@ import pytest
 
 from tests.hub.pull.pull_hub import PullHub
 from tests.hub.server_fixture import hub_fixtures, new_repo_id
-from tests.hubserver.hub_server import HubServer, RepoView
+from tests.servers.hub.hub_server import HubServer, RepoView
 
 pytestmark = pytest.mark.compat
 
@@ -82,21 +82,6 @@ def shards(count: int) -> list[str]:
     """The names of so many shards, and of their index."""
     names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
     return [*names, "model.safetensors.index.json"]
-
-
-def test_push_to_a_new_repo_is_5_and_2s_requests(client: Client) -> None:
-    client.push(SHARDED)
-    assert client.weights == shards(S)
-    assert len(client.server.log) == 5 + 2 * S  # upstream: 22 = 6 + 2S
-    assert client.server.count("commit") == 1
-    assert client.repo.files().keys() >= {"README.md", "config.json"}
-
-
-def test_unchanged_push_is_2_requests_and_no_bytes(client: Client) -> None:
-    client.push(SHARDED)
-    client.push(SHARDED)
-    assert [request.kind for request in client.server.log] == ["create_repo", "info"]  # upstream: 7
-    assert len(client.repo.commits()) == 2  # the Hub's own and ours
 
 
 def test_one_changed_tensor_sends_its_shard_alone(client: Client) -> None:

@@ -95,12 +95,12 @@ WRAPPED = [*map(wrapped, LLAMA), *TRAINED]
         ),
         (
             [renamed(name, wrapped(name)) for name in LLAMA] + marked(TRAINED, only_in_b=TRAINED),
-            "97 tensors renamed: with what PEFT puts into names; "
+            "97 tensors renamed: with PEFT's additions to names; "
             "B has an adapter (LoRA) for q_proj and v_proj of all 24 layers, with lm_head: 97 tensors.",
         ),
         (
             [renamed(wrapped(name), name) for name in LLAMA] + marked(TRAINED, only_in_a=TRAINED),
-            "97 tensors renamed: without what PEFT puts into names; "
+            "97 tensors renamed: without PEFT's additions to names; "
             "A has an adapter (LoRA) for q_proj and v_proj of all 24 layers, with lm_head: 97 tensors.",
         ),
         (

@@ -149,7 +149,7 @@ def test_adapters_and_runs_of_trainer_in_a_store(store_address: str, tmp_path: P
     page = hfshard.show_checkpoint(at_500, tmp_path / "adapter.html")
     assert f"<title>{at_500}</title>" in Path(page).read_text()
     below = "run/checkpoint-1000, run/checkpoint-1500, run/checkpoint-500"
-    with pytest.raises(CheckpointNotFoundError, match=f"its folders {below}: give one of them as subfolder"):
+    with pytest.raises(CheckpointNotFoundError, match=f"its folders {below}: pass one of them as subfolder"):
         hfshard.diff_checkpoints(store_address, at_500)
 
 
@@ -183,7 +183,7 @@ def test_adapters_on_the_hub(hub: PullHub, tmp_path: Path) -> None:
     in_folder = hub.call("diff", repo, below, subfolder=("", "checkpoint-5"))
     assert in_folder["counts"] == {"same": 2}
     assert in_folder["places"] == [repo, f"{below}/checkpoint-5"]
-    refusal = f"There is no checkpoint in '{below}': none of model.safetensors, .*its folder checkpoint-5: give it as"
+    refusal = f"There is no checkpoint in '{below}': none of model.safetensors, .*its folder checkpoint-5: pass it as"
     assert re.match(refusal, hub.refused("diff", repo, below).message)
 
 

@@ -44,14 +44,16 @@ def test_a_missing_browser_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         take_screenshot(PAGE, ScreenshotOptions())
 
     monkeypatch.setenv(CHROMIUM, str(tmp_path / "chrome"))
-    with pytest.raises(BrowserError, match=rf"HFSHARD_CHROMIUM names '{tmp_path}/chrome', which is no program"):
+    with pytest.raises(BrowserError, match=rf"HFSHARD_CHROMIUM names '{tmp_path}/chrome', which is not a program"):
         take_screenshot(PAGE, ScreenshotOptions())
 
 
 def test_a_browser_that_fails_is_told_with_what_it_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(CHROMIUM, _program(tmp_path, "echo first >&2; echo no display >&2; exit 7"))
 
-    with pytest.raises(BrowserError, match=r"browser' drew no picture. It said: no display \(exit status 7\)"):
+    with pytest.raises(
+        BrowserError, match=r"browser' wrote no screenshot. Its output ended with: no display \(exit status 7\)"
+    ):
         take_screenshot(PAGE, ScreenshotOptions())
 
 
@@ -67,7 +69,7 @@ def test_a_browser_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path
             ends.append(os.pidfd_open(int((tmp_path / "pid").read_text())))  # its seconds begin when it has a child
 
     monkeypatch.setattr(subprocess, "Popen", Begun)
-    with pytest.raises(BrowserError, match=r"drew nothing in 0.2 seconds"):
+    with pytest.raises(BrowserError, match=r"wrote no screenshot in 0.2 seconds"):
         take_screenshot(PAGE, ScreenshotOptions())
 
     [end] = ends
@@ -78,9 +80,9 @@ def test_a_browser_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path
 def test_sizes_and_themes_are_checked() -> None:
     assert parse_still_size("390x844") == (390, 844)
     for text in ("390", "390x", "x844", "-1x5", "390×844", "1e3x10", "390x844 "):
-        with pytest.raises(InvalidArgumentError, match="is no size of a picture, such as 1280x800"):
+        with pytest.raises(InvalidArgumentError, match="is not a valid screenshot size, such as 1280x800"):
             parse_still_size(text)
-    with pytest.raises(InvalidArgumentError, match="The width of a still is 200 to 10000 pixels, got 199"):
+    with pytest.raises(InvalidArgumentError, match="The width of a screenshot must be 200 to 10000 pixels, got 199"):
         ScreenshotOptions(width=199)
     with pytest.raises(InvalidArgumentError, match="theme must be 'light' or 'dark', got 'sepia'"):
         ScreenshotOptions(theme="sepia")  # type: ignore[arg-type]

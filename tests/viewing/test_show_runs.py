@@ -18,7 +18,7 @@ from hfshard.viewing.page.page import render_page
 from hfshard.viewing.page.run_page import make_run_page
 from hfshard.viewing.run_listing import ListedCheckpoint
 from hfshard.viewing.show import show_checkpoint
-from tests.stores.services.buckets import Bucket
+from tests.servers.stores.buckets import Bucket
 
 
 def save_run(root: Path | str) -> None:

@@ -6,17 +6,22 @@ import json
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils.logging import warning_once
+
+import hfshard
+from tests.zoo.mixin_classes import with_mixin
 
 SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -52,6 +57,16 @@ def load(model_class: Any, *arguments: Any, **options: Any) -> Loaded:
     )
 
 
+class Through:
+    """`hfshard.load_model(target, ...)` in the shape of a class with `from_pretrained`."""
+
+    def __init__(self, target: Any) -> None:
+        self.target = target
+
+    def from_pretrained(self, *arguments: Any, **options: Any) -> Any:
+        return hfshard.load_model(self.target, *arguments, **options)
+
+
 @contextmanager
 def transformers_warnings() -> Iterator[list[str]]:
     """Collect what transformers logs at WARNING and above."""
@@ -70,6 +85,11 @@ def bits(tensor: torch.Tensor) -> Bits:
     """A tensor as bytes, so that NaN equals itself and -0.0 is not 0.0."""
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return str(tensor.dtype), tuple(tensor.shape), data.numpy().tobytes()
+
+
+def bits_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Bits]:
+    """The same of each tensor of a state dict."""
+    return {name: bits(tensor) for name, tensor in tensors.items()}
 
 
 def facts_of_load(loaded: Loaded, path: Any = "") -> Facts:
@@ -102,9 +122,9 @@ def _weights_facts(model: nn.Module) -> Facts:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     buffers = dict(model.named_buffers(remove_duplicate=False))
     return {
-        "state dict": {name: bits(tensor) for name, tensor in model.state_dict().items()},
+        "state dict": bits_of(model.state_dict()),
         "state dict order": list(model.state_dict()),
-        "buffers": {name: bits(tensor) for name, tensor in buffers.items()},
+        "buffers": bits_of(buffers),
         "parameters": {name: (p.dtype, p.requires_grad, str(p.device)) for name, p in parameters.items()},
         "parameter types": {name: type(p).__name__ for name, p in parameters.items()},
         "contiguous": {name: p.is_contiguous() for name, p in parameters.items()},
@@ -131,6 +151,35 @@ def _without_path(value: Any, path: str) -> Any:
     return value
 
 
+def loads_alike(stock_class: type[PreTrainedModel], *arguments: Any, **options: Any) -> Facts:
+    """Check that a class with the mixin loads what its stock class loads; gives what is seen of it."""
+    theirs, ours = (
+        facts_of_load(load(model_class, *arguments, **options))
+        for model_class in (stock_class, with_mixin(stock_class))
+    )
+    found = differences(ours, theirs)
+    assert found == [], found
+    return ours
+
+
+def fails_alike(stock_class: type[PreTrainedModel], *arguments: Any, **options: Any) -> tuple[Exception, Exception]:
+    """Check that a class with the mixin refuses, with the same kind of error, what its stock class refuses."""
+    theirs, ours = (
+        failure_of(partial(model_class.from_pretrained, *arguments, **options))
+        for model_class in (stock_class, with_mixin(stock_class))
+    )
+    kind = next(kind for kind in type(theirs).__mro__ if kind.__module__ == "builtins")
+    assert isinstance(ours, kind), (ours, theirs)
+    return ours, theirs
+
+
+def failure_of(call: Callable[[], Any]) -> Exception:
+    """The error that a call raises."""
+    with pytest.raises(Exception) as caught:
+        call()
+    return caught.value
+
+
 def differences(ours: Facts, theirs: Facts) -> list[str]:
     """Every aspect, and every name in it, that differs, in words."""
     found = []
@@ -143,6 +192,12 @@ def differences(ours: Facts, theirs: Facts) -> list[str]:
             pairs = [(aspect, mine, other)]
         found += [f"{name}: ours {_shown(a)}, theirs {_shown(b)}" for name, a, b in pairs if a != b]
     return found
+
+
+def file_differences(ours: Path, theirs: Path, variant: str | None = None) -> list[str]:
+    """How two saves differ, in tensors and in small files."""
+    tensors = differences({"file": raw_tensors(ours, variant)}, {"file": raw_tensors(theirs, variant)})
+    return tensors + differences(small_files(ours), small_files(theirs))
 
 
 def _shown(value: Any) -> str:
@@ -187,3 +242,8 @@ def small_files(directory: Path) -> dict[str, bytes]:
         for path in directory.rglob("*")
         if path.is_file() and not path.name.endswith((".safetensors", ".bin")) and ".index." not in path.name
     }
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    """Every file of a directory, in which there must be nothing else."""
+    return {path.name: path.read_bytes() for path in directory.iterdir()}

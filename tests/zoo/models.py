@@ -15,23 +15,10 @@ from transformers import PreTrainedModel
 SEED = 1
 VOCABULARY = 67  # odd, so that a transposed or padded embedding is noticed
 
-TEXT = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 48,
-    "max_position_embeddings": 40,
-}
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+TEXT = {**SIZES, "vocab_size": VOCABULARY, "max_position_embeddings": 40}
 DECODER = {**TEXT, "num_key_value_heads": 1, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-VISION = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 48,
-    "image_size": 16,
-    "patch_size": 8,
-}
+VISION = {**SIZES, "image_size": 16, "patch_size": 8}
 
 Finish = Callable[[Any], None]
 
@@ -115,7 +102,7 @@ def _whisper() -> Any:
 
 def _wav2vec2() -> Any:
     layers = {"conv_dim": (16, 16), "conv_stride": (5, 2), "conv_kernel": (10, 3), "num_feat_extract_layers": 2}
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
+    sizes = {**SIZES, "num_hidden_layers": 1}
     return _config("Wav2Vec2Config", **sizes, **layers, num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2)
 
 
@@ -168,22 +155,15 @@ def _moe(class_name: str, **values: Any) -> Any:
     return _config(class_name, **{**DECODER, "num_experts_per_tok": 2, **values})
 
 
-def _to_bf16(model: Any) -> None:
-    model.to(torch.bfloat16)
-
-
-def _norms_in_fp32(model: Any) -> None:
-    model.to(torch.bfloat16)
+def _cast(model: Any, dtype: torch.dtype, kept: str = " ") -> None:
+    """Cast a model but for the modules whose names end so, which stay in float32."""
+    model.to(dtype)
     for name, module in model.named_modules():
-        if name.endswith("norm"):
+        if name.endswith(kept):
             module.to(torch.float32)
 
 
-def _t5_in_fp16(model: Any) -> None:
-    model.to(torch.float16)
-    for name, module in model.named_modules():
-        if name.endswith("wo"):
-            module.to(torch.float32)
+_to_bf16 = partial(_cast, dtype=torch.bfloat16)
 
 
 def _resize(model: Any) -> None:
@@ -227,7 +207,7 @@ def _decoders() -> list[Specimen]:
         Specimen("llama_untied", "LlamaForCausalLM", llama),
         Specimen("llama_tied", "LlamaForCausalLM", partial(llama, tie_word_embeddings=True)),
         Specimen("llama_bf16", "LlamaForCausalLM", llama, _to_bf16),
-        Specimen("llama_mixed_dtypes", "LlamaForCausalLM", llama, _norms_in_fp32),
+        Specimen("llama_mixed_dtypes", "LlamaForCausalLM", llama, partial(_to_bf16, kept="norm")),
         Specimen("llama_generation", "LlamaForCausalLM", llama, _generation),
         Specimen("mamba", "MambaForCausalLM", mamba),
     ]
@@ -235,13 +215,10 @@ def _decoders() -> list[Specimen]:
 
 def _mixtures_of_experts() -> list[Specimen]:
     qwen = {"num_experts": 4, "moe_intermediate_size": 16}
+    qwen2 = partial(_moe, "Qwen2MoeConfig", **qwen)
     return [
         Specimen("mixtral", "MixtralForCausalLM", partial(_moe, "MixtralConfig", num_local_experts=4)),
-        Specimen(
-            "qwen2_moe",
-            "Qwen2MoeForCausalLM",
-            partial(_moe, "Qwen2MoeConfig", **qwen, shared_expert_intermediate_size=16),
-        ),
+        Specimen("qwen2_moe", "Qwen2MoeForCausalLM", partial(qwen2, shared_expert_intermediate_size=16)),
         Specimen("qwen3_moe", "Qwen3MoeForCausalLM", partial(_moe, "Qwen3MoeConfig", **qwen, head_dim=16)),
         Specimen("deepseek_v3", "DeepseekV3ForCausalLM", _deepseek),
         Specimen("ernie_bf16", "Ernie4_5_MoeForCausalLM", _ernie, _to_bf16),
@@ -249,9 +226,10 @@ def _mixtures_of_experts() -> list[Specimen]:
 
 
 def _encoder_decoders() -> list[Specimen]:
+    t5_in_fp16 = partial(_cast, dtype=torch.float16, kept="wo")
     return [
         Specimen("t5", "T5ForConditionalGeneration", _t5),
-        Specimen("t5_fp16", "T5ForConditionalGeneration", partial(_t5, tie_word_embeddings=False), _t5_in_fp16),
+        Specimen("t5_fp16", "T5ForConditionalGeneration", partial(_t5, tie_word_embeddings=False), t5_in_fp16),
         Specimen("bart", "BartForConditionalGeneration", partial(_bart, "BartConfig")),
         Specimen("marian", "MarianMTModel", partial(_bart, "MarianConfig")),
         Specimen("whisper", "WhisperForConditionalGeneration", _whisper),

@@ -21,7 +21,8 @@ parametrizations, resized embeddings, mixed and half dtypes, a generation config
 ways, and models in models."""
 
 
-def _parameters(cases: Iterable[Any], on_oldest: Collection[Any], slow: Iterable[Any] = ()) -> list[Any]:
+def parameters(cases: Iterable[Any], on_oldest: Collection[Any], slow: Iterable[Any] = ()) -> list[Any]:
+    """Cases for a test, marked: those for the oldest versions, too, and those that run with --slow."""
     marks = {case: [pytest.mark.compat] if case in on_oldest else [] for case in cases}
     for case in slow:
         marks[case].append(pytest.mark.slow)
@@ -31,16 +32,16 @@ def _parameters(cases: Iterable[Any], on_oldest: Collection[Any], slow: Iterable
 LAYOUTS = [(name, SHARDS) for name in ZOO] + [(name, WHOLE) for name in sorted(REPRESENTATIVES)]
 """What a model is called in its files is the same in each layout: representatives show that for single files."""
 
-representatives = pytest.mark.parametrize("name", _parameters(sorted(REPRESENTATIVES), REPRESENTATIVES))
-every_model = pytest.mark.parametrize("name", _parameters(ZOO, REPRESENTATIVES))
+representatives = pytest.mark.parametrize("name", parameters(sorted(REPRESENTATIVES), REPRESENTATIVES))
+every_model = pytest.mark.parametrize("name", parameters(ZOO, REPRESENTATIVES))
 _OTHERS = [name for name in ZOO if name not in REPRESENTATIVES]
-every_model_by_representatives = pytest.mark.parametrize("name", _parameters(ZOO, REPRESENTATIVES, _OTHERS))
+every_model_by_representatives = pytest.mark.parametrize("name", parameters(ZOO, REPRESENTATIVES, _OTHERS))
 """For what combines things that other tests show of each model: the others run with --slow."""
 _SHARDED_REPRESENTATIVES = [(name, SHARDS) for name in REPRESENTATIVES]
-every_layout = pytest.mark.parametrize(("name", "size"), _parameters(LAYOUTS, _SHARDED_REPRESENTATIVES))
+every_layout = pytest.mark.parametrize(("name", "size"), parameters(LAYOUTS, _SHARDED_REPRESENTATIVES))
 """Each model in shards, representatives as a single file, too."""
 every_layout_by_representatives = pytest.mark.parametrize(
-    ("name", "size"), _parameters(LAYOUTS, _SHARDED_REPRESENTATIVES, [(name, SHARDS) for name in _OTHERS])
+    ("name", "size"), parameters(LAYOUTS, _SHARDED_REPRESENTATIVES, [(name, SHARDS) for name in _OTHERS])
 )
-every_layout_compat = pytest.mark.parametrize(("name", "size"), _parameters(LAYOUTS, [(name, SHARDS) for name in ZOO]))
+every_layout_compat = pytest.mark.parametrize(("name", "size"), parameters(LAYOUTS, [(name, SHARDS) for name in ZOO]))
 """The same, and every model on the oldest versions."""

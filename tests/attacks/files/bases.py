@@ -13,7 +13,7 @@ from tests.attacks.files import raw
 
 
 @functools.cache
-def _saved(seed: int, sharded: bool) -> tuple[tuple[str, bytes], ...]:
+def _saved(seed: int, sharded: bool) -> raw.Files:
     import hfshard
     from tests.attacks.target import TinyConfig, TinyPretrained, truth
 
@@ -22,8 +22,7 @@ def _saved(seed: int, sharded: bool) -> tuple[tuple[str, bytes], ...]:
     with tempfile.TemporaryDirectory() as folder:
         # 4,096 bytes of header and 128 of data: embed, block and head each in a shard of its own.
         hfshard.save_model(model, folder, max_shard_size=4096 + 128 if sharded else "1MB")
-        paths = (path for path in sorted(Path(folder).rglob("*")) if path.is_file())
-        return tuple((path.relative_to(folder).as_posix(), path.read_bytes()) for path in paths)
+        return raw.files_in(Path(folder))
 
 
 def ours_sharded(seed: int = 1) -> raw.Files:

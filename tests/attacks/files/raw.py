@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 SHARDS = 3
@@ -50,9 +52,7 @@ def tensors(seed: int = 1) -> dict[str, Blob]:
 
 def floats(shape: tuple[int, ...], first: int = 0) -> Blob:
     """An F32 tensor that counts up from `first`."""
-    count = 1
-    for size in shape:
-        count *= size
+    count = math.prod(shape)
     return Blob("F32", shape, struct.pack(f"<{count}f", *range(first, first + count)))
 
 
@@ -138,3 +138,18 @@ def split(raw: bytes) -> tuple[dict[str, Any], bytes]:
     length = struct.unpack("<Q", raw[:8])[0]
     header: dict[str, Any] = json.loads(raw[8 : 8 + length])
     return header, raw[8 + length :]
+
+
+def write(folder: Path, files: Mapping[str, bytes]) -> Path:
+    """Write files into a folder."""
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    return folder
+
+
+def files_in(folder: Path) -> Files:
+    """All files below a folder."""
+    paths = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}

@@ -67,6 +67,26 @@ def of_one_hash(count: int) -> list[tuple[int, int]]:
     return pairs
 
 
+def colliding(count: int) -> list[bytes]:
+    """Tuples of one hash."""
+    return [integer(one) + integer(other) + b"\x86" for one, other in of_one_hash(count)]
+
+
+def complex_of_one_hash(count: int) -> bytes:
+    """Entries of a dict whose names are complex numbers of one hash."""
+    pairs = ((integer(at * 1000003), integer(-at)) for at in range(2, 2 + count))
+    return b"".join(call("builtins", "complex", *pair) + b"N" for pair in pairs)
+
+
+def numbers_of_one_hash() -> bytes:
+    """Entries of a dict whose names are multiples of the prime by which Python hashes numbers."""
+    return b"".join(b"\x8a\x0a" + (at * (2**61 - 1)).to_bytes(10, "little") + b"N" for at in range(9, 999))
+
+
+DOUBLED = b")" + b"".join(b"q%ch%c\x86" % (number, number) for number in range(60))
+"""A tuple of two tuples, which are one, of two, 60 deep: torch would hash 2**60."""
+
+
 def tensor(
     key: str,
     shape: tuple[int, ...],

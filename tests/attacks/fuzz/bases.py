@@ -75,15 +75,10 @@ def training_state(value: float = 0.0) -> TrainingState:
     return TrainingState(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2), counter=Counter())
 
 
-def _files_in(folder: Path) -> raw.Files:
-    paths = (path for path in sorted(folder.rglob("*")) if path.is_file())
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
-
-
 def _made(make: Callable[[Path], object]) -> raw.Files:
     with tempfile.TemporaryDirectory() as folder:
         make(Path(folder))
-        return _files_in(Path(folder))
+        return raw.files_in(Path(folder))
 
 
 def _run(folder: Path) -> None:
@@ -99,11 +94,8 @@ def _old_run(folder: Path, *, is_zip: bool) -> None:
 
 
 def _hub(folder: Path) -> None:
-    source = folder.parent / f"{folder.name}-source"
-    with tempfile.TemporaryDirectory() as source_name:
-        source = Path(source_name)
-        for name, content in bases.ours_sharded().items():
-            (source / name).write_bytes(content)
+    with tempfile.TemporaryDirectory() as source:
+        raw.write(Path(source), bases.ours_sharded())
         hub = DirectoryHub.create(folder)
         hfshard.push_checkpoint(source, folder, progress=False)
         hub.tag("v1", "main")
@@ -128,5 +120,5 @@ def all_bases() -> dict[str, Base]:
         Base("hub", hub, HUB, truth=tensors),
         Base("hub-sealed", hub, HUB, sealed=True),
     ]
-    found += [Base(f"golden-{name}", _files_in(GOLDEN / name)) for name in CASES]
+    found += [Base(f"golden-{name}", raw.files_in(GOLDEN / name)) for name in CASES]
     return {base.name: base for base in found}

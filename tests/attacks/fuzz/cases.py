@@ -15,9 +15,11 @@ from typing import Any
 from hfshard.errors import HfshardError
 from hfshard.format.strict_json import dump_json
 from hfshard.hub.directory.commit_graph import commit_id
+from tests.attacks.files import raw
 from tests.attacks.fuzz.bases import Base
 from tests.attacks.fuzz.mutators import mutated
 from tests.attacks.fuzz.readers import read
+from tests.attacks.watch import where
 from tests.training.run import hostile
 
 CPU_SECONDS = 10.0
@@ -55,8 +57,7 @@ class Fuzzer:
         """Write all files of all bases anew."""
         for base in self.bases:
             shutil.rmtree(self.folder / base.name, ignore_errors=True)
-            for name in base.files:
-                self._put(base, name)
+            raw.write(self.folder / base.name, base.files)
 
     def run(self, number: int) -> Outcome:
         """Change one file, read, and put it back."""
@@ -73,14 +74,11 @@ class Fuzzer:
         base = random.choice(self.bases)
         random.choice(base.readers)
         with self._damaged(random, base, random.choice(base.targets)):
-            root = self.folder / base.name
-            found = {path.relative_to(root).as_posix(): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+            found = raw.files_in(self.folder / base.name)
         return {name: content for name, content in found.items() if base.files.get(name) != content}
 
     def _put(self, base: Base, name: str) -> None:
-        path = self.folder / base.name / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(base.files[name])
+        raw.write(self.folder / base.name, {name: base.files[name]})
 
     @contextmanager
     def _damaged(self, random: Random, base: Base, file: str) -> Iterator[str]:
@@ -171,12 +169,7 @@ def _outcome(number: int, base: Base, file: str, reader: str, directory: Path) -
     except TooSlowError:
         return made("slow")
     except Exception as error:
-        trace = error.__traceback__
-        where = []
-        while trace is not None:
-            where.append(f"{Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno}")
-            trace = trace.tb_next
-        return made("raw", f"{type(error).__name__}: {error!s:.200} [{' < '.join(where[:-7:-1])}]")
+        return made("raw", f"{type(error).__name__}: {error!s:.200} [{where(error)}]")
     return made("right") if problem is None else made("wrong", problem)
 
 

@@ -37,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser().parse_args(argv)
     import torch
 
+    from tests.attacks.files import raw
     from tests.attacks.fuzz.bases import all_bases
     from tests.attacks.fuzz.cases import Fuzzer
     from tests.attacks.fuzz.runner import Report, run_cases, work_folder
@@ -48,16 +49,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     with work_folder() as folder:
         fuzzer = Fuzzer(bases, Path(folder), options.seed)
         if options.keep is not None:
-            for name, content in fuzzer.describe(options.first).items():
-                target = options.keep / name
-                target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_bytes(content)
+            raw.write(options.keep, fuzzer.describe(options.first))
             print(fuzzer.run(options.first))
             return 0
         numbers = range(options.first, options.first + options.cases)
         for report in run_cases(fuzzer, numbers, options.batch):
             if options.json is not None:
-                _write(options.json, report, options.seed)
+                counts = {"cases": report.done, "counts": report.counts, "by_base": report.by_base}
+                found = {"findings": [asdict(finding) for finding in report.findings]}
+                options.json.write_text(json.dumps({"seed": options.seed, **counts, **found}, indent=1))
             if sys.stderr.isatty():
                 print(f"\r{report.done:,} cases, {len(report.findings)} findings", end="", file=sys.stderr)
     seconds = time.monotonic() - start
@@ -68,17 +68,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     for finding in report.findings[: options.show]:
         print(finding)
     return 1 if report.findings else 0
-
-
-def _write(path: Path, report: object, seed: int) -> None:
-    from tests.attacks.fuzz.runner import Report
-
-    assert isinstance(report, Report)
-    value = {
-        "seed": seed,
-        "cases": report.done,
-        "counts": report.counts,
-        "by_base": report.by_base,
-        "findings": [asdict(finding) for finding in report.findings],
-    }
-    path.write_text(json.dumps(value, indent=1))

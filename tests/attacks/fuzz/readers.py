@@ -17,6 +17,8 @@ from hfshard.hub.directory.directory_hub import DirectoryHub
 from hfshard.training import CheckpointManager
 from tests.attacks.files import raw
 from tests.attacks.fuzz.bases import OLD_RUN, TRAINING_STEP, Base, training_state
+from tests.attacks.target import same
+from tests.helpers.tensor_bytes import bytes_of
 
 Tensors = dict[str, torch.Tensor]
 
@@ -54,7 +56,7 @@ def _restore(directory: Path, base: Base) -> str | None:
     if base.sealed:
         return None
     wanted = training_state(1.0).components["model"].state_dict()
-    if step != TRAINING_STEP or not _same(state.components["model"].state_dict(), wanted):
+    if step != TRAINING_STEP or not same(state.components["model"].state_dict(), wanted):
         return f"restored step {step}, and other weights"
     return None
 
@@ -81,14 +83,14 @@ def _run_load(directory: Path, base: Base) -> str | None:
 
 def _hub_load(directory: Path, base: Base) -> str | None:
     found = hfshard.load_state_dict(directory, verify="full")
-    return None if base.sealed or _same(found, base.truth) else "other weights"
+    return None if base.sealed or same(found, base.truth) else "other weights"
 
 
 def _hub_pull(directory: Path, base: Base) -> str | None:
     target = directory.parent / "pulled"
     shutil.rmtree(target, ignore_errors=True)
     hfshard.pull_checkpoint(str(directory), target, progress=False)
-    return None if base.sealed or _same(hfshard.load_state_dict(target), base.truth) else "other weights"
+    return None if base.sealed or same(hfshard.load_state_dict(target), base.truth) else "other weights"
 
 
 def _hub_revisions(directory: Path, base: Base) -> str | None:
@@ -114,8 +116,8 @@ READERS: Mapping[str, Callable[[Path, Base], str | None]] = {
 
 def _compare(found: Tensors, directory: Path, base: Base, *, is_full: bool) -> str | None:
     if is_full and base.truth:
-        return None if _same(found, base.truth) else "verify='full' let other weights pass"
-    if base.original and _same(found, {name: one for name, one in base.original.items() if name in found}):
+        return None if same(found, base.truth) else "verify='full' let other weights pass"
+    if base.original and same(found, {name: one for name, one in base.original.items() if name in found}):
         return None  # others may still make something else of it, as of a record that the directory calls a folder
     try:
         stored, tied = _as_others_read(directory, base, found)
@@ -125,7 +127,7 @@ def _compare(found: Tensors, directory: Path, base: Base, *, is_full: bool) -> s
         other = stored.get(name, stored.get(tied.get(name, "")))
         if other is None:
             return f"'{name}' is in no file"
-        if _bytes_of(tensor) != _bytes_of(other):
+        if bytes_of(tensor) != bytes_of(other):
             return f"'{name}' has other bytes than stand in the file"
     return None
 
@@ -168,19 +170,3 @@ def _tied_by_others(index: Any) -> Mapping[str, str]:
 def _unpickled(content: bytes) -> Tensors:
     value = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     return dict(value.get("state_dict", value)) if isinstance(value.get("state_dict"), dict) else dict(value)
-
-
-def _same(found: Tensors, wanted: Tensors) -> bool:
-    return found.keys() == wanted.keys() and all(
-        found[name].dtype == wanted[name].dtype
-        and found[name].shape == wanted[name].shape
-        and _bytes_of(found[name]) == _bytes_of(wanted[name])
-        for name in wanted
-    )
-
-
-def _bytes_of(tensor: torch.Tensor) -> bytes:
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    flat = tensor.detach().contiguous().flatten()
-    return bytes(flat.view(torch.uint8).numpy()) if flat.numel() else b""

@@ -6,8 +6,6 @@ import json
 import logging
 import mmap
 import os
-import resource
-import select
 import signal
 import tempfile
 import warnings
@@ -17,10 +15,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from tests.attacks.fuzz.cases import Fuzzer, Outcome
-from tests.attacks.watch import mapped_bytes
+from tests.attacks.watch import limit_memory, read_until_quiet
 
-MEMORY_BYTES = 3 * 1024**3
-"""Address space that a child may take beyond what it has."""
 WALL_SECONDS = 300.0
 """Without a word from a batch: it waits for something that never comes, as a reader of a pipe would."""
 _TOLD_EVERY = 50
@@ -60,7 +56,8 @@ def _run_batch(fuzzer: Fuzzer, numbers: range, report: Report) -> int:
             os.close(reading)
             _child(fuzzer, numbers, current, writing)
         os.close(writing)
-        received, is_done = _received(reading)
+        received, is_done = read_until_quiet(reading, WALL_SECONDS)
+        os.close(reading)
         if not is_done:
             os.kill(pid, signal.SIGKILL)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -81,23 +78,10 @@ def _run_batch(fuzzer: Fuzzer, numbers: range, report: Report) -> int:
     return number + 1
 
 
-def _received(fd: int) -> tuple[bytes, bool]:
-    received = b""
-    with os.fdopen(fd, "rb", buffering=0) as pipe:
-        while select.select([pipe], [], [], WALL_SECONDS)[0]:
-            piece = pipe.read(1 << 16)
-            if not piece:
-                return received, True
-            received += piece
-    return received, False
-
-
 def _child(fuzzer: Fuzzer, numbers: range, current: mmap.mmap, fd: int) -> None:
     code = 1
     try:
-        memory = mapped_bytes() + MEMORY_BYTES
-        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        limit_memory()
         logging.disable(logging.CRITICAL)
         warnings.simplefilter("ignore")
         with tempfile.TemporaryDirectory() as cwd, os.fdopen(fd, "w", buffering=1) as pipe:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import functools
-import os
 from typing import Any
 
 from tests.attacks.files import bases, raw
-from tests.attacks.registry import Expected, Place, attack, register
+from tests.attacks.registry import Build, Expected, Place, register, register_all, register_contents
 
-S = raw.SECOND
-CONFIG = Expected(raw.CONFIG)
 GENERATION = "generation_config.json"
 TEXT = raw.config().decode()
 
@@ -44,11 +41,17 @@ EXPLICIT: dict[str, Any] = {
     "object": {"file": "model.safetensors"},
     "true": True,
 }
-
-
-def _config(text: str | bytes, place: Place) -> Expected:
-    place.write(raw.stock_single() | {raw.CONFIG: text.encode() if isinstance(text, str) else text})
-    return CONFIG
+register_contents("config", raw.stock_single, raw.CONFIG, JSONS, entries=("pretrained",))
+register_contents("config-generation", raw.stock_single, GENERATION, JSONS, entries=("generating",))
+GENERATIONS: dict[str, Build] = {
+    # Upstream passes over it in silence.
+    "fifo": lambda place: place.write(raw.stock_single()).fifo(GENERATION).expects(GENERATION),
+    # Three gigabytes that cost nothing.
+    "sparse": lambda place: (
+        place.write(raw.stock_single() | {GENERATION: b"{"}).stretch(GENERATION, 3 << 30).expects(GENERATION)
+    ),
+}
+register_all("config-generation", GENERATIONS, entries=("generating",))
 
 
 def _explicit(value: Any, place: Place) -> Expected:
@@ -58,48 +61,14 @@ def _explicit(value: Any, place: Place) -> Expected:
     return Expected("other.safetensors" if value == "other.safetensors" else raw.CONFIG)
 
 
-for _name, _text in JSONS.items():
-    register(f"config-{_name}", functools.partial(_config, _text), entries=("pretrained",))
-for _name, _value in EXPLICIT.items():
-    register(f"config-weights-{_name}", functools.partial(_explicit, _value))
+register_all("config-weights", {name: functools.partial(_explicit, value) for name, value in EXPLICIT.items()})
+# An absolute name of weights that load well.
+register("config-weights-absolute-to-outside", lambda place: _explicit(str(place.outside / raw.SINGLE), place))
 
 
-def _generation(text: str | bytes, place: Place) -> Expected:
-    place.write(raw.stock_single() | {GENERATION: text.encode() if isinstance(text, str) else text})
-    return Expected(GENERATION)
-
-
-for _name, _text in JSONS.items():
-    register(f"config-generation-{_name}", functools.partial(_generation, _text), entries=("generating",))
-
-
-@attack("config", entries=("generating",))
-def generation_fifo(place: Place) -> Expected:
-    """Upstream passes over it in silence."""
-    os.mkfifo(place.checkpoint / GENERATION)
-    place.write(raw.stock_single())
-    return Expected(GENERATION)
-
-
-@attack("config", entries=("generating",))
-def generation_sparse(place: Place) -> Expected:
-    """Three gigabytes that cost nothing."""
-    place.write(raw.stock_single() | {GENERATION: b"{"})
-    os.truncate(place.checkpoint / GENERATION, 3 << 30)
-    return Expected(GENERATION)
-
-
-@attack("config")
-def weights_absolute_to_outside(place: Place) -> Expected:
-    """An absolute name of weights that load well."""
-    return _explicit(str(place.outside / raw.SINGLE), place)
-
-
-def _shape(name: str, shape: tuple[int, ...], place: Place) -> Expected:
-    blobs = raw.tensors()
-    blobs[name] = raw.floats(shape)
-    place.write({raw.CONFIG: raw.config(), raw.SINGLE: raw.shard(blobs)})
-    return Expected("", name)
+def _single(match: str, blobs: dict[str, raw.Blob]) -> Build:
+    """Weights in one file, whole in themselves; the error must say what of the model they do not fit."""
+    return lambda place: place.write({raw.CONFIG: raw.config(), raw.SINGLE: raw.shard(blobs)}).expects("", match)
 
 
 SHAPES: dict[str, tuple[str, tuple[int, ...]]] = {
@@ -111,28 +80,17 @@ SHAPES: dict[str, tuple[str, tuple[int, ...]]] = {
     "empty": ("block.bias", (0,)),
     "extra-dimension": ("block.bias", (4, 1)),
 }
-for _name, (_key, _dims) in SHAPES.items():
-    register(f"model-shape-{_name}", functools.partial(_shape, _key, _dims), entries=("module", "pretrained"))
-
-
-@attack("model", entries=("module", "pretrained"))
-def all_keys_missing(place: Place) -> Expected:
-    """A whole checkpoint of another model."""
-    place.write({raw.CONFIG: raw.config(), raw.SINGLE: raw.shard({"other": raw.floats((2,))})})
-    return Expected("", "missing|none of")
-
-
-@attack("model", entries=("module",))
-def one_key_missing(place: Place) -> Expected:
-    """A parameter that nothing would fill."""
-    blobs = raw.tensors()
-    del blobs["head.bias"]
-    place.write({raw.CONFIG: raw.config(), raw.SINGLE: raw.shard(blobs)})
-    return Expected("", "head.bias")
-
-
-@attack("model", entries=("module",))
-def one_key_too_many(place: Place) -> Expected:
-    """A tensor that no parameter takes."""
-    place.write({raw.CONFIG: raw.config(), raw.SINGLE: raw.shard({**raw.tensors(), "stranger": raw.floats((2,))})})
-    return Expected("", "stranger")
+FITS = {name: _single(key, {**raw.tensors(), key: raw.floats(dims)}) for name, (key, dims) in SHAPES.items()}
+register_all("model-shape", FITS, entries=("module", "pretrained"))
+# A whole checkpoint of another model.
+OTHER = _single("missing|none of", {"other": raw.floats((2,))})
+register("model-all-keys-missing", OTHER, entries=("module", "pretrained"))
+KEYS = {
+    # A parameter that nothing would fill.
+    "one-key-missing": _single(
+        "head.bias", {name: blob for name, blob in raw.tensors().items() if name != "head.bias"}
+    ),
+    # A tensor that no parameter takes.
+    "one-key-too-many": _single("stranger", {**raw.tensors(), "stranger": raw.floats((2,))}),
+}
+register_all("model", KEYS, entries=("module",))

@@ -8,7 +8,7 @@ import struct
 from collections.abc import Callable
 
 from tests.attacks.files import bases, raw
-from tests.attacks.registry import Build, Expected, Place, attack, edit_stock, register
+from tests.attacks.registry import Build, Expected, Place, edited, register, register_all, replaced
 
 S = raw.SECOND
 DATA_AT = 4096
@@ -17,18 +17,16 @@ DATA_AT = 4096
 Base = Callable[[], raw.Files]
 
 
-def _edit(base: Base, file: str, change: Callable[[bytes], bytes], match: str = "") -> Build:
-    def build(place: Place) -> Expected:
-        files = base()
-        files[file] = change(files[file])
-        place.write(files)
-        return Expected(file, match)
-
-    return build
+def _edit(base: Base, file: str, change: Callable[[bytes], bytes]) -> Build:
+    return edited(base, lambda files: files.update({file: change(files[file])}), file)
 
 
-def _cut(at: Callable[[bytes], int]) -> Callable[[bytes], bytes]:
-    return lambda content: content[: at(content)]
+def _cut(base: Base, file: str, at: Callable[[bytes], int]) -> Build:
+    return _edit(base, file, lambda content: content[: at(content)])
+
+
+def _share(share: float, least: int = 0) -> Callable[[bytes], int]:
+    return lambda content: least + int(len(content) * share)
 
 
 def _header_end(content: bytes) -> int:
@@ -53,26 +51,23 @@ BASES: dict[str, tuple[Base, str]] = {
     "our-single": (bases.ours_single, raw.SINGLE),
 }
 for _base_name, (_base, _file) in BASES.items():
-    for _cut_name, _at in CUTS.items():
-        register(f"truncated-{_base_name}-{_cut_name}", _edit(_base, _file, _cut(_at)))
+    register_all(f"truncated-{_base_name}", {name: _cut(_base, _file, at) for name, at in CUTS.items()})
     register(f"padded-{_base_name}-with-a-page-of-zeros", _edit(_base, _file, lambda content: content + bytes(4096)))
     register(f"zeroed-{_base_name}", _edit(_base, _file, lambda content: bytes(len(content))))
 
-for _name, _legacy in {"zip": False, "legacy": True}.items():
-    _bin = functools.partial(bases.stock_bin, legacy=_legacy)
-    for _part, _share in {"first-byte": 0.0, "half": 0.5, "nine-tenths": 0.9}.items():
-        register(
-            f"truncated-bin-{_name}-{_part}",
-            _edit(_bin, raw.BIN, _cut(lambda content, share=_share: 1 + int(len(content) * share))),  # type: ignore[misc]
-        )
-    register(f"truncated-bin-{_name}-last-byte", _edit(_bin, raw.BIN, _cut(lambda content: len(content) - 1)))
-    register(f"truncated-bin-{_name}-empty", _edit(_bin, raw.BIN, _cut(lambda content: 0)))
-for _part, _share in {"empty": 0.0, "half": 0.5, "last-brace": 0.99}.items():
-    for _base_name, _base in {"stock": raw.stock_sharded, "our": bases.ours_sharded}.items():
-        register(
-            f"truncated-{_base_name}-index-{_part}",
-            _edit(_base, raw.INDEX, _cut(lambda content, share=_share: int(len(content) * share))),  # type: ignore[misc]
-        )
+BIN_CUTS: dict[str, Callable[[bytes], int]] = {
+    "first-byte": _share(0.0, least=1),
+    "half": _share(0.5, least=1),
+    "nine-tenths": _share(0.9, least=1),
+    "last-byte": CUTS["last-byte"],
+    "empty": CUTS["empty"],
+}
+INDEX_CUTS = {"empty": _share(0.0), "half": _share(0.5), "last-brace": _share(0.99)}
+BINS: dict[str, Base] = {"zip": bases.stock_bin, "legacy": functools.partial(bases.stock_bin, legacy=True)}
+for _name, _base in BINS.items():
+    register_all(f"truncated-bin-{_name}", {name: _cut(_base, raw.BIN, at) for name, at in BIN_CUTS.items()})
+for _name, _base in {"stock": raw.stock_sharded, "our": bases.ours_sharded}.items():
+    register_all(f"truncated-{_name}-index", {name: _cut(_base, raw.INDEX, at) for name, at in INDEX_CUTS.items()})
 
 
 def _flip_hex(field: str) -> Callable[[bytes], bytes]:
@@ -129,39 +124,18 @@ PLACES: dict[str, tuple[Base, str]] = {
 for _place, (_base, _file) in PLACES.items():
     for _name, (_content, _match) in IMPOSTORS.items():
         if _place in ("a-shard", "the-single-file") or _name in ("git-lfs-pointer", "html-page"):
-            register(f"impostor-{_name}-for-{_place}", _edit(_base, _file, lambda _, c=_content: c, _match))  # type: ignore[misc]
-register(
-    "impostor-bin-for-the-single-file",
-    _edit(raw.stock_single, raw.SINGLE, lambda _: bases.stock_bin()[raw.BIN]),
-)
-register(
-    "impostor-safetensors-for-the-bin",
-    _edit(bases.stock_bin, raw.BIN, lambda _: raw.stock_single()[raw.SINGLE]),
-)
+            register(f"impostor-{_name}-for-{_place}", replaced(_base, _file, _content, _match))
+SWAPPED = {
+    "bin-for-the-single-file": _edit(raw.stock_single, raw.SINGLE, lambda _: bases.stock_bin()[raw.BIN]),
+    "safetensors-for-the-bin": replaced(bases.stock_bin, raw.BIN, raw.stock_single()[raw.SINGLE]),
+}
+register_all("impostor", SWAPPED)
+POINTER = replaced(raw.stock_sharded, raw.CONFIG, LFS_POINTER)
+register("impostor-git-lfs-pointer-for-the-config", POINTER, entries=("pretrained",))
 
 
-def _lfs_config(files: raw.Files) -> None:
-    files[raw.CONFIG] = LFS_POINTER
-
-
-register(
-    "impostor-git-lfs-pointer-for-the-config", edit_stock(_lfs_config, Expected(raw.CONFIG)), entries=("pretrained",)
-)
-
-
-@attack("flipped", entries=("state_dict", "verify"), full=True)
-def our_data_beyond_the_sample(place: Place) -> Expected:
-    """A tensor of 8 KiB whose last byte is turned: only the full hash covers it."""
-    return _large(place, -1)
-
-
-@attack("flipped", entries=("state_dict", "verify"))
-def our_data_within_the_sample(place: Place) -> Expected:
-    """The same tensor, turned in the bytes that every load checks."""
-    return _large(place, -8192)
-
-
-def _large(place: Place, position: int) -> Expected:
+def _large(position: int, place: Place) -> Expected:
+    """Turn a byte in the second of two tensors of 8 KiB."""
     import torch
 
     import hfshard
@@ -169,7 +143,15 @@ def _large(place: Place, position: int) -> Expected:
     weights = {"a": torch.arange(2048, dtype=torch.float32), "b": torch.arange(2048, dtype=torch.float32) + 1}
     hfshard.save_state_dict(weights, place.checkpoint, max_shard_size=4096 + 8192)
     name = json.loads((place.checkpoint / raw.INDEX).read_bytes())["weight_map"]["b"]
-    path = place.checkpoint / name
-    content = path.read_bytes()
-    path.write_bytes(raw.flip(content, position % len(content)))
-    return Expected(name)
+    content = (place.checkpoint / name).read_bytes()
+    return place.write({name: raw.flip(content, position % len(content))}).expects(name)
+
+
+# The last byte is covered by the full hash alone; the others are those that every load checks.
+for _name, _position, _full in (("beyond", -1, True), ("within", -8192, False)):
+    register(
+        f"flipped-our-data-{_name}-the-sample",
+        functools.partial(_large, _position),
+        entries=("state_dict", "verify"),
+        full=_full,
+    )

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-import os
 import struct
-from collections.abc import Callable
 from typing import Any
 
 from tests.attacks.files import raw
-from tests.attacks.registry import Expected, Place, attack, edit_stock, register
+from tests.attacks.registry import Build, register, register_all, register_contents, replaced
 
 S = raw.SECOND
-SHARD = Expected(S)
 HUGE = 2**63 - 1
+GOOD = raw.stock_sharded()[S]
+LENGTH = struct.unpack("<Q", GOOD[:8])[0]
+VALID = GOOD[8 : 8 + LENGTH].decode()
+DATA = GOOD[8 + LENGTH :]
 
 LENGTHS: dict[str, int] = {
     "length-zero": 0,
@@ -23,33 +23,13 @@ LENGTHS: dict[str, int] = {
     "length-2-to-64-less-1": 2**64 - 1,
     "length-over-the-format-limit": 100_000_001,
     "length-negative-as-signed": 2**64 - 200,
+    "length-1-short": LENGTH - 1,
+    "length-1-long": LENGTH + 1,
+    "length-into-the-data": LENGTH + 40,
+    "length-past-the-file": LENGTH + 81,
+    "length-big-endian": int.from_bytes(GOOD[:8], "big"),
 }
 
-
-def _with_length(length: int, files: raw.Files) -> None:
-    files[S] = struct.pack("<Q", length) + files[S][8:]
-
-
-def _with_length_off_by(delta: int, files: raw.Files) -> None:
-    _with_length(struct.unpack("<Q", files[S][:8])[0] + delta, files)
-
-
-def _big_endian(files: raw.Files) -> None:
-    files[S] = files[S][:8][::-1] + files[S][8:]
-
-
-def _add_shard_edit(name: str, change: Callable[[raw.Files], None]) -> None:
-    register(f"header-{name}", edit_stock(change, SHARD))
-
-
-for _name, _length in LENGTHS.items():
-    _add_shard_edit(_name, functools.partial(_with_length, _length))
-for _name, _delta in {"1-short": -1, "1-long": 1, "into-the-data": 40, "past-the-file": 81}.items():
-    _add_shard_edit(f"length-{_name}", functools.partial(_with_length_off_by, _delta))
-_add_shard_edit("length-big-endian", _big_endian)
-
-VALID = raw.dumps({"__metadata__": {"format": "pt"}, **raw.entries(raw.of_shard(S))})
-DATA = raw.data(raw.of_shard(S))
 ENTRY = '"block.bias":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}'
 
 JSONS: dict[str, str | bytes] = {
@@ -89,58 +69,7 @@ JSONS: dict[str, str | bytes] = {
     "number-of-a-million-digits": VALID.replace("[0,16]", "[0," + "9" * 1_000_000 + "]"),
     "exponent-bomb": VALID.replace("[0,16]", "[0,1e999999999]"),
 }
-
-
-def _with_json(text: str | bytes, files: raw.Files) -> None:
-    files[S] = raw.framed(text, DATA)
-
-
-for _name, _text in JSONS.items():
-    _add_shard_edit(f"json-{_name}", functools.partial(_with_json, _text))
-
-
-@attack("header")
-def many_names_and_the_last_twice(place: Place) -> Expected:
-    """A search for the duplicate that is quadratic would take minutes."""
-    names = [f'"t{i}":{{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}' for i in range(60_000)]
-    files = raw.stock_sharded()
-    files[S] = raw.framed("{" + ",".join([*names, names[-1]]) + "}")
-    place.write(files)
-    return SHARD
-
-
-@attack("header")
-def sparse_file_of_the_format_limit(place: Place) -> Expected:
-    """A header of 100 MB of NULs costs its maker nothing."""
-    place.write(raw.stock_sharded())
-    path = place.checkpoint / S
-    path.write_bytes(struct.pack("<Q", 100_000_000))
-    os.truncate(path, 100_000_008)
-    return SHARD
-
-
-@attack("header")
-def sparse_file_that_begins_well(place: Place) -> Expected:
-    """The same behind a few bytes of a header."""
-    place.write(raw.stock_sharded())
-    path = place.checkpoint / S
-    path.write_bytes(struct.pack("<Q", 100_000_000) + VALID.encode())
-    os.truncate(path, 100_000_008)
-    return SHARD
-
-
-def _entry_edit(changes: dict[str, Any], name: str, files: raw.Files) -> None:
-    header, body = raw.split(files[S])
-    entry = header[name]
-    for key, value in changes.items():
-        entry[key] = value
-        if value is Ellipsis:
-            del entry[key]
-    offsets = changes.get("data_offsets")
-    if isinstance(offsets, list) and len(offsets) == 2 and 0 <= offsets[1] < len(body):
-        body = body[: int(offsets[1])]
-    files[S] = raw.framed(raw.dumps(header), body)
-
+MANY = [f'"t{i}":{{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}' for i in range(60_000)]
 
 ENTRIES: dict[str, dict[str, Any]] = {
     "no-dtype": {"dtype": ...},
@@ -192,14 +121,27 @@ ENTRIES: dict[str, dict[str, Any]] = {
     "offsets-gap": {"data_offsets": [20, 84]},
     "offsets-into-the-header": {"data_offsets": [-16, 48]},
 }
-for _name, _changes in ENTRIES.items():
-    _add_shard_edit(f"entry-{_name}", functools.partial(_entry_edit, _changes, "block.weight"))
 
 
-def _set(key: str, value: Any, files: raw.Files) -> None:
-    header, body = raw.split(files[S])
-    header[key] = value
-    files[S] = raw.framed(raw.dumps(header), body)
+def _with(key: str, value: Any, body: bytes = DATA) -> bytes:
+    header, _ = raw.split(GOOD)
+    return raw.framed(raw.dumps({**header, key: value}), body)
+
+
+def _with_entry(changes: dict[str, Any]) -> bytes:
+    """Change, or with an ellipsis remove, what the header says of block.weight."""
+    entry = {**raw.split(GOOD)[0]["block.weight"], **changes}
+    offsets = changes.get("data_offsets")
+    is_within = isinstance(offsets, list) and len(offsets) == 2 and 0 <= offsets[1] < len(DATA)
+    body = DATA[: int(offsets[1])] if offsets and is_within else DATA
+    return _with("block.weight", {key: value for key, value in entry.items() if value is not ...}, body)
+
+
+def _four_bytes_on() -> bytes:
+    header, body = raw.split(GOOD)
+    for name in ("block.bias", "block.weight"):
+        header[name]["data_offsets"] = [at + 4 for at in header[name]["data_offsets"]]
+    return raw.framed(raw.dumps(header), b"MZ\0\0" + body)
 
 
 VALUES: dict[str, tuple[str, Any]] = {
@@ -213,53 +155,37 @@ VALUES: dict[str, tuple[str, Any]] = {
     "metadata-value-null": ("__metadata__", {"format": None}),
     "metadata-value-object": ("__metadata__", {"format": {"pt": 1}}),
 }
-for _name, (_key, _value) in VALUES.items():
-    _add_shard_edit(_name, functools.partial(_set, _key, _value))
+SHARDS: dict[str, bytes] = {
+    **{name: struct.pack("<Q", length) + GOOD[8:] for name, length in LENGTHS.items()},
+    **{f"json-{name}": raw.framed(text, DATA) for name, text in JSONS.items()},
+    **{f"entry-{name}": _with_entry(changes) for name, changes in ENTRIES.items()},
+    **{name: _with(key, value) for name, (key, value) in VALUES.items()},
+    # A search for the duplicate that is quadratic would take minutes.
+    "many-names-and-the-last-twice": raw.framed("{" + ",".join([*MANY, MANY[-1]]) + "}"),
+    # Both entries are whole by themselves.
+    "two-tensors-in-the-same-bytes": _with_entry({"data_offsets": [0, 64]}),
+    "bytes-behind-the-last-tensor": GOOD + b"#!/bin/sh\n",  # a place to hide a payload
+    "bytes-before-the-first-tensor": _four_bytes_on(),
+    # The header is valid, and every key is missing from it.
+    "no-tensors-at-all": raw.framed('{"__metadata__":{"format":"pt"}}'),
+}
+register_contents("header", raw.stock_sharded, S, SHARDS)
+# The format has six-bit floats: the file is whole, and nothing can hold its tensor.
+register(
+    "header-dtype-that-torch-lacks",
+    replaced(raw.stock_sharded, S, _with_entry({"dtype": "F6_E2M3", "data_offsets": [16, 28]})),
+    entries=("state_dict", "module", "pretrained"),
+)
+# A header of 100 MB of NULs costs its maker nothing.
+FORMAT_LIMIT = struct.pack("<Q", 100_000_000)
+SPARSE = {
+    "sparse-file-of-the-format-limit": FORMAT_LIMIT,
+    "sparse-file-that-begins-well": FORMAT_LIMIT + VALID.encode(),
+}
 
 
-@attack("header")
-def two_tensors_in_the_same_bytes(place: Place) -> Expected:
-    """Both entries are whole by themselves."""
-    files = raw.stock_sharded()
-    _entry_edit({"data_offsets": [0, 64]}, "block.weight", files)
-    place.write(files)
-    return SHARD
+def _sparse(start: bytes) -> Build:
+    return lambda place: place.write(raw.stock_sharded() | {S: start}).stretch(S, 100_000_008).expects(S)
 
 
-@attack("header")
-def bytes_behind_the_last_tensor(place: Place) -> Expected:
-    """A place to hide a payload."""
-    files = raw.stock_sharded()
-    files[S] += b"#!/bin/sh\n"
-    place.write(files)
-    return SHARD
-
-
-@attack("header")
-def bytes_before_the_first_tensor(place: Place) -> Expected:
-    """Data that begin at byte 4."""
-    files = raw.stock_sharded()
-    header, body = raw.split(files[S])
-    for name in ("block.bias", "block.weight"):
-        header[name]["data_offsets"] = [at + 4 for at in header[name]["data_offsets"]]
-    files[S] = raw.framed(raw.dumps(header), b"MZ\0\0" + body)
-    place.write(files)
-    return SHARD
-
-
-@attack("header", entries=("state_dict", "module", "pretrained"))
-def dtype_that_torch_lacks(place: Place) -> Expected:
-    """The format has six-bit floats: the file is whole, and nothing can hold its tensor."""
-    files = raw.stock_sharded()
-    _entry_edit({"dtype": "F6_E2M3", "data_offsets": [16, 28]}, "block.weight", files)
-    place.write(files)
-    return SHARD
-
-
-@attack("header")
-def no_tensors_at_all(place: Place) -> Expected:
-    """The header is valid, and every key is missing from it."""
-    files = raw.stock_sharded()
-    files[S] = raw.framed('{"__metadata__":{"format":"pt"}}')
-    place.write(files)
-    return SHARD
+register_all("header", {name: _sparse(start) for name, start in SPARSE.items()})

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Callable
 from typing import Any
 
 from tests.attacks.files import bases, raw
-from tests.attacks.registry import ENTRIES, Build, Expected, Place, attack, register
+from tests.attacks.registry import Build, edited, register, register_all
 
 S = raw.SECOND
 Metadata = dict[str, Any]
 
 
-def _edit_index(change: Callable[[Metadata], Any], expected: Expected) -> Build:
-    def build(place: Place) -> Expected:
-        files = bases.ours_sharded()
-        index, metadata = bases.metadata_of_index(files)
-        change(metadata)
-        bases.put_index(files, index)
-        place.write(files)
-        return expected
+def _edit_index(change: Callable[[Metadata], object], file: str = raw.INDEX, match: str = "") -> Build:
+    """Change the index of a save of ours."""
 
-    return build
+    def changed(files: raw.Files) -> None:
+        index, _ = bases.metadata_of_index(files)
+        change(index)
+        bases.put_index(files, index)
+
+    return edited(bases.ours_sharded, changed, file, match)
+
+
+def _edit_own(change: Callable[[Metadata], object], file: str = raw.INDEX, match: str = "") -> Build:
+    """Change what hfshard adds to it."""
+    return _edit_index(lambda index: change(index["metadata"]["hfshard"]), file, match)
 
 
 def _digest(field: str, value: Any) -> Callable[[Metadata], Any]:
@@ -92,8 +95,7 @@ INDEX_EDITS: dict[str, Callable[[Metadata], Any]] = {
     "undeclared-unknown": _set("undeclared_ties", ["twin"]),
     "undeclared-number": _set("undeclared_ties", [7]),
 }
-for _name, _change in INDEX_EDITS.items():
-    register(f"metadata-index-{_name}", _edit_index(_change, Expected(raw.INDEX)))
+register_all("metadata-index", {name: _edit_own(change) for name, change in INDEX_EDITS.items()})
 
 FILE_EDITS: dict[str, tuple[Callable[[Metadata], Any], str, bool]] = {
     "size-wrong": (_digest("size", 4177), S, False),
@@ -110,27 +112,30 @@ FILE_EDITS: dict[str, tuple[Callable[[Metadata], Any], str, bool]] = {
     ),
 }
 for _name, (_change, _named, _full) in FILE_EDITS.items():
-    register(f"metadata-index-{_name}", _edit_index(_change, Expected(_named)), full=_full)
+    register(f"metadata-index-{_name}", _edit_own(_change, _named), full=_full)
+
+EMPTY: Metadata = {"format": 1, "files": {}, "tied_names": {}}
+EMPTIED = _edit_index(lambda index: index["metadata"].update(hfshard=EMPTY), "", "checksum")
+register("metadata-index-table-emptied", EMPTIED, full=True)
+# Whoever takes the hashes out must not turn a full check into none.
+TAKEN_OUT = _edit_index(lambda index: index["metadata"].pop("hfshard"), "", "checksum|hash|verif|sha256")
+register("metadata-index-own-metadata-taken-out", TAKEN_OUT, full=True)
 
 
-def _gone(metadata: Metadata) -> None:
-    metadata.clear()
-    metadata.update({"format": 1, "files": {}, "tied_names": {}})
+def _forget_a_shard(index: Metadata) -> None:
+    """The weight_map and the table agree, and a third of the weights is in neither."""
+    del index["metadata"]["hfshard"]["files"][raw.FIRST]
+    index["weight_map"] = {name: file for name, file in index["weight_map"].items() if file != raw.FIRST}
 
 
-register("metadata-index-table-emptied", _edit_index(_gone, Expected("", "checksum")), full=True)
+def _total_size(value: Any) -> Build:
+    return _edit_index(lambda index: index["metadata"].update(total_size=value), raw.INDEX, "total_size")
 
 
-@attack("metadata-index", full=True)
-def own_metadata_taken_out(place: Place) -> Expected:
-    """Whoever takes the hashes out must not turn a full check into none."""
-    files = bases.ours_sharded()
-    index, _ = bases.metadata_of_index(files)
-    del index["metadata"]["hfshard"]
-    bases.put_index(files, index)
-    place.write(files)
-    return Expected("", "checksum|hash|verif|sha256")
-
+# Other tools write wrong totals, so a foreign index may lie; ours never does.
+TOTALS = {"wrong": 269, "text": "268", "negative": -268}
+register_all("metadata-index-total-size", {name: _total_size(value) for name, value in TOTALS.items()})
+register("metadata-index-forgets-a-shard", _edit_index(_forget_a_shard, raw.INDEX, "total_size"))
 
 SINGLE_VALUES: dict[str, str] = {
     "empty": "",
@@ -149,8 +154,6 @@ SINGLE_VALUES: dict[str, str] = {
     "files-climb-out": '{"format":1,"files":{"../outside/config.json":{"size":1}},"tied_names":{}}',
     "duplicate-ties": '{"format":1,"files":{},"tied_names":{"t":"block.bias","t":"head.bias"}}',
 }
-
-
 COMPLEX_VALUES: dict[str, str] = {
     "not-json": "block.bias",
     "number": "7",
@@ -162,87 +165,35 @@ COMPLEX_VALUES: dict[str, str] = {
 """Values of `hfshard.complex`, which lists the complex tensors that are stored as real pairs."""
 
 
-def _complex(value: str, place: Place) -> Expected:
-    metadata = {"format": "pt", "hfshard.complex": value}
-    place.write({raw.CONFIG: raw.config(), raw.SINGLE: raw.shard(raw.tensors(), metadata)})
-    return Expected(raw.SINGLE)
+def _single(**metadata: str) -> Build:
+    """A file of all weights with this in its metadata."""
+    content = raw.shard(raw.tensors(), {"format": "pt", **metadata})
+    return lambda place: place.write({raw.CONFIG: raw.config(), raw.SINGLE: content}).expects(raw.SINGLE)
 
 
-for _name, _value in COMPLEX_VALUES.items():
-    register(f"metadata-complex-{_name}", functools.partial(_complex, _value))
+register_all("metadata-complex", {name: _single(**{"hfshard.complex": text}) for name, text in COMPLEX_VALUES.items()})
+register_all("metadata-single", {name: _single(hfshard=text) for name, text in SINGLE_VALUES.items()})
+LIE = json.dumps({"format": 1, "sha256": "0" * 64, "files": {}, "tied_names": {}})
+register("metadata-single-sha256-lies", _single(hfshard=LIE), full=True)
 
 
-def _single(value: str, place: Place) -> Expected:
-    place.write({raw.CONFIG: raw.config(), raw.SINGLE: raw.shard(raw.tensors(), {"format": "pt", "hfshard": value})})
-    return Expected(raw.SINGLE)
+def _mixed(*names: str, file: str) -> Build:
+    """Some files of another save among those of one."""
+    return edited(
+        bases.ours_sharded, lambda files: files.update({name: bases.ours_sharded(2)[name] for name in names}), file
+    )
 
 
-for _name, _value in SINGLE_VALUES.items():
-    register(f"metadata-single-{_name}", lambda place, v=_value: _single(v, place))  # type: ignore[misc]
-register(
-    "metadata-single-sha256-lies",
-    lambda place: _single(json.dumps({"format": 1, "sha256": "0" * 64, "files": {}, "tied_names": {}}), place),
-    full=True,
-)
-
-
-@attack("metadata-index")
-def forgets_a_shard(place: Place) -> Expected:
-    """The weight_map and the table agree, and a third of the weights is in neither."""
-    files = bases.ours_sharded()
-    index, metadata = bases.metadata_of_index(files)
-    del metadata["files"][raw.FIRST]
-    index["weight_map"] = {name: file for name, file in index["weight_map"].items() if file != raw.FIRST}
-    bases.put_index(files, index)
-    place.write(files)
-    return Expected(raw.INDEX, "total_size")
-
-
-def _total_size(place: Place, value: Any) -> Expected:
-    files = bases.ours_sharded()
-    index, _ = bases.metadata_of_index(files)
-    index["metadata"]["total_size"] = value
-    bases.put_index(files, index)
-    place.write(files)
-    return Expected(raw.INDEX, "total_size")
-
-
-# Other tools write wrong totals, so a foreign index may lie; ours never does.
-register("metadata-index-total-size-wrong", lambda place: _total_size(place, 269))
-register("metadata-index-total-size-text", lambda place: _total_size(place, "268"))
-register("metadata-index-total-size-negative", lambda place: _total_size(place, -268))
-
-
-def _mixed(place: Place, *names: str) -> Expected:
-    files, other = bases.ours_sharded(1), bases.ours_sharded(2)
-    place.write(files | {name: other[name] for name in names})
-    return Expected(names[0])
-
-
-for _number, _shard in enumerate(raw.LAYOUT, 1):
-    register(f"mixed-shard-{_number}-of-another-save", lambda place, s=_shard: _mixed(place, s))  # type: ignore[misc]
-register("mixed-all-shards-of-another-save", lambda place: _mixed(place, *raw.LAYOUT))
-register("mixed-index-of-another-save", lambda place: _other_index(place))
-
-
-def _other_index(place: Place) -> Expected:
-    place.write(bases.ours_sharded(1) | {raw.INDEX: bases.ours_sharded(2)[raw.INDEX]})
-    return Expected(raw.FIRST)
-
-
-@attack("mixed")
-def two_shards_that_changed_places(place: Place) -> Expected:
-    """Each is whole, and stands under the other's name."""
-    files = bases.ours_sharded()
-    files[S], files[raw.THIRD] = files[raw.THIRD], files[S]
-    place.write(files)
-    return Expected(S)
-
-
-@attack("mixed", entries=(*ENTRIES,), full=True)
-def config_of_another_save(place: Place) -> Expected:
-    """The weights are whole and the config is not theirs: a warning by default, an error when asked."""
-    files = bases.ours_sharded()
-    files[raw.CONFIG] = raw.config()
-    place.write(files)
-    return Expected(raw.CONFIG)
+MIXED: dict[str, Build] = {
+    **{f"shard-{at}-of-another-save": _mixed(name, file=name) for at, name in enumerate(raw.LAYOUT, 1)},
+    "all-shards-of-another-save": _mixed(*raw.LAYOUT, file=raw.FIRST),
+    "index-of-another-save": _mixed(raw.INDEX, file=raw.FIRST),
+    # Each is whole, and stands under the other's name.
+    "two-shards-that-changed-places": edited(
+        bases.ours_sharded, lambda files: files.update({S: files[raw.THIRD], raw.THIRD: files[S]}), S
+    ),
+}
+register_all("mixed", MIXED)
+# The weights are whole and the config is not theirs: a warning by default, an error when asked.
+OTHER_CONFIG = edited(bases.ours_sharded, lambda files: files.update({raw.CONFIG: raw.config()}), raw.CONFIG)
+register("mixed-config-of-another-save", OTHER_CONFIG, full=True)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import os
-from collections.abc import Callable
 
 from tests.attacks.files import raw
-from tests.attacks.registry import Expected, Place, register
+from tests.attacks.registry import Build, Expected, Place, register_all
 
 S = raw.SECOND
 REVISION = "0123456789abcdef0123456789abcdef01234567"
@@ -37,17 +35,13 @@ def snapshot(place: Place, files: raw.Files, *, without: str = "") -> str:
     return str(folder)
 
 
-LINKS: dict[str, Callable[[Place], str]] = {
-    "to-the-blobs-folder": lambda place: "../../blobs",
-    "to-a-missing-blob": lambda place: "../../blobs/" + "0" * 64,
-}
+def _linked(target: str) -> Build:
+    def build(place: Place) -> Expected:
+        os.symlink(target, os.path.join(snapshot(place, raw.stock_sharded(), without=S), S))
+        return Expected(S)
+
+    return build
 
 
-def _linked(target: Callable[[Place], str], place: Place) -> Expected:
-    folder = snapshot(place, raw.stock_sharded(), without=S)
-    os.symlink(target(place), os.path.join(folder, S))
-    return Expected(S)
-
-
-for _name, _target in LINKS.items():
-    register(f"cache-link-{_name}", functools.partial(_linked, _target))
+LINKS = {"to-the-blobs-folder": "../../blobs", "to-a-missing-blob": "../../blobs/" + "0" * 64}
+register_all("cache-link", {name: _linked(target) for name, target in LINKS.items()})

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import json
-import os
-from collections.abc import Callable
 from typing import Any
 
 from tests.attacks.files import raw
-from tests.attacks.registry import Expected, Place, attack, edit_stock, register
+from tests.attacks.registry import Build, edited, register, register_all, register_contents, replaced
 
-INDEX = Expected(raw.INDEX)
 S = raw.SECOND
 TEXT = raw.index().decode()
 
@@ -51,14 +47,6 @@ JSONS: dict[str, str | bytes] = {
     "number-of-a-million-digits": TEXT.replace("268", "9" * 1_000_000),
 }
 
-
-def _with(text: str | bytes, files: raw.Files) -> None:
-    files[raw.INDEX] = text.encode() if isinstance(text, str) else text
-
-
-for _name, _text in JSONS.items():
-    register(f"index-json-{_name}", edit_stock(functools.partial(_with, _text), INDEX))
-
 MAPS: dict[str, Any] = {
     "missing": None,
     "empty": {},
@@ -75,125 +63,80 @@ VALUES: dict[str, Any] = {
     "object": {"file": S},
     "nested-empty-list": [[]],
 }
-for _name, _value in MAPS.items():
-    _changes = {"weight_map": _value}
-    register(f"index-map-{_name}", edit_stock(lambda files, c=_changes: _with(raw.index(c), files), INDEX))  # type: ignore[misc]
-for _name, _value in VALUES.items():
-    _names = {"block.bias": _value}
-    register(
-        f"index-map-value-{_name}",
-        edit_stock(lambda files, n=_names: _with(raw.index(names=n), files), INDEX),  # type: ignore[misc]
-    )
 METADATAS: dict[str, Any] = {
     "list": [1],
     "string": "total_size",
     "number": 268,
     "bool": False,
 }
-for _name, _value in METADATAS.items():
-    _changes = {"metadata": _value}
-    register(f"index-metadata-{_name}", edit_stock(lambda files, c=_changes: _with(raw.index(c), files), INDEX))  # type: ignore[misc]
+MANY = [f'"t{i}":"{S}"' for i in range(100_000)]
+
+INDEXES: dict[str, str | bytes] = {
+    **{f"json-{name}": text for name, text in JSONS.items()},
+    **{f"map-{name}": raw.index({"weight_map": value}) for name, value in MAPS.items()},
+    **{f"map-value-{name}": raw.index(names={"block.bias": value}) for name, value in VALUES.items()},
+    **{f"metadata-{name}": raw.index({"metadata": value}) for name, value in METADATAS.items()},
+    # A search for the duplicate that is quadratic would take minutes.
+    "many-names-and-the-last-twice": '{"weight_map":{' + ",".join([*MANY, MANY[-1]]) + "}}",
+}
+register_contents("index", raw.stock_sharded, raw.INDEX, INDEXES)
 
 
-@attack("index")
-def many_names_and_the_last_twice(place: Place) -> Expected:
-    """A search for the duplicate that is quadratic would take minutes."""
-    names = [f'"t{i}":"{S}"' for i in range(100_000)]
-    place.write(raw.stock_sharded() | {raw.INDEX: ('{"weight_map":{' + ",".join([*names, names[-1]]) + "}}").encode()})
-    return INDEX
+def _sparse(start: bytes, size: int) -> Build:
+    return lambda place: (
+        place.write(raw.stock_sharded() | {raw.INDEX: start}).stretch(raw.INDEX, size).expects(raw.INDEX)
+    )
 
 
-@attack("index")
-def sparse_file_of_8_gigabytes(place: Place) -> Expected:
-    """Larger than any index; costs its maker one block."""
-    place.write(raw.stock_sharded())
-    os.truncate(place.checkpoint / raw.INDEX, 8 * 1024**3)
-    return INDEX
+SPARSE = {
+    "8-gigabytes": _sparse(TEXT.encode(), 8 * 1024**3),  # larger than any index; costs its maker one block
+    "400-megabytes": _sparse(b"", 400 * 1024**2),  # within the limit of size, and NULs from the first byte on
+}
+register_all("index-sparse-file-of", SPARSE)
+# Within the limit of size, a whole index first, then NULs.
+register("index-sparse-file-that-begins-well", _sparse(TEXT.encode(), 400 * 1024**2))
 
 
-@attack("index")
-def sparse_file_of_400_megabytes(place: Place) -> Expected:
-    """Within the limit of size, and NULs from the first byte on."""
-    place.write(raw.stock_sharded())
-    path = place.checkpoint / raw.INDEX
-    path.write_bytes(b"")
-    os.truncate(path, 400 * 1024**2)
-    return INDEX
+def _shard(blobs: dict[str, raw.Blob], match: str) -> Build:
+    return replaced(raw.stock_sharded, S, raw.shard(blobs), match)
 
 
-@attack("index")
-def sparse_file_that_begins_well(place: Place) -> Expected:
-    """Within the limit of size, a whole index first, then NULs."""
-    place.write(raw.stock_sharded())
-    os.truncate(place.checkpoint / raw.INDEX, 400 * 1024**2)
-    return INDEX
+def _names(names: dict[str, str], file: str, match: str = "") -> Build:
+    """An index that names other files, and the file that the error must name."""
+    return edited(raw.stock_sharded, lambda files: files.update({raw.INDEX: raw.index(names=names)}), file, match)
 
 
-def _shard_edit(name: str, file: str, change: Callable[[raw.Files], None], match: str = "") -> None:
-    register(f"keys-{name}", edit_stock(change, Expected(file, match)))
+FOURTH = "model-00004-of-00003.safetensors"
+BLOCK = raw.of_shard(S)
+GOOD = raw.stock_sharded()
+KEYS: dict[str, Build] = {
+    "missing-shard": edited(
+        raw.stock_sharded, lambda files: files.pop(S), S, "not there|missing|not found|does not exist"
+    ),
+    "missing-key": _shard({"block.weight": BLOCK["block.weight"]}, "block.bias"),
+    "extra-key": _shard({**BLOCK, "stranger": raw.floats((2, 2))}, "stranger"),
+    "in-two-shards": _shard({**BLOCK, "embed.weight": raw.floats((8, 4))}, "embed.weight"),
+    "in-another-shard": _names({"block.bias": raw.THIRD}, S, "block.bias"),
+    "shards-swapped": edited(
+        raw.stock_sharded, lambda files: files.update({S: GOOD[raw.THIRD], raw.THIRD: GOOD[S]}), S
+    ),
+    "same-shard-twice": replaced(raw.stock_sharded, S, GOOD[raw.FIRST]),
+    "promised-and-nowhere": _names({"ghost": S}, S, "ghost"),
+    "promised-shard-is-nowhere": _names({"ghost": FOURTH}, FOURTH),
+    "index-lists-itself": _names({"block.bias": raw.INDEX}, raw.INDEX),
+}
+register_all("keys", KEYS)
 
 
-def _missing_shard(files: raw.Files) -> None:
-    del files[S]
-
-
-def _missing_key(files: raw.Files) -> None:
-    blobs = raw.of_shard(S)
-    del blobs["block.bias"]
-    files[S] = raw.shard(blobs)
-
-
-def _extra_key(files: raw.Files) -> None:
-    files[S] = raw.shard({**raw.of_shard(S), "stranger": raw.floats((2, 2))})
-
-
-def _key_in_two_shards(files: raw.Files) -> None:
-    files[S] = raw.shard({**raw.of_shard(S), "embed.weight": raw.floats((8, 4))})
-
-
-def _key_in_the_other_shard(files: raw.Files) -> None:
-    files[raw.INDEX] = raw.index(names={"block.bias": raw.THIRD})
-
-
-def _swapped(files: raw.Files) -> None:
-    files[S], files[raw.THIRD] = files[raw.THIRD], files[S]
-
-
-def _same_shard_twice(files: raw.Files) -> None:
-    files[S] = files[raw.FIRST]
-
-
-def _promised_key(files: raw.Files) -> None:
-    files[raw.INDEX] = raw.index(names={"ghost": S})
-
-
-def _promised_shard(files: raw.Files) -> None:
-    files[raw.INDEX] = raw.index(names={"ghost": "model-00004-of-00003.safetensors"})
-
-
-def _index_forgets_a_shard(files: raw.Files) -> None:
+def _forget_a_shard(files: raw.Files) -> None:
     value = json.loads(files[raw.INDEX])
     value["weight_map"] = {name: file for name, file in value["weight_map"].items() if file != raw.FIRST}
     files[raw.INDEX] = json.dumps(value).encode()
 
 
-def _index_lists_itself(files: raw.Files) -> None:
-    files[raw.INDEX] = raw.index(names={"block.bias": raw.INDEX})
-
-
-_shard_edit("missing-shard", S, _missing_shard, "not there|missing|not found|does not exist")
-_shard_edit("missing-key", S, _missing_key, "block.bias")
-_shard_edit("extra-key", S, _extra_key, "stranger")
-_shard_edit("in-two-shards", S, _key_in_two_shards, "embed.weight")
-_shard_edit("in-another-shard", S, _key_in_the_other_shard, "block.bias")
-_shard_edit("shards-swapped", S, _swapped)
-_shard_edit("same-shard-twice", S, _same_shard_twice)
-_shard_edit("promised-and-nowhere", S, _promised_key, "ghost")
-_shard_edit("promised-shard-is-nowhere", "model-00004-of-00003.safetensors", _promised_shard)
-_shard_edit("index-lists-itself", raw.INDEX, _index_lists_itself)
 # What the index forgets, no file gives: the model's own keys must miss it. A state dict can't know.
 register(
     "keys-index-forgets-a-shard",
-    edit_stock(_index_forgets_a_shard, Expected("", "embed.weight|total_size")),
+    edited(raw.stock_sharded, _forget_a_shard, "", "embed.weight|total_size"),
     entries=("module",),
 )

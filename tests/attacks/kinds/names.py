@@ -9,9 +9,10 @@ import stat
 from collections.abc import Callable
 
 from tests.attacks.files import bases, raw
-from tests.attacks.registry import Expected, Place, attack, edit_stock, register
+from tests.attacks.registry import Expected, Place, register
 
 S = raw.SECOND
+BIN_SHARD = "pytorch_model-00002-of-00003.bin"
 
 NAMES: dict[str, str] = {
     "parent": "../outside/" + S,
@@ -60,61 +61,36 @@ NAMES: dict[str, str] = {
     "no-suffix": "model",
     "suffix-in-capitals": "model-00002-of-00003.SAFETENSORS",
 }
-
-
 MISSING = {"home": "~/" + S, "parent-percent-encoded": "%2e%2e", "long-component": "mmm", "long-path": "ddd"}
 """Names that are odd, and stay inside: a shard of this name is missing. All others are refused with the index."""
 
 
-def _named(name: str, files: raw.Files) -> None:
-    files[raw.INDEX] = raw.index(names={"block.bias": name, "block.weight": name})
+def _named(name: str, place: Place, file: str = raw.INDEX) -> Expected:
+    index = raw.index(names={"block.bias": name, "block.weight": name})
+    return place.write(raw.stock_sharded() | {raw.INDEX: index}).expects(file)
 
 
 for _name, _value in NAMES.items():
-    register(f"name-{_name}", edit_stock(functools.partial(_named, _value), Expected(MISSING.get(_name, raw.INDEX))))
+    register(f"name-{_name}", functools.partial(_named, _value, file=MISSING.get(_name, raw.INDEX)))
+register("name-absolute-to-weights", lambda place: _named(str(place.outside / S), place))
+register("name-absolute-to-itself", lambda place: _named(str(place.checkpoint / S), place))
+register("name-relative-through-the-root", lambda place: _named("../" * 30 + str(place.outside / S)[1:], place))
 
 
-def _absolute(place: Place, name: str) -> Expected:
-    place.write(raw.stock_sharded() | {raw.INDEX: raw.index(names={"block.bias": name, "block.weight": name})})
-    return Expected(raw.INDEX)
-
-
-register("name-absolute-to-weights", lambda place: _absolute(place, str(place.outside / S)))
-register("name-absolute-to-itself", lambda place: _absolute(place, str(place.checkpoint / S)))
-register("name-relative-through-the-root", lambda place: _absolute(place, "../" * 30 + str(place.outside / S)[1:]))
-
-
-@attack("name")
-def bin_index_climbs_out(place: Place) -> Expected:
-    """The same door in the index of pickles."""
+def _bin_index(names: dict[str, str], place: Place) -> Expected:
     files = bases.stock_bin_sharded()
     index = json.loads(files[raw.BIN_INDEX])
-    index["weight_map"]["block.bias"] = "../outside/pytorch_model-00002-of-00003.bin"
-    (place.outside / "pytorch_model-00002-of-00003.bin").write_bytes(files["pytorch_model-00002-of-00003.bin"])
-    place.write(files | {raw.BIN_INDEX: json.dumps(index).encode()})
-    return Expected(raw.BIN_INDEX)
+    index["weight_map"].update(names)
+    (place.outside / BIN_SHARD).write_bytes(files[BIN_SHARD])
+    return place.write(files | {raw.BIN_INDEX: json.dumps(index).encode()}).expects(raw.BIN_INDEX)
 
 
-@attack("name")
-def bin_index_names_safetensors(place: Place) -> Expected:
-    """An index of pickles that points to something else."""
-    files = bases.stock_bin_sharded()
-    index = json.loads(files[raw.BIN_INDEX])
-    index["weight_map"]["block.bias"] = index["weight_map"]["block.weight"] = S
-    place.write(files | {raw.BIN_INDEX: json.dumps(index).encode(), S: raw.shard(raw.of_shard(S))})
-    return Expected(raw.BIN_INDEX)
-
-
-def _directory(path: str) -> None:
-    os.mkdir(path)
-
-
-def _socket(path: str) -> None:
-    os.mknod(path, stat.S_IFSOCK | 0o600)
-
-
-def _link(target: str) -> Callable[[str], None]:
-    return lambda path: os.symlink(target, path)
+# The same door in the index of pickles, and one that points to something else.
+register("name-bin-index-climbs-out", functools.partial(_bin_index, {"block.bias": f"../outside/{BIN_SHARD}"}))
+register(
+    "name-bin-index-names-safetensors",
+    lambda place: _bin_index({"block.bias": S, "block.weight": S}, place.write({S: raw.shard(raw.of_shard(S))})),
+)
 
 
 def _link_to_text(path: str) -> None:
@@ -125,41 +101,30 @@ def _link_to_text(path: str) -> None:
     os.symlink("../hub/text", path)
 
 
-def _loop(path: str) -> None:
-    os.symlink(os.path.basename(path), path)
-
-
-def _device(path: str) -> None:
-    os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 5))
-
-
-def _unreadable_hard_link(path: str) -> None:
-    os.link(os.path.join(os.path.dirname(path), raw.CONFIG), path)
-
-
-KINDS: dict[str, Callable[[str], None]] = {
-    "directory": _directory,
+KINDS: dict[str, Callable[[str], object]] = {
+    "directory": os.mkdir,
     "fifo": os.mkfifo,
-    "socket": _socket,
-    "dangling-link": _link("nowhere.safetensors"),
-    "link-loop": _loop,
-    "link-to-dev-zero": _link("/dev/zero"),
-    "link-to-dev-tty": _link("/dev/tty"),
-    "link-to-proc": _link("/proc/self/mem"),
+    "socket": lambda path: os.mknod(path, stat.S_IFSOCK | 0o600),
+    "dangling-link": lambda path: os.symlink("nowhere.safetensors", path),
+    "link-loop": lambda path: os.symlink(os.path.basename(path), path),
+    "link-to-dev-zero": lambda path: os.symlink("/dev/zero", path),
+    "link-to-dev-tty": lambda path: os.symlink("/dev/tty", path),
+    "link-to-proc": lambda path: os.symlink("/proc/self/mem", path),
     "link-to-text": _link_to_text,
-    "hard-link-to-the-config": _unreadable_hard_link,
+    "hard-link-to-the-config": lambda path: os.link(os.path.join(os.path.dirname(path), raw.CONFIG), path),
 }
-PLACES: dict[str, Callable[[], raw.Files]] = {
-    S: raw.stock_sharded,
-    raw.SINGLE: raw.stock_single,
-    raw.INDEX: raw.stock_sharded,
-    raw.BIN: bases.stock_bin,
-    "pytorch_model-00002-of-00003.bin": bases.stock_bin_sharded,
+if os.geteuid() == 0:
+    KINDS["device"] = lambda path: os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 5))
+PLACES: dict[str, tuple[str, Callable[[], raw.Files]]] = {
+    "shard": (S, raw.stock_sharded),
+    "single": (raw.SINGLE, raw.stock_single),
+    "index": (raw.INDEX, raw.stock_sharded),
+    "bin": (raw.BIN, bases.stock_bin),
+    "bin-shard": (BIN_SHARD, bases.stock_bin_sharded),
 }
-SHORT = dict(zip(PLACES, ("shard", "single", "index", "bin", "bin-shard"), strict=True))
 
 
-def _in_place(base: Callable[[], raw.Files], file: str, make: Callable[[str], None], place: Place) -> Expected:
+def _in_place(base: Callable[[], raw.Files], file: str, make: Callable[[str], object], place: Place) -> Expected:
     files = base()
     del files[file]
     place.write(files)
@@ -167,25 +132,21 @@ def _in_place(base: Callable[[], raw.Files], file: str, make: Callable[[str], No
     return Expected(file)
 
 
-for _file, _base in PLACES.items():
-    for _kind, _make in KINDS.items():
-        register(f"kind-{SHORT[_file]}-is-{_kind}", functools.partial(_in_place, _base, _file, _make))
-    if os.geteuid() == 0:
-        register(f"kind-{SHORT[_file]}-is-device", functools.partial(_in_place, _base, _file, _device))
-
-
 for _kind, _make in KINDS.items():
-    if _kind not in ("hard-link-to-the-config", "dangling-link", "directory"):
+    for _name, (_file, _base) in PLACES.items():
+        register(f"kind-{_name}-is-{_kind}", functools.partial(_in_place, _base, _file, _make))
+    if _kind not in ("hard-link-to-the-config", "dangling-link", "directory", "device"):
         register(
             f"kind-config-is-{_kind}",
             functools.partial(_in_place, raw.stock_sharded, raw.CONFIG, _make),
             entries=("pretrained",),
         )
-
-
-@attack("kind")
-def link_to_a_folder_outside(place: Place) -> Expected:
-    """The name is plain, the folder in it is a link."""
-    os.symlink("../outside", place.checkpoint / "sub")
-    place.write(raw.stock_sharded() | {raw.INDEX: raw.index(names=dict.fromkeys(raw.LAYOUT[S], "sub/" + S))})
-    return Expected(S)
+# The name is plain, the folder in it is a link.
+register(
+    "kind-link-to-a-folder-outside",
+    lambda place: (
+        place.link("sub", "../outside")
+        .write(raw.stock_sharded() | {raw.INDEX: raw.index(names=dict.fromkeys(raw.LAYOUT[S], "sub/" + S))})
+        .expects(S)
+    ),
+)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 from tests.attacks.files import bases, raw
@@ -20,11 +19,16 @@ from tests.attacks.files.torchfile import (
     wrapped,
     zipped,
 )
-from tests.attacks.registry import Expected, Place, attack, register
+from tests.attacks.registry import Build, Expected, Place, register, register_all
 
-BIN = Expected(raw.BIN)
-FORMS = ("zip", "legacy")
+OPCODES, STORAGES = state()
+OLD_OPCODES, OLD_STORAGES = state(legacy=True)
 Payload = Callable[[Place], bytes]
+
+
+def _bin(make: Payload, match: str = "") -> Build:
+    """A checkpoint whose weights are one pickle."""
+    return lambda place: place.write({raw.CONFIG: raw.config(), raw.BIN: make(place)}).expects(raw.BIN, match)
 
 
 def _touch(place: Place) -> bytes:
@@ -50,8 +54,12 @@ def _second_file(place: Place) -> bytes:
     return text(str(place.outside / "second.bin"))
 
 
+def _system(place: Place) -> bytes:
+    return call("os", "system", _touch(place))
+
+
 PAYLOADS: dict[str, Payload] = {
-    "os-system": lambda place: call("os", "system", _touch(place)),
+    "os-system": _system,
     "posix-system": lambda place: call("posix", "system", _touch(place)),
     "nt-system": lambda place: call("nt", "system", _touch(place)),
     "builtins-exec": lambda place: call("builtins", "exec", _code(place)),
@@ -95,65 +103,55 @@ PAYLOADS: dict[str, Payload] = {
     ),
     "extension-registry": lambda place: b"\x82\x01",
 }
+OF_BOTH_FORMS = ("os-system", "builtins-exec", "runpy-run-path", "subprocess-popen", "torch-load")
 
 
-def _hostile(payload: Payload, form: str, place: Place) -> Expected:
-    opcodes, storages = state(legacy=form == "legacy")
-    opcodes["block.bias"] = payload(place)
-    place.write({raw.CONFIG: raw.config(), raw.BIN: wrapped(mapping(opcodes), storages, form)})
-    return BIN
+def _hostile(payload: Payload, form: str) -> Build:
+    opcodes, storages = (OLD_OPCODES, OLD_STORAGES) if form == "legacy" else (OPCODES, STORAGES)
+    return _bin(lambda place: wrapped(mapping({**opcodes, "block.bias": payload(place)}), storages, form))
 
 
-for _form in FORMS:
-    for _name, _payload in PAYLOADS.items():
-        if _form == "zip" or _name in (
-            "os-system",
-            "builtins-exec",
-            "runpy-run-path",
-            "subprocess-popen",
-            "torch-load",
-        ):
-            register(f"pickle-{_form}-{_name}", functools.partial(_hostile, _payload, _form))
+register_all("pickle-zip", {name: _hostile(payload, "zip") for name, payload in PAYLOADS.items()})
+register_all("pickle-legacy", {name: _hostile(PAYLOADS[name], "legacy") for name in OF_BOTH_FORMS})
 
 
-@attack("pickle")
-def in_the_second_shard(place: Place) -> Expected:
-    """The first shard is honest."""
+def _second_shard(place: Place) -> Expected:
+    """The first one is honest."""
     name = "pytorch_model-00002-of-00003.bin"
-    place.write(bases.stock_bin_sharded() | {name: zipped(call("os", "system", _touch(place)), {})})
-    return Expected(name)
+    return place.write(bases.stock_bin_sharded() | {name: zipped(_system(place), {})}).expects(name)
 
 
-@attack("pickle")
-def under_state_dict(place: Place) -> Expected:
-    """A training checkpoint whose other entries run code."""
-    opcodes, storages = state()
-    body = mapping({"state_dict": mapping(opcodes), "callbacks": call("os", "system", _touch(place))})
-    place.write({raw.CONFIG: raw.config(), raw.BIN: zipped(body, storages)})
-    return BIN
-
-
-@attack("pickle")
-def beside_damaged_safetensors(place: Place) -> Expected:
+def _beside_safetensors(place: Place) -> Expected:
     """Who falls back from damaged safetensors to the pickle beside them opens a door."""
-    damaged = raw.stock_single()[raw.SINGLE][:-1]
-    hostile = zipped(call("os", "system", _touch(place)), {})
-    place.write({raw.CONFIG: raw.config(), raw.SINGLE: damaged, raw.BIN: hostile})
-    return Expected(raw.SINGLE)
+    files = {raw.CONFIG: raw.config(), raw.SINGLE: raw.stock_single()[raw.SINGLE][:-1]}
+    return place.write(files | {raw.BIN: zipped(_system(place), {})}).expects(raw.SINGLE)
 
 
-@attack("pickle")
-def bare_pickle(place: Place) -> Expected:
-    """Neither zip nor torch's magic: a plain pickle."""
-    place.write({raw.CONFIG: raw.config(), raw.BIN: pickled(call("os", "system", _touch(place)))})
-    return BIN
+WHOLE: dict[str, Build] = {
+    "in-the-second-shard": _second_shard,
+    "beside-damaged-safetensors": _beside_safetensors,
+    # A training checkpoint whose other entries run code.
+    "under-state-dict": _bin(
+        lambda place: zipped(mapping({"state_dict": mapping(OPCODES), "callbacks": _system(place)}), STORAGES)
+    ),
+    # Neither zip nor torch's magic: a plain pickle.
+    "bare-pickle": _bin(lambda place: pickled(_system(place))),
+    # The first of the five pickles of the older format, read before anything else.
+    "in-the-magic-number": _bin(lambda place: pickled(_system(place)) + legacy(b"}", {})),
+    # All opcodes but the last.
+    "that-never-stops": _bin(lambda place: legacy(mapping(OLD_OPCODES), OLD_STORAGES).partition(b"embed.weight")[0]),
+    # The list of storages in the file lacks one, and so does the file: torch returns what was in the memory.
+    "legacy-storage-that-is-not-listed": _bin(
+        lambda place: legacy(mapping(OLD_OPCODES), {key: one for key, one in OLD_STORAGES.items() if key != "1"}),
+        "does not contain the bytes of all its tensors",
+    ),
+}
+register_all("pickle", WHOLE)
 
 
-@attack("pickle")
-def in_the_magic_number(place: Place) -> Expected:
-    """The first of the five pickles of the older format, read before anything else."""
-    place.write({raw.CONFIG: raw.config(), raw.BIN: pickled(call("os", "system", _touch(place))) + legacy(b"}", {})})
-    return BIN
+def _bias(opcodes: bytes) -> bytes:
+    """A state dict with this in the place of one tensor."""
+    return mapping({**OPCODES, "block.bias": opcodes})
 
 
 META = call(
@@ -172,11 +170,11 @@ OBJECTS: dict[str, bytes] = {
     "tuple": several(text("a"), integer(1)),
     "set": call("builtins", "set", b"]"),
     "a-tensor": tensor("0", (8, 4)),
-    "number-for-a-tensor": mapping({**state()[0], "epoch": integer(3)}),
-    "text-for-a-tensor": mapping({**state()[0], "note": text("hi")}),
-    "none-for-a-tensor": mapping({**state()[0], "block.bias": b"N"}),
-    "dict-for-a-tensor": mapping({**state()[0], "block": mapping({"bias": integer(1)})}),
-    "list-for-a-tensor": mapping({**state()[0], "block.bias": b"]"}),
+    "number-for-a-tensor": mapping({**OPCODES, "epoch": integer(3)}),
+    "text-for-a-tensor": mapping({**OPCODES, "note": text("hi")}),
+    "none-for-a-tensor": _bias(b"N"),
+    "dict-for-a-tensor": mapping({**OPCODES, "block": mapping({"bias": integer(1)})}),
+    "list-for-a-tensor": _bias(b"]"),
     "number-for-a-name": b"}(" + integer(7) + tensor("0", (8, 4)) + b"u",
     "bytes-for-a-name": b"}(" + several(text("a")) + tensor("0", (8, 4)) + b"u",
     "state-dict-that-is-a-list": mapping({"state_dict": b"]"}),
@@ -184,12 +182,12 @@ OBJECTS: dict[str, bytes] = {
     "deep-tuples": b"N" + b"\x85" * 200_000,
     "deep-lists": b"]" * 20_000 + b"a" * 19_999,
     "deep-tuples-for-a-name": b"}(" + b")" + b"\x85" * 200_000 + tensor("0", (8, 4)) + b"u",
-    "deep-tuples-in-a-set": mapping({**state()[0], "a": call("builtins", "set", b"])" + b"\x85" * 200_000 + b"a")}),
-    "bytearray-of-a-terabyte": mapping({**state()[0], "a": call("builtins", "bytearray", integer(1 << 40))}),
+    "deep-tuples-in-a-set": mapping({**OPCODES, "a": call("builtins", "set", b"])" + b"\x85" * 200_000 + b"a")}),
+    "bytearray-of-a-terabyte": mapping({**OPCODES, "a": call("builtins", "bytearray", integer(1 << 40))}),
     "circle": b"}q\x00(" + text("model") + b"h\x00" + text("ema") + b"h\x00u",
-    "tensor-without-data": mapping({**state()[0], "block.bias": META}),
-    "sparse-tensor": mapping({**state()[0], "block.bias": SPARSE}),
-    "memory-that-nobody-filled": mapping({**state()[0], "block.bias": call("torch", "FloatTensor", integer(4))}),
+    "tensor-without-data": _bias(META),
+    "sparse-tensor": _bias(SPARSE),
+    "memory-that-nobody-filled": _bias(call("torch", "FloatTensor", integer(4))),
     "endless-memo": b"]q\x00" + b"h\x00a" * 1000,
     "text-of-4-gigabytes": b"X\xff\xff\xff\xffabc",
     "bytes-of-2-to-62": b"\x8e" + (2**62).to_bytes(8, "little"),
@@ -200,78 +198,50 @@ OBJECTS: dict[str, bytes] = {
     "unknown-opcode": b"\xff",
     "persistent-id-text": text("0") + b"Q",
     "persistent-id-of-a-module": several(text("module"), text("a"), text("b"), text("c")) + b"Q",
-    "storage-missing-from-the-zip": mapping({**state()[0], "block.bias": tensor("404", (4,))}),
-    "storage-in-the-parent-folder": mapping({**state()[0], "block.bias": tensor("../version", (4,))}),
-    "numel-negative": mapping({**state()[0], "block.bias": tensor("1", (4,), numel=-4)}),
-    "shape-beyond-the-storage": mapping({**state()[0], "block.bias": tensor("1", (4000,), numel=4)}),
-    "offset-beyond-the-storage": mapping({**state()[0], "block.bias": tensor("1", (4,), numel=4, offset=2**40)}),
-    "offset-negative": mapping({**state()[0], "block.bias": tensor("1", (4,), numel=4, offset=-400)}),
-    "stride-beyond-the-storage": mapping({**state()[0], "block.bias": tensor("1", (4,), numel=4, stride=(2**40,))}),
-    "stride-negative": mapping({**state()[0], "block.bias": tensor("1", (4,), numel=4, stride=(-1,))}),
-    "shape-negative": mapping({**state()[0], "block.bias": tensor("1", (-4,), numel=4, stride=(1,))}),
-    "shape-that-wraps": mapping({**state()[0], "block.bias": tensor("1", (2**32, 2**32), numel=4)}),
-    "storage-of-objects": mapping({**state()[0], "block.bias": tensor("1", (4,), numel=4, kind="Tensor")}),
+    "storage-missing-from-the-zip": _bias(tensor("404", (4,))),
+    "storage-in-the-parent-folder": _bias(tensor("../version", (4,))),
+    "numel-negative": _bias(tensor("1", (4,), numel=-4)),
+    "shape-beyond-the-storage": _bias(tensor("1", (4000,), numel=4)),
+    "offset-beyond-the-storage": _bias(tensor("1", (4,), numel=4, offset=2**40)),
+    "offset-negative": _bias(tensor("1", (4,), numel=4, offset=-400)),
+    "stride-beyond-the-storage": _bias(tensor("1", (4,), numel=4, stride=(2**40,))),
+    "stride-negative": _bias(tensor("1", (4,), numel=4, stride=(-1,))),
+    "shape-negative": _bias(tensor("1", (-4,), numel=4, stride=(1,))),
+    "shape-that-wraps": _bias(tensor("1", (2**32, 2**32), numel=4)),
+    "storage-of-objects": _bias(tensor("1", (4,), numel=4, kind="Tensor")),
 }
 
 
-def _object(body: bytes, form: str, place: Place) -> Expected:
-    storages = state()[1]
-    place.write({raw.CONFIG: raw.config(), raw.BIN: wrapped(body, storages, form)})
-    return BIN
+def _object(body: bytes, form: str = "zip", match: str = "") -> Build:
+    return _bin(lambda place: wrapped(body, STORAGES, form), match)
 
 
-for _name, _body in OBJECTS.items():
-    register(f"pickle-object-{_name}", functools.partial(_object, _body, "zip"))
-for _name in ("none", "list", "text-of-4-gigabytes", "memo-of-2-to-32", "unknown-opcode"):
-    register(f"pickle-legacy-object-{_name}", functools.partial(_object, OBJECTS[_name], "legacy"))
-
-
-@attack("pickle", entries=("module", "pretrained"))
-def object_empty_dict(place: Place) -> Expected:
-    """Whole, and no key of the model is in it."""
-    _object(b"}", "zip", place)
-    return Expected("", "missing")
-
-
-@attack("pickle", entries=("state_dict", "module", "pretrained"))
-def two_sets_of_weights(place: Place) -> Expected:
-    """Both whole, and none is the weights by itself."""
-    weights = mapping(state()[0])
-    _object(mapping({"model": weights, "model_ema": weights}), "zip", place)
-    return Expected(raw.BIN, "several sets of weights")
-
-
-@attack("pickle")
-def that_never_stops(place: Place) -> Expected:
-    """All opcodes but the last."""
-    opcodes, storages = state(legacy=True)
-    whole = legacy(mapping(opcodes), storages)
-    place.write({raw.CONFIG: raw.config(), raw.BIN: whole[: whole.index(b"embed.weight")]})
-    return BIN
-
+register_all("pickle-object", {name: _object(body) for name, body in OBJECTS.items()})
+OLD_OBJECTS = ("none", "list", "text-of-4-gigabytes", "memo-of-2-to-32", "unknown-opcode")
+register_all("pickle-legacy-object", {name: _object(OBJECTS[name], "legacy") for name in OLD_OBJECTS})
+# Whole, and no key of the model is in it.
+register(
+    "pickle-object-empty-dict",
+    lambda place: place.write({raw.CONFIG: raw.config(), raw.BIN: zipped(b"}", STORAGES)}).expects("", "missing"),
+    entries=("module", "pretrained"),
+)
+# Both whole, and none is the weights by itself.
+TWO_SETS = mapping(dict.fromkeys(("model", "model_ema"), mapping(OPCODES)))
+register(
+    "pickle-two-sets-of-weights",
+    _object(TWO_SETS, match="several sets of weights"),
+    entries=("state_dict", "module", "pretrained"),
+)
 
 LEGACY_COUNTS: dict[str, int] = {"2-to-33": 2**33, "2-to-62": 2**62, "negative": -1, "one-less": 3, "one-more": 5}
 
 
-def _legacy_count(count: int, in_pickle: bool, place: Place) -> Expected:
-    opcodes, storages = state(legacy=True)
-    if in_pickle:
-        opcodes["block.bias"] = tensor("1", (4,), numel=count, legacy=True)
-    body = legacy(mapping(opcodes), storages, counts={"1": count})
-    place.write({raw.CONFIG: raw.config(), raw.BIN: body})
-    return BIN
+def _legacy_count(count: int, opcodes: dict[str, bytes]) -> Build:
+    return _bin(lambda place: legacy(mapping(opcodes), OLD_STORAGES, counts={"1": count}))
 
 
 for _name, _count in LEGACY_COUNTS.items():
-    register(f"pickle-legacy-storage-count-{_name}", functools.partial(_legacy_count, _count, False))
-for _name in ("2-to-33", "2-to-62", "negative"):
-    register(f"pickle-legacy-numel-{_name}", functools.partial(_legacy_count, LEGACY_COUNTS[_name], True))
-
-
-@attack("pickle")
-def legacy_storage_that_is_not_listed(place: Place) -> Expected:
-    """The list of storages in the file lacks one, and so does the file: torch returns what was in the memory."""
-    opcodes, storages = state(legacy=True)
-    del storages["1"]
-    place.write({raw.CONFIG: raw.config(), raw.BIN: legacy(mapping(opcodes), storages)})
-    return Expected(raw.BIN, "does not hold the bytes of all its tensors")
+    register(f"pickle-legacy-storage-count-{_name}", _legacy_count(_count, OLD_OPCODES))
+    if _name in ("2-to-33", "2-to-62", "negative"):
+        _lie = {**OLD_OPCODES, "block.bias": tensor("1", (4,), numel=_count, legacy=True)}
+        register(f"pickle-legacy-numel-{_name}", _legacy_count(_count, _lie))

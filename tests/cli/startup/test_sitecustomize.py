@@ -36,6 +36,12 @@ def test_sitecustomize_of_the_owner_runs_as_by_python(text: str, tmp_path: Path,
     assert (found.returncode, found.stdout, found.stderr) == (expected.returncode, expected.stdout, expected.stderr)
 
 
+def command(words: list[str], directory: Path, environment: dict[str, str]) -> tuple[int, str, str]:
+    """Run a command: its exit code, stdout and stderr."""
+    done = subprocess.run(words, cwd=directory, env=environment, capture_output=True, text=True, timeout=110)
+    return done.returncode, done.stdout, done.stderr
+
+
 @pytest.mark.parametrize("settings", ["{", "[]", '{"verify": "nonsense"}'])
 def test_what_fails_is_one_line_and_the_program_goes_on(
     settings: str, tmp_path: Path, environment: dict[str, str]
@@ -44,24 +50,20 @@ def test_what_fails_is_one_line_and_the_program_goes_on(
     environment = environment | {"PYTHONPATH": path, "HFSHARD_RUN": settings}
 
     done = by_python(["-c", LOOKS_FOR_TRANSFORMERS], tmp_path, environment)
-    command = f"exec '{sys.executable}' -c \"{LOOKS_FOR_TRANSFORMERS}\" 2>&-"
-    closed = subprocess.run(["sh", "-c", command], env=environment, capture_output=True, text=True, timeout=110)
+    shell = f"exec '{sys.executable}' -c \"{LOOKS_FOR_TRANSFORMERS}\" 2>&-"
+    closed = command(["sh", "-c", shell], tmp_path, environment)
 
-    assert (done.returncode, done.stdout) == (closed.returncode, closed.stdout) == (0, "done\n")
-    assert done.stderr.startswith("hfshard: not on in process ")
+    assert (done.returncode, done.stdout) == closed[:2] == (0, "done\n")
+    assert done.stderr.startswith("hfshard: inactive in process ")
     assert done.stderr.count("\n") == 1
 
 
 def test_environment_without_hfshard_is_left_alone(tmp_path: Path, environment: dict[str, str]) -> None:
     venv.create(tmp_path / "other", symlinks=True, with_pip=False)
-    command = [str(tmp_path / "other" / "bin" / "python"), "-c", LOOKS_FOR_TRANSFORMERS]
+    words = [str(tmp_path / "other" / "bin" / "python"), "-c", LOOKS_FOR_TRANSFORMERS]
     variables = {"PYTHONPATH": startup_folder(), "HFSHARD_RUN": json.dumps({"prefix": sys.prefix})}
 
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment | variables, capture_output=True, text=True, timeout=110
-    )
-
-    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+    assert command(words, tmp_path, environment | variables) == (0, "done\n", "")
 
 
 def test_any_python_3_can_read_it() -> None:
@@ -73,23 +75,13 @@ def test_checkout_that_is_not_installed_is_found(tmp_path: Path, environment: di
     venv.create(other, symlinks=True, with_pip=False)
     (tmp_path / "packages").mkdir()
     (tmp_path / "packages" / "xxhash").symlink_to(Path(xxhash.__file__).parent)  # what hfshard needs at once
-    variables = {
-        "PYTHONPATH": f"{startup_folder()}:{tmp_path}/packages",
-        "HFSHARD_RUN": json.dumps({"prefix": str(other)}),
-    }
+    path = f"{startup_folder()}:{tmp_path}/packages"
+    variables = {"PYTHONPATH": path, "HFSHARD_RUN": json.dumps({"prefix": str(other)})}
     code = f"{LOOKS_FOR_TRANSFORMERS}; import hfshard; print(hfshard.__file__)"
 
-    done = subprocess.run(
-        [str(other / "bin" / "python"), "-c", code],
-        cwd=tmp_path,
-        env=environment | variables,
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
+    done = command([str(other / "bin" / "python"), "-c", code], tmp_path, environment | variables)
 
-    home = Path(startup_folder()).parents[1] / "__init__.py"
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"done\n{home}\n", "")
+    assert done == (0, f"done\n{Path(startup_folder()).parents[1] / '__init__.py'}\n", "")
 
 
 OWN_CALLS = {

@@ -11,11 +11,11 @@ import pytest
 
 from hfshard.disk.byte_source import BytesSource
 from hfshard.hub.directory.directory_hub import DirectoryHub
-from tests.crash.effects import effects_of
-from tests.crash.tracer import TRACED, has_strace, parse_trace
-from tests.helpers import forkserver
+from tests.helpers import processes
 from tests.hub.directory.child import content
 from tests.hub.directory.helpers import litter
+from tests.sweeps.child import TRACED, has_strace, parse_trace
+from tests.sweeps.power import effects_of
 
 PUSHES = 10
 LOOK_SECONDS = 0.01
@@ -30,7 +30,7 @@ def test_two_processes_that_push_at_once_make_one_line_of_whole_commits(
     root = str(tmp_path / "org" / "name")
     reading, writing = os.pipe()
     children = [
-        forkserver.start(
+        processes.start(
             ["-m", "tests.hub.directory.child", root, name, PUSHES],
             env=child_environment,
             stdin=reading,
@@ -94,7 +94,7 @@ def test_everything_is_on_disk_before_what_leads_to_it(tmp_path: Path, child_env
     old = hub.commit({"a": BytesSource(b"old"), "b": BytesSource(b"kept")}, parent=None, message="first").commit
     trace = tmp_path / "trace"
     strace = ["-y", "-o", str(trace), "-e", f"trace={TRACED}"]
-    done = forkserver.run(["-c", ORDER, hub.root], env=child_environment, strace=strace, timeout=60)
+    done = processes.run(["-c", ORDER, hub.root], env=child_environment, strace=strace, timeout=60)
     assert done.returncode == 0, done.stderr
     commit = hub.resolve()
     seen = []

@@ -70,7 +70,7 @@ def test_a_damaged_file_of_a_commit_is_not_linked_to(stage: StagedSnapshot, hub:
 
 
 @pytest.mark.parametrize(
-    ("size", "sha256", "found"), [(4, None, "bytes 4, and has 3"), (3, EMPTY, f"{EMPTY}, and has")]
+    ("size", "sha256", "found"), [(4, None, "bytes must be 4, got 3"), (3, EMPTY, f"{EMPTY}, got ")]
 )
 def test_a_file_that_changed_after_it_was_saved_is_refused(
     stage: StagedSnapshot, tmp_path: Path, size: int, sha256: str | None, found: str
@@ -90,7 +90,7 @@ def test_files_are_kept_from_a_commit_only_if_they_are_whole(stage: StagedSnapsh
     old = os.path.join(hub.snapshot(commit), "x")
     assert os.listdir(stage.folder) == ["x"] and os.path.samefile(os.path.join(stage.folder, "x"), old)
 
-    with pytest.raises(IntegrityError, match=rf"^'{old}' is damaged: it must have 4 bytes, and has 3\. Restore it"):
+    with pytest.raises(IntegrityError, match=rf"^'{old}' is damaged: it must have 4 bytes, but has 3\. Restore it"):
         stage.put({"x": RemoteFile(4, ABC)}, commit, {})
 
 
@@ -102,7 +102,7 @@ def test_no_link_counts_as_a_file_of_a_snapshot(tmp_path: Path) -> None:
 
     assert list(check_snapshot(str(tmp_path), {"real/x": RemoteFile(3, ABC)})) == ["real/x"]
     for path in ("linked/x", "y", "gone"):
-        with pytest.raises(MissingShardError, match=rf"/{path}' is missing, or is not a regular file"):
+        with pytest.raises(MissingShardError, match=rf"/{path}' is missing or is not a regular file"):
             check_snapshot(str(tmp_path), {path: RemoteFile(3, ABC)})
     assert check_snapshot(str(tmp_path / "linked"), {}) == {}
 
@@ -119,7 +119,7 @@ def test_every_byte_and_every_other_file_of_a_snapshot_is_seen(tmp_path: Path) -
         (f"{folder}/z", EMPTY, ABC),
         (f"{folder}/x", EMPTY, ABC),
     ]
-    with pytest.raises(IntegrityError, match=rf"^'{folder}/z' is damaged: it must have sha256 {EMPTY}, and has {ABC}"):
+    with pytest.raises(IntegrityError, match=rf"^'{folder}/z' is damaged: its sha256 must be {EMPTY}, but is {ABC}"):
         check_hashes(folder, files, False)
-    with pytest.raises(IntegrityError, match=rf"^'{folder}/x' was not pushed, and lies in the snapshot\. Remove it\.$"):
+    with pytest.raises(IntegrityError, match=rf"^'{folder}/x' is in the snapshot, but was not pushed\. Remove it\.$"):
         reject_unexpected_files(folder, {"y": files["y"]}, check_snapshot(folder, files))

@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.hub.models import files_of
 from tests.hub.server_fixture import HubServerFixture, Outcome
-from tests.hubserver.hub_server import Request
+from tests.servers.hub.hub_server import Request
 
 
 class PullHub(HubServerFixture):

@@ -185,6 +185,6 @@ def test_a_bar_counts_the_bytes_that_come(
 
 def test_full_refuses_files_without_checksums(store: CountingStore, tmp_path: Path) -> None:
     put(store, tmp_path / "a", checksum=None)
-    with pytest.raises(DamagedCheckpointError, match="can't be verified in full"):
+    with pytest.raises(DamagedCheckpointError, match="cannot be verified in full"):
         hfshard.load_state_dict(ADDRESS, verify="full")
     assert not [name for name, begin, _ in store.ranges if begin > 0]

@@ -47,7 +47,7 @@ def test_plain_copies_of_earlier_saves_do_not_count_and_edits_do(store: MemorySt
     warnings = hfshard.verify_checkpoint(ADDRESS).warnings
     stale = ["config.json", "generation_config.json", INDEX] if has_new_config else ["generation_config.json", INDEX]
     assert sorted(words.split("'")[1] for words in warnings) == stale
-    assert all("is the plain copy of an earlier save, which other tools read" in words for words in warnings)
+    assert all("is the plain copy of an earlier save, which only other tools read" in words for words in warnings)
 
     for name in ("config.json", "generation_config.json", "custom_generate/generate.py", INDEX):
         del store.objects[name]

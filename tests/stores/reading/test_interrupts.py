@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import hfshard
-from tests.stores.services.fault_proxy import FaultProxy
+from tests.servers.stores.fault_proxy import FaultProxy
 
 
 @pytest.mark.parametrize("skip", [0, 1, 6])

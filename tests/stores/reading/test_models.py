@@ -130,7 +130,7 @@ def test_a_name_that_no_directory_can_have_loads(
 def test_a_subfolder_that_no_directory_can_be_is_for_the_address(saved: tuple[Path, Llama], store_address: str) -> None:
     put_directory(saved[0], f"{store_address}/{'n' * 300}")
     assert "lm_head.weight" in hfshard.load_state_dict(store_address, subfolder="n" * 300, keys=["lm_head.weight"])
-    with pytest.raises(InvalidArgumentError, match=r"300 bytes, .* at most 255\. Make it a part of the address"):
+    with pytest.raises(InvalidArgumentError, match=r"300 bytes, .* at most 255\. Make it part of the address"):
         Llama.from_pretrained(store_address, subfolder="n" * 300)
 
 
@@ -198,11 +198,11 @@ def test_install_reaches_stores(saved: tuple[Path, Llama], store_address: str) -
 
 def test_what_needs_a_disk_is_refused(saved: tuple[Path, Llama], store_address: str, tmp_path: Path) -> None:
     put_directory(saved[0], store_address)
-    with pytest.raises(InvalidArgumentError, match=r"reads by itself.*hfshard pull s3://"):
+    with pytest.raises(InvalidArgumentError, match=r"reads itself.*hfshard pull s3://"):
         Llama.from_pretrained(store_address, device_map={"": "disk"}, offload_folder=str(tmp_path))
     open_store(store_address).delete(["config.json"])
     name = next(path.name for path in saved[0].glob("*.safetensors"))
-    with pytest.raises(CheckpointNotFoundError, match=r"no config beside the file 's3://"):
+    with pytest.raises(CheckpointNotFoundError, match=r"The file 's3://.* has no config next to it"):
         Llama.from_pretrained(f"{store_address}/{name}")
     with pytest.raises(StateDictMismatchError, match="does not fit"):
         hfshard.load_model(nn.Linear(2, 2), store_address)

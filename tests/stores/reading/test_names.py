@@ -13,8 +13,8 @@ from hfshard.places import store_mirror
 from hfshard.saving import copy_checkpoint, pipeline
 from hfshard.stores.open_store import open_store
 from hfshard.training.run import run_store
+from tests.servers.stores.buckets import Bucket
 from tests.stores.saving.memory_store import MemoryStore
-from tests.stores.services.buckets import Bucket
 
 ADDRESS = "s3://models/bert"
 
@@ -40,7 +40,9 @@ def test_an_object_that_can_be_no_file_is_named_before_anything_is_written(
     assert hfshard.verify_checkpoint(ADDRESS).ok
     assert list(hfshard.load_state_dict(ADDRESS)) == ["a"]
     for act in (hfshard.pull_checkpoint, hfshard.push_checkpoint):
-        with pytest.raises(UnsafePathError, match=r"(?s)In 's3://models/bert' is an object .* by ignore_patterns\."):
+        with pytest.raises(
+            UnsafePathError, match=r"(?s)An object in 's3://models/bert' cannot be a file .* with ignore_patterns\."
+        ):
             act(ADDRESS, tmp_path / "to")
         assert list(tmp_path.iterdir()) == []
 

@@ -84,7 +84,7 @@ def _load_module() -> Any:
 
 
 WAYS = {"pretrained": _load_pretrained, "torch": _load_by_torch, "module": _load_module}
-AGAIN = "was replaced 20 times while it was being opened. Load it when that process has finished saving."
+AGAIN = "was replaced 20 times while it was being opened. Retry when no save is running."
 
 
 def _words(way: str) -> str:
@@ -108,7 +108,7 @@ def _load(rank: int, way: str, old: Path, new: Path, requests: tuple[int, ...]) 
     _always_replaced(old, new if rank == 1 else old)
     told = _gathered(_words(way))
     assert told[1] == f"CheckpointChangedError: The checkpoint in '{ADDRESS}' {AGAIN}"
-    theirs = f"RankFailedError: Rank 1 failed, so the other ranks gave up, too: {told[1]} Call again on every rank."
+    theirs = f"RankFailedError: Rank 1 failed, so the other ranks gave up: {told[1]} Call again on every rank."
     assert told[0] == (told[1] if way == "torch" else theirs)
 
 

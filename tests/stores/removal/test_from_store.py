@@ -143,7 +143,7 @@ def test_a_save_that_is_under_way_stays_unless_nothing_saves_there(unfinished: b
     assert store.objects == ({} if unfinished else {stray: b"123"})
     assert store.uploads == ({"theirs.bin"} if unfinished else {STRAY.format(number=6), "theirs.bin"})
     if not unfinished:
-        assert "--unfinished removes it, if nothing saves there" in removal.report.kept[stray]
+        assert "--unfinished removes it, if no save is running" in removal.report.kept[stray]
         with pytest.raises(CheckpointNotFoundError, match="--leftovers --unfinished"):
             remove_from_store(store, NAMES, unfinished=False)
 
@@ -185,7 +185,7 @@ def test_what_another_process_saved_since_it_was_shown_is_not_removed() -> None:
     save(store, request(2, 1))
     before = dict(store.objects)
 
-    with pytest.raises(CheckpointChangedError, match="has changed since its files were listed"):
+    with pytest.raises(CheckpointChangedError, match="changed after its files were listed"):
         removal.carry_out()
 
     assert store.objects == before

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hfshard.training import CheckpointManager, TrainingState
-from tests.stores.services.buckets import Bucket
+from tests.servers.stores.buckets import Bucket
 
 _MANIFEST = re.compile(r"(?P<folder>checkpoint-\d{8})/checkpoint-(?P<number>\d{8})-(?P<id>[0-9a-f]{16})\.json")
 

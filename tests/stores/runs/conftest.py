@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.servers.stores.buckets import Bucket
 from tests.stores.runs.bucket_run import BucketRun
-from tests.stores.services.buckets import Bucket
 
 
 @pytest.fixture

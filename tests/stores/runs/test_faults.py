@@ -18,9 +18,9 @@ from hfshard.errors import CommitUnfinishedError, StoreError
 from hfshard.stores.retry import RETRY_VARIABLE
 from hfshard.training import CheckpointManager, TrainingState
 from hfshard.training.run.run_store import StorePlace
+from tests.servers.stores.buckets import Bucket
+from tests.servers.stores.fault_proxy import FaultProxy
 from tests.stores.runs.bucket_run import BucketRun, Net, save_steps
-from tests.stores.services.buckets import Bucket
-from tests.stores.services.fault_proxy import FaultProxy
 
 KEPT = 2
 _ENDLESS = 10**6
@@ -117,7 +117,7 @@ def test_a_manifest_that_comes_when_its_shards_are_deleted_is_no_checkpoint(
     save_steps(manager, earlier)
     proxy.fail("late", MANIFEST, status=503)
     proxy.fail("status", MANIFEST, times=_ENDLESS, status=503)
-    with pytest.raises(CommitUnfinishedError, match="Nobody can tell"):
+    with pytest.raises(CommitUnfinishedError, match="It is unknown whether"):
         manager.save(2, TrainingState(model=Net(9.0)))
     proxy.clear()
     save_steps(manager, 3)

@@ -53,7 +53,7 @@ def test_a_checkpoint_is_restored_and_loaded_by_its_address(run: BucketRun, tmp_
     hfshard.load_model(net, manager.path_of(2))
     assert net.value() == 2.0
 
-    with pytest.raises(CheckpointNotFoundError, match="It is a run: give one of its checkpoints"):
+    with pytest.raises(CheckpointNotFoundError, match=r"It is a run\. Pass one of its checkpoints"):
         local.restore(TrainingState(model=net), run.root)
     with pytest.raises(CheckpointNotFoundError, match="has: 2, 1"):
         manager.restore(TrainingState(model=net), 7)

@@ -10,9 +10,9 @@ import pytest
 from hfshard.errors import HfshardError
 from hfshard.training import CheckpointManager, TrainingState
 from tests.distributed.gloo import check_ranks
+from tests.servers.stores import running
+from tests.servers.stores.kinds import SERVICES
 from tests.stores.runs.bucket_run import BucketRun, Net
-from tests.stores.services import running
-from tests.stores.services.kinds import SERVICES
 from tests.training.models import Run
 from tests.training.test_spread_save_on_ranks import Refusing
 from tests.training.test_spread_save_runs_on_ranks import assert_same

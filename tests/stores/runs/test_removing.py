@@ -58,7 +58,7 @@ def test_one_checkpoint_of_a_run_goes(saved: BucketRun, by_step: bool) -> None:
 def test_a_whole_run_is_refused(saved: BucketRun) -> None:
     before = saved.names()
 
-    with pytest.raises(InvalidArgumentError, match=r"is a run: choose one of its checkpoints by its step \(3, 2, 1\)"):
+    with pytest.raises(InvalidArgumentError, match=r"is a run. Choose one of its checkpoints by step \(3, 2, 1\)"):
         hfshard.remove_checkpoint(saved.root)
 
     assert saved.names() == before

@@ -13,8 +13,8 @@ from hfshard.commit import store_plan
 from hfshard.errors import SaveDirectoryError, StoreAccessError
 from hfshard.stores.open_store import open_store
 from hfshard.training import CheckpointManager, TrainingState
+from tests.servers.stores.fault_proxy import FaultProxy
 from tests.stores.runs.bucket_run import BucketRun, Net, save_steps
-from tests.stores.services.fault_proxy import FaultProxy
 from tests.training.fingerprint import flatten
 
 S3 = pytest.mark.parametrize("scheme", ["s3"])
@@ -146,7 +146,7 @@ def test_a_damaged_checkpoint_is_passed_over(run: BucketRun, caplog: pytest.LogC
     assert CheckpointManager(run.root).restore_latest(TrainingState(model=net)) == 1
 
     assert net.value() == 1.0
-    assert f"The checkpoint '{run.root}/checkpoint-00000002' is passed over" in caplog.text
+    assert f"Skipped the checkpoint '{run.root}/checkpoint-00000002'" in caplog.text
 
 
 @S3

@@ -9,8 +9,8 @@ import pytest
 
 from hfshard.errors import CheckpointNotFoundError
 from hfshard.training import CheckpointCallback, CheckpointManager
+from tests.flows.resume_trainings import Case, everything, trainer
 from tests.stores.runs.bucket_run import BucketRun
-from tests.training.integrations.trainer_child import Case, everything, trainer
 
 pytestmark = [pytest.mark.compat, pytest.mark.parametrize("scheme", ["s3"])]
 

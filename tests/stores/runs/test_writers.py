@@ -8,9 +8,9 @@ import pytest
 
 from hfshard.errors import RemoteChangedError
 from hfshard.training import CheckpointManager, TrainingState
+from tests.servers.stores.fault_proxy import FaultProxy
 from tests.stores.runs.bucket_run import BucketRun, Net, save_steps
 from tests.stores.runs.test_faults import values
-from tests.stores.services.fault_proxy import FaultProxy
 
 MEETINGS = {
     "before its mark": r"^PUT put .*/\.saves/",

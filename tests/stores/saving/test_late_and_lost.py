@@ -12,8 +12,8 @@ from hfshard.errors import CommitUnfinishedError, RemoteChangedError
 from hfshard.format.stored_save import split_object_name
 from hfshard.stores import retry
 from hfshard.stores.open_store import open_store
-from tests.stores.services.buckets import Bucket
-from tests.stores.services.fault_proxy import FaultProxy
+from tests.servers.stores.buckets import Bucket
+from tests.servers.stores.fault_proxy import FaultProxy
 
 pytestmark = pytest.mark.stores
 SCHEMES = pytest.mark.parametrize("scheme", ["s3", "gs", "hf"])
@@ -58,7 +58,7 @@ def test_an_index_that_comes_late_leads_to_shards_that_are_there(
 ) -> None:
     save(store_address, 1.0)
     delay_index(proxy, scheme)
-    with pytest.raises(CommitUnfinishedError, match="Nobody can tell"):
+    with pytest.raises(CommitUnfinishedError, match="It is unknown whether"):
         save(store_address, 2.0)
     proxy.clear()
     assert loaded(store_address) == 1.0
@@ -145,5 +145,5 @@ def test_where_nothing_may_be_deleted_a_save_ends_well(
     save(store_address, 2.0)
 
     assert [one.levelname for one in caplog.records] == ["WARNING"]
-    assert "earlier saves can't be deleted" in caplog.text
+    assert "earlier saves cannot be deleted" in caplog.text
     assert (loaded(store_address), saves_at(store_address)) == (2.0, {1, 2})

@@ -16,8 +16,8 @@ from hfshard._util.addresses import parse_address
 from hfshard.stores.open_store import open_store
 from tests.distributed.gloo import check_ranks
 from tests.distributed.test_save_on_ranks_faults import fail_in_turn, rows, save
-from tests.stores.services import running
-from tests.stores.services.kinds import SERVICES
+from tests.servers.stores import running
+from tests.servers.stores.kinds import SERVICES
 
 INDEX = "model.safetensors.index.json"
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.servers.stores.buckets import BUCKET, Bucket
 from tests.stores.conftest import use_service
-from tests.stores.services.buckets import BUCKET, Bucket
 
 
 def usual_name(name: str) -> str:

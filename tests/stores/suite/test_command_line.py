@@ -49,7 +49,7 @@ def test_inspect_shows_files_tensors_and_where(saved: Place, capsys: pytest.Capt
 
 def test_verify_says_whole_or_what_is_damaged(saved: Place, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", saved.path]) == 0
-    assert capsys.readouterr().out == f"{saved.path}: whole: 4 files, 15.5 KB compared with their checksums\n"
+    assert capsys.readouterr().out == f"{saved.path}: intact: 4 files, 15.5 KB compared with their checksums\n"
     name = next(name for name, raw in saved.files().items() if b'"b"' in raw and name.endswith(".safetensors"))
     raw = bytearray(saved.files()[name])
     raw[-1] ^= 1
@@ -79,7 +79,7 @@ def test_reshard_push_and_pull_go_on_from_a_store(
 
     assert f'"directory": "{saved.path}-2"' in out
     assert f"\n{saved.path}-3\n{tmp_path}/plain\n{saved.path}-4: " in out
-    assert f"{saved.path}-4: already holds all of it; nothing was sent\n" in out
+    assert f"{saved.path}-4: already has everything; nothing was sent\n" in out
     assert f"To check it at any time, run: hfshard verify {saved.path}" in out
     for place in (f"{saved.path}-2", tmp_path / "hub", f"{saved.path}-3", tmp_path / "plain", f"{saved.path}-4"):
         assert hfshard.load_state_dict(place, verify="full")["b"].sum().item() == 600

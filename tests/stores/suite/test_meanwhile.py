@@ -19,7 +19,7 @@ from hfshard.errors import (
     RemoteChangedError,
     StoreError,
 )
-from tests.stores.services.fault_proxy import FaultProxy
+from tests.servers.stores.fault_proxy import FaultProxy
 from tests.stores.suite.conftest import Place
 
 pytestmark = pytest.mark.parametrize("scheme", ["s3"])

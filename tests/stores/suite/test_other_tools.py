@@ -80,7 +80,7 @@ def test_weights_that_are_uploaded_next_to_a_save_are_named_and_can_be_loaded(
     [message] = [record.getMessage() for record in caplog.records]
     named = re.search(r"To load the uploaded ones, pass '([^']*)'", message)
     assert named is not None
-    assert message.startswith(f"'{store.path}' has weights that another tool uploaded (")
+    assert message.startswith(f"'{store.path}' contains weights that another tool uploaded (")
     assert _value(named[1]) == 2
     hfshard.reshard_checkpoint(named[1], store.folder / "uploaded", "1GB")
     assert _value(store.folder / "uploaded") == 2

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import hfshard
-from tests.helpers import forkserver
-from tests.hubserver.hub_server import HubServer
+from tests.helpers import processes
+from tests.servers.hub.hub_server import HubServer
 from tests.stores.suite.conftest import Place
 
 pytestmark = [pytest.mark.compat, pytest.mark.parametrize("scheme", ["s3"])]
@@ -39,7 +39,7 @@ def test_push_and_pull_send_what_is_missing(
     store: Place, hub_server: HubServer, child_environment: dict[str, str], tmp_path: Path
 ) -> None:
     environment = {**child_environment, **hub_server.environment(home=tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
-    done = forkserver.run(["-c", CALLS, store.path], env=environment)
+    done = processes.run(["-c", CALLS, store.path], env=environment)
     assert done.returncode == 0, done.stderr
     first, again, moved, back = json.loads(done.stdout)
 

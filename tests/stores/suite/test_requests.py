@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModel
 
 import hfshard
-from tests.stores.services.fault_proxy import FaultProxy
+from tests.servers.stores.fault_proxy import FaultProxy
 from tests.stores.suite.conftest import Place
 from tests.stores.suite.own_code import directory_with_code
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import hfshard
 from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError
-from tests.stores.services.buckets import Bucket
+from tests.servers.stores.buckets import Bucket
 from tests.stores.suite.conftest import Place, usual_name
 
 
@@ -108,7 +108,7 @@ def test_what_only_a_directory_can_do_is_refused(store: Place) -> None:
         hfshard.reshard_checkpoint(store.path, store.path, low_disk=True)
     with pytest.raises(InvalidArgumentError, match="revision"):
         hfshard.pull_checkpoint(store.path, store.folder / "x", revision="main")
-    with pytest.raises(InvalidArgumentError, match="there is no cache for it: give local_dir"):
+    with pytest.raises(InvalidArgumentError, match=r"which has no cache\. Pass local_dir"):
         hfshard.pull_checkpoint(store.path)
     with pytest.raises(InvalidArgumentError, match="commit_message is for a hub"):
         hfshard.push_checkpoint(store.folder, store.path, commit_message="no")

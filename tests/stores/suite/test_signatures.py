@@ -18,9 +18,9 @@ from hfshard.errors import CheckpointChangedError, InvalidArgumentError, Signatu
 from hfshard.saving.copy_checkpoint import StoreFiles
 from hfshard.signing.check_signature import SignedObjects
 from tests.helpers.tiny_bert import SHARDED, bert
+from tests.servers.stores.buckets import Bucket
 from tests.signing.conftest import write_pair
 from tests.signing.helpers import model_signing
-from tests.stores.services.buckets import Bucket
 
 
 @pytest.mark.parametrize("scheme", ["s3"])
@@ -82,7 +82,7 @@ def test_what_was_pushed_is_compared_in_the_store(
     assert report.checked_bytes == weights + small  # no byte of a shard came twice
     lightly = hfshard.verify_checkpoint(store_address, public_key=public, level="structure")
     assert (lightly.ok, lightly.signed_by) == (True, None)
-    assert lightly.warnings == ("7 signed files of weights were not compared: level='full' reads them.",)
+    assert lightly.warnings == ("7 signed files of weights were not compared: level='full' compares them.",)
     [problem] = hfshard.verify_checkpoint(store_address, public_key=other).problems
     assert problem.file == f"{store_address}/model.sig"
     assert "was not made by the key of" in problem.message
@@ -137,7 +137,7 @@ def unsign(bucket: Bucket, prefix: str) -> None:
     [
         (edit, "config.json", "is not the file that was signed"),
         (add, "code/evil.py", "is not covered by the signature"),
-        (remove, "code/a.py", "was signed, and is missing"),
+        (remove, "code/a.py", "was signed, but is missing"),
         (damage, "model-00002-of-", "is not the file that was signed"),
         (unsign, "", "has no signature: there is no 'model.sig'"),
     ],
@@ -242,7 +242,7 @@ def test_a_load_refuses_a_save_over_what_was_signed(store_address: str, load: Lo
 @pytest.mark.parametrize("scheme", ["s3"])
 @pytest.mark.parametrize(
     ("tamper", "words"),
-    [(add, "code/evil.py' is not covered by the signature"), (remove, "code/a.py' was signed, and is missing")],
+    [(add, "code/evil.py' is not covered by the signature"), (remove, "code/a.py' was signed, but is missing")],
 )
 def test_code_that_may_run_must_be_signed(
     bucket: Bucket,
@@ -408,5 +408,5 @@ def test_a_checkpoint_that_is_saved_while_it_is_compared_is_not_called_signed(
         return plain(self)
 
     monkeypatch.setattr(StoreFiles, "is_unchanged", edited)
-    with pytest.raises(CheckpointChangedError, match="was saved while it was checked"):
+    with pytest.raises(CheckpointChangedError, match="was replaced while it was being checked"):
         hfshard.verify_checkpoint(store_address, public_key=public)

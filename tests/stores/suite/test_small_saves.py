@@ -92,9 +92,9 @@ def test_whatever_is_no_model(store: Place, kind: str, tmp_path: Path) -> None:
 
 def test_addresses_that_are_none_are_refused(store: Place) -> None:
     for place, words in (
-        (Path(store.path), r"has lost a slash, .*\. Give the address as text: 's3://"),
-        ("https://example.org/model", "begins with a scheme that hfshard does not know"),
-        ("s3://", "names no bucket"),
+        (Path(store.path), r"lost a slash, .*\. Pass the address as a string: 's3://"),
+        ("https://example.org/model", "has an unsupported scheme"),
+        ("s3://", "has no bucket name"),
     ):
         with pytest.raises(InvalidPathError, match=words):
             tokenizer().save_pretrained(place)

@@ -15,12 +15,12 @@ from hfshard.training import ResumableDataLoader
 from tests.training.data.samples import Numbers
 
 MISMATCHES: dict[str, tuple[dict[str, Any], str]] = {
-    "batch size": ({"batch_size": 2, "shuffle": True}, r"batch_size 4, and this loader has 2\. .*set_epoch\(0\)"),
+    "batch size": ({"batch_size": 2, "shuffle": True}, r"batch_size 4, but this loader has 2\. .*set_epoch\(0\)"),
     "length": ({"dataset": Numbers(9), "batch_size": 4, "shuffle": True}, "length of the dataset 10, .* has 9"),
-    "seed": ({"batch_size": 4, "shuffle": True, "seed": 1}, "seed 0, and this loader has 1"),
-    "order": ({"batch_size": 4}, "sampler 'EpochSampler', and this loader has 'SequentialSampler'"),
+    "seed": ({"batch_size": 4, "shuffle": True, "seed": 1}, "seed 0, but this loader has 1"),
+    "order": ({"batch_size": 4}, "sampler 'EpochSampler', but this loader has 'SequentialSampler'"),
     "sampler": ({"batch_size": 4, "sampler": RandomSampler(Numbers())}, "this loader has 'RandomSampler'"),
-    "drop_last": ({"batch_size": 4, "shuffle": True, "drop_last": True}, "drop_last False, and this loader has True"),
+    "drop_last": ({"batch_size": 4, "shuffle": True, "drop_last": True}, "drop_last False, but this loader has True"),
 }
 
 
@@ -41,7 +41,7 @@ def test_another_loader_is_refused_and_stays_as_it_is(what: str) -> None:
 def test_a_sampler_of_another_length_is_refused() -> None:
     loader = ResumableDataLoader(Numbers(), 2, sampler=SubsetRandomSampler([1, 2, 3, 4]))
     other = ResumableDataLoader(Numbers(), 2, sampler=SubsetRandomSampler([1, 2]))
-    with pytest.raises(StateDictMismatchError, match="number of batches in an epoch 2, and this loader has 1"):
+    with pytest.raises(StateDictMismatchError, match="number of batches in an epoch 2, but this loader has 1"):
         other.check_state_dict(loader.state_dict())
 
 
@@ -50,8 +50,8 @@ def test_a_sampler_of_another_length_is_refused() -> None:
     [
         ({"format": 2}, r"not a ResumableDataLoader's state of format 1 \(found: 2\)"),
         ({"batch": 4}, "at batch 4 of 3"),
-        ({"batch": -1}, "batch -1, which is not a position"),
-        ({"epoch": 1.0}, "epoch 1.0, which is not a position"),
+        ({"batch": -1}, "batch -1, which is not a valid position"),
+        ({"epoch": 1.0}, "epoch 1.0, which is not a valid position"),
     ],
 )
 def test_a_damaged_state_is_refused(change: dict[str, Any], message: str) -> None:

@@ -24,7 +24,7 @@ from hfshard.training import CheckpointManager, ResumableDataLoader, TrainingSta
 from hfshard.training.data.external_loader import LoaderTracker, reset_after_iter, track
 from hfshard.training.state.nested import decode, encode
 from hfshard.training.state.rng import rng_state, set_rng_state
-from tests.training import processes
+from tests.helpers import processes
 
 # torchdata 0.11 with torch 2.13.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
@@ -251,9 +251,9 @@ def train(directory: Path, kind: str, stop: int | None) -> None:
 def test_killed_and_resumed_by_the_manager_is_exact(tmp_path: Path, kind: str, stop: int) -> None:
     KINDS[kind]()  # skips here where torchdata is not installed
     straight = Run(KINDS[kind], 1).go(is_saving=False)
-    end = processes.run(tmp_path / "words", train, tmp_path, kind, stop)
+    end = processes.end_of(tmp_path / "words", train, tmp_path, kind, stop)
     assert end.status == -signal.SIGKILL, end.words
-    end = processes.run(tmp_path / "words", train, tmp_path, kind, None)
+    end = processes.end_of(tmp_path / "words", train, tmp_path, kind, None)
     assert end.status == 0, end.words
     assert torch.load(tmp_path / "seen.pt") == straight
 
@@ -346,7 +346,7 @@ def test_a_generator_that_is_made_in_iter_needs_not_be_there() -> None:
 
     again = Skipping(Indexes(), 2, sampler=Made())
     fresh = track(again)
-    with pytest.warns(UserWarning, match=r"'sampler.generators\[0\]' when .* If it is not made in `__iter__`, build"):
+    with pytest.warns(UserWarning, match=r"'sampler.generators\[0\]' that .* Unless `__iter__` creates it, build"):
         fresh.load_state_dict(saved)
     fresh.reset(lambda: None)
     assert [batch.tolist() for batch in again] == expected
@@ -355,7 +355,7 @@ def test_a_generator_that_is_made_in_iter_needs_not_be_there() -> None:
 def test_generators_that_the_loader_does_not_hold_are_a_warning() -> None:
     saved = track(Skipping(Indexes(), 2, True, generator=torch.Generator())).state_dict()
     tracker = track(Skipping(Indexes(), 2, True))
-    with pytest.warns(UserWarning, match="held a random number generator 'generator' when"):
+    with pytest.warns(UserWarning, match="no longer has the random number generator 'generator' that"):
         tracker.check_state_dict(saved)
 
 
@@ -364,7 +364,7 @@ def test_the_state_of_a_generator_of_another_kind_is_damage() -> None:
     other = track(Skipping(Indexes(), 2, sampler=Shuffled(np.random.default_rng(1))))
     state = {**saved, "generators": {"sampler.generators[0]": torch.zeros(3)}}
     before = repr(other.loader.sampler.generators[0].bit_generator.state)
-    with pytest.raises(DamagedCheckpointError, match=r"of the random number generator 'sampler.*is not valid"):
+    with pytest.raises(DamagedCheckpointError, match=r"random number generator 'sampler.*is not valid"):
         other.check_state_dict(state)
     assert repr(other.loader.sampler.generators[0].bit_generator.state) == before
 
@@ -386,7 +386,7 @@ def test_a_loader_that_can_not_be_followed_is_a_warning(monkeypatch: pytest.Monk
         def __setattr__(self, name: str, value: Any) -> None:
             raise TypeError(name)
 
-    with pytest.warns(UserWarning, match="The Fixed can't be followed"):
+    with pytest.warns(UserWarning, match="The Fixed cannot be followed"):
         track(Fixed()).state_dict()
 
 
@@ -458,7 +458,7 @@ def test_a_resumable_loader_needs_no_tracker() -> None:
 
 def test_the_state_of_another_kind_of_loader_is_refused() -> None:
     tracker = track(Skipping(Indexes(), 2))
-    with pytest.raises(StateDictMismatchError, match="is a Skipping, and the checkpoint has the state of another kind"):
+    with pytest.raises(StateDictMismatchError, match="is a Skipping, but the checkpoint has the state of another kind"):
         tracker.check_state_dict(ResumableDataLoader(Indexes(), 2).state_dict())
     ours = ResumableDataLoader(Indexes(), 2)
     with pytest.raises(StateDictMismatchError, match="not a ResumableDataLoader's state"):
@@ -470,5 +470,5 @@ def test_a_loader_of_accelerate_is_refused() -> None:
     from accelerate import Accelerator
 
     prepared = Accelerator(cpu=True).prepare(DataLoader(Indexes(), 2))
-    with pytest.raises(InvalidArgumentError, match=r"DataLoaderShard of Accelerate.*plain_loader"):
+    with pytest.raises(InvalidArgumentError, match=r"Accelerate's DataLoaderShard.*plain_loader"):
         track(prepared)

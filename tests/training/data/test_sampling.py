@@ -227,5 +227,5 @@ def test_a_sampler_that_ends_early_is_found_out() -> None:
     state["epoch"] = 1
     resumed = ResumableDataLoader(Augmented(), batch_sampler=Lengths())
     resumed.load_state_dict(state)
-    with pytest.raises(StateDictMismatchError, match=r"Lengths gives 5 batches in epoch 1, .* saved after 6 of them"):
+    with pytest.raises(StateDictMismatchError, match=r"Lengths returned 5 batches in epoch 1, .* saved after 6\."):
         iter(resumed)

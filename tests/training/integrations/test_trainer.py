@@ -6,6 +6,8 @@ import json
 import logging
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from transformers import (
 
 from hfshard.errors import DamagedCheckpointError, HfshardError, InvalidArgumentError, StateDictMismatchError
 from hfshard.training import CheckpointCallback, CheckpointManager
-from tests.training.integrations.trainer_child import STEPS, Case, everything, trainer
+from tests.flows.resume_trainings import STEPS, Case, everything, trainer
 
 CASE = Case(0, ())
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "loss", "greater_is_better": False}
@@ -35,12 +37,36 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def saved(directory: Path, **arguments: Any) -> tuple[Any, CheckpointCallback]:
+def attached(directory: Path, callback: dict[str, Any] | None = None, **arguments: Any) -> Any:
+    """A Trainer, and the callback that it has."""
+    trained = trainer(CASE, directory, **arguments)
+    return trained, CheckpointCallback(**callback or {}).attach(trained)
+
+
+def saved(directory: Path, **arguments: Any) -> Any:
     """A short training with a checkpoint after each step."""
-    trained = trainer(CASE, directory, **{"max_steps": 3, "save_steps": 1, **arguments})
-    checkpoints = CheckpointCallback().attach(trained)
+    trained, checkpoints = attached(directory, **{"max_steps": 3, "save_steps": 1, **arguments})
     trained.train()
     return trained, checkpoints
+
+
+def resumed(directory: Path, place: Any, callback: dict[str, Any] | None = None, **arguments: Any) -> Any:
+    """A training that saves nothing, and went on from a place."""
+    trained, _ = attached(directory, callback, **{"save_strategy": "no", **arguments})
+    trained.train(resume_from_checkpoint=place)
+    return trained
+
+
+@contextmanager
+def flipped(path: Path) -> Iterator[None]:
+    """A file with a bit that is another one."""
+    raw = path.read_bytes()
+    path.chmod(0o644)
+    path.write_bytes(raw[:-2] + bytes([raw[-2] ^ 4]) + raw[-1:])
+    try:
+        yield
+    finally:
+        path.write_bytes(raw)
 
 
 @pytest.mark.compat
@@ -50,14 +76,9 @@ def test_a_checkpoint_loads_in_stock_transformers_and_holds_no_pickle(tmp_path: 
     assert sorted(os.listdir(run)) == ["checkpoint-00000001", "checkpoint-00000002", "checkpoint-00000003"]
     newest = run / "checkpoint-00000003"
     assert sorted(os.listdir(newest)) == [
-        "checkpoint.json",
-        "config.json",
-        "model.safetensors",
-        "optimizer.safetensors",
-        "state.safetensors",
-        "trainer_state.json",
-        "training_state.json",
-    ]
+        "checkpoint.json", "config.json", "model.safetensors", "optimizer.safetensors", "state.safetensors",
+        "trainer_state.json", "training_state.json",
+    ]  # fmt: skip
     assert checkpoints.latest() == str(newest)
     loaded = BertForSequenceClassification.from_pretrained(newest)
     assert same(weights(loaded), weights(trained.model))
@@ -85,19 +106,15 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_refused_by_name(
 ) -> None:
     saved(tmp_path)
     newest = tmp_path / "run" / "checkpoint-00000003"
-    path = newest / "optimizer.safetensors"
-    raw = bytearray(path.read_bytes())
-    raw[-2] ^= 4
-    path.write_bytes(raw)
-    trained = trainer(CASE, tmp_path, max_steps=4, save_strategy="no")
-    checkpoints = CheckpointCallback().attach(trained)
-    with caplog.at_level(logging.WARNING):
-        found = checkpoints.latest()
-    assert found == str(tmp_path / "run" / "checkpoint-00000002")
-    assert f"The checkpoint '{newest}' is passed over" in caplog.text
-    with pytest.raises(DamagedCheckpointError, match=r"optimizer\.safetensors"):
-        trained.train(resume_from_checkpoint=True)
-    trained.train(resume_from_checkpoint=found)
+    trained, checkpoints = attached(tmp_path, max_steps=4, save_strategy="no")
+    with flipped(newest / "optimizer.safetensors"):
+        with caplog.at_level(logging.WARNING):
+            found = checkpoints.latest()
+        assert found == str(tmp_path / "run" / "checkpoint-00000002")
+        assert f"Skipped the checkpoint '{newest}'" in caplog.text
+        with pytest.raises(DamagedCheckpointError, match=r"optimizer\.safetensors"):
+            trained.train(resume_from_checkpoint=True)
+        trained.train(resume_from_checkpoint=found)
     assert trained.state.global_step == 4
 
 
@@ -105,20 +122,16 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_refused_by_name(
 def test_a_checkpoint_that_trainer_alone_has_saved_is_resumed_as_ever(tmp_path: Path) -> None:
     alone = trainer(CASE, tmp_path, max_steps=4, save_steps=2)
     alone.train()
-    resumed = trainer(CASE, tmp_path, max_steps=4, save_strategy="no")
-    CheckpointCallback().attach(resumed)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
-    assert everything(resumed) == everything(alone)
+    again = resumed(tmp_path, str(tmp_path / "run" / "checkpoint-2"), max_steps=4)
+    assert everything(again) == everything(alone)
 
 
 @pytest.mark.compat
 def test_a_run_that_was_moved_is_resumed_from_there(tmp_path: Path) -> None:
     straight, _ = saved(tmp_path)
     shutil.move(tmp_path / "run", tmp_path / "moved")
-    resumed = trainer(CASE, tmp_path, max_steps=3, save_strategy="no")
-    CheckpointCallback().attach(resumed)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "moved" / "checkpoint-00000001"))
-    assert everything(resumed) == everything(straight)
+    again = resumed(tmp_path, str(tmp_path / "moved" / "checkpoint-00000001"), max_steps=3)
+    assert everything(again) == everything(straight)
 
 
 @pytest.mark.compat
@@ -144,15 +157,12 @@ def test_the_best_model_is_kept_and_loaded_at_the_end(tmp_path: Path) -> None:
         def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             kept[state.global_step] = weights(kwargs["model"])
 
-    trained = trainer(
-        CASE, tmp_path, max_steps=6, save_steps=1, learning_rate=0.3, load_best_model_at_end=True, **EVALUATED
-    )
+    arguments = {"max_steps": 6, "save_steps": 1, "learning_rate": 0.3, "load_best_model_at_end": True, **EVALUATED}
+    trained, checkpoints = attached(tmp_path, {"max_to_keep": 1}, **arguments)
     trained.add_callback(Keeping())
-    checkpoints = CheckpointCallback(max_to_keep=1).attach(trained)
     trained.train()
     best = trained.state.best_global_step
     assert best is not None and best < 6
-    assert checkpoints.manager is not None
     assert (checkpoints.manager.all_steps(), checkpoints.manager.best_step()) == ([best, 6], best)
     assert trained.state.best_model_checkpoint == str(tmp_path / "run" / f"checkpoint-{best:08d}")
     assert same(weights(trained.model), kept[best])
@@ -161,12 +171,10 @@ def test_the_best_model_is_kept_and_loaded_at_the_end(tmp_path: Path) -> None:
 
 
 def test_save_strategy_best_saves_what_is_better(tmp_path: Path) -> None:
-    trained = trainer(CASE, tmp_path, max_steps=6, save_strategy="best", learning_rate=0.3, **EVALUATED)
-    checkpoints = CheckpointCallback().attach(trained)
-    trained.train()
+    trained, checkpoints = saved(tmp_path, max_steps=6, save_strategy="best", learning_rate=0.3, **EVALUATED)
     losses = [entry["eval_loss"] for entry in trained.state.log_history if "eval_loss" in entry]
     better = [step for step, loss in enumerate(losses, 1) if loss < min([*losses[: step - 1], float("inf")])]
-    assert checkpoints.manager is not None and checkpoints.manager.all_steps() == better
+    assert checkpoints.manager.all_steps() == better
 
 
 @pytest.mark.compat
@@ -200,7 +208,7 @@ def test_callbacks_with_a_state_are_saved_as_trainer_saves_them(tmp_path: Path) 
     [
         ({"save_only_model": True}, None, "leaves nothing to resume from"),
         ({"push_to_hub": True, "hub_model_id": "org/name"}, None, "hub_strategy='every_save' would push"),
-        ({"save_total_limit": 2}, {"max_to_keep": 3}, "the CheckpointManager has max_to_keep=3"),
+        ({"save_total_limit": 2}, {"max_to_keep": 3}, "the CheckpointManager's max_to_keep=3"),
         ({"save_total_limit": 1, "load_best_model_at_end": True}, None, "Trainer itself removes the last"),
         ({"load_best_model_at_end": True}, {"max_to_keep": 3}, "keep_best='eval_loss', metric_mode='min'"),
     ],
@@ -239,8 +247,7 @@ def test_a_peft_model_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_a_hyperparameter_search_is_refused_by_name(tmp_path: Path) -> None:
-    trained = trainer(CASE, tmp_path)
-    CheckpointCallback().attach(trained)
+    trained, _ = attached(tmp_path)
     trained.state.is_hyper_param_search = True
 
     with pytest.raises(InvalidArgumentError, match="A hyperparameter search"):
@@ -248,7 +255,7 @@ def test_a_hyperparameter_search_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_a_manager_and_arguments_for_another_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgumentError, match="given a manager, and max_to_keep for another"):
+    with pytest.raises(InvalidArgumentError, match="combine a manager with max_to_keep, which would create another"):
         CheckpointCallback(CheckpointManager(tmp_path), max_to_keep=2)
 
 
@@ -260,16 +267,15 @@ def test_a_callback_that_was_not_attached_says_so(tmp_path: Path) -> None:
         trained.train()
     checkpoints.attach(trained)
     assert trained.callback_handler.callbacks.count(checkpoints) == 1
-    with pytest.raises(InvalidArgumentError, match="another Trainer's"):
+    with pytest.raises(InvalidArgumentError, match="belongs to another Trainer"):
         checkpoints.attach(trainer(CASE, tmp_path))
 
 
 def test_a_trainer_that_never_restores_the_rng_is_stopped(tmp_path: Path) -> None:
     saved(tmp_path)
-    trained = trainer(CASE, tmp_path, max_steps=4)
-    CheckpointCallback().attach(trained)
+    trained, _ = attached(tmp_path, max_steps=4)
     vars(trained)["_load_rng_state"] = lambda checkpoint: None  # as where a version of transformers calls it otherwise
-    with pytest.raises(HfshardError, match="no longer restores the random state"):
+    with pytest.raises(HfshardError, match="did not restore the random state"):
         trained.train(resume_from_checkpoint=True)
 
 
@@ -283,8 +289,7 @@ def test_a_trainer_that_never_restores_the_rng_is_stopped(tmp_path: Path) -> Non
 )
 def test_a_resume_to_other_batches_is_refused(arguments: dict[str, Any], message: str, tmp_path: Path) -> None:
     saved(tmp_path)
-    trained = trainer(CASE, tmp_path, **{"max_steps": 4, "save_strategy": "no", **arguments})
-    CheckpointCallback().attach(trained)
+    trained, _ = attached(tmp_path, max_steps=4, save_strategy="no", **arguments)
     with pytest.raises(StateDictMismatchError, match=message):
         trained.train(resume_from_checkpoint=True)
     trained.args.ignore_data_skip = True
@@ -295,4 +300,4 @@ def test_a_second_training_of_the_same_trainer_goes_on(tmp_path: Path) -> None:
     trained, checkpoints = saved(tmp_path, max_steps=2)
     trained.args.max_steps = STEPS // 4
     trained.train(resume_from_checkpoint=checkpoints.latest())
-    assert checkpoints.manager is not None and checkpoints.manager.all_steps() == [1, 2, 3, 4, 5]
+    assert checkpoints.manager.all_steps() == [1, 2, 3, 4, 5]

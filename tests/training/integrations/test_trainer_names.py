@@ -93,7 +93,7 @@ def test_weights_of_another_model_stay_as_they_are(tmp_path: Path, caplog: pytes
     with caplog.at_level(logging.WARNING):
         assert reorder_by_model(foreign) is foreign
 
-    assert f"The model of '{tmp_path}' can't be built, so its parameters have no names: " in caplog.text
+    assert f"Cannot build the model of '{tmp_path}', so its parameters have no names: " in caplog.text
 
 
 @pytest.mark.parametrize(

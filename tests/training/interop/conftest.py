@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from hfshard.training import CheckpointManager
 from tests.training.interop.accelerate_runs import forget_accelerate
 from tests.training.interop.trainer_runs import SAVED_AT, new_trainer
 
@@ -31,3 +32,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def checkpoint(saved: Path, tmp_path: Path) -> Path:
     """A copy of it, to be spoilt."""
     return Path(shutil.copytree(saved, tmp_path / "checkpoint-9"))
+
+
+@pytest.fixture
+def manager(tmp_path: Path) -> CheckpointManager:
+    """Of a run that has no checkpoint yet."""
+    return CheckpointManager(tmp_path / "run")

@@ -5,15 +5,18 @@ from __future__ import annotations
 import argparse
 import pathlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop, lr_scheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from hfshard.errors import StateDictMismatchError
+from hfshard.training import CheckpointManager, TrainingState
 from tests.training.fingerprint import flatten
 
 
@@ -51,9 +54,17 @@ def adamw(model: nn.Module) -> Parts:
     return Parts(model, AdamW(model.parameters(), lr=0.05))
 
 
-def stepped(model: nn.Module) -> Parts:
-    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return Parts(model, optimizer, lr_scheduler.StepLR(optimizer, 2))
+def with_sgd(schedule: Callable[[Optimizer], Any], lr: float = 0.01) -> Callable[[nn.Module], Parts]:
+    def build(model: nn.Module) -> Parts:
+        optimizer = SGD(model.parameters(), lr=lr, momentum=0.9)
+        return Parts(model, optimizer, schedule(optimizer))
+
+    return build
+
+
+stepped = with_sgd(lambda optimizer: lr_scheduler.StepLR(optimizer, 2), lr=0.1)
+one_cycle = with_sgd(lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20))
+cyclic = with_sgd(lambda optimizer: lr_scheduler.CyclicLR(optimizer, 0.01, 0.1, step_size_up=3, mode="exp_range"))
 
 
 def two_groups(model: nn.Module) -> Parts:
@@ -66,21 +77,6 @@ def two_groups(model: nn.Module) -> Parts:
 
 def named_groups(model: nn.Module) -> Parts:
     return Parts(model, Adam(model.named_parameters(), lr=0.05, amsgrad=True))
-
-
-def one_cycle(model: nn.Module) -> Parts:
-    optimizer = SGD(model.parameters(), lr=0.01, momentum=0.9)
-    return Parts(model, optimizer, lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20))
-
-
-def cyclic(model: nn.Module) -> Parts:
-    optimizer = SGD(model.parameters(), lr=0.01, momentum=0.9)
-    return Parts(model, optimizer, lr_scheduler.CyclicLR(optimizer, 0.01, 0.1, step_size_up=3, mode="exp_range"))
-
-
-def own_method(model: nn.Module) -> Parts:
-    optimizer = SGD(model.parameters(), lr=0.01, momentum=0.9)
-    return Parts(model, optimizer, WithItsOwnMethod(optimizer))
 
 
 def plateau(model: nn.Module) -> Parts:
@@ -96,15 +92,11 @@ def warm_up(model: nn.Module) -> Parts:
 
 
 def scaled(model: nn.Module) -> Parts:
-    parts = adamw(model)
-    parts.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
-    return parts
+    return replace(adamw(model), scaler=torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2))
 
 
 def averaged(model: nn.Module) -> Parts:
-    parts = stepped(model)
-    parts.ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
-    return parts
+    return replace(stepped(model), ema=AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5)))
 
 
 def train(parts: Parts, first: int, last: int) -> None:
@@ -204,15 +196,15 @@ def load_nested(parts: Parts, value: Any) -> None:
 
 
 def load_all_but_the_method(parts: Parts, value: Any) -> None:
-    parts.model.load_state_dict(value["model"])
-    parts.optimizer.load_state_dict(value["optimizer"])
     value["scheduler"].pop("fn")
-    parts.scheduler.load_state_dict(value["scheduler"])
+    for name, part in parts.named.items():
+        part.load_state_dict(value[name])
 
 
 _NO_STEP = "the number of steps (0 is taken)"
 _EPOCH = "the number of steps (that of the epoch, "
 
+UNDER_THEIR_NAMES = under(model="model", optimizer="optimizer", scheduler="scheduler")
 PROGRAMS = {
     "the tutorial's": Program(
         adamw,
@@ -262,10 +254,10 @@ PROGRAMS = {
         scaled, *under({"step": 4}, model="model", optimizer="optimizer", scaler="scaler"), step=4
     ),
     "names in the groups": Program(named_groups, *under(model="model", optimizer="optimizer")),
-    "OneCycleLR": Program(one_cycle, *under(model="model", optimizer="optimizer", scheduler="scheduler")),
-    "CyclicLR": Program(cyclic, *under(model="model", optimizer="optimizer", scheduler="scheduler")),
-    "ReduceLROnPlateau": Program(plateau, *under(model="model", optimizer="optimizer", scheduler="scheduler")),
-    "SequentialLR": Program(warm_up, *under(model="model", optimizer="optimizer", scheduler="scheduler")),
+    "OneCycleLR": Program(one_cycle, *UNDER_THEIR_NAMES),
+    "CyclicLR": Program(cyclic, *UNDER_THEIR_NAMES),
+    "ReduceLROnPlateau": Program(plateau, *UNDER_THEIR_NAMES),
+    "SequentialLR": Program(warm_up, *UNDER_THEIR_NAMES),
     "older than zip files": Program(
         stepped,
         *under({"epoch": 1}, model="state_dict", optimizer="optimizer", scheduler="scheduler"),
@@ -275,8 +267,8 @@ PROGRAMS = {
         adamw, *under(model="generator.g", optimizer="trainer"), keys={"model": "generator.g", "optimizer": "trainer"}
     ),
     "a scheduler with its own method": Program(
-        own_method,
-        under(model="model", optimizer="optimizer", scheduler="scheduler")[0],
+        with_sgd(WithItsOwnMethod),
+        UNDER_THEIR_NAMES[0],
         load_all_but_the_method,
         differs=("'scheduler.fn' in",),
     ),
@@ -291,3 +283,12 @@ def built(program: Program, seed: int) -> Parts:
 def result(parts: Parts) -> dict[str, Any]:
     """All weights, buffers and optimizer states, and the learning rates."""
     return dict(flatten({name: part.state_dict() for name, part in parts.named.items() if name != "scheduler"}, ""))
+
+
+def refused(manager: CheckpointManager, state: TrainingState, path: str, match: str, **options: Any) -> None:
+    """Restore what does not fit, and compare the state with what it was before."""
+    before = {name: repr(part.state_dict()) for name, part in state.components.items() if name != "loader"}
+    with pytest.raises(StateDictMismatchError, match=match) as caught:
+        manager.restore(state, path, **options)
+    assert before == {name: repr(part.state_dict()) for name, part in state.components.items() if name != "loader"}
+    assert caught.value.path == path

@@ -12,12 +12,7 @@ from torch.optim import SGD, Adam
 
 from hfshard.training import CheckpointManager, TrainingState
 from hfshard.training.interop.convert_run import convert_foreign
-from tests.training.interop.refusing import refused
-
-
-@pytest.fixture
-def manager(tmp_path: Path) -> CheckpointManager:
-    return CheckpointManager(tmp_path / "run")
+from tests.training.interop.programs import refused
 
 
 class Ordered(nn.Module):
@@ -58,8 +53,15 @@ def ordered(tmp_path: Path, b_width: int, build: Any = Adam) -> tuple[Ordered, t
     return model, optimizer, str(tmp_path / "old.pt")
 
 
-def test_the_state_follows_its_parameters_into_another_order(tmp_path: Path, manager: CheckpointManager) -> None:
-    straight, optimizer, path = ordered(tmp_path, b_width=2)
+@pytest.mark.parametrize(
+    "build",
+    [lambda one: Adam(one), lambda one: Adam(backwards(one))],
+    ids=["by the names", "by the groups that were built, where only they fit"],
+)
+def test_the_state_follows_its_parameters_into_another_order(
+    build: Any, tmp_path: Path, manager: CheckpointManager
+) -> None:
+    straight, optimizer, path = ordered(tmp_path, 2, build)
     other = Ordered("ba", b_width=2)
     its_optimizer = Adam(other.parameters(), lr=0.5)
     manager.restore(TrainingState(other, its_optimizer), path)
@@ -67,18 +69,12 @@ def test_the_state_follows_its_parameters_into_another_order(tmp_path: Path, man
     two_steps(other, its_optimizer)
     assert all(torch.equal(value, other.state_dict()[name]) for name, value in straight.state_dict().items())
 
-    of_its_own = Adam([other.a.weight, other.b.weight, other.a.bias, other.b.bias])
-    refused(manager, TrainingState(other, of_its_own), path, r"stand in another order .*not known which state is whose")
 
-
-def test_the_groups_that_were_built_count_where_only_they_fit(tmp_path: Path, manager: CheckpointManager) -> None:
-    own, optimizer, path = ordered(tmp_path, 2, lambda one: Adam(backwards(one)))
+def test_an_order_that_neither_has_is_refused(tmp_path: Path, manager: CheckpointManager) -> None:
+    _, _, path = ordered(tmp_path, b_width=2)
     other = Ordered("ba", b_width=2)
-    its_optimizer = Adam(other.parameters())
-    manager.restore(TrainingState(other, its_optimizer), path)
-    two_steps(own, optimizer)
-    two_steps(other, its_optimizer)
-    assert all(torch.equal(value, other.state_dict()[name]) for name, value in own.state_dict().items())
+    of_its_own = Adam([other.a.weight, other.b.weight, other.a.bias, other.b.bias])
+    refused(manager, TrainingState(other, of_its_own), path, r"are in another order .*states cannot be matched")
 
 
 def test_two_orders_that_fit_are_refused(tmp_path: Path, manager: CheckpointManager) -> None:
@@ -91,7 +87,7 @@ def test_two_orders_that_fit_are_refused(tmp_path: Path, manager: CheckpointMana
     refused(manager, state, path, words)
     restored = manager.restore(state, path, strict=False)
 
-    assert ["not known which state is whose" in one for one in restored.differences] == [True]
+    assert ["states cannot be matched to parameters" in one for one in restored.differences] == [True]
     assert state.components["optimizer"].state_dict()["state"] == {}
     assert torch.equal(other.a.weight, torch.load(path)["model"]["a.weight"])
 
@@ -121,7 +117,7 @@ def test_weights_that_are_missing_do_not_hide_another_order(tmp_path: Path, mana
 
     restored = manager.restore(state, path, strict=False)
 
-    assert ["not known which state is whose" in one for one in restored.differences] == [False, True]
+    assert ["states cannot be matched to parameters" in one for one in restored.differences] == [False, True]
     assert state.components["optimizer"].state_dict()["state"] == {}
 
 
@@ -140,7 +136,7 @@ def test_weights_sorted_by_name_in_another_order_are_refused(tmp_path: Path, man
     weights = dict(sorted(model.state_dict().items()))
     torch.save({"model": weights, "optimizer": optimizer.state_dict()}, path)
 
-    words = r"another order .*\('a', 'b'; now 'b', 'a'\): it is not known"
+    words = r"another order .*\('a', 'b'; now 'b', 'a'\): the states cannot"
     refused(manager, TrainingState(model, optimizer), path, words)
 
 
@@ -162,12 +158,22 @@ def vectors(seed: int) -> tuple[nn.Module, Adam]:
     return model, Adam(model.parameters())
 
 
-@pytest.mark.parametrize("sort", [list, sorted], ids=["tied", "sorted"])
-def test_positions_are_those_of_parameters_not_of_names(sort: Any, tmp_path: Path, manager: CheckpointManager) -> None:
-    model, optimizer = vectors(0)
+def step_by_number(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """A step with another gradient for each parameter."""
     for number, one in enumerate(model.parameters()):
         one.grad = torch.full_like(one, float(number))
     optimizer.step()
+
+
+def slots_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    """What the optimizer holds for each parameter, after such a step."""
+    return [float(optimizer.state[one]["exp_avg"][0]) for one in model.parameters()]
+
+
+@pytest.mark.parametrize("sort", [list, sorted], ids=["tied", "sorted"])
+def test_positions_are_those_of_parameters_not_of_names(sort: Any, tmp_path: Path, manager: CheckpointManager) -> None:
+    model, optimizer = vectors(0)
+    step_by_number(model, optimizer)
     path = tmp_path / "old.pt"
     torch.save({"model": dict(sort(model.state_dict().items())), "optimizer": optimizer.state_dict()}, path)
 
@@ -175,10 +181,7 @@ def test_positions_are_those_of_parameters_not_of_names(sort: Any, tmp_path: Pat
     by_torch[1].load_state_dict(torch.load(path)["optimizer"])
     manager.restore(TrainingState(*other), path)
 
-    slots = [
-        [float(its_own.state[one]["exp_avg"][0]) for one in its.parameters()] for its, its_own in (by_torch, other)
-    ]
-    assert slots[0] == slots[1] == pytest.approx([0.0, 0.1, 0.2, 0.3, 0.4])
+    assert slots_of(*by_torch) == slots_of(*other) == pytest.approx([0.0, 0.1, 0.2, 0.3, 0.4])
 
 
 @pytest.mark.parametrize("named", [False, True], ids=["by number", "by name"])
@@ -187,14 +190,11 @@ def test_tied_parameters_are_known_by_any_of_their_names(
 ) -> None:
     model, _ = vectors(0)
     optimizer = Adam(nn.DataParallel(model).named_parameters() if named else model.parameters())
-    for number, one in enumerate(model.parameters()):
-        one.grad = torch.full_like(one, float(number))
-    optimizer.step()
+    step_by_number(model, optimizer)
     path = str(tmp_path / "old.pt")
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
 
     for place in (path, convert_foreign(path, manager.root).step):
-        other, its_own = vectors(1)
-        manager.restore(TrainingState(other, its_own), place)
-        slots = [float(its_own.state[one]["exp_avg"][0]) for one in other.parameters()]
-        assert slots == pytest.approx([0.0, 0.1, 0.2, 0.3, 0.4])
+        other = vectors(1)
+        manager.restore(TrainingState(*other), place)
+        assert slots_of(*other) == pytest.approx([0.0, 0.1, 0.2, 0.3, 0.4])

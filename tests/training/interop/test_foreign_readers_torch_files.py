@@ -18,11 +18,6 @@ def save(value: Any, path: Path, **options: Any) -> str:
     return str(path)
 
 
-@pytest.fixture
-def manager(tmp_path: Path) -> CheckpointManager:
-    return CheckpointManager(tmp_path / "run")
-
-
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_runs_of_programs_go_on_as_by_their_own_resume(name: str, tmp_path: Path, manager: CheckpointManager) -> None:
     program = PROGRAMS[name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,17 @@ from hfshard.errors import (
 )
 from hfshard.training import TrainingState
 from hfshard.training.interop.foreign_checkpoint import LACKS_RNG
+from tests.attacks.files import raw
 from tests.training.interop.accelerate_runs import RunsCode
-from tests.training.interop.trainer_runs import SAVED_AT, everything, new_trainer, parts_of, restore, train
+from tests.training.interop.trainer_runs import (
+    SAVED_AT,
+    everything,
+    everything_of,
+    new_trainer,
+    parts_of,
+    restore,
+    train,
+)
 
 pytestmark = pytest.mark.compat
 
@@ -42,8 +52,7 @@ def test_it_is_resumed_as_trainer_resumes_it(saved: Path, tmp_path: Path) -> Non
     assert (restored, restored.differences, restored.lacking) == (9, (), ())
     assert restored.extra["max_steps"] == 12 and restored.path == str(saved)
     assert position == (1, 2)
-    parts = (state.components[name] for name in ("model", "optimizer", "scheduler"))
-    assert everything(*parts) == expected
+    assert everything_of(state) == expected
 
 
 @pytest.mark.parametrize(
@@ -66,75 +75,66 @@ def test_other_optimizers_and_schedulers_are_resumed_as_trainer_resumes_them(
     state = parts_of(tmp_path / "ours", arguments)
     train(state, restore(state, checkpoint))
 
-    parts = (state.components[name] for name in ("model", "optimizer", "scheduler"))
-    assert everything(*parts) == everything(stock.model, stock.optimizer, stock.lr_scheduler)
+    assert everything_of(state) == everything(stock.model, stock.optimizer, stock.lr_scheduler)
+
+
+def llama_trainer(place: Path, make: Callable[[LlamaForCausalLM], Any] = lambda model: model, **more: Any) -> Trainer:
+    """A Trainer that saves after its one step."""
+    config = LlamaConfig(
+        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, **more
+    )
+    data: Any = [{"input_ids": [1, 2], "labels": [1, 2]}]
+    arguments = TrainingArguments(
+        str(place / "run"), save_steps=1, max_steps=1, use_cpu=True, report_to=[], disable_tqdm=True
+    )
+    return Trainer(make(LlamaForCausalLM(config)), arguments, train_dataset=data)
+
+
+def state_of(trainer: Trainer) -> TrainingState:
+    trainer.create_optimizer_and_scheduler(1)
+    return TrainingState(model=trainer.model, optimizer=trainer.optimizer, scheduler=trainer.lr_scheduler)
 
 
 def test_tied_weights_stay_tied(tmp_path: Path) -> None:
-    config = LlamaConfig(
-        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
-        tie_word_embeddings=True,
-    )  # fmt: skip
-    saved, model = LlamaForCausalLM(config), LlamaForCausalLM(config)
-    data: Any = [{"input_ids": [1, 2], "labels": [1, 2]}]
-    arguments: dict[str, Any] = {
-        "save_steps": 1,
-        "max_steps": 1,
-        "use_cpu": True,
-        "report_to": [],
-        "disable_tqdm": True,
-    }
-    made = Trainer(saved, TrainingArguments(str(tmp_path / "run"), **arguments), train_dataset=data)
-    made.train()
+    saved, fresh = (llama_trainer(tmp_path, tie_word_embeddings=True) for _ in range(2))
+    saved.train()
 
-    fresh = Trainer(model, TrainingArguments(str(tmp_path / "run"), **arguments))
-    fresh.create_optimizer_and_scheduler(1)
-    state = TrainingState(model=model, optimizer=fresh.optimizer, scheduler=fresh.lr_scheduler)
+    state = state_of(fresh)
     restore(state, tmp_path / "run" / "checkpoint-1")
 
+    model = state.components["model"]
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert everything(model, fresh.optimizer, fresh.lr_scheduler) == everything(
-        saved, made.optimizer, made.lr_scheduler
-    )
+    assert everything_of(state) == everything(saved.model, saved.optimizer, saved.lr_scheduler)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_an_adapter_is_loaded_by_peft_and_the_rest_is_restored(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="PEFT is not installed")
-    config = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
-    base = LlamaForCausalLM(config).state_dict()
-
-    def trainer_of(make: Any) -> Trainer:
-        model = LlamaForCausalLM(config)
-        model.load_state_dict(base)
-        data: Any = [{"input_ids": [1, 2], "labels": [1, 2]}]
-        arguments: dict[str, Any] = {"save_steps": 1, "max_steps": 1, "use_cpu": True, "report_to": []}
-        return Trainer(make(model), TrainingArguments(str(tmp_path / "run"), **arguments), train_dataset=data)
-
-    saved = trainer_of(lambda model: peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"])))
+    lora = peft.LoraConfig(target_modules=["q_proj"])
+    torch.manual_seed(1)
+    saved = llama_trainer(tmp_path, lambda model: peft.get_peft_model(model, lora))
     saved.train()
     place = tmp_path / "run" / "checkpoint-1"
-    fresh = trainer_of(lambda model: peft.PeftModel.from_pretrained(model, place, is_trainable=True))
-    fresh.create_optimizer_and_scheduler(1)
-    state = TrainingState(model=fresh.model, optimizer=fresh.optimizer, scheduler=fresh.lr_scheduler)
+    torch.manual_seed(1)  # the same base
+    state = state_of(
+        llama_trainer(tmp_path, lambda model: peft.PeftModel.from_pretrained(model, place, is_trainable=True))
+    )
 
     with pytest.raises(StateDictMismatchError, match="has no 'model'"):
         restore(state, place)
     assert len(restore(state, place, strict=False).differences) == 1
-    assert everything(fresh.model, fresh.optimizer, fresh.lr_scheduler) == everything(
-        saved.model, saved.optimizer, saved.lr_scheduler
-    )
+    assert everything_of(state) == everything(saved.model, saved.optimizer, saved.lr_scheduler)
 
 
 def test_half_a_directory_is_refused_and_its_rest_is_restored_if_asked_for(checkpoint: Path, tmp_path: Path) -> None:
     (checkpoint / "optimizer.pt").unlink()
     (checkpoint / "rng_state.pth").unlink()
     state = parts_of(tmp_path)
-    before = everything(*(state.components[name] for name in ("model", "optimizer", "scheduler")))
+    before = everything_of(state)
 
     with pytest.raises(StateDictMismatchError, match=r"checkpoint-9' has no 'optimizer'"):
         restore(state, checkpoint)
-    unchanged = everything(*(state.components[name] for name in ("model", "optimizer", "scheduler")))
+    unchanged = everything_of(state)
     restored = restore(state, checkpoint, strict=False)
 
     assert unchanged == before
@@ -183,36 +183,23 @@ def test_a_pickle_that_asks_for_code_is_refused_and_nothing_runs(name: str, chec
         (checkpoint / "model.safetensors").unlink()
     torch.save({"state": RunsCode(tmp_path / "ran")}, checkpoint / name)
     state = parts_of(tmp_path)
-    before = everything(*(state.components[name] for name in ("model", "optimizer", "scheduler")))
+    before = everything_of(state)
 
     with pytest.raises(UnsafePickleError, match=name):
         restore(state, checkpoint)
 
     assert not (tmp_path / "ran").exists()
-    assert everything(*(state.components[name] for name in ("model", "optimizer", "scheduler"))) == before
-
-
-def test_what_is_no_regular_file_is_refused_and_not_waited_for(checkpoint: Path, tmp_path: Path) -> None:
-    (checkpoint / "scheduler.pt").unlink()
-    os.mkfifo(checkpoint / "scheduler.pt")
-
-    with pytest.raises(DamagedCheckpointError, match=r"scheduler\.pt' is not a regular file"):
-        restore(parts_of(tmp_path), checkpoint)
+    assert everything_of(state) == before
 
 
 def test_weights_that_hfshard_has_saved_are_compared_with_their_checksums(checkpoint: Path, tmp_path: Path) -> None:
-    state = parts_of(tmp_path)
-    weights = hfshard.load_state_dict(checkpoint)
-    hfshard.save_state_dict(
-        {name: tensor.clone() for name, tensor in weights.items()}, checkpoint, max_shard_size="8KB"
-    )
+    weights = {name: tensor.clone() for name, tensor in hfshard.load_state_dict(checkpoint).items()}
+    hfshard.save_state_dict(weights, checkpoint, max_shard_size="8KB")
     shard = sorted(checkpoint.glob("model-*.safetensors"))[0]
-    raw = bytearray(shard.read_bytes())
-    raw[-1] ^= 1
-    shard.write_bytes(raw)
+    shard.write_bytes(raw.flip(shard.read_bytes(), -1))
 
     with pytest.raises(IntegrityError, match=shard.name):
-        restore(state, checkpoint)
+        restore(parts_of(tmp_path), checkpoint)
 
 
 def test_the_arguments_are_not_read(checkpoint: Path, tmp_path: Path) -> None:
@@ -220,23 +207,6 @@ def test_the_arguments_are_not_read(checkpoint: Path, tmp_path: Path) -> None:
 
     assert restore(parts_of(tmp_path), checkpoint) == 9
     assert not (tmp_path / "ran").exists()
-
-
-@pytest.mark.parametrize(
-    ("progress", "message"),
-    [
-        ("[" * 100_000, "nested deeper"),
-        ('{"global_step": -1}', "global_step is -1"),
-        ('{"global_step": "9"}', "global_step is '9'"),
-        ('{"global_step": 9, "epoch": NaN}', "epoch is nan"),
-        ('{"global_step": ' + "9" * 5000 + "}", "trainer_state.json"),
-    ],
-)
-def test_a_hostile_progress_is_refused(progress: str, message: str, checkpoint: Path, tmp_path: Path) -> None:
-    (checkpoint / "trainer_state.json").write_text(progress)
-
-    with pytest.raises(DamagedCheckpointError, match=message):
-        restore(parts_of(tmp_path), checkpoint)
 
 
 def test_a_loss_that_is_not_a_number_is_no_damage(checkpoint: Path, tmp_path: Path) -> None:
@@ -249,25 +219,54 @@ def test_a_loss_that_is_not_a_number_is_no_damage(checkpoint: Path, tmp_path: Pa
     assert restored.extra["log_history"][0]["loss"] != restored.extra["log_history"][0]["loss"]
 
 
-def test_a_damaged_checkpoint_of_ours_is_not_taken_for_trainers(checkpoint: Path, tmp_path: Path) -> None:
-    (checkpoint / "training_state.json").write_text("{}")
-
-    with pytest.raises(CheckpointNotFoundError, match=r"no checkpoint\.json"):
-        restore(parts_of(tmp_path), checkpoint)
-
-
 def test_a_run_of_trainers_is_refused_with_the_name_of_its_last_checkpoint(saved: Path, tmp_path: Path) -> None:
     state = parts_of(tmp_path)
 
-    with pytest.raises(CheckpointNotFoundError, match=r"give one of them, such as '.*run/checkpoint-12'"):
+    with pytest.raises(CheckpointNotFoundError, match=r"Pass one of them, such as '.*run/checkpoint-12'"):
         hfshard.CheckpointManager(tmp_path / "ours").restore(state, saved.parent)
 
 
-@pytest.mark.parametrize("name", ["global_step9", "pytorch_model_fsdp_0"])
-def test_parts_for_the_ranks_of_fsdp_and_deepspeed_are_refused(name: str, checkpoint: Path, tmp_path: Path) -> None:
-    (checkpoint / name).mkdir()
+HOSTILE_PROGRESS = {
+    "[" * 100_000: "nested deeper",
+    '{"global_step": -1}': "global_step must be a number of at least 0, got -1",
+    '{"global_step": "9"}': "global_step must be a number of at least 0, got '9'",
+    '{"global_step": 9, "epoch": NaN}': "epoch must be a number of at least 0, got nan",
+    '{"global_step": ' + "9" * 5000 + "}": "trainer_state.json",
+}
 
-    with pytest.raises(StateDictMismatchError, match=name):
+
+def a_pipe(checkpoint: Path) -> None:
+    (checkpoint / "scheduler.pt").unlink()
+    os.mkfifo(checkpoint / "scheduler.pt")
+
+
+def a_file(name: str, text: str) -> Callable[[Path], object]:
+    return lambda checkpoint: (checkpoint / name).write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error", "match"),
+    [
+        pytest.param(a_pipe, DamagedCheckpointError, r"scheduler\.pt' is not a regular file", id="a pipe"),
+        *(
+            pytest.param(a_file("trainer_state.json", text), DamagedCheckpointError, match, id=f"progress {text:.40}")
+            for text, match in HOSTILE_PROGRESS.items()
+        ),
+        pytest.param(
+            a_file("training_state.json", "{}"), CheckpointNotFoundError, r"no checkpoint\.json", id="ours, damaged"
+        ),
+        *(
+            pytest.param(lambda place, name=name: (place / name).mkdir(), StateDictMismatchError, name, id=name)
+            for name in ("global_step9", "pytorch_model_fsdp_0")  # parts for the ranks of DeepSpeed and of FSDP
+        ),
+    ],
+)
+def test_a_spoilt_directory_is_refused_and_not_waited_for(
+    spoil: Callable[[Path], object], error: type[Exception], match: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    spoil(checkpoint)
+
+    with pytest.raises(error, match=match):
         restore(parts_of(tmp_path), checkpoint)
 
 

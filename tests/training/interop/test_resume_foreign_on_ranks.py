@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 import hfshard
 from hfshard.training import TrainingState
 from tests.distributed.gloo import check_ranks
-from tests.training.integrations.accelerate_ranks import as_launched
+from tests.flows.resume_trainings import as_launched
 from tests.training.interop.accelerate_runs import Parts
 from tests.training.interop.trainer_runs import everything, new_trainer, parts_of
 

@@ -11,9 +11,9 @@ from transformers import Trainer
 
 import hfshard
 from hfshard.training import ResumableDataLoader, TrainingState
+from tests.flows import resume_trainings as trainer_child
+from tests.flows.resume_trainings import Case, Sentences
 from tests.training.fingerprint import of_model, of_optimizer, of_rngs, of_scheduler
-from tests.training.integrations import trainer_child
-from tests.training.integrations.trainer_child import Case, Sentences
 from tests.training.interop.accelerate_runs import OPTIMIZER_OF_SCHEDULER
 
 SAVED_AT, STEPS = 9, 12
@@ -72,3 +72,8 @@ def everything(model: Any, optimizer: Any, scheduler: Any) -> dict[str, str]:
     optimizer = getattr(optimizer, "optimizer", optimizer)
     parts = of_model(model), of_optimizer(optimizer, model, "optimizer"), of_scheduler(scheduler), of_rngs()
     return {path: value for part in parts for path, value in part if path != OPTIMIZER_OF_SCHEDULER}
+
+
+def everything_of(state: TrainingState) -> dict[str, str]:
+    """The same of the parts of a loop of one's own."""
+    return everything(*(state.components[name] for name in ("model", "optimizer", "scheduler")))

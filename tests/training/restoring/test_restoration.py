@@ -1,7 +1,8 @@
-"""A checkpoint of another run: an error that names what differs and says what to do, and nothing is changed by it."""
+"""A checkpoint is chosen, read and compared; what differs is named with what to do, and nothing is changed by it."""
 
 from __future__ import annotations
 
+import argparse
 import logging
 import random
 from collections.abc import Callable
@@ -14,11 +15,13 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import Optimizer, lr_scheduler
+from torch.utils.data import DataLoader
 
-from hfshard.errors import StateDictMismatchError
-from hfshard.training import CheckpointManager, ResumableDataLoader, TrainingState
+import hfshard
+from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError, StateDictMismatchError, UnstorableTensorError
+from hfshard.training import CheckpointManager, Gradients, ResumableDataLoader, TrainingState
+from tests.flows.resume_runs import ema
 from tests.training import fingerprint, ingredients
-from tests.training.resume import companions
 
 STEP = 2
 
@@ -37,7 +40,7 @@ class Run:
         self.scheduler = make["scheduler"](self.optimizer)
         self.members: dict[str, Any] = {
             "model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler,
-            "loader": make["loader"](), "ema": companions.ema(self.model)["ema"],
+            "loader": make["loader"](), "ema": ema(self.model),
             "first": Counter(), "second": Counter(),
         }  # fmt: skip
         for name in changes.keys() - {"model", "optimizer", "scheduler", "loader"}:
@@ -81,59 +84,43 @@ class Counter:
         self.count = state["count"]
 
 
-def _adamw(model: nn.Module) -> Optimizer:
-    first: Any = model.get_submodule("first")
-    last: Any = model.get_submodule("last")
-    return torch.optim.AdamW([{"params": first.parameters()}, {"params": last.parameters(), "lr": 0.01}])
+def _groups(*groups: str) -> Callable[[nn.Module], Optimizer]:
+    """AdamW with groups of parameters; the last has another rate."""
+
+    def make(model: nn.Module) -> Optimizer:
+        named = dict(model.named_parameters())  # a shallower model has not all of them
+        made: list[dict[str, Any]] = [
+            {"params": [named[name] for name in one.split() if name in named]} for one in groups
+        ]
+        return torch.optim.AdamW([*made[:-1], {**made[-1], "lr": 0.01}])
+
+    return make
+
+
+_adamw = _groups("first.weight first.bias", "last.weight last.bias")
 
 
 def _step_lr(optimizer: Optimizer) -> Any:
     return lr_scheduler.StepLR(optimizer, 2)
 
 
-def _loader(**options: Any) -> ResumableDataLoader[ingredients.Pair]:
-    return ResumableDataLoader(ingredients.Points(), **{"batch_size": 2, "shuffle": True, "seed": 3, **options})
+def _loader(length: int = 10, **options: Any) -> ResumableDataLoader[ingredients.Pair]:
+    return ResumableDataLoader(ingredients.Points(length), **{"batch_size": 2, "shuffle": True, "seed": 3, **options})
 
 
-def _wider() -> nn.Module:
-    model = ingredients.mlp()
-    model.register_module("first", nn.Linear(4, 9))
-    model.register_module("last", nn.Linear(9, 1))
-    return model
+def _with(**modules: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """A model some of whose modules are other ones, or new."""
+
+    def make() -> nn.Module:
+        model = ingredients.mlp()
+        for name, module in modules.items():
+            model.register_module(name, module())
+        return model
+
+    return make
 
 
-def _deeper() -> nn.Module:
-    model = ingredients.mlp()
-    model.register_module("extra", nn.Linear(1, 1))
-    return model
-
-
-def _shallower() -> nn.Module:
-    model = ingredients.mlp()
-    model.register_module("last", nn.Linear(8, 1, bias=False))
-    return model
-
-
-def _one_group(model: nn.Module) -> Optimizer:
-    return torch.optim.AdamW(model.parameters())
-
-
-def _without_head(model: nn.Module) -> Optimizer:
-    return torch.optim.AdamW(model.get_submodule("first").parameters())
-
-
-def _moved(model: nn.Module) -> Optimizer:
-    first: Any = model.get_submodule("first")
-    last: Any = model.get_submodule("last")
-    rest: dict[str, Any] = {"params": [first.bias, *last.parameters()], "lr": 0.01}
-    return torch.optim.AdamW([{"params": [first.weight]}, rest])
-
-
-def _three(model: nn.Module) -> Optimizer:
-    first: Any = model.get_submodule("first")
-    last: Any = model.get_submodule("last")
-    groups: list[dict[str, Any]] = [{"params": [one]} for one in (first.weight, first.bias)]
-    return torch.optim.AdamW([*groups, {"params": last.parameters()}])
+_shallower = _with(last=lambda: nn.Linear(8, 1, bias=False))
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,24 +134,32 @@ class Other:
     """The parts that strict=False leaves as they were built."""
 
 
+_MODEL = ("model", "optimizer", "ema")
+_RATES = ("optimizer", "scheduler")
 OTHERS = {
     "wider-model": Other(
-        {"model": _wider}, ("'model'", "first.weight", "[8, 4]", "[9, 4]"), ("model", "optimizer", "ema")
+        {"model": _with(first=lambda: nn.Linear(4, 9), last=lambda: nn.Linear(9, 1))},
+        ("'model'", "first.weight", "[8, 4]", "[9, 4]"), _MODEL,
     ),
-    "model-with-more": Other({"model": _deeper}, ("'model'", "extra.weight", "extra.bias"), ("model", "ema")),
-    "model-with-less": Other({"model": _shallower}, ("'model'", "last.bias"), ("model", "optimizer", "ema")),
-    "other-dtype": Other(
-        {"model": ingredients.mlp_bf16},
-        ("'model'", "first.weight", "float32", "bfloat16"),
-        ("model", "optimizer", "ema"),
+    "model-with-more": Other(
+        {"model": _with(extra=lambda: nn.Linear(1, 1))}, ("'model'", "extra.weight", "extra.bias"), ("model", "ema")
     ),
-    "one-group": Other({"optimizer": _one_group}, ("'optimizer'", "had 2 groups", "has 1"), ("optimizer", "scheduler")),
-    "three-groups": Other({"optimizer": _three}, ("'optimizer'", "had 2 groups", "has 3"), ("optimizer", "scheduler")),
+    "model-with-less": Other({"model": _shallower}, ("'model'", "last.bias"), _MODEL),
+    "other-dtype": Other({"model": ingredients.mlp_bf16}, ("'model'", "first.weight", "float32", "bfloat16"), _MODEL),
+    "one-group": Other(
+        {"optimizer": _groups("first.weight first.bias last.weight last.bias")},
+        ("'optimizer'", "had 2 groups", "has 1"), _RATES,
+    ),
+    "three-groups": Other(
+        {"optimizer": _groups("first.weight", "first.bias", "last.weight last.bias")},
+        ("'optimizer'", "had 2 groups", "has 3"), _RATES,
+    ),
     "missing-group": Other(
-        {"optimizer": _without_head}, ("'optimizer'", "had 2 groups", "last.weight"), ("optimizer", "scheduler")
+        {"optimizer": _groups("first.weight first.bias")}, ("'optimizer'", "had 2 groups", "last.weight"), _RATES
     ),
     "moved-parameter": Other(
-        {"optimizer": _moved}, ("'optimizer'", "'first.bias' was in another group"), ("optimizer", "scheduler")
+        {"optimizer": _groups("first.weight", "first.bias last.weight last.bias")},
+        ("'optimizer'", "'first.bias' was in another group"), _RATES,
     ),
     "other-optimizer": Other(
         {"optimizer": lambda model: torch.optim.SGD(_adamw(model).param_groups, lr=0.1)},
@@ -179,32 +174,30 @@ OTHERS = {
     ),
     "other-seed": Other({"loader": lambda: _loader(seed=4)}, ("'loader'", "seed 3", "has 4"), ("loader",)),
     "other-length": Other(
-        {"loader": lambda: ResumableDataLoader(ingredients.Points(11), batch_size=2, shuffle=True, seed=3)},
-        ("'loader'", "length of the dataset 10", "has 11"), ("loader",),
+        {"loader": lambda: _loader(11)}, ("'loader'", "length of the dataset 10", "has 11"), ("loader",)
     ),
     "missing-in-the-checkpoint": Other({"third": Counter}, ("has no 'third'",), ("third",)),
     "missing-in-the-state": Other({"second": lambda: None}, ("'second'", "second=..."), ()),
     "another-kind": Other({"second": lambda: nn.Linear(2, 2)}, ("'second'",), ("second",)),
 }  # fmt: skip
+Saved = tuple[Path, dict[str, str]]
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     """A checkpoint, and the numbers that are in it."""
-    root = tmp_path_factory.mktemp("run")
-    run = Run(1)
+    root, run = tmp_path_factory.mktemp("run"), Run(1)
     run.train()
     with CheckpointManager(root) as manager:
         manager.save(STEP, run.state)
     return root, run.everything()
 
 
-Saved = tuple[Path, dict[str, str]]
-
-
-def test_a_run_that_is_the_same_is_restored(saved: Saved) -> None:
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_run_that_is_the_same_is_restored(saved: Saved, strict: bool) -> None:
     run = Run(2)
-    assert CheckpointManager(saved[0]).restore(run.state) == STEP
+    restored = CheckpointManager(saved[0]).restore(run.state, strict=strict)
+    assert (restored, restored.differences) == (STEP, ())
     assert run.everything() == saved[1]
 
 
@@ -216,8 +209,7 @@ def test_another_run_is_refused_by_name_and_left_as_it_was(name: str, saved: Sav
     with pytest.raises(StateDictMismatchError) as caught:
         CheckpointManager(saved[0]).restore(run.state)
     message = str(caught.value)
-    missing = [word for word in (*other.words, "checkpoint-00000002") if word not in message]
-    assert not missing, message
+    assert not [word for word in (*other.words, "checkpoint-00000002") if word not in message], message
     assert "Build" in message or "Pass" in message or "pass" in message, message
     assert run.everything() == before
 
@@ -231,24 +223,17 @@ def test_not_strict_restores_what_fits_and_reports_the_rest(
     with caplog.at_level(logging.WARNING, "hfshard"):
         restored = CheckpointManager(saved[0]).restore(run.state, strict=False)
     assert restored == STEP
-    said = " ".join(restored.differences)
-    assert not [word for word in other.words if word not in said], said
-    warned = " ".join(record.getMessage() for record in caplog.records)
-    assert not [word for word in other.words if word not in warned], warned
+    for said in (" ".join(restored.differences), " ".join(record.getMessage() for record in caplog.records)):
+        assert not [word for word in other.words if word not in said], said
     kept = run.everything(*other.unfit)
     expected = {path: text for path, text in saved[1].items() if path in kept}
     assert kept == expected and len(expected) > len(dict(fingerprint.of_rngs()))
 
 
-def test_not_strict_without_a_difference_reports_none(saved: Saved) -> None:
-    assert CheckpointManager(saved[0]).restore(Run(2).state, strict=False).differences == ()
-
-
 def test_not_strict_loads_the_weights_that_fit_beside_those_that_do_not(saved: Saved) -> None:
     run, same = Run(2, model=_shallower), Run(3)
-    manager = CheckpointManager(saved[0])
-    manager.restore(same.state)
-    manager.restore(run.state, strict=False)
+    CheckpointManager(saved[0]).restore(same.state)
+    CheckpointManager(saved[0]).restore(run.state, strict=False)
     for name in ("first.weight", "first.bias", "last.weight"):
         assert torch.equal(run.model.get_parameter(name), same.model.get_parameter(name))
 
@@ -256,10 +241,8 @@ def test_not_strict_loads_the_weights_that_fit_beside_those_that_do_not(saved: S
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("name", ["first", "second", "loader"])
 def test_an_object_that_refuses_its_state_leaves_all_as_it_was(name: str, strict: bool, saved: Saved) -> None:
-    refusing = {name: lambda: Counter(refuses=True)}
-    run = Run(2, **refusing)
+    run = Run(2) if name == "loader" else Run(2, **{name: lambda: Counter(refuses=True)})
     if name == "loader":
-        run = Run(2)
         run.members["loader"].load_state_dict = Counter(refuses=True).load_state_dict
     before = run.everything()
     with pytest.raises((StateDictMismatchError, RuntimeError, KeyError), match=f"'{name}'"):
@@ -281,3 +264,127 @@ def test_a_scaler_that_was_on_is_refused_where_it_is_off(tmp_path: Path) -> None
         manager.save(1, TrainingState(scaler=torch.amp.GradScaler("cpu")))
         with pytest.raises(StateDictMismatchError, match="'scaler' is a GradScaler that is off"):
             manager.restore_latest(TrainingState(scaler=torch.amp.GradScaler("cpu", enabled=False)))
+
+
+def model_of(value: float) -> nn.Linear:
+    model = nn.Linear(2, 1, bias=False)
+    nn.init.constant_(model.weight, value)
+    return model
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> CheckpointManager:
+    """Steps 1, 2 and 3, of which the second is the best."""
+    manager = CheckpointManager(tmp_path / "run", keep_best="loss")
+    for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0)):
+        manager.save(step, TrainingState(model=model_of(step)), metric=loss)
+    return manager
+
+
+def test_the_best_and_the_latest_are_restored_and_found_by_these_words(run: CheckpointManager) -> None:
+    model = model_of(0)
+    state = TrainingState(model=model)
+
+    assert (run.restore(state, "best"), model.weight[0, 0].item()) == (2, 2.0)
+    assert (run.restore(state, "latest"), model.weight[0, 0].item()) == (3, 3.0)
+    assert [Path(run.path_of(word)).name for word in ("best", "latest")] == [
+        "checkpoint-00000002",
+        "checkpoint-00000003",
+    ]
+    hfshard.load_model(model, run.path_of("best"))
+    assert model.weight[0, 0].item() == 2.0
+
+
+def test_words_that_name_no_checkpoint_are_refused(run: CheckpointManager, tmp_path: Path) -> None:
+    state = TrainingState(model=model_of(0))
+    with pytest.raises(InvalidArgumentError, match="keep_best="):
+        CheckpointManager(run.root).restore(state, "best")
+    with pytest.raises(CheckpointNotFoundError, match=r"There is no checkpoint with the metric 'other' in"):
+        CheckpointManager(run.root, keep_best="other").restore(state, "best")
+    with pytest.raises(CheckpointNotFoundError, match=r"There is no checkpoint in '.*empty'"):
+        CheckpointManager(tmp_path / "empty").restore(state, "latest")
+    with pytest.raises(InvalidArgumentError, match="'best' or 'latest', got 'newest'"):
+        run.path_of("newest")  # type: ignore[arg-type]
+
+
+def test_the_error_for_weights_of_a_run_names_its_checkpoints(run: CheckpointManager) -> None:
+    names = "checkpoint-00000003, checkpoint-00000002, checkpoint-00000001"
+    with pytest.raises(CheckpointNotFoundError, match=rf"have weights, {names}: pass one of them, as '.*-00000003'"):
+        hfshard.load_model(model_of(0), run.root)
+
+
+def test_parts_that_are_left_out_stay_as_they_were_built(tmp_path: Path) -> None:
+    def loader(batch_size: int) -> Any:
+        return ResumableDataLoader(list(range(8)), batch_size, shuffle=True)  # type: ignore[arg-type]
+
+    manager, first = CheckpointManager(tmp_path), loader(2)
+    next(iter(first))
+    manager.save(1, TrainingState(model=model_of(1), loader=first))
+    model, other = model_of(0), loader(4)
+    state = TrainingState(model=model, loader=other)
+
+    with pytest.raises(StateDictMismatchError, match=r"restore\(state, ..., without=\['loader'\]\)"):
+        manager.restore(state, 1)
+    manager.restore(state, 1, without=["loader"])
+
+    assert (model.weight[0, 0].item(), other.batch) == (1.0, 0)
+    nn.init.zeros_(model.weight)
+    assert manager.restore_latest(state, without=["loader"]) == 1
+    assert model.weight[0, 0].item() == 1.0
+    with pytest.raises(InvalidArgumentError, match=r"no part 'lodaer' to leave out. It has: model, loader"):
+        manager.restore(state, 1, without=["lodaer"])
+    with pytest.raises(InvalidArgumentError, match=r"must be a list of names, such as \['loader'\]"):
+        manager.restore(state, 1, without="loader")
+    with pytest.raises(StateDictMismatchError, match="strict=False to leave it out"):
+        manager.restore(TrainingState(model=model), 1)
+
+
+def test_a_model_that_is_left_out_still_names_parameters(tmp_path: Path) -> None:
+    def parts() -> TrainingState:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(2)).sum().backward()
+        optimizer.step()
+        return TrainingState(model=model, optimizer=optimizer, gradients=Gradients(model))
+
+    manager = CheckpointManager(tmp_path / "run")
+    state, fresh = parts(), parts()
+    state.components["optimizer"].step()
+    manager.save(1, state)
+    before = fresh.components["model"].weight.detach().clone()
+    assert manager.restore(fresh, 1, without=["model", "gradients"]) == 1
+
+    model = fresh.components["model"]
+    assert torch.equal(model.weight, before)
+    assert model.weight.grad is not None
+    assert fresh.components["optimizer"].state[model.weight]["step"] == 2
+
+
+def test_a_generator_is_a_part(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(3)
+    torch.rand(2, generator=generator)
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, TrainingState(noise=generator))
+    expected = torch.rand(2, generator=generator)
+    fresh = torch.Generator().manual_seed(4)
+
+    manager.restore(TrainingState(noise=fresh), 1)
+
+    assert torch.equal(torch.rand(2, generator=fresh), expected)
+
+
+def test_what_can_not_be_saved_is_told_what_to_write_instead(tmp_path: Path) -> None:
+    manager, model = CheckpointManager(tmp_path / "run"), model_of(1)
+    parts: Any = {"model": model, "optimizer": torch.optim.SGD(model.parameters())}
+    with pytest.raises(InvalidArgumentError, match=r"Write: TrainingState\(model=..., optimizer=...\)"):
+        manager.save(1, parts)
+    with pytest.raises(InvalidArgumentError, match=r"got a Linear. Write: TrainingState\(model=model, optimizer=opt"):
+        manager.restore(model)  # type: ignore[arg-type]
+    with pytest.raises(UnstorableTensorError, match=r"'extra/args' is a argparse.Namespace.*vars\(args\)"):
+        manager.save(1, TrainingState(model=model), extra={"args": argparse.Namespace(lr=1)})
+    with pytest.raises(UnstorableTensorError, match=r"'extra/place'.*build the object from them after a restore"):
+        manager.save(1, TrainingState(model=model), extra={"place": tmp_path})
+    with pytest.raises(InvalidArgumentError, match=r"'train_loader' is a DataLoader.*ResumableDataLoader"):
+        TrainingState(train_loader=DataLoader([1, 2]))  # type: ignore[arg-type]
+    assert not (tmp_path / "run").exists()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hfshard.training import CheckpointManager, TrainingState
-from tests.crash.runs.content import Counter
+from tests.sweeps.run_states import Counter
 
 SAVES = 40
 

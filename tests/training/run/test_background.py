@@ -24,9 +24,8 @@ from hfshard.errors import DirectoryLockedError, NotEnoughSpaceError
 from hfshard.training import CheckpointManager, TrainingState
 from hfshard.training.run import run_directory as run_lock
 from tests import REPOSITORY
-from tests.crash.runs.content import Save, Tiny, expected, generation_of, litter, perform, seed_all, steps_in, tiny
-from tests.helpers import forkserver
-from tests.training import processes
+from tests.helpers import processes
+from tests.sweeps.run_states import Save, Tiny, expected, generation_of, litter, perform, seed_all, steps_in, tiny
 
 MIB = 1024 * 1024
 
@@ -247,7 +246,7 @@ def limited_child(run: str, blocking: bool) -> None:
 
 @pytest.mark.parametrize("blocking", [True, False])
 def test_a_file_that_grows_too_large_leaves_the_old_ones_and_the_run_goes_on(tmp_path: Path, blocking: bool) -> None:
-    end = processes.run(tmp_path / "words", limited_child, str(tmp_path / "run"), blocking)
+    end = processes.end_of(tmp_path / "words", limited_child, str(tmp_path / "run"), blocking)
     assert end.status == 0, end.words
 
 
@@ -304,7 +303,7 @@ def test_exit_waits_for_a_save_in_flight(tmp_path: Path, child_environment: dict
             command = [sys.executable, *arguments]
             children[name] = subprocess.Popen(command, env=child_environment, text=True, **streams)
         else:
-            children[name] = forkserver.start(arguments, env=child_environment, **streams)
+            children[name] = processes.start(arguments, env=child_environment, **streams)
     for name, child in children.items():
         output, words = child.communicate(timeout=120)
         assert output == "False\n", words
@@ -319,7 +318,7 @@ def ending_child(run: str) -> None:
 
 
 def test_a_process_of_multiprocessing_waits_too(tmp_path: Path) -> None:
-    end = processes.run(tmp_path / "words", ending_child, str(tmp_path / "run"))
+    end = processes.end_of(tmp_path / "words", ending_child, str(tmp_path / "run"))
     assert end.status == 0, end.words
     assert generation_of(tmp_path / "run", None, (Save(1, 1),)) == "1@1"
 
@@ -350,14 +349,12 @@ def test_a_forked_process_has_no_save_in_flight(tmp_path: Path, monkeypatch: pyt
     manager = CheckpointManager(tmp_path / "run")
     with held(manager, monkeypatch):
         save(manager, tiny(1, False), 1)
-        pid = os.fork()
-        if pid == 0:
-            try:
-                manager.wait_until_finished()  # of the parent's, which is not this process's to wait for
-                os._exit(0 if manager.all_steps() == [] else 1)
-            finally:
-                os._exit(2)
-        assert os.waitpid(pid, 0)[1] == 0
+
+        def look() -> None:
+            manager.wait_until_finished()  # of the parent's, which is not this process's to wait for
+            assert manager.all_steps() == []
+
+        assert processes.exit_of_fork(look) == 0
     assert steps_in(tmp_path / "run") == [1]
 
 
@@ -409,7 +406,7 @@ def memory_child(run: str, total_mib: int) -> None:
 
 @pytest.mark.parametrize("total_mib", [128, pytest.param(1024, marks=pytest.mark.slow)])
 def test_the_copies_take_the_size_of_the_state_once(tmp_path: Path, total_mib: int) -> None:
-    end = processes.run(tmp_path / "words", memory_child, str(tmp_path / "run"), total_mib)
+    end = processes.end_of(tmp_path / "words", memory_child, str(tmp_path / "run"), total_mib)
     assert end.status == 0, end.words
     twice, once_more = (int(line) / MIB for line in end.words.splitlines())
     print(f"\nasync saves of {total_mib} MiB: +{twice:.1f} MiB, a third one +{once_more:.1f} MiB")

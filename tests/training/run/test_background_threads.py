@@ -17,7 +17,8 @@ import pytest
 from hfshard.errors import DirectoryLockedError, HfshardError
 from hfshard.training import CheckpointManager, TrainingState
 from hfshard.training.run import run_directory as run_lock
-from tests.crash.runs.content import Counter, Tiny, litter, steps_in, tiny
+from tests.helpers import processes
+from tests.sweeps.run_states import Counter, Tiny, litter, steps_in, tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 
@@ -194,17 +195,13 @@ def test_a_process_that_is_forked_amid_a_save_waits_for_no_thread(
     ):
         saving = threads.submit(save, manager, 1)
         assert is_there.wait(60)
-        pid = os.fork()
-        if pid == 0:
-            signal.alarm(60)
-            try:
-                assert manager.all_steps() == []
+
+        def save_too() -> None:
+            assert manager.all_steps() == []
+            with pytest.raises(DirectoryLockedError):
                 manager.save(2, TrainingState(counter=Counter()))
-            except DirectoryLockedError:
-                os._exit(0)
-            finally:
-                os._exit(1)
-        assert os.waitpid(pid, 0)[1] == 0
+
+        assert processes.exit_of_fork(save_too) == 0
         go_on.set()
         saving.result(60)
     assert (steps_in(tmp_path), litter(tmp_path)) == ([1], [])

@@ -18,7 +18,7 @@ from torch import nn
 import hfshard
 from hfshard.errors import DamagedCheckpointError, HfshardError
 from hfshard.training import CheckpointManager, TrainingState
-from tests.crash.runs.content import Save, Tiny, expected, perform, seed_all
+from tests.sweeps.run_states import Save, Tiny, expected, perform, seed_all
 from tests.training.run import hostile
 
 OLD, NEW = Save(1, 1, layout="sharded", metric=0.5), Save(2, 2, layout="sharded", metric=0.25)
@@ -295,7 +295,5 @@ def test_a_single_file_beside_the_shards_is_not_restored_and_is_told_of(tmp_path
         manager.restore(TrainingState(model=model), 1)
         [problem] = manager.verify(1)[1]
     assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
-    words = (
-        "model.safetensors' does not belong to the checkpoint, and other tools load it instead of the files that do. "
-    )
-    assert str(problem).endswith(f"{words}Move it elsewhere.")
+    words = "model.safetensors' does not belong to the checkpoint, but other tools load it instead of the checkpoint's "
+    assert str(problem).endswith(f"{words}own files. Move it elsewhere.")

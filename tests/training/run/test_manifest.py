@@ -109,7 +109,7 @@ def test_a_manifest_that_lacks_something_is_refused(key: str) -> None:
 
 
 def test_a_manifest_of_a_later_format_says_what_to_do() -> None:
-    with pytest.raises(DamagedCheckpointError, match=r"has format 2, and this hfshard reads 1\. Run: pip install"):
+    with pytest.raises(DamagedCheckpointError, match=r"has format 2, but this version reads 1\. Run: pip install"):
         CheckpointManifest.from_json(raw_of({**body(), "format": 2}), "checkpoint.json")
 
 

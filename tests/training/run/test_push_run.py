@@ -13,7 +13,7 @@ import pytest
 from hfshard.format.digests import sha256_of
 from hfshard.format.strict_json import dump_json
 from tests.hub.models import contents
-from tests.hubserver.hub_server import Fault
+from tests.servers.hub.hub_server import Fault
 from tests.training.run.run_hub import RunHub
 
 TITLES = ["initial commit", "Checkpoint at step 1", "Checkpoint at step 2", "Checkpoint at step 3"]
@@ -105,8 +105,8 @@ def test_all_of_an_older_copy_is_refused(hub: RunHub, repo: str, tmp_path: Path)
     outcome = hub.refused("push", tmp_path / "copy", repo, "all")
     assert outcome.error == "HubError"
     assert outcome.message == (
-        f"'{repo}' is at the checkpoint of step 3, which is not one of these and newer than all of them. Push to "
-        "another revision; or, to put one in its place, give its step."
+        f"'{repo}' is at the checkpoint of step 3, which is newer than all of these and not one of them. Push to "
+        "another revision; or, to replace it with one of these, pass its step."
     )
     assert hub.titles(repo) == [TITLES[0], TITLES[3]]
 
@@ -197,7 +197,7 @@ def test_what_is_no_training_checkpoint_is_told(hub: RunHub, repo: str, tmp_path
     outcome = hub.refused_resume(repo, tmp_path)
     assert outcome.error == "CheckpointNotFoundError"
     assert f"'{repo}' (commit " in outcome.message
-    assert ") holds no training checkpoint: there is no checkpoint.json. It holds 'model.safetensors'." in (
+    assert ") holds no training checkpoint: there is no checkpoint.json. It has 'model.safetensors'." in (
         outcome.message
     )
     assert hub.server.bytes_down("storage_get") == 0
@@ -210,9 +210,9 @@ def test_parts_of_ranks_on_a_hub_are_told(hub: RunHub, repo: str, tmp_path: Path
     outcome = hub.refused_resume(repo, tmp_path)
 
     assert outcome.error == "CheckpointNotFoundError"
-    assert "tensors that torch.distributed.checkpoint (DCP) has saved in parts in 'step-9'" in outcome.message
+    assert "tensors that torch.distributed.checkpoint (DCP) saved in parts in 'step-9'" in outcome.message
     assert "dcp_to_torch DIR/step-9 OUT.pt" in outcome.message
-    assert "are resumed only by the program that saved them" in outcome.message
+    assert "Only the program that saved the optimizer and the rest of the run can resume them" in outcome.message
 
 
 def test_repos_that_nobody_may_read_or_that_lack_are_told(hub: RunHub, repo: str, tmp_path: Path) -> None:
@@ -252,7 +252,7 @@ def test_what_rotted_in_the_cache_is_told_and_fetched_anew_when_asked_for(
     outcome = hub.refused_resume(f"{repo}@main", tmp_path)
     assert outcome.error == "IntegrityError"
     assert outcome.message.endswith(
-        f"to download it again, run: hfshard pull {repo} --revision main --include '*' --force-download"
+        f"To download it again, run: hfshard pull {repo} --revision main --include '*' --force-download"
     )
     cache = {"HF_HUB_CACHE": str(tmp_path)}
     hub.done("pull", repo, revision="main", allow_patterns="*", force_download=True, settings=cache)
@@ -339,7 +339,7 @@ def test_push_that_fails_stops_no_save_and_the_next_one_is_pushed(hub: RunHub, r
     assert outcome.result["error"] == ""  # the last one went well
     assert len(outcome.log) == 2
     assert outcome.log[0].startswith(
-        f"WARNING hfshard.training.run.push_run: The checkpoint of step 1 is saved, but was not pushed to '{repo}': "
+        f"WARNING hfshard.training.run.push_run: The checkpoint of step 1 was saved, but not pushed to '{repo}': "
     )
     assert len(list((tmp_path / "run").glob("checkpoint-*/checkpoint.json"))) == 3
     assert hub.titles(repo, "runs") == [TITLES[0], TITLES[3]]

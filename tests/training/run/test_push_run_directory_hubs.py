@@ -5,8 +5,6 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +25,7 @@ from hfshard.format.digests import Checksum
 from hfshard.hub.directory.directory_hub import DirectoryHub
 from hfshard.hub.repo import PushResult
 from hfshard.training import CheckpointManager, TrainingState
+from tests.helpers import processes
 from tests.hub.models import contents
 
 
@@ -161,14 +160,14 @@ def test_checkpoint_of_another_run_directory_restores(
 def test_directories_that_hold_no_checkpoint_are_told(tmp_path: Path, losses: list[torch.Tensor]) -> None:
     with CheckpointManager(tmp_path / "run") as manager:
         trained(manager, 1)
-    hint = rf"there is no checkpoint\.json\. It is a run: .* '{tmp_path}/run/checkpoint-00000001'\."
+    hint = rf"there is no checkpoint\.json\. It is a run\. .* '{tmp_path}/run/checkpoint-00000001'\."
     with pytest.raises(CheckpointNotFoundError, match=hint):
         resumed(tmp_path, tmp_path / "run", losses)
-    with pytest.raises(CheckpointNotFoundError, match=r"If it holds a model, hfshard\.load_model loads that"):
+    with pytest.raises(CheckpointNotFoundError, match=r"If it is a model, load it with hfshard\.load_model"):
         resumed(tmp_path, tmp_path, losses)
     with pytest.raises(CheckpointNotFoundError, match="There is no directory"):
         resumed(tmp_path, tmp_path / "gone", losses)
-    with pytest.raises(InvalidArgumentError, match=r"give a step as a number, 1\."):
+    with pytest.raises(InvalidArgumentError, match=r"Pass a step as a number: 1\."):
         resumed(tmp_path, "1", losses)
 
 
@@ -256,7 +255,7 @@ def test_failed_pushes_stop_nothing_and_waiting_raises_the_last(
         trained(manager, 2, blocking=False)
         with pytest.raises(HfshardError, match="hub"):
             manager.wait_until_finished()
-    assert "The checkpoint of step 2 is saved, but was not pushed" in caplog.text
+    assert "The checkpoint of step 2 was saved, but not pushed" in caplog.text
     manager.wait_until_finished()  # raised once
     assert manager.all_steps() == [1, 2]
     (hub / "model.safetensors").unlink()
@@ -274,9 +273,7 @@ model = nn.Linear(2, 2)
 manager = CheckpointManager({str(tmp_path / "run")!r}, push_to_hub={str(tmp_path / "hub")!r}, max_shard_size=200)
 manager.save(1, TrainingState(model=model, optimizer=torch.optim.Adam(model.parameters())), blocking=False)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=child_environment, capture_output=True, text=True, timeout=120
-    )
+    done = processes.run_fresh(["-c", code], env=child_environment)
     assert (done.returncode, done.stderr) == (0, "")
     assert titles(tmp_path / "hub") == ["Checkpoint at step 1"]
 

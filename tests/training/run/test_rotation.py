@@ -19,7 +19,7 @@ from hfshard.format.stored_save import SaveId
 from hfshard.training import CheckpointManager, TrainingState
 from hfshard.training.run.manifest import CheckpointManifest, RunCheckpoint
 from hfshard.training.run.rotation import Rotation
-from tests.crash.runs.content import Counter, litter
+from tests.sweeps.run_states import Counter, litter
 
 NAN, INF = math.nan, math.inf
 
@@ -239,7 +239,7 @@ def test_what_cannot_be_removed_does_not_stop_the_run(
             manager.save(2, state())
             manager.save(2, state())
         assert manager.all_steps() == [2]
-        assert "can't be removed" in caplog.text
+        assert "Cannot remove" in caplog.text
         assert len(litter(tmp_path)) == 3
     with CheckpointManager(tmp_path, max_to_keep=1) as manager:
         manager.save(3, state())

@@ -21,9 +21,8 @@ import pytest
 from hfshard.errors import AccessDeniedError, HfshardError, RunRemovedError, SaveDirectoryError
 from hfshard.training import CheckpointManager, TrainingState
 from hfshard.training.run.run_directory import checkpoints_in, put_in_place, staging_path
-from tests.crash.runs.content import Counter, litter
-from tests.helpers import forkserver
-from tests.training import processes
+from tests.helpers import processes
+from tests.sweeps.run_states import Counter, litter
 
 NOBODY = 65534
 """A user who owns nothing, for tests that run as root, whom no mode stops."""
@@ -105,7 +104,7 @@ def test_a_file_in_the_place_of_the_run_is_an_error_that_names_it(tmp_path: Path
             manager.all_steps,
         ]
         for call in calls:
-            with pytest.raises(SaveDirectoryError, match=re.escape(f"'{tmp_path / place}' can't be the directory")):
+            with pytest.raises(SaveDirectoryError, match=re.escape(f"'{tmp_path / place}' cannot be a run's dir")):
                 call()
     assert (tmp_path / "run").read_text() == "a file"
 
@@ -130,14 +129,14 @@ def read_only_child(run: str) -> None:
     assert count_of(manager) == 1
     assert manager.verify() == {1: []}
     for blocking in (True, False):
-        with pytest.raises(AccessDeniedError, match=f"'{run}' can't be saved into .*Permission denied"):
+        with pytest.raises(AccessDeniedError, match=f"Cannot save into '{run}' .*Permission denied"):
             manager.save(2, state(2), blocking=blocking)
             manager.wait_until_finished()
-    with pytest.raises(PermissionError, match=r"/new' can't be saved into .*Permission denied"):
+    with pytest.raises(PermissionError, match=r"Cannot save into '.*/new' .*Permission denied"):
         CheckpointManager(os.path.join(run, "new")).save(1, state())
-    with pytest.raises(AccessDeniedError, match=r"hidden' can't be read .*Give the user the right"):
+    with pytest.raises(AccessDeniedError, match=r"Cannot read '.*hidden' .*Give this user read permission"):
         CheckpointManager(os.path.join(run, "hidden")).restore_latest(state())
-    with pytest.raises(AccessDeniedError, match="below' can't be read"):
+    with pytest.raises(AccessDeniedError, match=r"Cannot read '.*below'"):
         CheckpointManager(os.path.join(run, "hidden/below")).restore_latest(state())
     assert manager.all_steps() == [1]
     manager.close()
@@ -152,7 +151,7 @@ def test_a_read_only_run_is_restored_and_not_saved_into(tmp_path: Path) -> None:
             directory.chmod(directory.stat().st_mode | 0o055)
     (run / "hidden").mkdir(mode=0)
     run.chmod(0o555)
-    end = processes.run(tmp_path / "words", read_only_child, str(run))
+    end = processes.end_of(tmp_path / "words", read_only_child, str(run))
     run.chmod(0o755)
     assert end.status == 0, end.words
     assert sorted(os.listdir(run)) == ["checkpoint-00000001", "hidden"]
@@ -175,7 +174,7 @@ def test_a_file_that_may_not_be_read_is_an_error_that_tells_how_to_let_it(tmp_pa
         if os.geteuid() == 0:
             directory.chmod(directory.stat().st_mode | 0o055)
     (run / "checkpoint-00000001/state.safetensors").chmod(0)
-    end = processes.run(tmp_path / "words", unreadable_child, str(run))
+    end = processes.end_of(tmp_path / "words", unreadable_child, str(run))
     assert end.status == 0, end.words
 
 
@@ -191,7 +190,7 @@ def test_a_file_system_without_locks_or_flushes_is_warned_of_and_served(
         for step in (1, 2):
             manager.save(step, state(step))
         assert count_of(manager) == 2
-    assert {"flock": "can't be locked", "fsync": "can't be flushed to disk"}[call] in caplog.text
+    assert {"flock": "cannot be locked", "fsync": "cannot be flushed to disk"}[call] in caplog.text
     assert os.listdir(tmp_path / "run") == ["checkpoint-00000002"]
 
 
@@ -302,7 +301,7 @@ def test_a_step_that_another_process_replaces_all_the_time_is_always_found(tmp_p
     """In memory, where a save takes microseconds: one in forty looks met a directory that had gone, and come again."""
     place = IN_MEMORY if os.access(IN_MEMORY, os.W_OK) else tmp_path
     with tempfile.TemporaryDirectory(dir=place) as root:
-        writer = forkserver.start(["-c", REPLACES, root], env=os.environ)
+        writer = processes.start(["-c", REPLACES, root], env=os.environ)
         try:
             while not checkpoints_in(root):
                 assert writer.poll() is None

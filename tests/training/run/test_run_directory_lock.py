@@ -15,9 +15,8 @@ from hfshard.errors import DirectoryLockedError
 from hfshard.training import CheckpointManager, TrainingState
 from hfshard.training.run import run_directory as run_lock
 from tests import REPOSITORY
-from tests.crash.runs.content import Counter, litter, steps_in
-from tests.helpers import forkserver
-from tests.training import processes
+from tests.helpers import processes
+from tests.sweeps.run_states import Counter, litter, steps_in
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 
@@ -112,7 +111,7 @@ def refused_child(run: str) -> None:
 def test_a_manager_of_another_process_is_refused(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path / "run") as manager:
         manager.save(1, state())
-        end = processes.run(tmp_path / "words", refused_child, str(tmp_path / "run"))
+        end = processes.end_of(tmp_path / "words", refused_child, str(tmp_path / "run"))
         assert end.status == 0, end.words
         manager.save(3, state())
     assert steps_in(tmp_path / "run") == [1, 3]
@@ -151,7 +150,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_a_killed_run_whose_workers_live_does_not_hold_the_lock(
     tmp_path: Path, child_environment: dict[str, str], impatient: None
 ) -> None:
-    child = forkserver.start(["-c", WORKERS, tmp_path], cwd=REPOSITORY, env=child_environment, stdout=subprocess.PIPE)
+    child = processes.start(["-c", WORKERS, tmp_path], cwd=REPOSITORY, env=child_environment, stdout=subprocess.PIPE)
     assert child.stdout is not None
     with child.stdout:
         worker = int(child.stdout.readline())
@@ -170,15 +169,12 @@ def test_a_killed_run_whose_workers_live_does_not_hold_the_lock(
 def test_a_forked_process_does_not_save_beside_its_parent(tmp_path: Path, impatient: None) -> None:
     manager = CheckpointManager(tmp_path)
     manager.save(1, state())
-    pid = os.fork()
-    if pid == 0:
-        try:
+
+    def save_too() -> None:
+        with pytest.raises(DirectoryLockedError):
             manager.save(2, state())
-        except DirectoryLockedError:
-            os._exit(0)
-        finally:
-            os._exit(1)
-    assert os.waitpid(pid, 0)[1] == 0
+
+    assert processes.exit_of_fork(save_too) == 0
     manager.save(3, state())
     with pytest.raises(DirectoryLockedError):  # the child's end has not taken the lock away
         CheckpointManager(tmp_path).save(4, state())
@@ -190,10 +186,7 @@ def test_a_run_waits_for_one_that_is_just_ending(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(run_lock, "_WAIT_SECONDS", 60.0)  # so that a save on a slow disk is not taken for waiting
     first, second = CheckpointManager(tmp_path), CheckpointManager(tmp_path)
     first.save(1, state())
-    pid = os.fork()
-    if pid == 0:
-        os._exit(0)
-    os.waitpid(pid, 0)
+    assert processes.exit_of_fork(lambda: None) == 0
     waits = []
 
     def end_first(seconds: float) -> None:

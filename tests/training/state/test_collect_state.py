@@ -36,7 +36,7 @@ class Wrapper(torch.Tensor):
 def test_a_tensor_without_bytes_is_refused_before_it_is_copied(
     tmp_path: Path, tensor: torch.Tensor, blocking: bool
 ) -> None:
-    with pytest.raises(UnstorableTensorError, match="Can't store 'keeps/tensor'"):
+    with pytest.raises(UnstorableTensorError, match="Cannot store 'keeps/tensor'"):
         CheckpointManager(tmp_path).save(1, TrainingState(keeps=Keeps(tensor)), blocking=blocking)
     assert list(tmp_path.iterdir()) == []
 

@@ -93,6 +93,13 @@ def test_tensors_are_put_aside_as_they_are(dtype: torch.dtype, shape: tuple[int,
     assert bytes_of(decode(nested, tensors, "file")[0]) == bytes_of(tensor)
 
 
+def test_the_order_of_a_tensor_in_memory_comes_back() -> None:
+    image = torch.arange(24.0).reshape(1, 2, 3, 4).to(memory_format=torch.channels_last)
+    found = through_a_file([image])[0]
+    assert torch.equal(found, image)
+    assert found.stride() == (24, 1, 8, 2)
+
+
 def test_tensors_whose_names_would_be_one_are_kept_apart() -> None:
     one, two, three, four = (torch.tensor(float(number)) for number in range(4))
     value = {"a": {"b": one}, "a/b": two, 1: three, "1": four}
@@ -143,7 +150,7 @@ def test_what_has_no_form_is_refused_by_its_path(value: Any, words: str) -> None
 def test_what_holds_itself_is_refused() -> None:
     loop: list[Any] = []
     loop.append(loop)
-    with pytest.raises(UnstorableTensorError, match="nested deeper than 40 levels, or holds itself"):
+    with pytest.raises(UnstorableTensorError, match="contains itself, or is nested deeper than 40 levels"):
         encode(loop, "x", {})
 
 

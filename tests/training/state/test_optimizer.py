@@ -211,7 +211,7 @@ def test_parameters_on_the_device_meta_are_refused_before_anything_is_changed(tm
         model, state = built("meta")
         before = [*model.parameters()]
         for arguments in ({}, {"strict": False}, {"without": ["optimizer"]}):
-            with pytest.raises(InvalidArgumentError, match=r"trains 'weight', which is on the device meta.*to_empty"):
+            with pytest.raises(InvalidArgumentError, match=r"trains 'weight', which is on the meta device.*to_empty"):
                 manager.restore(state, 1, **arguments)
         assert [id(one) for one in model.parameters()] == [id(one) for one in before]
         assert all(one.is_meta for one in model.parameters())

@@ -113,8 +113,8 @@ def test_a_state_that_would_be_lost_is_refused_by_name(tmp_path: Path) -> None:
 
     with pytest.raises(
         InvalidArgumentError,
-        match=r"'optimizer' \(SharpnessAware\) steps by its base_optimizer \(SGD\), whose 'momentum_buffer' .*"
-        r"TrainingState\(..., inner=optimizer.base_optimizer\)",
+        match=r"'optimizer' \(SharpnessAware\) steps with its base_optimizer \(SGD\), .*"
+        r"lacks that one's 'momentum_buffer', .*TrainingState\(..., inner=optimizer.base_optimizer\)",
     ):
         CheckpointManager(tmp_path / "run").save(STEPS, run.state())
     assert not (tmp_path / "run").exists()
@@ -144,7 +144,7 @@ def _zero(rank: int, place: Path) -> None:
 
     model = nn.Linear(3, 2)
     state = TrainingState(model=model, optimizer=ZeroRedundancyOptimizer(model.parameters(), SGD, lr=0.1))
-    said = "'optimizer' is a ZeroRedundancyOptimizer: each rank has a part of its state"
+    said = "'optimizer' is a ZeroRedundancyOptimizer: each rank has only a part of its state"
     with pytest.raises(Exception, match=said):
         CheckpointManager(place / "run").save(1, state)
     assert not (place / "run").exists()

@@ -45,6 +45,6 @@ def test_a_checkpoint_between_micro_batches_is_resumed_exactly(tmp_path: Path) -
 def test_gradients_of_another_model_are_refused() -> None:
     model, _, _ = run(0)
     with pytest.raises(
-        StateDictMismatchError, match=r"gradient of '0.weight' of shape \[2\], and the model has \[4, 3\]"
+        StateDictMismatchError, match=r"gradient of '0.weight' of shape \[2\], but the model has \[4, 3\]"
     ):
         Gradients(model).load_state_dict({"0.weight": torch.ones(2)})

@@ -49,12 +49,12 @@ def test_parts_are_of_the_kind_of_their_class_or_else_of_their_name() -> None:
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ({"rank12": Counter()}, "'rank12' is a name that hfshard uses itself: give the part another name."),
+        ({"rank12": Counter()}, "'rank12' is a reserved name. Give the part another name."),
         ({"model": {}}, "model must be an nn.Module, got a dict."),
-        ({"ema": 5}, "'ema' is a int, which has no state_dict and load_state_dict to save and restore it by."),
+        ({"ema": 5}, "'ema' is a int, which has no state_dict and load_state_dict to save and restore it with."),
         (
             {"data": DataLoader(Numbers())},
-            "'data' is a DataLoader, which has no state_dict and load_state_dict to save and restore it by. "
+            "'data' is a DataLoader, which has no state_dict and load_state_dict to save and restore it with. "
             "Use hfshard.training.ResumableDataLoader, which takes the same arguments.",
         ),
     ],
@@ -116,5 +116,5 @@ def test_an_optimizer_of_meta_parameters_is_refused_by_name() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
     reject_meta(TrainingState(model, torch.optim.SGD(model[0].parameters(), lr=0.1)))
 
-    with pytest.raises(InvalidArgumentError, match=r"^'optimizer' trains '1\.weight', which is on the device meta\. "):
+    with pytest.raises(InvalidArgumentError, match=r"^'optimizer' trains '1\.weight', which is on the meta device\. "):
         reject_meta(TrainingState(model, torch.optim.SGD(model.parameters(), lr=0.1)))

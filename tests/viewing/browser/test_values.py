@@ -42,7 +42,7 @@ def test_the_histogram_of_a_chosen_tensor(browser_page: Page, saved: Path) -> No
 @pytest.mark.skipif(find_chromium() is None, reason="no chromium: apt-get install chromium")
 def test_a_picture_replaces_nothing_but_a_picture(saved: Path, tmp_path: Path) -> None:
     (tmp_path / "notes.png").write_text("notes")
-    with pytest.raises(InvalidPathError, match=r"notes.png' is there and is no PNG, so it is left as it is"):
+    with pytest.raises(InvalidPathError, match=r"notes.png' exists and is not a PNG, so it was left unchanged"):
         show_checkpoint(saved, tmp_path / "page.html", png=tmp_path / "notes.png")
     assert not (tmp_path / "page.html").exists()
 

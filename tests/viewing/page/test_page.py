@@ -52,15 +52,15 @@ def test_what_is_no_page_is_left_as_it_is(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
 
-    with pytest.raises(InvalidPathError, match=r"model\.safetensors' is there and is no page of hfshard"):
+    with pytest.raises(InvalidPathError, match=r"model\.safetensors' exists and is not a page of hfshard"):
         checked_output(weights)
-    with pytest.raises(InvalidPathError, match="pipe' is there and is no page"):
+    with pytest.raises(InvalidPathError, match="pipe' exists and is not a page"):
         checked_output(pipe)
-    with pytest.raises(InvalidPathError, match="is a directory: give the file"):
+    with pytest.raises(InvalidPathError, match=r"is a directory. Pass the file"):
         checked_output(tmp_path)
-    with pytest.raises(InvalidPathError, match=r"There is no directory '.*/none' for the page"):
+    with pytest.raises(InvalidPathError, match=r"The directory '.*/none' does not exist"):
         checked_output(tmp_path / "none" / "page.html")
-    with pytest.raises(InvalidPathError, match="address of a store"):
+    with pytest.raises(InvalidPathError, match="is a store address"):
         checked_output("s3://bucket/page.html")
     assert weights.read_bytes() == b"weights"
 

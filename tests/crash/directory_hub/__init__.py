@@ -1,1 +1,0 @@
-"""Changes of a hub in a directory: whole commits behind every ref at every moment."""

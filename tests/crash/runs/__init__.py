@@ -1,1 +1,0 @@
-"""Saves of training states: whole to the bit at every moment."""

@@ -1,0 +1,214 @@
+"""Each rule of stores left out: the code is changed so that it breaks it, and the explorer must find that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from threading import Event
+from typing import Any
+from unittest.mock import patch
+
+from hfshard.checkpoint.folder import RangedFolder
+from hfshard.commit import store_commit
+from hfshard.commit.store_commit import StoreTransaction
+from hfshard.commit.store_plan import lower_objects
+from hfshard.errors import HfshardError, StoreConnectionError
+from hfshard.format import stored_save
+from hfshard.format.file_names import WeightNames
+from hfshard.format.stored_save import SaveId, finished_saves, saves_among, split_object_name
+from hfshard.saving import pipeline
+from hfshard.shards.write_shards import digest_shard
+from hfshard.training.run import run_store
+from tests.sweeps.exploring import programs
+from tests.sweeps.exploring.programs import Manager, Reader
+from tests.sweeps.exploring.spaces import FOURTH, HIGH, LOW, THIRD, Space, writer
+
+NAMES = WeightNames()
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A rule that is left out."""
+
+    change: Callable[[], Any]
+    """Gives a context in which the code breaks the rule."""
+    space: Space
+    broken: str
+    """How the message of what is found begins."""
+
+
+def _indexes_only(found: Collection[str]) -> SaveId:
+    return SaveId.after(saves_among(name for name in found if name.endswith(".json")))
+
+
+@contextmanager
+def _count_indexes_only() -> Iterator[None]:
+    with patch.object(pipeline, "next_id", _indexes_only):
+        yield
+
+
+@contextmanager
+def _put_index_without_shards() -> Iterator[None]:
+    send = StoreTransaction.send
+
+    def mutated(self: StoreTransaction, jobs: Any, *rest: Any) -> None:
+        with suppress(StoreConnectionError):
+            send(self, jobs, *rest)
+        for name, job in jobs.items():
+            self.digests.setdefault(name, digest_shard(job, "sha256", None, Event())[0])
+
+    with patch.object(StoreTransaction, "send", mutated):
+        yield
+
+
+@contextmanager
+def _be_sure_without_an_answer() -> Iterator[None]:
+    with patch.object(StoreTransaction, "_look_for_index", lambda *_: None):
+        yield
+
+
+@contextmanager
+def _delete_when_nobody_can_tell() -> Iterator[None]:
+    look = StoreTransaction._look_for_index
+
+    def mutated(self: StoreTransaction, list_names: Any, error: Any) -> None:
+        found = self.store.list_objects()
+        uploaded = [name for name in found if NAMES.has_standard_shard_name(name)]
+        self.store.delete([*lower_objects(found, NAMES, self.save_id), *uploaded])
+        look(self, list_names, error)
+
+    with patch.object(StoreTransaction, "_look_for_index", mutated):
+        yield
+
+
+@contextmanager
+def _delete_what_is_not_lower() -> Iterator[None]:
+    def mutated(found: Collection[str], names: WeightNames, save_id: SaveId) -> list[str]:
+        splits = ((name, split_object_name(name)) for name in found)
+        return [name for name, split in splits if split is not None and split[1] != save_id]
+
+    with patch.object(pipeline, "lower_objects", mutated):
+        yield
+
+
+@contextmanager
+def _delete_own_after_a_raise() -> Iterator[None]:
+    put = StoreTransaction.put_index
+
+    def mutated(self: StoreTransaction, *rest: Any) -> bool:
+        try:
+            return put(self, *rest)
+        except HfshardError:
+            self.store.delete([self.save_id.object_name(name) for name in (self.entry, *self.digests)])
+            raise
+
+    with patch.object(StoreTransaction, "put_index", mutated):
+        yield
+
+
+@contextmanager
+def _read_once() -> Iterator[None]:
+    with patch.object(RangedFolder, "most_tries", 1), patch.object(programs, "_LOADS", 1):
+        yield
+
+
+@contextmanager
+def _leave_copies() -> Iterator[None]:
+    settle = store_commit.settle_copies
+
+    def mutated(store: Any, entry: str, save_id: SaveId, copies_of: Any) -> Any:
+        with patch("hfshard.commit.store_commit.put_copies", lambda *_: None):
+            return settle(store, entry, save_id, copies_of)
+
+    with patch.object(pipeline, "settle_copies", mutated):
+        yield
+
+
+@contextmanager
+def _count_in_each_folder() -> Iterator[None]:
+    def mutated(self: Any) -> set[SaveId]:
+        return saves_among(self.folders.get("checkpoint-00000002", ()))
+
+    with patch.object(run_store._Seen, "ids", mutated):
+        yield
+
+
+@contextmanager
+def _delete_marked_saves_of_others() -> Iterator[None]:
+    finished = finished_saves
+    delete = run_store.StorePlace._delete_lower
+
+    def mutated(self: Any, seen: Any, transaction: StoreTransaction, marks: Any, *rest: Any) -> None:
+        delete(self, seen, transaction, marks, *rest)
+        for mark, folder in marks.items():
+            if mark <= transaction.save_id:
+                continue
+            listed = [name.rpartition("/")[2] for name in self._store.list_objects(folder)]
+            if mark not in finished(listed):
+                self._store.delete([f"{folder}/{name}" for name in listed if mark in saves_among([name])])
+
+    with patch.object(run_store.StorePlace, "_delete_lower", mutated):
+        yield
+
+
+@contextmanager
+def _trust_the_first_listing() -> Iterator[None]:
+    """Take what the first listing shows without a manifest for unfinished, and delete all of it, marked or not."""
+    delete = run_store.StorePlace._delete_lower
+
+    def mutated(self: Any, seen: Any, *rest: Any) -> None:
+        for folder, files in seen.folders.items():
+            left = saves_among(files) - finished_saves(files)
+            names = [f"{folder}/{name}" for name in files if not saves_among([name]).isdisjoint(left)]
+            if names:
+                self._store.delete(names)
+        delete(self, seen, *rest)
+
+    with patch.object(run_store.StorePlace, "_delete_lower", mutated):
+        yield
+
+
+@contextmanager
+def _count_manifests_alone() -> Iterator[None]:
+    def mutated(files: Any) -> set[SaveId]:
+        return {split[1] for name in files if (split := split_object_name(name)) and split[0] == "checkpoint.json"}
+
+    with patch.object(run_store, "finished_saves", mutated), patch.object(stored_save, "finished_saves", mutated):
+        yield
+
+
+def mutants() -> dict[str, Mutant]:
+    """Rule -> what leaves it out, where that is explored, and what is found."""
+    two = [writer(1, ids=[HIGH]), writer(2, ids=[LOW])]
+    turned = [writer(1, 2, ids=[HIGH, LOW])]
+    equal = [writer(1, ids=[LOW]), writer(2, ids=[LOW])]
+    each = [writer(1, 3, ids=[HIGH, THIRD]), writer(2, ids=[LOW])]
+    steps = [Manager([(3, 3.0), (2, 2.0)], [HIGH, LOW], None)]
+    managers = [Manager([(2, 1.0)], [LOW], 1), Manager([(3, 2.0)], [HIGH], 1)]
+    keeping = [Manager([(2, 1.0)], [LOW], None), Manager([(3, 2.0)], [HIGH], None)]
+    late = [Manager([(2, 1.0), (3, 3.0)], [LOW, HIGH], None)]
+    return {
+        "1: the number is above any object's": Mutant(_count_indexes_only, Space(turned, 1), "I2"),
+        "1: ids are random": Mutant(_nothing, Space(equal, 0), "I"),
+        "3: the index follows the shards": Mutant(_put_index_without_shards, Space(two, 1), "I1"),
+        "4: without an answer, list": Mutant(_be_sure_without_an_answer, Space(two, 1), "I"),
+        "5: only a save that is certain deletes": Mutant(_delete_when_nobody_can_tell, Space(two, 1), "I1"),
+        "5: only what is lower goes": Mutant(_delete_what_is_not_lower, Space(two, 0), "I1"),
+        "5: not even its own": Mutant(_delete_own_after_a_raise, Space(two, 2), "I1"),
+        "6: a reader lists again": Mutant(_read_once, Space([*two, Reader()], 0), "a program ended by"),
+        "7: an upload goes last": Mutant(_delete_when_nobody_can_tell, Space(two, 1, "uploaded"), "I1"),
+        "8: copies are those of the highest": Mutant(_leave_copies, Space(each, 0), "I6"),
+        "run: one order over all folders": Mutant(_count_in_each_folder, Space(steps, 1), "I"),
+        "run: marks of higher saves stay": Mutant(_delete_marked_saves_of_others, Space(managers, 0), "I1"),
+        "run: a manifest alone is none": Mutant(_count_manifests_alone, Space(late, 1), "I7"),
+        "run: unfinished by a listing from after": Mutant(_trust_the_first_listing, Space(keeping, 0), "I1"),
+    }
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+assert FOURTH
