@@ -297,7 +297,7 @@ def _imported_at_once(module: str, found: set[str]) -> set[str]:
 # numpy.typing, auto_factory and xxhash, which are small; what else comes to the list (tqdm, peft, accelerate,
 # parts of huggingface_hub) should be too.
 BY_THE_MIXIN = {
-    "huggingface_hub", "huggingface_hub.utils", "numpy", "numpy.typing", "torch", "torch.autograd.graph",
+    "huggingface_hub", "numpy", "numpy.typing", "torch", "torch.autograd.graph",
     "torch.distributed", "torch.distributed.fsdp", "torch.nn", "torch.nn.modules.module", "torch.overrides",
     "transformers", "transformers.core_model_loading", "transformers.distributed",
     "transformers.distributed.configuration_utils", "transformers.dynamic_module_utils",
@@ -313,6 +313,17 @@ def test_the_mixin_imports_next_to_nothing_that_transformers_does_not() -> None:
     found = {name for name in found if not name.startswith("hfshard.")}
     found -= set(MODULES)
     assert {name for name in found if name.split(".")[0] not in sys.stdlib_module_names} == BY_THE_MIXIN
+
+
+@pytest.mark.parametrize("name", ["CheckpointManager", "sign_checkpoint", "training.RunReader"])
+def test_what_works_without_a_hub_needs_no_huggingface_hub(name: str, child_environment: dict[str, str]) -> None:
+    module, _, name = f"hfshard.{name}".rpartition(".")
+    assert "huggingface_hub" not in _loaded_by(f"from {module} import {name}", child_environment)
+
+
+def test_every_folder_with_code_is_a_package_so_that_an_installation_has_it() -> None:
+    folders = {path.parent for path in PACKAGE.rglob("*.py")}
+    assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []
 
 
 def test_the_mixin_itself_needs_no_transformers(child_environment: dict[str, str]) -> None:

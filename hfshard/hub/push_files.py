@@ -11,8 +11,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final, Protocol
 
-from huggingface_hub.utils import filter_repo_objects
-
 from hfshard._util.arguments import absolute_path, check_text_arguments
 from hfshard._util.progress import byte_progress
 from hfshard.checkpoint.locate import directory_not_found
@@ -510,6 +508,8 @@ def collect_push_contents(
     ignore_patterns: list[str] | str | None = None,
 ) -> PushContents:
     """Collect the files to push from any place, with the checks and errors of `collect_directory`."""
+    from huggingface_hub.utils import filter_repo_objects  # imports huggingface_hub, which takes time
+
     place = files.place
     paths = files.paths()
     variants = detect_variants(name for name in paths if "/" not in name)

@@ -132,7 +132,7 @@ class PartPlanner:
         kind = self.state.kinds[name]
         restoration = self.restoration
         if kind in ("stateful", "loader"):
-            check_object(name, part, value, self.directory)
+            check_object(name, part, value, self.directory, self.strict)
             if kind == "stateful":
                 value = reordered_state(name, self.state, self.saved, self.directory, value)
             restoration.objects.append(StatefulLoad(name, part, value, self.directory))
@@ -329,7 +329,7 @@ def unsaved_components(state: TrainingState) -> frozenset[str]:
     return frozenset(gradients.union(state.of_kind("loader")))
 
 
-def check_object(name: str, part: Any, value: Any, directory: str) -> None:
+def check_object(name: str, part: Any, value: Any, directory: str, strict: bool) -> None:
     """Check that an object would accept its state.
 
     Raises:
@@ -348,7 +348,8 @@ def check_object(name: str, part: Any, value: Any, directory: str) -> None:
         check(value)
     except StateDictMismatchError as error:
         raise StateDictMismatchError(
-            f"'{name}' does not fit the checkpoint '{directory}': {error.message}",
+            f"'{name}' does not fit the checkpoint '{directory}': {error.message}"
+            f"{' Nothing was restored.' if strict else ''}",
             path=directory,
             expected=error.expected,
             actual=error.actual,

@@ -1,0 +1,1 @@
+"""A folder for PYTHONPATH: every Python that finds it there turns hfshard on."""
