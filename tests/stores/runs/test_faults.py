@@ -187,7 +187,7 @@ def test_a_read_that_fails_after_the_commit_does_not_deny_it(run: BucketRun, pro
     store_plan.forget_puts()
     proxy.fail("status", r"^GET get .*checkpoint-00000001-", times=_ENDLESS, status=403)
 
-    with pytest.raises(CommitUnfinishedError, match="is saved"):
+    with pytest.raises(CommitUnfinishedError, match="was saved"):
         save_steps(CheckpointManager(run.root), 3)
 
     proxy.clear()
@@ -214,7 +214,7 @@ def test_a_manager_goes_on_after_a_save_that_failed(
         proxy.fail("status", FAILURES[failure], status=403)
         with pytest.raises(CommitUnfinishedError if failure in SAVED else StoreError) as error:
             save_steps(manager, 2)
-        assert ("is saved" in str(error.value)) is (failure in SAVED)
+        assert ("was saved" in str(error.value)) is (failure in SAVED)
         assert values(run) == ({1: 1.0, 2: 2.0} if failure in SAVED else {1: 1.0})
 
         save_steps(manager, again)

@@ -87,7 +87,7 @@ def test_a_pull_over_an_older_pull_from_a_store(
     assert (target / "config.json").read_text() == CHECKPOINT["config.json"] + " "
     assert (target / "tokenizer.json").read_text() == CHECKPOINT["tokenizer.json"] + " "
     assert (target / "README.md").read_text() == "# First"
-    assert "README.md' stays as it is" in caplog.text
+    assert "README.md', although the checkpoint's differs" in caplog.text
     put(pushed / "train.py", "theirs, later")
     hfshard.push_checkpoint(pushed, source)
     before = files_of(target)
