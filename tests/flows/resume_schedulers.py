@@ -169,8 +169,8 @@ def _hf(name: str, takes_loss: bool = False, **options: Any) -> Kind:
     return Kind(of_transformers(f"get_{name}", **options), takes_loss)
 
 
-_WARM = {"num_warmup_steps": 3}
-_WARM_TOTAL = {"num_warmup_steps": 3, "num_training_steps": TOTAL}
+_WARM: dict[str, Any] = {"num_warmup_steps": 3}
+_WARM_TOTAL: dict[str, Any] = {"num_warmup_steps": 3, "num_training_steps": TOTAL}
 
 TORCH: dict[str, Kind] = {
     "lambda-function": Kind(partial(lr_scheduler.LambdaLR, lr_lambda=tenth)),

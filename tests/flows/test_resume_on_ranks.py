@@ -302,7 +302,7 @@ class Prepared:
         data = ResumableDataLoader(Points(), batch_size=4, shuffle=True, seed=1)
         self.loader = prepare_loader(self.accelerator, data)
         more: dict[str, Any] = {"gradients": Gradients(self.model)} if case.gradients else {}
-        self.state = prepared_state(self.accelerator, *parts, self.loader, **more)
+        self.state = prepared_state(self.accelerator, self.model, self.optimizer, self.scheduler, self.loader, **more)
         for one in (random.seed, np.random.seed, torch.manual_seed):
             one(100 * seed + self.accelerator.process_index)
 

@@ -95,7 +95,7 @@ def read_state_dict(folder: Path, number: int) -> float:
     values = {tensor.unique().item() for tensor in loaded.values()}
     widths = {tensor.shape[-1] for name, tensor in loaded.items() if "LayerNorm" in name}
     assert len(values) == len(widths) == 1 and len(loaded) == 23, (values, widths, len(loaded))
-    return values.pop()
+    return float(values.pop())
 
 
 def read_model(folder: Path) -> float:
@@ -109,7 +109,7 @@ def read_model(folder: Path) -> float:
 
 @contextmanager
 def child(environment: dict[str, str], work: Callable[..., None], *arguments: object) -> Iterator[processes.Child]:
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with processes.call(work, *arguments, env=environment, **pipes) as process:
         try:
             if work in (hold, read):

@@ -407,7 +407,7 @@ def test_a_save_takes_at_most_64_mib_more(
     total_mib: int, kind: str, tmp_path: Path, child_environment: dict[str, str]
 ) -> None:
     """Of either size, each of the two files is larger than that."""
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     child = processes.call(save, kind, total_mib, str(tmp_path / kind), env=child_environment, **pipes)
     said, complaints = child.communicate(120)
     assert child.returncode == 0, complaints

@@ -109,7 +109,7 @@ def test_a_process_that_hangs_is_ended_and_says_where(
         processes.run(["-c", HANGS], env=child_environment, timeout=1)
     assert late.value.output == "begun\n"
     assert "Fatal Python error: Aborted" in capsys.readouterr().err
-    assert "in hang" in late.value.stderr
+    assert "in hang" in str(late.value.stderr)
 
 
 def test_a_fork_of_this_process_says_how_it_ended() -> None:

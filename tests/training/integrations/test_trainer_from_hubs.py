@@ -20,7 +20,7 @@ from tests.training.integrations.test_trainer import CASE, EVALUATED, attached, 
 
 pytestmark = pytest.mark.compat
 
-NINE = {"max_steps": 9, "save_steps": 3, "logging_steps": 2}
+NINE: dict[str, Any] = {"max_steps": 9, "save_steps": 3, "logging_steps": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,13 @@ def test_what_trainer_alone_has_pushed_is_resumed_as_ever(hub_server: HubServer,
 
 
 def test_a_best_model_that_was_downloaded_is_loaded_in_the_end(tmp_path: Path) -> None:
-    best = {**NINE, **EVALUATED, "eval_steps": 3, "load_best_model_at_end": True, "greater_is_better": True}
+    best: dict[str, Any] = {
+        **NINE,
+        **EVALUATED,
+        "eval_steps": 3,
+        "load_best_model_at_end": True,
+        "greater_is_better": True,
+    }
     best["learning_rate"] = 0.3
     first, _ = attached(tmp_path / "first", {"push_to_hub": tmp_path / "hub"}, **{**best, "max_steps": 3})
     first.train()
