@@ -210,7 +210,7 @@ def _only_candidate(value: Mapping[Any, Any], path: str) -> str | None:
         return next(iter(candidates))
     first = next(iter(named or candidates))
     raise AmbiguousWeightsError(
-        f"'{path}' contains several sets of weights: {_described(candidates)}. Nothing was loaded. Select one: "
+        f"'{path}' contains several sets of weights: {_described(candidates)}. Nothing was loaded. Pass one: "
         f"hfshard.load_model or load_state_dict(..., key={first!r}), or --key {first} on the command line.",
         path=path,
         keys=tuple(candidates),

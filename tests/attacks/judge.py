@@ -12,8 +12,7 @@ LONGEST_MESSAGE = 4000
 """Characters: a hostile name must not flood a terminal."""
 
 _REMEDY = re.compile(
-    r"\b(download|save|run|load|pass|remove|copy|convert|check|compare|rename|install|leave|upgrade|select|retry"
-    r"|git lfs pull)\b",
+    r"\b(download|save|run|load|pass|remove|copy|convert|check|compare|rename|install|leave|upgrade|git lfs pull)\b",
     re.I,
 )
 _REMEDY_CHARACTERS = 240

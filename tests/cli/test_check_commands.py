@@ -179,7 +179,7 @@ def old(tmp_path: Path) -> Path:
 
 
 def test_several_sets_of_weights_are_listed_and_one_is_asked_for(old: Path, tmp_path: Path, run: Run) -> None:
-    both = "'model' (2 tensors, 440 bytes), 'model_ema' (2 tensors, 440 bytes). Nothing was loaded. Select one: "
+    both = "'model' (2 tensors, 440 bytes), 'model_ema' (2 tensors, 440 bytes). Nothing was loaded. Pass one: "
     for command in (["inspect", old], ["convert", old, tmp_path / "new"]):
         err = run.fails(2, *command)
         assert both in err

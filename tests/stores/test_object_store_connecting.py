@@ -65,21 +65,21 @@ def test_a_profile_has_its_own_region_endpoint_and_keys(nobody: Path, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("variable", "value"),
+    ("variable", "value", "what"),
     [
-        ("AWS_ENDPOINT_URL", "store.example:9000"),
-        ("AWS_CA_BUNDLE", "/no/such/bundle.pem"),
-        ("AWS_CA_BUNDLE", __file__),
-        ("AWS_PROFILE", "nobody's"),
+        ("AWS_ENDPOINT_URL", "store.example:9000", "settings"),
+        ("AWS_CA_BUNDLE", "/no/such/bundle.pem", "settings"),
+        ("AWS_CA_BUNDLE", __file__, "settings"),
+        ("AWS_PROFILE", "nobody's", "credentials"),
     ],
 )
 def test_settings_of_s3_that_are_not_valid_are_refused(
-    nobody: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+    nobody: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, what: str
 ) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
     monkeypatch.setenv(variable, value)
-    with pytest.raises(StoreAccessError, match=r"Cannot use the (settings|credentials) for s3://models: "):
+    with pytest.raises(StoreAccessError, match=f"Cannot use the {what} for s3://models: "):
         open_store("s3://models/bert")
 
 
