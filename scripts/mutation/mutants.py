@@ -74,18 +74,14 @@ MUTANTS: Final = (
         "a tensor that is negated by a bit of its view is saved with the values that it shows",
         "    if tensor.is_conj() or tensor.is_neg() or tensor.dtype in COMPLEX_AS_REAL_DTYPES:",
         "    if tensor.is_conj() or tensor.dtype in COMPLEX_AS_REAL_DTYPES:",
-        ("tests/tensors/test_stored_tensor.py", "tests/flows/test_whole_tensors.py"),
+        ("tests/tensors/test_stored_tensor.py",),
     ),
     Mutant(
         "unexpected-names-pass",
         "a strict load refuses a checkpoint that has more tensors than the model",
         "        if not (nothing or self.mismatched or (strict and (self.missing or self.unexpected))):",
         "        if not (nothing or self.mismatched or (strict and self.missing)):",
-        (
-            "tests/test_load.py",
-            "tests/tensors/test_parameter_names_keys.py",
-            "tests/training/interop/test_resume_foreign.py",
-        ),
+        ("tests/test_load.py",),
     ),
     # format
     Mutant(
@@ -93,13 +89,6 @@ MUTANTS: Final = (
         "a header whose tensors leave bytes between them is refused",
         "        if info.begin != at:",
         "        if info.begin < at:",
-        ("tests/format/test_header.py",),
-    ),
-    Mutant(
-        "half-a-byte",
-        "a header with a tensor that does not fill its last byte is refused",
-        "    if bits % 8 or bits // 8 != end - begin:",
-        "    if bits // 8 != end - begin:",
         ("tests/format/test_header.py",),
     ),
     Mutant(
@@ -125,20 +114,14 @@ MUTANTS: Final = (
         "an index whose total size is not that of its shards is damaged",
         "    if index.files and index.total_size is not None and index.total_size != actual:",
         "    if index.files and index.total_size is not None and index.total_size > actual:",
-        (
-            "tests/checkpoint/test_check_files.py",
-            "tests/checkpoint/test_open_checkpoint.py",
-            "tests/checkpoint/test_verifier.py",
-            "tests/test_verify.py",
-            "tests/attacks/test_attacks.py",
-        ),
+        ("tests/checkpoint/test_check_files.py",),
     ),
     Mutant(
         "tensor-in-another-shard",
         "a shard of another save, with a tensor that the index lists elsewhere, is not loaded",
         "            if name not in seen and weight_map.get(name) == file:",
         "            if name not in seen and name in weight_map:",
-        ("tests/checkpoint/test_check_files.py", "tests/checkpoint/test_open_checkpoint.py", "tests/test_load.py"),
+        ("tests/checkpoint/test_check_files.py",),
     ),
     Mutant(
         "edited-config-is-intact",
@@ -196,7 +179,7 @@ MUTANTS: Final = (
         "shards of another program that a killed save was to delete are deleted by the next one",
         "            if name in noted or names.is_renamed_shard(name) or _written_by_hfshard(directory, name)",
         "            if names.is_renamed_shard(name) or _written_by_hfshard(directory, name)",
-        ("tests/commit/test_directory_commit.py",),
+        ("tests/commit/test_directory_state.py",),
     ),
     Mutant(
         "damaged-file-is-linked",
@@ -205,43 +188,22 @@ MUTANTS: Final = (
         "            shard.check_size_and_fingerprint(file.digest, with_fingerprint=True)  # also on disk",
         ("tests/commit/test_transaction.py",),
     ),
-    Mutant(
-        "lower-id-stays",
-        "of two saves with one number, the one with the lower id is deleted",
-        "    saves = {one for one in own_saves(found, names) if one < save_id}",
-        "    saves = {one for one in own_saves(found, names) if one.number < save_id.number}",
-        (
-            "tests/commit/test_store_commit_writers.py",
-            "tests/commit/test_store_commit_overlaps.py",
-            "tests/commit/test_store_commit_sleepers.py",
-        ),
-    ),
     # pickles
     Mutant(
         "zip-records-overlap",
         "a zip whose records overlap is refused",
         "            if record.header_offset + used > end:",
         "            if record.header_offset > end:",
-        ("tests/pickles/test_pickle_zip.py", "tests/attacks/test_attacks.py"),
+        ("tests/pickles/test_pickle_zip.py",),
     ),
     Mutant(
-        "tensor-beyond-its-record",
-        "a pickled tensor with more elements than the file has bytes for is refused",
-        "        if end > begin and (at < 0 or end > ranges[at][1]):",
-        "        if end > begin and at < 0 and not ranges:",
-        ("tests/pickles/test_read_pickle.py", "tests/pickles/test_pickle_opcodes.py", "tests/attacks/test_attacks.py"),
+        "zip-name-in-capitals",
+        "a zip with two records whose names differ in their case alone is refused, as torch takes them for one",
+        "        if len({_name(record) for record in records}) != len(records):",
+        "        if len({record.filename for record in records}) != len(records):",
+        ("tests/pickles/test_pickle_zip.py",),
     ),
     # stores
-    Mutant(
-        "http-500-is-not-done",
-        "a put that a server error answered may have been carried out",
-        "        return (self.status >= 500 and not self.is_unknown_request) or self.status == 408",
-        "        return (self.status > 500 and not self.is_unknown_request) or self.status == 408",
-        (
-            "tests/stores/test_object_store_faults.py::test_a_put_that_failed_says_whether_it_may_be_done_yet",
-            "tests/stores/test_object_store_faults.py",
-        ),
-    ),
     Mutant(
         "budget-exceeded-by-one",
         "parts that are uploaded together stay within the memory that is allowed",
@@ -257,17 +219,6 @@ MUTANTS: Final = (
         ("tests/stores/test_hub_calls.py", "tests/hub/test_http_client.py"),
     ),
     # hub
-    Mutant(
-        "more-bytes-than-asked",
-        "a server that ignores ranges adds no bytes to a download",
-        "                        fresh = block[max(0, at - offset) : end - offset]",
-        "                        fresh = block[max(0, at - offset) :]",
-        (
-            "tests/hub/test_http.py",
-            "tests/hub/pull/test_faults.py::test_pull_completes_through_every_fault",
-            "tests/hub/pull/test_pull.py",
-        ),
-    ),
     Mutant(
         "one-retry-less",
         "a download is tried again as often as documented",
@@ -323,9 +274,8 @@ MUTANTS: Final = (
         "        if digests != self.manifest.digests[name] or seen[:-1] != file.identity:",
         "        if seen[:-1] != file.identity:",
         (
-            "tests/signing/test_check_signature_models.py",
+            "tests/signing/test_check_signature_load.py::test_pickled_weights_that_are_not_those_that_were_signed_are_refused",
             "tests/signing/test_check_signature_load.py",
-            "tests/signing/test_check_signature_hostile.py",
         ),
     ),
     Mutant(
@@ -377,7 +327,7 @@ MUTANTS: Final = (
         "nothing is removed if a file was replaced after it was listed",
         "        if now.found != self.found:",
         "        if now.found.keys() != self.found.keys():",
-        ("tests/removal/test_removal_plan.py", "tests/removal/test_from_directory.py", "tests/test_remove.py"),
+        ("tests/removal/test_removal_plan.py",),
     ),
     # distributed
     Mutant(
@@ -393,13 +343,6 @@ MUTANTS: Final = (
         "    length = -(-size // parts)",
         "    length = size // parts",
         ("tests/distributed/test_layout.py", "tests/distributed/test_spread_tensor.py"),
-    ),
-    Mutant(
-        "end-of-a-tensor-missing",
-        "parts that leave out the end of a tensor are not saved as the whole",
-        "    return passed == size",
-        "    return passed <= size",
-        ("tests/distributed/test_tensor_owners.py",),
     ),
     Mutant(
         "rank-at-another-call",
@@ -464,7 +407,7 @@ MUTANTS: Final = (
         "an optimizer's state keeps the dtype in which it was saved",
         "                slots = exact(optimizer.state[parameter], kept, held.get(parameter))",
         "                slots = optimizer.state[parameter]",
-        ("tests/training/state/test_optimizer.py", "tests/training/state/test_optimizer_inner.py"),
+        ("tests/training/state/test_optimizer_tensors.py",),
     ),
     Mutant(
         "last-full-batch-lost",
