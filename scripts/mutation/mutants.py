@@ -414,7 +414,7 @@ MUTANTS: Final = (
         "drop_last leaves out only a batch that is not full",
         "    ends = range((start + 1) * size, len(order) + (1 if drop_last else size), size)",
         "    ends = range((start + 1) * size, len(order) + (0 if drop_last else size), size)",
-        ("tests/training/data/test_sampling.py", "tests/training/data/test_dataloader.py"),
+        ("tests/training/data/test_sampling.py",),
     ),
     Mutant(
         "ambiguous-owners",
@@ -460,7 +460,10 @@ MUTANTS: Final = (
         "a comparison that is to read everything relies on no digest",
         "        asked.trusts_digests and (a.places & b.places or (has_digests and a.digest == b.digest))",
         "        a.places & b.places or (has_digests and a.digest == b.digest)",
-        ("tests/viewing/test_diff_checkpoints.py", "tests/viewing/test_diff_checkpoints_comparing.py"),
+        (
+            "tests/viewing/test_diff_checkpoints_places.py::test_digests_that_lie_are_found_by_full",
+            "tests/viewing/test_diff_checkpoints_places.py",
+        ),
     ),
     Mutant(
         "damaged-is-the-latest",
