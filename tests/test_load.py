@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import hfshard
+from hfshard.errors import StateDictMismatchError
 
 
 class Transposed(nn.Module):
@@ -96,3 +97,17 @@ def test_meta_model_keeps_its_ties_dtype_and_frozen_parameters(tmp_path: Path) -
     assert loaded.first.weight is loaded.second.weight
     assert torch.equal(loaded.first.weight, saved.first.weight.to(torch.bfloat16))
     assert (loaded.first.weight.requires_grad, loaded.frozen.requires_grad) == (True, False)
+
+
+def test_a_tensor_that_the_module_lacks_is_refused_unless_names_may_differ(tmp_path: Path) -> None:
+    saved, loaded = nn.Linear(2, 2), nn.Linear(2, 2)
+    hfshard.save_state_dict({**saved.state_dict(), "extra": torch.ones(1)}, tmp_path)
+    before = loaded.weight.clone()
+
+    with pytest.raises(StateDictMismatchError, match="does not fit the model") as raised:
+        hfshard.load_model(loaded, tmp_path)
+
+    assert (raised.value.missing_keys, raised.value.unexpected_keys) == ((), ("extra",))
+    assert torch.equal(loaded.weight, before)
+    hfshard.load_model(loaded, tmp_path, strict=False)
+    assert torch.equal(loaded.weight, saved.weight)

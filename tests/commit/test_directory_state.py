@@ -10,8 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import hfshard
+from hfshard.commit.directory_state import note_pending_deletes, read_directory_state
+from hfshard.constants import STAGING_DIRECTORY
+from hfshard.format.file_names import WeightNames
 
 BIN_INDEX = "pytorch_model.bin.index.json"
 
@@ -54,3 +58,22 @@ def test_the_files_of_a_damaged_index_are_left_alone(pickled: Path) -> None:
     hfshard.save_state_dict({"a": torch.zeros(2)}, pickled)
 
     assert len(list(pickled.glob("*.bin"))) == 2
+
+
+def test_noted_shards_of_others_are_leftovers_once_the_commit_that_noted_them_is_done(tmp_path: Path) -> None:
+    hfshard.save_state_dict({"a": torch.zeros(2)}, tmp_path)
+    shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    for name in shards:
+        save_file({name: torch.ones(2)}, tmp_path / name, metadata={"format": "pt"})
+    staged = tmp_path / STAGING_DIRECTORY / "000.small"
+    staged.parent.mkdir(parents=True)
+    staged.touch()
+    note_pending_deletes(str(tmp_path), shards, staged.name)
+
+    before_the_commit = read_directory_state(str(tmp_path), WeightNames()).leftovers
+    staged.unlink()
+    after_it = read_directory_state(str(tmp_path), WeightNames()).leftovers
+    save_file({"other": torch.ones(2)}, tmp_path / shards[1], metadata={"format": "pt"})
+    after_a_download = read_directory_state(str(tmp_path), WeightNames()).leftovers
+
+    assert (before_the_commit, after_it, after_a_download) == ((), tuple(shards), (shards[0],))

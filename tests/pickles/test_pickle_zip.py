@@ -64,6 +64,17 @@ def test_two_zips_in_one_file_are_refused(tmp_path: Path) -> None:
     assert refused(path, "its directory is not where its end says")
 
 
+def test_a_record_that_reaches_into_what_follows_it_is_refused(tmp_path: Path) -> None:
+    raw = bytearray(zipped(GOOD, STORAGES))
+    entry = raw.rindex(b"archive/data/0") - 46
+    for at in (entry + 20, entry + 24):  # its sizes, compressed and not
+        assert raw[at : at + 4] == bytes([8, 0, 0, 0])
+        raw[at : at + 4] = bytes([0, 1, 0, 0])
+    path = tmp_path / "pytorch_model.bin"
+    path.write_bytes(raw)
+    assert refused(path, "its record 'archive/data/0' overlaps what follows it")
+
+
 def test_what_lies_behind_the_end_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "pytorch_model.bin"
     path.write_bytes(zipped(GOOD, STORAGES))

@@ -106,3 +106,11 @@ def test_joined_removals_are_carried_out_in_turn_and_the_first_reason_counts() -
 
     assert done == ["first", "second"]
     assert one.report == RemovalReport("/run", {"a": 1, "b": 2}, {"both": "first"}, ("u",))
+
+
+def test_a_file_with_other_contents_under_the_same_name_is_a_change() -> None:
+    shown = RemovalPlan("out", [["a"]], {"a": FoundFile(1, "old")}, {})
+
+    shown.check_same(RemovalPlan("out", [["a"]], {"a": FoundFile(1, "old")}, {}))
+    with pytest.raises(CheckpointChangedError, match=r"'out' changed after its files were listed \('a'\)"):
+        shown.check_same(RemovalPlan("out", [["a"]], {"a": FoundFile(1, "new")}, {}))

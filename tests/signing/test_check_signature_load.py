@@ -373,3 +373,15 @@ def test_certificates_are_judged_as_by_the_library(checkpoint: Path, tmp_path: P
     hfshard.sign_checkpoint(checkpoint, private_key=key, signing_certificate=certificate)
     with pytest.raises(SignatureError, match="was not made by a certificate of"):
         hfshard.load_state_dict(checkpoint, public_key=by)
+
+
+def test_pickled_weights_that_are_not_those_that_were_signed_are_refused(tmp_path: Path, keys: Keys) -> None:
+    path = tmp_path / "out" / "pytorch_model.bin"
+    path.parent.mkdir()
+    torch.save({"a": torch.ones(4)}, path)
+    hfshard.sign_checkpoint(path.parent, private_key=keys.private)
+    assert hfshard.load_state_dict(path.parent, public_key=keys.public)["a"].tolist() == [1, 1, 1, 1]
+    torch.save({"a": torch.zeros(4)}, path)
+
+    with pytest.raises(SignatureError, match=r"pytorch_model\.bin' is not the file that was signed"):
+        hfshard.load_state_dict(path.parent, public_key=keys.public)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+
 import pytest
 import torch
 
@@ -55,6 +57,12 @@ def test_the_way_of_a_gpu_uses_host_memory_whatever_the_default_device_is() -> N
 
 def test_an_empty_tensor_has_no_blocks() -> None:
     assert list(iter_blocks(torch.empty(0, 3), 4096)) == []
+
+
+def test_a_tensor_that_its_view_negates_has_the_bytes_of_its_values() -> None:
+    negated = torch.tensor([1 + 2j, 3 - 4j], dtype=torch.complex64).conj().imag
+
+    assert b"".join(map(bytes, iter_blocks(negated, 16))) == struct.pack("<2f", -2, 4)
 
 
 PAIRS = torch.view_as_complex(torch.arange(8, dtype=torch.float64).reshape(4, 2))

@@ -23,6 +23,7 @@ from torch.utils.data import (
 
 from hfshard.errors import StateDictMismatchError
 from hfshard.training import ResumableDataLoader, plain_loader
+from hfshard.training.data.sampling import own_order
 from tests.training.data.loader_child import SAMPLES, Augmented
 from tests.training.data.samples import Numbers, are_equal
 
@@ -229,3 +230,12 @@ def test_a_sampler_that_ends_early_is_found_out() -> None:
     resumed.load_state_dict(state)
     with pytest.raises(StateDictMismatchError, match=r"Lengths returned 5 batches in epoch 1, .* saved after 6\."):
         iter(resumed)
+
+
+def test_only_a_batch_that_is_not_full_is_dropped() -> None:
+    assert [list(own_order(range(count), 2, True, 0, 0)) for count in (3, 4, 5)] == [
+        [[0, 1]],
+        [[0, 1], [2, 3]],
+        [[0, 1], [2, 3]],
+    ]
+    assert list(own_order(range(3), 2, False, 0, 0)) == [[0, 1], [2]]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ConstantLR
 
+from hfshard.training import CheckpointManager, TrainingState
 from hfshard.training.state.optimizer import exact
 from hfshard.training.state.scheduler import encode_scheduler, plan_scheduler
 
@@ -46,3 +49,24 @@ def test_a_schedulers_tensors_come_to_the_devices_of_the_one_that_was_built() ->
     plan_scheduler(scheduler, {**saved, "state": built("cpu").state_dict()}, "scheduler", "run/checkpoint-1").load()
 
     assert [torch.as_tensor(rate).device.type for rate in scheduler.base_lrs] == ["meta"]
+
+
+def test_a_state_that_is_finer_than_its_parameters_is_restored_to_the_bit(tmp_path: Path) -> None:
+    def built() -> tuple[nn.Parameter, torch.optim.Adam, TrainingState]:
+        parameter = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+        optimizer = torch.optim.Adam([parameter])
+        return parameter, optimizer, TrainingState(model=nn.ParameterList([parameter]), optimizer=optimizer)
+
+    parameter, optimizer, state = built()
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.state[parameter]["exp_avg"] = torch.tensor([1 / 3, 2 / 3])
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, state)
+
+    again, restored, state = built()
+    manager.restore(state, 1)
+
+    average = restored.state[again]["exp_avg"]
+    assert average.dtype == torch.float32
+    assert torch.equal(average, torch.tensor([1 / 3, 2 / 3]))
