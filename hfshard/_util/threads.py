@@ -101,13 +101,17 @@ def result_of(future: Future[_Result]) -> _Result:
     return future.result()
 
 
-def sleep_unless_cancelled(seconds: float) -> None:
+def sleep_unless_cancelled(seconds: float, cancelled: threading.Event | None = None) -> None:
     """Sleep; in a thread of `run_in_threads` only until another item fails, or Ctrl-C comes.
+
+    Args:
+        seconds: For how long; with 0, only check.
+        cancelled: The event that ends the sleep; None: the one that `run_in_threads` sets, if this is its thread.
 
     Raises:
         InterruptedError: Another item failed, or Ctrl-C came.
     """
-    cancelled = current_cancellation()
+    cancelled = cancelled or current_cancellation()
     if cancelled is None:
         time.sleep(seconds)
     elif cancelled.wait(seconds):

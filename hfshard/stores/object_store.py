@@ -26,7 +26,7 @@ from hfshard.errors import (
 )
 from hfshard.stores import azure, gcs, s3
 from hfshard.stores.byte_budget import PART_MEMORY, store_memory_bytes
-from hfshard.stores.connection import OBSTORE_ERRORS, Connection, Failure, Patience, ask, read_failure, refusal
+from hfshard.stores.connection import OBSTORE_ERRORS, Connection, Failure, RequestRetry, ask, read_failure, refusal
 from hfshard.stores.store import ObjectWriter, StoredObject, neighbors_of
 
 if TYPE_CHECKING:
@@ -103,19 +103,19 @@ class ObjectStore:
     def read_into(self, found: StoredObject, begin: int, target: memoryview) -> None:
         """Fill memory with the bytes of an object from `begin` on; see `Store`."""
         filled = 0
-        patience = Patience(self._connection.follower())
+        retry = RequestRetry(self._connection.follower())
         while filled < len(target):
             self._connection.check_process()
             try:
                 for block in self._blocks(found, begin + filled, begin + len(target)):
                     target[filled : filled + len(block)] = block
                     filled += len(block)
-                    patience.reset()
+                    retry.reset()
                 if filled < len(target):
                     raise StoreConnectionError(f"The response for '{self._at(found.name)}' was too short. Try again.")
             except OBSTORE_ERRORS as error:
                 failure = read_failure(error)
-                if not patience.wait_after(failure):
+                if not retry.wait_after(failure):
                     raise self._unreadable(found, failure) from None
 
     def read(self, found: StoredObject) -> bytes:
@@ -201,7 +201,7 @@ class ObjectStore:
             name: The requested object or folder, for messages.
             note: Called with each failure after which the request may have been carried out.
         """
-        patience = Patience(self._connection.follower())
+        retry = RequestRetry(self._connection.follower())
         while True:
             self._connection.check_process()
             try:
@@ -210,7 +210,7 @@ class ObjectStore:
                 failure = read_failure(error)
             if failure.may_be_done:
                 note(failure)
-            if not patience.wait_after(failure):
+            if not retry.wait_after(failure):
                 # Without the cause: obstore prints complete requests and responses, signatures included.
                 raise self._final(failure, name) from None
 
@@ -454,7 +454,7 @@ class Upload:
 
     def _run(self) -> None:
         """Pass the parts to obstore in this thread; the outcome is in `_result` or `_error`."""
-        patience = Patience(self._connection.follower())
+        retry = RequestRetry(self._connection.follower())
         while True:
             try:
                 self._result = obstore.put(
@@ -472,7 +472,7 @@ class Upload:
                 return
             except OBSTORE_ERRORS as error:
                 # Until the first part is requested, a restart loses nothing.
-                if not self._asked and patience.wait_after(read_failure(error)):
+                if not self._asked and retry.wait_after(read_failure(error)):
                     continue
                 if not self._was_completed():
                     self._error = error

@@ -26,6 +26,7 @@ from hfshard.stores.byte_budget import (
     trim_heap,
     uploads_at_once,
 )
+from hfshard.stores.retry import Retry
 from hfshard.stores.xet_tokens import XetTokens
 
 logger = logging.getLogger(__name__)
@@ -349,19 +350,22 @@ class XetReader:
 
         A failed stream can break all others of its group, and hf_xet requests a new token only by the clock.
         """
-        for is_last in (False, True):
+        retry = Retry(attempts=2)
+        while True:
             group, target = self._current_group(), _Target(piece)
             call = partial(call_xet, partial(_fill, group, file, begin, target))
             try:
                 interruptible(call, partial(self._abort, group, target))
             except XetFailedError as error:
                 self._forget(group)
-                if error.kind in ("access", "other"):
-                    self._tokens.forget()
-                if is_last and error.kind == "other":  # what failed is lost in hf_xet: "Data sender was dropped"
-                    raise XetFailedError(f"it stopped sending ({error})", "connection") from error
-                if is_last or error.kind not in ("access", "other"):
+                if error.kind not in ("access", "other"):
                     raise
+                self._tokens.forget()
+                if retry.wait():
+                    continue
+                if error.kind == "other":  # what failed is lost in hf_xet: "Data sender was dropped"
+                    raise XetFailedError(f"it stopped sending ({error})", "connection") from error
+                raise
             else:
                 return
 
