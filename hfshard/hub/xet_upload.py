@@ -18,17 +18,18 @@ from hfshard.constants import COPY_BYTES
 from hfshard.errors import HubAccessError, HubConnectionError, HubError
 from hfshard.hub.repo import CommitRequest
 from hfshard.hub.upload import XET_VARIABLE, CheckedReader
-from hfshard.stores.byte_budget import (
-    BLOCK_BYTES,
-    SMALL_BYTES,
-    commit_streams,
-    file_push_memory_bytes,
-    store_memory_bytes,
-    upload_commits,
-)
+from hfshard.stores.byte_budget import file_push_memory_bytes, store_memory_bytes
 from hfshard.stores.hub_calls import describe_token, without_secrets
 from hfshard.stores.retry import Retry
-from hfshard.stores.xet import XetCommit, XetFailedError, interruptible
+from hfshard.stores.xet import (
+    BLOCK_BYTES,
+    SMALL_BYTES,
+    XetCommit,
+    XetFailedError,
+    commit_streams,
+    interruptible,
+    upload_commits,
+)
 from hfshard.stores.xet_tokens import XetTokens, repo_token_url
 
 logger = logging.getLogger(__name__)

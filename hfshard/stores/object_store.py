@@ -25,7 +25,7 @@ from hfshard.errors import (
     StoreError,
 )
 from hfshard.stores import azure, gcs, s3
-from hfshard.stores.byte_budget import PART_MEMORY, store_memory_bytes
+from hfshard.stores.byte_budget import ByteBudget, ByteShare, store_memory_bytes
 from hfshard.stores.connection import OBSTORE_ERRORS, Connection, Failure, RequestRetry, ask, read_failure, refusal
 from hfshard.stores.store import ObjectWriter, StoredObject, neighbors_of
 
@@ -365,7 +365,7 @@ class Upload:
         while len(rest):
             self._check()
             if self._buffer is None:
-                self._buffer = PART_MEMORY.take(min(self._part_bytes, self._size - self._written))
+                self._buffer = PART_MEMORY.take_buffer(min(self._part_bytes, self._size - self._written))
                 self._used = 0
             taken = min(len(rest), len(self._buffer) - self._used)
             self._buffer[self._used : self._used + taken] = rest[:taken]
@@ -401,7 +401,7 @@ class Upload:
             self._thread.join(_ABORT_SECONDS)
         self._drop_parts()
         if self._buffer is not None:
-            PART_MEMORY.give_back(self._buffer)
+            PART_MEMORY.give_back_buffer(self._buffer)
             self._buffer = None
         PART_MEMORY.leave()
 
@@ -522,6 +522,76 @@ def _give_up_all() -> None:
 
 
 os.register_at_fork(after_in_child=_OPEN.clear)  # they are the parent's
+
+
+# Memory of the parts that are being filled or sent: bounded, and shared by all uploads of the process.
+
+
+_SHARE: Final = 3, 4
+"""Share of the allowed memory for parts; the client uses the rest."""
+
+
+class BufferPool(ByteBudget):
+    """Pool of reusable buffers for parts."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        super().__init__(by_thread=False)
+
+    def _renew(self) -> None:
+        super()._renew()
+        self._free: list[mmap] = []
+        self._shares: dict[mmap, ByteShare] = {}
+        self._uploads = 0
+
+    def join(self) -> None:
+        """Register the start of an upload."""
+        with self._changed:
+            self._uploads += 1
+
+    def leave(self) -> None:
+        """Register the end of an upload; after the last one, free all buffers."""
+        with self._changed:
+            self._uploads = max(0, self._uploads - 1)  # in a forked child, it may be the parent's
+            if not self._uploads:
+                self._free.clear()
+
+    def take_buffer(self, size: int) -> mmap:
+        """Return a buffer of this size, waiting until it fits. One that exceeds the budget waits to be the only one.
+
+        Raises:
+            InterruptedError: This thread's work was cancelled; see `sleep_unless_cancelled`.
+        """
+        limit = store_memory_bytes() * _SHARE[0] // _SHARE[1]
+        share = self.take(size, limit)
+        with self._changed:
+            buffer = next((kept for kept in self._free if len(kept) == size), None)
+            if buffer is not None:
+                self._free.remove(buffer)
+            while buffer is None and self._free and self.taken_bytes + sum(map(len, self._free)) > limit:
+                self._free.pop()
+        buffer = buffer or mmap(-1, size)  # not from the heap, which would keep it
+        self._shares[buffer] = share
+        return buffer
+
+    def lend(self, buffer: mmap, used: int) -> memoryview:
+        """Return a view of a buffer's first `used` bytes; the buffer returns to the pool when the view is freed."""
+        view = memoryview(buffer)[:used]
+        weakref.finalize(view, self.give_back_buffer, buffer).atexit = False
+        return view
+
+    def give_back_buffer(self, buffer: mmap) -> None:
+        """Return a buffer to the pool."""
+        with self._changed:
+            share = self._shares.pop(buffer, None)
+            if share is None:
+                return  # the parent's, in a forked child
+            if self._uploads:
+                self._free.append(buffer)
+            share.end()
+
+
+PART_MEMORY: Final = BufferPool()
 
 
 # Part sizes of an object.
