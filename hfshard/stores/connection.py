@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import wait
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -18,7 +17,7 @@ from obstore.exceptions import (
 )
 
 from hfshard._util.text import without_url_secrets
-from hfshard._util.threads import ForkSafeLock, sleep_unless_cancelled, start_worker
+from hfshard._util.threads import ForkSafeLock, result_unless_cancelled, start_worker
 from hfshard.errors import StoreAccessError, StoreConnectionError, StoreError, StoreNotFoundError
 from hfshard.stores.retry import Retry, idle_timeout, initial_backoff, retry_seconds
 
@@ -400,8 +399,6 @@ _JITTER: Final = 0.2
 """Ranks that fail together do not retry together."""
 _UNREACHED_SECONDS: Final = 15.0
 """Retry limit for a service that cannot be connected to; shorter than that for one that fails."""
-_LOOK_SECONDS: Final = 0.1
-"""Interval at which a thread that waits for a response checks whether its work was cancelled."""
 
 _Answer = TypeVar("_Answer")
 
@@ -420,9 +417,7 @@ def ask(request: Callable[[], _Answer]) -> _Answer:
     if answer is None:
         return request()
     try:
-        while not wait([answer], _LOOK_SECONDS).done:
-            sleep_unless_cancelled(0)
-        return answer.result()
+        return result_unless_cancelled(answer)
     finally:
         del answer  # its error's traceback holds this frame
 

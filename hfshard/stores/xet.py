@@ -8,7 +8,6 @@ import os
 import re
 import threading
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import wait
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Literal, TypeVar
@@ -16,7 +15,7 @@ from typing import Any, Final, Literal, TypeVar
 import hf_xet
 
 from hfshard._util.text import without_url_secrets
-from hfshard._util.threads import ForkSafeLock, current_cancellation, start_worker
+from hfshard._util.threads import ForkSafeLock, current_cancellation, result_unless_cancelled, start_worker
 from hfshard.stores.byte_budget import ByteBudget, store_memory_bytes
 from hfshard.stores.retry import Retry
 from hfshard.stores.xet_tokens import XetTokens
@@ -29,9 +28,6 @@ FailureKind = Literal["access", "missing", "connection", "other"]
 
 _STATUS: Final = re.compile(r"\((\d{3}) [A-Z]")
 """The status of a response as hf_xet quotes it: "HTTP status client error (403 Forbidden)"."""
-
-_LOOK_SECONDS: Final = 0.2
-"""Interval of the cancellation check while waiting for hf_xet."""
 
 
 class XetFailedError(Exception):
@@ -107,18 +103,13 @@ def interruptible(call: Callable[[], _Answer], cancel: Callable[[], object]) -> 
     Raises:
         InterruptedError: In a thread of `run_in_threads`: another item failed, or Ctrl-C came.
     """
-    cancelled = current_cancellation()
-    if cancelled is None and threading.current_thread() is not threading.main_thread():
+    if current_cancellation() is None and threading.current_thread() is not threading.main_thread():
         return call()
     future = start_worker(call, "hfshard-xet", daemon=True)
     if future is None:
         return call()
     try:
-        # With a timeout in the main thread too: it can miss a signal that woke another thread.
-        while not wait([future], _LOOK_SECONDS).done:
-            if cancelled is not None and cancelled.is_set():
-                raise InterruptedError("another item failed, or Ctrl-C was pressed")
-        return future.result()
+        return result_unless_cancelled(future)
     except BaseException:
         if not future.done():
             SESSIONS.renew()
