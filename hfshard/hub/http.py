@@ -59,12 +59,10 @@ _BATCH_OBJECTS: Final = 256
 _URL_TRIES: Final = 2
 """Failures in a row of a file's storage URLs that are accepted before it is requested as huggingface_hub does."""
 _LFS_JSON: Final = "application/vnd.git-lfs+json"
-_TRY_AGAIN: Final = (408, 429)
 _OK: Final = 200
 _PARTIAL: Final = 206
 _CLIENT_ERROR: Final = 400
 _RANGE_REFUSED: Final = 416
-_SERVER_ERROR: Final = 500
 
 
 class _TryAgainError(Exception):
@@ -194,7 +192,7 @@ class HubReader:
         if status == _RANGE_REFUSED:
             raise _RangeRefusedError
         problem = f"HTTP {status} from {response.url.host}"
-        if status in _TRY_AGAIN or status >= _SERVER_ERROR:
+        if _may_pass(status):
             raise _TryAgainError(problem, retry_after=retry_after(response))
         if status >= _CLIENT_ERROR and (is_direct or not _is_endpoint(response.url)):
             with self._lock:
@@ -233,7 +231,7 @@ class HubReader:
             "objects": [{"oid": oid, "size": size} for oid, size in objects.items()],
         }
         response = get_session().post(url, headers=headers, json=body, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT)
-        if response.status_code in _TRY_AGAIN or response.status_code >= _SERVER_ERROR:
+        if _may_pass(response.status_code):
             raise _TryAgainError(f"HTTP {response.status_code}", retry_after=retry_after(response))
         if response.status_code != _OK:
             shown = without_url_secrets(url)
@@ -365,6 +363,11 @@ def _path(name: object) -> str:
     return name
 
 
+def _may_pass(status: int) -> bool:
+    """Return whether a server that sent this status may handle the same request later."""
+    return status in _BUSY or status >= _SERVER_FAILED
+
+
 def send_request(
     repo_id: str, token: str | bool | None, question: Callable[[], _Answer], *, revision: str | None = None
 ) -> _Answer:
@@ -422,7 +425,7 @@ def translate(error: HfHubHTTPError, repo_id: str, token: str | bool | None, rev
             "or with write access for a push; to save one, run: hf auth login",
             **about,
         )
-    if status in _BUSY or status >= _SERVER_FAILED:
+    if _may_pass(status):
         return HubConnectionError(
             f"{shown_endpoint()} could not handle the request for '{repo_id}' (HTTP {status}).{said} Try again later.",
             **about,

@@ -32,7 +32,6 @@ _EXPIRED: Final = frozenset({"ExpiredToken", "TokenRefreshRequired"})
 _UNKNOWN_KEY: Final = frozenset(
     {"InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "AuthenticationFailed", "InvalidAuthenticationInfo"}
 )
-_LONGEST_BACKOFF: Final = timedelta(seconds=15)
 _CONNECT: Final = timedelta(seconds=10)
 _WHOLE_DAY: Final = timedelta(days=1)
 _RETRIES: Final = 10
@@ -161,7 +160,10 @@ def make_clients(
     common: ClientConfig = {"allow_http": allow_http, "connect_timeout": min(stall, _CONNECT)}
     if authority is not None:
         common["root_certificate"] = authority
-    backoff: BackoffConfig = {"init_backoff": timedelta(seconds=initial_backoff()), "max_backoff": _LONGEST_BACKOFF}
+    backoff: BackoffConfig = {
+        "init_backoff": timedelta(seconds=initial_backoff()),
+        "max_backoff": timedelta(seconds=_LONGEST_WAIT),
+    }
     retries: RetryConfig = {
         "max_retries": _RETRIES,
         "retry_timeout": timedelta(seconds=retry_seconds()),
@@ -395,6 +397,7 @@ def _first(pattern: re.Pattern[str], text: str) -> str:
 _QUICK: Final = 0.2
 """Factor of the first wait: a broken connection is retried sooner than a service that asks for a pause."""
 _LONGEST_WAIT: Final = 15.0
+"""Also of the client that retries by itself."""
 _JITTER: Final = 0.2
 """Ranks that fail together do not retry together."""
 _UNREACHED_SECONDS: Final = 15.0
