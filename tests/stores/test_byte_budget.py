@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import pytest
 
@@ -84,12 +85,14 @@ def test_a_failure_of_another_item_ends_the_waiting(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("HFSHARD_STORE_MEMORY", "32MiB")
     pool = BufferPool()
     target = memoryview(bytearray(9_000_000))
-    budget, take = {
+    cases: dict[str, tuple[ByteBudget, Callable[[], object]]] = {
         "parts": (pool, lambda: pool.take_buffer(24 * MIB)),
         "uploads": (xet._UPLOADS, lambda: xet._UPLOADS.take(24 * MIB, 24 * MIB)),
         "downloads": (xet._DOWNLOADS, lambda: XetReader(XetTokens("")).read_into("0" * 64, len(target), 0, target)),
-    }[kind]
-    is_waiting, ended = threading.Event(), []
+    }
+    budget, take = cases[kind]
+    is_waiting = threading.Event()
+    ended: list[str] = []
 
     def work(item: str, cancelled: threading.Event) -> None:
         if item == "fails":

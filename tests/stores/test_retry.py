@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -77,7 +78,7 @@ def test_jitter_leaves_the_random_numbers_of_a_training_alone(waits: list[float]
 @pytest.mark.parametrize("kind", ["service", "hub", "event"])
 def test_a_failure_of_another_item_ends_a_wait(kind: str) -> None:
     event = threading.Event()
-    retries = {
+    retries: dict[str, Callable[[], bool]] = {
         "service": lambda: RequestRetry().wait_after(Failure(status=503)),
         "hub": lambda: hub_retry().wait(retry_after=600.0),
         "event": lambda: hub_retry(cancelled=event).wait(retry_after=600.0),
