@@ -19,7 +19,7 @@ from types import FrameType
 from typing import Any, Final, Generic, TypeVar
 
 _LOOK_SECONDS: Final = 0.2
-"""Interval at which the main thread checks for Ctrl-C while it waits."""
+"""Interval at which a thread that waits checks for Ctrl-C, and for the cancellation of its work."""
 
 _LENDING_SECONDS: Final = 0.05
 """Interval at which a thread that waits for a `LendingLock` checks whether the lock's holder waits for it."""
@@ -101,15 +101,35 @@ def result_of(future: Future[_Result]) -> _Result:
     return future.result()
 
 
-def sleep_unless_cancelled(seconds: float) -> None:
+def result_unless_cancelled(future: Future[_Result]) -> _Result:
+    """Wait like `result_of`; in a thread of `run_in_threads` only until another item fails, or Ctrl-C comes.
+
+    Raises:
+        InterruptedError: Another item failed, or Ctrl-C came.
+        Everything that the future raises.
+    """
+    try:
+        while not wait([future], _LOOK_SECONDS).done:
+            sleep_unless_cancelled(0)
+        return future.result()
+    finally:
+        del future  # its error's traceback holds this frame
+
+
+def sleep_unless_cancelled(seconds: float, cancelled: threading.Event | None = None) -> None:
     """Sleep; in a thread of `run_in_threads` only until another item fails, or Ctrl-C comes.
+
+    Args:
+        seconds: For how long; with 0, only check.
+        cancelled: The event that ends the sleep; None: the one that `run_in_threads` sets, if this is its thread.
 
     Raises:
         InterruptedError: Another item failed, or Ctrl-C came.
     """
-    cancelled = current_cancellation()
+    cancelled = cancelled or current_cancellation()
     if cancelled is None:
-        time.sleep(seconds)
+        if seconds:
+            time.sleep(seconds)
     elif cancelled.wait(seconds):
         raise InterruptedError("another item failed, or Ctrl-C was pressed")
 

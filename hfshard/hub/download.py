@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from typing import Any, Final
 
 from huggingface_hub import HfApi, constants, hf_hub_url
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 from hfshard._util.progress import byte_progress
@@ -29,16 +29,14 @@ from hfshard.errors import (
 from hfshard.format.parts_of_ranks import describe_parts
 from hfshard.hub.cache import RepoCache, is_commit
 from hfshard.hub.http import (
-    RETRY_SECONDS,
+    DOWNLOAD_ATTEMPTS,
     HubReader,
-    RetryPolicy,
-    TransferCancelledError,
     translate_hub_errors,
     tree_of,
 )
 from hfshard.hub.repo import RemoteFile, RepoTree
 from hfshard.hub.resolve import CheckpointQuery, ResolvedCheckpoint, Resolver, companion_files, files_to_compare
-from hfshard.stores.hub_calls import offline_variable, retry_after
+from hfshard.stores.hub_calls import hub_retry, offline_variable, seconds_asked
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +110,7 @@ class _Downloader:
         file = self.reader.tree.files[path]
         with self.cache.lock(file, self.reader.cancelled) as is_held:
             if not is_held:
-                raise TransferCancelledError
+                raise InterruptedError("another file failed, or Ctrl-C was pressed")
             if not self.force and self.cache.has_blob(file):
                 self.progress_callback(file.size)  # another process has downloaded it
                 return
@@ -384,7 +382,7 @@ def fetch(repo_id: str, resolver: Resolver, query: CheckpointQuery, progress: bo
 
 
 def fetch_tree(
-    repo_id: str, revision: str | None, token: str | bool | None = None, *, retries: int = len(RETRY_SECONDS)
+    repo_id: str, revision: str | None, token: str | bool | None = None, *, attempts: int = DOWNLOAD_ATTEMPTS
 ) -> RepoTree:
     """Fetch the commit of a revision and the list of its files, in one request.
 
@@ -392,19 +390,19 @@ def fetch_tree(
         repo_id: "org/name".
         revision: A branch, tag, commit, or "refs/pr/1". None: main.
         token: A token, as in huggingface_hub.
-        retries: How often to retry if the Hub can't be reached, or asks to wait.
+        attempts: How often to ask at most, if the Hub can't be reached, or asks to wait.
 
     Raises:
         HubNotFoundError, HubAccessError, HubConnectionError, HubError: The Hub refused, or could not be reached.
     """
-    api, retry = HfApi(token=token, library_name="hfshard"), RetryPolicy(failures=retries)
+    api = HfApi(token=token, library_name="hfshard")
+    retry = hub_retry(attempts=attempts)
     while True:
         try:
             with translate_hub_errors(repo_id, token, revision=revision):
                 return tree_of(api, repo_id, revision)
         except HubConnectionError as error:
-            cause = error.__cause__
-            if not retry.can_wait(retry_after(cause.response) if isinstance(cause, HfHubHTTPError) else None):
+            if not retry.wait(retry_after=seconds_asked(error.__cause__)):
                 raise
 
 
@@ -416,7 +414,7 @@ def fetch_tree_for_reading(repo_id: str, revision: str | None, token: str | bool
         HubConnectionError: Offline mode is on, or the Hub can't be reached.
     """
     check_repo_id(repo_id)
-    return fetch_tree(repo_id, revision, token, retries=0 if constants.is_offline_mode() else len(RETRY_SECONDS))
+    return fetch_tree(repo_id, revision, token, attempts=1 if constants.is_offline_mode() else DOWNLOAD_ATTEMPTS)
 
 
 def check_repo_id(repo_id: str) -> None:
@@ -505,7 +503,7 @@ class Fetcher:
     def _tree(self, resolver: Resolver) -> RepoTree:
         """Ask the Hub for the list of files, and retry only if the cache does not have all of them."""
         try:
-            return fetch_tree(self.repo_id, self.query.revision, self.query.token, retries=0)
+            return fetch_tree(self.repo_id, self.query.revision, self.query.token, attempts=1)
         except HubConnectionError as error:
             if self._cached(resolver) is not None:
                 raise

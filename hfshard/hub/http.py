@@ -23,6 +23,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
 from hfshard._util.text import without_url_secrets
+from hfshard._util.threads import sleep_unless_cancelled
 from hfshard.errors import (
     HfshardError,
     HubAccessError,
@@ -33,82 +34,44 @@ from hfshard.errors import (
 )
 from hfshard.hub.repo import RemoteFile, RepoTree
 from hfshard.stores.hub_calls import (
-    ATTEMPTS,
     answer_errors,
     check_settings,
     describe_token,
     hide_secrets,
     http_library,
+    hub_retry,
     is_transient_error,
     offline_variable,
-    retry_after,
+    seconds_asked,
     shown_endpoint,
     status_of,
-    wait_and_retry,
     without_secrets,
 )
+from hfshard.stores.retry import retry_after
 
 logger = logging.getLogger(__name__)
 
-RETRY_SECONDS: Final = (0.5, 1.0, 2.0, 4.0, 8.0)
-"""How long to wait after each failure in a row; one more failure ends the transfer."""
+DOWNLOAD_ATTEMPTS: Final = 6
+"""Attempts at a download without a byte in between; the waits before them are 0.5, 1, 2, 4 and 8 seconds."""
 
 _BATCH_OBJECTS: Final = 256
 """Objects in one LFS request, as in huggingface_hub."""
 _URL_TRIES: Final = 2
 """Failures in a row of a file's storage URLs that are accepted before it is requested as huggingface_hub does."""
 _LFS_JSON: Final = "application/vnd.git-lfs+json"
-_TRY_AGAIN: Final = (408, 429)
 _OK: Final = 200
 _PARTIAL: Final = 206
 _CLIENT_ERROR: Final = 400
 _RANGE_REFUSED: Final = 416
-_SERVER_ERROR: Final = 500
-
-
-class TransferCancelledError(Exception):
-    """Cancellation of a transfer because another file of the same pull failed; it stays unfinished."""
 
 
 class _TryAgainError(Exception):
     """A response that may be different the next time."""
 
-    def __init__(self, problem: str, *, wait_seconds: float | None = None) -> None:
+    def __init__(self, problem: str, *, retry_after: float | None = None, first_seconds: float | None = None) -> None:
+        """Store the problem, and arguments of `Retry.wait`."""
         super().__init__(problem)
-        self.wait_seconds = wait_seconds
-
-
-class RetryPolicy:
-    """Count of failures in a row, and the waits between them."""
-
-    def __init__(self, cancelled: threading.Event | None = None, failures: int = len(RETRY_SECONDS)) -> None:
-        """Start at zero failures.
-
-        Args:
-            cancelled: Ends all waiting when it is set.
-            failures: The maximum number of failures in a row to wait after.
-        """
-        self.failures = 0
-        self._cancelled, self._most = cancelled or threading.Event(), failures
-
-    def progressed(self) -> None:
-        """Reset the count, because bytes have arrived."""
-        self.failures = 0
-
-    def check(self) -> None:
-        """Raise TransferCancelledError if the transfer was cancelled."""
-        if self._cancelled.is_set():
-            raise TransferCancelledError
-
-    def can_wait(self, wait_seconds: float | None = None) -> bool:
-        """Wait after a failure, as long as the server asked or longer each time; return False after too many."""
-        if self.failures >= self._most:
-            return False
-        seconds = RETRY_SECONDS[min(self.failures, len(RETRY_SECONDS) - 1)]
-        self.failures += 1
-        if self._cancelled.wait(seconds if wait_seconds is None else wait_seconds):
-            raise TransferCancelledError
-        return True
+        self.retry_after, self.first_seconds = retry_after, first_seconds
 
 
 class HubReader:
@@ -156,14 +119,14 @@ class HubReader:
         Raises:
             HubConnectionError: The connection failed repeatedly without a byte in between.
             HubAccessError, HubNotFoundError, HubError: The server refused.
-            TransferCancelledError: The transfer was cancelled.
+            InterruptedError: The transfer was cancelled.
         """
         at = start
-        retry = RetryPolicy(self.cancelled)
+        retry = hub_retry(attempts=DOWNLOAD_ATTEMPTS, cancelled=self.cancelled)
         by_range = True
         failures: tuple[type[Exception], ...] = (_TryAgainError, *answer_errors())
         while at < end:
-            retry.check()
+            sleep_unless_cancelled(0, self.cancelled)
             try:
                 begin, last = (at, end) if by_range else (0, self.tree.files[path].size)
                 with self._opened(path, begin, last, retry.failures) as (response, offset):
@@ -172,11 +135,11 @@ class HubReader:
                         offset += len(block)
                         if fresh:
                             at += len(fresh)
-                            retry.progressed()
+                            retry.reset()
                             yield fresh
                         if at >= end:
                             break
-                        retry.check()
+                        sleep_unless_cancelled(0, self.cancelled)
                 if at < end:
                     raise _TryAgainError("the response ended too early")
             except _RangeRefusedError as error:
@@ -189,7 +152,8 @@ class HubReader:
                 logger.info(
                     "The download of '%s' of '%s' failed at byte %d of %d: %s", path, self.repo_id, at, end, problem
                 )
-                if not retry.can_wait(getattr(error, "wait_seconds", None)):
+                asked = error if isinstance(error, _TryAgainError) else _TryAgainError(problem)
+                if not retry.wait(retry_after=asked.retry_after, first_seconds=asked.first_seconds):
                     raise HubConnectionError(
                         f"'{path}' of '{self.repo_id}' could not be downloaded: the connection failed "
                         f"{retry.failures + 1} times in a row, the last time with: {problem}. {remedy(at)}",
@@ -228,12 +192,12 @@ class HubReader:
         if status == _RANGE_REFUSED:
             raise _RangeRefusedError
         problem = f"HTTP {status} from {response.url.host}"
-        if status in _TRY_AGAIN or status >= _SERVER_ERROR:
-            raise _TryAgainError(problem, wait_seconds=retry_after(response))
+        if _may_pass(status):
+            raise _TryAgainError(problem, retry_after=retry_after(response))
         if status >= _CLIENT_ERROR and (is_direct or not _is_endpoint(response.url)):
             with self._lock:
                 self._urls.pop(oid or "", None)  # it has expired: a new one is requested
-            raise _TryAgainError(f"{problem}, the URL has expired", wait_seconds=0.0)
+            raise _TryAgainError(f"{problem}, the URL has expired", first_seconds=0.0)
         with translate_hub_errors(self.repo_id, self.token, revision=self.tree.commit):
             response.read()
             hf_raise_for_status(response)
@@ -267,8 +231,8 @@ class HubReader:
             "objects": [{"oid": oid, "size": size} for oid, size in objects.items()],
         }
         response = get_session().post(url, headers=headers, json=body, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT)
-        if response.status_code in _TRY_AGAIN or response.status_code >= _SERVER_ERROR:
-            raise _TryAgainError(f"HTTP {response.status_code}", wait_seconds=retry_after(response))
+        if _may_pass(response.status_code):
+            raise _TryAgainError(f"HTTP {response.status_code}", retry_after=retry_after(response))
         if response.status_code != _OK:
             shown = without_url_secrets(url)
             logger.debug("%s returned HTTP %d: requesting the files one by one.", shown, response.status_code)
@@ -399,6 +363,11 @@ def _path(name: object) -> str:
     return name
 
 
+def _may_pass(status: int) -> bool:
+    """Return whether a server that sent this status may handle the same request later."""
+    return status in _BUSY or status >= _SERVER_FAILED
+
+
 def send_request(
     repo_id: str, token: str | bool | None, question: Callable[[], _Answer], *, revision: str | None = None
 ) -> _Answer:
@@ -407,16 +376,17 @@ def send_request(
     Raises:
         HubError: The failure, as `translate_hub_errors` translates it.
     """
-    for attempt in range(1, ATTEMPTS + 1):
+    retry = hub_retry(f"The request for '{repo_id}' failed")
+    while True:
         try:
             with translate_hub_errors(repo_id, token, revision=revision):
                 return question()
         except HubConnectionError as error:
             cause = error.__cause__
-            if attempt == ATTEMPTS or cause is None or not is_transient_error(cause):
+            if cause is None or not is_transient_error(cause):
                 raise
-            wait_and_retry(attempt + 1, cause, f"The request for '{repo_id}' failed")
-    raise AssertionError("unreachable")
+            if not retry.wait(cause, retry_after=seconds_asked(cause)):
+                raise
 
 
 def translate(error: HfHubHTTPError, repo_id: str, token: str | bool | None, revision: str | None) -> HubError:
@@ -455,7 +425,7 @@ def translate(error: HfHubHTTPError, repo_id: str, token: str | bool | None, rev
             "or with write access for a push; to save one, run: hf auth login",
             **about,
         )
-    if status in _BUSY or status >= _SERVER_FAILED:
+    if _may_pass(status):
         return HubConnectionError(
             f"{shown_endpoint()} could not handle the request for '{repo_id}' (HTTP {status}).{said} Try again later.",
             **about,

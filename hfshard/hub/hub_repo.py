@@ -14,18 +14,18 @@ from hfshard._util.text import without_url_secrets
 from hfshard._util.threads import can_use_thread_pools
 from hfshard.constants import BIN_SUFFIX, CONFIG_NAME, MAX_INDEX_BYTES, README, SAFETENSORS_SUFFIX
 from hfshard.disk.byte_source import ByteSource, BytesSource
-from hfshard.errors import HfshardError, HubConnectionError, HubError, HubNotFoundError, IntegrityError
+from hfshard.errors import HfshardError, HubError, HubNotFoundError, IntegrityError
 from hfshard.format.file_names import INDEX_FILE
 from hfshard.hub.http import HubReader, send_request, translate_hub_errors, tree_of
 from hfshard.hub.repo import CommitRequest, PushResult, RepoTree, StaleParentError, full_name, pr_revision
 from hfshard.hub.upload import close_readers, operations_for, rewind_readers, xet_tokens
 from hfshard.stores.hub_calls import (
-    ATTEMPTS,
+    hub_retry,
     is_transient_error,
+    seconds_asked,
     shown_endpoint,
     status_of,
     transport_errors,
-    wait_and_retry,
 )
 from hfshard.stores.xet_tokens import XetTokens
 
@@ -282,7 +282,8 @@ class RemoteCommit:
             for addition in additions:
                 self._preupload([addition])
             return
-        for attempt in range(1, ATTEMPTS + 1):
+        retry = hub_retry(f"The upload to '{self.repo_id}' failed")
+        while True:
             rewind_readers(additions)  # huggingface_hub leaves them where an upload failed
             try:
                 self.api.preupload_lfs_files(
@@ -296,9 +297,9 @@ class RemoteCommit:
                 cause = _cause(error)
                 if isinstance(cause, HfshardError):
                     raise cause from error
-                if attempt == ATTEMPTS or not self._may_try_again(cause, uploading=cause is not error):
+                may_pass = self._may_try_again(cause, uploading=cause is not error)
+                if not may_pass or not retry.wait(cause, retry_after=seconds_asked(cause)):
                     raise cause from error
-                wait_and_retry(attempt + 1, cause, f"The upload to '{self.repo_id}' failed")
             else:
                 return
 
@@ -314,7 +315,8 @@ class RemoteCommit:
                 )
 
     def _make(self, operations: Sequence[CommitOperationAdd | CommitOperationDelete]) -> PushResult:
-        for attempt in range(1, ATTEMPTS + 1):
+        retry = hub_retry(f"The commit to '{self.repo_id}' failed")
+        while True:
             try:
                 info = self.api.create_commit(
                     self.repo_id,
@@ -334,12 +336,10 @@ class RemoteCommit:
                 if (landed := self._landed()) is not None:
                     logger.info("The commit to '%s' succeeded, although its response was lost.", self.repo_id)
                     return landed
-                if attempt == ATTEMPTS:
+                if not retry.wait(error, retry_after=seconds_asked(error)):
                     raise
-                wait_and_retry(attempt + 1, error, f"The commit to '{self.repo_id}' failed")
             else:
                 return _result(info)
-        raise HubConnectionError(f"The commit to '{self.repo_id}' failed.", path=self.repo_id)
 
     def _may_try_again(self, error: BaseException, *, uploading: bool) -> bool:
         """Return whether a retry may succeed: after a failed connection, a busy server, an expired storage URL."""

@@ -18,16 +18,18 @@ from hfshard.constants import COPY_BYTES
 from hfshard.errors import HubAccessError, HubConnectionError, HubError
 from hfshard.hub.repo import CommitRequest
 from hfshard.hub.upload import XET_VARIABLE, CheckedReader
-from hfshard.stores.byte_budget import (
+from hfshard.stores.byte_budget import file_push_memory_bytes, store_memory_bytes
+from hfshard.stores.hub_calls import describe_token, without_secrets
+from hfshard.stores.retry import Retry
+from hfshard.stores.xet import (
     BLOCK_BYTES,
     SMALL_BYTES,
+    XetCommit,
+    XetFailedError,
     commit_streams,
-    file_push_memory_bytes,
-    store_memory_bytes,
+    interruptible,
     upload_commits,
 )
-from hfshard.stores.hub_calls import describe_token, without_secrets
-from hfshard.stores.xet import XetCommit, XetFailedError, interruptible
 from hfshard.stores.xet_tokens import XetTokens, repo_token_url
 
 logger = logging.getLogger(__name__)
@@ -99,16 +101,16 @@ class XetStreams:
     def _send_together(self, additions: Sequence[CommitOperationAdd], memory_bytes: int) -> int:
         """Send files in one upload commit; if one of them fails, send all again."""
         path = additions[0].path_in_repo
-        for attempt in range(1, _TRIES + 1):
+        retry = Retry(attempts=_TRIES)
+        while True:
             try:
                 return self._stream_all(additions, memory_bytes)
             except XetFailedError as error:
-                if attempt == _TRIES or error.kind not in ("access", "connection"):
+                if error.kind not in ("access", "connection") or not retry.wait():
                     raise self._translated(error, path, len(additions) - 1) from error
                 logger.warning(
                     "Retrying the upload of %s to the Xet storage: %s", _named(path, len(additions) - 1), error
                 )
-        raise AssertionError("unreachable")
 
     def _stream_all(self, additions: Sequence[CommitOperationAdd], memory_bytes: int) -> int:
         sizes = [addition.upload_info.size for addition in additions]

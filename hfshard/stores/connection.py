@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import os
-import random
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import wait
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -20,9 +17,9 @@ from obstore.exceptions import (
 )
 
 from hfshard._util.text import without_url_secrets
-from hfshard._util.threads import ForkSafeLock, sleep_unless_cancelled, start_worker
+from hfshard._util.threads import ForkSafeLock, result_unless_cancelled, start_worker
 from hfshard.errors import StoreAccessError, StoreConnectionError, StoreError, StoreNotFoundError
-from hfshard.stores.retry import idle_timeout, initial_backoff, retry_seconds
+from hfshard.stores.retry import Retry, idle_timeout, initial_backoff, retry_seconds
 
 if TYPE_CHECKING:
     from obstore.store import AzureStore, BackoffConfig, ClientConfig, GCSStore, RetryConfig, S3Store
@@ -35,7 +32,6 @@ _EXPIRED: Final = frozenset({"ExpiredToken", "TokenRefreshRequired"})
 _UNKNOWN_KEY: Final = frozenset(
     {"InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "AuthenticationFailed", "InvalidAuthenticationInfo"}
 )
-_LONGEST_BACKOFF: Final = timedelta(seconds=15)
 _CONNECT: Final = timedelta(seconds=10)
 _WHOLE_DAY: Final = timedelta(days=1)
 _RETRIES: Final = 10
@@ -164,7 +160,10 @@ def make_clients(
     common: ClientConfig = {"allow_http": allow_http, "connect_timeout": min(stall, _CONNECT)}
     if authority is not None:
         common["root_certificate"] = authority
-    backoff: BackoffConfig = {"init_backoff": timedelta(seconds=initial_backoff()), "max_backoff": _LONGEST_BACKOFF}
+    backoff: BackoffConfig = {
+        "init_backoff": timedelta(seconds=initial_backoff()),
+        "max_backoff": timedelta(seconds=_LONGEST_WAIT),
+    }
     retries: RetryConfig = {
         "max_retries": _RETRIES,
         "retry_timeout": timedelta(seconds=retry_seconds()),
@@ -398,10 +397,11 @@ def _first(pattern: re.Pattern[str], text: str) -> str:
 _QUICK: Final = 0.2
 """Factor of the first wait: a broken connection is retried sooner than a service that asks for a pause."""
 _LONGEST_WAIT: Final = 15.0
+"""Also of the client that retries by itself."""
+_JITTER: Final = 0.2
+"""Ranks that fail together do not retry together."""
 _UNREACHED_SECONDS: Final = 15.0
 """Retry limit for a service that cannot be connected to; shorter than that for one that fails."""
-_LOOK_SECONDS: Final = 0.1
-"""Interval at which a thread that waits for a response checks whether its work was cancelled."""
 
 _Answer = TypeVar("_Answer")
 
@@ -420,15 +420,13 @@ def ask(request: Callable[[], _Answer]) -> _Answer:
     if answer is None:
         return request()
     try:
-        while not wait([answer], _LOOK_SECONDS).done:
-            sleep_unless_cancelled(0)
-        return answer.result()
+        return result_unless_cancelled(answer)
     finally:
         del answer  # its error's traceback holds this frame
 
 
-class Patience:
-    """Retry timing of one request, from its first failure on."""
+class RequestRetry(Retry):
+    """Retry of one request to a store: after which failures, how soon, and for how long."""
 
     def __init__(self, follow: Callable[[Failure], bool] = lambda failure: False) -> None:
         """Start the clock.
@@ -436,9 +434,8 @@ class Patience:
         Args:
             follow: After a failure, return whether the request now goes to another region; see `Connection.follower`.
         """
+        super().__init__(longest_seconds=_LONGEST_WAIT, jitter=_JITTER)
         self._follow = follow
-        self._begin = time.monotonic()
-        self._failures = 0
 
     def wait_after(self, failure: Failure) -> bool:
         """Wait until the request should be retried; return False at once if it should not.
@@ -450,21 +447,11 @@ class Patience:
             return True
         if not failure.is_transient:
             return False
-        first = initial_backoff() * (1 if failure.is_slow_down else _QUICK)
-        wait = min(first * 2**self._failures, _LONGEST_WAIT) * random.uniform(1, 1.2)
         limit = retry_seconds()
-        if failure.transport == "Connect":
-            limit = min(limit, _UNREACHED_SECONDS)
-        if time.monotonic() - self._begin + wait > limit:
-            return False
-        self._failures += 1
-        sleep_unless_cancelled(wait)
-        return True
-
-    def reset(self) -> None:
-        """Start again, since the request made progress."""
-        self._begin = time.monotonic()
-        self._failures = 0
+        return self.wait(
+            first_seconds=initial_backoff() * (1 if failure.is_slow_down else _QUICK),
+            budget_seconds=min(limit, _UNREACHED_SECONDS) if failure.transport == "Connect" else limit,
+        )
 
 
 # Settings and credentials of the environment, without the newline that ends a mounted secret.

@@ -23,7 +23,7 @@ from hfshard.errors import StoreAccessError, StoreError
 from hfshard.stores.connection import (
     Connection,
     Failure,
-    Patience,
+    RequestRetry,
     Service,
     client_settings,
     make_clients,
@@ -220,7 +220,7 @@ class _XmlCalls:
         url = f"{self._emulator or _ENDPOINT}/{self._bucket}{rest}"
         headers = {"Authorization": f"Bearer {self._token}", "Content-Type": "application/xml"}
         request = urllib.request.Request(url, body, headers, method=method)
-        patience = Patience()
+        retry = RequestRetry()
         while True:
             try:
                 with urllib.request.urlopen(request, timeout=idle_timeout() or 1) as answer:
@@ -231,7 +231,7 @@ class _XmlCalls:
                 failure = Failure(transport=type(error).__name__)
             if method == "DELETE" and failure.status == 404:
                 return ""
-            if not patience.wait_after(failure):
+            if not retry.wait_after(failure):
                 where = f"gs://{self._bucket}"
                 raise refusal(SERVICE, where, where, failure)
 

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import logging
-import math
 import os
 import re
 import sys
-import time
-from email.utils import parsedate_to_datetime
+import threading
 from typing import Any, Final
 
 from huggingface_hub import constants, get_session, get_token
 from huggingface_hub.errors import HfHubHTTPError
 
 from hfshard._util.text import without_url_secrets
-from hfshard._util.threads import sleep_unless_cancelled
 from hfshard.errors import HfshardError
-
-logger = logging.getLogger(__name__)
+from hfshard.stores.retry import Retry, retry_after
 
 ATTEMPTS: Final = 5
 """Number of times that a request is sent if its failure is transient."""
 _FIRST_WAIT_SECONDS: Final = 0.5
-_LONGEST_RETRY_AFTER: Final = 600.0
-"""The longest wait, in seconds, that a server may ask for."""
 _RETRIED: Final = frozenset({408, 429, 500, 502, 503, 504})
 
 _TOKEN_VARIABLES: Final = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
@@ -156,39 +149,16 @@ def is_transient_error(error: BaseException) -> bool:
     return isinstance(error, transport_errors())
 
 
-def wait_and_retry(attempt: int, error: BaseException, what: str) -> None:
-    """Log a failure and wait before the retry: twice as long each time, and at least as long as the Hub asks.
+def hub_retry(what: str = "", attempts: int = ATTEMPTS, cancelled: threading.Event | None = None) -> Retry:
+    """Create the retry of a request to the Hub; see `Retry` for the arguments."""
+    return Retry(what, attempts=attempts, first_seconds=_FIRST_WAIT_SECONDS, cancelled=cancelled)
 
-    Args:
-        attempt: Number of the next attempt, from 2.
-        error: The last attempt's error.
-        what: The failure, for the log.
-    """
-    wait_seconds = _FIRST_WAIT_SECONDS * 2 ** (attempt - 2)
-    if isinstance(error, HfHubHTTPError):
-        wait_seconds = max(wait_seconds, retry_after(error.response) or 0.0)
-    problem = without_url_secrets(str(error))
-    logger.warning("%s (%s); retrying in %g s, attempt %d of %d.", what, problem, wait_seconds, attempt, ATTEMPTS)
-    sleep_unless_cancelled(wait_seconds)
+
+def seconds_asked(error: BaseException | None) -> float | None:
+    """Return the seconds that the Hub's response asks clients to wait; None if there is none, or it does not say."""
+    return retry_after(error.response) if isinstance(error, HfHubHTTPError) else None
 
 
 def status_of(error: HfHubHTTPError) -> int:
     """Return the HTTP status of an error's response."""
     return int(error.response.status_code)
-
-
-def retry_after(response: Any) -> float | None:
-    """Return the seconds that a server asks clients to wait; None if it does not say."""
-    value = response.headers.get("Retry-After")
-    if value is None:
-        return None
-    try:
-        seconds = float(value)
-    except ValueError:
-        try:
-            seconds = parsedate_to_datetime(value).timestamp() - time.time()
-        except (ValueError, OverflowError):
-            return None
-    if math.isnan(seconds):
-        return None
-    return min(max(seconds, 0.0), _LONGEST_RETRY_AFTER)

@@ -25,8 +25,8 @@ from hfshard.errors import (
     StoreError,
 )
 from hfshard.stores import azure, gcs, s3
-from hfshard.stores.byte_budget import PART_MEMORY, store_memory_bytes
-from hfshard.stores.connection import OBSTORE_ERRORS, Connection, Failure, Patience, ask, read_failure, refusal
+from hfshard.stores.byte_budget import ByteBudget, ByteShare, store_memory_bytes
+from hfshard.stores.connection import OBSTORE_ERRORS, Connection, Failure, RequestRetry, ask, read_failure, refusal
 from hfshard.stores.store import ObjectWriter, StoredObject, neighbors_of
 
 if TYPE_CHECKING:
@@ -103,19 +103,19 @@ class ObjectStore:
     def read_into(self, found: StoredObject, begin: int, target: memoryview) -> None:
         """Fill memory with the bytes of an object from `begin` on; see `Store`."""
         filled = 0
-        patience = Patience(self._connection.follower())
+        retry = RequestRetry(self._connection.follower())
         while filled < len(target):
             self._connection.check_process()
             try:
                 for block in self._blocks(found, begin + filled, begin + len(target)):
                     target[filled : filled + len(block)] = block
                     filled += len(block)
-                    patience.reset()
+                    retry.reset()
                 if filled < len(target):
                     raise StoreConnectionError(f"The response for '{self._at(found.name)}' was too short. Try again.")
             except OBSTORE_ERRORS as error:
                 failure = read_failure(error)
-                if not patience.wait_after(failure):
+                if not retry.wait_after(failure):
                     raise self._unreadable(found, failure) from None
 
     def read(self, found: StoredObject) -> bytes:
@@ -201,7 +201,7 @@ class ObjectStore:
             name: The requested object or folder, for messages.
             note: Called with each failure after which the request may have been carried out.
         """
-        patience = Patience(self._connection.follower())
+        retry = RequestRetry(self._connection.follower())
         while True:
             self._connection.check_process()
             try:
@@ -210,7 +210,7 @@ class ObjectStore:
                 failure = read_failure(error)
             if failure.may_be_done:
                 note(failure)
-            if not patience.wait_after(failure):
+            if not retry.wait_after(failure):
                 # Without the cause: obstore prints complete requests and responses, signatures included.
                 raise self._final(failure, name) from None
 
@@ -365,7 +365,7 @@ class Upload:
         while len(rest):
             self._check()
             if self._buffer is None:
-                self._buffer = PART_MEMORY.take(min(self._part_bytes, self._size - self._written))
+                self._buffer = PART_MEMORY.take_buffer(min(self._part_bytes, self._size - self._written))
                 self._used = 0
             taken = min(len(rest), len(self._buffer) - self._used)
             self._buffer[self._used : self._used + taken] = rest[:taken]
@@ -401,7 +401,7 @@ class Upload:
             self._thread.join(_ABORT_SECONDS)
         self._drop_parts()
         if self._buffer is not None:
-            PART_MEMORY.give_back(self._buffer)
+            PART_MEMORY.give_back_buffer(self._buffer)
             self._buffer = None
         PART_MEMORY.leave()
 
@@ -454,7 +454,7 @@ class Upload:
 
     def _run(self) -> None:
         """Pass the parts to obstore in this thread; the outcome is in `_result` or `_error`."""
-        patience = Patience(self._connection.follower())
+        retry = RequestRetry(self._connection.follower())
         while True:
             try:
                 self._result = obstore.put(
@@ -472,7 +472,7 @@ class Upload:
                 return
             except OBSTORE_ERRORS as error:
                 # Until the first part is requested, a restart loses nothing.
-                if not self._asked and patience.wait_after(read_failure(error)):
+                if not self._asked and retry.wait_after(read_failure(error)):
                     continue
                 if not self._was_completed():
                     self._error = error
@@ -522,6 +522,76 @@ def _give_up_all() -> None:
 
 
 os.register_at_fork(after_in_child=_OPEN.clear)  # they are the parent's
+
+
+# Memory of the parts that are being filled or sent: bounded, and shared by all uploads of the process.
+
+
+_SHARE: Final = 3, 4
+"""Share of the allowed memory for parts; the client uses the rest."""
+
+
+class BufferPool(ByteBudget):
+    """Pool of reusable buffers for parts."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        super().__init__(by_thread=False)
+
+    def _renew(self) -> None:
+        super()._renew()
+        self._free: list[mmap] = []
+        self._shares: dict[mmap, ByteShare] = {}
+        self._uploads = 0
+
+    def join(self) -> None:
+        """Register the start of an upload."""
+        with self._changed:
+            self._uploads += 1
+
+    def leave(self) -> None:
+        """Register the end of an upload; after the last one, free all buffers."""
+        with self._changed:
+            self._uploads = max(0, self._uploads - 1)  # in a forked child, it may be the parent's
+            if not self._uploads:
+                self._free.clear()
+
+    def take_buffer(self, size: int) -> mmap:
+        """Return a buffer of this size, waiting until it fits. One that exceeds the budget waits to be the only one.
+
+        Raises:
+            InterruptedError: This thread's work was cancelled; see `sleep_unless_cancelled`.
+        """
+        limit = store_memory_bytes() * _SHARE[0] // _SHARE[1]
+        share = self.take(size, limit)
+        with self._changed:
+            buffer = next((kept for kept in self._free if len(kept) == size), None)
+            if buffer is not None:
+                self._free.remove(buffer)
+            while buffer is None and self._free and self.taken_bytes + sum(map(len, self._free)) > limit:
+                self._free.pop()
+        buffer = buffer or mmap(-1, size)  # not from the heap, which would keep it
+        self._shares[buffer] = share
+        return buffer
+
+    def lend(self, buffer: mmap, used: int) -> memoryview:
+        """Return a view of a buffer's first `used` bytes; the buffer returns to the pool when the view is freed."""
+        view = memoryview(buffer)[:used]
+        weakref.finalize(view, self.give_back_buffer, buffer).atexit = False
+        return view
+
+    def give_back_buffer(self, buffer: mmap) -> None:
+        """Return a buffer to the pool."""
+        with self._changed:
+            share = self._shares.pop(buffer, None)
+            if share is None:
+                return  # the parent's, in a forked child
+            if self._uploads:
+                self._free.append(buffer)
+            share.end()
+
+
+PART_MEMORY: Final = BufferPool()
 
 
 # Part sizes of an object.

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import re
 import threading
-from collections.abc import Callable
-from concurrent.futures import wait
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Literal, TypeVar
@@ -15,17 +15,9 @@ from typing import Any, Final, Literal, TypeVar
 import hf_xet
 
 from hfshard._util.text import without_url_secrets
-from hfshard._util.threads import ForkSafeLock, current_cancellation, start_worker
-from hfshard.stores.byte_budget import (
-    PIECE_BYTES,
-    SMALL_BYTES,
-    downloads_at_once,
-    reserve_download,
-    reserve_upload,
-    store_memory_bytes,
-    trim_heap,
-    uploads_at_once,
-)
+from hfshard._util.threads import ForkSafeLock, current_cancellation, result_unless_cancelled, start_worker
+from hfshard.stores.byte_budget import ByteBudget, store_memory_bytes
+from hfshard.stores.retry import Retry
 from hfshard.stores.xet_tokens import XetTokens
 
 logger = logging.getLogger(__name__)
@@ -36,9 +28,6 @@ FailureKind = Literal["access", "missing", "connection", "other"]
 
 _STATUS: Final = re.compile(r"\((\d{3}) [A-Z]")
 """The status of a response as hf_xet quotes it: "HTTP status client error (403 Forbidden)"."""
-
-_LOOK_SECONDS: Final = 0.2
-"""Interval of the cancellation check while waiting for hf_xet."""
 
 
 class XetFailedError(Exception):
@@ -114,18 +103,13 @@ def interruptible(call: Callable[[], _Answer], cancel: Callable[[], object]) -> 
     Raises:
         InterruptedError: In a thread of `run_in_threads`: another item failed, or Ctrl-C came.
     """
-    cancelled = current_cancellation()
-    if cancelled is None and threading.current_thread() is not threading.main_thread():
+    if current_cancellation() is None and threading.current_thread() is not threading.main_thread():
         return call()
     future = start_worker(call, "hfshard-xet", daemon=True)
     if future is None:
         return call()
     try:
-        # With a timeout in the main thread too: it can miss a signal that woke another thread.
-        while not wait([future], _LOOK_SECONDS).done:
-            if cancelled is not None and cancelled.is_set():
-                raise InterruptedError("another item failed, or Ctrl-C was pressed")
-        return future.result()
+        return result_unless_cancelled(future)
     except BaseException:
         if not future.done():
             SESSIONS.renew()
@@ -155,6 +139,71 @@ def failure_kind(error: Exception) -> FailureKind:
     return "other"
 
 
+# Memory that hf_xet's transfers use: it limits how many run at once, which hf_xet itself does not.
+
+
+_UPLOADS: Final = ByteBudget()
+_DOWNLOADS: Final = ByteBudget()
+
+UPLOAD_BYTES: Final = 170 * 2**20
+"""The most memory one stream uses: 64 MB gathered, and 64 MB packed and sent (measured: up to 165)."""
+_SESSION_BYTES: Final = 100 * 2**20
+"""Memory that hf_xet uses in addition (measured: 93)."""
+SMALL_BYTES: Final = 8_000_000
+"""The most bytes of a transfer that takes nothing from the budget."""
+PIECE_BYTES: Final = 16 * 2**20
+"""Bytes that one stream downloads: hf_xet returns them in blocks of up to 64 MB, each of which exists twice."""
+BLOCK_BYTES: Final = 64 * 2**20
+"""Bytes that hf_xet gathers from a commit's files before it sends them as a block."""
+_PIECE_SHARE: Final = 64 * 2**20
+"""Memory that one piece uses: sent, unpacked, and passed to Python."""
+
+
+def uploads_at_once(memory_bytes: int) -> int:
+    """Return the number of large uploads that fit this much memory; one is always allowed."""
+    return max(1, (memory_bytes - _SESSION_BYTES) // UPLOAD_BYTES)
+
+
+def commit_streams(sizes: Collection[int], memory_bytes: int) -> int:
+    """Return how many files of one commit this much memory allows at once; 0 if they cannot share a commit.
+
+    The rest of a file that does not fill a block waits in memory for the next file, which gathers a block of its own.
+    If no file is larger than a block, this uses no more than one large file (measured: 255 MB at most; a file of 300 MB
+    alone 255 MB, and two in one commit 282 MB).
+    """
+    at_once = max(0, memory_bytes - _SESSION_BYTES - BLOCK_BYTES) // UPLOAD_BYTES
+    return max(at_once, int(len(sizes) == 1 or max(sizes) <= BLOCK_BYTES))
+
+
+def upload_commits(sizes: Sequence[int], memory_bytes: int) -> list[list[int]]:
+    """Divide files into the fewest commits that fit this much memory: one, or one per large file and one for the rest.
+
+    Returns:
+        The file numbers of each commit.
+    """
+    every = list(range(len(sizes)))
+    if not every or commit_streams(sizes, memory_bytes):
+        return [every] if every else []
+    small = [number for number in every if sizes[number] <= BLOCK_BYTES]
+    return [*([number] for number in every if sizes[number] > BLOCK_BYTES), *([small] if small else [])]
+
+
+def downloads_at_once(memory_bytes: int) -> int:
+    """Return the number of pieces that fit this much memory; one is always allowed."""
+    return max(1, memory_bytes // _PIECE_SHARE)
+
+
+def trim_heap() -> None:
+    """Return freed memory to the system, if the C library supports it.
+
+    glibc keeps freed memory for the thread that used it: six files, one after another in six threads, use 540 MB
+    without this, and 231 MB with it.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+    if trim is not None:
+        trim(0)
+
+
 # Uploads to Xet storage as streams: nothing is written to disk, and memory is bounded.
 
 
@@ -180,12 +229,12 @@ class XetCommit:
     def __init__(
         self, tokens: XetTokens, total_bytes: int, *, at_once: int = 1, memory_bytes: int | None = None
     ) -> None:
-        """Wait for this commit's turn, and begin.
+        """Wait until this commit's memory is free, and begin.
 
         Args:
             tokens: Tokens to write.
             total_bytes: Bytes of all files that will be sent.
-            at_once: Number of large files that will be sent at once; each takes a turn.
+            at_once: Number of large files that will be sent at once; each takes its share of the memory.
             memory_bytes: Memory that all transfers may use; None: `store_memory_bytes`.
 
         Raises:
@@ -195,7 +244,8 @@ class XetCommit:
         arguments = tokens.arguments()
         self._tokens, self._total_bytes = tokens, total_bytes
         memory_bytes = memory_bytes or store_memory_bytes()
-        self._turns = [reserve_upload(total_bytes, memory_bytes) for _ in range(at_once)]
+        share_bytes = UPLOAD_BYTES if total_bytes > SMALL_BYTES else 0
+        self._shares = [_UPLOADS.take(share_bytes, memory_bytes - _SESSION_BYTES) for _ in range(at_once)]
         self._commit: Any = None
         try:
             self._commit = self.do(lambda: SESSIONS.get(memory_bytes).new_upload_commit(**arguments))
@@ -248,8 +298,8 @@ class XetCommit:
     def _end(self) -> None:
         if self._total_bytes > SMALL_BYTES:
             trim_heap()
-        for turn in self._turns:
-            turn.end()
+        for share in self._shares:
+            share.end()
 
 
 class XetStream:
@@ -279,7 +329,7 @@ class XetUpload:
     """Upload of one file: an `XetCommit` with a single `XetStream`."""
 
     def __init__(self, tokens: XetTokens, size: int) -> None:
-        """Wait for this upload's turn, and begin."""
+        """Wait until this upload's memory is free, and begin."""
         self._commit = XetCommit(tokens, size)
         try:
             self._stream = self._commit.open()
@@ -338,30 +388,31 @@ class XetReader:
         """
         for at in range(0, len(target), PIECE_BYTES):
             piece = target[at : at + PIECE_BYTES]
-            turn = reserve_download(len(piece))
-            try:
+            share_bytes = _PIECE_SHARE if len(piece) > SMALL_BYTES else 0
+            with _DOWNLOADS.take(share_bytes, store_memory_bytes()):
                 self._read_piece((file_hash, size), begin + at, piece)
-            finally:
-                turn.end()
 
     def _read_piece(self, file: tuple[str, int], begin: int, piece: memoryview) -> None:
         """Read one stream's piece; retry once, if that may help, with a new group and a new token.
 
         A failed stream can break all others of its group, and hf_xet requests a new token only by the clock.
         """
-        for is_last in (False, True):
+        retry = Retry(attempts=2)
+        while True:
             group, target = self._current_group(), _Target(piece)
             call = partial(call_xet, partial(_fill, group, file, begin, target))
             try:
                 interruptible(call, partial(self._abort, group, target))
             except XetFailedError as error:
                 self._forget(group)
-                if error.kind in ("access", "other"):
-                    self._tokens.forget()
-                if is_last and error.kind == "other":  # what failed is lost in hf_xet: "Data sender was dropped"
-                    raise XetFailedError(f"it stopped sending ({error})", "connection") from error
-                if is_last or error.kind not in ("access", "other"):
+                if error.kind not in ("access", "other"):
                     raise
+                self._tokens.forget()
+                if retry.wait():
+                    continue
+                if error.kind == "other":  # what failed is lost in hf_xet: "Data sender was dropped"
+                    raise XetFailedError(f"it stopped sending ({error})", "connection") from error
+                raise
             else:
                 return
 

@@ -9,12 +9,21 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 from types import FrameType
 
 import pytest
 import torch
 
-from hfshard._util.threads import LendingLock, run_in_threads, sleep_unless_cancelled, start_worker
+from hfshard._util.threads import (
+    LendingLock,
+    result_unless_cancelled,
+    run_in_threads,
+    sleep_unless_cancelled,
+    start_worker,
+)
 from hfshard.errors import HubConnectionError
 
 
@@ -47,6 +56,50 @@ def test_a_thread_that_pauses_ends_with_the_others() -> None:
     with pytest.raises(HubConnectionError):
         run_in_threads(work, [0, 1], 2)
     sleep_unless_cancelled(0)  # outside of any
+
+
+def test_a_thread_that_waits_for_a_result_ends_with_the_others() -> None:
+    waits = threading.Event()
+
+    def work(item: int, stop: threading.Event) -> None:
+        if item == 0:
+            waits.set()
+            result_unless_cancelled(Future[None]())
+        assert waits.wait(60)
+        raise HubConnectionError("no")
+
+    with pytest.raises(HubConnectionError):
+        run_in_threads(work, [0, 1], 2)
+
+
+def test_a_result_or_error_that_is_waited_for_holds_no_memory_afterwards() -> None:
+    class Block:
+        """What a failed request would have filled."""
+
+    def fail(block: Block) -> None:
+        raise HubConnectionError("no")
+
+    block = Block()
+    freed = weakref.ref(block)
+    gc.disable()
+    try:
+        with pytest.raises(HubConnectionError):
+            wait_for_worker(partial(fail, block))
+        del block
+        assert freed() is None
+    finally:
+        gc.enable()
+    assert wait_for_worker(lambda: 5) == 5
+
+
+def wait_for_worker(work: Callable[[], int | None]) -> int | None:
+    """What a worker's function gives."""
+    worker = start_worker(work, "name")
+    assert worker is not None
+    try:
+        return result_unless_cancelled(worker)
+    finally:
+        del worker
 
 
 def test_first_error_in_time_is_raised_and_nothing_more_is_begun() -> None:

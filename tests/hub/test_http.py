@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar
@@ -12,6 +13,7 @@ import pytest
 from huggingface_hub import HfApi, constants, file_download
 
 from hfshard.errors import HubConnectionError
+from hfshard.hub.download import fetch_tree
 from hfshard.hub.http import HubReader, tree_of
 from hfshard.hub.repo import RemoteFile, RepoTree
 
@@ -22,9 +24,14 @@ SHA256 = "a" * 64
 
 
 class Impatient(threading.Event):
-    """Waits for nothing."""
+    """Waits for nothing, and notes for how long it was to wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[float] = []
 
     def wait(self, timeout: float | None = None) -> bool:
+        self.waits += [timeout] if timeout else []
         return self.is_set()
 
 
@@ -106,6 +113,33 @@ def test_answer_that_makes_no_sense_is_an_error_of_the_connection(
     with pytest.raises(HubConnectionError, match=r"'config\.json' of 'org/m' could not be downloaded") as raised:
         read()
     assert problem in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ("0", [0.5, 1.0, 2.0, 4.0, 8.0]),
+        ("Fri, 31 Dec 1999 23:59:59 GMT", [0.5, 1.0, 2.0, 4.0, 8.0]),
+        ("3", [3.0] * 3 + [4.0, 8.0]),
+    ],
+)
+def test_a_busy_server_that_asks_for_no_wait_is_not_asked_six_times_at_once(
+    handler: type[Handler], monkeypatch: pytest.MonkeyPatch, asked: str, expected: list[float]
+) -> None:
+    handler.answer = 429, {"Retry-After": asked}, b""
+    impatient = Impatient()
+    tree = RepoTree("b" * 40, {"config.json": RemoteFile(len(RAW), None, "c" * 40)})
+
+    with pytest.raises(HubConnectionError, match=r"failed 6 times in a row, the last time with: HTTP 429"):
+        HubReader("org/m", tree, False, impatient).read_all("config.json")
+    assert impatient.waits == expected
+
+    waits: list[float] = []
+    monkeypatch.setattr(time, "sleep", waits.append)
+    monkeypatch.setattr(Handler, "do_GET", lambda handler: handler._send(*handler.answer))
+    with pytest.raises(HubConnectionError, match="HTTP 429"):
+        fetch_tree("org/m", None, False)
+    assert waits == expected
 
 
 @pytest.mark.parametrize(

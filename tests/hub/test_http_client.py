@@ -62,11 +62,9 @@ def test_an_endpoint_is_shown_without_its_user(monkeypatch: pytest.MonkeyPatch, 
 MIRROR = """
 import sys, time, traceback
 import torch, hfshard
-from hfshard.hub import http
 from hfshard.stores.open_store import open_store
 
 time.sleep = lambda seconds: None
-http.RETRY_SECONDS = (0,) * 5
 
 
 def fail(act, *args, **options):

@@ -1,68 +1,110 @@
-"""Transfers over Xet take turns, so that memory is bounded."""
+"""The budget of memory that transfers share: who waits for whom, and what ends the waiting."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
-import hf_xet
 import pytest
 
-from hfshard.stores import byte_budget
-from hfshard.stores.byte_budget import TransferSlot
-from hfshard.stores.xet import _new_session, session_limits
+from hfshard._util.threads import run_in_threads
+from hfshard.stores import xet
+from hfshard.stores.byte_budget import ByteBudget, ByteShare
+from hfshard.stores.object_store import BufferPool
+from hfshard.stores.xet import XetReader
+from hfshard.stores.xet_tokens import XetTokens
+
+MIB = 1 << 20
 
 
-def test_memory_says_how_many_go_at_once() -> None:
-    at_once = [byte_budget.uploads_at_once(size << 20) for size in (32, 256, 512, 1024)]
-    assert at_once == [1, 1, 2, 5]
-    assert [byte_budget.downloads_at_once(size << 20) for size in (32, 256, 512, 1024)] == [1, 4, 8, 16]
+def taken_by_another_thread(budget: ByteBudget, nbytes: int, limit: int) -> tuple[threading.Thread, list[ByteShare]]:
+    """A thread that takes bytes, and what it got so far."""
+    got: list[ByteShare] = []
+    thread = threading.Thread(target=lambda: got.append(budget.take(nbytes, limit)))
+    thread.start()
+    thread.join(0.05)
+    return thread, got
 
 
-def test_files_share_upload_commits_as_the_memory_allows() -> None:
-    sizes = [300_000_000, 40_000_000, 67_108_864, 67_108_865, 10]
+def test_another_thread_waits_until_all_fits() -> None:
+    budget = ByteBudget()
+    with budget.take(60, 100):
+        _, got_first = taken_by_another_thread(budget, 40, 100)
+        second, got_second = taken_by_another_thread(budget, 41, 100)
+        # The first thread has ended: the second may have its number, and not its bytes.
+        assert len(got_first) == 1 and not got_second
+        assert budget.taken_bytes == 100
+    second.join(60)
+    assert len(got_second) == 1 and budget.taken_bytes == 81
 
-    assert byte_budget.upload_commits(sizes, 333 << 20) == [[0], [3], [1, 2, 4]]
-    assert byte_budget.upload_commits(sizes, 334 << 20) == [[0, 1, 2, 3, 4]]
-    assert byte_budget.upload_commits([300_000_000], 32 << 20) == [[0]]
-    assert byte_budget.upload_commits([40_000_000] * 3, 32 << 20) == [[0, 1, 2]]
-    assert byte_budget.upload_commits([], 256 << 20) == []
-    assert [byte_budget.commit_streams(sizes, size << 20) for size in (333, 334, 504, 768, 1024)] == [0, 1, 2, 3, 5]
-    assert byte_budget.commit_streams([40_000_000] * 3, 256 << 20) == 1
+    got_first.pop().end()
+    got_second.pop().end()
+    assert budget.taken_bytes == 0
 
 
-def test_large_transfers_wait_for_each_other_and_small_ones_do_not() -> None:
-    row = byte_budget._Turns(lambda memory_bytes: 1)
-    first, again, small = TransferSlot(row, 10**8), TransferSlot(row, 10**8), TransferSlot(row, 10)
-    begun: list[TransferSlot] = []
-    other = threading.Thread(target=lambda: begun.append(TransferSlot(row, 10**8)))
-    other.start()
+def test_more_than_the_limit_waits_to_be_alone() -> None:
+    budget = ByteBudget()
+    small = budget.take(1, 100)
+    thread, got = taken_by_another_thread(budget, 1000, 100)
+    assert not got
 
-    other.join(0.05)
-    assert not begun  # the thread that has a turn got another one; the other thread waits for both
-    again.end()
     small.end()
-    other.join(0.05)
-    assert not begun
+    small.end()  # once more does nothing
+    thread.join(60)
+    assert len(got) == 1 and budget.taken_bytes == 1000
+
+
+def test_a_thread_that_has_some_gets_more_and_what_is_forgotten_returns() -> None:
+    budget = ByteBudget()
+    first, again, nothing = budget.take(100, 100), budget.take(100, 100), budget.take(0, 100)
+    thread, got = taken_by_another_thread(budget, 100, 100)
+
+    assert not got  # the thread that has some got more; the other thread waits for both
+    again.end()
+    nothing.end()
+    thread.join(0.05)
+    assert not got
     del first  # forgotten, not ended
-    other.join(60)
-    assert len(begun) == 1
+    thread.join(60)
+    assert len(got) == 1
 
 
-@pytest.mark.compat
-def test_hf_xet_knows_the_settings_that_bound_it() -> None:
-    limits = session_limits(256 << 20)
+def test_a_thread_waits_for_its_own_bytes_where_others_return_them() -> None:
+    budget = ByteBudget(by_thread=False)
+    first = budget.take(100, 100)
+    timer = threading.Timer(0.05, first.end)
+    timer.start()
 
-    assert limits.keys() <= set(hf_xet.XetConfig().keys())
-    assert limits["client.ac_max_upload_concurrency"] == 1
-    assert limits["reconstruction.download_buffer_limit"] == 67_108_864
+    with budget.take(100, 100):
+        assert budget.taken_bytes == 100
+    timer.join()
 
 
-def test_users_settings_that_take_less_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_XET_FIXED_UPLOAD_CONCURRENCY", "16")
-    monkeypatch.setenv("HF_XET_RECONSTRUCTION_MIN_PREFETCH_BUFFER", "1mb")
+@pytest.mark.parametrize("kind", ["parts", "uploads", "downloads"])
+def test_a_failure_of_another_item_ends_the_waiting(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setenv("HFSHARD_STORE_MEMORY", "32MiB")
+    pool = BufferPool()
+    target = memoryview(bytearray(9_000_000))
+    cases: dict[str, tuple[ByteBudget, Callable[[], object]]] = {
+        "parts": (pool, lambda: pool.take_buffer(24 * MIB)),
+        "uploads": (xet._UPLOADS, lambda: xet._UPLOADS.take(24 * MIB, 24 * MIB)),
+        "downloads": (xet._DOWNLOADS, lambda: XetReader(XetTokens("")).read_into("0" * 64, len(target), 0, target)),
+    }
+    budget, take = cases[kind]
+    is_waiting = threading.Event()
+    ended: list[str] = []
 
-    shown = repr(_new_session(256 << 20))
+    def work(item: str, cancelled: threading.Event) -> None:
+        if item == "fails":
+            assert is_waiting.wait(60)
+            raise ValueError("failed")
+        is_waiting.set()
+        try:
+            take()
+        except InterruptedError as error:
+            ended.append(str(error))
 
-    assert "client.ac_min_upload_concurrency=1," in shown
-    assert "client.ac_max_upload_concurrency=1," in shown
-    assert "reconstruction.min_prefetch_buffer=1000000," in shown
+    with budget.take(24 * MIB, 24 * MIB), pytest.raises(ValueError, match="failed"):
+        run_in_threads(work, ["waits", "fails"], 2)
+    assert ended == ["another item failed, or Ctrl-C was pressed"]
+    assert budget.taken_bytes == 0

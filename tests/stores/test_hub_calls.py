@@ -18,9 +18,9 @@ from hfshard.stores.hub_calls import (
     describe_token,
     hide_secrets,
     http_library,
+    hub_retry,
     is_transient_error,
-    retry_after,
-    wait_and_retry,
+    seconds_asked,
 )
 
 TOKEN = "hf_abcdefghijklmnop"
@@ -44,38 +44,22 @@ def test_a_busy_server_or_a_lost_connection_may_pass_and_a_refusal_does_not() ->
     assert issubclass(library.InvalidURL, answer_errors()) and issubclass(library.TooManyRedirects, answer_errors())
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        ("7", 7.0),
-        ("0.5", 0.5),
-        ("-3", 0.0),
-        ("86400", 600.0),
-        ("Fri, 31 Dec 1999 23:59:59 GMT", 0.0),
-        ("Fri, 31 Dec 9998 23:59:59 GMT", 600.0),
-        ("soon", None),
-        ("nan", None),
-        ("Fri, 31 Dec 99999999999999999999 00:00:00 GMT", None),
-        ("", None),
-    ],
-)
-def test_a_server_may_ask_for_ten_minutes_at_most(value: str, expected: float | None) -> None:
-    assert retry_after(refusal(429, Retry_After=value).response) == expected
-
-
-def test_a_retry_waits_twice_as_long_each_time_or_as_long_as_the_server_asks(
+def test_a_retry_waits_twice_as_long_each_time_or_as_long_as_the_hub_asks(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(hub_calls, "_FIRST_WAIT_SECONDS", 0.001)
-    with caplog.at_level(logging.WARNING, "hfshard.stores.hub_calls"):
-        wait_and_retry(2, OSError("GET https://me:pw@hub/a?sig=x failed"), "Listing failed")
-        wait_and_retry(5, refusal(503, "busy"), "Listing failed")
-        wait_and_retry(5, refusal(503, "busy", Retry_After="0.02"), "Listing failed")
+    retry = hub_retry("Listing failed")
+    lost, busy = OSError("GET https://me:pw@hub/a?sig=x failed"), refusal(503, "busy")
+    limited = refusal(429, "slow", Retry_After="0.02")
+    with caplog.at_level(logging.WARNING, "hfshard.stores.retry"):
+        goes_on = [retry.wait(error, retry_after=seconds_asked(error)) for error in (lost, busy, limited, busy, busy)]
 
+    assert goes_on == [True, True, True, True, False]
     assert [record.getMessage() for record in caplog.records] == [
         "Listing failed (GET https://hub/a?… failed); retrying in 0.001 s, attempt 2 of 5.",
+        "Listing failed (busy); retrying in 0.002 s, attempt 3 of 5.",
+        "Listing failed (slow); retrying in 0.02 s, attempt 4 of 5.",
         "Listing failed (busy); retrying in 0.008 s, attempt 5 of 5.",
-        "Listing failed (busy); retrying in 0.02 s, attempt 5 of 5.",
     ]
 
 
