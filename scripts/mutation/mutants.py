@@ -207,9 +207,9 @@ MUTANTS: Final = (
     Mutant(
         "budget-exceeded-by-one",
         "parts that are uploaded together stay within the memory that is allowed",
-        "            while self._in_use and self._in_use + size > limit:",
-        "            while self._in_use > limit:",
-        ("tests/stores/test_byte_budget_part_memory.py", "tests/stores/test_byte_budget.py"),
+        "        return sum(count for count, _ in taken) + nbytes > limit_bytes",
+        "        return sum(count for count, _ in taken) > limit_bytes",
+        ("tests/stores/test_byte_budget.py", "tests/stores/test_object_store_parts.py"),
     ),
     Mutant(
         "short-token-is-shown",
@@ -222,8 +222,8 @@ MUTANTS: Final = (
     Mutant(
         "one-retry-less",
         "a download is tried again as often as documented",
-        "        if self.failures >= self._most:",
-        "        if self.failures + 1 >= self._most:",
+        "        if self._attempts is not None and self.failures + 1 >= self._attempts:",
+        "        if self._attempts is not None and self.failures + 2 >= self._attempts:",
         ("tests/hub/pull/test_faults.py::test_what_keeps_failing_is_given_up_and_what_came_is_kept",),
     ),
     Mutant(
