@@ -192,11 +192,6 @@ def with_message(model_class: type, options: PushOptions) -> PushOptions:
     return replace(options, commit_message=DEFAULT_MESSAGE if "Model" in name else f"Upload {name}")
 
 
-def default_repo_id(directory: str) -> str:
-    """Return the default repo name of `save_pretrained(push_to_hub=True)`, which is that of the directory."""
-    return os.path.basename(os.path.abspath(directory))
-
-
 # README.md of a pushed model, as transformers creates it: a card from the template, and its tags.
 
 

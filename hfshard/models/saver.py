@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from hfshard._util.addresses import is_store_address, reject_hub_arguments
-from hfshard._util.arguments import absolute_path, reject_pickle_request, reject_unknown_arguments
+from hfshard._util.addresses import is_store_address
+from hfshard._util.arguments import absolute_path
 from hfshard.commit.hub_marker import absolute_repo_id, reject_hub_directory
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
 from hfshard.distributed.group_store import has_other_ranks
@@ -22,7 +22,6 @@ from hfshard.distributed.save_on_ranks import abort_peers_on_error, needs_all_ra
 from hfshard.errors import InvalidArgumentError
 from hfshard.format.index import CheckpointIndex
 from hfshard.hub.push_files import PushOptions
-from hfshard.models.load_arguments import PUSH_ARGUMENTS, SAVE_ARGUMENTS
 from hfshard.models.model_classes import (
     call_with_overrides,
     class_before_fsdp,
@@ -36,7 +35,6 @@ from hfshard.models.model_classes import (
 from hfshard.models.model_kinds import request_from_model
 from hfshard.models.patching import OverrideCall, active_call, upstream
 from hfshard.models.push_model import (
-    default_repo_id,
     make_model_card,
     push_by_directory,
     push_model,
@@ -45,27 +43,16 @@ from hfshard.models.push_model import (
     with_message,
 )
 from hfshard.models.rank_parts import is_part, is_part_of_push, reject_partial_save
+from hfshard.models.save_arguments import (
+    PUSH_ARGUMENTS,
+    SAVE_ARGUMENTS,
+    check_push_arguments,
+    check_save_arguments,
+    take_repo_id,
+    without_defaults,
+)
 from hfshard.saving.save_request import SaveOptions, SaveRequest
 from hfshard.tensors.state_dict import reject_partitioned
-
-_DEFAULTS: Final[dict[str, Any]] = {
-    "is_main_process": True,
-    "state_dict": None,
-    "push_to_hub": False,
-    "max_shard_size": DEFAULT_MAX_SHARD_SIZE,
-    "variant": None,
-    "token": None,
-    "save_peft_format": True,
-    "save_original_format": True,
-    "distributed_checkpoint": False,
-    "packing": "greedy",
-}
-"""Only arguments that differ from these are passed to an override, as in a direct call of it."""
-
-
-def without_defaults(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop the arguments of `save_pretrained` that have their default values."""
-    return {name: value for name, value in arguments.items() if name not in _DEFAULTS or value != _DEFAULTS[name]}
 
 
 def save_with_overrides(
@@ -172,15 +159,11 @@ def handle_save_pretrained(
     **kwargs: Any,
 ) -> CheckpointIndex | None:
     """Save in place of PreTrainedModel's own `save_pretrained`, with its arguments, below all overrides."""
-    reject_pickle_request(kwargs)
-    kwargs.pop("save_function", None)  # of accelerate's older examples; transformers ignores it too
-    reject_unknown_arguments(kwargs, SAVE_ARGUMENTS, "save_pretrained")
+    directory = absolute_path(save_directory, "save_directory")
+    check_save_arguments(directory, token, kwargs, SAVE_ARGUMENTS, push_to_hub=push_to_hub)
     options = replace(
         options, max_shard_size=max_shard_size, variant=variant, save_original_format=save_original_format
     )
-    directory = absolute_path(save_directory, "save_directory")
-    if is_store_address(directory) and not push_to_hub:
-        reject_hub_arguments(directory, revision=kwargs.get("revision"), token=token)
     if needs_transformers_saver(model, distributed_checkpoint=distributed_checkpoint):
         if is_main_process and state_dict is None:
             reject_partitioned(model)
@@ -249,7 +232,7 @@ def _request(
 
 def _push_again(model: Any, directory: str, arguments: dict[str, Any], token: str | bool | None) -> None:
     """Push what transformers has saved, by saving it again."""
-    repo_id = arguments.pop("repo_id", None) or default_repo_id(directory)
+    repo_id = take_repo_id(arguments, directory)
     model.push_to_hub(repo_id, token=token, **arguments)
 
 
@@ -262,7 +245,7 @@ def _push_files(
     together: SharedPush,
 ) -> None:
     """Push the files of a save into a directory; after a save into a store, push from memory instead."""
-    repo_id = arguments.pop("repo_id", None) or default_repo_id(directory)
+    repo_id = take_repo_id(arguments, directory)
     together.agree_on(absolute_repo_id(repo_id))
     make_card = partial(make_model_card, tags=tags_of(model, arguments.pop("tags", None)))
     options = with_message(class_before_fsdp(type(model)), PushOptions(**arguments))
@@ -302,9 +285,7 @@ def push_pretrained_model(
     """
     with push_together(is_collective=is_part_of_push(model)) as together:
         repo_id = absolute_repo_id(repo_id)
-        rest = dict(unknown)
-        reject_pickle_request(rest)
-        reject_unknown_arguments(rest, PUSH_ARGUMENTS - rest.keys(), "push_to_hub")
+        check_push_arguments(dict(unknown), PUSH_ARGUMENTS)
         options = SaveOptions(**saving)
         push_options = with_message(class_before_fsdp(type(model)), PushOptions(**pushing))
         make_card = partial(make_model_card, tags=tags_of(model, tags))
