@@ -29,7 +29,7 @@ from hfshard.distributed.spread_tensor import has_spread
 from hfshard.errors import InvalidArgumentError
 from hfshard.hub.push_files import PushOptions
 from hfshard.models.module_weights import save_module
-from hfshard.models.push_model import push_by_directory, push_model
+from hfshard.models.push_model import merge_tags, push_by_directory, push_model
 from hfshard.models.save_arguments import (
     PUSH_ARGUMENTS,
     check_push_arguments,
@@ -314,7 +314,7 @@ def push_plain(
     message = pushing["commit_message"] or _MESSAGE
     options = PushOptions(**{**pushing, "revision": revision, "commit_message": message})
     repo_id = absolute_repo_id(repo_id)
-    make_card = partial(_card, model, extras, [tags] if isinstance(tags, str) else list(tags or ()))
+    make_card = partial(_card, model, extras, tags)
     is_spread = isinstance(model, nn.Module) and has_spread(dict(model.named_parameters()))
     with push_together(is_collective=is_spread) as together:
         together.agree_on(repo_id)
@@ -346,13 +346,15 @@ def _reject_patterns(kwargs: dict[str, Any]) -> None:
             )
 
 
-def _card(model: Any, extras: ModuleFiles, tags: Sequence[str], read_old: Callable[[], bytes] | None) -> bytes | None:
+def _card(
+    model: Any, extras: ModuleFiles, tags: Sequence[str] | str | None, read_old: Callable[[], bytes] | None
+) -> bytes | None:
     """Create the card of a repo that has none; an existing one is kept, since it may have been edited."""
     if read_old is not None:
         return None
     card = model.generate_model_card(**extras.card_values)
     if tags:
-        card.data.tags = list(dict.fromkeys([*(card.data.tags or ()), *tags]))
+        card.data.tags = merge_tags(card.data.tags, tags)
     return str(card).encode()
 
 

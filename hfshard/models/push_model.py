@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
@@ -144,12 +144,6 @@ def _kept_card(card: ByteSource, read_old: Callable[[], bytes] | None) -> bytes 
     return None if read_old is not None else _bytes_of(card)
 
 
-def tags_of(model: Any, tags: Sequence[str] | str | None) -> list[str]:
-    """Collect the tags of a model's card: the model's own, and the requested ones."""
-    requested = [tags] if isinstance(tags, str) else list(tags or ())
-    return list(dict.fromkeys([*(getattr(model, "model_tags", None) or ()), *requested]))
-
-
 def _pushing(
     contents: dict[str, ByteSource],
     variants: frozenset[str | None],
@@ -228,13 +222,19 @@ def make_model_card(read_old: Callable[[], bytes] | None, tags: Sequence[str]) -
             f"Cannot add the tags to the README.md on the hub, whose metadata cannot be read: {error}. Fix it there, "
             "or push without tags."
         ) from error
-    there = card.data.tags or []
-    there = [there] if isinstance(there, str) else list(there)
-    missing = [tag for tag in tags if tag not in there]
-    if not missing:
+    merged = merge_tags(card.data.tags, tags)
+    if merged == merge_tags(card.data.tags):
         return None
-    card.data.tags = [*there, *missing]
+    card.data.tags = merged
     return _to_bytes(card)
+
+
+def merge_tags(*groups: Iterable[str] | str | None) -> list[str]:
+    """Merge the tags of a card; each group is one tag, several, or None."""
+    tags: list[str] = []
+    for group in groups:
+        tags += [group] if isinstance(group, str) else group or ()
+    return list(dict.fromkeys(tags))
 
 
 def _to_bytes(card: ModelCard) -> bytes:

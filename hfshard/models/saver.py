@@ -36,10 +36,10 @@ from hfshard.models.model_kinds import request_from_model
 from hfshard.models.patching import OverrideCall, active_call, upstream
 from hfshard.models.push_model import (
     make_model_card,
+    merge_tags,
     push_by_directory,
     push_model,
     push_saved_files,
-    tags_of,
     with_message,
 )
 from hfshard.models.rank_parts import is_part, is_part_of_push, reject_partial_save
@@ -247,12 +247,16 @@ def _push_files(
     """Push the files of a save into a directory; after a save into a store, push from memory instead."""
     repo_id = take_repo_id(arguments, directory)
     together.agree_on(absolute_repo_id(repo_id))
-    make_card = partial(make_model_card, tags=tags_of(model, arguments.pop("tags", None)))
+    make_card = partial(make_model_card, tags=_tags_of(model, arguments.pop("tags", None)))
     options = with_message(class_before_fsdp(type(model)), PushOptions(**arguments))
     if is_store_address(directory):
         push_model(request, repo_id, make_card, options, together)
     else:
         push_saved_files(request, index, directory, repo_id, make_card, options, together)
+
+
+def _tags_of(model: Any, tags: list[str] | str | None) -> list[str]:
+    return merge_tags(getattr(model, "model_tags", None), tags)
 
 
 # Pushes of a transformers model: straight from memory, or from the files that its own save_pretrained writes.
@@ -288,7 +292,7 @@ def push_pretrained_model(
         check_push_arguments(dict(unknown), PUSH_ARGUMENTS)
         options = SaveOptions(**saving)
         push_options = with_message(class_before_fsdp(type(model)), PushOptions(**pushing))
-        make_card = partial(make_model_card, tags=tags_of(model, tags))
+        make_card = partial(make_model_card, tags=_tags_of(model, tags))
         together.agree_on(repo_id)
         if needs_transformers_saver(model, distributed_checkpoint=False) or has_override(
             type(model), "save_pretrained"
