@@ -19,7 +19,7 @@ from torch import nn
 
 from hfshard._util.addresses import is_store_address
 from hfshard._util.arguments import absolute_path
-from hfshard.commit.hub_marker import absolute_repo_id, reject_hub_directory
+from hfshard.commit.hub_marker import reject_hub_directory
 from hfshard.constants import CONFIG_NAME, README
 from hfshard.disk.byte_source import BytesSource
 from hfshard.disk.fsops import rename, unlink_if_exists, write_file
@@ -29,7 +29,7 @@ from hfshard.distributed.spread_tensor import has_spread
 from hfshard.errors import InvalidArgumentError
 from hfshard.hub.push_files import PushOptions
 from hfshard.models.module_weights import save_module
-from hfshard.models.push_model import merge_tags, push_by_directory, push_model
+from hfshard.models.push_model import begin_push, merge_tags
 from hfshard.models.save_arguments import (
     PUSH_ARGUMENTS,
     check_push_arguments,
@@ -306,25 +306,21 @@ def push_plain(
         UnknownArgumentError: A keyword argument is unknown.
         Everything that `hfshard.push_checkpoint` raises, and overrides of the class.
     """
-    rest = dict(kwargs)
-    extras = ModuleFiles.taken_from(rest)
-    revision = _revision_of(pushing["revision"], rest.pop("branch", None))
-    _reject_patterns(rest)
-    check_push_arguments(rest, _PUSH_ARGUMENTS)
-    message = pushing["commit_message"] or _MESSAGE
-    options = PushOptions(**{**pushing, "revision": revision, "commit_message": message})
-    repo_id = absolute_repo_id(repo_id)
-    make_card = partial(_card, model, extras, tags)
     is_spread = isinstance(model, nn.Module) and has_spread(dict(model.named_parameters()))
     with push_together(is_collective=is_spread) as together:
-        together.agree_on(repo_id)
+        rest = dict(kwargs)
+        extras = ModuleFiles.taken_from(rest)
+        revision = _revision_of(pushing["revision"], rest.pop("branch", None))
+        _reject_patterns(rest)
+        check_push_arguments(rest, _PUSH_ARGUMENTS)
+        options = PushOptions(**{**pushing, "revision": revision})
+        push = begin_push(repo_id, partial(_card, model, extras, tags), options, _MESSAGE, together)
         if not is_overridden:
-            request = module_request(model, extras, SaveOptions(**saving))
-            return push_model(request, repo_id, make_card, options, together)
+            return push.send(module_request(model, extras, SaveOptions(**saving)))
         config = {} if extras.config is None else {"config": extras.config}
         values = {"model_card_kwargs": dict(extras.card_values)} if extras.card_values else {}
         save: Callable[..., Any] = partial(model.save_pretrained, **without_defaults(saving), **config, **values)
-        return push_by_directory(save, saving["variant"], repo_id, make_card, options, together, keep_card=True)
+        return push.send_by_directory(save, saving["variant"], keep_card=True)
 
 
 def _revision_of(revision: str | None, branch: str | None) -> str | None:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from hfshard._util.addresses import is_store_address
 from hfshard._util.arguments import absolute_path
-from hfshard.commit.hub_marker import absolute_repo_id, reject_hub_directory
+from hfshard.commit.hub_marker import reject_hub_directory
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
 from hfshard.distributed.group_store import has_other_ranks
 from hfshard.distributed.push_together import SharedPush, push_together
@@ -34,14 +34,7 @@ from hfshard.models.model_classes import (
 )
 from hfshard.models.model_kinds import request_from_model
 from hfshard.models.patching import OverrideCall, active_call, upstream
-from hfshard.models.push_model import (
-    make_model_card,
-    merge_tags,
-    push_by_directory,
-    push_model,
-    push_saved_files,
-    with_message,
-)
+from hfshard.models.push_model import ModelPush, begin_push, make_model_card, merge_tags
 from hfshard.models.rank_parts import is_part, is_part_of_push, reject_partial_save
 from hfshard.models.save_arguments import (
     PUSH_ARGUMENTS,
@@ -246,17 +239,11 @@ def _push_files(
 ) -> None:
     """Push the files of a save into a directory; after a save into a store, push from memory instead."""
     repo_id = take_repo_id(arguments, directory)
-    together.agree_on(absolute_repo_id(repo_id))
-    make_card = partial(make_model_card, tags=_tags_of(model, arguments.pop("tags", None)))
-    options = with_message(class_before_fsdp(type(model)), PushOptions(**arguments))
+    push = _begin_push(model, repo_id, arguments.pop("tags", None), PushOptions(**arguments), together)
     if is_store_address(directory):
-        push_model(request, repo_id, make_card, options, together)
+        push.send(request)
     else:
-        push_saved_files(request, index, directory, repo_id, make_card, options, together)
-
-
-def _tags_of(model: Any, tags: list[str] | str | None) -> list[str]:
-    return merge_tags(getattr(model, "model_tags", None), tags)
+        push.send_saved(request, index, directory)
 
 
 # Pushes of a transformers model: straight from memory, or from the files that its own save_pretrained writes.
@@ -285,19 +272,30 @@ def push_pretrained_model(
 
     Raises:
         UnknownArgumentError: A keyword argument is not one that older code passes.
-        Everything that `push_model` and the model's `save_pretrained` raise.
+        Everything that `push_files` and the model's `save_pretrained` raise.
     """
     with push_together(is_collective=is_part_of_push(model)) as together:
-        repo_id = absolute_repo_id(repo_id)
         check_push_arguments(dict(unknown), PUSH_ARGUMENTS)
         options = SaveOptions(**saving)
-        push_options = with_message(class_before_fsdp(type(model)), PushOptions(**pushing))
-        make_card = partial(make_model_card, tags=_tags_of(model, tags))
-        together.agree_on(repo_id)
+        push = _begin_push(model, repo_id, tags, PushOptions(**pushing), together)
         if needs_transformers_saver(model, distributed_checkpoint=False) or has_override(
             type(model), "save_pretrained"
         ):
             given = {name: value for name, value in saving.items() if name in ("max_shard_size", "variant", "packing")}
             save = partial(model.save_pretrained, **without_defaults(given))
-            return push_by_directory(save, options.variant, repo_id, make_card, push_options, together)
-        return push_model(request_from_model(model, None, options), repo_id, make_card, push_options, together)
+            return push.send_by_directory(save, options.variant)
+        return push.send(request_from_model(model, None, options))
+
+
+def _begin_push(
+    model: PreTrainedModel,
+    repo_id: str | os.PathLike[str],
+    tags: list[str] | str | None,
+    options: PushOptions,
+    together: SharedPush,
+) -> ModelPush:
+    """Agree on the repo of a push, whose card has the model's own tags too, and whose message is transformers'."""
+    name = class_before_fsdp(type(model)).__name__
+    message = "Upload model" if "Model" in name else f"Upload {name}"
+    make_card = partial(make_model_card, tags=merge_tags(getattr(model, "model_tags", None), tags))
+    return begin_push(repo_id, make_card, options, message, together)

@@ -11,6 +11,7 @@ import torch
 from torch.distributed.fsdp import fully_shard
 
 import hfshard
+from hfshard.errors import InvalidArgumentError, RankFailedError
 from hfshard.hub.directory.directory_hub import DirectoryHub
 from tests.distributed.gloo import check_ranks
 from tests.models.nets import Simple
@@ -54,3 +55,16 @@ def test_every_rank_saves_and_pushes_what_one_process_would(tmp_path: Path) -> N
     assert contents(Path(DirectoryHub.open(str(tmp_path / "hub")).snapshot(None))) == alone
     assert json.loads(alone["config.json"])["width"] == 16
     assert torch.equal(Net.from_pretrained(tmp_path / "out").layer.weight, model.layer.weight)
+
+
+def push_with_a_mistake(rank: int, place: Path) -> None:
+    model = made()
+    fully_shard(model)
+    mistake = {"allow_patterns": "*.json"} if rank == 1 else {}
+    with pytest.raises(InvalidArgumentError if rank == 1 else RankFailedError, match="allow_patterns"):
+        model.push_to_hub(place / "hub", **mistake)
+
+
+def test_a_mistake_of_one_rank_ends_the_push_of_all(tmp_path: Path) -> None:
+    check_ranks(tmp_path / "ranks", 2, push_with_a_mistake, tmp_path)
+    assert not (tmp_path / "hub").exists()
