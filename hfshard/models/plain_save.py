@@ -25,10 +25,9 @@ from hfshard.disk.byte_source import BytesSource
 from hfshard.disk.fsops import rename, unlink_if_exists, write_file
 from hfshard.disk.safe_open import Identity, identity_of
 from hfshard.distributed.push_together import push_together
-from hfshard.distributed.spread_tensor import has_spread
 from hfshard.errors import InvalidArgumentError
 from hfshard.hub.push_files import PushOptions
-from hfshard.models.module_weights import save_module
+from hfshard.models.module_weights import is_spread, save_module
 from hfshard.models.push_model import begin_push, merge_tags
 from hfshard.models.save_arguments import (
     PUSH_ARGUMENTS,
@@ -306,8 +305,7 @@ def push_plain(
         UnknownArgumentError: A keyword argument is unknown.
         Everything that `hfshard.push_checkpoint` raises, and overrides of the class.
     """
-    is_spread = isinstance(model, nn.Module) and has_spread(dict(model.named_parameters()))
-    with push_together(is_collective=is_spread) as together:
+    with push_together(is_collective=isinstance(model, nn.Module) and is_spread(model)) as together:
         rest = dict(kwargs)
         extras = ModuleFiles.taken_from(rest)
         revision = _revision_of(pushing["revision"], rest.pop("branch", None))

@@ -18,7 +18,7 @@ from hfshard.commit.hub_marker import reject_hub_directory
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
 from hfshard.distributed.group_store import has_other_ranks
 from hfshard.distributed.push_together import SharedPush, push_together
-from hfshard.distributed.save_on_ranks import abort_peers_on_error, needs_all_ranks, save_here_or_on_ranks, skip_save
+from hfshard.distributed.save_on_ranks import abort_peers_on_error, needs_all_ranks, save_here_or_on_ranks
 from hfshard.errors import InvalidArgumentError
 from hfshard.format.index import CheckpointIndex
 from hfshard.hub.push_files import PushOptions
@@ -33,6 +33,7 @@ from hfshard.models.model_classes import (
     view_as_alias,
 )
 from hfshard.models.model_kinds import request_from_model
+from hfshard.models.module_weights import leaves_save
 from hfshard.models.patching import OverrideCall, active_call, upstream
 from hfshard.models.push_model import ModelPush, begin_push, make_model_card, merge_tags
 from hfshard.models.rank_parts import is_part, is_part_of_push, reject_partial_save
@@ -107,8 +108,7 @@ def save_pretrained_model(
         Everything that `save_with_overrides` raises.
     """
     directory = _absolute(save_directory)
-    if not (is_main_process or options.is_collective or is_part(model, state_dict)):
-        skip_save(directory)
+    if leaves_save(directory, options, partial(is_part, model, state_dict), is_main_process=is_main_process):
         return None
     if not (has_override(type(model), "save_pretrained") or has_adapters(model)):
         return save_here_or_on_ranks(_request(model, state_dict, options, directory), directory)
@@ -190,8 +190,7 @@ def handle_save_pretrained(
         if push_to_hub and (is_main_process or is_part(model, state_dict)):
             _push_again(model, directory, {**kwargs, "max_shard_size": max_shard_size, "variant": variant}, token)
         return None
-    if not (is_main_process or options.is_collective or is_part(model, state_dict)):
-        skip_save(directory)
+    if leaves_save(directory, options, partial(is_part, model, state_dict), is_main_process=is_main_process):
         return None
     request = _request(model, state_dict, options, directory)
     index = save_here_or_on_ranks(request, directory)

@@ -24,6 +24,10 @@ pytestmark = pytest.mark.compat
 class Net(hfshard.ShardedModelMixin, Simple):
     """Arguments with defaults."""
 
+    def forward(self, x_BW: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.layer(x_BW)
+        return made
+
 
 def made() -> Any:
     torch.manual_seed(0)
@@ -43,6 +47,21 @@ def save_and_push(rank: int, place: Path) -> None:
     fully_shard(target)
     hfshard.load_model(target, place / "out", verify="full")
     assert torch.equal(target.layer.weight.to_local(), model.layer.weight.to_local())
+
+
+def push_after_a_forward_pass(rank: int, place: Path) -> None:
+    model = made()
+    fully_shard(model, reshard_after_forward=False)
+    model(torch.ones(1, 16))
+    model.push_to_hub(place / "hub", max_shard_size=600)
+
+
+def test_a_push_right_after_a_forward_pass_is_that_of_all_ranks(tmp_path: Path) -> None:
+    check_ranks(tmp_path / "ranks", 2, push_after_a_forward_pass, tmp_path)
+    made().push_to_hub(tmp_path / "alone", max_shard_size=600)
+
+    hubs = [DirectoryHub.open(str(tmp_path / name)) for name in ("hub", "alone")]
+    assert hubs[0].resolve() == hubs[1].resolve()
 
 
 def test_every_rank_saves_and_pushes_what_one_process_would(tmp_path: Path) -> None:
