@@ -19,6 +19,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 
 from hfshard._util.addresses import has_lost_slash, is_store_address
 from hfshard._util.arguments import checked_path_text
+from hfshard._util.context import bound
 from hfshard.checkpoint.load_options import LoadOptions, SignatureCheck
 from hfshard.checkpoint.locate import read_config
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
@@ -478,17 +479,15 @@ def load_adapter_on_signed_base(
     if options.parallelize is not None:
         raise InvalidArgumentError("Cannot combine parallelize with public_key for an adapter. Pass only one of them.")
     base = _base_of(directory)
-    token = _whose_base.set(directory)
     try:
-        model = load_base(base, {name: value for name, value in kwargs.items() if name not in _OF_THE_ADAPTER})
+        with bound(_whose_base, directory):
+            model = load_base(base, {name: value for name, value in kwargs.items() if name not in _OF_THE_ADAPTER})
     except SignatureError as error:
         raise SignatureError(
             f"The base model of the adapter '{directory}' cannot be trusted: {error.message} Or load '{base}' "
             "without the key, check the adapter with hfshard verify, and add it with model.load_adapter.",
             path=error.path,
         ) from error
-    finally:
-        _whose_base.reset(token)
     info = model.load_adapter(directory, adapter_name=kwargs.get("adapter_name") or "default")
     signed.confirm()
     return (model, info.to_dict()) if kwargs.get("output_loading_info") else model

@@ -15,6 +15,7 @@ from typing import Any, Final
 from torch import nn
 
 from hfshard._util.arguments import checked_path_text
+from hfshard._util.context import bound
 from hfshard._util.text import shorten_list
 from hfshard.checkpoint.folder import replaced_too_often
 from hfshard.checkpoint.load_options import LoadOptions, checked_device
@@ -135,8 +136,7 @@ def build_module(
     call = _under_way.get()
     if call is None or call.model_class is not model_class:
         call = _ModuleLoad(model_class, LoadOptions(), source.query, is_under_way=False)
-    token = _under_way.set(None)  # a constructor may load other modules
-    try:
+    with bound(_under_way, None):  # a constructor may load other modules
         if call.checkpoint is not None:
             if not call.checkpoint.is_of_one_save():
                 raise _ChangedMeanwhile
@@ -150,8 +150,6 @@ def build_module(
                     if not (is_same and checkpoint.is_of_one_save()):
                         raise _ChangedMeanwhile
                 model = _build(model_class, checkpoint, model_kwargs, replace(call.options, strict=strict))
-    finally:
-        _under_way.reset(token)
     call.is_answered = True
     return model
 
@@ -213,7 +211,7 @@ def _build_by_override(
     for _ in range(REPLACED_RETRIES if local is None else local.most_tries):
         call.config = _config_in(os.fspath(place))
         try:
-            with _being(call):
+            with bound(_under_way, call):
                 built = start.from_pretrained(place, **kwargs)
             break
         except _ChangedMeanwhile:
@@ -254,7 +252,7 @@ def _build_unchanged(call: _ModuleLoad, start: Any, source: CheckpointSource, kw
         ):
             call.checkpoint = checkpoint
             try:
-                with _being(call):
+                with bound(_under_way, call):
                     return start.from_pretrained(place, **kwargs)
             except _ChangedMeanwhile:
                 continue
@@ -262,15 +260,6 @@ def _build_unchanged(call: _ModuleLoad, start: Any, source: CheckpointSource, kw
                 if local.folder is None:
                     raise
     raise replaced_too_often(source.path)
-
-
-@contextmanager
-def _being(call: _ModuleLoad) -> Iterator[None]:
-    token = _under_way.set(call)
-    try:
-        yield
-    finally:
-        _under_way.reset(token)
 
 
 @contextmanager

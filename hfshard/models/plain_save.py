@@ -6,8 +6,7 @@ import inspect
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from functools import partial
@@ -19,6 +18,7 @@ from torch import nn
 
 from hfshard._util.addresses import is_store_address
 from hfshard._util.arguments import absolute_path
+from hfshard._util.context import bound
 from hfshard.commit.hub_marker import reject_hub_directory
 from hfshard.constants import CONFIG_NAME, README
 from hfshard.disk.byte_source import BytesSource
@@ -194,7 +194,7 @@ def _run(save: _ModuleSave, *, is_overridden: bool) -> None:
         return
     if is_overridden and not os.path.isdir(save.directory):
         os.makedirs(save.directory)
-    with _being(save):
+    with bound(_under_way, save):
         save.model._save_pretrained(Path(save.directory))
     if save.is_answered or not save.is_main_process:
         return
@@ -220,15 +220,6 @@ def _save_to_store(save: _ModuleSave, *, is_overridden: bool) -> None:
 def _has_card(directory: str) -> bool:
     """Return whether there is a README.md; it is kept, since it may have been edited."""
     return os.path.lexists(os.path.join(directory, README))
-
-
-@contextmanager
-def _being(save: _ModuleSave) -> Iterator[None]:
-    token = _under_way.set(save)
-    try:
-        yield
-    finally:
-        _under_way.reset(token)
 
 
 def _files_of(save: _ModuleSave) -> dict[str, Any]:
