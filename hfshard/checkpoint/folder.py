@@ -681,3 +681,10 @@ class StoreFolder(RangedFolder):
 def _has_entry(names: Collection[str]) -> bool:
     """Return whether one of the objects is the index of a save."""
     return any(map(is_save_index, names))
+
+
+def replaced_too_often(path: str) -> CheckpointChangedError:
+    """Create the error for a read of a checkpoint that a save has overtaken on every try."""
+    return CheckpointChangedError(
+        f"The checkpoint in '{path}' was replaced on every attempt. Retry when no save is running.", path=path
+    )

@@ -12,7 +12,7 @@ from functools import partial
 from hfshard._util.progress import ProgressCallback, byte_progress
 from hfshard._util.threads import cancellable, run_in_threads
 from hfshard.checkpoint.check_files import check_small_file, check_total
-from hfshard.checkpoint.folder import REMOTE_RETRIES, Folder, StoreFolder, as_folder
+from hfshard.checkpoint.folder import REMOTE_RETRIES, Folder, StoreFolder, as_folder, replaced_too_often
 from hfshard.checkpoint.locate import entry_of, locate_checkpoint, weights_bytes
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
 from hfshard.constants import FILES_AT_ONCE, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
@@ -110,10 +110,7 @@ def verify_directory(
         report = verifier.report()
         if report.ok or not folder.has_changed():
             return report
-    raise CheckpointChangedError(
-        f"The checkpoint in '{folder.path}' was replaced on every attempt. Retry when no save is running.",
-        path=folder.path,
-    )
+    raise replaced_too_often(folder.path)
 
 
 class Verifier:

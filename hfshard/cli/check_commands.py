@@ -9,10 +9,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from math import prod
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from hfshard._util.text import format_size
-from hfshard.checkpoint.verifier import Problem, VerifyReport
 from hfshard.cli.output import (
     bar,
     checksum_text,
@@ -23,20 +22,50 @@ from hfshard.cli.output import (
     printable,
     table,
 )
+from hfshard.cli.shared_arguments import (
+    OR_STORE,
+    REPO,
+    CommandGroup,
+    add_best,
+    add_checkpoint,
+    add_directory,
+    add_format,
+    add_key,
+    add_no_progress,
+    add_token,
+    add_variant,
+    shard_size,
+)
 from hfshard.errors import InvalidArgumentError, printable_message
-from hfshard.signing.sign import sign_checkpoint
 from hfshard.signing.signer import SignedBy
-from hfshard.verify import verify_checkpoint
-from hfshard.viewing.inspection import Inspection, TensorEntry, inspect_checkpoint
-from hfshard.viewing.screenshot import ScreenshotOptions, parse_still_size
-from hfshard.viewing.show import show_checkpoint
+
+if TYPE_CHECKING:
+    from hfshard.checkpoint.verifier import Problem, VerifyReport
+    from hfshard.viewing.inspection import Inspection, TensorEntry
 
 _LARGEST: Final = 5
 """Tensors that `inspect` shows without `--tensors`."""
 
 
+def add_inspect(commands: CommandGroup) -> None:
+    """Add `inspect`."""
+    parser = commands.add_parser(
+        "inspect",
+        inspect,
+        help="show shards, dtypes, the largest tensors, tied names, metadata",
+        description="Show a checkpoint's contents from its index and headers, without reading tensors.",
+    )
+    add_checkpoint(parser)
+    add_variant(parser)
+    add_key(parser)
+    add_format(parser)
+    parser.add_argument("--tensors", action="store_true", help="list every tensor, not only the largest")
+
+
 def inspect(arguments: argparse.Namespace) -> int:
     """Show what a checkpoint consists of."""
+    from hfshard.viewing.inspection import inspect_checkpoint
+
     found = inspect_checkpoint(arguments.directory, variant=arguments.variant, key=arguments.key)
     if arguments.format == "json":
         print_json(found.as_json())
@@ -54,8 +83,46 @@ def inspect(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def add_verify(commands: CommandGroup) -> None:
+    """Add `verify`."""
+    parser = commands.add_parser(
+        "verify",
+        verify,
+        help="check every file of a checkpoint or training run",
+        description="Check every file of a checkpoint; of a training checkpoint, also the optimizer's and all others; "
+        "of a run, all its checkpoints. Exit 0: intact, 1: damaged, 2: bad usage.",
+    )
+    add_checkpoint(parser)
+    add_variant(parser)
+    add_format(parser)
+    parser.add_argument(
+        "--level",
+        choices=("full", "structure"),
+        default="full",
+        help="full: every byte against its checksum (default); structure: what can be checked without reading tensors",
+    )
+    signed = parser.add_argument_group(
+        "signature", "Require that every file was signed (model.sig, see `hfshard sign`) by one of these."
+    )
+    signed.add_argument("--public-key", metavar="FILE", help="the signer's public key: elliptic curve, PEM")
+    signed.add_argument(
+        "--certificate-chain",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="root certificate (PEM) that the signer's certificate must chain to; repeatable",
+    )
+    signed.add_argument("--identity", help="the signer's Sigstore identity; with --oidc-issuer")
+    signed.add_argument("--oidc-issuer", metavar="URL", help="the issuer that vouches for the identity")
+    signed.add_argument("--use-staging", action="store_true", help="use Sigstore's staging instance")
+    signed.add_argument("--trust-config", metavar="FILE", help="JSON file with the keys of another Sigstore")
+    add_no_progress(parser)
+
+
 def verify(arguments: argparse.Namespace) -> int:
     """Check a checkpoint, and print everything that is wrong with it; return 0 if it is intact, else 1."""
+    from hfshard.verify import verify_checkpoint
+
     report = verify_checkpoint(
         arguments.directory,
         variant=arguments.variant,
@@ -193,8 +260,61 @@ _NAME_BYTES: Final = 250
 """Maximum for a file's name without ".html"; in a store, names have up to 1,024."""
 
 
+def add_show(commands: CommandGroup) -> None:
+    """Add `show`."""
+    parser = commands.add_parser(
+        "show",
+        show,
+        help="write an HTML page: a map of the modules, files, search",
+        description="Write one HTML file that shows a checkpoint's contents: modules by bytes, files, dtypes, ties, "
+        "the largest tensors, metadata, search by name. Of a training run, show its checkpoints side by side: bytes, "
+        "metrics, what is damaged. The file needs no network and no other files.",
+    )
+    parser.add_argument(
+        "checkpoint", metavar="CHECKPOINT", help=f"a directory, or one file of weights; {REPO}{OR_STORE}"
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        help="the page (default: the checkpoint's name with .html, in this directory; with --png: none)",
+    )
+    add_variant(parser)
+    add_key(parser)
+    parser.add_argument("--revision", help="revision on a hub: branch, tag, commit or refs/pr/N (default: main)")
+    parser.add_argument("--subfolder", default="", help="folder in CHECKPOINT")
+    parser.add_argument(
+        "--max-shard-size",
+        type=shard_size,
+        metavar="SIZE",
+        help="measure the files against this size, not the largest file",
+    )
+    parser.add_argument(
+        "--values", action="store_true", help="read the tensors, and show the distribution of their values"
+    )
+    parser.add_argument(
+        "--png",
+        metavar="FILE",
+        help="write a screenshot of the page, drawn by an installed Chromium; with -o, write both",
+    )
+    parser.add_argument(
+        "--png-size", default="1280x800", metavar="WxH", help="screenshot size in pixels (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--png-theme", choices=("light", "dark"), default="light", help="screenshot theme (default: %(default)s)"
+    )
+    parser.add_argument("--against", metavar="BASE", help="show the differences from another checkpoint")
+    add_best(parser, "for a run: mark")
+    add_token(parser)
+    add_format(parser)
+    add_no_progress(parser)
+
+
 def show(arguments: argparse.Namespace) -> int:
     """Write the page of a checkpoint; if only a picture is requested, write that alone."""
+    from hfshard.viewing.screenshot import ScreenshotOptions, parse_still_size
+    from hfshard.viewing.show import show_checkpoint
+
     output = arguments.output
     is_picture = output is None and arguments.png is not None
     if output is None and not is_picture:
@@ -249,8 +369,49 @@ _ENCRYPTED: Final = b"ENCRYPTED"
 """Text in the PEM of a key that has a password."""
 
 
+def add_sign(commands: CommandGroup) -> None:
+    """Add `sign`."""
+    parser = commands.add_parser(
+        "sign",
+        sign,
+        help="sign every file of a checkpoint, as OpenSSF Model Signing does",
+        description="Sign every file of a directory: write model.sig next to them, which `hfshard verify` and "
+        "`model_signing verify` check. Shards that hfshard saved are not read again. The password of a key is read "
+        "from HFSHARD_KEY_PASSWORD, or asked for.",
+    )
+    add_directory(parser, "the checkpoint's directory", takes_address=False)
+    who = parser.add_mutually_exclusive_group(required=True)
+    who.add_argument("--private-key", metavar="FILE", help="an elliptic curve key (P-256, P-384, P-521), PEM")
+    who.add_argument("--sigstore", action="store_true", help="sign with a Sigstore identity; asks in the browser")
+    parser.add_argument("--signing-certificate", metavar="FILE", help="the key's certificate, PEM")
+    parser.add_argument(
+        "--certificate-chain",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="an intermediate certificate between that one and the root, PEM; repeatable",
+    )
+    parser.add_argument(
+        "--use-ambient-credentials", action="store_true", help="with --sigstore: use this workflow's identity, as in CI"
+    )
+    parser.add_argument("--use-staging", action="store_true", help="with --sigstore: use Sigstore's staging instance")
+    parser.add_argument(
+        "--trust-config", metavar="FILE", help="with --sigstore: JSON file with the keys of another Sigstore"
+    )
+    parser.add_argument(
+        "--verify",
+        choices=("structure", "full"),
+        default="structure",
+        help="full: also read the shards, and compare every byte before signing (default: %(default)s)",
+    )
+    add_format(parser)
+    add_no_progress(parser)
+
+
 def sign(arguments: argparse.Namespace) -> int:
     """Sign a checkpoint, and print how much was read for it."""
+    from hfshard.signing.sign import sign_checkpoint
+
     result = sign_checkpoint(
         arguments.directory,
         private_key=arguments.private_key,

@@ -9,24 +9,71 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Final, get_args
+from typing import TYPE_CHECKING, Any, Final, get_args
 
 from hfshard._util.arguments import absolute_path
 from hfshard._util.text import format_size, shorten_list
 from hfshard.cli.output import count_of, elide_middle, has_colors, print_json, print_text, printable, table
-from hfshard.viewing.describe import headline, rename_rules
-from hfshard.viewing.diff_checkpoints import diff_checkpoints
-from hfshard.viewing.diff_tensors import CheckpointDiff, DiffKind, TensorDiff, ValueDiff
-from hfshard.viewing.diff_values import LEAST, NormScale, norm_scale
-from hfshard.viewing.inspection import TensorEntry
+from hfshard.cli.shared_arguments import (
+    REPO,
+    STORE,
+    CommandGroup,
+    add_format,
+    add_no_progress,
+    add_token,
+    add_variant,
+    add_verify_level,
+)
 from hfshard.viewing.module_tree import FoldedRow, LayerStack, fold_names, fold_rows, layer_grid, natural_order
+
+if TYPE_CHECKING:
+    from hfshard.viewing.diff_tensors import CheckpointDiff, TensorDiff, ValueDiff
+    from hfshard.viewing.diff_values import NormScale
+    from hfshard.viewing.inspection import TensorEntry
 
 _EXIT_SAME = 0
 _EXIT_DIFFERENT = 1
 
 
+def add_diff(commands: CommandGroup) -> None:
+    """Add `diff`."""
+    parser = commands.add_parser(
+        "diff",
+        diff,
+        help="show what differs between two checkpoints, and where",
+        description="Show which tensors of two checkpoints are the same, changed, cast, reshaped, renamed or in only "
+        "one, however they are sharded. Tensors with digests in both are not read. Exit 0: nothing differs, 1: "
+        "something does, 2: bad usage, or one of them is damaged or cannot be read.",
+    )
+    parser.set_defaults(exit_failed=2)
+    place = (
+        f"a directory, one file of weights, a run or one of its checkpoints; {REPO}, also with @revision; or {STORE}"
+    )
+    parser.add_argument("a", metavar="A", help=place)
+    parser.add_argument("b", metavar="B", help="the same")
+    parser.add_argument(
+        "--values",
+        action="store_true",
+        help="also show by how much: read the changed tensors block by block, and compare their values",
+    )
+    parser.add_argument("--all", action="store_true", help="list every tensor that differs, with its full name")
+    add_verify_level(parser, "full: trust no digests; read and compare every byte of both")
+    add_variant(parser)
+    parser.add_argument(
+        "--key",
+        action="append",
+        help="key of the weights in torch.save files that contain several, such as model_ema; twice: for A, for B",
+    )
+    parser.add_argument("--subfolder", action="append", help="folder in both; twice: for A, for B")
+    add_token(parser)
+    add_format(parser)
+    add_no_progress(parser)
+
+
 def diff(arguments: argparse.Namespace) -> int:
     """Show the differences between two checkpoints; return 0 if there are none, else 1."""
+    from hfshard.viewing.diff_checkpoints import diff_checkpoints
+
     found = diff_checkpoints(
         arguments.a,
         arguments.b,
@@ -54,6 +101,8 @@ def print_diff(found: CheckpointDiff, places: tuple[str, str], *, lists_all: boo
         places: The displayed names of both checkpoints.
         lists_all: Whether to list every tensor that differs.
     """
+    from hfshard.viewing.describe import headline
+
     columns = shutil.get_terminal_size().columns
     print_text(printable(headline(found)))
     print_text("\n" + places_table(found, *places))
@@ -92,6 +141,9 @@ def _comparison_method(found: CheckpointDiff) -> str:
 
 def diff_as_json(found: CheckpointDiff) -> dict[str, Any]:
     """Return everything, for `--format json`; numbers that JSON lacks (infinity) are null."""
+    from hfshard.viewing.describe import headline
+    from hfshard.viewing.diff_tensors import DiffKind
+
     counts = found.counts
     return {
         "a": found.a,
@@ -168,6 +220,8 @@ def heat_maps(found: CheckpointDiff, style: HeatMapStyle) -> Iterator[str]:
     Yields:
         Lines: maps of the stacks with the largest changes first, then the legend.
     """
+    from hfshard.viewing.diff_values import norm_scale
+
     norms: dict[str, float] = {}
     for one in found.tensors:  # a name may be in several pairs
         norms[one.name] = max(_heat(one), norms.get(one.name, 0.0))
@@ -188,6 +242,8 @@ def heat_maps(found: CheckpointDiff, style: HeatMapStyle) -> Iterator[str]:
 
 def _heat(tensor: TensorDiff) -> float:
     """Return the relative norm; not zero for a change that is not finite, too small for a norm, or a zero's sign."""
+    from hfshard.viewing.diff_values import LEAST
+
     if tensor.values is None:
         return 0.0 if tensor.kind in ("same", "renamed") else _NOT_MEASURED
     is_changed = tensor.kind == "changed" or tensor.values.changed > 0
@@ -287,6 +343,8 @@ def places_table(found: CheckpointDiff, place_a: str, place_b: str) -> str:
 
 def renames_table(found: CheckpointDiff) -> str:
     """List the rules by which names differ; "" if none does."""
+    from hfshard.viewing.describe import rename_rules
+
     pairs = [(one.a.name, one.b.name) for one in found.tensors if one.kind == "renamed" and one.a and one.b]
     rules = rename_rules(pairs)
     rows = [[f"{count:,}", elide_middle(rule.as_text(), 60)] for rule, count in rules[:_MOST_RULES]]

@@ -7,14 +7,56 @@ from dataclasses import asdict
 
 from hfshard._util.text import format_size
 from hfshard.cli.output import print_json, print_message, print_text, printable, short_hash, table
-from hfshard.hub.directory.directory_hub import DirectoryHub
-from hfshard.hub.push_files import PushOptions
-from hfshard.pull import pull_checkpoint
-from hfshard.push import push_to_place
+from hfshard.cli.shared_arguments import (
+    OR_STORE,
+    REPO,
+    STORE,
+    CommandGroup,
+    add_directory,
+    add_format,
+    add_no_progress,
+    add_token,
+    add_variant,
+    add_verify_level,
+)
+
+
+def add_push(commands: CommandGroup) -> None:
+    """Add `push`."""
+    parser = commands.add_parser(
+        "push",
+        push,
+        help="push a checkpoint to a hub as one commit, or to a store",
+        description="Push a checkpoint from a directory or a store as one commit. Contents that the hub has are not "
+        "sent, and old weights are removed. To a store, the checkpoint is copied as a save would write it.",
+    )
+    add_directory(parser, "the checkpoint's directory")
+    parser.add_argument("repo_id", metavar="REPO", help=f"{REPO}; or, without commits, {STORE}")
+    parser.add_argument("--revision", help="the branch to push to, created if missing (default: main)")
+    parser.add_argument("--create-pr", action="store_true", help="open a pull request instead of pushing to the branch")
+    parser.add_argument("--path-in-repo", default="", help="folder in the repo")
+    parser.add_argument("--message", "--commit-message", dest="commit_message", help="title of the commit")
+    parser.add_argument(
+        "--description", "--commit-description", dest="commit_description", help="description of the commit"
+    )
+    parser.add_argument("--private", action="store_true", default=None, help="make the repo private if it is new")
+    parser.add_argument("--include", action="append", metavar="GLOB", help="push only these files; repeatable")
+    parser.add_argument("--exclude", action="append", metavar="GLOB", help="exclude these files; repeatable")
+    parser.add_argument(
+        "--follow-links",
+        action="store_true",
+        help="also push files outside DIR that links lead to; otherwise they are rejected",
+    )
+    add_token(parser)
+    add_format(parser)
+    add_no_progress(parser)
 
 
 def push(arguments: argparse.Namespace) -> int:
     """Push a checkpoint, and print the address of its commit, or of its place in a store."""
+    from hfshard.hub.push_files import PushOptions
+    from hfshard.push import push_to_place
+
     options = PushOptions(
         commit_message=arguments.commit_message,
         commit_description=arguments.commit_description,
@@ -42,8 +84,46 @@ def push(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def add_pull(commands: CommandGroup) -> None:
+    """Add `pull`."""
+    parser = commands.add_parser(
+        "pull",
+        pull,
+        help="pull a checkpoint from a hub or a store, and check it",
+        description="Pull a checkpoint into the cache, into a directory or to a store, check it, and print where it "
+        "is. Existing files are not fetched again.",
+    )
+    parser.add_argument("repo_id", metavar="REPO", help=f"{REPO}; or {STORE}")
+    parser.add_argument(
+        "directory",
+        metavar="DIR",
+        nargs="?",
+        help=f"the directory to write (default: huggingface_hub's cache){OR_STORE}",
+    )
+    parser.add_argument("--revision", help="branch, tag, commit or refs/pr/N (default: main)")
+    parser.add_argument("--subfolder", default="", help="folder in the repo")
+    parser.add_argument("--include", action="append", metavar="GLOB", help="pull only these files; repeatable")
+    parser.add_argument("--exclude", action="append", metavar="GLOB", help="exclude these files; repeatable")
+    parser.add_argument(
+        "--force",
+        action="store_true",
+        help="replace your files in DIR that have other contents; otherwise they are an error",
+    )
+    parser.add_argument(
+        "--force-download", action="store_true", help="fetch again even what is cached, in case the cache is damaged"
+    )
+    parser.add_argument("--local-files-only", action="store_true", help="use only the cache, not the network")
+    add_verify_level(parser, "what to check, as in from_pretrained")
+    add_variant(parser)
+    add_token(parser)
+    add_format(parser)
+    add_no_progress(parser)
+
+
 def pull(arguments: argparse.Namespace) -> int:
     """Pull a checkpoint, and print the directory or the address that it is in."""
+    from hfshard.pull import pull_checkpoint
+
     directory = pull_checkpoint(
         arguments.repo_id,
         arguments.directory,
@@ -66,8 +146,29 @@ def pull(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def add_revisions(commands: CommandGroup) -> None:
+    """Add `revisions`."""
+    parser = commands.add_parser(
+        "revisions",
+        revisions,
+        help="list, tag or delete the revisions of a directory hub",
+        description="Show the branches, tags and commits of a directory that serves as a hub.",
+    )
+    add_directory(parser, "the directory that serves as a hub", takes_address=False)
+    change = parser.add_mutually_exclusive_group()
+    change.add_argument(
+        "--delete", metavar="REV", help="delete a branch, a tag, or a commit that no branch or tag leads to"
+    )
+    change.add_argument("--tag", nargs=2, metavar=("NAME", "REV"), help="give a revision a permanent name")
+    change.add_argument("--prune", action="store_true", help="delete every commit that no branch or tag leads to")
+    parser.add_argument("--force", action="store_true", help="with --delete: also main")
+    add_format(parser)
+
+
 def revisions(arguments: argparse.Namespace) -> int:
     """Show the revisions of a directory hub, after deleting, tagging or pruning if that is requested."""
+    from hfshard.hub.directory.directory_hub import DirectoryHub
+
     hub = DirectoryHub.open(arguments.directory)
     freed = None
     if arguments.delete is not None:

@@ -8,12 +8,14 @@ import re
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NoReturn
 
 from hfshard._util.addresses import check_slashes, is_store_address
-from hfshard.cli.arguments import make_parser
-from hfshard.cli.output import discard_stdout, open_missing_streams, print_message, use_any_encoding
-from hfshard.cli.run_command import COMMAND, split_command_line
+from hfshard._util.text import without_url_secrets
+from hfshard.cli import check_commands, diff_command, hub_commands, rewrite_commands, run_command
+from hfshard.cli.output import discard_stdout, open_missing_streams, print_message, printable, use_any_encoding
+from hfshard.cli.shared_arguments import Commands
+from hfshard.constants import VERSION
 from hfshard.errors import HfshardError, InvalidArgumentError, InvalidPathError, InvalidSizeError, InvalidSizeTypeError
 
 EXIT_DONE: Final = 0
@@ -44,8 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     open_missing_streams()
     use_any_encoding()
     parser = make_parser()
-    parser.set_defaults(exit_failed=EXIT_FAILED)  # `diff` sets another one: its 1 means that something differs
-    own, program = split_command_line(sys.argv[1:] if argv is None else argv)
+    own, program = run_command.split_command_line(sys.argv[1:] if argv is None else argv)
     arguments = parser.parse_args(own)
     arguments.program = program
     if arguments.needs_directory and not (arguments.takes_address and is_store_address(arguments.directory)):
@@ -54,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not is_there(arguments.directory):
             parser.error(_no_directory(arguments.directory))
     try:
-        code = _run_command(arguments)
+        code: int = arguments.run(arguments)
         sys.stdout.flush()
     except _USAGE_ERRORS as error:
         print_message(str(error))
@@ -79,32 +80,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _run_command(arguments: argparse.Namespace) -> int:
-    # Only now: `hfshard --help` does not wait for torch.
-    if arguments.command == COMMAND:
-        from hfshard.cli.run_command import run as become
-
-        become(arguments)
-    from hfshard.cli import check_commands, hub_commands, rewrite_commands
-    from hfshard.cli import diff_command as diff_command
-
-    run = {
-        "inspect": check_commands.inspect,
-        "show": check_commands.show,
-        "diff": diff_command.diff,
-        "verify": check_commands.verify,
-        "sign": check_commands.sign,
-        "checkpoints": rewrite_commands.checkpoints,
-        "remove": rewrite_commands.remove,
-        "reshard": rewrite_commands.reshard,
-        "convert": rewrite_commands.convert,
-        "push": hub_commands.push,
-        "pull": hub_commands.pull,
-        "revisions": hub_commands.revisions,
-    }[arguments.command]
-    return run(arguments)
-
-
 def _no_directory(path: str) -> str:
     try:
         check_slashes(path, "directory")
@@ -118,3 +93,46 @@ def _no_directory(path: str) -> str:
     if os.path.exists(path):
         hint = f"it is a file; did you mean '{os.path.dirname(path) or '.'}'?"
     return f"'{path}' is not a directory: {hint}"
+
+
+# The parser.
+
+
+class _Parser(argparse.ArgumentParser):
+    """Parser, also of each command, that shows a rejected argument without its passwords and control characters."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(printable(without_url_secrets(message)))
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Build the parser; each command is in one group of its help."""
+    parser = _Parser(
+        prog="hfshard",
+        usage="hfshard [-h] [--version] COMMAND ...",
+        epilog="`hfshard COMMAND --help` shows the arguments of a command.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"hfshard {VERSION}")
+    # `diff` sets another one: its 1 means that something differs.
+    parser.set_defaults(needs_directory=False, exit_failed=EXIT_FAILED)
+    commands = Commands(parser)
+    look = commands.group("inspect")
+    check_commands.add_inspect(look)
+    check_commands.add_show(look)
+    diff_command.add_diff(look)
+    rewrite_commands.add_checkpoints(look)
+    check = commands.group("check")
+    check_commands.add_verify(check)
+    check_commands.add_sign(check)
+    move = commands.group("move")
+    hub_commands.add_push(move)
+    hub_commands.add_pull(move)
+    hub_commands.add_revisions(move)
+    rewrite = commands.group("rewrite")
+    rewrite_commands.add_reshard(rewrite)
+    rewrite_commands.add_convert(rewrite)
+    rewrite_commands.add_remove(rewrite)
+    run_command.add_run(commands.group("run"))
+    parser.description = f"Inspect, check, move and rewrite sharded checkpoints.\n\n{commands.show()}"
+    return parser

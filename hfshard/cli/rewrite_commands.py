@@ -9,12 +9,10 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from hfshard._util.addresses import is_store_address
 from hfshard._util.text import format_size
-from hfshard.checkpoint.locate import locate_checkpoint
-from hfshard.checkpoint.verifier import Problem
 from hfshard.cli.check_commands import print_problems
 from hfshard.cli.output import (
     checksum_text,
@@ -26,21 +24,89 @@ from hfshard.cli.output import (
     printable,
     table,
 )
+from hfshard.cli.shared_arguments import (
+    OR_STORE,
+    REPO,
+    STORE,
+    CommandGroup,
+    add_best,
+    add_checksum,
+    add_directory,
+    add_format,
+    add_key,
+    add_no_progress,
+    add_token,
+    add_variant,
+    shard_size,
+)
+from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
 from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError
-from hfshard.format.file_names import WeightNames
-from hfshard.format.index import FileDigest
-from hfshard.hub.resolve import CheckpointQuery
-from hfshard.places.source import CheckpointSource
-from hfshard.removal.removal_plan import RemovalReport
-from hfshard.remove import plan_removal
-from hfshard.saving.resharding import ReshardResult, reshard_source
-from hfshard.saving.save_request import SaveOptions
-from hfshard.training.interop.convert_run import ConvertedRun, convert_foreign, is_foreign_run
-from hfshard.training.interop.foreign_checkpoint import ForeignCheckpoint
-from hfshard.training.interop.foreign_readers import is_trainer_directory
-from hfshard.training.run.manifest import RunCheckpoint
-from hfshard.training.run.reports import report_of
-from hfshard.viewing.run_listing import ListedCheckpoint, checkpoints_of, list_checkpoints
+
+if TYPE_CHECKING:
+    from hfshard.checkpoint.verifier import Problem
+    from hfshard.format.index import FileDigest
+    from hfshard.removal.removal_plan import RemovalReport
+    from hfshard.saving.resharding import ReshardResult
+    from hfshard.training.interop.convert_run import ConvertedRun
+    from hfshard.training.interop.foreign_checkpoint import ForeignCheckpoint
+    from hfshard.training.run.manifest import RunCheckpoint
+    from hfshard.viewing.run_listing import ListedCheckpoint
+
+
+def add_reshard(commands: CommandGroup) -> None:
+    """Add `reshard`."""
+    parser = commands.add_parser(
+        "reshard",
+        reshard,
+        help="write a checkpoint in files of another size",
+        description="Copy the tensors of a checkpoint into files of another size, bit for bit, and compare them with "
+        "their checksums. The target's old checkpoint stays loadable until the new files are complete.",
+    )
+    _add_source_and_target(parser)
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32", "float64"), help="cast floating tensors")
+    parser.add_argument(
+        "--low-disk", action="store_true", help="in place only: keep at most one shard on disk twice at any time"
+    )
+
+
+def _add_source_and_target(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="SRC", help=f"a directory, or one file of weights; {REPO}; or {STORE}")
+    parser.add_argument("target", metavar="DST", help=f"the directory to write; if it is SRC: in place{OR_STORE}")
+    parser.add_argument(
+        "--max-shard-size",
+        type=shard_size,
+        default=DEFAULT_MAX_SHARD_SIZE,
+        metavar="SIZE",
+        help="maximum size of a file, such as 5GB or 500MiB (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--packing",
+        choices=("greedy", "balanced"),
+        default="greedy",
+        help="greedy: in the order of the tensors (default); balanced: files of similar size, and fewer if possible",
+    )
+    add_checksum(parser, "checksum of the written files")
+    add_variant(parser)
+    add_key(parser)
+    parser.add_argument("--revision", help="revision of SRC on a hub: branch, tag, commit or refs/pr/N (default: main)")
+    parser.add_argument("--subfolder", default="", help="folder in SRC")
+    parser.add_argument(
+        "--local-files-only", action="store_true", help="read SRC on the Hub only from the cache, not from the network"
+    )
+    parser.add_argument(
+        "--follow-links",
+        action="store_true",
+        help="also copy files outside the checkpoint that links next to the weights lead to; otherwise they are "
+        "rejected",
+    )
+    parser.add_argument(
+        "--drop-signature",
+        action="store_true",
+        help="remove DST's model.sig, which becomes stale; otherwise a signed checkpoint is rejected in place",
+    )
+    add_token(parser)
+    add_format(parser)
+    add_no_progress(parser)
 
 
 def reshard(arguments: argparse.Namespace) -> int:
@@ -65,6 +131,11 @@ def _convert_weights(arguments: argparse.Namespace) -> int:
 
 
 def _rewrite(arguments: argparse.Namespace, *, use_safetensors: bool | None, low_disk: bool) -> ReshardResult:
+    from hfshard.hub.resolve import CheckpointQuery
+    from hfshard.places.source import CheckpointSource
+    from hfshard.saving.resharding import reshard_source
+    from hfshard.saving.save_request import SaveOptions
+
     query = CheckpointQuery(
         subfolder=arguments.subfolder,
         variant=arguments.variant,
@@ -94,6 +165,11 @@ def _rewrite(arguments: argparse.Namespace, *, use_safetensors: bool | None, low
 
 def _has_safetensors(arguments: argparse.Namespace) -> bool:
     """Return whether a directory or a store has weights that need no conversion; False for a repo of the Hub."""
+    from hfshard.checkpoint.locate import locate_checkpoint
+    from hfshard.format.file_names import WeightNames
+    from hfshard.hub.resolve import CheckpointQuery
+    from hfshard.places.source import CheckpointSource
+
     try:
         local = CheckpointSource(arguments.source, CheckpointQuery(subfolder=arguments.subfolder)).find_local()
         if local is None:
@@ -164,6 +240,22 @@ def _result_as_text(result: ReshardResult, variant: str | None) -> str:
 # The commands for checkpoints of training runs: checkpoints, and convert if it creates one.
 
 
+def add_checkpoints(commands: CommandGroup) -> None:
+    """Add `checkpoints`."""
+    parser = commands.add_parser(
+        "checkpoints",
+        checkpoints,
+        help="list a training run's checkpoints, and what is wrong with them",
+        description="List a training run's checkpoints in the order in which they were saved, and what is wrong with "
+        "them. Exit 0: none is damaged or unfinished, 1: one is, or the run has none, 2: bad usage.",
+    )
+    add_directory(parser, "the run's directory")
+    parser.add_argument("--verify", action="store_true", help="compare every byte with its checksum")
+    add_best(parser, "mark")
+    add_format(parser)
+    add_no_progress(parser)
+
+
 def checkpoints(arguments: argparse.Namespace) -> int:
     """Show the checkpoints of a run; exit 0 if none is damaged or unfinished, 1 if one is, or there is none."""
     listed = _list_checkpoints(arguments)
@@ -184,6 +276,9 @@ def checkpoints(arguments: argparse.Namespace) -> int:
 
 
 def _list_checkpoints(arguments: argparse.Namespace) -> list[ListedCheckpoint]:
+    from hfshard.training.run.reports import report_of
+    from hfshard.viewing.run_listing import checkpoints_of, list_checkpoints
+
     def check(found: RunCheckpoint) -> Sequence[Problem]:
         return report_of(found.path, "full", progress=arguments.progress).problems
 
@@ -217,8 +312,49 @@ def _listed_as_json(entry: ListedCheckpoint) -> dict[str, Any]:
     return {**asdict(entry), "saved": saved, "metrics": metrics, "is_damaged": entry.is_damaged}
 
 
+def add_convert(commands: CommandGroup) -> None:
+    """Add `convert`."""
+    parser = commands.add_parser(
+        "convert",
+        convert,
+        help="convert pytorch_model.bin, .pt, .pth.tar ... into safetensors",
+        description="Write the pickled weights of a directory or one file as safetensors. If another program saved "
+        "SRC with an optimizer, create a checkpoint of the run DST (of SRC in a store, convert the weights alone). A "
+        "pickle that asks for more than plain data is rejected. In place, the pickles are removed when the "
+        "safetensors are complete.",
+    )
+    _add_source_and_target(parser)
+    parser.set_defaults(dtype=None)
+    parser.add_argument("--weights", action="store_true", help="write only the weights, even if SRC has an optimizer")
+    parser.add_argument("--step", type=int, metavar="N", help="for a run: the checkpoint's step (default: SRC's own)")
+    parser.add_argument(
+        "--part",
+        action="append",
+        type=_part,
+        default=[],
+        metavar="NAME=KEY",
+        help='for a run: where SRC has a part, such as model=ema.state_dict or optimizer="optim.0"; repeatable',
+    )
+    parser.add_argument(
+        "--not-strict",
+        dest="strict",
+        action="store_false",
+        help="for a run: leave out what cannot be read, and report it",
+    )
+
+
+def _part(text: str) -> tuple[str, str]:
+    """Split the name of a part from its key in a file."""
+    name, equals, key = text.partition("=")
+    if not name or not equals or not key:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=KEY")
+    return name, key
+
+
 def convert(arguments: argparse.Namespace) -> int:
     """Create a checkpoint of a run if the source has an optimizer; else write its weights as safetensors."""
+    from hfshard.training.interop.convert_run import convert_foreign, is_foreign_run
+
     source = os.path.expanduser(arguments.source)
     is_weights = arguments.weights or arguments.key is not None or _is_in_place(source, arguments.target)
     if is_weights or not is_foreign_run(source):
@@ -247,6 +383,8 @@ def convert(arguments: argparse.Namespace) -> int:
 
 def _order_of_model(source: str) -> Callable[[ForeignCheckpoint], ForeignCheckpoint]:
     """Return a function that puts a Trainer's checkpoint into the order of its model; it leaves others unchanged."""
+    from hfshard.training.interop.foreign_readers import is_trainer_directory
+
     if not is_trainer_directory(source):
         return lambda foreign: foreign
     from hfshard.training.integrations.trainer_names import reorder_by_model  # imports transformers: that takes time
@@ -277,8 +415,38 @@ _SHOWN: Final = 30
 """Files in a list; JSON has all of them."""
 
 
+def add_remove(commands: CommandGroup) -> None:
+    """Add `remove`."""
+    parser = commands.add_parser(
+        "remove",
+        remove,
+        help="remove a checkpoint, also of a run, or leftovers of killed saves",
+        description="Remove a checkpoint: its weights, indexes and configs, and nothing else. What goes, with sizes, "
+        "and what stays is listed before it asks. In a store, no save may run at the same time. Exit 0: removed, or "
+        "no leftovers, 1: not removed, 2: bad usage.",
+    )
+    parser.add_argument(
+        "directory", metavar="PLACE", help=f"the directory of a checkpoint, a run or a run's checkpoint{OR_STORE}"
+    )
+    parser.add_argument("--step", type=int, metavar="N", help="for a run: the checkpoint of this step")
+    add_variant(parser)
+    parser.add_argument(
+        "--leftovers", action="store_true", help="remove not a checkpoint, but what killed saves have left in PLACE"
+    )
+    parser.add_argument(
+        "--unfinished",
+        action="store_true",
+        help="in a store: also objects of a newer save, which is running or was killed",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="list what goes and what stays, and remove nothing")
+    parser.add_argument("--yes", action="store_true", help="do not ask")
+    add_format(parser)
+
+
 def remove(arguments: argparse.Namespace) -> int:
     """List what goes and what stays, ask, and remove it; return 0 if it is done, 1 if the user declined."""
+    from hfshard.remove import plan_removal
+
     is_asked = not (arguments.yes or arguments.dry_run)
     if is_asked and (arguments.format == "json" or not sys.stdin.isatty()):
         raise InvalidArgumentError(

@@ -18,6 +18,7 @@ from hfshard._util.addresses import is_store_address
 from hfshard._util.import_hook import ANNOUNCED, announce_once
 from hfshard._util.text import without_url_secrets
 from hfshard.cli.output import printable
+from hfshard.cli.shared_arguments import CommandGroup, add_checksum, add_verify_level
 from hfshard.errors import InvalidArgumentError, InvalidPathError, printable_message
 
 _FOLDER: Final = os.path.join(os.path.dirname(os.path.abspath(__file__)), "startup")
@@ -29,6 +30,22 @@ _FIRST_LINE_BYTES: Final = 256
 """Bytes that Linux reads of the line that names a script's interpreter."""
 _FILE_ENDINGS: Final = (".py", ".pyc", ".pyw", ".pyz", ".zip")
 """Endings of files that Python runs: a word with one of them is a file, even if there is a command of that name."""
+
+
+def add_run(commands: CommandGroup) -> None:
+    """Add `run`."""
+    parser = commands.add_parser(
+        COMMAND,
+        run,
+        help="run a program unchanged, with hfshard enabled",
+        usage="hfshard run [OPTIONS] SCRIPT | -m MODULE | -c CODE | COMMAND  [ARGUMENT ...]",
+        description="Run a Python program, or a command such as torchrun, unchanged, with hfshard.install() in it and "
+        "in the Python processes that it starts. What follows the options is passed to Python unchanged.",
+        allow_abbrev=False,
+    )
+    add_verify_level(parser, "what from_pretrained checks")
+    add_checksum(parser, "checksum of the files that save_pretrained writes")
+    parser.add_argument("--quiet", action="store_true", help="do not report on stderr that hfshard is enabled")
 
 
 def run(arguments: argparse.Namespace) -> NoReturn:

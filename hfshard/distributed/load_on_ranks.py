@@ -22,7 +22,7 @@ from torch import nn
 
 from hfshard._util.progress import byte_progress
 from hfshard.checkpoint.check_files import check_checksums, check_pickles
-from hfshard.checkpoint.folder import REMOTE_RETRIES
+from hfshard.checkpoint.folder import REMOTE_RETRIES, replaced_too_often
 from hfshard.checkpoint.into_module import load_into_module
 from hfshard.checkpoint.load_options import LoadOptions
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
@@ -479,9 +479,7 @@ class SharedLoad:
         Args:
             path: The checkpoint that was loaded.
         """
-        return self._change or CheckpointChangedError(
-            f"The checkpoint in '{path}' was replaced on every attempt. Retry when no save is running.", path=path
-        )
+        return self._change or replaced_too_often(path)
 
     def confirm(self, checkpoint: OpenCheckpoint, config: bytes | None = None) -> None:
         """Wait until every rank has checked what it can, and has opened the same checkpoint.

@@ -19,12 +19,11 @@ from transformers.distributed.configuration_utils import DistributedConfig
 
 from hfshard._util.addresses import has_lost_slash, is_store_address
 from hfshard._util.arguments import checked_path_text
-from hfshard.checkpoint.folder import REMOTE_RETRIES
+from hfshard._util.context import bound
 from hfshard.checkpoint.load_options import LoadOptions, SignatureCheck
 from hfshard.checkpoint.locate import read_config
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
-from hfshard.commit.hub_marker import has_hub_marker, hub_directory
-from hfshard.constants import ADAPTER_CONFIG_NAME, CONFIG_NAME, MAX_CONFIG_BYTES, REPLACED_RETRIES
+from hfshard.constants import ADAPTER_CONFIG_NAME, CONFIG_NAME, MAX_CONFIG_BYTES
 from hfshard.disk.safe_open import read_small
 from hfshard.distributed.load_on_ranks import current_load, load_together
 from hfshard.errors import (
@@ -167,10 +166,9 @@ def load_with_overrides(
     call = OverrideCall("from_pretrained", model_class, answer, [] if outer is None else outer.answers)
     shown: Any = path
     is_far = is_store_address(path)
-    if has_override(model_class, "from_pretrained"):
-        if asked is not None and is_far:
-            local = local or asked.fetch(options.progress)
-        shown = _path_for_override(path, kwargs) if local is None or not is_far else local.path
+    if has_override(model_class, "from_pretrained") and asked is not None and asked.is_for_hfshard_only:
+        local = local or asked.fetch(options.progress)
+        shown = local.path
     with load_on_ranks(options, kwargs):
         built = call_with_overrides(call, start, shown, *model_args, **kwargs)
     if not call.answers and _asks_for_checks(options):
@@ -184,13 +182,6 @@ def load_with_overrides(
 def _asks_for_checks(options: LoadOptions) -> bool:
     is_checked = options.verify != LoadOptions().verify or options.signature is not None
     return options.strict is not None or is_checked or options.parallelize is not None
-
-
-def _path_for_override(path: Any, kwargs: Mapping[str, Any]) -> Any:
-    """Return a path that transformers and overrides can read: a directory hub's snapshot, else the given path."""
-    source = None if is_store_address(path) else _source(path, kwargs)
-    is_hub = source is not None and has_hub_marker(hub_directory(source.path) or source.path)
-    return source.fetch().path if source is not None and is_hub else path
 
 
 def _source(path: Any, kwargs: Mapping[str, Any]) -> CheckpointSource | None:
@@ -277,7 +268,7 @@ def _build(
         return _check_then_delegate(build, local, model_args, kwargs, source, options)
     known = local.path if local.weights_name is None else path
     takes_any_pickle = options.is_lenient and kwargs.get("weights_only") is False
-    for attempt in range(REPLACED_RETRIES if local.folder is None else REMOTE_RETRIES):
+    for attempt in range(local.most_tries):
         if attempt:
             gc.collect()  # cycles keep the previous attempt's model, and memory may suffice for one only
         with agreement.retry_if_replaced(local), ExitStack() as stack:
@@ -488,17 +479,15 @@ def load_adapter_on_signed_base(
     if options.parallelize is not None:
         raise InvalidArgumentError("Cannot combine parallelize with public_key for an adapter. Pass only one of them.")
     base = _base_of(directory)
-    token = _whose_base.set(directory)
     try:
-        model = load_base(base, {name: value for name, value in kwargs.items() if name not in _OF_THE_ADAPTER})
+        with bound(_whose_base, directory):
+            model = load_base(base, {name: value for name, value in kwargs.items() if name not in _OF_THE_ADAPTER})
     except SignatureError as error:
         raise SignatureError(
             f"The base model of the adapter '{directory}' cannot be trusted: {error.message} Or load '{base}' "
             "without the key, check the adapter with hfshard verify, and add it with model.load_adapter.",
             path=error.path,
         ) from error
-    finally:
-        _whose_base.reset(token)
     info = model.load_adapter(directory, adapter_name=kwargs.get("adapter_name") or "default")
     signed.confirm()
     return (model, info.to_dict()) if kwargs.get("output_loading_info") else model

@@ -12,6 +12,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Final, Self
 
+from hfshard._util.context import bound
 from hfshard._util.threads import ForkSafeLock
 from hfshard.format.digests import Checksum, Verify, check_checksum, check_verify_level
 
@@ -100,8 +101,5 @@ def current_settings() -> Settings | None:
 @contextmanager
 def use_settings(settings: Settings) -> Iterator[None]:
     """Apply these settings in this thread until the block ends, whatever other threads do."""
-    token = _began_with.set(settings)
-    try:
+    with bound(_began_with, settings):
         yield
-    finally:
-        _began_with.reset(token)

@@ -53,18 +53,6 @@ MODEL_ARGUMENTS: Final = SOURCE_ARGUMENTS | {
 }  # fmt: skip
 """Arguments that transformers' from_pretrained uses itself; all others go to the config, and then to the model."""
 
-PUSH_ARGUMENTS: Final = frozenset(
-    ("repo_id", "commit_message", "commit_description", "private", "revision", "create_pr", "tags", "path_in_repo",
-     "token", "max_shard_size", "variant", "packing", "progress")
-)  # fmt: skip
-"""Arguments of hfshard's `push_to_hub`."""
-
-SAVE_ARGUMENTS: Final = PUSH_ARGUMENTS | frozenset(
-    ("save_directory", "is_main_process", "state_dict", "push_to_hub", "save_peft_format", "save_original_format",
-     "distributed_checkpoint", "safe_serialization", "checksum")
-)  # fmt: skip
-"""Arguments of hfshard's `save_pretrained`; some are passed on to `push_to_hub`."""
-
 CONFIG_ATTRIBUTES: Final = {"attn_implementation", "experts_implementation"}
 """Arguments that transformers sets on the config and does not pass to the model."""
 

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.utils.import_utils import is_peft_available
 
+from hfshard._util.context import bound
 from hfshard._util.threads import ForkSafeLock
 from hfshard.checkpoint.locate import read_config, weights_bytes
 from hfshard.constants import ADAPTER_CONFIG_NAME, MIXIN_MARK
@@ -273,11 +274,8 @@ def call_with_overrides(call: OverrideCall, start: Any, *args: Any, **kwargs: An
         What the method returns.
     """
     patch_method(PreTrainedModel, call.method)
-    token = current_call.set(call)
-    try:
+    with bound(current_call, call):
         return getattr(start, call.method)(*args, **kwargs)
-    finally:
-        current_call.reset(token)
 
 
 def has_override(model_class: type, method: Method) -> bool:

@@ -12,6 +12,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
+from hfshard._util.context import bound
 from hfshard._util.threads import ForkSafeLock
 
 Method = Literal["from_pretrained", "save_pretrained", "push_to_hub"]
@@ -106,11 +107,8 @@ def _answering(base: type, method: Method, theirs: Answer) -> Answer:
         answer = _standing_in(base, method, target) if call is None else call.answer
         if answer is None:
             return theirs(target, *args, **kwargs)
-        token = current_call.set(None)
-        try:
+        with bound(current_call, None):
             return answer(*args, **kwargs)
-        finally:
-            current_call.reset(token)
 
     setattr(answered, _MARK, True)
     return answered

@@ -14,13 +14,13 @@ from typing import Any, Final
 
 from torch import nn
 
-from hfshard._util.addresses import is_store_address
 from hfshard._util.arguments import checked_path_text
+from hfshard._util.context import bound
 from hfshard._util.text import shorten_list
+from hfshard.checkpoint.folder import replaced_too_often
 from hfshard.checkpoint.load_options import LoadOptions, checked_device
 from hfshard.checkpoint.locate import read_config
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
-from hfshard.commit.hub_marker import has_hub_marker, hub_directory
 from hfshard.constants import CONFIG_NAME, REPLACED_RETRIES, WEIGHTS_OVERRIDE_KEY
 from hfshard.distributed.load_on_ranks import load_opened
 from hfshard.errors import CheckpointChangedError, InvalidArgumentError
@@ -136,8 +136,7 @@ def build_module(
     call = _under_way.get()
     if call is None or call.model_class is not model_class:
         call = _ModuleLoad(model_class, LoadOptions(), source.query, is_under_way=False)
-    token = _under_way.set(None)  # a constructor may load other modules
-    try:
+    with bound(_under_way, None):  # a constructor may load other modules
         if call.checkpoint is not None:
             if not call.checkpoint.is_of_one_save():
                 raise _ChangedMeanwhile
@@ -151,8 +150,6 @@ def build_module(
                     if not (is_same and checkpoint.is_of_one_save()):
                         raise _ChangedMeanwhile
                 model = _build(model_class, checkpoint, model_kwargs, replace(call.options, strict=strict))
-    finally:
-        _under_way.reset(token)
     call.is_answered = True
     return model
 
@@ -202,22 +199,19 @@ def _build_by_override(
 ) -> Any:
     """Load by the class's own `_from_pretrained`, which may call the mixin's."""
     options = call.options
-    is_far = is_store_address(source.path)
-    is_hub = not is_far and has_hub_marker(hub_directory(source.path) or source.path)
-    place: str | os.PathLike[str] = path
-    if is_hub or is_far:
-        local = source.fetch(options.progress)
-        place = local.directory if is_far else local.path
-        call.far = (source, local) if is_far else None
+    local = source.fetch(options.progress) if source.is_for_hfshard_only else None
+    is_far = local is not None and local.folder is not None
+    place = path if local is None else local.directory if is_far else local.path
+    call.far = (source, local) if local is not None and is_far else None
     if options.signature is not None:
         raise InvalidArgumentError(
             f"{call.model_class.__name__} has its own _from_pretrained, which may read any file, so public_key "
             "cannot check what it reads. Run hfshard verify PATH --public-key KEY first, and leave out public_key."
         )
-    for _ in range(REPLACED_RETRIES):
+    for _ in range(REPLACED_RETRIES if local is None else local.most_tries):
         call.config = _config_in(os.fspath(place))
         try:
-            with _being(call):
+            with bound(_under_way, call):
                 built = start.from_pretrained(place, **kwargs)
             break
         except _ChangedMeanwhile:
@@ -226,7 +220,7 @@ def _build_by_override(
             if not is_far:
                 raise
     else:
-        raise _kept_changing(source.path)
+        raise replaced_too_often(source.path)
     if not call.is_answered and (options.strict is not None or options.verify != LoadOptions().verify):
         raise InvalidArgumentError(
             f"{call.model_class.__name__} has its own _from_pretrained, which loaded the weights itself, so strict "
@@ -237,12 +231,6 @@ def _build_by_override(
 
 def _config_in(directory: str) -> bytes | None:
     return read_config(directory) if os.path.isdir(directory) else None
-
-
-def _kept_changing(path: str) -> CheckpointChangedError:
-    return CheckpointChangedError(
-        f"The checkpoint in '{path}' was replaced on every attempt. Retry when no save is running.", path=path
-    )
 
 
 def _without_override(model_kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -257,30 +245,21 @@ def _build_unchanged(call: _ModuleLoad, start: Any, source: CheckpointSource, kw
     """Build from a config and weights of the same save."""
     options = call.options
     local = source.fetch(options.progress)
-    for _ in range(REPLACED_RETRIES):
+    for _ in range(local.most_tries):
         with (
             open_source(source, options, local, check_beside=True) as checkpoint,
             _place_of_config(local.directory) as place,
         ):
             call.checkpoint = checkpoint
             try:
-                with _being(call):
+                with bound(_under_way, call):
                     return start.from_pretrained(place, **kwargs)
             except _ChangedMeanwhile:
                 continue
             except CheckpointChangedError:
                 if local.folder is None:
                     raise
-    raise _kept_changing(source.path)
-
-
-@contextmanager
-def _being(call: _ModuleLoad) -> Iterator[None]:
-    token = _under_way.set(call)
-    try:
-        yield
-    finally:
-        _under_way.reset(token)
+    raise replaced_too_often(source.path)
 
 
 @contextmanager

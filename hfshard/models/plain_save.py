@@ -6,8 +6,7 @@ import inspect
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from functools import partial
@@ -17,37 +16,36 @@ from typing import Any, Final
 from huggingface_hub import ModelHubMixin, PyTorchModelHubMixin
 from torch import nn
 
-from hfshard._util.addresses import is_store_address, reject_hub_arguments
-from hfshard._util.arguments import absolute_path, reject_pickle_request, reject_unknown_arguments
-from hfshard.commit.hub_marker import absolute_repo_id, reject_hub_directory
-from hfshard.constants import CONFIG_NAME, DEFAULT_MAX_SHARD_SIZE, README
+from hfshard._util.addresses import is_store_address
+from hfshard._util.arguments import absolute_path
+from hfshard._util.context import bound
+from hfshard.commit.hub_marker import reject_hub_directory
+from hfshard.constants import CONFIG_NAME, README
 from hfshard.disk.byte_source import BytesSource
 from hfshard.disk.fsops import rename, unlink_if_exists, write_file
 from hfshard.disk.safe_open import Identity, identity_of
 from hfshard.distributed.push_together import push_together
-from hfshard.distributed.spread_tensor import has_spread
 from hfshard.errors import InvalidArgumentError
 from hfshard.hub.push_files import PushOptions
-from hfshard.models.module_weights import save_module
-from hfshard.models.push_model import push_by_directory, push_model
+from hfshard.models.module_weights import is_spread, save_module
+from hfshard.models.push_model import begin_push, merge_tags
+from hfshard.models.save_arguments import (
+    PUSH_ARGUMENTS,
+    check_push_arguments,
+    check_save_arguments,
+    take_repo_id,
+    without_defaults,
+)
 from hfshard.saving.save_request import SaveOptions, SaveRequest, request_from_module
 
-PUSH_ARGUMENTS: Final = frozenset(
-    ("repo_id", "commit_message", "commit_description", "private", "revision", "branch", "create_pr", "tags",
-     "path_in_repo", "token", "max_shard_size", "variant", "packing", "progress", "config", "model_card_kwargs")
-)  # fmt: skip
+_PUSH_ARGUMENTS: Final = PUSH_ARGUMENTS | {"branch", "config", "model_card_kwargs"}
 """Arguments of a plain module's `push_to_hub`."""
+
+_SAVE_ARGUMENTS: Final = _PUSH_ARGUMENTS | {"is_main_process", "state_dict", "push_to_hub", "checksum"}
+"""Arguments of a plain module's `save_pretrained`."""
 
 _UNTAKEN: Final = {"save_peft_format": True, "save_original_format": True, "distributed_checkpoint": False}
 """Arguments of transformers' `save_pretrained` that do not apply to a plain module, with their defaults."""
-
-_OWN_DEFAULTS: Final = {
-    "max_shard_size": DEFAULT_MAX_SHARD_SIZE,
-    "variant": None,
-    "packing": "greedy",
-    "progress": None,
-}
-"""Options of a save and of a push, with their defaults."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,9 +128,10 @@ def save_plain(
     directory = absolute_path(save_directory, "save_directory")
     reject_hub_directory(directory)
     extras = ModuleFiles.taken_from(kwargs)
-    _check_arguments(given, kwargs)
-    if is_store_address(directory) and not given["push_to_hub"]:
-        reject_hub_arguments(directory, revision=kwargs.get("revision"), token=given["token"])
+    check_save_arguments(directory, given["token"], kwargs, _SAVE_ARGUMENTS, push_to_hub=given["push_to_hub"])
+    for name, default in _UNTAKEN.items():
+        if given[name] != default:
+            raise InvalidArgumentError(f"{name} is for transformers models. Leave it out.")
     save = _ModuleSave(
         model=model,
         directory=directory,
@@ -182,22 +181,6 @@ def module_request(model: nn.Module, extras: ModuleFiles, options: SaveOptions) 
     return replace(request_from_module(model, None, options), config=config, drops_config=config is None)
 
 
-def nondefault_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that differ from the defaults: a class's own method may not know the others."""
-    return {name: value for name, value in options.items() if value != _OWN_DEFAULTS[name]}
-
-
-def _check_arguments(given: Mapping[str, Any], kwargs: dict[str, Any]) -> None:
-    reject_pickle_request(kwargs)
-    kwargs.pop("save_function", None)
-    for name, default in _UNTAKEN.items():
-        if given[name] != default:
-            raise InvalidArgumentError(f"{name} is for transformers models. Leave it out.")
-    reject_unknown_arguments(
-        kwargs, PUSH_ARGUMENTS | {"is_main_process", "state_dict", "push_to_hub", "checksum"}, "save_pretrained"
-    )
-
-
 def _run(save: _ModuleSave, *, is_overridden: bool) -> None:
     """Call `_save_pretrained`, and write what an override that saves by itself has left out.
 
@@ -211,7 +194,7 @@ def _run(save: _ModuleSave, *, is_overridden: bool) -> None:
         return
     if is_overridden and not os.path.isdir(save.directory):
         os.makedirs(save.directory)
-    with _being(save):
+    with bound(_under_way, save):
         save.model._save_pretrained(Path(save.directory))
     if save.is_answered or not save.is_main_process:
         return
@@ -237,15 +220,6 @@ def _save_to_store(save: _ModuleSave, *, is_overridden: bool) -> None:
 def _has_card(directory: str) -> bool:
     """Return whether there is a README.md; it is kept, since it may have been edited."""
     return os.path.lexists(os.path.join(directory, README))
-
-
-@contextmanager
-def _being(save: _ModuleSave) -> Iterator[None]:
-    token = _under_way.set(save)
-    try:
-        yield
-    finally:
-        _under_way.reset(token)
 
 
 def _files_of(save: _ModuleSave) -> dict[str, Any]:
@@ -277,9 +251,11 @@ def _identity_of_config(directory: str) -> Identity | None:
 
 def _push(model: Any, directory: str, options: SaveOptions, kwargs: dict[str, Any], extras: ModuleFiles) -> Any:
     """Push what was saved by the model's `push_to_hub`, with the arguments that huggingface_hub's mixin passes."""
-    told = nondefault_options({name: getattr(options, name) for name in _OWN_DEFAULTS})
+    told = without_defaults(
+        {name: getattr(options, name) for name in ("max_shard_size", "variant", "packing", "progress")}
+    )
     config = {} if extras.config is None else {"config": extras.config}
-    repo_id = kwargs.pop("repo_id", None) or os.path.basename(directory)
+    repo_id = take_repo_id(kwargs, directory)
     values = dict(extras.card_values)
     return model.push_to_hub(repo_id=repo_id, **config, model_card_kwargs=values, **told, **kwargs)
 
@@ -320,24 +296,20 @@ def push_plain(
         UnknownArgumentError: A keyword argument is unknown.
         Everything that `hfshard.push_checkpoint` raises, and overrides of the class.
     """
-    rest = dict(kwargs)
-    extras = ModuleFiles.taken_from(rest)
-    revision = _revision_of(pushing["revision"], rest.pop("branch", None))
-    _reject_others(rest)
-    message = pushing["commit_message"] or _MESSAGE
-    options = PushOptions(**{**pushing, "revision": revision, "commit_message": message})
-    repo_id = absolute_repo_id(repo_id)
-    make_card = partial(_card, model, extras, [tags] if isinstance(tags, str) else list(tags or ()))
-    is_spread = isinstance(model, nn.Module) and has_spread(dict(model.named_parameters()))
-    with push_together(is_collective=is_spread) as together:
-        together.agree_on(repo_id)
+    with push_together(is_collective=isinstance(model, nn.Module) and is_spread(model)) as together:
+        rest = dict(kwargs)
+        extras = ModuleFiles.taken_from(rest)
+        revision = _revision_of(pushing["revision"], rest.pop("branch", None))
+        _reject_patterns(rest)
+        check_push_arguments(rest, _PUSH_ARGUMENTS)
+        options = PushOptions(**{**pushing, "revision": revision})
+        push = begin_push(repo_id, partial(_card, model, extras, tags), options, _MESSAGE, together)
         if not is_overridden:
-            request = module_request(model, extras, SaveOptions(**saving))
-            return push_model(request, repo_id, make_card, options, together)
+            return push.send(module_request(model, extras, SaveOptions(**saving)))
         config = {} if extras.config is None else {"config": extras.config}
         values = {"model_card_kwargs": dict(extras.card_values)} if extras.card_values else {}
-        save: Callable[..., Any] = partial(model.save_pretrained, **nondefault_options(saving), **config, **values)
-        return push_by_directory(save, saving["variant"], repo_id, make_card, options, together, keep_card=True)
+        save: Callable[..., Any] = partial(model.save_pretrained, **without_defaults(saving), **config, **values)
+        return push.send_by_directory(save, saving["variant"], keep_card=True)
 
 
 def _revision_of(revision: str | None, branch: str | None) -> str | None:
@@ -349,8 +321,7 @@ def _revision_of(revision: str | None, branch: str | None) -> str | None:
     return revision if branch is None else branch
 
 
-def _reject_others(kwargs: dict[str, Any]) -> None:
-    reject_pickle_request(kwargs)
+def _reject_patterns(kwargs: dict[str, Any]) -> None:
     for name in _PATTERNS:
         if kwargs.pop(name, None) is not None:
             raise InvalidArgumentError(
@@ -358,16 +329,17 @@ def _reject_others(kwargs: dict[str, Any]) -> None:
                 "hfshard.push_checkpoint(directory, repo_id, ignore_patterns=...), which checks that. Leftovers of "
                 "hfshard's own pushes are always deleted."
             )
-    reject_unknown_arguments(kwargs, PUSH_ARGUMENTS, "push_to_hub")
 
 
-def _card(model: Any, extras: ModuleFiles, tags: Sequence[str], read_old: Callable[[], bytes] | None) -> bytes | None:
+def _card(
+    model: Any, extras: ModuleFiles, tags: Sequence[str] | str | None, read_old: Callable[[], bytes] | None
+) -> bytes | None:
     """Create the card of a repo that has none; an existing one is kept, since it may have been edited."""
     if read_old is not None:
         return None
     card = model.generate_model_card(**extras.card_values)
     if tags:
-        card.data.tags = list(dict.fromkeys([*(card.data.tags or ()), *tags]))
+        card.data.tags = merge_tags(card.data.tags, tags)
     return str(card).encode()
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
 from huggingface_hub import CommitInfo, ModelCard, ModelCardData
 
-from hfshard.commit.hub_marker import hub_directory
+from hfshard.commit.hub_marker import absolute_repo_id, hub_directory
 from hfshard.constants import CONFIG_NAME, README
 from hfshard.disk.byte_source import ByteSource, file_source
 from hfshard.distributed.push_together import SharedPush
@@ -23,110 +23,145 @@ from hfshard.hub.repo import PushResult
 from hfshard.saving.pipeline import stream_request
 from hfshard.saving.save_request import SaveRequest
 
-DEFAULT_MESSAGE: Final = "Upload model"
-"""The commit message for a class with "Model" in its name, as in transformers."""
+
+@dataclass(frozen=True, slots=True)
+class ModelPush:
+    """One push of a model of any kind, by this process or by the ranks that have parts of it."""
+
+    repo_id: str
+    """"org/name", or the absolute path of a directory hub; the same on all ranks."""
+    make_card: CardBuilder
+    options: PushOptions
+    default_message: str
+    """The title of the commit, if the options have none."""
+    together: SharedPush
+    """The ranks that take part; all of them make the same calls."""
+
+    def send(self, request: SaveRequest) -> CommitInfo | PushResult | None:
+        """Push what a save of this request would write: straight from memory, or from the files that its owners stage.
+
+        Args:
+            request: What `save_model` would save.
+        """
+        if not self.together.is_collective:
+            contents, _ = stream_request(require_whole_tensors(request))
+            return self._run(lambda: self._push_files(contents, {request.options.variant}, _replaced_files(request)))
+        with self.together.folder() as folder:
+            index = self.together.stage(request, folder)
+            return self.send_saved(request, index, folder.path)
+
+    def send_saved(
+        self, request: SaveRequest, index: CheckpointIndex | None, directory: str
+    ) -> CommitInfo | PushResult | None:
+        """Push the files that a save has just written into a directory, and nothing else in it.
+
+        Args:
+            request: What was saved.
+            index: The save's result; needed on the sender.
+            directory: The directory of the save.
+        """
+
+        def push() -> list[PushResult]:
+            written = {*index.weight_map.values(), *index.files} if index is not None else set()
+            names = {*written, request.options.names.index, *request.small_files}
+            # A link, if the bytes of a file did not change.
+            contents, _ = collect_directory(directory, names=names, follow_links=True)
+            return self._push_files(contents, {request.options.variant}, _replaced_files(request))
+
+        return self._run(push)
+
+    def send_by_directory(
+        self, save: Callable[..., object], variant: str | None, *, keep_card: bool = False
+    ) -> CommitInfo | PushResult | None:
+        """Push by a temporary directory, for a `save_pretrained` that does more than hfshard can do from memory.
+
+        Links in the directory were created by this call of `save_pretrained`, and are followed.
+
+        Args:
+            save: Saves into an empty directory; takes `is_main_process`.
+            variant: The weights' variant.
+            keep_card: Whether to keep the repo's README.md: the saved one is pushed only if the repo has none.
+
+        Returns:
+            The result of the push; None if another process of the group saves instead.
+        """
+        with self.together.folder() as folder:
+            folder.reject_unseen()
+            with abort_peers_on_error(folder.path, lambda: self.together.is_collective):
+                save(folder.path, **({} if self.together.is_sender else {"is_main_process": False}))
+
+            def push() -> list[PushResult]:
+                names = os.listdir(folder.path)
+                if not names:
+                    return []
+                if any(WeightNames(variant).index == name or WeightNames(variant).single == name for name in names):
+                    contents, indexes = collect_directory(folder.path, follow_links=True)
+                    variants = set(indexes)
+                else:  # an adapter; the repo may also contain its base model
+                    contents = {
+                        name: file_source(os.path.join(folder.path, name)) for name in _files_below(folder.path)
+                    }
+                    variants = set()
+                card = contents.pop(README, None) if keep_card else None
+                make_card = self.make_card if card is None else partial(_kept_card, card)
+                return replace(self, make_card=make_card)._push_files(contents, variants)
+
+            return self._run(push)
+
+    def _push_files(
+        self, contents: dict[str, ByteSource], variants: Iterable[str | None], gone: Collection[str] = ()
+    ) -> list[PushResult]:
+        request = PushRequest(
+            contents=contents,
+            variants=frozenset(variants),
+            options=self.options,
+            default_message=self.default_message,
+            make_card=self.make_card,
+            find_stale=lambda files, read: gone,
+            check=self.together.check,
+        )
+        return [push_files(request, self.repo_id)]
+
+    def _run(self, push: Callable[[], Sequence[PushResult]]) -> CommitInfo | PushResult | None:
+        """Return what `push_to_hub` returns: for a repo of the Hub, what huggingface_hub's own would."""
+        results = self.together.send(push)
+        if not results or hub_directory(self.repo_id) is not None:
+            return results[0] if results else None
+        return CommitInfo(
+            commit_url=results[0].url,
+            commit_message=self.options.commit_message or self.default_message,
+            commit_description=self.options.commit_description or "",
+            oid=results[0].commit,
+            pr_url=results[0].pr_url,
+        )
 
 
-def push_model(
-    request: SaveRequest,
+def begin_push(
     repo_id: str | os.PathLike[str],
     make_card: CardBuilder,
     options: PushOptions,
+    default_message: str,
     together: SharedPush,
-) -> CommitInfo | PushResult:
-    """Push what a save of this request would write: straight from memory, or from the files that its owners stage.
+) -> ModelPush:
+    """Agree with the other ranks on the repo of a push.
 
     Args:
-        request: What `save_model` would save.
-        repo_id: As in `push_checkpoint`; the same on all ranks.
+        repo_id: As in `push_checkpoint`.
         make_card: Creates the repo's card.
         options: How to push.
-        together: The ranks that have parts of it; all of them call.
+        default_message: The title of the commit, if the options have none.
+        together: The ranks that have parts of the model; all of them call.
+
+    Raises:
+        InvalidArgumentError: The repo is not one, or another rank pushes to another repo.
     """
-    if not together.is_collective:
-        contents, _ = stream_request(require_whole_tensors(request))
-        variants = frozenset({request.options.variant})
-        gone = {CONFIG_NAME} if request.drops_config else set()
-        push = _pushing(contents, variants, repo_id, make_card, options, together, gone)
-        return _answer(together.send(push)[0], repo_id, options)
-    with together.folder() as folder:
-        index = together.stage(request, folder)
-        return push_saved_files(request, index, folder.path, repo_id, make_card, options, together)
+    name = absolute_repo_id(repo_id)
+    together.agree_on(name)
+    return ModelPush(name, make_card, options, default_message, together)
 
 
-def push_saved_files(
-    request: SaveRequest,
-    index: CheckpointIndex | None,
-    directory: str,
-    repo_id: str | os.PathLike[str],
-    make_card: CardBuilder,
-    options: PushOptions,
-    together: SharedPush,
-) -> CommitInfo | PushResult:
-    """Push the files that a save has just written into a directory, and nothing else in it.
-
-    Args:
-        request: What was saved.
-        index: The save's result; needed on the sender.
-        directory: The directory of the save.
-        repo_id, make_card, options, together: As in `push_model`.
-    """
-
-    def push() -> Sequence[PushResult]:
-        written = {*index.weight_map.values(), *index.files} if index is not None else set()
-        names = {*written, request.options.names.index, *request.small_files}
-        contents, _ = collect_directory(directory, names=names, follow_links=True)  # a link whose bytes did not change
-        variants = frozenset({request.options.variant})
-        gone = {CONFIG_NAME} if request.drops_config else set()
-        return _pushing(contents, variants, repo_id, make_card, options, together, gone)()
-
-    return _answer(together.send(push)[0], repo_id, options)
-
-
-def push_by_directory(
-    save: Callable[..., object],
-    variant: str | None,
-    repo_id: str | os.PathLike[str],
-    make_card: CardBuilder,
-    options: PushOptions,
-    together: SharedPush,
-    *,
-    keep_card: bool = False,
-) -> CommitInfo | PushResult | None:
-    """Push by a temporary directory, for a `save_pretrained` that does more than hfshard can do from memory.
-
-    Links in the directory were created by this call of `save_pretrained`, and are followed.
-
-    Args:
-        save: Saves into an empty directory; takes `is_main_process`.
-        variant: The weights' variant.
-        repo_id, make_card, options, together: As in `push_model`.
-        keep_card: Whether to keep the repo's README.md: the saved one is pushed only if the repo has none.
-
-    Returns:
-        The result of the push, as from `push_model`; None if another process of the group saves instead.
-    """
-    with together.folder() as folder:
-        folder.reject_unseen()
-        with abort_peers_on_error(folder.path, lambda: together.is_collective):
-            save(folder.path, **({} if together.is_sender else {"is_main_process": False}))
-
-        def push() -> Sequence[PushResult]:
-            names = os.listdir(folder.path)
-            if not names:
-                return []
-            if any(WeightNames(variant).index == name or WeightNames(variant).single == name for name in names):
-                contents, indexes = collect_directory(folder.path, follow_links=True)
-                variants = frozenset(indexes)
-            else:  # an adapter; the repo may also contain its base model
-                contents = {name: file_source(os.path.join(folder.path, name)) for name in _files_below(folder.path)}
-                variants = frozenset()
-            card = contents.pop(README, None) if keep_card else None
-            make = make_card if card is None else partial(_kept_card, card)
-            return _pushing(contents, variants, repo_id, make, options, together)()
-
-        results = together.send(push)
-        return _answer(results[0], repo_id, options) if results else None
+def _replaced_files(request: SaveRequest) -> set[str]:
+    return {CONFIG_NAME} if request.drops_config else set()
 
 
 def _files_below(folder: str) -> list[str]:
@@ -135,66 +170,11 @@ def _files_below(folder: str) -> list[str]:
     return sorted(os.path.relpath(path, folder).replace(os.sep, "/") for path in found)
 
 
-def _bytes_of(source: ByteSource) -> bytes:
-    with source.open() as reader:
-        return reader.read()
-
-
 def _kept_card(card: ByteSource, read_old: Callable[[], bytes] | None) -> bytes | None:
-    return None if read_old is not None else _bytes_of(card)
-
-
-def tags_of(model: Any, tags: Sequence[str] | str | None) -> list[str]:
-    """Collect the tags of a model's card: the model's own, and the requested ones."""
-    requested = [tags] if isinstance(tags, str) else list(tags or ())
-    return list(dict.fromkeys([*(getattr(model, "model_tags", None) or ()), *requested]))
-
-
-def _pushing(
-    contents: dict[str, ByteSource],
-    variants: frozenset[str | None],
-    repo_id: str | os.PathLike[str],
-    make_card: CardBuilder,
-    options: PushOptions,
-    together: SharedPush,
-    gone: Collection[str] = (),
-) -> Callable[[], Sequence[PushResult]]:
-    request = PushRequest(
-        contents=contents,
-        variants=variants,
-        options=options,
-        default_message=DEFAULT_MESSAGE,
-        make_card=make_card,
-        find_stale=lambda files, read: gone,
-        check=together.check,
-    )
-    return lambda: [push_files(request, repo_id)]
-
-
-def _answer(result: PushResult, repo_id: str | os.PathLike[str], options: PushOptions) -> CommitInfo | PushResult:
-    """Build the result of `push_to_hub`: for a repo of the Hub, the one that huggingface_hub would return."""
-    if hub_directory(repo_id) is not None:
-        return result
-    return CommitInfo(
-        commit_url=result.url,
-        commit_message=options.commit_message or DEFAULT_MESSAGE,
-        commit_description=options.commit_description or "",
-        oid=result.commit,
-        pr_url=result.pr_url,
-    )
-
-
-def with_message(model_class: type, options: PushOptions) -> PushOptions:
-    """Return the options with transformers' commit message for a class, unless they have a message."""
-    if options.commit_message:
-        return options
-    name = model_class.__name__
-    return replace(options, commit_message=DEFAULT_MESSAGE if "Model" in name else f"Upload {name}")
-
-
-def default_repo_id(directory: str) -> str:
-    """Return the default repo name of `save_pretrained(push_to_hub=True)`, which is that of the directory."""
-    return os.path.basename(os.path.abspath(directory))
+    if read_old is not None:
+        return None
+    with card.open() as reader:
+        return reader.read()
 
 
 # README.md of a pushed model, as transformers creates it: a card from the template, and its tags.
@@ -233,13 +213,19 @@ def make_model_card(read_old: Callable[[], bytes] | None, tags: Sequence[str]) -
             f"Cannot add the tags to the README.md on the hub, whose metadata cannot be read: {error}. Fix it there, "
             "or push without tags."
         ) from error
-    there = card.data.tags or []
-    there = [there] if isinstance(there, str) else list(there)
-    missing = [tag for tag in tags if tag not in there]
-    if not missing:
+    merged = merge_tags(card.data.tags, tags)
+    if merged == merge_tags(card.data.tags):
         return None
-    card.data.tags = [*there, *missing]
+    card.data.tags = merged
     return _to_bytes(card)
+
+
+def merge_tags(*groups: Iterable[str] | str | None) -> list[str]:
+    """Merge the tags of a card; each group is one tag, several, or None."""
+    tags: list[str] = []
+    for group in groups:
+        tags += [group] if isinstance(group, str) else group or ()
+    return list(dict.fromkeys(tags))
 
 
 def _to_bytes(card: ModelCard) -> bytes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
@@ -20,9 +19,10 @@ from hfshard.distributed.group_store import has_other_ranks
 from hfshard.distributed.layout import Box, Interval, MeshLayout, Placement, box_elements, held_box
 from hfshard.distributed.load_on_ranks import current_load
 from hfshard.distributed.read_parts import Target, prepare_reads
-from hfshard.distributed.spread_tensor import SpreadTensor, has_spread, with_spread_tensors
+from hfshard.distributed.spread_tensor import SpreadTensor, with_spread_tensors
 from hfshard.errors import InvalidArgumentError, UnstorableTensorError
 from hfshard.models.model_classes import alias_class, has_adapters, view_as_alias
+from hfshard.models.module_weights import is_spread
 from hfshard.tensors.parameter_names import strip_compiled
 from hfshard.tensors.state_dict import is_dtensor
 
@@ -527,15 +527,7 @@ def _part_of(whole: torch.Tensor, box: Box) -> torch.Tensor:
 
 def is_part(model: Any, state_dict: Mapping[str, Any] | None) -> bool:
     """Return whether a save needs other ranks' parts of the model, or of the tensors given in its place."""
-    if state_dict is not None:
-        return has_spread(state_dict)
-    return is_pipeline_stage(model) or has_spread(dict(model.named_parameters())) or _is_fully_sharded(model)
-
-
-def _is_fully_sharded(model: Any) -> bool:
-    """Return whether `fully_shard` was called: after a forward pass, parameters may be full until they are saved."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in model.modules())
+    return (state_dict is None and is_pipeline_stage(model)) or is_spread(model, state_dict)
 
 
 def is_part_of_push(model: Any) -> bool:

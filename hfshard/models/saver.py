@@ -7,22 +7,21 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from hfshard._util.addresses import is_store_address, reject_hub_arguments
-from hfshard._util.arguments import absolute_path, reject_pickle_request, reject_unknown_arguments
-from hfshard.commit.hub_marker import absolute_repo_id, reject_hub_directory
+from hfshard._util.addresses import is_store_address
+from hfshard._util.arguments import absolute_path
+from hfshard.commit.hub_marker import reject_hub_directory
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
 from hfshard.distributed.group_store import has_other_ranks
 from hfshard.distributed.push_together import SharedPush, push_together
-from hfshard.distributed.save_on_ranks import abort_peers_on_error, needs_all_ranks, save_here_or_on_ranks, skip_save
+from hfshard.distributed.save_on_ranks import abort_peers_on_error, needs_all_ranks, save_here_or_on_ranks
 from hfshard.errors import InvalidArgumentError
 from hfshard.format.index import CheckpointIndex
 from hfshard.hub.push_files import PushOptions
-from hfshard.models.load_arguments import PUSH_ARGUMENTS, SAVE_ARGUMENTS
 from hfshard.models.model_classes import (
     call_with_overrides,
     class_before_fsdp,
@@ -34,38 +33,20 @@ from hfshard.models.model_classes import (
     view_as_alias,
 )
 from hfshard.models.model_kinds import request_from_model
+from hfshard.models.module_weights import leaves_save
 from hfshard.models.patching import OverrideCall, active_call, upstream
-from hfshard.models.push_model import (
-    default_repo_id,
-    make_model_card,
-    push_by_directory,
-    push_model,
-    push_saved_files,
-    tags_of,
-    with_message,
-)
+from hfshard.models.push_model import ModelPush, begin_push, make_model_card, merge_tags
 from hfshard.models.rank_parts import is_part, is_part_of_push, reject_partial_save
+from hfshard.models.save_arguments import (
+    PUSH_ARGUMENTS,
+    SAVE_ARGUMENTS,
+    check_push_arguments,
+    check_save_arguments,
+    take_repo_id,
+    without_defaults,
+)
 from hfshard.saving.save_request import SaveOptions, SaveRequest
 from hfshard.tensors.state_dict import reject_partitioned
-
-_DEFAULTS: Final[dict[str, Any]] = {
-    "is_main_process": True,
-    "state_dict": None,
-    "push_to_hub": False,
-    "max_shard_size": DEFAULT_MAX_SHARD_SIZE,
-    "variant": None,
-    "token": None,
-    "save_peft_format": True,
-    "save_original_format": True,
-    "distributed_checkpoint": False,
-    "packing": "greedy",
-}
-"""Only arguments that differ from these are passed to an override, as in a direct call of it."""
-
-
-def without_defaults(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop the arguments of `save_pretrained` that have their default values."""
-    return {name: value for name, value in arguments.items() if name not in _DEFAULTS or value != _DEFAULTS[name]}
 
 
 def save_with_overrides(
@@ -127,8 +108,7 @@ def save_pretrained_model(
         Everything that `save_with_overrides` raises.
     """
     directory = _absolute(save_directory)
-    if not (is_main_process or options.is_collective or is_part(model, state_dict)):
-        skip_save(directory)
+    if leaves_save(directory, options, partial(is_part, model, state_dict), is_main_process=is_main_process):
         return None
     if not (has_override(type(model), "save_pretrained") or has_adapters(model)):
         return save_here_or_on_ranks(_request(model, state_dict, options, directory), directory)
@@ -172,15 +152,11 @@ def handle_save_pretrained(
     **kwargs: Any,
 ) -> CheckpointIndex | None:
     """Save in place of PreTrainedModel's own `save_pretrained`, with its arguments, below all overrides."""
-    reject_pickle_request(kwargs)
-    kwargs.pop("save_function", None)  # of accelerate's older examples; transformers ignores it too
-    reject_unknown_arguments(kwargs, SAVE_ARGUMENTS, "save_pretrained")
+    directory = absolute_path(save_directory, "save_directory")
+    check_save_arguments(directory, token, kwargs, SAVE_ARGUMENTS, push_to_hub=push_to_hub)
     options = replace(
         options, max_shard_size=max_shard_size, variant=variant, save_original_format=save_original_format
     )
-    directory = absolute_path(save_directory, "save_directory")
-    if is_store_address(directory) and not push_to_hub:
-        reject_hub_arguments(directory, revision=kwargs.get("revision"), token=token)
     if needs_transformers_saver(model, distributed_checkpoint=distributed_checkpoint):
         if is_main_process and state_dict is None:
             reject_partitioned(model)
@@ -214,8 +190,7 @@ def handle_save_pretrained(
         if push_to_hub and (is_main_process or is_part(model, state_dict)):
             _push_again(model, directory, {**kwargs, "max_shard_size": max_shard_size, "variant": variant}, token)
         return None
-    if not (is_main_process or options.is_collective or is_part(model, state_dict)):
-        skip_save(directory)
+    if leaves_save(directory, options, partial(is_part, model, state_dict), is_main_process=is_main_process):
         return None
     request = _request(model, state_dict, options, directory)
     index = save_here_or_on_ranks(request, directory)
@@ -249,7 +224,7 @@ def _request(
 
 def _push_again(model: Any, directory: str, arguments: dict[str, Any], token: str | bool | None) -> None:
     """Push what transformers has saved, by saving it again."""
-    repo_id = arguments.pop("repo_id", None) or default_repo_id(directory)
+    repo_id = take_repo_id(arguments, directory)
     model.push_to_hub(repo_id, token=token, **arguments)
 
 
@@ -262,14 +237,12 @@ def _push_files(
     together: SharedPush,
 ) -> None:
     """Push the files of a save into a directory; after a save into a store, push from memory instead."""
-    repo_id = arguments.pop("repo_id", None) or default_repo_id(directory)
-    together.agree_on(absolute_repo_id(repo_id))
-    make_card = partial(make_model_card, tags=tags_of(model, arguments.pop("tags", None)))
-    options = with_message(class_before_fsdp(type(model)), PushOptions(**arguments))
+    repo_id = take_repo_id(arguments, directory)
+    push = _begin_push(model, repo_id, arguments.pop("tags", None), PushOptions(**arguments), together)
     if is_store_address(directory):
-        push_model(request, repo_id, make_card, options, together)
+        push.send(request)
     else:
-        push_saved_files(request, index, directory, repo_id, make_card, options, together)
+        push.send_saved(request, index, directory)
 
 
 # Pushes of a transformers model: straight from memory, or from the files that its own save_pretrained writes.
@@ -298,21 +271,30 @@ def push_pretrained_model(
 
     Raises:
         UnknownArgumentError: A keyword argument is not one that older code passes.
-        Everything that `push_model` and the model's `save_pretrained` raise.
+        Everything that `push_files` and the model's `save_pretrained` raise.
     """
     with push_together(is_collective=is_part_of_push(model)) as together:
-        repo_id = absolute_repo_id(repo_id)
-        rest = dict(unknown)
-        reject_pickle_request(rest)
-        reject_unknown_arguments(rest, PUSH_ARGUMENTS - rest.keys(), "push_to_hub")
+        check_push_arguments(dict(unknown), PUSH_ARGUMENTS)
         options = SaveOptions(**saving)
-        push_options = with_message(class_before_fsdp(type(model)), PushOptions(**pushing))
-        make_card = partial(make_model_card, tags=tags_of(model, tags))
-        together.agree_on(repo_id)
+        push = _begin_push(model, repo_id, tags, PushOptions(**pushing), together)
         if needs_transformers_saver(model, distributed_checkpoint=False) or has_override(
             type(model), "save_pretrained"
         ):
             given = {name: value for name, value in saving.items() if name in ("max_shard_size", "variant", "packing")}
             save = partial(model.save_pretrained, **without_defaults(given))
-            return push_by_directory(save, options.variant, repo_id, make_card, push_options, together)
-        return push_model(request_from_model(model, None, options), repo_id, make_card, push_options, together)
+            return push.send_by_directory(save, options.variant)
+        return push.send(request_from_model(model, None, options))
+
+
+def _begin_push(
+    model: PreTrainedModel,
+    repo_id: str | os.PathLike[str],
+    tags: list[str] | str | None,
+    options: PushOptions,
+    together: SharedPush,
+) -> ModelPush:
+    """Agree on the repo of a push, whose card has the model's own tags too, and whose message is transformers'."""
+    name = class_before_fsdp(type(model)).__name__
+    message = "Upload model" if "Model" in name else f"Upload {name}"
+    make_card = partial(make_model_card, tags=merge_tags(getattr(model, "model_tags", None), tags))
+    return begin_push(repo_id, make_card, options, message, together)

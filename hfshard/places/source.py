@@ -18,7 +18,7 @@ from hfshard.checkpoint.load_options import LoadOptions, SignatureCheck
 from hfshard.checkpoint.locate import directory_not_found, is_weights_name, split_file_path, weights_bytes
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
 from hfshard.commit.hub_marker import has_hub_marker, hub_directory
-from hfshard.constants import CONFIG_NAME, SAFETENSORS_SUFFIX
+from hfshard.constants import CONFIG_NAME, REPLACED_RETRIES, SAFETENSORS_SUFFIX
 from hfshard.errors import (
     CheckpointChangedError,
     CheckpointNotFoundError,
@@ -58,6 +58,11 @@ class ResolvedSource:
     skeleton: SmallFilesMirror | None = None
     """The owner of that directory."""
 
+    @property
+    def most_tries(self) -> int:
+        """The number of tries of a load that a save overtakes; in a store, each costs requests."""
+        return REPLACED_RETRIES if self.folder is None else REMOTE_RETRIES
+
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSource:
@@ -83,6 +88,11 @@ class CheckpointSource:
         directory = name if os.path.isdir(name) else hub_directory(name)
         if directory is not None:
             object.__setattr__(self, "path", absolute_path(directory))
+
+    @property
+    def is_for_hfshard_only(self) -> bool:
+        """True for a place that other code cannot read by its path: a store, or a directory hub."""
+        return is_store_address(self.path) or has_hub_marker(hub_directory(self.path) or self.path)
 
     def fetch(self, progress: bool | None = None) -> ResolvedSource:
         """Find the checkpoint on this machine; download one of the Hub into the cache first.

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import hfshard
+from hfshard.cli.main import make_parser
 from tests.cli.programs import LOOKS, without_hfshard_on
 from tests.helpers import processes
 
@@ -41,6 +42,14 @@ class Run:
 def run(child_environment: dict[str, str]) -> Run:
     """Run `hfshard ARGUMENTS`."""
     return Run(child_environment)
+
+
+def rejected(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Parse arguments that are bad usage, and return the last line of stderr."""
+    with pytest.raises(SystemExit) as raised:
+        make_parser().parse_args(arguments)
+    assert raised.value.code == 2
+    return capsys.readouterr().err.splitlines()[-1]
 
 
 def flip_bit(path: Path, offset: int) -> None:

@@ -20,10 +20,10 @@ from safetensors.torch import save_file
 
 import hfshard
 from hfshard.cli.check_commands import default_output
-from hfshard.cli.main import main
+from hfshard.cli.main import main, make_parser
 from hfshard.errors import InvalidArgumentError, InvalidPathError
 from hfshard.viewing.screenshot import find_chromium
-from tests.cli.conftest import Run, flip_bit, save_example
+from tests.cli.conftest import Run, flip_bit, rejected, save_example
 from tests.helpers import processes
 from tests.signing.conftest import write_pair
 
@@ -539,3 +539,11 @@ def test_bar_is_shown_on_a_terminal_unless_unwanted(
     assert done.stdout.endswith("compared with their checksums\n")
     assert ("Verifying: " in shown.decode()) == (option is None)
     assert option is None or shown == b""
+
+
+def test_what_is_signed_with_is_exactly_one_of_key_and_sigstore(capsys: pytest.CaptureFixture[str]) -> None:
+    assert make_parser().parse_args(["sign", "here", "--private-key", "k.pem"]).private_key == "k.pem"
+
+    assert "one of the arguments --private-key --sigstore is required" in rejected(capsys, "sign", "here")
+    both = rejected(capsys, "sign", "here", "--private-key", "k.pem", "--sigstore")
+    assert "argument --sigstore: not allowed with argument --private-key" in both

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import hfshard
+from hfshard.cli.main import make_parser
 from hfshard.hub.directory.directory_hub import DirectoryHub
 from tests.cli.conftest import Run, flip_bit, save_example
 from tests.servers.hub.hub_server import HubServer
@@ -126,3 +127,13 @@ def test_damaged_cache_is_told_and_mended_by_the_command_that_the_error_names(
     assert command == ["pull", "org/name", "--force-download"]
     assert run(*command, "--verify", "full", **network).returncode == 0
     assert (where / SHARDS[0]).read_bytes() == (example / SHARDS[0]).read_bytes()
+
+
+def test_a_bar_and_private_are_left_open_unless_they_are_asked_for() -> None:
+    parser = make_parser()
+
+    plain = parser.parse_args(["push", "here", "org/name"])
+    asked = parser.parse_args(["push", "here", "org/name", "--no-progress", "--private"])
+
+    assert (plain.progress, plain.private) == (None, None)
+    assert (asked.progress, asked.private) == (False, True)

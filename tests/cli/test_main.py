@@ -15,7 +15,7 @@ from subprocess import PIPE
 import pytest
 
 from tests import REPOSITORY
-from tests.cli.conftest import Run
+from tests.cli.conftest import Run, rejected
 from tests.helpers import processes
 
 
@@ -49,6 +49,14 @@ def test_bad_usage_is_two_and_only_on_stderr(arguments: list[str], hint: str, ru
     assert hint in err
     assert "TOKEN" not in err
     assert "\x1b" not in err
+
+
+def test_a_rejected_argument_is_shown_without_its_password_and_control_characters(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shown = rejected(capsys, "inspect", "here", "https://me:hunter2@host/x?sig=abc", "\x1b[2J")
+
+    assert shown == r"hfshard: error: unrecognized arguments: https://host/x?… \x1b[2J"
 
 
 @pytest.mark.parametrize(
@@ -147,15 +155,19 @@ def test_version_and_help_go_to_stdout(run: Run) -> None:
     assert max(map(len, text.stdout.splitlines())) <= 80
 
 
-def test_help_does_not_wait_for_torch(child_environment: dict[str, str]) -> None:
+def test_arguments_and_help_need_nothing_but_hfshard(child_environment: dict[str, str]) -> None:
     code = """
 import sys
-from hfshard.cli.main import main
-try:
-    main(["verify", "--help"])
-except SystemExit as stop:
-    assert stop.code == 0
-assert "torch" not in sys.modules
+before = set(sys.modules)
+from hfshard.cli.main import main, make_parser
+make_parser().parse_args(["convert", "a", "b", "--max-shard-size", "5GB"])
+for words in (["--help"], ["verify", "--help"]):
+    try:
+        main(words)
+    except SystemExit as stop:
+        assert stop.code == 0
+loaded = {name.partition(".")[0] for name in set(sys.modules) - before} - sys.stdlib_module_names
+assert loaded == {"hfshard"}, loaded
 """
     processes.run_fresh(["-c", code], env=child_environment, check=True)
 

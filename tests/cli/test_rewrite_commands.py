@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 import hfshard
-from hfshard.cli.main import main
+from hfshard.cli.main import main, make_parser
 from hfshard.training import CheckpointManager, TrainingState
-from tests.cli.conftest import Run, flip_bit, save_example
+from tests.cli.conftest import Run, flip_bit, rejected, save_example
 from tests.saving.helpers import files_in, weights_in, write_bins
 
 
@@ -408,3 +408,12 @@ def test_verify_leaves_runs_of_other_tools_alone(tmp_path: Path, call: Call) -> 
     (tmp_path / "checkpoint-500" / "optimizer.pt").write_bytes(b"")
     code, out, _ = call("verify", tmp_path)
     assert (code, out.split(": ")[:2]) == (0, [f"{tmp_path}", "intact"])
+
+
+def test_a_part_is_split_at_the_first_equals_sign(capsys: pytest.CaptureFixture[str]) -> None:
+    parsed = make_parser().parse_args(["convert", "a", "b", "--part", "model=ema=x", "--part", "optimizer=optim.0"])
+    assert parsed.part == [("model", "ema=x"), ("optimizer", "optim.0")]
+
+    for text in ("model", "=ema", "model="):
+        shown = rejected(capsys, "convert", "a", "b", "--part", text)
+        assert shown == f"hfshard convert: error: argument --part: '{text}' is not NAME=KEY"

@@ -74,7 +74,7 @@ def run_commands(example: Example) -> None:
     """Run each `hfshard` command of a block, which must not fail; of those that need the network, and
     of `hfshard run`, the arguments are parsed alone.
     """
-    from hfshard.cli.arguments import make_parser
+    from hfshard.cli.main import make_parser
     from hfshard.cli.run_command import split_command_line
 
     for words in hfshard_commands(example):

@@ -81,7 +81,7 @@ def test_config_and_weights_are_of_one_save_though_another_comes_between(is_over
 
 
 def test_a_checkpoint_that_keeps_changing_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hfshard.models.plain_load.REPLACED_RETRIES", 2)  # each waits
+    monkeypatch.setattr("hfshard.places.source.REPLACED_RETRIES", 2)  # each waits
     saved(tmp_path)
 
     class Restless(hfshard.ShardedModelMixin, Simple):

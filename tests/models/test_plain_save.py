@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from huggingface_hub import HfApi, constants, hf_hub_download
+from huggingface_hub import HfApi, ModelCard, constants, hf_hub_download
 from safetensors.torch import load_file
 from torch import nn
 
@@ -315,3 +315,17 @@ def test_bad_arguments_are_refused_before_the_hub_is_made(
     with pytest.raises(kind, match=words):
         net(2).push_to_hub(tmp_path / "hub", **argument)
     assert not (tmp_path / "hub").exists()
+
+
+def test_a_tag_that_a_class_gives_its_card_as_text_stays_one(tmp_path: Path) -> None:
+    class Tagged(hfshard.ShardedModelMixin, Simple):
+        def generate_model_card(self, *args: Any, **kwargs: Any) -> Any:
+            card: Any = super().generate_model_card(*args, **kwargs)
+            card.data.tags = "own"
+            return card
+
+    model: Any = Tagged(width=4)
+    model.push_to_hub(tmp_path / "hub", tags="extra")
+
+    card: Any = ModelCard.load(Path(DirectoryHub.open(str(tmp_path / "hub")).snapshot(None)) / "README.md")
+    assert card.data.tags == ["own", "extra"]

@@ -10,6 +10,7 @@ from accelerate import cpu_offload
 
 from hfshard.errors import InvalidArgumentError, UnknownArgumentError
 from hfshard.hub.directory.directory_hub import DirectoryHub
+from hfshard.models.push_model import merge_tags
 from tests.helpers.tiny_bert import Bert, bert, value_of
 
 pytestmark = pytest.mark.compat
@@ -28,6 +29,11 @@ def test_pickles_are_not_pushed_on_request_either(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="does not write pickles"):
         bert(1).push_to_hub(str(tmp_path / "hub"), safe_serialization=False)
     bert(1).push_to_hub(str(tmp_path / "hub"), safe_serialization=True)
+
+
+def test_tags_are_merged_in_their_order() -> None:
+    assert merge_tags(None, []) == []
+    assert merge_tags("one", ["two", "one"], ("three",)) == ["one", "two", "three"]
 
 
 def offloaded(value: float) -> Any:

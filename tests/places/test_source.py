@@ -5,10 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+import hfshard
+from hfshard.checkpoint.folder import StoreFolder
 from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError
 from hfshard.hub.resolve import CheckpointQuery
-from hfshard.places.source import CheckpointSource
+from hfshard.places.source import CheckpointSource, ResolvedSource
+from tests.stores.saving.memory_store import MemoryStore
 
 
 def test_a_directory_is_found_with_its_subfolder(tmp_path: Path) -> None:
@@ -43,3 +47,21 @@ def test_a_variant_that_is_no_part_of_a_name_is_refused() -> None:
 
 def test_a_token_is_not_shown() -> None:
     assert "hf_secret" not in repr(CheckpointQuery(token="hf_secret"))
+
+
+def test_stores_and_directory_hubs_are_read_by_hfshard_alone(tmp_path: Path) -> None:
+    (tmp_path / "plain").mkdir()
+    hfshard.save_state_dict({"w": torch.ones(2)}, tmp_path / "saved")
+    hfshard.push_checkpoint(tmp_path / "saved", tmp_path / "hub")
+
+    for path in ("s3://models/bert", str(tmp_path / "hub")):
+        assert CheckpointSource(path).is_for_hfshard_only
+    for path in ("org/name", str(tmp_path / "plain")):
+        assert not CheckpointSource(path).is_for_hfshard_only
+
+
+def test_each_try_costs_requests_in_a_store_so_that_there_are_fewer() -> None:
+    folder = StoreFolder(MemoryStore(), "s3://models/bert")
+
+    assert ResolvedSource("/there", "/there").most_tries == 400
+    assert ResolvedSource("/there", "/there", folder=folder).most_tries == 20
