@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 from hfshard.errors import DamagedCheckpointError, UnsafePickleError
-from hfshard.pickles.pickle_opcodes import scan_zip
+from hfshard.pickles.pickle_opcodes import DescribedObject, GlobalReference, describe_pickle, scan_zip
 from hfshard.pickles.read_pickle import read_pickle
 from tests.attacks.files.torchfile import (
     DOUBLED,
@@ -202,3 +204,46 @@ def test_calls_that_torch_save_does_not_write_are_refused(tmp_path: Path) -> Non
     }
     for match, body in bodies.items():
         refused(tmp_path, zipped(body, {}), match)
+
+
+# Description
+
+
+def run(*_: Any) -> None:
+    raise AssertionError("it ran")
+
+
+class Reduced:
+    """Is pickled as a call of a function."""
+
+    def __reduce__(self) -> Any:
+        return run, (1,)
+
+
+@pytest.mark.parametrize(
+    ("opcodes", "why"),
+    [
+        (b"cbuiltins\ngetattr\n}\x85b.", "state"),
+        (b"]Kab.", "state"),
+        (b"X\x01\x00\x00\x00a)R.", "without a name"),
+        (b"K\x01K\x02\x86)\x81.", "without a name"),
+        (b"\x82\x01.", "EXT1"),
+        (b"h\x07.", "KeyError"),
+        (b"0.", "IndexError"),
+        (b"]", "ValueError"),
+        (b"r\xff\xff\xff\xff.", "IndexError"),
+        (b"X\xff\xff\xff\xffa.", "ValueError"),
+    ],
+)
+def test_pickles_that_no_torch_save_writes_are_refused(opcodes: bytes, why: str) -> None:
+    with pytest.raises(UnsafePickleError, match=why):
+        describe_pickle(io.BytesIO(b"\x80\x02" + opcodes), "a.pt")
+
+
+def test_a_call_is_only_described() -> None:
+    described = describe_pickle(io.BytesIO(pickle.dumps([Reduced(), run], 2)), "a.pt")
+
+    call, name = described.value
+    assert isinstance(call, DescribedObject) and (call.name, call.arguments) == (f"{__name__}.run", (1,))
+    assert name == GlobalReference(f"{__name__}.run")
+    assert described.names == {f"{__name__}.run"}
