@@ -327,6 +327,9 @@ class _Scan(_Machine):
             if owner.items is not None:
                 owner.items += items
 
+    def set_item(self) -> None:
+        self.set_items(self.last(2))  # the key is checked even if there is no dict, which torch rejects
+
     def set_items(self, items: list[Any]) -> None:
         for key in items[::2]:
             self._check_name(key)
