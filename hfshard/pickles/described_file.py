@@ -47,13 +47,23 @@ _LISTS: Final = ("collections.deque", "builtins.list")
 
 
 def size_of(value: GlobalReference | DescribedObject) -> int:
-    """Return how much is copied of the parts of an object that is only data: entries, bytes, or characters."""
+    """Return how much is copied of the parts of an object that is only data: entries, bytes, or characters.
+
+    Bytes in bytes are none: they are not followed, as a file can nest them so that this never ends.
+    """
     if isinstance(value, GlobalReference):
         return 0
+    encoded = [one for one in _inner(value) if isinstance(one, DescribedObject) and one.name in _BYTES]
+    return sum(map(_own_size, [value, *encoded]))
+
+
+def _own_size(value: DescribedObject) -> int:
     parts = [value.arguments, value.state, value.items, value.pairs]
-    inner = [one for part in parts[:2] if isinstance(part, tuple | list) for one in part]
-    sizes = [len(one) for one in [*parts, *inner] if isinstance(one, _SIZED)]
-    return sum(sizes) + sum(size_of(one) for one in inner if isinstance(one, DescribedObject) and one.name in _BYTES)
+    return sum(len(one) for one in [*parts, *_inner(value)] if isinstance(one, _SIZED))
+
+
+def _inner(value: DescribedObject) -> list[Any]:
+    return [one for part in (value.arguments, value.state) if isinstance(part, tuple | list) for one in part]
 
 
 def meaning(value: GlobalReference | DescribedObject) -> Any:

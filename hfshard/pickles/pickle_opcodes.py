@@ -17,7 +17,6 @@ only as much as the file has. The scan builds only numbers, short texts, and the
 from __future__ import annotations
 
 import io
-import math
 import os
 import pickletools
 from abc import ABC, abstractmethod
@@ -295,7 +294,7 @@ class _Scan(_Machine):
         """Scan to the end; return False if it cannot be reached."""
         try:
             self.run(_skim(self.file), _READ_BY_TORCH)
-        except (IndexError, KeyError, _Unreadable):
+        except (IndexError, KeyError, OverflowError, _Unreadable):  # OverflowError: a complex number
             return False
         return True
 
@@ -401,7 +400,7 @@ class _Scan(_Machine):
             raise damaged_pickle(self.path, "it has a tensor on a device of a torch extension. Save it from the CPU")
         elif name.startswith("torch.") and name.endswith(("Tensor", "Storage")):
             is_written = all(type(one) is int for one in items)
-            self._charge(_NUMBER_BYTES * math.prod(max(0, one) for one in items) if is_written and items else 0)
+            self._charge_numbers(items if is_written else [])
         if not is_written:
             raise self._strange(name)
 
@@ -450,6 +449,15 @@ class _Scan(_Machine):
             elif isinstance(one, bytes | _Made | _Text):
                 self._charge(len(one) if isinstance(one, bytes) else one.size)
         return before - self.left
+
+    def _charge_numbers(self, shape: list[int]) -> None:
+        """Charge for a tensor's numbers; multiplying all of its sizes, where some make too many, could take hours."""
+        count = 1 if shape and min(shape) > 0 else 0
+        for size in shape:
+            count *= size
+            if count > self.left:
+                break
+        self._charge(_NUMBER_BYTES * count)
 
     def _charge(self, size: int) -> None:
         self.left -= size
@@ -724,7 +732,8 @@ _DESCRIBED: Final[dict[str, Action]] = {
 
 
 _LONGEST_KEY: Final = 100
-"""The most items of a tuple that is a dict key. Nested tuples are rejected: hashing every occurrence may never end."""
+"""The most items of a tuple or frozenset that is a key. Nested ones are rejected, except for frozensets in a tuple:
+hashing or comparing every occurrence may never end."""
 _KEY_BITS: Final = 64
 """The most bits of a number that is a key; larger numbers can all have the same hash."""
 
@@ -760,9 +769,10 @@ def checked_key(key: Any, others: NameHashes) -> Any:
         key: The dict key or set item.
         others: The keys before it, at least those in the same container.
     """
-    if isinstance(key, tuple):
-        if len(key) > _LONGEST_KEY or any(isinstance(one, tuple) for one in key):
-            raise _Unreadable("a nested or long tuple as a name")
+    if isinstance(key, tuple | frozenset):
+        nested = tuple if isinstance(key, tuple) else tuple | frozenset
+        if len(key) > _LONGEST_KEY or any(isinstance(one, nested) for one in key):
+            raise _Unreadable(f"a nested or long {type(key).__name__} as a name")
         for one in key:
             checked_key(one, others)
     elif isinstance(key, int) and key.bit_length() > _KEY_BITS:

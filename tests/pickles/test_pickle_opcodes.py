@@ -173,6 +173,20 @@ def test_what_the_older_format_begins_and_ends_with_is_plain(tmp_path: Path, num
     refused(tmp_path, b"".join(map(pickled, pickles)), "does not begin, or end, as torch")
 
 
+def test_sizes_of_a_tensor_are_not_multiplied_without_end(tmp_path: Path) -> None:
+    sizes = [integer((1 << 2000) + 1)] * 100_000
+    for numbers, problem in (
+        (sizes, "its calls create more than the file contains"),
+        ([*sizes, integer(0)], "is not a valid PyTorch"),
+    ):
+        refused(tmp_path, zipped(call("torch", "FloatTensor", *numbers), {}), problem)
+
+
+def test_a_complex_number_that_is_too_large_is_left_to_torch(tmp_path: Path) -> None:
+    for wrap in (zipped, legacy):
+        refused(tmp_path, wrap(call("builtins", "complex", integer(1 << 2000), integer(1)), {}), "OverflowError")
+
+
 def nested_calls(depth: int) -> bytes:
     """A call of a function that calls itself, by its arguments."""
     function = named("torch._tensor", "_rebuild_from_type_v2")
@@ -247,3 +261,22 @@ def test_a_call_is_only_described() -> None:
     assert isinstance(call, DescribedObject) and (call.name, call.arguments) == (f"{__name__}.run", (1,))
     assert name == GlobalReference(f"{__name__}.run")
     assert described.names == {f"{__name__}.run"}
+
+
+def nested_frozensets(depth: int, first: int) -> bytes:
+    """A frozenset of a pair of one and the same frozenset, and so on; `first` is the place of the innermost."""
+    pairs = (b"q%c0(h%ch%c\x86\x91" % ((first + at,) * 3) for at in range(depth))
+    return b"(K\x01\x91" + b"".join(pairs)
+
+
+def test_frozensets_as_keys_are_short_and_not_nested() -> None:
+    short = b"}((K\x01K\x02\x91N(K\x01\x91\x85Nu."
+    assert describe_pickle(io.BytesIO(short), "a.pt").value == {
+        frozenset({1, 2}): None,
+        (frozenset({1}),): None,
+    }
+    nested = nested_frozensets(60, 0) + b"N" + nested_frozensets(60, 100) + b"N"
+    long = b"(" + b"".join(b"K%c" % number for number in range(101)) + b"\x91N"
+    for keys in (nested, long):
+        with pytest.raises(UnsafePickleError, match="a nested or long frozenset as a name"):
+            describe_pickle(io.BytesIO(b"}(" + keys + b"u."), "a.pt")

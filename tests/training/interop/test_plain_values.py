@@ -242,6 +242,12 @@ BOMBS = {
         b"Nc_codecs\nencode\n" + LAUGHING_LIST + b"\x8c\x06latin1\x86Rs",
         "is not a valid _codecs.encode",
     ),
+    "a laugh as bytes": (
+        b"Nc_codecs\nencode\nK\x01\x85R"
+        + b"".join(b"q%c0c_codecs\nencode\nh%ch%c\x86R" % ((number,) * 3) for number in range(60))
+        + b"s",
+        "is not a valid _codecs.encode",
+    ),
     "a laugh as a dtype": (b"Ncnumpy\ndtype\n" + LAUGHING_LIST + b"\x85Rs", "a dtype that is not numeric"),
     "a laugh as a shape": (
         b"N" + NUMPY + b"J\x00\x00\x00\x7f](K\x01e\x86" + DTYPE + b"\x89C\x01atbs",
