@@ -19,6 +19,8 @@ import torch
 from hfshard.disk.safe_open import Identity, identity_of, open_regular
 from hfshard.errors import UnsafePickleError
 from hfshard.pickles.pickle_opcodes import (
+    BEFORE_THE_OBJECT,
+    LATIN,
     DescribedObject,
     GlobalReference,
     NameHashes,
@@ -130,7 +132,7 @@ def _bytes_of(value: Any) -> bytes:
     if isinstance(value, bytes):
         return value
     text, encoding = value.arguments
-    if value.name != "_codecs.encode" or encoding not in ("latin1", "latin-1") or not isinstance(text, str):
+    if value.name != "_codecs.encode" or encoding not in LATIN or not isinstance(text, str):
         raise TypeError(value.name)
     return text.encode("latin-1")
 
@@ -279,7 +281,7 @@ def _record(archive: zipfile.ZipFile, name: str, path: str) -> bytes:
 def _describe_old_format(file: mmap.mmap, path: str) -> tuple[PickleDescription, Callable[[str], bytes]]:
     """Describe a file older than the zip format: pickles of a mark, a version, the machine, the value and its keys."""
     stream = cast("IO[bytes]", file)
-    _mark, _version, machine = (describe_pickle(stream, path).value for _ in range(3))
+    _mark, _version, machine = (describe_pickle(stream, path).value for _ in range(BEFORE_THE_OBJECT))
     described = describe_pickle(stream, path)
     keys = describe_pickle(stream, path).value
     places: dict[str, tuple[int, int]] = {}

@@ -179,15 +179,19 @@ _SHORT: Final = 4096
 """The most bytes that are faster to read than to skip."""
 _NUMBERS_FIRST: Final = 2
 """The number of leading pickles of the older format that are a number."""
-_OLD_PICKLES: Final = 5
-"""Pickles in torch's older format: a magic number, the version, the machine, the object, the list of storages."""
+BEFORE_THE_OBJECT: Final = 3
+"""Pickles before the object in torch's older format: a magic number, the version, the machine."""
+_OLD_PICKLES: Final = BEFORE_THE_OBJECT + 2
+"""All of its pickles: after these, the object and the list of storages."""
 _AT_ONCE: Final = 1 << 20
 """Items, bytes and characters that the calls of any file can take, however small it is."""
 _TAKEN_PER_BYTE: Final = 4
 """The same per byte of the pickle: data saved as text is encoded, and then converted to a bytearray or an array."""
 
-_LATIN: Final = (b"latin1", b"latin-1")
+LATIN: Final = ("latin1", "latin-1")
 """The codec by which pickle writes bytes as text: `pickle._Pickler.save_bytes`, `bytearray.__reduce__`."""
+_LATIN_TEXT: Final = tuple(name.encode() for name in LATIN)
+"""The same, not decoded."""
 _HASHING: Final = ("builtins.set", "builtins.frozenset", "collections.OrderedDict", "collections.Counter")
 """Classes that hash the values they are built from."""
 _REBUILDING: Final = "torch._utils._rebuild"
@@ -255,6 +259,15 @@ _LARGE: Final = _Made()
 """Replacement for a tuple that is too large to be a key."""
 
 
+def most_taken(size: int) -> int:
+    """Return how many items, bytes and characters the calls of a file can take together.
+
+    Args:
+        size: The file's bytes, or those of its pickle.
+    """
+    return _AT_ONCE + _TAKEN_PER_BYTE * size
+
+
 def scan_zip(fd: int, path: str) -> None:
     """Scan the pickle of a zip that `check_archive` has accepted.
 
@@ -287,7 +300,7 @@ class _Scan(_Machine):
         super().__init__()
         self.file = file
         self.path = path
-        self.left = _AT_ONCE + _TAKEN_PER_BYTE * size
+        self.left = most_taken(size)
         """Items, bytes and characters that calls may still take."""
 
     def scan(self) -> bool:
@@ -381,9 +394,9 @@ class _Scan(_Machine):
             if is_written:
                 self._check_call(items[0], items[2])
         elif name == "_codecs.encode":
-            is_written = len(items) == 2 and _is_text(items[0]) and items[1] in _LATIN
+            is_written = len(items) == 2 and _is_text(items[0]) and items[1] in _LATIN_TEXT
         elif name == "builtins.bytearray":  # from bytes, or from text in files of old versions
-            is_written = not items or (_is_text(items[0]) and (not items[1:] or items[1] in _LATIN))
+            is_written = not items or (_is_text(items[0]) and (not items[1:] or items[1] in _LATIN_TEXT))
         elif name == "builtins.complex":
             is_written = len(items) == 2 and all(isinstance(one, int | float) for one in items)
         elif name == "torch.Size":

@@ -20,7 +20,7 @@ import torch
 
 from hfshard.disk.safe_open import Identity, identity_of, open_regular
 from hfshard.errors import CheckpointChangedError, HfshardError, UnsafePickleError
-from hfshard.pickles.pickle_opcodes import scan_old_format, scan_zip
+from hfshard.pickles.pickle_opcodes import BEFORE_THE_OBJECT, scan_old_format, scan_zip
 from hfshard.pickles.pickle_zip import (
     RECORD_MARK,
     check_archive,
@@ -241,8 +241,6 @@ def _reason(error: Exception) -> str:
 # Error for a pickle that asks for more than tensors: what it asks for, and how its owner can extract the weights.
 
 
-_BEFORE_THE_OBJECT: Final = 3
-"""Pickles before the object in torch's older format: a magic number, the version, the machine."""
 _BEFORE_AN_OBJECT: Final = frozenset(
     ("PROTO", "MARK", "BINUNICODE", "NONE", "BINPUT", "LONG_BINPUT", "TUPLE", "BINPERSID", "EMPTY_TUPLE")
 )
@@ -301,7 +299,7 @@ def _root_global(fd: int, path: str, *, is_zip: bool) -> str | None:
             return _first_global(io.BytesIO(pickle_record(fd, path)))
         with os.fdopen(os.dup(fd), "rb") as file:
             file.seek(0)
-            for _ in range(_BEFORE_THE_OBJECT):
+            for _ in range(BEFORE_THE_OBJECT):
                 for _ in pickletools.genops(file):
                     pass
             return _first_global(file)

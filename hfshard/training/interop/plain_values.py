@@ -13,7 +13,7 @@ from hfshard._util.text import shorten_list
 from hfshard.disk.safe_open import Identity
 from hfshard.errors import DamagedCheckpointError, UnsafePickleError
 from hfshard.pickles.described_file import OTHER, DescribedFile, described_file, meaning, reject_code, size_of
-from hfshard.pickles.pickle_opcodes import DescribedObject, GlobalReference, NameHashes
+from hfshard.pickles.pickle_opcodes import DescribedObject, GlobalReference, NameHashes, most_taken
 from hfshard.pickles.read_pickle import read_pickle
 from hfshard.training.run.find_checkpoint import Level
 from hfshard.training.state.nested import NOT_STORED
@@ -23,9 +23,6 @@ _MAX_DEPTH: Final = 100
 
 _MOST_ENTRIES: Final = 100_000_000
 """Entries of all containers, repeated ones counted each time; an optimizer has a few per parameter."""
-
-_AT_ONCE: Final = 1 << 20
-"""Entries, bytes and characters that the objects of any small file may have."""
 
 _KINDS: Final = (dict, OrderedDict, Counter, list, tuple, set, frozenset, torch.Size)
 """Containers whose copies have the same type."""
@@ -52,7 +49,7 @@ class PlainValues:
         self._copies: dict[int, tuple[Any, int, Any]] = {}
         self._above: set[int] = set()
         self._storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
-        self._left = _AT_ONCE + 4 * described.size if described is not None else 0
+        self._left = most_taken(described.size) if described is not None else 0
         """The amount of described objects that may still be copied: they can share parts, each copied every time."""
 
     def of(self, value: Any, at: str = "") -> Any:
