@@ -17,17 +17,153 @@ only as much as the file has. The scan builds only numbers, short texts, and the
 from __future__ import annotations
 
 import io
-import math
 import os
 import pickletools
-from collections.abc import Callable, Hashable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from struct import Struct, error
-from typing import IO, Any, Final
+from typing import IO, Any, ClassVar, Final
 
 from hfshard._util.threads import pause_gc
 from hfshard.errors import DamagedCheckpointError, UnsafePickleError
 from hfshard.pickles.pickle_zip import damaged_pickle, pickle_record
+
+Action = Callable[[Any, Any], None]
+"""What an opcode does: it gets the machine, and the argument that follows the opcode."""
+
+
+class _Unreadable(ValueError):
+    """Error for a pickle that does something that no torch.save file does."""
+
+
+class _Machine(ABC):
+    """The stack, the marks and the memo that opcodes work on; `_Scan` and `_Description` say what is built there."""
+
+    empty: ClassVar[Mapping[str, Callable[[], Any]]]
+    """EMPTY_LIST, EMPTY_DICT, EMPTY_SET -> the function that creates it."""
+
+    def __init__(self) -> None:
+        self.stack: list[Any] = []
+        self.marked: list[list[Any]] = []
+        """The stacks below each mark."""
+        self.memo: dict[int, Any] = {}
+        self.keys = NameHashes()
+
+    def run(self, opcodes: Iterable[tuple[str, Any]], actions: Mapping[str, Action]) -> None:
+        """Do what opcodes say.
+
+        Args:
+            opcodes: Their names as in `pickletools`, and their arguments.
+            actions: Name -> action. All others are rejected.
+        """
+        for name, argument in opcodes:
+            action = actions.get(name)
+            if action is None:
+                raise _Unreadable(name)
+            action(self, argument)
+
+    @abstractmethod
+    def tuple_of(self, items: list[Any]) -> Any:
+        """Create a tuple."""
+
+    @abstractmethod
+    def extend(self, items: list[Any]) -> None:
+        """Add items to the last value."""
+
+    @abstractmethod
+    def set_items(self, items: list[Any]) -> None:
+        """Set items of the last value: keys and values in turn."""
+
+    @abstractmethod
+    def name(self, module: Any, name: Any) -> Any:
+        """Look up a class or function."""
+
+    @abstractmethod
+    def call(self, function: Any, arguments: Any) -> Any:
+        """Call a function, or create an object of a class."""
+
+    @abstractmethod
+    def build(self, state: Any) -> None:
+        """Set the state of the last value."""
+
+    @abstractmethod
+    def storage(self, key: Any) -> Any:
+        """Look up what the file has outside of the pickle."""
+
+    def push(self, value: Any) -> None:
+        self.stack.append(value)
+
+    def last(self, count: int) -> list[Any]:
+        """Remove the last values and return them, fewer if there are no more: torch rejects that later."""
+        items = self.stack[-count:]
+        del self.stack[-count:]
+        return items
+
+    def mark(self) -> None:
+        self.marked.append(self.stack)
+        self.stack = []
+
+    def since_mark(self) -> list[Any]:
+        items = self.stack
+        self.stack = self.marked.pop()
+        return items
+
+    def memoize(self, number: Any) -> None:
+        self.memo[len(self.memo) if number is None else int(number)] = self.stack[-1]
+
+    def recall(self, number: Any) -> None:
+        self.stack.append(self.memo[int(number)])
+
+    def set_item(self) -> None:
+        value = self.stack.pop()
+        self.set_items([self.stack.pop(), value])
+
+    def reduce(self, _argument: Any) -> None:
+        arguments = self.stack.pop()
+        self.stack.append(self.call(self.stack.pop(), arguments))
+
+    def name_of(self, argument: str) -> Any:
+        """Look up what an opcode names: "module name"."""
+        return self.name(*argument.split(" ", 1))
+
+
+_READ_BY_TORCH: Final[dict[str, Action]] = {
+    **dict.fromkeys(("PROTO", "STOP"), lambda machine, _: None),
+    **dict.fromkeys(("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"), _Machine.push),
+    **dict.fromkeys(("BINUNICODE", "SHORT_BINSTRING"), _Machine.push),
+    "NONE": lambda machine, _: machine.push(None),
+    "NEWTRUE": lambda machine, _: machine.push(True),
+    "NEWFALSE": lambda machine, _: machine.push(False),
+    "EMPTY_TUPLE": lambda machine, _: machine.push(machine.tuple_of([])),
+    "EMPTY_LIST": lambda machine, _: machine.push(machine.empty["EMPTY_LIST"]()),
+    "EMPTY_DICT": lambda machine, _: machine.push(machine.empty["EMPTY_DICT"]()),
+    "EMPTY_SET": lambda machine, _: machine.push(machine.empty["EMPTY_SET"]()),
+    "MARK": lambda machine, _: machine.mark(),
+    **dict.fromkeys(("BINPUT", "LONG_BINPUT"), _Machine.memoize),
+    **dict.fromkeys(("BINGET", "LONG_BINGET"), _Machine.recall),
+    "TUPLE": lambda machine, _: machine.push(machine.tuple_of(machine.since_mark())),
+    "TUPLE1": lambda machine, _: machine.push(machine.tuple_of(machine.last(1))),
+    "TUPLE2": lambda machine, _: machine.push(machine.tuple_of(machine.last(2))),
+    "TUPLE3": lambda machine, _: machine.push(machine.tuple_of(machine.last(3))),
+    "APPEND": lambda machine, _: machine.extend([machine.stack.pop()]),
+    "APPENDS": lambda machine, _: machine.extend(machine.since_mark()),
+    "SETITEM": lambda machine, _: machine.set_item(),
+    "SETITEMS": lambda machine, _: machine.set_items(machine.since_mark()),
+    "GLOBAL": lambda machine, argument: machine.push(machine.name_of(argument)),
+    **dict.fromkeys(("REDUCE", "NEWOBJ"), _Machine.reduce),
+    "BUILD": lambda machine, _: machine.build(machine.stack.pop()),
+    "BINPERSID": lambda machine, _: machine.push(machine.storage(machine.stack.pop())),
+}
+"""Opcodes that torch reads with weights_only=True, and what they do; it rejects all others."""
+
+_OLD_MODULES: Final = {"__builtin__": "builtins", "copy_reg": "copyreg"} | dict.fromkeys(
+    ("UserDict", "UserList", "UserString"), "collections"
+)
+"""Module names of Python 2, some of which protocol 2 writes, and all of which torch reads -> the current ones."""
+
+
+# Scan of a pickle before torch reads it: placeholders are built, and harmful calls and keys rejected.
+
 
 _DEEPEST: Final = 1000
 """The deepest nesting of tuples: torch.save's are three deep. A processor's stack of 8 MB fits about 50,000."""
@@ -43,19 +179,19 @@ _SHORT: Final = 4096
 """The most bytes that are faster to read than to skip."""
 _NUMBERS_FIRST: Final = 2
 """The number of leading pickles of the older format that are a number."""
-_OLD_PICKLES: Final = 5
-"""Pickles in torch's older format: a magic number, the version, the machine, the object, the list of storages."""
+BEFORE_THE_OBJECT: Final = 3
+"""Pickles before the object in torch's older format: a magic number, the version, the machine."""
+_OLD_PICKLES: Final = BEFORE_THE_OBJECT + 2
+"""All of its pickles: after these, the object and the list of storages."""
 _AT_ONCE: Final = 1 << 20
 """Items, bytes and characters that the calls of any file can take, however small it is."""
 _TAKEN_PER_BYTE: Final = 4
 """The same per byte of the pickle: data saved as text is encoded, and then converted to a bytearray or an array."""
 
-_LATIN: Final = (b"latin1", b"latin-1")
+LATIN: Final = ("latin1", "latin-1")
 """The codec by which pickle writes bytes as text: `pickle._Pickler.save_bytes`, `bytearray.__reduce__`."""
-_OLD_MODULES: Final = {b"__builtin__": "builtins"} | dict.fromkeys(
-    (b"UserDict", b"UserList", b"UserString"), "collections"
-)
-"""Module names of Python 2, which torch reads too, -> the current ones."""
+_LATIN_TEXT: Final = tuple(name.encode() for name in LATIN)
+"""The same, not decoded."""
 _HASHING: Final = ("builtins.set", "builtins.frozenset", "collections.OrderedDict", "collections.Counter")
 """Classes that hash the values they are built from."""
 _REBUILDING: Final = "torch._utils._rebuild"
@@ -77,13 +213,6 @@ _OF_EXTENSIONS: Final = (
 
 _NUMBER_BYTES: Final = 8
 """Bytes charged per number; most numbers in tensors have fewer."""
-
-_CONSTANTS: Final = {b"N": None, b"\x88": True, b"\x89": False}
-_NUMBERS: Final = {b"J": Struct("<i"), b"K": Struct("<B"), b"M": Struct("<H"), b"G": Struct(">d")}
-"""BININT, BININT1, BININT2, BINFLOAT."""
-_MEMO: Final = {b"q": 1, b"r": 4, b"h": 1, b"j": 4}
-"""BINPUT, LONG_BINPUT, BINGET, LONG_BINGET -> bytes of their number."""
-_TUPLES: Final = {b"\x85": 1, b"\x86": 2, b"\x87": 3}
 
 
 @dataclass(slots=True, eq=False)
@@ -130,6 +259,15 @@ _LARGE: Final = _Made()
 """Replacement for a tuple that is too large to be a key."""
 
 
+def most_taken(size: int) -> int:
+    """Return how many items, bytes and characters the calls of a file can take together.
+
+    Args:
+        size: The file's bytes, or those of its pickle.
+    """
+    return _AT_ONCE + _TAKEN_PER_BYTE * size
+
+
 def scan_zip(fd: int, path: str) -> None:
     """Scan the pickle of a zip that `check_archive` has accepted.
 
@@ -138,7 +276,7 @@ def scan_zip(fd: int, path: str) -> None:
     """
     raw = pickle_record(fd, path)
     with pause_gc():
-        _Scan(io.BytesIO(raw), path, len(raw)).run()
+        _Scan(io.BytesIO(raw), path, len(raw)).scan()
 
 
 def scan_old_format(fd: int, path: str) -> None:
@@ -148,52 +286,28 @@ def scan_old_format(fd: int, path: str) -> None:
         size = os.fstat(fd).st_size
         for number in range(_OLD_PICKLES):
             scan = _Scan(file, path, size)
-            if not scan.run():
+            if not scan.scan():
                 return
             scan.check_old(number)
 
 
-class _Scan:
+class _Scan(_Machine):
     """Scan of one pickle. It ends without an error where torch itself will raise one."""
 
+    empty = {"EMPTY_LIST": lambda: _Made(items=[]), "EMPTY_DICT": lambda: _Made(is_dict=True), "EMPTY_SET": _Made}
+
     def __init__(self, file: IO[bytes], path: str, size: int) -> None:
+        super().__init__()
         self.file = file
         self.path = path
-        self.stack: list[Any] = []
-        self.marked: list[list[Any]] = []
-        self.memo: dict[int, Any] = {}
-        self.names = NameHashes()
-        self.left = _AT_ONCE + _TAKEN_PER_BYTE * size
+        self.left = most_taken(size)
         """Items, bytes and characters that calls may still take."""
-        self.others: dict[bytes, Callable[[], object]] = {
-            b"(": self._mark, b"t": lambda: self._push_tuple(self._close()), b")": lambda: self._push_tuple([]),
-            b"]": lambda: self.stack.append(_Made(items=[])), b"a": lambda: self._extend([self.stack.pop()]),
-            b"e": lambda: self._extend(self._close()),
-            b"}": lambda: self.stack.append(_Made(is_dict=True)), b"\x8f": lambda: self.stack.append(_Made()),
-            b"s": self._set_item, b"u": lambda: self._set_items(self._close()),
-            b"c": self._global, b"R": self._call, b"\x81": self._call, b"b": self._build,
-            b"X": self._text, b"U": self._short_text, b"\x8a": self._long,
-            b"Q": self._persistent, b"\x80": lambda: self._skip(1),
-        }  # fmt: skip
 
-    def run(self) -> bool:
+    def scan(self) -> bool:
         """Scan to the end; return False if it cannot be reached."""
-        read = self.file.read
         try:
-            while (opcode := read(1)) != b".":
-                if (count := _MEMO.get(opcode)) is not None:
-                    self._remember(opcode, int.from_bytes(read(count), "little"))
-                elif (form := _NUMBERS.get(opcode)) is not None:
-                    self.stack.append(form.unpack(read(form.size))[0])
-                elif opcode in _CONSTANTS:
-                    self.stack.append(_CONSTANTS[opcode])
-                elif (count := _TUPLES.get(opcode)) is not None:
-                    items = self.stack[-count:]
-                    del self.stack[-count:]
-                    self._push_tuple(items)
-                else:
-                    self.others[opcode]()
-        except (IndexError, KeyError, error):
+            self.run(_skim(self.file), _READ_BY_TORCH)
+        except (IndexError, KeyError, OverflowError, _Unreadable):  # OverflowError: a complex number
             return False
         return True
 
@@ -205,22 +319,7 @@ class _Scan:
         if not is_number or not all(map(_is_text, names or ())):
             raise damaged_pickle(self.path, "it does not begin, or end, as torch.save writes it")
 
-    def _remember(self, opcode: bytes, number: int) -> None:
-        if opcode in (b"q", b"r"):
-            self.memo[number] = self.stack[-1]
-        else:
-            self.stack.append(self.memo[number])
-
-    def _mark(self) -> None:
-        self.marked.append(self.stack)
-        self.stack = []
-
-    def _close(self) -> list[Any]:
-        items = self.stack
-        self.stack = self.marked.pop()
-        return items
-
-    def _push_tuple(self, items: list[Any]) -> None:
+    def tuple_of(self, items: list[Any]) -> Any:
         depth = 0
         count = len(items)
         for one in items:
@@ -231,70 +330,44 @@ class _Scan:
                 count += one.size
         if depth >= _DEEPEST:
             raise damaged_pickle(self.path, f"its tuples are nested more than {_DEEPEST} deep")
-        self.stack.append(_Tuple(items, 1 + depth, count))
+        return _Tuple(items, 1 + depth, count)
 
-    def _extend(self, items: list[Any]) -> None:
+    def extend(self, items: list[Any]) -> None:
         owner = self.stack[-1]
         if isinstance(owner, _Made):
             owner.size += len(items)
             if owner.items is not None:
                 owner.items += items
 
-    def _set_item(self) -> None:
-        pair = self.stack[-2:]
-        del self.stack[-2:]
-        self._set_items(pair)
+    def set_item(self) -> None:
+        self.set_items(self.last(2))  # the key is checked even if there is no dict, which torch rejects
 
-    def _set_items(self, items: list[Any]) -> None:
+    def set_items(self, items: list[Any]) -> None:
         for key in items[::2]:
             self._check_name(key)
         if isinstance(self.stack[-1], _Made):
             self.stack[-1].size += len(items) // 2
 
-    def _global(self) -> None:
-        module = self.file.readline()[:-1]
-        name = self.file.readline()[:-1].decode("utf-8", "replace")
-        self.stack.append(_Global(f"{_OLD_MODULES.get(module) or module.decode('utf-8', 'replace')}.{name}"))
+    def name(self, module: Any, name: Any) -> Any:
+        return _Global(f"{_OLD_MODULES.get(module, module)}.{name}")
 
-    def _text(self) -> None:
-        size = int.from_bytes(self.file.read(4), "little")
-        if size > _SHORT:
-            self._skip(size)
-        self.stack.append(_Text(size) if size > _SHORT else self.file.read(size))
-
-    def _short_text(self) -> None:
-        self.stack.append(self.file.read(self.file.read(1)[0]))
-
-    def _long(self) -> None:
-        raw = self.file.read(self.file.read(1)[0])
-        self.stack.append(int.from_bytes(raw, "little", signed=True))
-
-    def _persistent(self) -> None:
-        """Handle BINPERSID: a storage, whose key is hashed."""
-        key = self.stack[-1]
+    def storage(self, key: Any) -> Any:
+        """Look up a storage, whose key torch hashes."""
         if not isinstance(key, _Tuple) or not all(map(_is_plain, key.items)):
             raise self._strange("a storage")
         if key.items[0] != b"storage":
             raise KeyError  # torch reports that it accepts nothing else
-        self.stack[-1] = _Made()
+        return _Made()
 
-    def _skip(self, count: int) -> None:
-        """Skip bytes. If the file claims more than it has, nothing follows, and no memory is allocated."""
-        self.file.seek(count, os.SEEK_CUR) if count > _SHORT else self.file.read(count)
-
-    def _build(self) -> None:
-        """Handle BUILD, which copies the state's contents into the object."""
-        state = self.stack.pop()
+    def build(self, state: Any) -> None:
+        """Copy the state's contents into the object."""
         for one in (state, *(state.items if isinstance(state, _Tuple) else ())):
             self._check_hashed("collections.OrderedDict", one)  # if it is a list, it is one of pairs
         size = self._take(state)
         if isinstance(self.stack[-1], _Made):
             self.stack[-1].size += size
 
-    def _call(self) -> None:
-        """Handle REDUCE and NEWOBJ."""
-        arguments = self.stack.pop()
-        function = self.stack.pop()
+    def call(self, function: Any, arguments: Any) -> Any:
         if isinstance(function, _Made) and function.is_foreign:
             function = _Global("")
         if not isinstance(function, _Global):
@@ -307,7 +380,7 @@ class _Scan:
             hashed = complex(*hashed)
         is_foreign = not name.startswith("torch.") and name not in _HASHING
         made = _Made(size, name=hashed, is_foreign=is_foreign)
-        self.stack.append(_Text(size) if name == "_codecs.encode" else made)
+        return _Text(size) if name == "_codecs.encode" else made
 
     def _check_call(self, function: _Global, arguments: Any) -> None:
         """Reject a call of a function that torch allows, if torch.save never writes it in this form."""
@@ -321,9 +394,9 @@ class _Scan:
             if is_written:
                 self._check_call(items[0], items[2])
         elif name == "_codecs.encode":
-            is_written = len(items) == 2 and _is_text(items[0]) and items[1] in _LATIN
+            is_written = len(items) == 2 and _is_text(items[0]) and items[1] in _LATIN_TEXT
         elif name == "builtins.bytearray":  # from bytes, or from text in files of old versions
-            is_written = not items or (_is_text(items[0]) and (not items[1:] or items[1] in _LATIN))
+            is_written = not items or (_is_text(items[0]) and (not items[1:] or items[1] in _LATIN_TEXT))
         elif name == "builtins.complex":
             is_written = len(items) == 2 and all(isinstance(one, int | float) for one in items)
         elif name == "torch.Size":
@@ -340,7 +413,7 @@ class _Scan:
             raise damaged_pickle(self.path, "it has a tensor on a device of a torch extension. Save it from the CPU")
         elif name.startswith("torch.") and name.endswith(("Tensor", "Storage")):
             is_written = all(type(one) is int for one in items)
-            self._charge(_NUMBER_BYTES * math.prod(max(0, one) for one in items) if is_written and items else 0)
+            self._charge_numbers(items if is_written else [])
         if not is_written:
             raise self._strange(name)
 
@@ -361,7 +434,7 @@ class _Scan:
         """Reject a key that takes forever to hash, or whose hash many others share."""
         name = self._name(key)
         is_choosable = isinstance(key, _Tuple) or name is not key or _is_large(key)
-        if name is _LARGE or (is_choosable and self.names.is_one_of_many(name)):
+        if name is _LARGE or (is_choosable and self.keys.is_one_of_many(name)):
             raise self._endless()
 
     def _name(self, value: Any) -> Any:
@@ -389,6 +462,15 @@ class _Scan:
             elif isinstance(one, bytes | _Made | _Text):
                 self._charge(len(one) if isinstance(one, bytes) else one.size)
         return before - self.left
+
+    def _charge_numbers(self, shape: list[int]) -> None:
+        """Charge for a tensor's numbers; multiplying all of its sizes, where some make too many, could take hours."""
+        count = 1 if shape and min(shape) > 0 else 0
+        for size in shape:
+            count *= size
+            if count > self.left:
+                break
+        self._charge(_NUMBER_BYTES * count)
 
     def _charge(self, size: int) -> None:
         self.left -= size
@@ -433,6 +515,53 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, bytes | _Text)
 
 
+def _skim(file: IO[bytes]) -> Iterator[tuple[str, Any]]:
+    """Read the opcodes that torch reads, and their arguments; long texts are skipped, and none is decoded.
+
+    Raises:
+        KeyError, IndexError, _Unreadable: torch will raise an error here.
+    """
+    code = b""
+    while code != b".":
+        code = file.read(1)
+        name, reader = _SKIMMED[code]
+        try:
+            argument = reader(file) if reader is not None else None
+        except ValueError as error:
+            raise _Unreadable(str(error)) from error
+        yield name, argument
+
+
+def _skim_text(file: IO[bytes]) -> Any:
+    size = int.from_bytes(file.read(4), "little")
+    if size <= _SHORT:
+        return file.read(size)
+    file.seek(size, os.SEEK_CUR)  # if the file claims more than it has, nothing follows, and no memory is allocated
+    return _Text(size)
+
+
+def _skim_short_text(file: IO[bytes]) -> bytes:
+    return file.read(file.read(1)[0])
+
+
+def _skim_name(file: IO[bytes]) -> str:
+    module, name = (file.readline()[:-1].decode("utf-8", "replace") for _ in range(2))
+    return f"{module} {name}"
+
+
+_UNDECODED: Final[dict[str, Callable[[IO[bytes]], Any]]] = {
+    "BINUNICODE": _skim_text,
+    "SHORT_BINSTRING": _skim_short_text,
+    "GLOBAL": _skim_name,
+}
+_SKIMMED: Final = {
+    one.code.encode("latin-1"): (one.name, _UNDECODED.get(one.name) or (one.arg.reader if one.arg else None))
+    for one in pickletools.opcodes
+    if one.name in _READ_BY_TORCH
+}
+"""Byte of each opcode that torch reads -> its name, and the function that reads its argument."""
+
+
 # Description of a pickle: what it would create is recorded, and nothing in it is imported, created or called.
 #
 # `pickletools` reads the opcodes. A class or function is its name; a call is the name with its arguments.
@@ -460,36 +589,6 @@ class DescribedObject:
     """Items that would be set by key."""
 
 
-class _Unreadable(ValueError):
-    """Error for a pickle that does something that no torch.save file does."""
-
-
-_LONGEST_KEY: Final = 100
-"""The most items of a tuple that is a dict key. Nested tuples are rejected: hashing every occurrence may never end."""
-_KEY_BITS: Final = 64
-"""The most bits of a number that is a key; larger numbers can all have the same hash."""
-
-_RENAMED: Final = {"__builtin__": "builtins", "copy_reg": "copyreg"}
-"""Module names that protocol 2 writes in their old form -> the current ones."""
-
-_INERT_CONSTANTS: Final[dict[str, Callable[[], Any]]] = {
-    "NONE": lambda: None,
-    "NEWTRUE": lambda: True,
-    "NEWFALSE": lambda: False,
-    "EMPTY_TUPLE": tuple,
-    "EMPTY_LIST": list,
-    "EMPTY_DICT": dict,
-    "EMPTY_SET": set,
-}
-
-_LITERALS: Final = frozenset(
-    ("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT")
-    + ("UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "STRING", "BINSTRING", "SHORT_BINSTRING")
-    + ("BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8")
-)
-"""Opcodes that carry their own value."""
-
-
 @dataclass(frozen=True, slots=True)
 class PickleDescription:
     """Description of what a pickle would create."""
@@ -512,10 +611,9 @@ def describe_pickle(stream: IO[bytes], path: str) -> PickleDescription:
     Raises:
         UnsafePickleError: It is not a pickle, or does what no run state needs.
     """
-    machine = _Machine()
+    machine = _Description()
     try:
-        for opcode, argument, _position in pickletools.genops(stream):
-            machine.do(opcode.name, argument)
+        machine.run(((opcode.name, argument) for opcode, argument, _ in pickletools.genops(stream)), _DESCRIBED)
         return PickleDescription(machine.stack[-1], frozenset(machine.names), tuple(machine.storages))
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError, MemoryError) as error:
         raise UnsafePickleError(
@@ -525,66 +623,41 @@ def describe_pickle(stream: IO[bytes], path: str) -> PickleDescription:
         ) from error
 
 
-class _Machine:
-    """The stack and the memo that the opcodes work on."""
+class _Description(_Machine):
+    """Description of one pickle: real containers, numbers and text, and names in place of classes and calls."""
+
+    empty = {"EMPTY_LIST": list, "EMPTY_DICT": dict, "EMPTY_SET": set}
 
     def __init__(self) -> None:
-        self.stack: list[Any] = []
-        self.marked: list[list[Any]] = []
-        """The stacks below each mark."""
-        self.memo: dict[int, Any] = {}
+        super().__init__()
         self.names: set[str] = set()
         self.storages: list[DescribedObject] = []
-        self.keys = NameHashes()
+
+    def last(self, count: int) -> list[Any]:
+        items = super().last(count)
+        if len(items) != count:
+            raise _Unreadable("a tuple with too few items")
+        return items
+
+    def tuple_of(self, items: list[Any]) -> Any:
+        return tuple(items)
 
     def checked(self, keys: list[Any]) -> list[Any]:
         return [checked_key(key, self.keys) for key in keys]
 
-    def do(self, opcode: str, argument: Any) -> None:
-        if opcode in _LITERALS:
-            self.stack.append(argument)
-        elif opcode in _INERT_CONSTANTS:
-            self.stack.append(_INERT_CONSTANTS[opcode]())
-        elif opcode not in ("PROTO", "FRAME", "STOP"):
-            method = _OPCODES.get(opcode)
-            if method is None:
-                raise _Unreadable(opcode)
-            method(self, argument)
-
-    def mark(self, _argument: Any) -> None:
-        self.marked.append(self.stack)
-        self.stack = []
-
-    def since_mark(self) -> list[Any]:
-        items = self.stack
-        self.stack = self.marked.pop()
-        return items
-
-    def memoize(self, argument: Any) -> None:
-        self.memo[len(self.memo) if argument is None else int(argument)] = self.stack[-1]
-
-    def recall(self, argument: Any) -> None:
-        self.stack.append(self.memo[int(argument)])
-
-    def tuple_of(self, count: int) -> None:
-        items = tuple(self.stack[-count:])
-        if len(items) != count:
-            raise _Unreadable("a tuple with too few items")
-        self.stack[-count:] = [items]
-
-    def dict_of(self, _argument: Any) -> None:
-        items = self.since_mark()
-        self.stack.append(dict(zip(self.checked(items[::2]), items[1::2], strict=True)))
+    def dict_of(self, items: list[Any]) -> Any:
+        return dict(zip(self.checked(items[::2]), items[1::2], strict=True))
 
     def extend(self, items: list[Any]) -> None:
         owner = self.stack[-1]
         if isinstance(owner, set):
             owner.update(self.checked(items))
+        elif isinstance(owner, list):
+            owner.extend(items)
+        elif isinstance(owner, DescribedObject):
+            owner.items.extend(items)
         else:
-            _list_of(owner).extend(items)
-
-    def append(self, _argument: Any) -> None:
-        self.extend([self.stack.pop()])
+            raise _Unreadable(f"appends to a {type(owner).__name__}")
 
     def set_items(self, items: list[Any]) -> None:
         owner = self.stack[-1]
@@ -596,134 +669,86 @@ class _Machine:
         else:
             raise _Unreadable(f"sets items of a {type(owner).__name__}")
 
-    def set_item(self, _argument: Any) -> None:
-        value = self.stack.pop()
-        self.set_items([self.stack.pop(), value])
-
-    def name(self, module: Any, name: Any) -> None:
+    def name(self, module: Any, name: Any) -> Any:
         if not isinstance(module, str) or not isinstance(name, str):
             raise _Unreadable("a name that is not text")
-        found = f"{_RENAMED.get(module, module)}.{name}"
+        found = f"{_OLD_MODULES.get(module, module)}.{name}"
         self.names.add(found)
-        self.stack.append(GlobalReference(found))
+        return GlobalReference(found)
 
-    def call(self, maker: Any, arguments: Any) -> None:
-        if not isinstance(maker, GlobalReference):
+    def call(self, function: Any, arguments: Any) -> Any:
+        if not isinstance(function, GlobalReference):
             raise _Unreadable("a call of something without a name")
-        self.stack.append(DescribedObject(maker.name, arguments))
+        return DescribedObject(function.name, arguments)
 
-    def reduce(self, _argument: Any) -> None:
-        arguments = self.stack.pop()
-        self.call(self.stack.pop(), arguments)
-
-    def reduce_with_keywords(self, _argument: Any) -> None:
-        keywords = self.stack.pop()
-        arguments = self.stack.pop()
-        self.call(self.stack.pop(), (*arguments, keywords))
-
-    def instance(self, argument: Any) -> None:
-        arguments = tuple(self.since_mark())
-        self.name(*argument.split(" ", 1))
-        self.call(self.stack.pop(), arguments)
-
-    def object(self, _argument: Any) -> None:
-        maker, *arguments = self.since_mark()
-        self.call(maker, tuple(arguments))
-
-    def build(self, _argument: Any) -> None:
-        state = self.stack.pop()
+    def build(self, state: Any) -> None:
         owner = self.stack[-1]
         if not isinstance(owner, DescribedObject):
             raise _Unreadable(f"sets the state of a {type(owner).__name__}")
         owner.state = state
 
-    def stack_name(self, _argument: Any) -> None:
-        name = self.stack.pop()
-        self.name(self.stack.pop(), name)
-
-    def persistent(self, argument: Any) -> None:
-        described = DescribedObject("", self.stack.pop() if argument is None else argument)
+    def storage(self, key: Any) -> Any:
+        described = DescribedObject("", key)
         self.storages.append(described)
-        self.stack.append(described)
+        return described
+
+    def pop(self) -> None:
+        """Remove the last value, or the last mark if nothing is above it."""
+        if self.stack:
+            self.stack.pop()
+        else:
+            self.since_mark()
+
+    def reduce_with_keywords(self) -> None:
+        keywords = self.stack.pop()
+        arguments = self.stack.pop()
+        self.push(self.call(self.stack.pop(), (*arguments, keywords)))
+
+    def instance(self, argument: str) -> None:
+        arguments = tuple(self.since_mark())
+        self.push(self.call(self.name_of(argument), arguments))
+
+    def object(self) -> None:
+        maker, *arguments = self.since_mark()
+        self.push(self.call(maker, tuple(arguments)))
+
+    def stack_name(self) -> None:
+        name = self.stack.pop()
+        self.push(self.name(self.stack.pop(), name))
 
 
-def checked_key(key: Any, others: NameHashes) -> Any:
-    """Check that a dict key or set item hashes quickly, and return it.
-
-    Args:
-        key: The dict key or set item.
-        others: The keys before it, at least those in the same container.
-    """
-    if isinstance(key, tuple):
-        if len(key) > _LONGEST_KEY or any(isinstance(one, tuple) for one in key):
-            raise _Unreadable("a nested or long tuple as a name")
-        for one in key:
-            checked_key(one, others)
-    elif isinstance(key, int) and key.bit_length() > _KEY_BITS:
-        raise _Unreadable("too large a number as a name")
-    if isinstance(key, tuple | frozenset) and others.is_one_of_many(key):
-        raise _Unreadable("names that all have the same hash")
-    return key
-
-
-def _list_of(owner: Any) -> list[Any]:
-    if isinstance(owner, DescribedObject):
-        return owner.items
-    if isinstance(owner, list):
-        return owner
-    raise _Unreadable(f"appends to a {type(owner).__name__}")
-
-
-_OPCODES: Final[dict[str, Callable[[_Machine, Any], None]]] = {
-    "MARK": _Machine.mark,
-    "POP": lambda machine, _: _pop(machine),
-    "POP_MARK": lambda machine, _: _ignore(machine.since_mark()),
-    "DUP": lambda machine, _: machine.stack.append(machine.stack[-1]),
-    **dict.fromkeys(("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"), _Machine.memoize),
-    **dict.fromkeys(("GET", "BINGET", "LONG_BINGET"), _Machine.recall),
-    "TUPLE": lambda machine, _: _push(machine, tuple(machine.since_mark())),
-    "TUPLE1": lambda machine, _: machine.tuple_of(1),
-    "TUPLE2": lambda machine, _: machine.tuple_of(2),
-    "TUPLE3": lambda machine, _: machine.tuple_of(3),
-    "LIST": lambda machine, _: _push(machine, machine.since_mark()),
-    "FROZENSET": lambda machine, _: _push(machine, frozenset(machine.checked(machine.since_mark()))),
-    "DICT": _Machine.dict_of,
-    "APPEND": _Machine.append,
-    "APPENDS": lambda machine, _: machine.extend(machine.since_mark()),
+_DESCRIBED: Final[dict[str, Action]] = {
+    **_READ_BY_TORCH,
+    "FRAME": lambda machine, _: None,
+    **dict.fromkeys(("INT", "LONG", "LONG4", "FLOAT"), _Machine.push),
+    **dict.fromkeys(("UNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "STRING", "BINSTRING"), _Machine.push),
+    **dict.fromkeys(("BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8"), _Machine.push),
+    "POP": lambda machine, _: machine.pop(),
+    "POP_MARK": lambda machine, _: machine.since_mark(),
+    "DUP": lambda machine, _: machine.push(machine.stack[-1]),
+    **dict.fromkeys(("PUT", "MEMOIZE"), _Machine.memoize),
+    "GET": _Machine.recall,
+    "LIST": lambda machine, _: machine.push(machine.since_mark()),
+    "DICT": lambda machine, _: machine.push(machine.dict_of(machine.since_mark())),
+    "FROZENSET": lambda machine, _: machine.push(frozenset(machine.checked(machine.since_mark()))),
     "ADDITEMS": lambda machine, _: machine.extend(machine.since_mark()),
-    "SETITEM": _Machine.set_item,
-    "SETITEMS": lambda machine, _: machine.set_items(machine.since_mark()),
-    "GLOBAL": lambda machine, argument: machine.name(*argument.split(" ", 1)),
-    "STACK_GLOBAL": _Machine.stack_name,
-    "REDUCE": _Machine.reduce,
-    "NEWOBJ": _Machine.reduce,
-    "NEWOBJ_EX": _Machine.reduce_with_keywords,
-    "INST": _Machine.instance,
-    "OBJ": _Machine.object,
-    "BUILD": _Machine.build,
-    "PERSID": _Machine.persistent,
-    "BINPERSID": _Machine.persistent,
+    "STACK_GLOBAL": lambda machine, _: machine.stack_name(),
+    "NEWOBJ_EX": lambda machine, _: machine.reduce_with_keywords(),
+    "INST": _Description.instance,
+    "OBJ": lambda machine, _: machine.object(),
+    "PERSID": lambda machine, key: machine.push(machine.storage(key)),
 }
+"""Opcodes that can be described, and what they do."""
 
 
-def _push(machine: _Machine, value: Any) -> None:
-    machine.stack.append(value)
+# Keys: a dict or set with very many of one hash takes forever to fill, and so does hashing a nested tuple.
 
 
-def _pop(machine: _Machine) -> None:
-    """Remove the last value, or the last mark if nothing is above it."""
-    if machine.stack:
-        machine.stack.pop()
-    else:
-        machine.since_mark()
-
-
-def _ignore(_value: Any) -> None:
-    """Do nothing."""
-
-
-# Count of keys with the same hash in a pickle: a dict or set with very many of them takes forever to fill.
-
+_LONGEST_KEY: Final = 100
+"""The most items of a tuple or frozenset that is a key. Nested ones are rejected, except for frozensets in a tuple:
+hashing or comparing every occurrence may never end."""
+_KEY_BITS: Final = 64
+"""The most bits of a number that is a key; larger numbers can all have the same hash."""
 
 _MOST: Final = 100
 """The most keys with one hash: real ones have one each, except for such as -1 and -2, or (-1, -2) and (-2, -1)."""
@@ -748,3 +773,23 @@ class NameHashes:
         self._counts[number] = count
         self._names.add(name)
         return False
+
+
+def checked_key(key: Any, others: NameHashes) -> Any:
+    """Check that a dict key or set item hashes quickly, and return it.
+
+    Args:
+        key: The dict key or set item.
+        others: The keys before it, at least those in the same container.
+    """
+    if isinstance(key, tuple | frozenset):
+        nested = tuple if isinstance(key, tuple) else tuple | frozenset
+        if len(key) > _LONGEST_KEY or any(isinstance(one, nested) for one in key):
+            raise _Unreadable(f"a nested or long {type(key).__name__} as a name")
+        for one in key:
+            checked_key(one, others)
+    elif isinstance(key, int) and key.bit_length() > _KEY_BITS:
+        raise _Unreadable("too large a number as a name")
+    if isinstance(key, tuple | frozenset) and others.is_one_of_many(key):
+        raise _Unreadable("names that all have the same hash")
+    return key

@@ -15,7 +15,8 @@ from hfshard.errors import DamagedCheckpointError, IntegrityError, repair_hint
 
 _LOCAL_HEADER_BYTES: Final = 30
 """Bytes of a record before its name."""
-_RECORD_MARK: Final = b"PK\x03\x04"
+RECORD_MARK: Final = b"PK\x03\x04"
+"""Beginning of a record, and so of torch.save's zips."""
 _DATA: Final = "/data/"
 """Part of the names of records with tensors' bytes; torch maps them and never checks their checksums."""
 _BYTEORDER: Final = "/byteorder"
@@ -150,7 +151,7 @@ def _directory(fd: int) -> tuple[int, int] | None:
 def _data_offset(fd: int, path: str, record: zipfile.ZipInfo) -> int:
     """Find where a record's bytes start."""
     head = os.pread(fd, _LOCAL_HEADER_BYTES, record.header_offset)
-    if not head.startswith(_RECORD_MARK):
+    if not head.startswith(RECORD_MARK):
         raise damaged_pickle(path, f"there is no record '{record.filename}' where its directory says")
     skipped = sum(int.from_bytes(head[at : at + 2], "little") for at in (26, 28))  # name, extra field
     return record.header_offset + _LOCAL_HEADER_BYTES + skipped

@@ -20,8 +20,9 @@ import torch
 
 from hfshard.disk.safe_open import Identity, identity_of, open_regular
 from hfshard.errors import CheckpointChangedError, HfshardError, UnsafePickleError
-from hfshard.pickles.pickle_opcodes import scan_old_format, scan_zip
+from hfshard.pickles.pickle_opcodes import BEFORE_THE_OBJECT, scan_old_format, scan_zip
 from hfshard.pickles.pickle_zip import (
+    RECORD_MARK,
     check_archive,
     check_every_record,
     damaged_pickle,
@@ -31,7 +32,6 @@ from hfshard.pickles.pickle_zip import (
 )
 from hfshard.tensors.stored_tensor import is_torch_tensor_type
 
-_ZIP_MARK: Final = b"PK\x03\x04"
 _LEGACY_MAGIC: Final = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """The pickled number at the start of files older than the zip format. Other pickles and tars are rejected."""
 _FIRST_BYTES: Final = 32
@@ -134,9 +134,9 @@ def read_pickle(path: str, root: str, opener: Callable[[], int] | None = None) -
 
 def _is_zip(fd: int, path: str) -> bool:
     first = os.pread(fd, _FIRST_BYTES, 0)
-    if not first.startswith(_ZIP_MARK) and _LEGACY_MAGIC not in first:
+    if not first.startswith(RECORD_MARK) and _LEGACY_MAGIC not in first:
         reject_other_format(fd, path)
-    return first.startswith(_ZIP_MARK)
+    return first.startswith(RECORD_MARK)
 
 
 def _load(fd: int, path: str, *, mapped: bool) -> Any:
@@ -241,8 +241,6 @@ def _reason(error: Exception) -> str:
 # Error for a pickle that asks for more than tensors: what it asks for, and how its owner can extract the weights.
 
 
-_BEFORE_THE_OBJECT: Final = 3
-"""Pickles before the object in torch's older format: a magic number, the version, the machine."""
 _BEFORE_AN_OBJECT: Final = frozenset(
     ("PROTO", "MARK", "BINUNICODE", "NONE", "BINPUT", "LONG_BINPUT", "TUPLE", "BINPERSID", "EMPTY_TUPLE")
 )
@@ -301,7 +299,7 @@ def _root_global(fd: int, path: str, *, is_zip: bool) -> str | None:
             return _first_global(io.BytesIO(pickle_record(fd, path)))
         with os.fdopen(os.dup(fd), "rb") as file:
             file.seek(0)
-            for _ in range(_BEFORE_THE_OBJECT):
+            for _ in range(BEFORE_THE_OBJECT):
                 for _ in pickletools.genops(file):
                     pass
             return _first_global(file)

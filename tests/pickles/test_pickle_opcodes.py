@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 from hfshard.errors import DamagedCheckpointError, UnsafePickleError
-from hfshard.pickles.pickle_opcodes import scan_zip
+from hfshard.pickles.pickle_opcodes import DescribedObject, GlobalReference, describe_pickle, scan_zip
 from hfshard.pickles.read_pickle import read_pickle
 from tests.attacks.files.torchfile import (
     DOUBLED,
@@ -171,6 +173,20 @@ def test_what_the_older_format_begins_and_ends_with_is_plain(tmp_path: Path, num
     refused(tmp_path, b"".join(map(pickled, pickles)), "does not begin, or end, as torch")
 
 
+def test_sizes_of_a_tensor_are_not_multiplied_without_end(tmp_path: Path) -> None:
+    sizes = [integer((1 << 2000) + 1)] * 100_000
+    for numbers, problem in (
+        (sizes, "its calls create more than the file contains"),
+        ([*sizes, integer(0)], "is not a valid PyTorch"),
+    ):
+        refused(tmp_path, zipped(call("torch", "FloatTensor", *numbers), {}), problem)
+
+
+def test_a_complex_number_that_is_too_large_is_left_to_torch(tmp_path: Path) -> None:
+    for wrap in (zipped, legacy):
+        refused(tmp_path, wrap(call("builtins", "complex", integer(1 << 2000), integer(1)), {}), "OverflowError")
+
+
 def nested_calls(depth: int) -> bytes:
     """A call of a function that calls itself, by its arguments."""
     function = named("torch._tensor", "_rebuild_from_type_v2")
@@ -202,3 +218,65 @@ def test_calls_that_torch_save_does_not_write_are_refused(tmp_path: Path) -> Non
     }
     for match, body in bodies.items():
         refused(tmp_path, zipped(body, {}), match)
+
+
+# Description
+
+
+def run(*_: Any) -> None:
+    raise AssertionError("it ran")
+
+
+class Reduced:
+    """Is pickled as a call of a function."""
+
+    def __reduce__(self) -> Any:
+        return run, (1,)
+
+
+@pytest.mark.parametrize(
+    ("opcodes", "why"),
+    [
+        (b"cbuiltins\ngetattr\n}\x85b.", "state"),
+        (b"]Kab.", "state"),
+        (b"X\x01\x00\x00\x00a)R.", "without a name"),
+        (b"K\x01K\x02\x86)\x81.", "without a name"),
+        (b"\x82\x01.", "EXT1"),
+        (b"h\x07.", "KeyError"),
+        (b"0.", "IndexError"),
+        (b"]", "ValueError"),
+        (b"r\xff\xff\xff\xff.", "IndexError"),
+        (b"X\xff\xff\xff\xffa.", "ValueError"),
+    ],
+)
+def test_pickles_that_no_torch_save_writes_are_refused(opcodes: bytes, why: str) -> None:
+    with pytest.raises(UnsafePickleError, match=why):
+        describe_pickle(io.BytesIO(b"\x80\x02" + opcodes), "a.pt")
+
+
+def test_a_call_is_only_described() -> None:
+    described = describe_pickle(io.BytesIO(pickle.dumps([Reduced(), run], 2)), "a.pt")
+
+    call, name = described.value
+    assert isinstance(call, DescribedObject) and (call.name, call.arguments) == (f"{__name__}.run", (1,))
+    assert name == GlobalReference(f"{__name__}.run")
+    assert described.names == {f"{__name__}.run"}
+
+
+def nested_frozensets(depth: int, first: int) -> bytes:
+    """A frozenset of a pair of one and the same frozenset, and so on; `first` is the place of the innermost."""
+    pairs = (b"q%c0(h%ch%c\x86\x91" % ((first + at,) * 3) for at in range(depth))
+    return b"(K\x01\x91" + b"".join(pairs)
+
+
+def test_frozensets_as_keys_are_short_and_not_nested() -> None:
+    short = b"}((K\x01K\x02\x91N(K\x01\x91\x85Nu."
+    assert describe_pickle(io.BytesIO(short), "a.pt").value == {
+        frozenset({1, 2}): None,
+        (frozenset({1}),): None,
+    }
+    nested = nested_frozensets(60, 0) + b"N" + nested_frozensets(60, 100) + b"N"
+    long = b"(" + b"".join(b"K%c" % number for number in range(101)) + b"\x91N"
+    for keys in (nested, long):
+        with pytest.raises(UnsafePickleError, match="a nested or long frozenset as a name"):
+            describe_pickle(io.BytesIO(b"}(" + keys + b"u."), "a.pt")

@@ -1,0 +1,351 @@
+"""Files of torch.save that are described instead of loaded: objects that are only data, and tensors by their bytes."""
+
+from __future__ import annotations
+
+import io
+import math
+import mmap
+import os
+import re
+import struct
+import zipfile
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import IO, Any, Final, cast
+
+import torch
+
+from hfshard.disk.safe_open import Identity, identity_of, open_regular
+from hfshard.errors import UnsafePickleError
+from hfshard.pickles.pickle_opcodes import (
+    BEFORE_THE_OBJECT,
+    LATIN,
+    DescribedObject,
+    GlobalReference,
+    NameHashes,
+    PickleDescription,
+    checked_key,
+    describe_pickle,
+)
+from hfshard.pickles.pickle_zip import RECORD_MARK, check_archive, damaged_pickle
+
+OTHER: Final = object()
+"""Returned for an object that is more than data."""
+
+_SIZED: Final = (str, bytes, bytearray, list, tuple, dict, set, frozenset)
+_BYTES: Final = ("_codecs.encode",)
+"""The function from which protocol 2 builds the bytes of arrays."""
+
+_NUMPY_DTYPE: Final = re.compile(r"[<>|=]?[biufc]\d{1,2}")
+"""numpy's numbers. Other dtypes contain objects, or fields that may be outside of the bytes."""
+
+_ARRAY: Final = re.compile(r"numpy\.(_core|core)\.multiarray\._reconstruct")
+_SCALAR: Final = re.compile(r"numpy\.(_core|core)\.multiarray\.scalar")
+_PATH: Final = re.compile(r"pathlib\.(_local\.)?(Pure)?(Posix|Windows)?Path")
+_NAMESPACES: Final = ("argparse.Namespace", "types.SimpleNamespace")
+_DICTS: Final = ("collections.defaultdict", "builtins.dict")
+_LISTS: Final = ("collections.deque", "builtins.list")
+
+
+def size_of(value: GlobalReference | DescribedObject) -> int:
+    """Return how much is copied of the parts of an object that is only data: entries, bytes, or characters.
+
+    Bytes in bytes are none: they are not followed, as a file can nest them so that this never ends.
+    """
+    if isinstance(value, GlobalReference):
+        return 0
+    encoded = [one for one in _inner(value) if isinstance(one, DescribedObject) and one.name in _BYTES]
+    return sum(map(_own_size, [value, *encoded]))
+
+
+def _own_size(value: DescribedObject) -> int:
+    parts = [value.arguments, value.state, value.items, value.pairs]
+    return sum(len(one) for one in [*parts, *_inner(value)] if isinstance(one, _SIZED))
+
+
+def _inner(value: DescribedObject) -> list[Any]:
+    return [one for part in (value.arguments, value.state) if isinstance(part, tuple | list) for one in part]
+
+
+def meaning(value: GlobalReference | DescribedObject) -> Any:
+    """Return what an object is, with the parts of a container still as they were described; `OTHER` if it is more.
+
+    numpy's arrays and numbers become themselves; namespaces of arguments and defaultdicts become dicts, deques lists,
+    and paths text.
+
+    Raises:
+        TypeError, ValueError, LookupError, OverflowError, AttributeError: An object is not saved like this.
+    """
+    if isinstance(value, GlobalReference):
+        dtype = getattr(torch, value.name.removeprefix("torch."), None) if value.name.startswith("torch.") else None
+        return dtype if isinstance(dtype, torch.dtype) else OTHER
+    name = value.name
+    if name in ("collections.OrderedDict", "collections.Counter"):
+        first = value.arguments[0] if value.arguments else {}
+        pairs = [*(first.items() if isinstance(first, dict) else first), *value.pairs]
+        keys = NameHashes()
+        pairs = [(checked_key(key, keys), one) for key, one in pairs]
+        return OrderedDict(pairs) if name.endswith("OrderedDict") else Counter(dict(pairs))
+    if name in _DICTS:
+        return dict(value.pairs)
+    if name in _LISTS:
+        first = value.arguments[0] if value.arguments else []
+        return [*first, *value.items]
+    if name in _NAMESPACES:
+        return dict(value.state or {}) | dict(value.arguments[0] if value.arguments else {})
+    if _PATH.fullmatch(name):
+        return "/".join(value.arguments).replace("//", "/", 1)
+    return _number(value)
+
+
+def _number(value: DescribedObject) -> Any:
+    name = value.name
+    arguments = value.arguments
+    if _ARRAY.fullmatch(name):
+        _version, shape, dtype, is_fortran, raw = value.state
+        if not isinstance(shape, tuple) or not all(type(size) is int for size in shape):
+            raise TypeError("a shape that is not only ints")
+        flat = _from_bytes(raw, _numpy_dtype(dtype), math.prod(shape))
+        return flat.reshape(shape, order="F" if is_fortran else "C")
+    if _SCALAR.fullmatch(name):
+        return _from_bytes(arguments[1], _numpy_dtype(arguments[0]), 1)[0]
+    if name == "numpy.dtype":
+        return _numpy_dtype(value)
+    if name == "_codecs.encode":
+        return _bytes_of(value)
+    if name == "torch.Size":
+        return torch.Size(arguments[0])
+    if name == "torch.device":
+        return torch.device(*arguments)
+    if name == "builtins.complex":
+        return complex(*arguments)
+    if name in ("builtins.set", "builtins.frozenset"):
+        keys = NameHashes()
+        items = [checked_key(item, keys) for item in arguments[0]]
+        return set(items) if name == "builtins.set" else frozenset(items)
+    return OTHER
+
+
+def _bytes_of(value: Any) -> bytes:
+    """Return bytes, given as bytes or as protocol 2 writes them: text in which each character is a byte."""
+    if isinstance(value, bytes):
+        return value
+    text, encoding = value.arguments
+    if value.name != "_codecs.encode" or encoding not in LATIN or not isinstance(text, str):
+        raise TypeError(value.name)
+    return text.encode("latin-1")
+
+
+def _numpy_dtype(value: Any) -> Any:
+    """Return a numpy dtype of numbers.
+
+    Raises:
+        TypeError: The dtype is another one.
+    """
+    import numpy
+
+    if not isinstance(value, DescribedObject) or value.name != "numpy.dtype":
+        raise TypeError("not a dtype")
+    code = value.arguments[0]
+    order = value.state[1] if value.state is not None else "="
+    if not (isinstance(code, str) and isinstance(order, str) and _NUMPY_DTYPE.fullmatch(order + code)):
+        raise TypeError("a dtype that is not numeric")
+    return numpy.dtype(order + code)
+
+
+def _from_bytes(raw: Any, dtype: Any, count: int) -> Any:
+    import numpy
+
+    data = _bytes_of(raw)
+    if len(data) != count * dtype.itemsize:
+        raise ValueError("the wrong number of bytes")
+    return numpy.frombuffer(data, dtype=dtype).copy()
+
+
+# Tensors of a file of torch.save whose pickle was only described: only their bytes are read.
+
+
+_PICKLE: Final = "/data.pkl"
+
+_STORAGES: Final = {
+    "torch.DoubleStorage": torch.float64,
+    "torch.FloatStorage": torch.float32,
+    "torch.HalfStorage": torch.float16,
+    "torch.BFloat16Storage": torch.bfloat16,
+    "torch.LongStorage": torch.int64,
+    "torch.IntStorage": torch.int32,
+    "torch.ShortStorage": torch.int16,
+    "torch.CharStorage": torch.int8,
+    "torch.ByteStorage": torch.uint8,
+    "torch.BoolStorage": torch.bool,
+    "torch.ComplexFloatStorage": torch.complex64,
+    "torch.ComplexDoubleStorage": torch.complex128,
+}
+"""Names of the storage classes, and the dtypes of their tensors."""
+
+_REBUILT: Final = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor")
+
+
+class DescribedFile:
+    """A file of torch.save as `describe_pickle` sees it, and the bytes of its storages."""
+
+    def __init__(
+        self, path: str, identity: Identity, described: PickleDescription, read: Callable[[str], bytes]
+    ) -> None:
+        self.path = path
+        self.identity = identity
+        self.size = os.path.getsize(path)
+        self.value = described.value
+        self.names = described.names
+        self._read = read
+        self._storages: dict[str, bytearray] = {}
+
+    def tensor(self, described: DescribedObject) -> torch.Tensor | None:
+        """Build the tensor that was described; None if it is another object.
+
+        Raises:
+            DamagedCheckpointError: Its bytes are not in the file, or fewer than it states.
+        """
+        if described.name == "torch._utils._rebuild_parameter":
+            inner = described.arguments[0]
+            return self.tensor(inner) if isinstance(inner, DescribedObject) else None
+        if described.name not in _REBUILT:
+            return None
+        try:
+            return self._made(*described.arguments[:4])
+        except zipfile.BadZipFile as error:
+            raise damaged_pickle(self.path, f"a record does not match its checksum: {error}") from error
+        except (TypeError, ValueError, LookupError, RuntimeError, OverflowError, AttributeError) as error:
+            raise damaged_pickle(
+                self.path, f"it describes a tensor that it does not contain: {error!r:.200}"
+            ) from error
+
+    def _made(self, storage: Any, offset: int, size: Any, stride: Any) -> torch.Tensor:
+        _word, kind, key, _device, count, *_ = storage.arguments
+        dtype = _STORAGES[kind.name if isinstance(kind, GlobalReference) else ""]
+        if not isinstance(key, str):
+            raise TypeError("the name of a storage is not text")
+        if key not in self._storages:
+            self._storages[key] = bytearray(self._read(key))
+        raw = self._storages[key]
+        if type(count) is not int:
+            raise TypeError("the number of elements is not an int")
+        if len(raw) != count * dtype.itemsize:
+            raise ValueError(f"{len(raw)} bytes for {count} elements")
+        flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+        return flat.as_strided(tuple(size), tuple(stride), offset)
+
+
+@contextmanager
+def described_file(path: str, root: str) -> Iterator[DescribedFile]:
+    """Open a file of torch.save, and describe its pickle.
+
+    Args:
+        path: The file; files older than the zip format are accepted too.
+        root: The directory that must contain it, and what it links to.
+
+    Raises:
+        UnsafePickleError: Its pickle does something that no state of a run needs.
+        DamagedCheckpointError: It is incomplete, or not a file of torch.save.
+    """
+    with os.fdopen(open_regular(path, root), "rb") as file:
+        identity = identity_of(os.fstat(file.fileno()))
+        is_zip = file.read(len(RECORD_MARK)) == RECORD_MARK
+        file.seek(0)
+        if not is_zip:
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:  # never returns more than it has
+                described, read = _describe_old_format(mapped, path)
+                yield DescribedFile(path, identity, described, read)
+            return
+        check_archive(file.fileno(), path)
+        with zipfile.ZipFile(file) as archive:
+            pickled = [name for name in archive.namelist() if name.endswith(_PICKLE) and name.count("/") == 1]
+            if len(pickled) != 1:
+                raise damaged_pickle(path, "it does not have exactly one data.pkl")
+            folder = pickled[0].removesuffix(_PICKLE)
+            order = f"{folder}/byteorder"
+            if order in archive.namelist() and _record(archive, order, path) != b"little":
+                raise damaged_pickle(path, "its numbers are big-endian")
+            described = describe_pickle(io.BytesIO(_record(archive, pickled[0], path)), path)
+            yield DescribedFile(path, identity, described, lambda key: archive.read(f"{folder}/data/{key}"))
+
+
+def _record(archive: zipfile.ZipFile, name: str, path: str) -> bytes:
+    try:
+        return archive.read(name)
+    except (zipfile.BadZipFile, RuntimeError) as error:  # an encrypted one, or without a checksum
+        raise damaged_pickle(path, f"its record '{name}' cannot be read ({error})") from error
+
+
+def _describe_old_format(file: mmap.mmap, path: str) -> tuple[PickleDescription, Callable[[str], bytes]]:
+    """Describe a file older than the zip format: pickles of a mark, a version, the machine, the value and its keys."""
+    stream = cast("IO[bytes]", file)
+    _mark, _version, machine = (describe_pickle(stream, path).value for _ in range(BEFORE_THE_OBJECT))
+    described = describe_pickle(stream, path)
+    keys = describe_pickle(stream, path).value
+    places: dict[str, tuple[int, int]] = {}
+    try:
+        sizes = {one.arguments[2]: _STORAGES[one.arguments[1].name].itemsize for one in described.storages}
+        is_little = machine["little_endian"] is True
+        at = file.tell()
+        for key in keys:
+            (count,) = struct.unpack_from("<q", file, at)
+            if count < 0:
+                raise ValueError("a storage of negative size")
+            places[key] = at + 8, count * sizes[key]
+            at += 8 + count * sizes[key]
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, struct.error) as error:
+        raise damaged_pickle(path, f"it does not contain the bytes of all its tensors ({error!r:.200})") from error
+    if not is_little:
+        raise damaged_pickle(path, "its numbers are big-endian")
+
+    def read(key: str) -> bytes:
+        begin, count = places[key]
+        return file[begin : begin + max(count, 0)]
+
+    return described, read
+
+
+def reject_code(path: str, names: frozenset[str]) -> None:
+    """Reject a file if any part of it names something that runs code.
+
+    Raises:
+        UnsafePickleError: It does.
+    """
+    found = sorted(name for name in names if name.partition(".")[0] in _RUN_CODE and name not in _HARMLESS)
+    if found:
+        raise UnsafePickleError(
+            f"'{path}' asks for '{found[0]}', which no training state needs: it was made to run code on your machine. "
+            "Nothing was loaded. Do not use it.",
+            path=path,
+            actual=found[0],
+        )
+
+
+_RUN_CODE: Final = frozenset(
+    (
+        "_io",
+        "_pickle",
+        "builtins",
+        "cPickle",
+        "code",
+        "codeop",
+        "commands",
+        "ctypes",
+        "importlib",
+        "io",
+        "marshal",
+        "nt",
+    )
+    + ("os", "pdb", "pickle", "pip")
+    + ("posix", "pty", "runpy", "shutil", "signal", "socket", "subprocess", "sys", "timeit", "types", "webbrowser")
+)
+"""Modules of which no state of a run needs anything, except the names that follow."""
+
+_HARMLESS: Final = frozenset(
+    ("builtins.getattr", "builtins.object", "builtins.list", "builtins.dict", "builtins.tuple", "builtins.frozenset")
+    + ("builtins.set", "builtins.int", "builtins.float", "builtins.bool", "builtins.str", "builtins.bytes")
+    + ("builtins.bytearray", "builtins.complex", "builtins.slice", "builtins.range", "types.SimpleNamespace")
+)
+"""Names in these modules that honest files have: bound methods, classes as values, namespaces of arguments."""

@@ -1,0 +1,69 @@
+"""A described file of torch.save: its tensors have their bytes, its data is data, and all else is a name."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hfshard.errors import DamagedCheckpointError, UnsafePickleError
+from hfshard.pickles.described_file import OTHER, described_file, meaning, reject_code, size_of
+from hfshard.pickles.pickle_opcodes import DescribedObject, GlobalReference
+
+
+class Unknown:
+    """Is no data."""
+
+
+@pytest.mark.parametrize("is_zip", [True, False], ids=["zip", "older"])
+def test_tensors_have_their_bytes_and_objects_their_meaning(is_zip: bool, tmp_path: Path) -> None:
+    weight = torch.arange(6.0)
+    value = {
+        "weight": weight,
+        "view": weight.view(2, 3).T,
+        "parameter": torch.nn.Parameter(weight[:2]),
+        "ordered": OrderedDict(a=1),
+        "queue": deque([1, 2]),
+        "dtype": torch.int16,
+        "unknown": Unknown(),
+    }
+    torch.save(value, tmp_path / "a.pt", _use_new_zipfile_serialization=is_zip)
+
+    with described_file(str(tmp_path / "a.pt"), str(tmp_path)) as file:
+        found: dict[str, Any] = file.value
+        tensors = [file.tensor(found[name]) for name in ("weight", "view", "parameter", "ordered")]
+
+        assert [None if one is None else one.tolist() for one in tensors] == [
+            [0.0, 1.0, 2.0, 3.0, 4.0, 5.0],
+            [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]],
+            [0.0, 1.0],
+            None,
+        ]
+        assert [meaning(found[name]) for name in ("ordered", "queue", "dtype")] == [{"a": 1}, [1, 2], torch.int16]
+        assert meaning(found["unknown"]) is OTHER
+        assert f"{__name__}.Unknown" in file.names
+
+
+def test_what_is_no_file_of_torch_save_is_damaged_or_unsafe(tmp_path: Path) -> None:
+    for content, error in ((b"PK\x03\x04", DamagedCheckpointError), (b"\x80\x02", UnsafePickleError)):
+        (tmp_path / "a.pt").write_bytes(content)
+        with pytest.raises(error), described_file(str(tmp_path / "a.pt"), str(tmp_path)):
+            pass
+
+
+def test_names_that_run_code_are_rejected_and_harmless_ones_are_not() -> None:
+    reject_code("a.pt", frozenset({"builtins.getattr", "types.SimpleNamespace", "mine.system", "numpy.dtype"}))
+    for name in ("os.system", "builtins.eval", "types.FunctionType"):
+        with pytest.raises(UnsafePickleError, match=f"asks for '{name}'"):
+            reject_code("a.pt", frozenset({"mine.Own", name}))
+
+
+def test_size_is_that_of_the_parts_and_of_bytes_in_them() -> None:
+    encoded = DescribedObject("_codecs.encode", ("abc", "latin1"))
+
+    assert size_of(GlobalReference("torch.float32")) == 0
+    assert size_of(encoded) == 2 + 3 + 6
+    assert size_of(DescribedObject("numpy.array", (), (1, encoded))) == 2 + 11
