@@ -163,7 +163,7 @@ class OpenCheckpoint:
                 device,
                 level=self.level,
                 progress_callback=progress_callback,
-                memory_bytes=self.folder.memory_bytes,
+                memory_bytes=self.folder.traits.read_memory_bytes,
             )
         return {name: tensors[name] for name in names}
 
@@ -173,9 +173,14 @@ class OpenCheckpoint:
 
     def is_unchanged(self) -> bool:
         """Return whether the folder still has this checkpoint."""
-        self.folder.look()
-        now = entry_versions(self.folder, self.names, self.weights_override)
-        return self.entry_versions == now and self.folder.still_holds(self.shards)
+        folder = self.folder
+        folder.refresh()
+        now = entry_versions(folder, self.names, self.weights_override)
+        # Open files of a directory stay what they are.
+        has_shards = folder.traits.is_local or all(
+            folder.version(name) == shard.identity for name, shard in self.shards.items()
+        )
+        return self.entry_versions == now and has_shards
 
     def is_of_one_save(self) -> bool:
         """Return whether the small files read since the opening belong to it, as no save has replaced it."""
@@ -313,11 +318,9 @@ def _open_until_whole(
     open_once: Callable[[WeightsEntry], OpenCheckpoint],
 ) -> OpenCheckpoint:
     last: HfshardError | None = None
-    for _ in range(folder.most_tries):
+    for _ in range(folder.traits.retries):
         weights_override = weights_name
-        folder.look()
-        if weights_name is None:
-            folder.enter(names)
+        folder.refresh(names if weights_name is None else None)
         before = _token(folder, names, weights_override)
         try:
             weights_override = find_name()
@@ -326,7 +329,7 @@ def _open_until_whole(
             weights = find_weights(folder, names, use_safetensors, weights_override)
             checkpoint = open_once(weights)
         except HfshardError as error:
-            folder.look()
+            folder.refresh()
             is_unchanged = before == _token(folder, names, weights_override)
             if is_unchanged and not isinstance(error, CheckpointChangedError):
                 raise
@@ -336,9 +339,9 @@ def _open_until_whole(
             if checkpoint.is_of_one_save():
                 return checkpoint
             checkpoint.close()
-        time.sleep(folder.wait_seconds)
+        time.sleep(folder.traits.wait_seconds)
     raise CheckpointChangedError(
-        f"The checkpoint in '{folder.path}' was replaced {folder.most_tries} times while it was being opened. "
+        f"The checkpoint in '{folder.path}' was replaced {folder.traits.retries} times while it was being opened. "
         "Retry when no save is running.",
         path=folder.path,
     ) from last

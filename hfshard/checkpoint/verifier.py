@@ -97,9 +97,7 @@ def verify_directory(
         raise InvalidArgumentError(f"level must be 'structure' or 'full', got {level!r}.")
     folder = as_folder(directory)
     for _ in range(REMOTE_RETRIES):
-        folder.look()
-        if weights_name is None:
-            folder.enter(names)
+        folder.refresh(names if weights_name is None else None)
         verifier = Verifier(folder, names, level, weights_name)
         total = 0
         if level == "full":
@@ -108,7 +106,7 @@ def verify_directory(
         with byte_progress("Verifying", total, progress if total else False) as progress_callback:
             verifier.run(progress_callback)
         report = verifier.report()
-        if report.ok or not folder.has_changed():
+        if report.ok or folder.is_current():
             return report
     raise CheckpointChangedError(
         f"The checkpoint in '{folder.path}' was replaced on every attempt. Retry when no save is running.",
@@ -349,7 +347,7 @@ class Verifier:
     def _warn_of_strays(self, index: CheckpointIndex | None) -> None:
         used = set(self.files) | (set(index.weight_map.values()) | set(index.files) if index is not None else set())
         for name in self.folder.names():
-            is_file = name.endswith(SAFETENSORS_SUFFIX) and self.folder.identity(name) is not None
+            is_file = name.endswith(SAFETENSORS_SUFFIX) and self.folder.version(name) is not None
             if (
                 is_file
                 and name not in used

@@ -470,7 +470,7 @@ class SharedLoad:
             if self._status is not None:
                 if not self._is_known:
                     self._status.meet(ANY_PLACE, _CHANGED)
-                time.sleep(local.folder.wait_seconds)
+                time.sleep(local.folder.traits.wait_seconds)
             logger.info("%s Starting again.", error)
 
     def replaced_too_often_error(self, path: str) -> CheckpointChangedError:

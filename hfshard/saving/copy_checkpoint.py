@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -204,12 +205,12 @@ class StoreFiles:
             )
         self._saves: dict[str | None, SaveId] = {}
         """Variant -> its newest save."""
-        self._shown: dict[str, StoredObject | bytes] = {}
-        """Usual name -> object, or contents."""
+        self._shown: dict[str, ByteSource] = {}
+        """Usual name -> contents."""
         for variant in sorted(_numbered_variants(found), key=lambda name: name or ""):
             self._show(variant, found)
         if not self._saves:
-            self._shown = {**found}
+            self._shown = {name: StoredSource(self._store, one) for name, one in found.items()}
             return
         # A folder below the place may be a separate checkpoint, and goes along unchanged.
         of_saves = objects_of_saves(name for name in found if "/" not in name)
@@ -219,7 +220,7 @@ class StoreFiles:
         for name, one in found.items():
             is_weights = any(name in (some.index, some.single) or some.is_shard(name) for some in names)
             if not is_weights and name not in of_saves:
-                self._shown.setdefault(name, one)
+                self._shown.setdefault(name, StoredSource(self._store, one))
 
     def is_unchanged(self) -> bool:
         """Return whether the objects are still the same."""
@@ -231,8 +232,7 @@ class StoreFiles:
 
     def sizes(self) -> dict[str, int]:
         """Return the size of each file: path -> bytes."""
-        shown = {name: self._shown[name] for name in self.paths()}
-        return {name: len(one) if isinstance(one, bytes) else one.size for name, one in shown.items()}
+        return {name: self._shown[name].size for name in self.paths()}
 
     @contextmanager
     def open_variant(self, variant: str | None) -> Iterator[OpenCheckpoint]:
@@ -273,7 +273,7 @@ class StoreFiles:
     def content(self, path: str, sha256: str | None) -> ByteSource:
         """Return a file, pinned to the listed object: if it is replaced meanwhile, reading it is an error."""
         one = self._shown[path]
-        return BytesSource(one) if isinstance(one, bytes) else StoredSource(self._store, one, sha256)
+        return replace(one, sha256=sha256) if isinstance(one, StoredSource) else one
 
     def _show(self, variant: str | None, found: Mapping[str, StoredObject]) -> None:
         """Show the newest save of a variant, under usual names."""
@@ -286,7 +286,7 @@ class StoreFiles:
         self._saves[variant] = save.save_id
         for name in (*save.small_files, *save.objects):
             if folder.has(name):
-                self._shown[name] = folder.content(name)
+                self._shown[name] = folder.source(name)
 
 
 def without_marks(found: PushContents) -> PushContents:

@@ -531,7 +531,7 @@ class SignedObjects:
         if checkpoint.pickles:
             raise needs_disk(self.folder.path, "has files of torch.save")
         signed = self.manifest.digests.keys()
-        if self.folder.identity(SIGNATURE_NAME) != self._signature:
+        if self.folder.version(SIGNATURE_NAME) != self._signature:
             raise self._changed()
         single = checkpoint.names.single
         if single in signed and not self.folder.has(single) and entry not in signed:
@@ -596,7 +596,7 @@ def find_signed_objects(folder: StoreFolder, beside: FilesBeside, by: SignedBy, 
     """
     sizes = {name: folder.size(name) for name in folder.names()}
     manifest = stored_manifest(folder.path, sizes, lambda limit: folder.read_small(SIGNATURE_NAME, limit), by)
-    found = SignedObjects(folder, beside, manifest, has_code, _signature=folder.identity(SIGNATURE_NAME))
+    found = SignedObjects(folder, beside, manifest, has_code, _signature=folder.version(SIGNATURE_NAME))
     found.check_beside()
     return found
 

@@ -35,8 +35,7 @@ def folder_of(objects: dict[str, bytes], variant: str | None = None) -> tuple[St
     """An entered folder over some objects."""
     store = MemoryStore(dict(objects))
     folder = StoreFolder(store, "s3://models/bert")
-    folder.look()
-    folder.enter(WeightNames(variant))
+    folder.refresh(WeightNames(variant))
     return folder, store
 
 
@@ -60,13 +59,23 @@ def test_the_highest_index_is_shown(saves: list[tuple[int, str]], shown: tuple[i
     assert folder.save_id == SaveId(*shown)
     assert folder.names() == ["config.json", SHARD, INDEX]
     assert folder.read_small("config.json", 100) == b'{"number": %d}' % shown[0]
-    assert folder.entry_object(SHARD) is None
-    assert folder.entry_object(INDEX).name == f"model.safetensors.index-{shown[0]:08d}-{shown[1]}.json"
-    assert folder.listed(SHARD).name == f"model-00001-of-00001-{shown[0]:08d}-{shown[1]}.safetensors"
+    assert f"model.safetensors.index-{shown[0]:08d}-{shown[1]}.json" in str(folder.version(INDEX))
     assert folder.path_of(SHARD) == f"s3://models/bert/model-00001-of-00001-{shown[0]:08d}-{shown[1]}.safetensors"
     assert folder.path_of("config.json") == "s3://models/bert/config.json"
     assert (folder.size(SHARD), folder.size("config.json")) == (1, 13 if shown[0] < 10 else 14)
     assert folder.is_pinned
+
+
+def test_what_is_asked_first_lists_the_objects_and_only_that() -> None:
+    run = saved(1, A, entry="checkpoint.json", config=b"of the save")
+    store = MemoryStore(run | {"config.json": b"plain"})
+    folder = StoreFolder(store, "s3://models/bert")
+    folder.enter(WeightNames())
+    assert store.requests == []
+
+    assert folder.read_small("config.json", 100) == b"of the save"
+    assert folder.is_pinned
+    assert [asked for asked in store.requests if asked.startswith("list")] == ["list"]
 
 
 def test_plain_objects_are_shown_next_to_a_save_but_no_weights() -> None:
@@ -84,7 +93,7 @@ def test_plain_objects_are_shown_next_to_a_save_but_no_weights() -> None:
     assert not folder.has("model.safetensors")
     assert folder.read_small("README.md", 100) == b"x"
     with pytest.raises(MissingShardError, match=r"'s3://models/bert/model\.safetensors' is missing"):
-        folder.content("model.safetensors")
+        folder.source("model.safetensors")
 
 
 def test_what_no_save_has_made_is_shown_as_it_is() -> None:
@@ -110,16 +119,16 @@ def test_variants_and_checkpoints_of_runs_have_entries_of_their_own() -> None:
 def test_a_save_that_comes_is_shown_after_the_next_look() -> None:
     folder, store = folder_of(saved(1, A, config=b"old"))
     assert folder.read_small("config.json", 100) == b"old"
-    before = folder.identity(INDEX)
+    before = folder.version(INDEX)
     store.objects = saved(2, A, config=b"new")
 
     assert folder.read_small("config.json", 100) == b"old"
-    assert folder.identity(INDEX) == before
-    assert folder.has_changed()
-    folder.look()
+    assert folder.version(INDEX) == before
+    assert not folder.is_current()
+    folder.refresh()
     assert folder.read_small("config.json", 100) == b"new"
-    assert folder.identity(INDEX) != before
-    assert not folder.has_changed()
+    assert folder.version(INDEX) != before
+    assert folder.is_current()
     assert [asked for asked in store.requests if asked.startswith("read")] == [
         f"read model.safetensors.index-00000001-{A}.json",
         f"read model.safetensors.index-00000002-{A}.json",
@@ -162,7 +171,7 @@ def test_a_folder_below_is_listed_once_after_each_look() -> None:
 
     assert folder.list_code_files(["code"]) == ["code/net.py", "custom_generate/generate.py"]
     assert folder.list_code_files(["code"]) == ["code/net.py", "custom_generate/generate.py"]
-    folder.look()
+    folder.refresh()
     folder.list_code_files([])
 
     listed = [asked for asked in store.requests if asked.startswith("list")]

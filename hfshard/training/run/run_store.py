@@ -34,7 +34,7 @@ from hfshard.commit.store_commit import (
 from hfshard.commit.store_plan import KnownShard, highest_index
 from hfshard.commit.transaction import OwnShardWriter
 from hfshard.constants import FILES_AT_ONCE, INDEX_SUFFIX, MARKS, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
-from hfshard.disk.byte_source import ByteSource, BytesSource
+from hfshard.disk.byte_source import ByteSource
 from hfshard.errors import (
     CheckpointChangedError,
     CommitUnfinishedError,
@@ -63,7 +63,7 @@ from hfshard.shards.shard_plan import ShardPlan
 from hfshard.shards.write_shards import WriteJob
 from hfshard.stores.byte_budget import store_memory_bytes
 from hfshard.stores.open_store import open_store
-from hfshard.stores.store import Store, StoredObject, StoredSource
+from hfshard.stores.store import Store, StoredObject
 from hfshard.training.run.manifest import (
     CHECKPOINT,
     MANIFEST,
@@ -103,18 +103,16 @@ class StoreCheckpoint:
     @cached_property
     def _folder(self) -> StoreFolder:
         folder = StoreFolder(self._store, self.path, store_memory_bytes())
-        folder.look()
         folder.enter(WeightNames())
         return folder
 
     def is_there(self) -> bool:
         """Return whether it has any object, or had one when it was first listed."""
-        return bool(self._folder.listed_objects())
+        return self._folder.exists()
 
     def usual_names(self) -> set[str]:
         """Name all objects directly in it, without the numbers and ids of saves; nothing is read."""
-        names = self._folder.listed_objects()
-        return {split[0] if (split := split_object_name(name)) is not None else name for name in names}
+        return self._folder.usual_names()
 
     def has(self, name: str) -> bool:
         """Return whether it has such a file."""
@@ -130,8 +128,8 @@ class StoreCheckpoint:
 
     def saved_at(self) -> datetime | None:
         """Return when the manifest was put, by the store's clock."""
-        found: StoredObject | None = self._folder.entry_object(MANIFEST)
-        return None if found is None else found.put_at
+        found = self._folder.find(MANIFEST)
+        return None if found is None else found.modified
 
     def manifest(self) -> CheckpointManifest:
         """Read its manifest."""
@@ -166,8 +164,7 @@ class StoreCheckpoint:
 
     def source(self, name: str, sha256: str | None) -> ByteSource:
         """Return the contents of a file, which are read by ranges on demand."""
-        found = self._folder.content(name)
-        return BytesSource(found) if isinstance(found, bytes) else StoredSource(self._store, found, sha256)
+        return self._folder.source(name, sha256)
 
     def open_part(self, base: str, entry: str) -> AbstractContextManager[OpenCheckpoint]:
         """Open a part by reading its headers; every tensor is compared with its checksum while it is read."""
