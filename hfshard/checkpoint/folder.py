@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import stat
@@ -24,7 +25,7 @@ from hfshard.constants import (
     SAFETENSORS_SUFFIX,
 )
 from hfshard.disk.byte_source import ByteSource, BytesSource, file_source
-from hfshard.disk.safe_open import identity_of, read_small
+from hfshard.disk.safe_open import identity_of, open_regular, read_small
 from hfshard.errors import (
     CheckpointChangedError,
     DamagedCheckpointError,
@@ -152,6 +153,14 @@ class Folder(ABC):
         """Read a file of torch.save; `key` selects the weights in it."""
 
     @abstractmethod
+    def open(self, name: str) -> io.BufferedIOBase:
+        """Open a file of any kind and size for reading.
+
+        Raises:
+            MissingShardError, DamagedCheckpointError, UnsafePathError: It is missing, or cannot be a checkpoint's.
+        """
+
+    @abstractmethod
     def source(self, name: str, sha256: str | None = None) -> ByteSource:
         """Return the contents of a file, which are read on demand; `sha256` is their hash, if it is known."""
 
@@ -243,6 +252,10 @@ class LocalFolder(Folder):
     def open_pickle(self, name: str, key: str | None) -> PickleFile:
         """Read a file of torch.save; see `PickleFile`."""
         return PickleFile(os.path.join(self.path, name), self.path, key)
+
+    def open(self, name: str) -> io.BufferedIOBase:
+        """Open a file; see `safe_open.open_regular`."""
+        return os.fdopen(open_regular(os.path.join(self.path, name), self.path), "rb")
 
     def source(self, name: str, sha256: str | None = None) -> ByteSource:
         """Return the contents of a file, which are read on demand."""
@@ -415,6 +428,10 @@ class RangedFolder(Folder):
             )
         held = MemoryFile(entry.size, lambda begin, target: self._files.read_into(entry, begin, target))
         return PickleFile(path, self.path, key, held.open)
+
+    def open(self, name: str) -> io.BufferedIOBase:
+        """Open a file as it was listed."""
+        return self.source(name).open()
 
     def source(self, name: str, sha256: str | None = None) -> ByteSource:
         """Return the contents of a file as it was listed: if it is replaced meanwhile, reading it is an error.

@@ -44,7 +44,7 @@ from hfshard.errors import (
     InvalidArgumentError,
     repair_hint,
 )
-from hfshard.format.digests import Verify, check_verify_level, tensor_hasher
+from hfshard.format.digests import FULL, Verify, check_verify_level, tensor_hasher
 from hfshard.format.file_names import MODEL_BASE, WeightNames
 from hfshard.format.header import TensorInfo
 from hfshard.format.index import CheckpointIndex, FileDigest, check_tied_names
@@ -200,8 +200,6 @@ FilesOf = Callable[[CheckpointIndex], Collection[str]]
 WhenOpen = Callable[[OpenCheckpoint], None]
 """Function that reads other files of a checkpoint; if it raises CheckpointChangedError, everything is opened again."""
 
-_FULL: Final = ("full", "sha256")
-
 
 @contextmanager
 def open_checkpoint(
@@ -252,7 +250,7 @@ def open_checkpoint(
     folder = as_folder(directory)
 
     def finish(opened: OpenCheckpoint) -> None:
-        if verify in _FULL and opened.is_ranged:  # the weights are compared while they are read: no byte comes twice
+        if verify in FULL and opened.is_ranged:  # the weights are compared while they are read: no byte comes twice
             reject_unverifiable(opened.weights_path, opened.index, opened.shards)
             check_small_files(folder, opened.index)
         if when_open is not None:
@@ -265,7 +263,7 @@ def open_checkpoint(
     checkpoint = _open_until_whole(folder, names, use_safetensors, weights_name, find_name, open_once)
     checkpoint.level = verify
     try:
-        if verify not in _FULL or checkpoint.is_ranged:
+        if verify not in FULL or checkpoint.is_ranged:
             yield checkpoint
         elif check_beside:
             with _checked_beside(checkpoint, progress_callback):

@@ -11,7 +11,7 @@ from functools import partial
 
 from hfshard._util.progress import ProgressCallback, byte_progress
 from hfshard._util.threads import cancellable, run_in_threads
-from hfshard.checkpoint.check_files import check_small_file, check_total
+from hfshard.checkpoint.check_files import check_small_file, check_total, compare_shard
 from hfshard.checkpoint.folder import REMOTE_RETRIES, Folder, StoreFolder, as_folder
 from hfshard.checkpoint.locate import entry_of, locate_checkpoint, weights_bytes
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
@@ -32,7 +32,6 @@ from hfshard.errors import (
 from hfshard.format.file_names import WeightNames
 from hfshard.format.index import CheckpointIndex, FileDigest, check_tied_names
 from hfshard.pickles.pickle_file import PickleFile
-from hfshard.shards.ranged_shard import RangedShard
 from hfshard.shards.shard import SafetensorsShard
 
 
@@ -239,11 +238,9 @@ class Verifier:
         progress_callback: ProgressCallback,
     ) -> None:
         try:
-            shard.check_size_and_fingerprint(digest, with_fingerprint=not isinstance(shard, RangedShard))
+            # The damaged tensors are found below.
+            compare_shard(shard, replace(digest, tensor_digests=None), self.level, progress_callback)
             if self.level == "full" and digest.is_verifiable:
-                shard.check_contents(
-                    replace(digest, tensor_digests=None), progress_callback
-                )  # which tensors are damaged is found below
                 findings.checked_bytes += shard.size
         except HfshardError as error:
             damaged = shard.damaged_tensors(digest)
