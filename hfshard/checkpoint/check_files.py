@@ -5,15 +5,24 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from typing import TypeVar
 
 from hfshard._util.progress import ProgressCallback
 from hfshard._util.threads import cancellable, run_in_threads
-from hfshard.checkpoint.folder import Folder
+from hfshard.checkpoint.folder import Folder, Traits
 from hfshard.constants import CONFIG_NAME, FILES_AT_ONCE, MAX_CONFIG_BYTES, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
 from hfshard.disk.byte_source import sha256_of_reader
-from hfshard.errors import DamagedCheckpointError, HfshardError, IntegrityError, UnsafePathError, repair_hint
+from hfshard.errors import (
+    CheckpointChangedError,
+    DamagedCheckpointError,
+    HfshardError,
+    IntegrityError,
+    UnsafePathError,
+    repair_hint,
+)
 from hfshard.format.digests import FULL, sha256_of
 from hfshard.format.file_names import INDEX_FILE
 from hfshard.format.index import CheckpointIndex, FileDigest, without_commit_keys, without_commit_marker
@@ -23,6 +32,8 @@ from hfshard.shards.shard_file import SafetensorsFile
 
 logger = logging.getLogger(__name__)
 
+
+_Result = TypeVar("_Result")
 
 OnProblem = Callable[[DamagedCheckpointError], object]
 """Function that gets the error of each damaged file."""
@@ -49,13 +60,13 @@ def check_files(
         DamagedCheckpointError: A file is missing, or differs from the saved one.
     """
 
-    def compare(name: str, cancelled: threading.Event) -> None:
+    def compare_one(name: str, cancelled: threading.Event) -> None:
         with _reporting(on_problem):
             compare_file(folder, name, records[name], level, cancellable(progress_callback, cancelled))
 
     with _reporting(on_problem):
         folder.names()  # reads the index of a save in a store once, before several threads request it
-        run_in_threads(compare, sorted(records, key=lambda name: -(records[name].size or 0)), FILES_AT_ONCE)
+        run_in_threads(compare_one, sorted(records, key=lambda name: -(records[name].size or 0)), FILES_AT_ONCE)
 
 
 @contextmanager
@@ -171,6 +182,49 @@ def _compare_contents(folder: Folder, name: str, record: FileDigest) -> None:
             expected=record.sha256,
             actual=found,
         )
+
+
+# Readers that start again if a save replaces what they read.
+
+
+class ReplacedMeanwhile(Exception):
+    """Signal of work that has read files of two saves, and must start again; its cause is an error, if there is one."""
+
+
+def retry_if_replaced(work: Callable[[], _Result], traits: Traits, path: str, too_often: str | None = None) -> _Result:
+    """Call `work` until no save has replaced the checkpoint meanwhile, at most `traits.retries` times.
+
+    It starts again after a `ReplacedMeanwhile`. In a place that is read by ranges it also does after a
+    CheckpointChangedError, unless other attempts came before it; in a directory, open files stay what they are, so that
+    this error is about a file that was overwritten in place.
+
+    Args:
+        work: Opens and reads the checkpoint, from the beginning.
+        traits: Traits of the checkpoint's folder.
+        path: The checkpoint, for the message.
+        too_often: The message if it was replaced on every attempt; None: one that fits all.
+
+    Raises:
+        CheckpointChangedError: It was replaced on every attempt.
+        Everything that `work` raises.
+    """
+    cause: BaseException | None = None
+    for attempt in range(traits.retries):
+        if attempt:
+            time.sleep(traits.wait_seconds)
+        try:
+            return work()
+        except ReplacedMeanwhile as signal:
+            cause = signal.__cause__
+        except CheckpointChangedError as error:
+            if traits.is_local or error.is_final or attempt == traits.retries - 1:
+                error.is_final = True
+                raise
+            logger.info("%s Starting again.", error)
+    usual = f"The checkpoint in '{path}' was replaced on every attempt. Retry when no save is running."
+    last = CheckpointChangedError(usual if too_often is None else too_often, path=path)
+    last.is_final = True
+    raise last from cause
 
 
 # Checks of an index: its keys are in its files, and the open files are the saved ones.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable, Collection, Hashable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ import torch
 from hfshard._util.progress import ProgressCallback, byte_progress
 from hfshard._util.threads import cancellable, result_of, start_worker, wait_all
 from hfshard.checkpoint.check_files import (
+    ReplacedMeanwhile,
     check_checksums,
     check_fingerprints,
     check_keys,
@@ -25,6 +25,7 @@ from hfshard.checkpoint.check_files import (
     check_small_files,
     find_places,
     reject_unverifiable,
+    retry_if_replaced,
 )
 from hfshard.checkpoint.folder import Folder, as_folder
 from hfshard.checkpoint.locate import (
@@ -315,8 +316,8 @@ def _open_until_whole(
     find_name: Callable[[], str | None],
     open_once: Callable[[WeightsEntry], OpenCheckpoint],
 ) -> OpenCheckpoint:
-    last: HfshardError | None = None
-    for _ in range(folder.traits.retries):
+
+    def open_one_save() -> OpenCheckpoint:
         weights_override = weights_name
         folder.refresh(names if weights_name is None else None)
         before = _token(folder, names, weights_override)
@@ -331,18 +332,18 @@ def _open_until_whole(
             is_unchanged = before == _token(folder, names, weights_override)
             if is_unchanged and not isinstance(error, CheckpointChangedError):
                 raise
-            last = error
-        else:
-            checkpoint.weights_override, checkpoint.entry_versions = weights_override, before
-            if checkpoint.is_of_one_save():
-                return checkpoint
+            raise ReplacedMeanwhile from error
+        checkpoint.weights_override, checkpoint.entry_versions = weights_override, before
+        if not checkpoint.is_of_one_save():
             checkpoint.close()
-        time.sleep(folder.traits.wait_seconds)
-    raise CheckpointChangedError(
+            raise ReplacedMeanwhile
+        return checkpoint
+
+    too_often = (
         f"The checkpoint in '{folder.path}' was replaced {folder.traits.retries} times while it was being opened. "
-        "Retry when no save is running.",
-        path=folder.path,
-    ) from last
+        "Retry when no save is running."
+    )
+    return retry_if_replaced(open_one_save, folder.traits, folder.path, too_often)
 
 
 def _token(folder: Folder, names: WeightNames, weights_override: str | None) -> tuple[Hashable, ...]:

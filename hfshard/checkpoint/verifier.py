@@ -11,8 +11,14 @@ from functools import partial
 
 from hfshard._util.progress import ProgressCallback, byte_progress
 from hfshard._util.threads import cancellable, run_in_threads
-from hfshard.checkpoint.check_files import check_small_file, check_total, compare_shard
-from hfshard.checkpoint.folder import REMOTE_RETRIES, Folder, StoreFolder, as_folder
+from hfshard.checkpoint.check_files import (
+    ReplacedMeanwhile,
+    check_small_file,
+    check_total,
+    compare_shard,
+    retry_if_replaced,
+)
+from hfshard.checkpoint.folder import Folder, StoreFolder, as_folder
 from hfshard.checkpoint.locate import entry_of, locate_checkpoint, weights_bytes
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
 from hfshard.constants import FILES_AT_ONCE, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
@@ -95,7 +101,8 @@ def verify_directory(
     if level not in ("structure", "full"):
         raise InvalidArgumentError(f"level must be 'structure' or 'full', got {level!r}.")
     folder = as_folder(directory)
-    for _ in range(REMOTE_RETRIES):
+
+    def check() -> VerifyReport:
         folder.refresh(names if weights_name is None else None)
         verifier = Verifier(folder, names, level, weights_name)
         total = 0
@@ -105,12 +112,11 @@ def verify_directory(
         with byte_progress("Verifying", total, progress if total else False) as progress_callback:
             verifier.run(progress_callback)
         report = verifier.report()
-        if report.ok or folder.is_current():
-            return report
-    raise CheckpointChangedError(
-        f"The checkpoint in '{folder.path}' was replaced on every attempt. Retry when no save is running.",
-        path=folder.path,
-    )
+        if not report.ok and not folder.is_current():
+            raise ReplacedMeanwhile
+        return report
+
+    return retry_if_replaced(check, folder.traits, folder.path)
 
 
 class Verifier:

@@ -9,15 +9,15 @@ import re
 import shutil
 import tempfile
 import weakref
-from contextlib import suppress
 from dataclasses import replace
 from typing import Final
 
 from hfshard._util.addresses import parse_address
-from hfshard.checkpoint.folder import REMOTE_RETRIES, StoreFolder
+from hfshard.checkpoint.check_files import retry_if_replaced
+from hfshard.checkpoint.folder import StoreFolder
 from hfshard.checkpoint.locate import is_weights_name
 from hfshard.constants import ADAPTER_CONFIG_NAME, CONFIG_NAME, GENERATION_CONFIG_NAME, MAX_CONFIG_BYTES
-from hfshard.errors import CheckpointChangedError, InvalidArgumentError
+from hfshard.errors import InvalidArgumentError
 from hfshard.format.file_names import WeightNames, check_file_name, is_safe_file_name
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.stores.byte_budget import store_memory_bytes
@@ -81,13 +81,12 @@ class SmallFilesMirror:
                 path=self._folder.path,
             )
         self.is_filled = True
-        for _ in range(REMOTE_RETRIES - 1):
+
+        def list_and_write() -> None:
             self._folder.refresh_early()
-            with suppress(CheckpointChangedError):
-                self.refresh()
-                return
-        self._folder.refresh()
-        self.refresh()
+            self.refresh()
+
+        retry_if_replaced(list_and_write, self._folder.traits, self._folder.path)
 
     def look(self) -> None:
         """List the files, unless they were listed to fill the directory."""

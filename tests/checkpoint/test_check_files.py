@@ -12,9 +12,9 @@ import torch
 from transformers import BertConfig, BertModel
 
 import hfshard
-from hfshard.checkpoint.check_files import check_files
-from hfshard.checkpoint.folder import Folder, LocalFolder, StoreFolder
-from hfshard.errors import DamagedCheckpointError, IntegrityError
+from hfshard.checkpoint.check_files import ReplacedMeanwhile, check_files, retry_if_replaced
+from hfshard.checkpoint.folder import Folder, LocalFolder, RangedFolder, StoreFolder, Traits
+from hfshard.errors import CheckpointChangedError, DamagedCheckpointError, IntegrityError
 from hfshard.format.digests import sha256_of
 from hfshard.format.index import FileDigest
 from tests.stores.saving.memory_store import MemoryStore
@@ -132,3 +132,67 @@ def test_a_digest_that_a_file_states_of_itself_must_be_the_recorded_one(
 
     with pytest.raises(IntegrityError, match="states the fingerprint 0000"):
         check_files(put({**files, SINGLE: forged}, tmp_path / "out"), records, "full")
+
+
+# Readers that start again.
+
+LOCAL = replace(LocalFolder.traits, retries=3, wait_seconds=0)
+REMOTE = replace(RangedFolder.traits, retries=3, wait_seconds=0)
+
+
+def raising(*errors: BaseException) -> tuple[Callable[[], str], list[BaseException]]:
+    """Work that raises one error after another, then succeeds; and the errors that are left."""
+    left = list(errors)
+
+    def work() -> str:
+        if left:
+            raise left.pop(0)
+        return "read"
+
+    return work, left
+
+
+@pytest.mark.parametrize(
+    ("traits", "error"),
+    [
+        (LOCAL, ReplacedMeanwhile()),
+        (REMOTE, ReplacedMeanwhile()),
+        (REMOTE, CheckpointChangedError("An object is gone.")),
+    ],
+    ids=["two saves in a directory", "two saves in a store", "an object of a store"],
+)
+def test_a_reader_starts_again_until_it_has_read_one_save(traits: Traits, error: Exception) -> None:
+    work, left = raising(error, error)
+
+    assert retry_if_replaced(work, traits, "out") == "read"
+    assert left == []
+
+
+def test_a_file_that_was_overwritten_in_a_directory_is_an_error_at_once() -> None:
+    changed = CheckpointChangedError("The file has other bytes now.")
+    work, left = raising(changed, changed)
+
+    with pytest.raises(CheckpointChangedError, match="other bytes"):
+        retry_if_replaced(work, LOCAL, "out")
+    assert len(left) == 1
+
+
+def test_attempts_within_attempts_are_not_multiplied() -> None:
+    inner, left = raising(*[ReplacedMeanwhile() for _ in range(9)])
+
+    with pytest.raises(CheckpointChangedError, match=r"^The checkpoint in 's3://a/b' was replaced on every attempt\."):
+        retry_if_replaced(lambda: retry_if_replaced(inner, REMOTE, "s3://a/b"), REMOTE, "outer")
+    assert len(left) == 6
+
+
+def test_the_last_error_of_a_store_is_raised_as_it_is_and_a_given_message_replaces_the_usual_one() -> None:
+    gone = [CheckpointChangedError(f"Object {number} is gone.") for number in range(3)]
+    with pytest.raises(CheckpointChangedError, match=r"^Object 2 is gone\.$"):
+        retry_if_replaced(raising(*gone)[0], REMOTE, "s3://a/b")
+
+    cause = IntegrityError("Shard 1 differs.")
+    signal = ReplacedMeanwhile()
+    signal.__cause__ = cause
+    with pytest.raises(CheckpointChangedError, match=r"^It never stood still\.$") as caught:
+        retry_if_replaced(raising(signal, signal, signal)[0], REMOTE, "s3://a/b", "It never stood still.")
+    assert caught.value.__cause__ is cause

@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from functools import partial
 from typing import Final, Literal
 
 from hfshard._util.addresses import is_store_address
 from hfshard._util.progress import byte_progress
-from hfshard.checkpoint.check_files import check_files
+from hfshard.checkpoint.check_files import ReplacedMeanwhile, check_files, retry_if_replaced
 from hfshard.checkpoint.folder import Folder, LocalFolder
 from hfshard.errors import (
-    CheckpointChangedError,
     CheckpointNotFoundError,
     DamagedCheckpointError,
     HfshardError,
@@ -35,8 +35,8 @@ from hfshard.training.state.collect_state import PARTS
 
 logger = logging.getLogger(__name__)
 
-_TRIES: Final = 50
-"""The most reads of a run whose checkpoints are being replaced: it may save constantly and keep only one."""
+_RUN_TRAITS: Final = replace(LocalFolder.traits, retries=50)
+"""Traits of a reader of a run whose checkpoints are being replaced: it may save constantly and keep only one."""
 
 Level = Literal["structure", "full"]
 
@@ -107,7 +107,8 @@ def newest_intact(
         DamagedCheckpointError: All checkpoints are damaged.
         StoreError: The store did not respond, or refused.
     """
-    for _ in range(_TRIES):
+
+    def find() -> tuple[RunCheckpoint, CheckpointManifest] | None:
         found = place.checkpoints()
         damaged: list[tuple[RunCheckpoint, HfshardError]] = []
         for one in (one for one in found if one.path not in passed_over):
@@ -117,23 +118,22 @@ def newest_intact(
                 raise  # a failing store says nothing about the checkpoint
             except HfshardError as error:
                 if has_changed(one):  # a run that is saving there has removed it, and has a newer one
-                    break
+                    raise ReplacedMeanwhile from error
                 damaged.append((one, error))
             else:
                 _warn_of(damaged)
                 return one, manifest
-        else:
-            _warn_of(damaged)
-            if not found:
-                return None
-            raise DamagedCheckpointError(
-                f"None of the {len(found)} checkpoints in '{place.root}' is intact. The warnings say what is wrong "
-                "with each. To train from the beginning, pass the manager another directory.",
-                path=place.root,
-            )
-    raise CheckpointChangedError(
-        f"The checkpoints in '{place.root}' were replaced while they were being read. Retry.", path=place.root
-    )
+        _warn_of(damaged)
+        if not found:
+            return None
+        raise DamagedCheckpointError(
+            f"None of the {len(found)} checkpoints in '{place.root}' is intact. The warnings say what is wrong "
+            "with each. To train from the beginning, pass the manager another directory.",
+            path=place.root,
+        )
+
+    too_often = f"The checkpoints in '{place.root}' were replaced while they were being read. Retry."
+    return retry_if_replaced(find, _RUN_TRAITS, place.root, too_often)
 
 
 def _warn_of(damaged: list[tuple[RunCheckpoint, HfshardError]]) -> None:
@@ -162,16 +162,20 @@ def live_problems(checkpoint: RunCheckpoint, level: Level) -> list[HfshardError]
     Raises:
         CheckpointChangedError: The checkpoint was replaced on every attempt.
     """
-    for _ in range(_TRIES):
-        problems = checkpoint_problems(checkpoint, level)
-        if not problems or not has_changed(checkpoint):
+    latest = checkpoint
+
+    def check() -> list[HfshardError] | None:
+        nonlocal latest
+        problems = checkpoint_problems(latest, level)
+        if not problems or not has_changed(latest):
             return problems
-        if not folder_at(checkpoint.path).exists():
+        if not folder_at(latest.path).exists():
             return None
-        checkpoint = checkpoint_at(checkpoint.path, checkpoint.step)
-    raise CheckpointChangedError(
-        f"'{checkpoint.path}' was replaced while it was being checked. Retry.", path=checkpoint.path
-    )
+        latest = checkpoint_at(latest.path, latest.step)
+        raise ReplacedMeanwhile
+
+    too_often = f"'{checkpoint.path}' was replaced while it was being checked. Retry."
+    return retry_if_replaced(check, _RUN_TRAITS, checkpoint.path, too_often)
 
 
 def _strays(folder: Folder, manifest: CheckpointManifest) -> list[HfshardError]:
