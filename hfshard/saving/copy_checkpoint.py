@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -63,7 +62,7 @@ def copy_to_store(
     Raises:
         Everything that `reshard_checkpoint` raises.
     """
-    paths = files.paths()
+    paths = list(files.contents())
     variants = sorted(detect_variants(name for name in paths if "/" not in name) or {None}, key=lambda name: name or "")
     store = open_store(address)
     folders = {"", *(path.rpartition("/")[0] for path in paths)}
@@ -153,11 +152,12 @@ def _copy_one(
 
 def _beside(files: FilesOfPlace, query: CheckpointQuery, checkpoint: OpenCheckpoint) -> dict[str, ByteSource]:
     """Find the files that go along with a checkpoint, as in a pull."""
-    found = companion_files({query.path(name): size for name, size in files.sizes().items()}, query)
+    contents = files.contents()
+    found = companion_files({query.path(name): content.size for name, content in contents.items()}, query)
     names = {path.removeprefix(query.path("")) for path in found} - _OF_WEIGHTS
-    names -= objects_of_saves(path for path in files.paths() if "/" not in path)  # of a directory that was synced
+    names -= objects_of_saves(path for path in contents if "/" not in path)  # of a directory that was synced
     files.check(names)
-    return {name: files.content(name, None) for name in sorted(names)}
+    return {name: contents[name] for name in sorted(names)}
 
 
 def listed(patterns: Sequence[str] | str | None) -> list[str] | None:
@@ -226,13 +226,12 @@ class StoreFiles:
         """Return whether the objects are still the same."""
         return self._store.list_objects(recursive=True) == self._listed
 
-    def paths(self) -> list[str]:
-        """List all files under their usual names, except those in folders that are never pushed."""
-        return [name for name in self._shown if _LEFT_OUT.isdisjoint(name.split("/")[:-1])]
+    def contents(self) -> dict[str, ByteSource]:
+        """List all files under their usual names, except those in folders that are never pushed.
 
-    def sizes(self) -> dict[str, int]:
-        """Return the size of each file: path -> bytes."""
-        return {name: self._shown[name].size for name in self.paths()}
+        They are pinned to the listed objects: if one is replaced meanwhile, reading it is an error.
+        """
+        return {name: one for name, one in self._shown.items() if _LEFT_OUT.isdisjoint(name.split("/")[:-1])}
 
     @contextmanager
     def open_variant(self, variant: str | None) -> Iterator[OpenCheckpoint]:
@@ -269,11 +268,6 @@ class StoreFiles:
                 "delete it, or exclude it with ignore_patterns.",
                 path=error.path,
             ) from error
-
-    def content(self, path: str, sha256: str | None) -> ByteSource:
-        """Return a file, pinned to the listed object: if it is replaced meanwhile, reading it is an error."""
-        one = self._shown[path]
-        return replace(one, sha256=sha256) if isinstance(one, StoredSource) else one
 
     def _show(self, variant: str | None, found: Mapping[str, StoredObject]) -> None:
         """Show the newest save of a variant, under usual names."""

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Final
 
-from hfshard._util.progress import ProgressCallback, byte_progress
-from hfshard._util.threads import cancellable, run_in_threads
+from hfshard._util.progress import byte_progress
 from hfshard.checkpoint.verifier import VerifyReport
-from hfshard.constants import COPY_BYTES, FILES_AT_ONCE, MAX_INDEX_BYTES, SIGNATURE_NAME, WEIGHTS_SUFFIXES
-from hfshard.disk.byte_source import ByteSource
+from hfshard.constants import MAX_INDEX_BYTES, SIGNATURE_NAME, WEIGHTS_SUFFIXES
+from hfshard.disk.byte_source import ByteSource, hash_all
 from hfshard.errors import CheckpointChangedError, HfshardError, InvalidArgumentError, StoreError
+from hfshard.format.digests import sha256_of
 from hfshard.format.file_names import INDEX_FILE, WeightNames
 from hfshard.format.index import CheckpointIndex
 from hfshard.hub.push_files import PushContents, detect_variants
@@ -76,7 +75,9 @@ def verify_signed_store(
 def _with_signature(
     report: VerifyReport, files: StoreFiles, by: SignedBy, *, level: str, progress: bool | None, is_compared: bool
 ) -> VerifyReport:
-    manifest = stored_manifest(files.place, files.sizes(), lambda _: _signature(files), by)
+    listed = files.contents()
+    sizes = {name: content.size for name, content in listed.items()}
+    manifest = stored_manifest(files.place, sizes, lambda _: _read(listed[SIGNATURE_NAME]), by)
     contents = _as_pulled(files, manifest)
     objects = {name: one.found.name for name, one in contents.items() if isinstance(one, StoredSource)}
     place = SignedFolder(files.place, manifest, objects=objects)
@@ -88,7 +89,7 @@ def _with_signature(
     left = {name for name in names - known.keys() if level == "full" or not name.endswith(WEIGHTS_SUFFIXES)}
     total = sum(contents[name].size for name in left)
     with byte_progress("Verifying", total, progress) as progress_callback:
-        found = known | _hashed(contents, left, progress_callback)
+        found = known | hash_all({name: contents[name] for name in left}, progress_callback)
     errors += [place.differs(name) for name in sorted(found) if manifest.digests[name] != {name: found[name]}]
 
     unread = 0 if level == "full" else len(names) - len(left)
@@ -100,8 +101,8 @@ def _with_signature(
     return replace(report, signed_by=str(by)) if report.ok and not unread else report
 
 
-def _signature(files: StoreFiles) -> bytes:
-    with files.content(SIGNATURE_NAME, None).open() as reader:
+def _read(content: ByteSource) -> bytes:
+    with content.open() as reader:
         return reader.read()
 
 
@@ -111,7 +112,7 @@ def _as_pulled(files: StoreFiles, manifest: SignedManifest) -> dict[str, ByteSou
     Raises:
         InvalidArgumentError: A pull writes weights that were signed as one file with another header.
     """
-    contents = {name: files.content(name, None) for name in files.paths()}
+    contents = files.contents()
     if manifest.digests.keys() <= contents.keys():
         return contents  # as another tool uploaded it
     indexes: dict[str | None, CheckpointIndex] = {}
@@ -134,30 +135,8 @@ def _recorded(contents: Mapping[str, ByteSource], names: Collection[str], manife
     found: dict[str, str] = {}
     for name in names:
         if "/" not in name and INDEX_FILE.fullmatch(name) and contents[name].size <= MAX_INDEX_BYTES:
-            with contents[name].open() as reader:
-                raw = reader.read()
-            if manifest.digests[name] == {name: hashlib.sha256(raw).hexdigest()}:
+            raw = _read(contents[name])
+            if manifest.digests[name] == {name: sha256_of(raw)}:
                 files = CheckpointIndex.from_json(raw, name).files
                 found |= {file: one.sha256 for file, one in files.items() if one.sha256 is not None}
     return {name: digest for name, digest in found.items() if name in names and name.endswith(WEIGHTS_SUFFIXES)}
-
-
-def _hashed(
-    contents: Mapping[str, ByteSource], names: Collection[str], progress_callback: ProgressCallback
-) -> dict[str, str]:
-    largest_first = sorted(names, key=lambda name: -contents[name].size)
-    found = run_in_threads(
-        lambda name, cancelled: _sha256_of(contents[name], cancellable(progress_callback, cancelled)),
-        largest_first,
-        FILES_AT_ONCE,
-    )
-    return dict(zip(largest_first, found, strict=True))
-
-
-def _sha256_of(source: ByteSource, progress_callback: ProgressCallback) -> str:
-    hasher = hashlib.sha256()
-    with source.open() as reader:
-        while block := reader.read(COPY_BYTES):
-            hasher.update(block)
-            progress_callback(len(block))
-    return hasher.hexdigest()
