@@ -1,12 +1,13 @@
-"""A folder of a store: what it shows of the saves in it, and of what other tools have put next to them."""
+"""Folders: what a store shows of the saves in it, and of what other tools have put next to them; and directories."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
-from hfshard.checkpoint.folder import StoreFolder
+from hfshard.checkpoint.folder import LocalFolder, StoreFolder
 from hfshard.errors import CheckpointChangedError, DamagedCheckpointError, MissingShardError
 from hfshard.format.file_names import WeightNames
 from hfshard.format.stored_save import SaveId, StoredObjectRecord, StoredSave
@@ -176,3 +177,34 @@ def test_a_folder_below_is_listed_once_after_each_look() -> None:
 
     listed = [asked for asked in store.requests if asked.startswith("list")]
     assert listed == ["list code", "list custom_generate", "list", "list custom_generate"]
+
+
+def test_a_directory_finds_files_folders_and_links_that_lead_nowhere(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(b"{}")
+    (tmp_path / "code").mkdir()
+    (tmp_path / "gone.bin").symlink_to(tmp_path / "elsewhere")
+    folder, missing = LocalFolder(str(tmp_path)), LocalFolder(str(tmp_path / "missing"))
+
+    assert folder.names() == ["code", "config.json", "gone.bin"]
+    assert [folder.size(name) for name in folder.names()] == [0, 2, 0]
+    assert [folder.version(name) is None for name in folder.names()] == [False, False, True]
+    assert all(map(folder.has, folder.names()))
+    found = folder.find("config.json")
+    assert found is not None and found.modified is not None and found.modified.tzinfo is not None
+    assert (missing.exists(), missing.names(), missing.find("config.json")) == (False, [], None)
+    assert LocalFolder(str(tmp_path / "code")).exists()
+
+
+@pytest.mark.parametrize("is_local", [True, False])
+def test_a_file_is_opened_and_passed_on_as_it_is(tmp_path: Path, *, is_local: bool) -> None:
+    raw = b"\0not text"
+    (tmp_path / "spiece.model").write_bytes(raw)
+    store = MemoryStore({"spiece.model": raw})
+    folder = LocalFolder(str(tmp_path)) if is_local else StoreFolder(store, "s3://models/bert")
+
+    with folder.open("spiece.model") as reader, folder.source("spiece.model", "ab" * 32).open() as again:
+        assert reader.read() == again.read() == raw
+    source = folder.source("spiece.model", "ab" * 32)
+    assert (source.size, source.sha256) == (len(raw), "ab" * 32)
+    with pytest.raises(MissingShardError, match=r"spiece\.txt"):
+        folder.open("spiece.txt")
