@@ -254,6 +254,9 @@ class BrowserError(HfshardError, RuntimeError):
 class CheckpointChangedError(HfshardError, RuntimeError):
     """The checkpoint was replaced while it was in use, or on every attempt to open it."""
 
+    is_final = False
+    """True after the last attempt: nothing starts again because of it."""
+
 
 class DamagedCheckpointError(HfshardError, ValueError):
     """A file of the checkpoint is not valid."""

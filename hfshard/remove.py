@@ -10,6 +10,8 @@ from typing import Final
 from hfshard._util.addresses import is_store_address
 from hfshard._util.arguments import absolute_path, wraps_os_errors
 from hfshard._util.text import shorten_list
+from hfshard.checkpoint.check_files import retry_if_replaced
+from hfshard.checkpoint.folder import RangedFolder
 from hfshard.checkpoint.locate import directory_not_found
 from hfshard.commit.hub_marker import find_enclosing_hub
 from hfshard.constants import MARKS
@@ -117,20 +119,22 @@ def plan_removal(
         if step is not None:
             return remove_from_run(checkpoint_of_step(run_place(place), step).path)
         return _leftovers_on_disk(place, names) if leftovers else _checkpoint_on_disk(place, names)
-    for _ in range(_TRIES):
-        try:
-            if step is not None:
-                one = checkpoint_of_step(run_place(place), step)
-                return remove_from_stored_run(open_store(one.path), unfinished=unfinished)
-            if leftovers:
-                return _leftovers_in_store(place, names, unfinished=unfinished)
-            return _checkpoint_in_store(place, names, unfinished=unfinished)
-        except CheckpointChangedError as error:
-            changed = error
-    raise RemoteChangedError(
-        f"Other processes replaced the checkpoint in '{place}' on every attempt. Nothing was removed.",
-        path=place,
-    ) from changed
+
+    def plan() -> Removal:
+        if step is not None:
+            one = checkpoint_of_step(run_place(place), step)
+            return remove_from_stored_run(open_store(one.path), unfinished=unfinished)
+        if leftovers:
+            return _leftovers_in_store(place, names, unfinished=unfinished)
+        return _checkpoint_in_store(place, names, unfinished=unfinished)
+
+    try:
+        return retry_if_replaced(plan, replace(RangedFolder.traits, retries=_TRIES), place)
+    except CheckpointChangedError as error:
+        raise RemoteChangedError(
+            f"Other processes replaced the checkpoint in '{place}' on every attempt. Nothing was removed.",
+            path=place,
+        ) from error
 
 
 def _check_directory(directory: str, given: str) -> None:

@@ -1,18 +1,29 @@
-"""Checks of an index against its files: every key is in its file, every file is the one that was saved."""
+"""Comparison of files with the records of a save: every file is the saved one, every key is in its file."""
 
 from __future__ import annotations
 
 import logging
 import os
 import threading
-from collections.abc import Collection, Mapping
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TypeVar
 
 from hfshard._util.progress import ProgressCallback
 from hfshard._util.threads import cancellable, run_in_threads
-from hfshard.checkpoint.folder import Folder
+from hfshard.checkpoint.folder import Folder, Traits
 from hfshard.constants import CONFIG_NAME, FILES_AT_ONCE, MAX_CONFIG_BYTES, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
-from hfshard.errors import DamagedCheckpointError, HfshardError, IntegrityError
-from hfshard.format.digests import sha256_of
+from hfshard.disk.byte_source import sha256_of_reader
+from hfshard.errors import (
+    CheckpointChangedError,
+    DamagedCheckpointError,
+    HfshardError,
+    IntegrityError,
+    UnsafePathError,
+    repair_hint,
+)
+from hfshard.format.digests import FULL, sha256_of
 from hfshard.format.file_names import INDEX_FILE
 from hfshard.format.index import CheckpointIndex, FileDigest, without_commit_keys, without_commit_marker
 from hfshard.pickles.pickle_file import PickleFile
@@ -20,6 +31,203 @@ from hfshard.shards.shard import SafetensorsShard
 from hfshard.shards.shard_file import SafetensorsFile
 
 logger = logging.getLogger(__name__)
+
+
+_Result = TypeVar("_Result")
+
+OnProblem = Callable[[DamagedCheckpointError], object]
+"""Function that gets the error of each damaged file."""
+
+
+def check_files(
+    folder: Folder,
+    records: Mapping[str, FileDigest],
+    level: str,
+    *,
+    progress_callback: ProgressCallback | None = None,
+    on_problem: OnProblem | None = None,
+) -> None:
+    """Compare files with what was recorded of them, the largest first, several at once.
+
+    Args:
+        folder: The folder of the files.
+        records: File -> record, such as those of a run's manifest.
+        level: "structure" or "full"; see `compare_file`.
+        progress_callback: Called from any thread with the number of bytes of each block that was hashed.
+        on_problem: Gets the error of each damaged file; None: the first one is raised.
+
+    Raises:
+        DamagedCheckpointError: A file is missing, or differs from the saved one.
+    """
+
+    def compare_one(name: str, cancelled: threading.Event) -> None:
+        with _reporting(on_problem):
+            compare_file(folder, name, records[name], level, cancellable(progress_callback, cancelled))
+
+    with _reporting(on_problem):
+        folder.names()  # reads the index of a save in a store once, before several threads request it
+        run_in_threads(compare_one, sorted(records, key=lambda name: -(records[name].size or 0)), FILES_AT_ONCE)
+
+
+@contextmanager
+def _reporting(on_problem: OnProblem | None) -> Iterator[None]:
+    """Report damage to `on_problem`, if it is given; a path that leads elsewhere is damage, too."""
+    try:
+        yield
+    except UnsafePathError as error:
+        problem = DamagedCheckpointError(error.message, path=error.path, actual=error.actual)
+        if on_problem is None:
+            raise problem from error
+        on_problem(problem)
+    except DamagedCheckpointError as error:
+        if on_problem is None:
+            raise
+        on_problem(error)
+
+
+def compare_file(
+    folder: Folder, name: str, record: FileDigest, level: str, progress_callback: ProgressCallback | None = None
+) -> None:
+    """Compare one file with its record.
+
+    Small files are always read. Of weights, "structure" compares the size and, in a directory, the fingerprint; "full"
+    compares every byte, and also what a file states of itself.
+
+    Raises:
+        DamagedCheckpointError, UnsafePathError: It is missing, or differs from the saved one.
+    """
+    if not folder.traits.is_local:  # by the listing, without a request
+        _compare_size(folder, name, record)
+    if not name.endswith(SAFETENSORS_SUFFIX):
+        _compare_contents(folder, name, record)
+    elif folder.traits.is_local or level in FULL:
+        shard = folder.open_shard(name)
+        try:
+            compare_shard(shard, record, level, progress_callback, keep_cached=True, stated=True)
+        finally:
+            shard.close()
+
+
+def compare_shard(
+    shard: SafetensorsShard,
+    record: FileDigest,
+    level: str,
+    progress_callback: ProgressCallback | None = None,
+    *,
+    keep_cached: bool = False,
+    stated: bool = False,
+) -> None:
+    """Compare an open file with its record: size and fingerprint; with "full", every byte.
+
+    The fingerprint of a file that is read by ranges is not compared, as it would take a request for each tensor.
+
+    Args:
+        shard: The file.
+        record: Its record.
+        level: "structure" or "full".
+        progress_callback: Called with the number of bytes of each block that was hashed.
+        keep_cached: Whether to leave the file in the page cache, because its tensors will be read.
+        stated: Whether the record is not what the file states of itself, so that the two are compared, too.
+
+    Raises:
+        IntegrityError: It is not the file that was saved.
+    """
+    shard.check_size_and_fingerprint(record, with_fingerprint=isinstance(shard, SafetensorsFile))
+    if stated:
+        _compare_stated_digests(shard, record)
+    if level in FULL:
+        shard.check_contents(record, progress_callback, keep_cached=keep_cached)
+
+
+def _compare_stated_digests(shard: SafetensorsShard, record: FileDigest) -> None:
+    """Compare the digests that a single file states itself: its checksum excludes them, and readers rely on them."""
+    for kind in ("fingerprint", "xxh3", "sha256"):
+        stated = getattr(shard.hfshard_metadata.digests, kind)
+        expected = getattr(record, kind)
+        if stated is not None and stated != expected:
+            raise IntegrityError(
+                f"'{shard.path}' is not the file that was saved: it states the {kind} {stated}, but {expected} was "
+                f"recorded. {repair_hint(shard.path)}",
+                path=shard.path,
+                expected=expected,
+                actual=stated,
+            )
+
+
+def _compare_size(folder: Folder, name: str, record: FileDigest) -> None:
+    found = folder.find(name)
+    size = None if found is None else found.size
+    if size != record.size:
+        path = folder.path_of(name)
+        what = "missing" if size is None else f"of {size} bytes"
+        raise IntegrityError(
+            f"'{path}' is {what}, but {record.size} bytes were saved. {repair_hint(path)}",
+            path=path,
+            expected=record.size,
+            actual=size,
+        )
+
+
+def _compare_contents(folder: Folder, name: str, record: FileDigest) -> None:
+    with folder.open(name) as reader:  # of any size, and not always text: a tokenizer's model
+        size = reader.seek(0, os.SEEK_END)
+        reader.seek(0)
+        found = sha256_of_reader(reader) if size == record.size else f"that of a {size}-byte file"
+    if found != record.sha256:
+        path = folder.path_of(name)
+        raise IntegrityError(
+            f"'{path}' is not the file that was saved: its sha256 is {found}, but was {record.sha256}. "
+            f"{repair_hint(path)}",
+            path=path,
+            expected=record.sha256,
+            actual=found,
+        )
+
+
+# Readers that start again if a save replaces what they read.
+
+
+class ReplacedMeanwhile(Exception):
+    """Signal of work that has read files of two saves, and must start again; its cause is an error, if there is one."""
+
+
+def retry_if_replaced(work: Callable[[], _Result], traits: Traits, path: str, too_often: str | None = None) -> _Result:
+    """Call `work` until no save has replaced the checkpoint meanwhile, at most `traits.retries` times.
+
+    It starts again after a `ReplacedMeanwhile`. In a place that is read by ranges it also does after a
+    CheckpointChangedError, unless other attempts came before it; in a directory, open files stay what they are, so that
+    this error is about a file that was overwritten in place.
+
+    Args:
+        work: Opens and reads the checkpoint, from the beginning.
+        traits: Traits of the checkpoint's folder.
+        path: The checkpoint, for the message.
+        too_often: The message if it was replaced on every attempt; None: one that fits all.
+
+    Raises:
+        CheckpointChangedError: It was replaced on every attempt.
+        Everything that `work` raises.
+    """
+    cause: BaseException | None = None
+    for attempt in range(traits.retries):
+        if attempt:
+            time.sleep(traits.wait_seconds)
+        try:
+            return work()
+        except ReplacedMeanwhile as signal:
+            cause = signal.__cause__
+        except CheckpointChangedError as error:
+            if traits.is_local or error.is_final or attempt == traits.retries - 1:
+                error.is_final = True
+                raise
+            logger.info("%s Starting again.", error)
+    usual = f"The checkpoint in '{path}' was replaced on every attempt. Retry when no save is running."
+    last = CheckpointChangedError(usual if too_often is None else too_often, path=path)
+    last.is_final = True
+    raise last from cause
+
+
+# Checks of an index: its keys are in its files, and the open files are the saved ones.
 
 
 def check_keys(weights_path: str, weight_map: Mapping[str, str], contents: Mapping[str, Collection[str]]) -> None:
@@ -67,9 +275,7 @@ def find_places(weight_map: Mapping[str, str], contents: Mapping[str, Collection
 
 
 def check_fingerprints(weights_path: str, index: CheckpointIndex, shards: Mapping[str, SafetensorsShard]) -> None:
-    """Check the size and the fingerprint of every file, and the total size.
-
-    The fingerprint of a file that is read by ranges is not checked, as it would take a request for each tensor.
+    """Check the size and the fingerprint of every file, as `compare_shard` does, and the total size.
 
     Raises:
         IntegrityError: A file is not the one that was saved.
@@ -77,8 +283,7 @@ def check_fingerprints(weights_path: str, index: CheckpointIndex, shards: Mappin
     """
     for file, shard in shards.items():
         if file in index.files:
-            is_local = isinstance(shard, SafetensorsFile)
-            shard.check_size_and_fingerprint(index.files[file], with_fingerprint=is_local)
+            compare_shard(shard, index.files[file], "structure")
     check_total(weights_path, index, sum(shard.data_bytes for shard in shards.values()))
 
 

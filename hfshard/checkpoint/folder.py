@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
+import stat
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Hashable, Mapping
-from typing import Any, Final, Protocol
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import Any, Final, NamedTuple
 
 from hfshard._util.threads import run_in_threads
 from hfshard.constants import (
@@ -19,7 +24,8 @@ from hfshard.constants import (
     REPLACED_WAIT_SECONDS,
     SAFETENSORS_SUFFIX,
 )
-from hfshard.disk.safe_open import identity_of, read_small
+from hfshard.disk.byte_source import ByteSource, BytesSource, file_source
+from hfshard.disk.safe_open import identity_of, open_regular, read_small
 from hfshard.errors import (
     CheckpointChangedError,
     DamagedCheckpointError,
@@ -46,9 +52,10 @@ from hfshard.format.stored_save import (
     split_object_name,
 )
 from hfshard.pickles.pickle_file import MemoryFile, PickleFile
-from hfshard.shards.ranged_shard import DEFAULT_MEMORY, FilesInStore, RangedFile, RangedShard, RangeReader
+from hfshard.shards.ranged_shard import DEFAULT_MEMORY, RangedFile, RangedShard, RangeReader
 from hfshard.shards.shard import SafetensorsShard
 from hfshard.shards.shard_file import SafetensorsFile
+from hfshard.stores.store import Store, StoredSource
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +65,7 @@ _HEADERS_AT_ONCE: Final = 16
 REMOTE_RETRIES: Final = 20
 """Number of tries of a reader if a remote checkpoint is replaced while it reads; each costs requests."""
 
-_FAR_WAIT_SECONDS: Final = 0.05
+_REMOTE_WAIT_SECONDS: Final = 0.05
 
 _CONFIGS: Final = (CONFIG_NAME, GENERATION_CONFIG_NAME, ADAPTER_CONFIG_NAME)
 """Small files of a model that a later save may lack."""
@@ -71,46 +78,64 @@ _GENERATE_FOLDER: Final = "custom_generate"
 """Folder in which transformers looks for a checkpoint's own generation code."""
 
 
-class Folder(Protocol):
-    """Files by name, among which a checkpoint is looked for."""
+class File(NamedTuple):
+    """A file of a folder, as it was found or listed."""
 
-    path: str
-    """Path for messages; followed by "/" and a name, that of a file."""
-    most_tries: int
+    name: str
+    size: int
+    """Bytes; 0 for what is not a regular file."""
+    version: Hashable
+    """A value that differs between a file and one that replaces it; None for a link that leads nowhere."""
+    modified: datetime | None = None
+    """Time of the last change, by the clock of the place; None if the place does not record it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traits:
+    """Properties of a folder that decide how it is read."""
+
+    is_local: bool
+    """True for a directory: files can be mapped, and an open file stays what it is."""
+    verifies_reads: bool
+    """True if tensors are compared with their checksums while they are read, so that no extra pass is needed."""
+    retries: int
     """Number of tries of a reader if the checkpoint is replaced while it reads."""
     wait_seconds: float
     """Wait between two tries."""
-    memory_bytes: int
+    read_memory_bytes: int = DEFAULT_MEMORY
     """Memory that a read of tensors by ranges may use in addition to the tensors."""
+
+
+class Folder(ABC):
+    """The files directly in one place, such as those of a checkpoint, for reading by several threads.
+
+    A base class and not a protocol, because `has`, `size` and `version` are the same for all places. It lists names
+    and not files with their details, because a directory need not inspect every file, nor a store read the small files
+    that users have edited, before one is needed. `exists` is apart from the listing, because an empty directory exists.
+    """
+
+    path: str
+    """The directory, or the address; followed by "/" and a name, that of a file."""
+    traits: Traits
 
     @property
     def is_pinned(self) -> bool:
-        """True if the files of the entered checkpoint are never replaced under their names."""
+        """True if the files that are shown are never replaced under their names."""
+        return False
 
-    def enter(self, names: WeightNames) -> None:
-        """Show the files of a checkpoint's newest save, if each save has objects of its own."""
+    @abstractmethod
+    def exists(self) -> bool:
+        """Return whether there is such a place; whether a checkpoint is in it does not matter."""
 
-    def look(self) -> None:
-        """List the current files."""
-
-    def has_changed(self) -> bool:
-        """Return whether the files differ from the last listing, if files are known only by a listing."""
-
+    @abstractmethod
     def names(self) -> list[str]:
-        """List the names of the files directly in the folder; none if there is no such place."""
+        """List the names of the files, sorted; none if there is no such place. The listing is kept until `refresh`."""
 
-    def has(self, name: str) -> bool:
-        """Return whether there is anything of this name."""
+    @abstractmethod
+    def find(self, name: str) -> File | None:
+        """Look up one file; None if there is nothing of this name."""
 
-    def identity(self, name: str) -> Hashable:
-        """Return a value that differs between a file and one that replaces it; None if there is none."""
-
-    def size(self, name: str) -> int:
-        """Return the bytes of a file; 0 if there is none."""
-
-    def pass_over(self, error: HfshardError) -> None:
-        """Log a defect that loses no data of the checkpoint, or raise it."""
-
+    @abstractmethod
     def read_small(self, name: str, limit: int) -> bytes:
         """Read a text file of at most `limit` bytes.
 
@@ -119,65 +144,94 @@ class Folder(Protocol):
             MissingShardError: There is no such file.
         """
 
+    @abstractmethod
     def open_shards(self, names: Collection[str]) -> dict[str, SafetensorsShard]:
         """Open safetensors files, and check their headers."""
 
+    @abstractmethod
     def open_pickle(self, name: str, key: str | None) -> PickleFile:
         """Read a file of torch.save; `key` selects the weights in it."""
 
-    def still_holds(self, shards: Mapping[str, SafetensorsShard]) -> bool:
-        """Return whether the open files are those of the last listing."""
+    @abstractmethod
+    def open(self, name: str) -> io.BufferedIOBase:
+        """Open a file of any kind and size for reading.
+
+        Raises:
+            MissingShardError, DamagedCheckpointError, UnsafePathError: It is missing, or cannot be a checkpoint's.
+        """
+
+    @abstractmethod
+    def source(self, name: str, sha256: str | None = None) -> ByteSource:
+        """Return the contents of a file, which are read on demand; `sha256` is their hash, if it is known."""
+
+    @abstractmethod
+    def refresh(self, names: WeightNames | None = None) -> None:
+        """List the current files; with `names`, show those of that checkpoint's newest save."""
+
+    @abstractmethod
+    def is_current(self) -> bool:
+        """Return whether a new listing would be the last one."""
+
+    def has(self, name: str) -> bool:
+        """Return whether there is anything of this name, links that lead nowhere included."""
+        return self.find(name) is not None
+
+    def size(self, name: str) -> int:
+        """Return the bytes of a file; 0 if there is none."""
+        found = self.find(name)
+        return 0 if found is None else found.size
+
+    def version(self, name: str) -> Hashable:
+        """Return a value that differs between a file and one that replaces it; None if there is none."""
+        found = self.find(name)
+        return None if found is None else found.version
+
+    def path_of(self, name: str) -> str:
+        """Return the path or address at which a file's contents are, or were."""
+        return os.path.join(self.path, name)
+
+    def open_shard(self, name: str) -> SafetensorsShard:
+        """Open one safetensors file, and check its header."""
+        return self.open_shards([name])[name]
+
+    def pass_over(self, error: HfshardError) -> None:
+        """Log a defect that loses no data of the checkpoint, or raise it: the default."""
+        raise error
 
 
-class LocalFolder:
-    """A directory as a folder."""
+class LocalFolder(Folder):
+    """A directory as a folder. Nothing is kept: each name is inspected on demand."""
 
-    most_tries = REPLACED_RETRIES
-    wait_seconds = REPLACED_WAIT_SECONDS
-    memory_bytes = DEFAULT_MEMORY
-
-    is_pinned = False
+    traits = Traits(is_local=True, verifies_reads=False, retries=REPLACED_RETRIES, wait_seconds=REPLACED_WAIT_SECONDS)
 
     def __init__(self, path: str) -> None:
         self.path = path
 
-    def enter(self, names: WeightNames) -> None:
-        """Show the directory as it is."""
-
-    def look(self) -> None:
-        """Do nothing: each file is inspected on demand."""
-
-    def has_changed(self) -> bool:
-        """Return False: open files stay what they are."""
-        return False
+    def exists(self) -> bool:
+        """Return whether it is a directory."""
+        return os.path.isdir(self.path)
 
     def names(self) -> list[str]:
         """List the names of everything directly in the directory."""
         return sorted(os.listdir(self.path)) if os.path.isdir(self.path) else []
 
     def has(self, name: str) -> bool:
-        """Return whether there is anything of this name, broken links included."""
+        """Return whether there is anything of this name, links that lead nowhere included."""
         return os.path.lexists(os.path.join(self.path, name))
 
-    def identity(self, name: str) -> Hashable:
-        """Return device, inode, size and time of the last change; None if there is no such file."""
-        try:
-            return identity_of(os.stat(os.path.join(self.path, name)))
-        except OSError:
-            return None
-
-    def size(self, name: str) -> int:
-        """Return the bytes of a file; 0 if there is none."""
+    def find(self, name: str) -> File | None:
+        """Inspect a file; its version has device, inode, size and time of the last change."""
         path = os.path.join(self.path, name)
-        return os.path.getsize(path) if os.path.isfile(path) else 0
+        try:
+            status = os.stat(path)
+        except OSError:
+            return File(name, 0, None) if os.path.lexists(path) else None
+        size = status.st_size if stat.S_ISREG(status.st_mode) else 0
+        return File(name, size, identity_of(status), datetime.fromtimestamp(status.st_mtime, UTC))
 
     def read_small(self, name: str, limit: int) -> bytes:
         """Read a text file; see `safe_open.read_small`."""
         return read_small(os.path.join(self.path, name), self.path, limit)[0]
-
-    def pass_over(self, error: HfshardError) -> None:
-        """Raise the error."""
-        raise error
 
     def open_shards(self, names: Collection[str]) -> dict[str, SafetensorsShard]:
         """Open files; see `SafetensorsFile`."""
@@ -199,7 +253,18 @@ class LocalFolder:
         """Read a file of torch.save; see `PickleFile`."""
         return PickleFile(os.path.join(self.path, name), self.path, key)
 
-    def still_holds(self, shards: Mapping[str, SafetensorsShard]) -> bool:
+    def open(self, name: str) -> io.BufferedIOBase:
+        """Open a file; see `safe_open.open_regular`."""
+        return os.fdopen(open_regular(os.path.join(self.path, name), self.path), "rb")
+
+    def source(self, name: str, sha256: str | None = None) -> ByteSource:
+        """Return the contents of a file, which are read on demand."""
+        return file_source(os.path.join(self.path, name), sha256)
+
+    def refresh(self, names: WeightNames | None = None) -> None:
+        """Do nothing: there is no listing."""
+
+    def is_current(self) -> bool:
         """Return True: open files stay what they are."""
         return True
 
@@ -241,11 +306,13 @@ def as_folder(place: str | Folder) -> Folder:
     return LocalFolder(place) if isinstance(place, str) else place
 
 
-class RangedFolder:
-    """A place whose files are read by ranges. A read returns the bytes of the listed file, or raises if it changed."""
+class RangedFolder(Folder):
+    """A place whose files are read by ranges. A read returns the bytes of the listed file, or raises if it changed.
 
-    most_tries = REMOTE_RETRIES
-    wait_seconds = _FAR_WAIT_SECONDS
+    It is listed when that is first needed, and by `refresh`.
+    """
+
+    traits = Traits(is_local=False, verifies_reads=True, retries=REMOTE_RETRIES, wait_seconds=_REMOTE_WAIT_SECONDS)
 
     def __init__(self, files: RangeReader, path: str, memory_bytes: int = DEFAULT_MEMORY) -> None:
         """Set up the folder without listing it.
@@ -256,41 +323,33 @@ class RangedFolder:
             memory_bytes: Memory that a read of tensors may use in addition to the tensors.
         """
         self.path = path
-        self.memory_bytes = memory_bytes
+        self.traits = replace(self.traits, read_memory_bytes=memory_bytes)
         self._files = files
         self._was_just_listed = False
-        self._listed: Mapping[str, Any] = {}
+        self._objects: Mapping[str, Any] | None = None
         self._listed_below: set[str] = set()
         """Folders below that were listed since the folder itself was."""
         self._small: dict[str, tuple[Hashable, bytes]] = {}
         """Small files that were read: name of the object -> identity and bytes."""
 
-    @property
-    def is_pinned(self) -> bool:
-        """False: a name may get other contents."""
-        return False
+    def exists(self) -> bool:
+        """Return whether it has any file, whether it is shown or not."""
+        return bool(self._listed)
 
-    def enter(self, names: WeightNames) -> None:
-        """Show the files as they are."""
-
-    def look(self) -> None:
-        """List all files directly in the folder; skipped once after `look_early`."""
+    def refresh(self, names: WeightNames | None = None) -> None:
+        """List all files directly in the folder; skipped once after `refresh_early`."""
         if not self._was_just_listed:
             self._list()
         self._was_just_listed = False
 
-    def look_early(self) -> None:
+    def refresh_early(self) -> None:
         """List the files, for use before and during the opening of the checkpoint."""
         self._list()
         self._was_just_listed = True
 
-    def has_changed(self) -> bool:
-        """Return whether a new listing differs from the last one."""
-        return {name: one for name, one in self._listed.items() if "/" not in name} != self._files.list_objects()
-
-    def find(self, name: str) -> bool:
-        """Return whether there is a file of this name, without listing."""
-        return self._files.find(name) is not None
+    def is_current(self) -> bool:
+        """Return whether a new listing is the last one."""
+        return {name: one for name, one in self._listed.items() if "/" not in name} == self._files.list_objects()
 
     def list_code_files(self, folders: Collection[str]) -> list[str]:
         """List the Python files directly in this folder, and in folders below; each folder takes a listing.
@@ -306,7 +365,7 @@ class RangedFolder:
     def look_into(self, folder: str) -> None:
         """List a folder below this one, too, unless it was listed since the last listing of this one."""
         if folder and folder not in self._listed_below:
-            self._listed = {**self._listed, **self._files.list_objects(folder)}
+            self._objects = {**self._listed, **self._files.list_objects(folder)}
             self._listed_below.add(folder)
 
     def was_listed(self, folder: str) -> bool:
@@ -329,40 +388,16 @@ class RangedFolder:
             below = [f"{folder}/{name}".lstrip("/") for folder, some in zip(above, listed) for name in some]
             above = below[:_MOST_FOLDERS]
             found = run_in_threads(lambda folder, _: self._files.list_objects(folder), above, _HEADERS_AT_ONCE)
-            self._listed = {**self._listed, **{path: one for paths in found for path, one in paths.items()}}
+            self._objects = {**self._listed, **{path: one for paths in found for path, one in paths.items()}}
             held = {folder: {path.rpartition("/")[2] for path in paths} for folder, paths in zip(above, found)}
             if hits := [one for one, files in held.items() if not files.isdisjoint(names) or _has_entry(files)]:
                 return hits
         return []
 
-    def has(self, name: str) -> bool:
-        """Return whether this name was listed, or is inlined."""
-        return self._inlined(name) is not None or self._find(name) is not None
-
-    def identity(self, name: str) -> Hashable:
-        """Return ETag and size, as listed; None if there is no such file."""
+    def find(self, name: str) -> File | None:
+        """Look up a file as it was listed; its version has ETag and size."""
         entry = self._find(name)
-        return None if entry is None else (entry.etag, entry.size)
-
-    def path_of(self, name: str) -> str:
-        """Return the address at which a file's contents are, or were."""
-        return self._path(name)
-
-    def listed(self, name: str) -> Any:
-        """Return the listed file of this name, as the place describes it; None if there is none."""
-        return self._find(name)
-
-    def size(self, name: str) -> int:
-        """Return the bytes of a file, as listed; 0 if there is none."""
-        inlined = self._inlined(name)
-        if inlined is not None:
-            return len(inlined)
-        entry = self._find(name)
-        return 0 if entry is None else int(entry.size)
-
-    def pass_over(self, error: HfshardError) -> None:
-        """Raise the error."""
-        raise error
+        return None if entry is None else File(name, entry.size, (entry.etag, entry.size))
 
     def read_small(self, name: str, limit: int) -> bytes:
         """Read a text file as it was listed; an unchanged file is read only once."""
@@ -394,12 +429,29 @@ class RangedFolder:
         held = MemoryFile(entry.size, lambda begin, target: self._files.read_into(entry, begin, target))
         return PickleFile(path, self.path, key, held.open)
 
-    def still_holds(self, shards: Mapping[str, SafetensorsShard]) -> bool:
-        """Return whether the last listing has the open files, and no others in their place."""
-        return all(self.identity(name) == shard.identity for name, shard in shards.items())
+    def open(self, name: str) -> io.BufferedIOBase:
+        """Open a file as it was listed."""
+        return self.source(name).open()
+
+    def source(self, name: str, sha256: str | None = None) -> ByteSource:
+        """Return the contents of a file as it was listed: if it is replaced meanwhile, reading it is an error.
+
+        Raises:
+            MissingShardError: There is no such file.
+        """
+        inlined = self._inlined(name)
+        return StoredSource(self._files, self._entry(name), sha256) if inlined is None else BytesSource(inlined)
+
+    @property
+    def _listed(self) -> Mapping[str, Any]:
+        """The listed files by their names; of folders below that were listed, by their paths."""
+        if self._objects is None:
+            self._list()
+        assert self._objects is not None
+        return self._objects
 
     def _list(self) -> None:
-        self._listed = self._files.list_objects()
+        self._objects = self._files.list_objects()
         self._listed_below = set()
 
     def _inlined(self, name: str) -> bytes | None:
@@ -447,12 +499,11 @@ class StoreFolder(RangedFolder):
     next to them; a plain copy of a small file that a user has edited replaces the inlined one.
     """
 
-    def __init__(self, store: FilesInStore, path: str, memory_bytes: int = DEFAULT_MEMORY) -> None:
+    def __init__(self, store: Store, path: str, memory_bytes: int = DEFAULT_MEMORY) -> None:
         super().__init__(store, path, memory_bytes)
         self._store = store
         self._names: tuple[WeightNames, ...] = ()
-        self._entered: tuple[str, SaveId] | None = None
-        """Usual name of the entered index, and its save."""
+        self._chosen: tuple[str, SaveId] | None = None
         self._parsed: tuple[Hashable, StoredSave | None] = (None, None)
         """Name and ETag of an index that was read, and its contents."""
 
@@ -488,21 +539,22 @@ class StoreFolder(RangedFolder):
     def enter(self, names: WeightNames) -> None:
         """Show a checkpoint's newest save, in the last listing and in later ones."""
         self._names = (names,)
-        self._choose()
+        if self._objects is not None:
+            self._choose()
 
     def show(self, listed: Mapping[str, Any], names: WeightNames) -> None:
         """Show a checkpoint's newest save among listed objects."""
-        self._listed = listed
+        self._objects = listed
         self.enter(names)
 
     def leave(self) -> None:
         """Show the objects as they are."""
-        self._names, self._entered = (), None
+        self._names, self._chosen = (), None
 
     def as_listed(self) -> StoreFolder:
         """Return a folder that shows the listed objects as they are."""
-        other = StoreFolder(self._store, self.path, self.memory_bytes)
-        other._listed, other._small = self._listed, self._small
+        other = StoreFolder(self._store, self.path, self.traits.read_memory_bytes)
+        other._objects, other._small = self._listed, self._small
         return other
 
     def neighbors(self) -> list[str]:
@@ -516,15 +568,11 @@ class StoreFolder(RangedFolder):
         """Record the contents of a listed object, so that it need not be read."""
         self._small[found.name] = (found.etag, found.size), raw
 
-    def look(self) -> None:
+    def refresh(self, names: WeightNames | None = None) -> None:
         """List the objects, and choose the newest save again."""
-        super().look()
-        self._choose()
-
-    def look_early(self) -> None:
-        """List the objects, and choose the newest save again."""
-        super().look_early()
-        self._choose()
+        super().refresh()
+        if names is not None:
+            self.enter(names)
 
     def names(self) -> list[str]:
         """List the names of the files that are shown."""
@@ -552,12 +600,17 @@ class StoreFolder(RangedFolder):
                 )
         return None
 
-    def identity(self, name: str) -> Hashable:
-        """Return ETag and size, as listed; for the entered index, name, ETag and size of its object."""
+    def find(self, name: str) -> File | None:
+        """Look up a file that is shown; the version of the entered index has name, ETag and size of its object."""
+        inlined = self._inlined(name)
         if self._entered is not None and name == self._entered[0]:
             entry = self._listed[self._entered[1].object_name(name)]
-            return entry.name, entry.etag, entry.size
-        return super().identity(name)
+            return File(name, len(inlined or b""), (entry.name, entry.etag, entry.size), entry.put_at)
+        entry = self._find(name)
+        version = None if entry is None else (entry.etag, entry.size)
+        if inlined is not None:
+            return File(name, len(inlined), version)
+        return None if entry is None else File(name, entry.size, version, entry.put_at)
 
     def path_of(self, name: str) -> str:
         """Return the address of the object that has, or had, a file's contents."""
@@ -587,37 +640,37 @@ class StoreFolder(RangedFolder):
                 return copy
         return self._read_object(entry, MAX_CONFIG_BYTES)
 
-    def content(self, name: str) -> bytes | Any:
-        """Return the contents of an inlined file, or the object of any other file.
-
-        Raises:
-            MissingShardError: There is no such file.
-        """
-        inlined = self._inlined(name)
-        return self._entry(name) if inlined is None else inlined
-
-    def entry_object(self, name: str) -> Any:
-        """Return the listed object of a file by which the folder is entered; None if there is none."""
-        if self._entered is not None and name == self._entered[0]:
-            return self._listed[self._entered[1].object_name(name)]
-        return self._listed.get(name)
+    def usual_names(self) -> set[str]:
+        """Name all listed objects without the numbers and ids of saves; nothing is read."""
+        return {split[0] if (split := split_object_name(name)) is not None else name for name in self._listed}
 
     def listed_objects(self) -> Mapping[str, Any]:
         """Return the listed objects by their names."""
         return self._listed
 
+    def _list(self) -> None:
+        super()._list()
+        self._choose()
+
+    @property
+    def _entered(self) -> tuple[str, SaveId] | None:
+        """Usual name of the entered index, and its save; the objects are listed if they were not yet."""
+        if self._names and self._objects is None:
+            self._list()
+        return self._chosen
+
     def _choose(self) -> None:
         entries = {entry for names in self._names for entry in (names.index, MANIFEST_NAME)}
         found = [split for name in self._listed if (split := split_object_name(name)) and split[0] in entries]
-        self._entered = max(found, key=lambda one: one[1], default=None)
-        if self._entered is not None and self._entered[0] == MANIFEST_NAME:
-            highest = self._entered
+        self._chosen = max(found, key=lambda one: one[1], default=None)
+        if self._chosen is not None and self._chosen[0] == MANIFEST_NAME:
+            highest = self._chosen
             save_id = checkpoint_save(self._listed, self._is_whole)
-            self._entered = highest if save_id is None else (MANIFEST_NAME, save_id)
+            self._chosen = highest if save_id is None else (MANIFEST_NAME, save_id)
 
     def _is_whole(self, save_id: SaveId) -> bool:
         """Return whether all objects that a manifest names were listed; True for an unreadable one, so it is kept."""
-        self._entered = (MANIFEST_NAME, save_id)
+        self._chosen = (MANIFEST_NAME, save_id)
         try:
             save = self.save
         except CheckpointChangedError:
@@ -681,10 +734,3 @@ class StoreFolder(RangedFolder):
 def _has_entry(names: Collection[str]) -> bool:
     """Return whether one of the objects is the index of a save."""
     return any(map(is_save_index, names))
-
-
-def replaced_too_often(path: str) -> CheckpointChangedError:
-    """Create the error for a read of a checkpoint that a save has overtaken on every try."""
-    return CheckpointChangedError(
-        f"The checkpoint in '{path}' was replaced on every attempt. Retry when no save is running.", path=path
-    )

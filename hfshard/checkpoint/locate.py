@@ -152,8 +152,8 @@ def find_lone_adapter(folder: Folder, names: WeightNames) -> str | None:
 
 def _not_found(folder: Folder, names: WeightNames, looked_for: list[str]) -> CheckpointNotFoundError:
     directory = folder.path
-    is_far = not isinstance(folder, LocalFolder)
-    if not is_far and not os.path.isdir(directory):
+    is_far = not folder.traits.is_local
+    if not is_far and not folder.exists():
         return directory_not_found(directory)
     there = folder.names()
     below = folder.folders_with({*looked_for, *ADAPTER_WEIGHTS}) if isinstance(folder, RangedFolder) else []
@@ -264,4 +264,4 @@ def entry_versions(folder: Folder, names: WeightNames, weights_override: str | N
     files = [CONFIG_NAME, names.single, names.index, names.hub_index, names.bin_single, names.bin_index]
     if weights_override:
         files.append(weights_override)
-    return tuple(folder.identity(name) for name in files)
+    return tuple(folder.version(name) for name in files)

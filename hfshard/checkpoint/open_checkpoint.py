@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable, Collection, Hashable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ import torch
 from hfshard._util.progress import ProgressCallback, byte_progress
 from hfshard._util.threads import cancellable, result_of, start_worker, wait_all
 from hfshard.checkpoint.check_files import (
+    ReplacedMeanwhile,
     check_checksums,
     check_fingerprints,
     check_keys,
@@ -25,6 +25,7 @@ from hfshard.checkpoint.check_files import (
     check_small_files,
     find_places,
     reject_unverifiable,
+    retry_if_replaced,
 )
 from hfshard.checkpoint.folder import Folder, as_folder
 from hfshard.checkpoint.locate import (
@@ -44,7 +45,7 @@ from hfshard.errors import (
     InvalidArgumentError,
     repair_hint,
 )
-from hfshard.format.digests import Verify, check_verify_level, tensor_hasher
+from hfshard.format.digests import FULL, Verify, check_verify_level, tensor_hasher
 from hfshard.format.file_names import MODEL_BASE, WeightNames
 from hfshard.format.header import TensorInfo
 from hfshard.format.index import CheckpointIndex, FileDigest, check_tied_names
@@ -163,7 +164,7 @@ class OpenCheckpoint:
                 device,
                 level=self.level,
                 progress_callback=progress_callback,
-                memory_bytes=self.folder.memory_bytes,
+                memory_bytes=self.folder.traits.read_memory_bytes,
             )
         return {name: tensors[name] for name in names}
 
@@ -173,9 +174,14 @@ class OpenCheckpoint:
 
     def is_unchanged(self) -> bool:
         """Return whether the folder still has this checkpoint."""
-        self.folder.look()
-        now = entry_versions(self.folder, self.names, self.weights_override)
-        return self.entry_versions == now and self.folder.still_holds(self.shards)
+        folder = self.folder
+        folder.refresh()
+        now = entry_versions(folder, self.names, self.weights_override)
+        # Open files of a directory stay what they are.
+        has_shards = folder.traits.is_local or all(
+            folder.version(name) == shard.identity for name, shard in self.shards.items()
+        )
+        return self.entry_versions == now and has_shards
 
     def is_of_one_save(self) -> bool:
         """Return whether the small files read since the opening belong to it, as no save has replaced it."""
@@ -194,8 +200,6 @@ FilesOf = Callable[[CheckpointIndex], Collection[str]]
 
 WhenOpen = Callable[[OpenCheckpoint], None]
 """Function that reads other files of a checkpoint; if it raises CheckpointChangedError, everything is opened again."""
-
-_FULL: Final = ("full", "sha256")
 
 
 @contextmanager
@@ -247,7 +251,7 @@ def open_checkpoint(
     folder = as_folder(directory)
 
     def finish(opened: OpenCheckpoint) -> None:
-        if verify in _FULL and opened.is_ranged:  # the weights are compared while they are read: no byte comes twice
+        if verify in FULL and opened.is_ranged:  # the weights are compared while they are read: no byte comes twice
             reject_unverifiable(opened.weights_path, opened.index, opened.shards)
             check_small_files(folder, opened.index)
         if when_open is not None:
@@ -260,7 +264,7 @@ def open_checkpoint(
     checkpoint = _open_until_whole(folder, names, use_safetensors, weights_name, find_name, open_once)
     checkpoint.level = verify
     try:
-        if verify not in _FULL or checkpoint.is_ranged:
+        if verify not in FULL or checkpoint.is_ranged:
             yield checkpoint
         elif check_beside:
             with _checked_beside(checkpoint, progress_callback):
@@ -312,12 +316,10 @@ def _open_until_whole(
     find_name: Callable[[], str | None],
     open_once: Callable[[WeightsEntry], OpenCheckpoint],
 ) -> OpenCheckpoint:
-    last: HfshardError | None = None
-    for _ in range(folder.most_tries):
+
+    def open_one_save() -> OpenCheckpoint:
         weights_override = weights_name
-        folder.look()
-        if weights_name is None:
-            folder.enter(names)
+        folder.refresh(names if weights_name is None else None)
         before = _token(folder, names, weights_override)
         try:
             weights_override = find_name()
@@ -326,22 +328,22 @@ def _open_until_whole(
             weights = find_weights(folder, names, use_safetensors, weights_override)
             checkpoint = open_once(weights)
         except HfshardError as error:
-            folder.look()
+            folder.refresh()
             is_unchanged = before == _token(folder, names, weights_override)
             if is_unchanged and not isinstance(error, CheckpointChangedError):
                 raise
-            last = error
-        else:
-            checkpoint.weights_override, checkpoint.entry_versions = weights_override, before
-            if checkpoint.is_of_one_save():
-                return checkpoint
+            raise ReplacedMeanwhile from error
+        checkpoint.weights_override, checkpoint.entry_versions = weights_override, before
+        if not checkpoint.is_of_one_save():
             checkpoint.close()
-        time.sleep(folder.wait_seconds)
-    raise CheckpointChangedError(
-        f"The checkpoint in '{folder.path}' was replaced {folder.most_tries} times while it was being opened. "
-        "Retry when no save is running.",
-        path=folder.path,
-    ) from last
+            raise ReplacedMeanwhile
+        return checkpoint
+
+    too_often = (
+        f"The checkpoint in '{folder.path}' was replaced {folder.traits.retries} times while it was being opened. "
+        "Retry when no save is running."
+    )
+    return retry_if_replaced(open_one_save, folder.traits, folder.path, too_often)
 
 
 def _token(folder: Folder, names: WeightNames, weights_override: str | None) -> tuple[Hashable, ...]:

@@ -11,8 +11,14 @@ from functools import partial
 
 from hfshard._util.progress import ProgressCallback, byte_progress
 from hfshard._util.threads import cancellable, run_in_threads
-from hfshard.checkpoint.check_files import check_small_file, check_total
-from hfshard.checkpoint.folder import REMOTE_RETRIES, Folder, StoreFolder, as_folder, replaced_too_often
+from hfshard.checkpoint.check_files import (
+    ReplacedMeanwhile,
+    check_small_file,
+    check_total,
+    compare_shard,
+    retry_if_replaced,
+)
+from hfshard.checkpoint.folder import Folder, StoreFolder, as_folder
 from hfshard.checkpoint.locate import entry_of, locate_checkpoint, weights_bytes
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
 from hfshard.constants import FILES_AT_ONCE, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
@@ -32,7 +38,6 @@ from hfshard.errors import (
 from hfshard.format.file_names import WeightNames
 from hfshard.format.index import CheckpointIndex, FileDigest, check_tied_names
 from hfshard.pickles.pickle_file import PickleFile
-from hfshard.shards.ranged_shard import RangedShard
 from hfshard.shards.shard import SafetensorsShard
 
 
@@ -96,10 +101,9 @@ def verify_directory(
     if level not in ("structure", "full"):
         raise InvalidArgumentError(f"level must be 'structure' or 'full', got {level!r}.")
     folder = as_folder(directory)
-    for _ in range(REMOTE_RETRIES):
-        folder.look()
-        if weights_name is None:
-            folder.enter(names)
+
+    def check() -> VerifyReport:
+        folder.refresh(names if weights_name is None else None)
         verifier = Verifier(folder, names, level, weights_name)
         total = 0
         if level == "full":
@@ -108,9 +112,11 @@ def verify_directory(
         with byte_progress("Verifying", total, progress if total else False) as progress_callback:
             verifier.run(progress_callback)
         report = verifier.report()
-        if report.ok or not folder.has_changed():
-            return report
-    raise replaced_too_often(folder.path)
+        if not report.ok and not folder.is_current():
+            raise ReplacedMeanwhile
+        return report
+
+    return retry_if_replaced(check, folder.traits, folder.path)
 
 
 class Verifier:
@@ -238,11 +244,9 @@ class Verifier:
         progress_callback: ProgressCallback,
     ) -> None:
         try:
-            shard.check_size_and_fingerprint(digest, with_fingerprint=not isinstance(shard, RangedShard))
+            # The damaged tensors are found below.
+            compare_shard(shard, replace(digest, tensor_digests=None), self.level, progress_callback)
             if self.level == "full" and digest.is_verifiable:
-                shard.check_contents(
-                    replace(digest, tensor_digests=None), progress_callback
-                )  # which tensors are damaged is found below
                 findings.checked_bytes += shard.size
         except HfshardError as error:
             damaged = shard.damaged_tensors(digest)
@@ -346,7 +350,7 @@ class Verifier:
     def _warn_of_strays(self, index: CheckpointIndex | None) -> None:
         used = set(self.files) | (set(index.weight_map.values()) | set(index.files) if index is not None else set())
         for name in self.folder.names():
-            is_file = name.endswith(SAFETENSORS_SUFFIX) and self.folder.identity(name) is not None
+            is_file = name.endswith(SAFETENSORS_SUFFIX) and self.folder.version(name) is not None
             if (
                 is_file
                 and name not in used

@@ -175,7 +175,7 @@ def _has_safetensors(arguments: argparse.Namespace) -> bool:
         if local is None:
             return False
         if local.folder is not None:
-            local.folder.look()
+            local.folder.refresh()
         place = local.directory if local.folder is None else local.folder
         locate_checkpoint(place, WeightNames(arguments.variant), use_safetensors=True)
     except (CheckpointNotFoundError, InvalidArgumentError):

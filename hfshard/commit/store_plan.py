@@ -109,7 +109,7 @@ def read_store_state(store: Store, names: WeightNames, folders: Collection[str] 
         CheckpointChangedError: It changed meanwhile.
     """
     folder = StoreFolder(store, str(store.address), store_memory_bytes())
-    folder.look()
+    folder.refresh()
     for below in sorted(folders):
         folder.look_into(below)
     found: Mapping[str, StoredObject] = folder.listed_objects()

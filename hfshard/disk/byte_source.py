@@ -9,11 +9,13 @@ import io
 import os
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from hfshard.constants import COPY_BYTES
+from hfshard._util.progress import ProgressCallback
+from hfshard._util.threads import cancellable, run_in_threads
+from hfshard.constants import COPY_BYTES, FILES_AT_ONCE
 from hfshard.disk.fsops import UNSUPPORTED, copy_mode, sync
 
 
@@ -93,17 +95,38 @@ def sha256_of_source(content: ByteSource, cancelled: threading.Event | None = No
     if content.sha256 is not None:
         return content.sha256
     with content.open() as reader:
-        return sha256_of_reader(reader, cancelled)
+        return sha256_of_reader(reader, None if cancelled is None else cancellable(None, cancelled))
 
 
-def sha256_of_reader(reader: io.BufferedIOBase, cancelled: threading.Event | None = None) -> str:
-    """Compute the sha256 in hex of the rest of a reader; raise InterruptedError if `cancelled` was set."""
+def sha256_of_reader(reader: io.BufferedIOBase, progress_callback: ProgressCallback | None = None) -> str:
+    """Compute the sha256 in hex of the rest of a reader.
+
+    Args:
+        reader: Any file.
+        progress_callback: Called with the number of bytes of each block that was hashed.
+    """
     hasher = hashlib.sha256()
     while block := reader.read(COPY_BYTES):
-        if cancelled is not None and cancelled.is_set():
-            raise InterruptedError("another file failed, or Ctrl-C was pressed")
         hasher.update(block)
+        if progress_callback is not None:
+            progress_callback(len(block))
     return hasher.hexdigest()
+
+
+def hash_all(contents: Mapping[str, ByteSource], progress_callback: ProgressCallback | None = None) -> dict[str, str]:
+    """Read contents, the largest first and several at once, and compute the sha256 of each, in hex.
+
+    Args:
+        contents: Name -> contents; a hash that is known is not trusted.
+        progress_callback: Called from any thread with the number of bytes of each block that was hashed.
+    """
+
+    def hash_one(name: str, cancelled: threading.Event) -> str:
+        with contents[name].open() as reader:
+            return sha256_of_reader(reader, cancellable(progress_callback, cancelled))
+
+    largest_first = sorted(contents, key=lambda name: -contents[name].size)
+    return dict(zip(largest_first, run_in_threads(hash_one, largest_first, FILES_AT_ONCE), strict=True))
 
 
 def contents_equal(one: ByteSource, other: ByteSource) -> bool:

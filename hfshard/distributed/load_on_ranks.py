@@ -7,7 +7,6 @@ import logging
 import os
 import socket
 import sys
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -21,8 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hfshard._util.progress import byte_progress
-from hfshard.checkpoint.check_files import check_checksums, check_pickles
-from hfshard.checkpoint.folder import REMOTE_RETRIES, replaced_too_often
+from hfshard.checkpoint.check_files import check_checksums, check_pickles, retry_if_replaced
 from hfshard.checkpoint.into_module import load_into_module
 from hfshard.checkpoint.load_options import LoadOptions
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
@@ -364,8 +362,6 @@ class SharedLoad:
         self._has_opened = False
         self._is_known = False
         """True if each rank knows that a save has overtaken one of them."""
-        self._change: CheckpointChangedError | None = None
-        """The save that overtook the last try, as this rank has seen it or another one reported it."""
 
     @property
     def is_collective(self) -> bool:
@@ -438,48 +434,41 @@ class SharedLoad:
         if self._status is None:
             return use_checkpoint(source, options, work)
         local = self.fetch(source, options.progress)
-        for _ in range(REMOTE_RETRIES):
-            with self.retry_if_replaced(local), self.opened(source, options, local) as checkpoint:
+
+        def open_and_work() -> _Result:
+            with self.opened(source, options, local) as checkpoint:
                 result = work(checkpoint)
                 if local.folder is not None:
                     self.meet("read")
                 return result
-        raise self.replaced_too_often_error(source.path)
 
-    @contextmanager
-    def retry_if_replaced(self, local: ResolvedSource) -> Iterator[None]:
-        """Try with the other ranks; if a save in a store overtakes one of them, the try ends on all without an error.
+        return self.retry_if_replaced(open_and_work, local, source.path)
 
-        Then all have to start again. All reads of the checkpoint must be in the block, before a last `meet`.
+    def retry_if_replaced(self, work: Callable[[], _Result], local: ResolvedSource, path: str) -> _Result:
+        """Call `work` on all ranks, and again on all if a save in a store overtakes one of them.
 
         Args:
+            work: Opens and reads the checkpoint; all reads come before a last `meet`.
             local: What `fetch` returned. In a directory, open files stay unchanged, and no rank starts again.
+            path: The checkpoint, for the message.
 
         Raises:
-            CheckpointChangedError: In a directory; or the checkpoint kept changing while this rank opened it.
-            Everything that the block raises.
+            CheckpointChangedError: It was replaced on every attempt; or, in a directory, while it was read.
+            Everything that `work` raises.
         """
-        self._has_opened = self._is_known = False
-        self._change = None
-        try:
-            yield
-        except CheckpointChangedError as error:
-            if local.folder is None or not self._has_opened:
-                raise
-            self._change = CheckpointChangedError(error.message, path=local.folder.path)  # `error` holds what was built
-            if self._status is not None:
-                if not self._is_known:
+
+        def work_together() -> _Result:
+            self._has_opened = self._is_known = False
+            try:
+                return work()
+            except CheckpointChangedError as error:
+                if local.folder is None or not self._has_opened:
+                    error.is_final = True
+                elif self._status is not None and not self._is_known:
                     self._status.meet(ANY_PLACE, _CHANGED)
-                time.sleep(local.folder.wait_seconds)
-            logger.info("%s Starting again.", error)
+                raise
 
-    def replaced_too_often_error(self, path: str) -> CheckpointChangedError:
-        """Create the error for a load whose every try was overtaken.
-
-        Args:
-            path: The checkpoint that was loaded.
-        """
-        return self._change or replaced_too_often(path)
+        return retry_if_replaced(work_together, local.traits, path)
 
     def confirm(self, checkpoint: OpenCheckpoint, config: bytes | None = None) -> None:
         """Wait until every rank has checked what it can, and has opened the same checkpoint.

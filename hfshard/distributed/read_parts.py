@@ -91,7 +91,10 @@ def prepare_reads(
     parts = [finder.part(name, target) for name, target in wanted]
     reader = PartReader(checkpoint.level)
     return partial(
-        reader.read_all, sorted(parts, key=PartToRead.place), checkpoint.folder.memory_bytes, checkpoint.progress
+        reader.read_all,
+        sorted(parts, key=PartToRead.place),
+        checkpoint.folder.traits.read_memory_bytes,
+        checkpoint.progress,
     )
 
 

@@ -15,6 +15,9 @@ Checksum = Literal["sha256", "xxh3"]
 Verify = Literal["none", "structure", "full", "sha256"]
 """The checks before any tensor is returned."""
 
+FULL: Final = ("full", "sha256")
+"""Levels at which every byte is compared."""
+
 
 class Hasher(Protocol):
     """The common interface of hashlib's and xxhash's objects."""

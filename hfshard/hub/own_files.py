@@ -116,7 +116,6 @@ class OwnFiles:
         """Return whether the pull replaces a checkpoint, and the shards that it removes though no index names them."""
         if self._store is not None:
             folder = RangedFolder(self._store, self._place)
-            folder.look()
             is_shared = names.variant is not None and _has_checkpoint(folder, WeightNames(None, names.base))
             return _has_checkpoint(folder, names) and not is_shared, set()
         if not os.path.isdir(self._place):

@@ -13,17 +13,19 @@ from typing import Final, Protocol
 
 from hfshard._util.arguments import absolute_path, check_text_arguments
 from hfshard._util.progress import byte_progress
+from hfshard.checkpoint.folder import LocalFolder
 from hfshard.checkpoint.locate import directory_not_found
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
 from hfshard.commit.hub_marker import absolute_repo_id, hub_directory
 from hfshard.constants import BIN_SUFFIX, README, SAFETENSORS_SUFFIX, SIGNATURE_NAME
-from hfshard.disk.byte_source import ByteSource, BytesSource, FileSource, file_source, sha256_of_source
+from hfshard.disk.byte_source import ByteSource, BytesSource, FileSource, sha256_of_source
 from hfshard.disk.safe_open import reject_links_to_outside
 from hfshard.errors import HfshardError, HubError, InvalidArgumentError, RemoteChangedError
 from hfshard.format.file_names import INDEX_FILE, WeightNames
 from hfshard.format.index import CheckpointIndex, FileDigest
 from hfshard.format.stored_save import split_object_name
 from hfshard.hub.repo import Hub, PushResult, RemoteFile, RepoTree, StaleParentError, is_plain_path
+from hfshard.stores.store import StoredSource
 
 logger = logging.getLogger(__name__)
 
@@ -473,20 +475,14 @@ class FilesOfPlace(Protocol):
     def place(self) -> str:
         """The place, for messages."""
 
-    def paths(self) -> list[str]:
-        """List the files' paths below the place."""
-
-    def sizes(self) -> dict[str, int]:
-        """Return path -> bytes."""
+    def contents(self) -> dict[str, ByteSource]:
+        """List the files: path below the place -> contents, of unknown hash."""
 
     def open_variant(self, variant: str | None) -> AbstractContextManager[OpenCheckpoint]:
         """Open the checkpoint of a variant, and check its structure."""
 
     def check(self, paths: Collection[str]) -> None:
         """Raise if one of these files may not be pushed."""
-
-    def content(self, path: str, sha256: str | None) -> ByteSource:
-        """Return the contents of a file, with their hash if it is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -511,8 +507,8 @@ def collect_push_contents(
     from huggingface_hub.utils import filter_repo_objects  # imports huggingface_hub, which takes time
 
     place = files.place
-    paths = files.paths()
-    variants = detect_variants(name for name in paths if "/" not in name)
+    contents = files.contents()
+    variants = detect_variants(name for name in contents if "/" not in name)
     if not variants:
         with files.open_variant(None):  # for its error, or weights that config.json names
             variants = {None}
@@ -526,7 +522,7 @@ def collect_push_contents(
             entries[variant] = checkpoint.weights.name
             files_of[variant] = _files_of(checkpoint)
             known |= _known_hashes(checkpoint)
-    selected = set(filter_repo_objects(paths, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns))
+    selected = set(filter_repo_objects(contents, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns))
     for variant in [variant for variant, held in files_of.items() if not _is_selected(held, selected, place)]:
         del indexes[variant], entries[variant]  # the hub keeps what it has of this one
     used = {name for held in files_of.values() for name in held}
@@ -539,7 +535,13 @@ def collect_push_contents(
             path=place,
         )
     files.check(selected - leftovers)
-    return PushContents({name: files.content(name, known.get(name)) for name in selected - leftovers}, indexes, entries)
+    pushed = {name: _with_sha256(contents[name], known.get(name)) for name in selected - leftovers}
+    return PushContents(pushed, indexes, entries)
+
+
+def _with_sha256(content: ByteSource, sha256: str | None) -> ByteSource:
+    """Return contents with their hash, if it is known; bytes in memory know their own."""
+    return replace(content, sha256=sha256) if isinstance(content, FileSource | StoredSource) else content
 
 
 class DirectoryFiles:
@@ -556,19 +558,17 @@ class DirectoryFiles:
         self._names = names
         self._follow_links = follow_links
 
-    def paths(self) -> list[str]:
+    def contents(self) -> dict[str, ByteSource]:
         """List all files, except pipes, broken links, links to folders, and what is never pushed.
 
         Raises:
             CheckpointNotFoundError: There is no such directory.
         """
-        if not os.path.isdir(self.place):
+        folder = LocalFolder(self.place)
+        if not folder.exists():
             raise directory_not_found(self.place)
-        return [path for path in _paths(self.place) if self._names is None or path in self._names]
-
-    def sizes(self) -> dict[str, int]:
-        """Return path -> bytes."""
-        return {path: os.path.getsize(os.path.join(self.place, path)) for path in self.paths()}
+        paths = (path for path in _paths(self.place) if self._names is None or path in self._names)
+        return {path: folder.source(path) for path in paths}
 
     def open_variant(self, variant: str | None) -> AbstractContextManager[OpenCheckpoint]:
         """Open the checkpoint of a variant."""
@@ -579,10 +579,6 @@ class DirectoryFiles:
         _reject_names(self.place, paths)
         if not self._follow_links:
             reject_links_to_outside(self.place, paths, _LINKS)
-
-    def content(self, path: str, sha256: str | None) -> ByteSource:
-        """Return a file on disk as a source of bytes."""
-        return file_source(os.path.join(self.place, path), sha256)
 
 
 def _reject_names(directory: str, names: Collection[str]) -> None:

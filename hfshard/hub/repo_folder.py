@@ -122,6 +122,11 @@ class _RepoFolder(RangedFolder):
         self._ranges = _CommitRanges(reader, below)
         super().__init__(self._ranges, f"{reader.repo_id}/{below}".rstrip("/"))
 
+    @property
+    def is_pinned(self) -> bool:
+        """True: a commit never changes."""
+        return True
+
     def open_shards(self, names: Collection[str]) -> dict[str, SafetensorsShard]:
         found = [self._ranges.find(name) for name in names]
         self._ranges.reader.prefetch_urls([file.path for file in found if file is not None])

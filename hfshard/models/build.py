@@ -20,6 +20,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from hfshard._util.addresses import has_lost_slash, is_store_address
 from hfshard._util.arguments import checked_path_text
 from hfshard._util.context import bound
+from hfshard.checkpoint.check_files import ReplacedMeanwhile
 from hfshard.checkpoint.load_options import LoadOptions, SignatureCheck
 from hfshard.checkpoint.locate import read_config
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
@@ -268,10 +269,14 @@ def _build(
         return _check_then_delegate(build, local, model_args, kwargs, source, options)
     known = local.path if local.weights_name is None else path
     takes_any_pickle = options.is_lenient and kwargs.get("weights_only") is False
-    for attempt in range(local.most_tries):
-        if attempt:
+    is_again = False
+
+    def open_and_build() -> Any:
+        nonlocal is_again
+        if is_again:
             gc.collect()  # cycles keep the previous attempt's model, and memory may suffice for one only
-        with agreement.retry_if_replaced(local), ExitStack() as stack:
+        is_again = True
+        with ExitStack() as stack:
             try:
                 opened = agreement.opened(source, options, local, check_beside=True)
                 checkpoint = stack.enter_context(opened)
@@ -285,11 +290,12 @@ def _build(
             _reject_full_pickle(checkpoint, kwargs)
             config, model_kwargs = config_of(model_class, local, kwargs)
             if not agreement.all_agree("unchanged", is_so=checkpoint.is_of_one_save()):
-                continue  # a save came between the config and the weights
+                raise ReplacedMeanwhile  # a save came between the config and the weights
             return ModelBuilder(build, model_class, name, local, checkpoint, options).build(
                 model_args, config, model_kwargs, kwargs
             )
-    raise agreement.replaced_too_often_error(name)
+
+    return agreement.retry_if_replaced(open_and_build, local, name)
 
 
 def _reject_with_parallelize(path: Any, kwargs: Mapping[str, Any]) -> None:

@@ -17,13 +17,14 @@ from torch import nn
 from hfshard._util.arguments import checked_path_text
 from hfshard._util.context import bound
 from hfshard._util.text import shorten_list
-from hfshard.checkpoint.folder import replaced_too_often
+from hfshard.checkpoint.check_files import ReplacedMeanwhile, retry_if_replaced
+from hfshard.checkpoint.folder import LocalFolder, RangedFolder
 from hfshard.checkpoint.load_options import LoadOptions, checked_device
 from hfshard.checkpoint.locate import read_config
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
-from hfshard.constants import CONFIG_NAME, REPLACED_RETRIES, WEIGHTS_OVERRIDE_KEY
+from hfshard.constants import CONFIG_NAME, WEIGHTS_OVERRIDE_KEY
 from hfshard.distributed.load_on_ranks import load_opened
-from hfshard.errors import CheckpointChangedError, InvalidArgumentError
+from hfshard.errors import InvalidArgumentError
 from hfshard.format.index import without_weights_override
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.models.plain_save import constructor_names
@@ -40,10 +41,6 @@ _WHICH: Final = ("variant", "subfolder")
 
 _HUB_ARGUMENTS: Final = ("revision", "token", "cache_dir", "local_files_only", "force_download")
 """Arguments that huggingface_hub's `from_pretrained` passes on to `_from_pretrained`."""
-
-
-class _ChangedMeanwhile(Exception):
-    """Signal that a save came between reading the config and opening the weights."""
 
 
 @dataclass(slots=True)
@@ -139,7 +136,7 @@ def build_module(
     with bound(_under_way, None):  # a constructor may load other modules
         if call.checkpoint is not None:
             if not call.checkpoint.is_of_one_save():
-                raise _ChangedMeanwhile
+                raise ReplacedMeanwhile
             model = _build(model_class, call.checkpoint, model_kwargs, replace(call.options, strict=strict))
         else:
             is_far = call.far is not None and source.path == call.far[1].directory
@@ -148,7 +145,7 @@ def build_module(
                 if call.is_under_way and os.path.isdir(source.path):
                     is_same = _config_in(source.path) == call.config
                     if not (is_same and checkpoint.is_of_one_save()):
-                        raise _ChangedMeanwhile
+                        raise ReplacedMeanwhile
                 model = _build(model_class, checkpoint, model_kwargs, replace(call.options, strict=strict))
     call.is_answered = True
     return model
@@ -208,19 +205,13 @@ def _build_by_override(
             f"{call.model_class.__name__} has its own _from_pretrained, which may read any file, so public_key "
             "cannot check what it reads. Run hfshard verify PATH --public-key KEY first, and leave out public_key."
         )
-    for _ in range(REPLACED_RETRIES if local is None else local.most_tries):
+
+    def build() -> Any:
         call.config = _config_in(os.fspath(place))
-        try:
-            with bound(_under_way, call):
-                built = start.from_pretrained(place, **kwargs)
-            break
-        except _ChangedMeanwhile:
-            continue
-        except CheckpointChangedError:
-            if not is_far:
-                raise
-    else:
-        raise replaced_too_often(source.path)
+        with bound(_under_way, call):
+            return start.from_pretrained(place, **kwargs)
+
+    built = retry_if_replaced(build, RangedFolder.traits if is_far else LocalFolder.traits, source.path)
     if not call.is_answered and (options.strict is not None or options.verify != LoadOptions().verify):
         raise InvalidArgumentError(
             f"{call.model_class.__name__} has its own _from_pretrained, which loaded the weights itself, so strict "
@@ -245,21 +236,17 @@ def _build_unchanged(call: _ModuleLoad, start: Any, source: CheckpointSource, kw
     """Build from a config and weights of the same save."""
     options = call.options
     local = source.fetch(options.progress)
-    for _ in range(local.most_tries):
+
+    def build() -> Any:
         with (
             open_source(source, options, local, check_beside=True) as checkpoint,
             _place_of_config(local.directory) as place,
         ):
             call.checkpoint = checkpoint
-            try:
-                with bound(_under_way, call):
-                    return start.from_pretrained(place, **kwargs)
-            except _ChangedMeanwhile:
-                continue
-            except CheckpointChangedError:
-                if local.folder is None:
-                    raise
-    raise replaced_too_often(source.path)
+            with bound(_under_way, call):
+                return start.from_pretrained(place, **kwargs)
+
+    return retry_if_replaced(build, local.traits, source.path)
 
 
 @contextmanager

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, TypeVar
 from hfshard._util.addresses import is_store_address, reject_hub_arguments
 from hfshard._util.arguments import absolute_path, checked_path_text
 from hfshard._util.progress import byte_progress
-from hfshard.checkpoint.check_files import check_small_file
-from hfshard.checkpoint.folder import REMOTE_RETRIES, Folder, LocalFolder, StockFolder, StoreFolder
+from hfshard.checkpoint.check_files import check_small_file, retry_if_replaced
+from hfshard.checkpoint.folder import Folder, LocalFolder, StockFolder, StoreFolder, Traits
 from hfshard.checkpoint.load_options import LoadOptions, SignatureCheck
 from hfshard.checkpoint.locate import directory_not_found, is_weights_name, split_file_path, weights_bytes
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
 from hfshard.commit.hub_marker import has_hub_marker, hub_directory
-from hfshard.constants import CONFIG_NAME, REPLACED_RETRIES, SAFETENSORS_SUFFIX
+from hfshard.constants import CONFIG_NAME, SAFETENSORS_SUFFIX
 from hfshard.errors import (
     CheckpointChangedError,
     CheckpointNotFoundError,
@@ -59,9 +59,9 @@ class ResolvedSource:
     """The owner of that directory."""
 
     @property
-    def most_tries(self) -> int:
-        """The number of tries of a load that a save overtakes; in a store, each costs requests."""
-        return REPLACED_RETRIES if self.folder is None else REMOTE_RETRIES
+    def traits(self) -> Traits:
+        """The traits of the folder of its files."""
+        return LocalFolder.traits if self.folder is None else self.folder.traits
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +190,8 @@ def open_source(
     """
     local = local or source.find_local() or source.fetch(options.progress)
     query, skeleton = source.query, local.skeleton
-    signed = signed_files(local, source, options)
+    with _without_retry():
+        signed = signed_files(local, source, options)
     is_hashed = options.verify in ("full", "sha256") and local.folder is None and signed is None
     total = weights_bytes(local.directory, (SAFETENSORS_SUFFIX,)) if is_hashed else 0
     with (
@@ -212,7 +213,8 @@ def open_source(
     ):
         checkpoint.progress = options.progress
         if signed is not None:
-            signed.check_opened(checkpoint, options.progress)
+            with _without_retry():
+                signed.check_opened(checkpoint, options.progress)
         if options.verify == "structure":
             _warn_of_edited_files(checkpoint)
         if local.folder is not None and (message := local.folder.describe_plain_weights()) is not None:
@@ -220,6 +222,16 @@ def open_source(
         yield checkpoint
         if signed is not None:
             signed.confirm()
+
+
+@contextmanager
+def _without_retry() -> Iterator[None]:
+    """Let no reader start again because a signed checkpoint was replaced while it was compared: all bytes were read."""
+    try:
+        yield
+    except CheckpointChangedError as error:
+        error.is_final = True
+        raise
 
 
 def signed_files(local: ResolvedSource, source: CheckpointSource, options: LoadOptions) -> SignatureCheck | None:
@@ -265,14 +277,12 @@ def use_checkpoint(
         Everything that `open_source` and `use` raise.
     """
     local = local or source.find_local() or source.fetch(options.progress)
-    for _ in range(REMOTE_RETRIES - 1 if local.folder is not None else 0):
+
+    def open_and_use() -> _Result:
         with open_source(source, options, local) as checkpoint:
-            try:
-                return use(checkpoint)
-            except CheckpointChangedError as error:
-                logger.info("%s Starting again.", error)
-    with open_source(source, options, local) as checkpoint:
-        return use(checkpoint)
+            return use(checkpoint)
+
+    return retry_if_replaced(open_and_use, local.traits, source.path)
 
 
 @contextmanager

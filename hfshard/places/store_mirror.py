@@ -9,15 +9,15 @@ import re
 import shutil
 import tempfile
 import weakref
-from contextlib import suppress
 from dataclasses import replace
 from typing import Final
 
-from hfshard._util.addresses import StoreAddress, parse_address
-from hfshard.checkpoint.folder import REMOTE_RETRIES, StoreFolder
+from hfshard._util.addresses import parse_address
+from hfshard.checkpoint.check_files import retry_if_replaced
+from hfshard.checkpoint.folder import StoreFolder
 from hfshard.checkpoint.locate import is_weights_name
 from hfshard.constants import ADAPTER_CONFIG_NAME, CONFIG_NAME, GENERATION_CONFIG_NAME, MAX_CONFIG_BYTES
-from hfshard.errors import CheckpointChangedError, InvalidArgumentError
+from hfshard.errors import InvalidArgumentError
 from hfshard.format.file_names import WeightNames, check_file_name, is_safe_file_name
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.stores.byte_budget import store_memory_bytes
@@ -81,18 +81,17 @@ class SmallFilesMirror:
                 path=self._folder.path,
             )
         self.is_filled = True
-        for _ in range(REMOTE_RETRIES - 1):
-            self._folder.look_early()
-            with suppress(CheckpointChangedError):
-                self.refresh()
-                return
-        self._folder.look()
-        self.refresh()
+
+        def list_and_write() -> None:
+            self._folder.refresh_early()
+            self.refresh()
+
+        retry_if_replaced(list_and_write, self._folder.traits, self._folder.path)
 
     def look(self) -> None:
         """List the files, unless they were listed to fill the directory."""
         if not self.is_filled:
-            self._folder.look_early()
+            self._folder.refresh_early()
 
     def read_all(self) -> dict[str, bytes]:
         """Read the files as the folder last listed them: name -> contents."""
@@ -174,15 +173,13 @@ def locate_in_store(text: str, query: CheckpointQuery, *, takes_files: bool) -> 
     address = parse_address(text)
     parent, _, name = address.prefix.rpartition("/")
     if takes_files and is_weights_name(name):
-        folder = _folder_at(replace(address, prefix=parent))
-        if folder.find(name):
+        place = replace(address, prefix=parent)
+        store = open_store(place)
+        if store.find(name) is not None:
             if query.subfolder or query.variant is not None:
                 raise InvalidArgumentError(f"'{text}' is a file: leave out subfolder and variant.", path=text)
-            return folder, name
-    folder = _folder_at(parse_address(f"{address}/{query.subfolder}"))
+            return StoreFolder(store, str(place), store_memory_bytes()), name
+    address = parse_address(f"{address}/{query.subfolder}")
+    folder = StoreFolder(open_store(address), str(address), store_memory_bytes())
     folder.enter(WeightNames(query.variant))
     return folder, None
-
-
-def _folder_at(address: StoreAddress) -> StoreFolder:
-    return StoreFolder(open_store(address), str(address), store_memory_bytes())

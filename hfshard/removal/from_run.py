@@ -13,7 +13,7 @@ from hfshard.errors import FileError, HfshardError
 from hfshard.format.file_names import INDEX_FILE
 from hfshard.removal.from_directory import find_files, shown_names, unlink_in_order
 from hfshard.removal.removal_plan import NOT_ITS_OWN, SMALL_FILES, FoundFile, Removal, RemovalPlan, in_phases
-from hfshard.training.run.manifest import CHECKPOINT, MANIFEST, read_checkpoint_manifest, read_run_checkpoint
+from hfshard.training.run.manifest import CHECKPOINT, MANIFEST, read_manifest, read_run_checkpoint
 from hfshard.training.run.run_directory import RunLock, clean_up_run, leftovers_in, remove_step_directory
 from hfshard.training.run.run_storage import TRAINING_STATE
 
@@ -67,7 +67,7 @@ def _plan_step(directory: str) -> RemovalPlan:
 def _own_names(directory: str, listed: set[str]) -> set[str]:
     """Find the files of a checkpoint by its manifest; without a valid one, by the names that saves use."""
     try:
-        return {*read_checkpoint_manifest(directory).files, MANIFEST, SIGNATURE_NAME}
+        return {*read_manifest(directory).files, MANIFEST, SIGNATURE_NAME}
     except HfshardError:
         usual = {MANIFEST, TRAINING_STATE, *SMALL_FILES}
         return {name for name in listed if name in usual or name.endswith(SAFETENSORS_SUFFIX) or _is_index(name)}
@@ -87,7 +87,7 @@ def _phase_of(name: str) -> int:
 def _remove_folder(directory: str) -> None:
     root, name = os.path.split(directory)
     step = int(name.rpartition("-")[2])
-    remove_step_directory(read_run_checkpoint(directory, step, partial(read_checkpoint_manifest, directory)), root)
+    remove_step_directory(read_run_checkpoint(directory, step, partial(read_manifest, directory)), root)
     if os.path.lexists(directory):
         raise FileError(
             f"'{directory}' could not be removed: see the warning. Check the permissions of the directory above it.",

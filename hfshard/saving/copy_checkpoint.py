@@ -62,7 +62,7 @@ def copy_to_store(
     Raises:
         Everything that `reshard_checkpoint` raises.
     """
-    paths = files.paths()
+    paths = list(files.contents())
     variants = sorted(detect_variants(name for name in paths if "/" not in name) or {None}, key=lambda name: name or "")
     store = open_store(address)
     folders = {"", *(path.rpartition("/")[0] for path in paths)}
@@ -152,11 +152,12 @@ def _copy_one(
 
 def _beside(files: FilesOfPlace, query: CheckpointQuery, checkpoint: OpenCheckpoint) -> dict[str, ByteSource]:
     """Find the files that go along with a checkpoint, as in a pull."""
-    found = companion_files({query.path(name): size for name, size in files.sizes().items()}, query)
+    contents = files.contents()
+    found = companion_files({query.path(name): content.size for name, content in contents.items()}, query)
     names = {path.removeprefix(query.path("")) for path in found} - _OF_WEIGHTS
-    names -= objects_of_saves(path for path in files.paths() if "/" not in path)  # of a directory that was synced
+    names -= objects_of_saves(path for path in contents if "/" not in path)  # of a directory that was synced
     files.check(names)
-    return {name: files.content(name, None) for name in sorted(names)}
+    return {name: contents[name] for name in sorted(names)}
 
 
 def listed(patterns: Sequence[str] | str | None) -> list[str] | None:
@@ -204,12 +205,12 @@ class StoreFiles:
             )
         self._saves: dict[str | None, SaveId] = {}
         """Variant -> its newest save."""
-        self._shown: dict[str, StoredObject | bytes] = {}
-        """Usual name -> object, or contents."""
+        self._shown: dict[str, ByteSource] = {}
+        """Usual name -> contents."""
         for variant in sorted(_numbered_variants(found), key=lambda name: name or ""):
             self._show(variant, found)
         if not self._saves:
-            self._shown = {**found}
+            self._shown = {name: StoredSource(self._store, one) for name, one in found.items()}
             return
         # A folder below the place may be a separate checkpoint, and goes along unchanged.
         of_saves = objects_of_saves(name for name in found if "/" not in name)
@@ -219,20 +220,18 @@ class StoreFiles:
         for name, one in found.items():
             is_weights = any(name in (some.index, some.single) or some.is_shard(name) for some in names)
             if not is_weights and name not in of_saves:
-                self._shown.setdefault(name, one)
+                self._shown.setdefault(name, StoredSource(self._store, one))
 
     def is_unchanged(self) -> bool:
         """Return whether the objects are still the same."""
         return self._store.list_objects(recursive=True) == self._listed
 
-    def paths(self) -> list[str]:
-        """List all files under their usual names, except those in folders that are never pushed."""
-        return [name for name in self._shown if _LEFT_OUT.isdisjoint(name.split("/")[:-1])]
+    def contents(self) -> dict[str, ByteSource]:
+        """List all files under their usual names, except those in folders that are never pushed.
 
-    def sizes(self) -> dict[str, int]:
-        """Return the size of each file: path -> bytes."""
-        shown = {name: self._shown[name] for name in self.paths()}
-        return {name: len(one) if isinstance(one, bytes) else one.size for name, one in shown.items()}
+        They are pinned to the listed objects: if one is replaced meanwhile, reading it is an error.
+        """
+        return {name: one for name, one in self._shown.items() if _LEFT_OUT.isdisjoint(name.split("/")[:-1])}
 
     @contextmanager
     def open_variant(self, variant: str | None) -> Iterator[OpenCheckpoint]:
@@ -270,11 +269,6 @@ class StoreFiles:
                 path=error.path,
             ) from error
 
-    def content(self, path: str, sha256: str | None) -> ByteSource:
-        """Return a file, pinned to the listed object: if it is replaced meanwhile, reading it is an error."""
-        one = self._shown[path]
-        return BytesSource(one) if isinstance(one, bytes) else StoredSource(self._store, one, sha256)
-
     def _show(self, variant: str | None, found: Mapping[str, StoredObject]) -> None:
         """Show the newest save of a variant, under usual names."""
         names = WeightNames(variant)
@@ -286,7 +280,7 @@ class StoreFiles:
         self._saves[variant] = save.save_id
         for name in (*save.small_files, *save.objects):
             if folder.has(name):
-                self._shown[name] = folder.content(name)
+                self._shown[name] = folder.source(name)
 
 
 def without_marks(found: PushContents) -> PushContents:

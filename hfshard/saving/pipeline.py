@@ -18,7 +18,9 @@ from hfshard._util.arguments import absolute_path
 from hfshard._util.progress import ProgressCallback, byte_progress
 from hfshard._util.text import shorten_list
 from hfshard._util.threads import delay_interrupt, run_in_threads
+from hfshard.checkpoint.check_files import retry_if_replaced
 from hfshard.checkpoint.companion_files import copy_companion
+from hfshard.checkpoint.folder import RangedFolder
 from hfshard.commit.commit_plan import NewCheckpoint, content_digest, needs_hard_links, plan_commit
 from hfshard.commit.directory_commit import DirectorySession, save_session
 from hfshard.commit.store_commit import (
@@ -434,18 +436,16 @@ def _begin(store: Store, request: SaveRequest, plan: ShardPlan) -> _Save:
     Raises:
         RemoteChangedError: It changed each time.
     """
-    for attempt in range(_TRIES):
-        try:
-            return _Save.begin(store, request, plan)
-        except CheckpointChangedError as error:
-            if attempt == _TRIES - 1:
-                address = str(store.address)
-                raise RemoteChangedError(
-                    f"Other processes replaced the checkpoint in '{address}' on every attempt. Nothing was sent. "
-                    "Retry when no other save is running.",
-                    path=address,
-                ) from error
-    raise AssertionError("the last attempt returns or raises")
+    address = str(store.address)
+    traits = replace(RangedFolder.traits, retries=_TRIES)
+    try:
+        return retry_if_replaced(lambda: _Save.begin(store, request, plan), traits, address)
+    except CheckpointChangedError as error:
+        raise RemoteChangedError(
+            f"Other processes replaced the checkpoint in '{address}' on every attempt. Nothing was sent. "
+            "Retry when no other save is running.",
+            path=address,
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ import torch
 from hfshard._util.addresses import is_store_address
 from hfshard._util.arguments import absolute_path
 from hfshard.checkpoint.companion_files import list_companions, names_in_use, reject_companion_conflicts
-from hfshard.checkpoint.folder import Folder, RangedFolder
+from hfshard.checkpoint.folder import Folder
 from hfshard.checkpoint.load_options import LoadOptions
 from hfshard.checkpoint.locate import config_in
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, cast, is_compared, is_packed, raw_tensors
@@ -459,7 +459,7 @@ class SourceUnchangedCheck:
     def __init__(self, checkpoint: OpenCheckpoint, *, is_in_place: bool) -> None:
         self._checkpoint = checkpoint
         self._identities = _identities_of(checkpoint)
-        self._looks_once = is_in_place and isinstance(checkpoint.folder, RangedFolder)
+        self._looks_once = is_in_place and not checkpoint.folder.traits.is_local
         self._has_looked = False
 
     def __call__(self) -> None:
@@ -481,7 +481,7 @@ class SourceUnchangedCheck:
 
 def _identities_of(checkpoint: OpenCheckpoint) -> dict[str, Identity]:
     """Return path -> identity of the weights files on disk, as opened; empty for a store, which has its own listing."""
-    if isinstance(checkpoint.folder, RangedFolder):
+    if not checkpoint.folder.traits.is_local:
         return {}
     pickles = {file.path: file.identity for file in checkpoint.pickles.values()}
     local = {shard.path: shard.identity for shard in checkpoint.shards.values() if isinstance(shard, SafetensorsFile)}

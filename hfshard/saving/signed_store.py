@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Final
 
-from hfshard._util.progress import ProgressCallback, byte_progress
-from hfshard._util.threads import cancellable, run_in_threads
+from hfshard._util.progress import byte_progress
 from hfshard.checkpoint.verifier import VerifyReport
-from hfshard.constants import COPY_BYTES, FILES_AT_ONCE, MAX_INDEX_BYTES, SIGNATURE_NAME, WEIGHTS_SUFFIXES
-from hfshard.disk.byte_source import ByteSource
+from hfshard.constants import MAX_INDEX_BYTES, SIGNATURE_NAME, WEIGHTS_SUFFIXES
+from hfshard.disk.byte_source import ByteSource, hash_all
 from hfshard.errors import CheckpointChangedError, HfshardError, InvalidArgumentError, StoreError
-from hfshard.format.file_names import INDEX_FILE, WeightNames
+from hfshard.format.file_names import WeightNames
 from hfshard.format.index import CheckpointIndex
 from hfshard.hub.push_files import PushContents, detect_variants
 from hfshard.places.source import CheckpointSource
 from hfshard.saving.copy_checkpoint import StoreFiles, without_marks
-from hfshard.signing.check_signature import SignedFolder, left_out_warnings, needs_disk, stored_manifest, with_problems
+from hfshard.signing.check_signature import (
+    SignedFolder,
+    needs_disk,
+    recorded_digests,
+    stored_manifest,
+    with_compared,
+    with_problems,
+)
 from hfshard.signing.model_signing import SignedManifest
 from hfshard.signing.signed_files import is_signable
 from hfshard.signing.signer import SignedBy
@@ -76,33 +81,35 @@ def verify_signed_store(
 def _with_signature(
     report: VerifyReport, files: StoreFiles, by: SignedBy, *, level: str, progress: bool | None, is_compared: bool
 ) -> VerifyReport:
-    manifest = stored_manifest(files.place, files.sizes(), lambda _: _signature(files), by)
+    listed = files.contents()
+    sizes = {name: content.size for name, content in listed.items()}
+    manifest = stored_manifest(files.place, sizes, lambda _: _read(listed[SIGNATURE_NAME]), by)
     contents = _as_pulled(files, manifest)
     objects = {name: one.found.name for name, one in contents.items() if isinstance(one, StoredSource)}
     place = SignedFolder(files.place, manifest, objects=objects)
     there = {name for name in contents if is_signable(name) or name in manifest.digests}
     names, errors = place.compare_names(there)
-    recorded = _recorded(contents, names, manifest) if report.ok and is_compared else {}
+    recorded = recorded_digests(manifest, names, partial(_index, contents)) if report.ok and is_compared else {}
     compared = {name for name in recorded if level == "structure" or name in report.files}
     known = {name: recorded[name] for name in compared}
     left = {name for name in names - known.keys() if level == "full" or not name.endswith(WEIGHTS_SUFFIXES)}
     total = sum(contents[name].size for name in left)
     with byte_progress("Verifying", total, progress) as progress_callback:
-        found = known | _hashed(contents, left, progress_callback)
+        found = known | hash_all({name: contents[name] for name in left}, progress_callback)
     errors += [place.differs(name) for name in sorted(found) if manifest.digests[name] != {name: found[name]}]
 
     unread = 0 if level == "full" else len(names) - len(left)
-    warnings = [f"{unread} signed files of weights were not compared: level='full' compares them."] if unread else []
-    warnings += left_out_warnings(place, there)
-    every = tuple(dict.fromkeys((*report.files, *sorted(names))))
-    report = replace(report, files=every, warnings=(*report.warnings, *warnings))
-    report = replace(with_problems(report, errors), checked_bytes=report.checked_bytes + total)
-    return replace(report, signed_by=str(by)) if report.ok and not unread else report
+    return with_compared(report, by, names, errors, place.left_out(there), unread=unread, read_bytes=total)
 
 
-def _signature(files: StoreFiles) -> bytes:
-    with files.content(SIGNATURE_NAME, None).open() as reader:
+def _read(content: ByteSource) -> bytes:
+    with content.open() as reader:
         return reader.read()
+
+
+def _index(contents: Mapping[str, ByteSource], name: str) -> bytes:
+    """Read an index; one that is too large to be read is empty, and thus none that was signed."""
+    return _read(contents[name]) if contents[name].size <= MAX_INDEX_BYTES else b""
 
 
 def _as_pulled(files: StoreFiles, manifest: SignedManifest) -> dict[str, ByteSource]:
@@ -111,7 +118,7 @@ def _as_pulled(files: StoreFiles, manifest: SignedManifest) -> dict[str, ByteSou
     Raises:
         InvalidArgumentError: A pull writes weights that were signed as one file with another header.
     """
-    contents = {name: files.content(name, None) for name in files.paths()}
+    contents = files.contents()
     if manifest.digests.keys() <= contents.keys():
         return contents  # as another tool uploaded it
     indexes: dict[str | None, CheckpointIndex] = {}
@@ -127,37 +134,3 @@ def _as_pulled(files: StoreFiles, manifest: SignedManifest) -> dict[str, ByteSou
         ):
             raise needs_disk(files.place, f"was signed as one file, '{single}', which has another header in a store")
     return without_marks(PushContents(contents, indexes, entries)).contents
-
-
-def _recorded(contents: Mapping[str, ByteSource], names: Collection[str], manifest: SignedManifest) -> dict[str, str]:
-    """Collect the sha256 of shards from the indexes that are as they were signed."""
-    found: dict[str, str] = {}
-    for name in names:
-        if "/" not in name and INDEX_FILE.fullmatch(name) and contents[name].size <= MAX_INDEX_BYTES:
-            with contents[name].open() as reader:
-                raw = reader.read()
-            if manifest.digests[name] == {name: hashlib.sha256(raw).hexdigest()}:
-                files = CheckpointIndex.from_json(raw, name).files
-                found |= {file: one.sha256 for file, one in files.items() if one.sha256 is not None}
-    return {name: digest for name, digest in found.items() if name in names and name.endswith(WEIGHTS_SUFFIXES)}
-
-
-def _hashed(
-    contents: Mapping[str, ByteSource], names: Collection[str], progress_callback: ProgressCallback
-) -> dict[str, str]:
-    largest_first = sorted(names, key=lambda name: -contents[name].size)
-    found = run_in_threads(
-        lambda name, cancelled: _sha256_of(contents[name], cancellable(progress_callback, cancelled)),
-        largest_first,
-        FILES_AT_ONCE,
-    )
-    return dict(zip(largest_first, found, strict=True))
-
-
-def _sha256_of(source: ByteSource, progress_callback: ProgressCallback) -> str:
-    hasher = hashlib.sha256()
-    with source.open() as reader:
-        while block := reader.read(COPY_BYTES):
-            hasher.update(block)
-            progress_callback(len(block))
-    return hasher.hexdigest()

@@ -64,22 +64,12 @@ class RangeReader(Protocol):
     def folders(self, folder: str = "") -> list[str]:
         """Name the folders directly in a folder, sorted."""
 
-    def find(self, name: str) -> Any:
-        """Look up one file, a `RangedFile`; None if it does not exist."""
-
     def read_into(self, found: Any, begin: int, target: memoryview) -> None:
         """Fill memory with a listed file's bytes from `begin` on.
 
         Raises:
             CheckpointChangedError: The file now has other bytes, or is gone.
         """
-
-
-class FilesInStore(RangeReader, Protocol):
-    """A place in a store."""
-
-    def neighbors(self) -> list[str]:
-        """Name the folders next to the place."""
 
 
 class RangedShard(SafetensorsShard):

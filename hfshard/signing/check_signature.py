@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Set
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Final
 
 from hfshard._util.progress import ProgressCallback, byte_progress
 from hfshard._util.text import shorten_list
 from hfshard._util.threads import cancellable, run_in_threads
-from hfshard.checkpoint.folder import StoreFolder
+from hfshard.checkpoint.folder import LocalFolder, StoreFolder
 from hfshard.checkpoint.load_options import FilesBeside
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
 from hfshard.checkpoint.verifier import Problem, VerifyReport
@@ -413,7 +414,9 @@ def with_signature(
         there = place.names_there(takes_debris=True)
         names, errors = place.compare_names(there)
         errors += filter(None, map(place.became_link, [SIGNATURE_NAME, *sorted(names)]))
-        recorded = _recorded(place, names) if place.manifest.is_plain else {}
+        folder = LocalFolder(place.root)
+        read = partial(folder.read_small, limit=MAX_INDEX_BYTES)
+        recorded = recorded_digests(place.manifest, names, read) if place.manifest.is_plain else {}
         damaged = {os.path.realpath(problem.file) for problem in report.problems}
         compared = {os.path.abspath(os.path.join(report.directory, name)) for name in report.files}
         known = {
@@ -438,23 +441,41 @@ def with_signature(
             raise
         return with_problems(report, [error])
     unread = 0 if level == "full" else len(names) - len(left)
+    left_out = place.left_out({name for name in there if is_signable(name)})
+    return with_compared(report, by, names, errors, left_out, unread=unread, read_bytes=total)
+
+
+def with_compared(
+    report: VerifyReport,
+    by: SignedBy,
+    names: Collection[str],
+    errors: Collection[HfshardError],
+    left_out: Sequence[str],
+    *,
+    unread: int,
+    read_bytes: int,
+) -> VerifyReport:
+    """Add to a report what the comparison with a signature found.
+
+    Args:
+        report: The report without the signature.
+        by: The required signer.
+        names: The signed files that exist.
+        errors: The files that differ, are missing, or were added.
+        left_out: The files that were left out of the signature on purpose.
+        unread: The number of signed files whose bytes were not compared.
+        read_bytes: Bytes that were read for the comparison.
+    """
     warnings = [f"{unread} signed files of weights were not compared: level='full' compares them."] if unread else []
-    warnings += left_out_warnings(place, {name for name in there if is_signable(name)})
+    if left_out:
+        warnings.append(
+            f"{shorten_list(left_out, _SHOWN, quote=True)}: left out of the signature on purpose by the signer; no "
+            "load accepts such files."
+        )
     files = tuple(dict.fromkeys((*report.files, *sorted(names))))
     report = replace(report, files=files, warnings=(*report.warnings, *warnings))
-    report = replace(with_problems(report, errors), checked_bytes=report.checked_bytes + total)
+    report = replace(with_problems(report, errors), checked_bytes=report.checked_bytes + read_bytes)
     return replace(report, signed_by=str(by)) if report.ok and not unread else report
-
-
-def left_out_warnings(place: SignedFolder, there: Set[str]) -> list[str]:
-    """Return a warning that lists the files that were left out of the signature on purpose, if any."""
-    left_out = place.left_out(there)
-    if not left_out:
-        return []
-    return [
-        f"{shorten_list(left_out, _SHOWN, quote=True)}: left out of the signature on purpose by the signer; no load "
-        "accepts such files."
-    ]
 
 
 def with_problems(report: VerifyReport, errors: Collection[HfshardError]) -> VerifyReport:
@@ -463,14 +484,18 @@ def with_problems(report: VerifyReport, errors: Collection[HfshardError]) -> Ver
     return replace(report, problems=(*report.problems, *found))
 
 
-def _recorded(place: SignedFolder, names: Collection[str]) -> dict[str, str]:
-    """Collect the sha256 of shards from the indexes that are as they were signed."""
+def recorded_digests(manifest: SignedManifest, names: Collection[str], read: Callable[[str], bytes]) -> dict[str, str]:
+    """Collect the sha256 of shards from the indexes that are as they were signed.
+
+    Args:
+        manifest: The manifest of the signature.
+        names: Signed files that exist.
+        read: Reads a small one.
+    """
     found: dict[str, str] = {}
-    for name in names:
-        if not INDEX_FILE.fullmatch(name):
-            continue
-        raw, _ = read_small(os.path.join(place.root, name), place.root, MAX_INDEX_BYTES)
-        if place.manifest.digests[name] != {name: sha256_of(raw)}:
+    for name in filter(INDEX_FILE.fullmatch, names):
+        raw = read(name)
+        if manifest.digests[name] != {name: sha256_of(raw)}:
             continue
         folder = os.path.dirname(name)
         for shard, digest in CheckpointIndex.from_json(raw, name).files.items():
@@ -531,7 +556,7 @@ class SignedObjects:
         if checkpoint.pickles:
             raise needs_disk(self.folder.path, "has files of torch.save")
         signed = self.manifest.digests.keys()
-        if self.folder.identity(SIGNATURE_NAME) != self._signature:
+        if self.folder.version(SIGNATURE_NAME) != self._signature:
             raise self._changed()
         single = checkpoint.names.single
         if single in signed and not self.folder.has(single) and entry not in signed:
@@ -596,7 +621,7 @@ def find_signed_objects(folder: StoreFolder, beside: FilesBeside, by: SignedBy, 
     """
     sizes = {name: folder.size(name) for name in folder.names()}
     manifest = stored_manifest(folder.path, sizes, lambda limit: folder.read_small(SIGNATURE_NAME, limit), by)
-    found = SignedObjects(folder, beside, manifest, has_code, _signature=folder.identity(SIGNATURE_NAME))
+    found = SignedObjects(folder, beside, manifest, has_code, _signature=folder.version(SIGNATURE_NAME))
     found.check_beside()
     return found
 

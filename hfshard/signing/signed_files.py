@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Collection, Iterator, Mapping
@@ -11,15 +10,15 @@ from typing import Any, Final
 
 from hfshard._util.progress import ProgressCallback
 from hfshard._util.threads import cancellable, run_in_threads
+from hfshard.checkpoint.folder import LocalFolder
 from hfshard.constants import (
     BIN_SUFFIX,
-    COPY_BYTES,
     FILES_AT_ONCE,
     SAFETENSORS_SUFFIX,
     SIGNATURE_NAME,
     WEIGHTS_SUFFIXES,
 )
-from hfshard.disk.safe_open import open_regular
+from hfshard.disk.byte_source import sha256_of_reader
 from hfshard.errors import CheckpointChangedError, SignatureError
 from hfshard.format.file_names import INDEX_FILE
 from hfshard.format.index import FileDigest
@@ -144,16 +143,9 @@ def status_identity(status: os.stat_result) -> FileIdentity:
 
 
 def _hash_file(directory: str, name: str, progress_callback: ProgressCallback) -> tuple[str, FileIdentity]:
-    fd = open_regular(os.path.join(directory, name), directory)
-    try:
-        hasher = hashlib.sha256()
-        seen = status_identity(os.fstat(fd))
-        while block := os.read(fd, COPY_BYTES):
-            hasher.update(block)
-            progress_callback(len(block))
-        return hasher.hexdigest(), seen
-    finally:
-        os.close(fd)
+    with LocalFolder(directory).open(name) as file:
+        seen = status_identity(os.fstat(file.fileno()))
+        return sha256_of_reader(file, progress_callback), seen
 
 
 # Open files of weights: hashed, and checked once more when everything needed has been read from them.

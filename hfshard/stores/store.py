@@ -6,7 +6,7 @@ import io
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from hfshard._util.addresses import StoreAddress
 from hfshard.disk.byte_source import SeekableReader
@@ -141,11 +141,18 @@ _READ_BYTES: Final = 8 << 20
 """Bytes per request: a request takes about 50 ms, in which a fast line carries this many."""
 
 
+class _ObjectReads(Protocol):
+    """The part of a `Store` that reads."""
+
+    def read_into(self, found: Any, begin: int, target: memoryview) -> None:
+        """Fill memory with an object's bytes from `begin` on."""
+
+
 @dataclass(frozen=True, slots=True)
 class StoredSource:
     """The contents of an object, as it was listed."""
 
-    store: Store
+    store: _ObjectReads
     found: StoredObject
     sha256: str | None = None
 
@@ -162,7 +169,7 @@ class StoredSource:
 class _ObjectReader(SeekableReader):
     """Reader of one object that reads ahead by at most one block."""
 
-    def __init__(self, store: Store, found: StoredObject) -> None:
+    def __init__(self, store: _ObjectReads, found: StoredObject) -> None:
         super().__init__(found.size)
         self._store = store
         self._found = found

@@ -16,9 +16,10 @@ import torch
 from hfshard._util.addresses import is_store_address
 from hfshard._util.arguments import wraps_os_errors
 from hfshard._util.progress import ProgressCallback
-from hfshard.checkpoint.folder import REMOTE_RETRIES
+from hfshard.checkpoint.check_files import retry_if_replaced
+from hfshard.checkpoint.folder import RangedFolder
 from hfshard.checkpoint.load_options import LoadOptions
-from hfshard.errors import CheckpointChangedError, InvalidArgumentError
+from hfshard.errors import InvalidArgumentError
 from hfshard.format.digests import Verify, tensor_digest
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.viewing.diff_tensors import (
@@ -115,12 +116,7 @@ def diff_checkpoints(
     chosen = tuple(replace(options, key=one) for one in _pair("key", key))
     openings = [OpenRequest(*one) for one in zip((a, b), queries, chosen, strict=True)]
     once = partial(_diff_once, openings, asked, has_one_key=isinstance(key, str))
-    for _ in range(REMOTE_RETRIES - 1):
-        try:
-            return once()
-        except CheckpointChangedError as error:
-            logger.info("%s Starting again.", error)
-    return once()
+    return retry_if_replaced(once, RangedFolder.traits, str(a))
 
 
 def _diff_once(openings: Sequence[OpenRequest], asked: DiffOptions, *, has_one_key: bool) -> CheckpointDiff:

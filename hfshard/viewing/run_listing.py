@@ -159,15 +159,16 @@ def _list_one(
     manifest = found.manifest
     if manifest is None:
         return ListedCheckpoint(found.path, found.step, problems, is_verified, is_unfinished=found.is_unfinished)
-    files = folder_at(found.path)
+    manifest_file = folder_at(found.path).find(MANIFEST)
     return ListedCheckpoint(
         found.path,
         found.step,
         problems,
         is_verified,
         save_number=manifest.save_number,
-        saved=files.saved_at(),
-        size=files.size(MANIFEST) + sum(digest.size or 0 for digest in manifest.files.values()),
+        saved=None if manifest_file is None else manifest_file.modified,
+        size=(0 if manifest_file is None else manifest_file.size)
+        + sum(digest.size or 0 for digest in manifest.files.values()),
         metrics=manifest.metrics,
         files=len(manifest.files) + 1,
         is_latest=manifest.save_number == latest and not problems,

@@ -13,7 +13,7 @@ from hfshard.checkpoint.verifier import Problem
 from hfshard.errors import HfshardError, InvalidArgumentError, InvalidPathError
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.training.run.find_checkpoint import folder_at, live_problems
-from hfshard.training.run.manifest import MANIFEST, RunCheckpoint
+from hfshard.training.run.manifest import MANIFEST, RunCheckpoint, read_manifest
 from hfshard.training.run.reports import as_problems, is_run
 from hfshard.training.run.rotation import MetricMode
 from hfshard.viewing.diff_checkpoints import diff_checkpoints
@@ -179,11 +179,11 @@ def with_components(page: Page, directory: str) -> Page:
         page: The model's page.
         directory: The directory or address of its files.
     """
-    files = folder_at(directory)
-    if not (is_store_address(directory) or os.path.isdir(directory)) or not files.has(MANIFEST):
+    folder = folder_at(directory)
+    if not (is_store_address(directory) or os.path.isdir(directory)) or not folder.has(MANIFEST):
         return page
     try:
-        manifest = files.manifest()
+        manifest = read_manifest(folder)
     except HfshardError as error:  # damaged, or another tool's: the model is shown anyway
         return with_problem(page, error.message)
     return with_step(page, manifest, parts_of(directory, manifest), counts_of(manifest))

@@ -1,12 +1,13 @@
-"""A folder of a store: what it shows of the saves in it, and of what other tools have put next to them."""
+"""Folders: what a store shows of the saves in it, and of what other tools have put next to them; and directories."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
-from hfshard.checkpoint.folder import StoreFolder
+from hfshard.checkpoint.folder import LocalFolder, StoreFolder
 from hfshard.errors import CheckpointChangedError, DamagedCheckpointError, MissingShardError
 from hfshard.format.file_names import WeightNames
 from hfshard.format.stored_save import SaveId, StoredObjectRecord, StoredSave
@@ -35,8 +36,7 @@ def folder_of(objects: dict[str, bytes], variant: str | None = None) -> tuple[St
     """An entered folder over some objects."""
     store = MemoryStore(dict(objects))
     folder = StoreFolder(store, "s3://models/bert")
-    folder.look()
-    folder.enter(WeightNames(variant))
+    folder.refresh(WeightNames(variant))
     return folder, store
 
 
@@ -60,13 +60,23 @@ def test_the_highest_index_is_shown(saves: list[tuple[int, str]], shown: tuple[i
     assert folder.save_id == SaveId(*shown)
     assert folder.names() == ["config.json", SHARD, INDEX]
     assert folder.read_small("config.json", 100) == b'{"number": %d}' % shown[0]
-    assert folder.entry_object(SHARD) is None
-    assert folder.entry_object(INDEX).name == f"model.safetensors.index-{shown[0]:08d}-{shown[1]}.json"
-    assert folder.listed(SHARD).name == f"model-00001-of-00001-{shown[0]:08d}-{shown[1]}.safetensors"
+    assert f"model.safetensors.index-{shown[0]:08d}-{shown[1]}.json" in str(folder.version(INDEX))
     assert folder.path_of(SHARD) == f"s3://models/bert/model-00001-of-00001-{shown[0]:08d}-{shown[1]}.safetensors"
     assert folder.path_of("config.json") == "s3://models/bert/config.json"
     assert (folder.size(SHARD), folder.size("config.json")) == (1, 13 if shown[0] < 10 else 14)
     assert folder.is_pinned
+
+
+def test_what_is_asked_first_lists_the_objects_and_only_that() -> None:
+    run = saved(1, A, entry="checkpoint.json", config=b"of the save")
+    store = MemoryStore(run | {"config.json": b"plain"})
+    folder = StoreFolder(store, "s3://models/bert")
+    folder.enter(WeightNames())
+    assert store.requests == []
+
+    assert folder.read_small("config.json", 100) == b"of the save"
+    assert folder.is_pinned
+    assert [asked for asked in store.requests if asked.startswith("list")] == ["list"]
 
 
 def test_plain_objects_are_shown_next_to_a_save_but_no_weights() -> None:
@@ -84,7 +94,7 @@ def test_plain_objects_are_shown_next_to_a_save_but_no_weights() -> None:
     assert not folder.has("model.safetensors")
     assert folder.read_small("README.md", 100) == b"x"
     with pytest.raises(MissingShardError, match=r"'s3://models/bert/model\.safetensors' is missing"):
-        folder.content("model.safetensors")
+        folder.source("model.safetensors")
 
 
 def test_what_no_save_has_made_is_shown_as_it_is() -> None:
@@ -110,16 +120,16 @@ def test_variants_and_checkpoints_of_runs_have_entries_of_their_own() -> None:
 def test_a_save_that_comes_is_shown_after_the_next_look() -> None:
     folder, store = folder_of(saved(1, A, config=b"old"))
     assert folder.read_small("config.json", 100) == b"old"
-    before = folder.identity(INDEX)
+    before = folder.version(INDEX)
     store.objects = saved(2, A, config=b"new")
 
     assert folder.read_small("config.json", 100) == b"old"
-    assert folder.identity(INDEX) == before
-    assert folder.has_changed()
-    folder.look()
+    assert folder.version(INDEX) == before
+    assert not folder.is_current()
+    folder.refresh()
     assert folder.read_small("config.json", 100) == b"new"
-    assert folder.identity(INDEX) != before
-    assert not folder.has_changed()
+    assert folder.version(INDEX) != before
+    assert folder.is_current()
     assert [asked for asked in store.requests if asked.startswith("read")] == [
         f"read model.safetensors.index-00000001-{A}.json",
         f"read model.safetensors.index-00000002-{A}.json",
@@ -162,8 +172,39 @@ def test_a_folder_below_is_listed_once_after_each_look() -> None:
 
     assert folder.list_code_files(["code"]) == ["code/net.py", "custom_generate/generate.py"]
     assert folder.list_code_files(["code"]) == ["code/net.py", "custom_generate/generate.py"]
-    folder.look()
+    folder.refresh()
     folder.list_code_files([])
 
     listed = [asked for asked in store.requests if asked.startswith("list")]
     assert listed == ["list code", "list custom_generate", "list", "list custom_generate"]
+
+
+def test_a_directory_finds_files_folders_and_links_that_lead_nowhere(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(b"{}")
+    (tmp_path / "code").mkdir()
+    (tmp_path / "gone.bin").symlink_to(tmp_path / "elsewhere")
+    folder, missing = LocalFolder(str(tmp_path)), LocalFolder(str(tmp_path / "missing"))
+
+    assert folder.names() == ["code", "config.json", "gone.bin"]
+    assert [folder.size(name) for name in folder.names()] == [0, 2, 0]
+    assert [folder.version(name) is None for name in folder.names()] == [False, False, True]
+    assert all(map(folder.has, folder.names()))
+    found = folder.find("config.json")
+    assert found is not None and found.modified is not None and found.modified.tzinfo is not None
+    assert (missing.exists(), missing.names(), missing.find("config.json")) == (False, [], None)
+    assert LocalFolder(str(tmp_path / "code")).exists()
+
+
+@pytest.mark.parametrize("is_local", [True, False])
+def test_a_file_is_opened_and_passed_on_as_it_is(tmp_path: Path, *, is_local: bool) -> None:
+    raw = b"\0not text"
+    (tmp_path / "spiece.model").write_bytes(raw)
+    store = MemoryStore({"spiece.model": raw})
+    folder = LocalFolder(str(tmp_path)) if is_local else StoreFolder(store, "s3://models/bert")
+
+    with folder.open("spiece.model") as reader, folder.source("spiece.model", "ab" * 32).open() as again:
+        assert reader.read() == again.read() == raw
+    source = folder.source("spiece.model", "ab" * 32)
+    assert (source.size, source.sha256) == (len(raw), "ab" * 32)
+    with pytest.raises(MissingShardError, match=r"spiece\.txt"):
+        folder.open("spiece.txt")

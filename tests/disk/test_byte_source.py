@@ -14,6 +14,7 @@ from hfshard.disk.byte_source import (
     FileSource,
     StreamSource,
     file_source,
+    hash_all,
     sha256_of_source,
 )
 
@@ -67,3 +68,15 @@ def test_empty_file_has_the_hash_of_nothing(tmp_path: Path) -> None:
 def test_missing_file_is_an_error_when_it_is_looked_at(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         file_source(str(tmp_path / "nothing"))
+
+
+def test_all_contents_are_hashed_and_a_known_hash_is_not_trusted(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(RAW)
+    contents: dict[str, ByteSource] = {
+        "empty": BytesSource(b""),
+        "file": FileSource(str(tmp_path / "file"), len(RAW), "ab" * 32),
+    }
+    hashed: list[int] = []
+
+    assert hash_all(contents, hashed.append) == {"empty": EMPTY, "file": SHA256}
+    assert hashed == [len(RAW)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import hfshard
+from hfshard.checkpoint.folder import LocalFolder
 from hfshard.errors import (
     CheckpointChangedError,
     CheckpointNotFoundError,
@@ -81,7 +83,7 @@ def test_config_and_weights_are_of_one_save_though_another_comes_between(is_over
 
 
 def test_a_checkpoint_that_keeps_changing_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hfshard.places.source.REPLACED_RETRIES", 2)  # each waits
+    monkeypatch.setattr(LocalFolder, "traits", replace(LocalFolder.traits, retries=2))
     saved(tmp_path)
 
     class Restless(hfshard.ShardedModelMixin, Simple):

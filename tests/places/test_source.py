@@ -63,5 +63,5 @@ def test_stores_and_directory_hubs_are_read_by_hfshard_alone(tmp_path: Path) -> 
 def test_each_try_costs_requests_in_a_store_so_that_there_are_fewer() -> None:
     folder = StoreFolder(MemoryStore(), "s3://models/bert")
 
-    assert ResolvedSource("/there", "/there").most_tries == 400
-    assert ResolvedSource("/there", "/there", folder=folder).most_tries == 20
+    assert ResolvedSource("/there", "/there").traits.retries == 400
+    assert ResolvedSource("/there", "/there", folder=folder).traits.retries == 20

@@ -73,10 +73,10 @@ def test_small_files_follow_the_folder_and_code_comes_only_when_it_may_be_run() 
 
     store.objects["config.json"] = b'{"new": 1}'
     del store.objects["generation_config.json"]
-    folder.look()  # the listing that has filled it counts for the opening of the checkpoint
+    folder.refresh()  # the listing that has filled it counts for the opening of the checkpoint
     plain.refresh()
     assert sorted(files_of(plain)) == ["config.json", "generation_config.json"]
-    folder.look()
+    folder.refresh()
     plain.refresh()
     assert files_of(plain) == {"config.json": b'{"new": 1}'}
 

@@ -7,15 +7,13 @@ import hashlib
 import logging
 import os
 import stat
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
 from hfshard._util.progress import ProgressCallback, byte_progress
-from hfshard._util.threads import cancellable, run_in_threads
-from hfshard.constants import COPY_BYTES, FILES_AT_ONCE
-from hfshard.disk.byte_source import ByteSource, FileSource, clone_blocks
+from hfshard.constants import COPY_BYTES
+from hfshard.disk.byte_source import ByteSource, FileSource, clone_blocks, hash_all, sha256_of_reader
 from hfshard.disk.fsops import NO_LINKS, UNSUPPORTED, rename, require_space, sync, sync_directory, write_all
 from hfshard.errors import DamagedCheckpointError, IntegrityError, MissingShardError
 from hfshard.hub.directory.commit_graph import commit_ids, read_commit_manifest, snapshot_path
@@ -284,43 +282,39 @@ def check_hashes(folder: str, files: Mapping[str, RemoteFile], progress: bool | 
 
 def hash_errors(folder: str, files: Mapping[str, RemoteFile], progress: bool | None) -> list[IntegrityError]:
     """Read files of a snapshot like `check_hashes`, and return the errors instead of raising one."""
-    sizes = sum(file.size for file in files.values())
-    with byte_progress("Verifying", sizes, progress) as progress_callback:
-
-        def check(item: tuple[str, RemoteFile], cancelled: threading.Event) -> IntegrityError | None:
-            path, file = item
-            try:
-                check_hash(os.path.join(folder, path), str(file.sha256), cancellable(progress_callback, cancelled))
-            except IntegrityError as error:
-                return error
-            return None
-
-        return [error for error in run_in_threads(check, files.items(), FILES_AT_ONCE) if error is not None]
+    contents = {path: FileSource(os.path.join(folder, path), file.size) for path, file in files.items()}
+    with byte_progress("Verifying", sum(file.size for file in files.values()), progress) as progress_callback:
+        found = hash_all(contents, progress_callback)
+    return [
+        _damaged(contents[path].path, str(file.sha256), found[path])
+        for path, file in files.items()
+        if found[path] != file.sha256
+    ]
 
 
-def check_hash(path: str, sha256: str, tell: Callable[[int], object] = lambda _: None) -> None:
+def check_hash(path: str, sha256: str) -> None:
     """Read a file of a snapshot, and compare its sha256.
 
     Raises:
         IntegrityError: It has another one.
     """
-    if (actual := hash_file(path, tell)) != sha256:
-        raise IntegrityError(
-            f"'{path}' is damaged: its sha256 must be {sha256}, but is {actual}. {_TODO}",
-            path=path,
-            expected=sha256,
-            actual=actual,
-        )
+    if (actual := hash_file(path)) != sha256:
+        raise _damaged(path, sha256, actual)
 
 
-def hash_file(path: str, tell: Callable[[int], object] = lambda _: None) -> str:
-    """Compute the sha256 of a file, in hex; `tell` is called with the size of every block."""
-    hasher = hashlib.sha256()
+def _damaged(path: str, sha256: str, actual: str) -> IntegrityError:
+    return IntegrityError(
+        f"'{path}' is damaged: its sha256 must be {sha256}, but is {actual}. {_TODO}",
+        path=path,
+        expected=sha256,
+        actual=actual,
+    )
+
+
+def hash_file(path: str) -> str:
+    """Compute the sha256 of a file, in hex."""
     with open(path, "rb") as file:
-        while block := file.read(COPY_BYTES):
-            hasher.update(block)
-            tell(len(block))
-    return hasher.hexdigest()
+        return sha256_of_reader(file)
 
 
 def _walk(folder: str, below: str = "") -> Iterator[tuple[str, os.stat_result]]:

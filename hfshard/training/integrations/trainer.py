@@ -25,6 +25,7 @@ from transformers.training_args import ParallelMode
 from hfshard._util.addresses import is_store_address
 from hfshard.checkpoint.load_options import LoadOptions
 from hfshard.commit.hub_marker import has_hub_marker, hub_directory, split_address
+from hfshard.constants import MAX_INDEX_BYTES
 from hfshard.distributed.load_on_ranks import has_spread_state, load_into_spread_module
 from hfshard.errors import CheckpointNotFoundError, HfshardError, InvalidArgumentError, StateDictMismatchError
 from hfshard.hub.repo import RepoTree
@@ -180,7 +181,7 @@ class CheckpointCallback(TrainerCallback):
         trainer.store_flos()
         if state.best_global_step is not None:
             best = manager.path_of(state.best_global_step)
-            if state.best_global_step == step or folder_at(best).is_there():
+            if state.best_global_step == step or folder_at(best).exists():
                 state.best_model_checkpoint = best
         exportable = [*trainer.callback_handler.callbacks, trainer.control]
         exportable = [callback for callback in exportable if isinstance(callback, ExportableState)]
@@ -279,7 +280,7 @@ class CheckpointCallback(TrainerCallback):
             getattr(trainer, _LOSS).add_(self._progress["loss"])
             setattr(trainer, _LOGGED, self._progress["logged"])
             self._progress = {}
-        if state.best_global_step is not None and folder_at(best := manager.path_of(state.best_global_step)).is_there():
+        if state.best_global_step is not None and folder_at(best := manager.path_of(state.best_global_step)).exists():
             state.best_model_checkpoint = best  # the directory of the run may have been moved
         elif self._resumed is not None and self._resumed[0] == state.best_global_step:
             state.best_model_checkpoint = self._resumed[1]  # it was downloaded
@@ -463,7 +464,7 @@ def local_copy(path: str) -> Iterator[str]:
     if not is_store_address(path):
         yield path
         return
-    progress = json.loads(folder_at(path).read_small(STATE_FILE))
+    progress = json.loads(folder_at(path).read_small(STATE_FILE, MAX_INDEX_BYTES))
     with tempfile.TemporaryDirectory(prefix="hfshard-") as directory:
         with open(os.path.join(directory, STATE_FILE), "w", encoding="utf-8") as file:
             json.dump({**progress, _BEST: None}, file)

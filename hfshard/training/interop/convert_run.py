@@ -124,7 +124,7 @@ def convert_foreign(
     try:
         with writer.turn("convert"):
             target = checkpoint_path(root, number)
-            if os.path.lexists(target) or folder_at(target).is_there():
+            if os.path.lexists(target) or folder_at(target).exists():
                 raise InvalidArgumentError(f"'{target}' already exists. Pass another run, or another step.", path=root)
             writer.begin()
             foreign.confirm()

@@ -9,14 +9,15 @@ from typing import Any, Final, Protocol
 
 import torch
 
+from hfshard.checkpoint.folder import Folder
 from hfshard.checkpoint.load_options import read_tensors
-from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
+from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
 from hfshard.distributed.read_parts import read_parts, stored_tensors
 from hfshard.errors import UnstorableTensorError
+from hfshard.format.digests import Verify
 from hfshard.format.file_names import MODEL_BASE, WeightNames
 from hfshard.tensors.state_dict import collect_state_dict, is_dtensor
 from hfshard.training.run.manifest import CheckpointManifest
-from hfshard.training.run.run_storage import CheckpointFiles
 from hfshard.training.run_ranks import is_spread_state
 from hfshard.training.state.collect_state import STATE_BASE, is_rank_local, rank_prefix
 from hfshard.training.state.nested import encode
@@ -37,7 +38,7 @@ class ReadPart(Protocol):
         """
 
 
-def part_reader(state: TrainingState, files: CheckpointFiles, manifest: CheckpointManifest, own_rank: int) -> ReadPart:
+def part_reader(state: TrainingState, folder: Folder, manifest: CheckpointManifest, own_rank: int) -> ReadPart:
     """Build the function that reads the tensors of one set of files.
 
     Tensors with which the training continues are read into memory: a mapped file would keep its disk space after its
@@ -45,10 +46,11 @@ def part_reader(state: TrainingState, files: CheckpointFiles, manifest: Checkpoi
 
     Args:
         state: The state that is restored.
-        files: The checkpoint's files.
+        folder: The checkpoint's folder.
         manifest: The checkpoint's manifest.
         own_rank: The rank whose own random numbers and positions are read.
     """
+    verify: Verify = "full" if folder.traits.verifies_reads else "structure"
     layouts = StateLayouts(state) if is_spread_state(state) else None
 
     def read(
@@ -58,7 +60,7 @@ def part_reader(state: TrainingState, files: CheckpointFiles, manifest: Checkpoi
         entry = next((name for name in (names.single, names.index) if name in manifest.files), None)
         if entry is None:
             return {}
-        with files.open_part(base, entry) as checkpoint:
+        with open_checkpoint(folder, use_safetensors=True, base=base, weights_name=entry, verify=verify) as checkpoint:
             if layouts is not None:
                 return read_local_parts(checkpoint, base, layouts, own_rank, is_wanted)
             return read_tensors(checkpoint, is_wanted, "cpu", "auto" if is_copied else "pread")

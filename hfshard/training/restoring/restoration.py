@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from hfshard.checkpoint.folder import Folder
+from hfshard.constants import MAX_INDEX_BYTES
 from hfshard.errors import DamagedCheckpointError, HfshardError
 from hfshard.format.file_names import MODEL_BASE
 from hfshard.format.strict_json import parse_json_object
@@ -28,7 +30,7 @@ from hfshard.training.restoring.part_planner import (
 )
 from hfshard.training.restoring.read_state import ReadPart, part_reader
 from hfshard.training.run.manifest import CheckpointManifest
-from hfshard.training.run.run_storage import TRAINING_STATE, CheckpointFiles
+from hfshard.training.run.run_storage import TRAINING_STATE
 from hfshard.training.run_ranks import ALONE, Ranks
 from hfshard.training.state.collect_state import STATE_BASE, TRAINING_STATE_FORMAT
 from hfshard.training.state.nested import decode, tensor_names
@@ -42,7 +44,7 @@ _REMEDY = "Restore another checkpoint, or download it again."
 
 def plan_restoration(
     state: TrainingState,
-    files: CheckpointFiles,
+    folder: Folder,
     manifest: CheckpointManifest,
     *,
     strict: bool,
@@ -54,7 +56,7 @@ def plan_restoration(
 
     Args:
         state: Built as for the run that was saved.
-        files: The checkpoint's files.
+        folder: The checkpoint's folder.
         manifest: The checkpoint's manifest.
         strict: Reject any difference; else what differs stays as it was built, and is reported.
         ranks: This process among those that restore.
@@ -68,9 +70,9 @@ def plan_restoration(
     """
     for module in state.of_kind("module").values():
         reject_unreduced(module, "restore")
-    directory = files.path
+    directory = folder.path
     path = os.path.join(directory, TRAINING_STATE)
-    saved_state = _parse_training_state(files.read_small(TRAINING_STATE), path)
+    saved_state = _parse_training_state(folder.read_small(TRAINING_STATE, MAX_INDEX_BYTES), path)
     saved_ranks = saved_state["ranks"]
     own = saved_ranks[ranks.rank if ranks.rank < len(saved_ranks) else 0]
     components = {**saved_state["components"], **own["components"]}
@@ -82,7 +84,7 @@ def plan_restoration(
     elsewhere = parts_of_other_stages(state, own)
     may_lack = unsaved_components(state) if restoration.lacking else frozenset[str]()
     check_components(state, saved, directory, restoration.differences, elsewhere, strict=strict, may_lack=may_lack)
-    read = part_reader(state, files, manifest, ranks.rank if ranks.rank < len(saved_ranks) else 0)
+    read = part_reader(state, folder, manifest, ranks.rank if ranks.rank < len(saved_ranks) else 0)
     wanted = None
     if stage is not None:
         saved = stage.of_this_rank(saved, path)

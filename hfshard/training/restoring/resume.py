@@ -13,6 +13,7 @@ import torch
 
 from hfshard._util.addresses import is_store_address
 from hfshard._util.arguments import absolute_path
+from hfshard.checkpoint.check_files import check_files
 from hfshard.checkpoint.load_options import SignatureRequirement
 from hfshard.commit.hub_marker import absolute_repo_id
 from hfshard.errors import (
@@ -33,7 +34,7 @@ from hfshard.training.run.find_checkpoint import (
     folder_at,
     has_changed,
 )
-from hfshard.training.run.manifest import CheckpointManifest, RunCheckpoint
+from hfshard.training.run.manifest import CheckpointManifest, RunCheckpoint, read_manifest
 from hfshard.training.run.push_run import checked_at
 from hfshard.training.run.run_storage import RunStorage
 from hfshard.training.run_ranks import Ranks, is_spread_state
@@ -140,17 +141,17 @@ def _resume_on_ranks(
             return None
         checkpoint, manifest = chosen_checkpoint
         restoration = Restoration()
-        files = folder_at(checkpoint.path)
+        folder = folder_at(checkpoint.path)
         error = None
         try:
             if not ranks.is_first:
                 checkpoint, manifest = _local_checkpoint(checkpoint, manifest, partial(choose, passed_over))
-                files = folder_at(checkpoint.path)
-            if files.is_compared_when_read:
-                files.check(manifest, is_full=False)
+                folder = folder_at(checkpoint.path)
+            if folder.traits.verifies_reads:
+                check_files(folder, manifest.files, "structure")
             with _all_signed(checkpoint, manifest, signature):
                 restoration = plan_restoration(
-                    own, files, manifest, strict=strict, ranks=ranks, stage=names, without=without
+                    own, folder, manifest, strict=strict, ranks=ranks, stage=names, without=without
                 )
         except Exception as caught:  # noqa: BLE001 - raised by `agree`, when all ranks know
             error = caught
@@ -159,7 +160,7 @@ def _resume_on_ranks(
         is_replaced = (ranks.is_first or error is None) and has_changed(checkpoint)
         if any(ranks.all_of(is_replaced)):
             continue  # a run that is saving has removed or replaced it
-        is_damaged = is_newest and isinstance(error, DamagedCheckpointError) and files.is_compared_when_read
+        is_damaged = is_newest and isinstance(error, DamagedCheckpointError) and folder.traits.verifies_reads
         if not any(ranks.all_of(is_damaged)):
             break
         passed_over.append(checkpoint.path)
@@ -205,7 +206,7 @@ def _all_signed(
         )
     signed = signature.find(path)
     signed.check_all()
-    if folder_at(path).manifest().to_json() != manifest.to_json():
+    if read_manifest(folder_at(path)).to_json() != manifest.to_json():
         raise CheckpointChangedError(f"'{path}' was replaced while its signature was being checked. Retry.", path=path)
     yield
     signed.confirm()
@@ -266,7 +267,7 @@ def _local_checkpoint(
 ) -> ChosenCheckpoint:
     """Find the first rank's checkpoint from this rank: in the same directory, or fetched to this machine."""
     here: ChosenCheckpoint | None
-    if folder_at(checkpoint.path).is_there():
+    if folder_at(checkpoint.path).exists():
         local = checkpoint_at(checkpoint.path, checkpoint.step)
         here = local, check_run_checkpoint(local, "structure", is_read_next=True)
     else:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Collection
+from dataclasses import replace
+from functools import partial
 from typing import Final, Literal
 
 from hfshard._util.addresses import is_store_address
 from hfshard._util.progress import byte_progress
+from hfshard.checkpoint.check_files import ReplacedMeanwhile, check_files, retry_if_replaced
+from hfshard.checkpoint.folder import Folder, LocalFolder
 from hfshard.errors import (
-    CheckpointChangedError,
     CheckpointNotFoundError,
     DamagedCheckpointError,
     HfshardError,
@@ -18,16 +21,22 @@ from hfshard.errors import (
     StoreError,
 )
 from hfshard.format.file_names import WeightNames
-from hfshard.training.run.manifest import CheckpointManifest, RunCheckpoint, read_run_checkpoint
-from hfshard.training.run.run_directory import DirectoryCheckpoint, DirectoryPlace
-from hfshard.training.run.run_storage import CheckpointFiles, RunStorage
-from hfshard.training.run.run_store import StoreCheckpoint, StorePlace
+from hfshard.training.run.manifest import (
+    CheckpointManifest,
+    RunCheckpoint,
+    is_still_in,
+    read_manifest,
+    read_run_checkpoint,
+)
+from hfshard.training.run.run_directory import DirectoryPlace
+from hfshard.training.run.run_storage import RunStorage
+from hfshard.training.run.run_store import StorePlace, stored_checkpoint
 from hfshard.training.state.collect_state import PARTS
 
 logger = logging.getLogger(__name__)
 
-_TRIES: Final = 50
-"""The most reads of a run whose checkpoints are being replaced: it may save constantly and keep only one."""
+_RUN_TRAITS: Final = replace(LocalFolder.traits, retries=50)
+"""Traits of a reader of a run whose checkpoints are being replaced: it may save constantly and keep only one."""
 
 Level = Literal["structure", "full"]
 
@@ -70,12 +79,12 @@ def check_run_checkpoint(
         raise InvalidArgumentError(f"verify must be 'structure' or 'full', got {verify!r}.")
     if checkpoint.manifest is None:
         raise checkpoint.problem or RuntimeError(f"'{checkpoint.path}' has no manifest.")
-    files = folder_at(checkpoint.path)
-    if is_read_next and files.is_compared_when_read:
+    folder = folder_at(checkpoint.path)
+    if is_read_next and folder.traits.verifies_reads:
         return checkpoint.manifest
     total = sum(record.size or 0 for record in checkpoint.manifest.files.values())
     with byte_progress("Verifying", total, progress if verify == "full" else False) as progress_callback:
-        files.check(checkpoint.manifest, is_full=verify == "full", progress_callback=progress_callback)
+        check_files(folder, checkpoint.manifest.files, verify, progress_callback=progress_callback)
     return checkpoint.manifest
 
 
@@ -98,7 +107,8 @@ def newest_intact(
         DamagedCheckpointError: All checkpoints are damaged.
         StoreError: The store did not respond, or refused.
     """
-    for _ in range(_TRIES):
+
+    def find() -> tuple[RunCheckpoint, CheckpointManifest] | None:
         found = place.checkpoints()
         damaged: list[tuple[RunCheckpoint, HfshardError]] = []
         for one in (one for one in found if one.path not in passed_over):
@@ -108,23 +118,22 @@ def newest_intact(
                 raise  # a failing store says nothing about the checkpoint
             except HfshardError as error:
                 if has_changed(one):  # a run that is saving there has removed it, and has a newer one
-                    break
+                    raise ReplacedMeanwhile from error
                 damaged.append((one, error))
             else:
                 _warn_of(damaged)
                 return one, manifest
-        else:
-            _warn_of(damaged)
-            if not found:
-                return None
-            raise DamagedCheckpointError(
-                f"None of the {len(found)} checkpoints in '{place.root}' is intact. The warnings say what is wrong "
-                "with each. To train from the beginning, pass the manager another directory.",
-                path=place.root,
-            )
-    raise CheckpointChangedError(
-        f"The checkpoints in '{place.root}' were replaced while they were being read. Retry.", path=place.root
-    )
+        _warn_of(damaged)
+        if not found:
+            return None
+        raise DamagedCheckpointError(
+            f"None of the {len(found)} checkpoints in '{place.root}' is intact. The warnings say what is wrong "
+            "with each. To train from the beginning, pass the manager another directory.",
+            path=place.root,
+        )
+
+    too_often = f"The checkpoints in '{place.root}' were replaced while they were being read. Retry."
+    return retry_if_replaced(find, _RUN_TRAITS, place.root, too_often)
 
 
 def _warn_of(damaged: list[tuple[RunCheckpoint, HfshardError]]) -> None:
@@ -138,14 +147,10 @@ def checkpoint_problems(
     """List the problems of a checkpoint; `progress_callback` gets the bytes that were hashed."""
     problems: list[HfshardError] = []
     if checkpoint.manifest is not None:
-        files = folder_at(checkpoint.path)
-        files.check(
-            checkpoint.manifest,
-            is_full=level == "full",
-            progress_callback=progress_callback,
-            on_problem=problems.append,
-        )
-        problems += _strays(files, checkpoint.manifest)
+        folder = folder_at(checkpoint.path)
+        records = checkpoint.manifest.files
+        check_files(folder, records, level, progress_callback=progress_callback, on_problem=problems.append)
+        problems += _strays(folder, checkpoint.manifest)
     elif checkpoint.problem is not None:
         problems.append(checkpoint.problem)
     return problems
@@ -157,25 +162,29 @@ def live_problems(checkpoint: RunCheckpoint, level: Level) -> list[HfshardError]
     Raises:
         CheckpointChangedError: The checkpoint was replaced on every attempt.
     """
-    for _ in range(_TRIES):
-        problems = checkpoint_problems(checkpoint, level)
-        if not problems or not has_changed(checkpoint):
+    latest = checkpoint
+
+    def check() -> list[HfshardError] | None:
+        nonlocal latest
+        problems = checkpoint_problems(latest, level)
+        if not problems or not has_changed(latest):
             return problems
-        if not folder_at(checkpoint.path).is_there():
+        if not folder_at(latest.path).exists():
             return None
-        checkpoint = checkpoint_at(checkpoint.path, checkpoint.step)
-    raise CheckpointChangedError(
-        f"'{checkpoint.path}' was replaced while it was being checked. Retry.", path=checkpoint.path
-    )
+        latest = checkpoint_at(latest.path, latest.step)
+        raise ReplacedMeanwhile
+
+    too_often = f"'{checkpoint.path}' was replaced while it was being checked. Retry."
+    return retry_if_replaced(check, _RUN_TRAITS, checkpoint.path, too_often)
 
 
-def _strays(files: CheckpointFiles, manifest: CheckpointManifest) -> list[HfshardError]:
+def _strays(folder: Folder, manifest: CheckpointManifest) -> list[HfshardError]:
     """Report files in a checkpoint that other tools would load instead of its own."""
     problems: list[HfshardError] = []
     for base in PARTS:
         names = WeightNames(base=base)
-        path = os.path.join(files.path, names.single)
-        if names.single not in manifest.files and files.has(names.single):
+        path = os.path.join(folder.path, names.single)
+        if names.single not in manifest.files and folder.has(names.single):
             problems.append(
                 DamagedCheckpointError(
                     f"'{path}' does not belong to the checkpoint, but other tools load it instead of the checkpoint's "
@@ -194,19 +203,16 @@ def run_place(root: str) -> RunStorage:
     return StorePlace(root) if is_store_address(root) else DirectoryPlace(root)
 
 
-def folder_at(path: str) -> CheckpointFiles:
-    """Return the files of the checkpoint at a path; nothing is read yet."""
-    return StoreCheckpoint(path) if is_store_address(path) else DirectoryCheckpoint(path)
+def folder_at(path: str) -> Folder:
+    """Return the folder of the checkpoint at a path; nothing is read yet."""
+    return stored_checkpoint(path) if is_store_address(path) else LocalFolder(path)
 
 
 def checkpoint_at(path: str, step: int) -> RunCheckpoint:
     """Read the manifest of one checkpoint, whose step must be the one in its name."""
-    return read_run_checkpoint(path, step, folder_at(path).manifest)
+    return read_run_checkpoint(path, step, partial(read_manifest, folder_at(path)))
 
 
 def has_changed(checkpoint: RunCheckpoint) -> bool:
     """Return whether a checkpoint is gone from where it was found, or was replaced, by a run that is saving."""
-    now = checkpoint_at(checkpoint.path, checkpoint.step).manifest
-    if now is None or checkpoint.manifest is None:
-        return now is not checkpoint.manifest or not folder_at(checkpoint.path).is_there()
-    return (now.save_number, now.files) != (checkpoint.manifest.save_number, checkpoint.manifest.files)
+    return not is_still_in(folder_at(checkpoint.path), checkpoint)

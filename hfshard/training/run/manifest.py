@@ -7,28 +7,22 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from threading import Event
 from typing import Final, TypeGuard
 
-from hfshard._util.threads import cancellable, run_in_threads
-from hfshard.constants import FILES_AT_ONCE, MANIFEST_NAME, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
-from hfshard.disk.byte_source import sha256_of_reader
-from hfshard.disk.safe_open import open_regular, read_small
+from hfshard.checkpoint.folder import Folder, as_folder
+from hfshard.constants import MANIFEST_NAME, MAX_INDEX_BYTES
 from hfshard.errors import (
     DamagedCheckpointError,
     HfshardError,
     IntegrityError,
     InvalidArgumentError,
     MissingShardError,
-    UnsafePathError,
-    repair_hint,
 )
 from hfshard.format.digests import sha256_of
 from hfshard.format.file_names import check_file_name
 from hfshard.format.index import FileDigest, parse_file_digest
 from hfshard.format.stored_save import SaveId
 from hfshard.format.strict_json import dump_json, padded_json, parse_json_object
-from hfshard.shards.shard_file import SafetensorsFile
 from hfshard.training.state.nested import decode, encode
 
 MANIFEST: Final = MANIFEST_NAME
@@ -99,104 +93,15 @@ class CheckpointManifest:
         return cls(step, save_number, metrics, records)
 
 
-def read_checkpoint_manifest(directory: str) -> CheckpointManifest:
-    """Read the manifest of a checkpoint; the other files are not checked.
+def read_manifest(place: str | Folder) -> CheckpointManifest:
+    """Read the manifest of a checkpoint, in a directory or a folder; the other files are not checked.
 
     Raises:
         MissingShardError: It is missing: the checkpoint was never finished, or is another tool's.
         DamagedCheckpointError, UnsafePathError: It is damaged.
     """
-    path = os.path.join(directory, MANIFEST)
-    return CheckpointManifest.from_json(read_small(path, directory, MAX_INDEX_BYTES)[0], path)
-
-
-def check_files(
-    directory: str,
-    manifest: CheckpointManifest,
-    *,
-    is_full: bool,
-    progress_callback: Callable[[int], object] | None = None,
-    on_problem: Callable[[DamagedCheckpointError], object] | None = None,
-) -> None:
-    """Compare every file of a checkpoint with its manifest, several at once.
-
-    Args:
-        directory: The checkpoint's directory.
-        manifest: The checkpoint's manifest.
-        is_full: Compare checksums of all bytes; else sizes and fingerprints.
-        progress_callback: Gets the bytes that were hashed, from any thread.
-        on_problem: Gets the error of each damaged file; None: the first one is raised.
-
-    Raises:
-        DamagedCheckpointError, UnsafePathError: A file is missing, or differs from the saved one.
-    """
-    check = partial(_check_file, directory, is_full=is_full, progress_callback=progress_callback, on_problem=on_problem)
-    run_in_threads(check, sorted(manifest.files.items(), key=lambda item: -(item[1].size or 0)), FILES_AT_ONCE)
-
-
-def _check_file(
-    directory: str,
-    item: tuple[str, FileDigest],
-    stop: Event,
-    *,
-    is_full: bool,
-    progress_callback: Callable[[int], object] | None,
-    on_problem: Callable[[DamagedCheckpointError], object] | None,
-) -> None:
-    name, record = item
-    path = os.path.join(directory, name)
-    try:
-        if not name.endswith(SAFETENSORS_SUFFIX):
-            _check_small(path, directory, record)
-            return
-        shard = SafetensorsFile(path, directory)
-        try:
-            shard.check_size_and_fingerprint(record, with_fingerprint=True)
-            _check_own_digests(shard, record)
-            if is_full:
-                shard.check_contents(record, cancellable(progress_callback, stop), keep_cached=True)
-        finally:
-            shard.close()
-    except UnsafePathError as error:
-        problem = DamagedCheckpointError(error.message, path=path, actual=error.actual)
-        if on_problem is None:
-            raise problem from error
-        on_problem(problem)
-    except DamagedCheckpointError as error:
-        if on_problem is None:
-            raise
-        on_problem(error)
-
-
-def _check_own_digests(shard: SafetensorsFile, record: FileDigest) -> None:
-    """Compare the digests that a single file states itself: its checksum excludes them, and readers rely on them."""
-    for kind in ("fingerprint", "xxh3", "sha256"):
-        stated = getattr(shard.hfshard_metadata.digests, kind)
-        expected = getattr(record, kind)
-        if stated is not None and stated != expected:
-            raise IntegrityError(
-                f"'{shard.path}' is not the file that was saved: it states the {kind} {stated}, but {expected} was "
-                f"recorded. {repair_hint(shard.path)}",
-                path=shard.path,
-                expected=expected,
-                actual=stated,
-            )
-
-
-def _check_small(path: str, directory: str, record: FileDigest) -> None:
-    with os.fdopen(
-        open_regular(path, directory), "rb"
-    ) as reader:  # of any size, and not always text: a tokenizer's model
-        size = os.fstat(reader.fileno()).st_size
-        found = sha256_of_reader(reader) if size == record.size else f"that of a {size}-byte file"
-    if found != record.sha256:
-        raise IntegrityError(
-            f"'{path}' is not the file that was saved: its sha256 is {found}, but was {record.sha256}. "
-            f"{repair_hint(path)}",
-            path=path,
-            expected=record.sha256,
-            actual=found,
-        )
+    folder = as_folder(place)
+    return CheckpointManifest.from_json(folder.read_small(MANIFEST, MAX_INDEX_BYTES), f"{folder.path}/{MANIFEST}")
 
 
 def small_record(raw: bytes) -> FileDigest:
@@ -347,6 +252,15 @@ def read_run_checkpoint(path: str, step: int, read: Callable[[], CheckpointManif
     found = RunCheckpoint(path, step, read)
     _ = found.manifest
     return found
+
+
+def is_still_in(folder: Folder, checkpoint: RunCheckpoint) -> bool:
+    """Return whether a checkpoint is still in its folder, and was not replaced by a run that is saving."""
+    was = checkpoint.manifest
+    now = read_run_checkpoint(checkpoint.path, checkpoint.step, partial(read_manifest, folder)).manifest
+    if was is None or now is None:
+        return was is now and folder.exists()
+    return (now.save_number, now.files) == (was.save_number, was.files)
 
 
 def newest_first(found: Sequence[RunCheckpoint]) -> list[RunCheckpoint]:

@@ -16,8 +16,10 @@ from hfshard._util.addresses import is_store_address, reject_hub_arguments
 from hfshard._util.arguments import absolute_path
 from hfshard._util.progress import byte_progress
 from hfshard._util.threads import run_in_threads
+from hfshard.checkpoint.check_files import check_files
+from hfshard.checkpoint.folder import Folder
 from hfshard.commit.hub_marker import hub_directory, split_address
-from hfshard.constants import FILES_AT_ONCE, README, SAFETENSORS_SUFFIX
+from hfshard.constants import FILES_AT_ONCE, MAX_INDEX_BYTES, README, SAFETENSORS_SUFFIX
 from hfshard.disk.byte_source import ByteSource, BytesSource
 from hfshard.errors import (
     CheckpointNotFoundError,
@@ -36,8 +38,8 @@ from hfshard.hub.resolve import CheckpointQuery, ResolvedCheckpoint
 from hfshard.places.source import CheckpointSource, explain_missing_directory
 from hfshard.training.run.background import Background
 from hfshard.training.run.find_checkpoint import Level, check_run_checkpoint, checkpoint_of_step, folder_at, run_place
-from hfshard.training.run.manifest import MANIFEST, CheckpointManifest, RunCheckpoint, read_checkpoint_manifest
-from hfshard.training.run.run_storage import CheckpointFiles, RunStorage
+from hfshard.training.run.manifest import MANIFEST, CheckpointManifest, RunCheckpoint, read_manifest
+from hfshard.training.run.run_storage import RunStorage
 from hfshard.training.state.collect_state import PARTS
 from hfshard.training.state.step import checked_step
 
@@ -53,7 +55,7 @@ Hashes = dict[FileDigest, str]
 class VerifiedContents:
     """A checkpoint to push."""
 
-    files: CheckpointFiles
+    folder: Folder
     manifest: CheckpointManifest
     raw: bytes
     """The bytes of the manifest."""
@@ -69,10 +71,10 @@ def read_manifest_of(found: RunCheckpoint) -> VerifiedContents:
     """
     if found.manifest is None:
         raise found.problem or RuntimeError(f"'{found.path}' has no manifest.")
-    files = folder_at(found.path)
-    raw = files.read_small(MANIFEST)
+    folder = folder_at(found.path)
+    raw = folder.read_small(MANIFEST, MAX_INDEX_BYTES)
     manifest = CheckpointManifest.from_json(raw, os.path.join(found.path, MANIFEST))
-    return VerifiedContents(files, manifest, raw)
+    return VerifiedContents(folder, manifest, raw)
 
 
 def read_contents(
@@ -90,11 +92,11 @@ def read_contents(
     """
     hashes = {} if hashes is None else hashes
     recorded = one.manifest.files
-    one.files.check(one.manifest, is_full=False)
+    check_files(one.folder, recorded, "structure")
     with byte_progress(
         "Verifying", sum(record.size or 0 for record in recorded.values()), progress
     ) as progress_callback:
-        work = partial(_content, one.files, hashes=dict(hashes), progress_callback=progress_callback)
+        work = partial(_content, one.folder, hashes=dict(hashes), progress_callback=progress_callback)
         made = dict(zip(recorded, run_in_threads(work, recorded.items(), FILES_AT_ONCE), strict=True))
     hashes.clear()
     hashes.update({recorded[name]: content.sha256 for name, content in made.items() if content.sha256 is not None})
@@ -102,7 +104,7 @@ def read_contents(
 
 
 def _content(
-    files: CheckpointFiles,
+    folder: Folder,
     item: tuple[str, FileDigest],
     cancelled: Event,
     *,
@@ -110,15 +112,15 @@ def _content(
     progress_callback: Callable[[int], object],
 ) -> ByteSource:
     name, record = item
-    sha256 = _checked_sha256(files, name, record, hashes) if name.endswith(SAFETENSORS_SUFFIX) else record.sha256
+    sha256 = _checked_sha256(folder, name, record, hashes) if name.endswith(SAFETENSORS_SUFFIX) else record.sha256
     if cancelled.is_set():
         raise InterruptedError("another file failed, or Ctrl-C was pressed")
     progress_callback(record.size or 0)
-    return files.source(name, sha256)
+    return folder.source(name, sha256)
 
 
-def _checked_sha256(files: CheckpointFiles, name: str, record: FileDigest, hashes: Hashes) -> str:
-    shard = files.open_shard(name)
+def _checked_sha256(folder: Folder, name: str, record: FileDigest, hashes: Hashes) -> str:
+    shard = folder.open_shard(name)
     try:
         # A file that contains its own checksum was hashed with zeros in its place.
         known = hashes.get(record) or (None if shard.written_by_hfshard else record.sha256)
@@ -390,7 +392,7 @@ def _resolve_run_checkpoint(files: CommitFiles) -> ResolvedCheckpoint:
         what, todo = files.description()
         raise _no_checkpoint(what, f"{todo}. To load a model alone, use hfshard.load_model.")
     files.download([MANIFEST])
-    paths = [MANIFEST, *read_checkpoint_manifest(files.snapshot()).files]
+    paths = [MANIFEST, *read_manifest(files.snapshot()).files]
     files.download(paths)
     return ResolvedCheckpoint(files.snapshot(), files.commit, tuple(paths), None, ())
 
@@ -401,10 +403,9 @@ def _no_checkpoint(what: str, todo: str, path: str | None = None) -> CheckpointN
 
 def _in(directory: str) -> RunCheckpoint:
     """Return the checkpoint in a directory or at an address, which must be one."""
-    files = folder_at(directory)
-    if files.has(MANIFEST):
-        manifest = files.manifest()
-        return RunCheckpoint.of(directory, manifest)
+    folder = folder_at(directory)
+    if folder.has(MANIFEST):
+        return RunCheckpoint.of(directory, read_manifest(folder))
     checkpoints = [one.path for one in run_place(directory).checkpoints()]
     parts = None if checkpoints or is_store_address(directory) else describe_parts_in(directory)
     if parts is not None:

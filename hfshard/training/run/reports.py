@@ -6,23 +6,24 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 
 from hfshard._util.progress import byte_progress
+from hfshard.checkpoint.folder import StoreFolder
 from hfshard.checkpoint.verifier import Problem, VerifyReport, verify_directory
 from hfshard.constants import BIN_SUFFIX, SAFETENSORS_SUFFIX
 from hfshard.errors import CheckpointChangedError, CheckpointNotFoundError, HfshardError
 from hfshard.format.file_names import INDEX_FILE, MODEL_BASE, WeightNames
 from hfshard.places.source import CheckpointSource
 from hfshard.training.run.find_checkpoint import Level, checkpoint_problems, folder_at, run_place
-from hfshard.training.run.manifest import MANIFEST, CheckpointManifest, RunCheckpoint
+from hfshard.training.run.manifest import MANIFEST, CheckpointManifest, RunCheckpoint, read_manifest
 from hfshard.training.run.run_storage import TRAINING_STATE
-from hfshard.training.run.run_store import StoreCheckpoint, StorePlace
+from hfshard.training.run.run_store import StorePlace
 
 
 def is_checkpoint(place: str) -> bool:
     """Return whether a directory or an address is, or was, that of a training checkpoint."""
-    files = folder_at(place)
-    if isinstance(files, StoreCheckpoint):  # without reading the index of a save, which may be damaged
-        return not files.usual_names().isdisjoint((MANIFEST, TRAINING_STATE))
-    return files.has(MANIFEST) or files.has(TRAINING_STATE)
+    folder = folder_at(place)
+    if isinstance(folder, StoreFolder):  # without reading the index of a save, which may be damaged
+        return not folder.usual_names().isdisjoint((MANIFEST, TRAINING_STATE))
+    return folder.has(MANIFEST) or folder.has(TRAINING_STATE)
 
 
 def is_run(place: str) -> bool:
@@ -49,18 +50,18 @@ def reports_of_run(root: str, check: Callable[[str], VerifyReport]) -> Iterator[
         try:
             report = check(one.path)
         except (CheckpointNotFoundError, CheckpointChangedError):
-            if folder_at(one.path).is_there():
+            if folder_at(one.path).exists():
                 raise
             continue
-        if not report.problems or folder_at(one.path).is_there():
+        if not report.problems or folder_at(one.path).exists():
             yield report
 
 
 def report_of(directory: str, level: Level, *, progress: bool | None) -> VerifyReport:
     """Check every file that a training checkpoint's manifest names; name the damaged tensors of weights."""
-    files = folder_at(directory)
+    folder = folder_at(directory)
     try:
-        manifest = files.manifest()
+        manifest = read_manifest(folder)
     except HfshardError as error:
         return VerifyReport(directory, (MANIFEST,), tuple(as_problems([error], directory)), (), 0)
     total = sum(digest.size or 0 for digest in manifest.files.values())
@@ -70,7 +71,7 @@ def report_of(directory: str, level: Level, *, progress: bool | None) -> VerifyR
     damaged = {os.path.basename(problem.file) for problem in problems}
     warnings = tuple(
         f"'{name}' in '{directory}' belongs to no checkpoint: its manifest does not name it."
-        for name in sorted(set(files.names()) - manifest.files.keys() - damaged)
+        for name in sorted(set(folder.names()) - manifest.files.keys() - damaged)
         if _is_weights_file(name)
     )
     compared = sum(digest.size or 0 for name, digest in manifest.files.items() if name not in damaged)

@@ -12,37 +12,30 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
-from datetime import UTC, datetime
 from functools import partial
 from typing import Final
 
-from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
+from hfshard.checkpoint.folder import LocalFolder
 from hfshard.commit.hub_marker import reject_hub_directory
-from hfshard.constants import MARKS, MAX_INDEX_BYTES
-from hfshard.disk.byte_source import ByteSource, FileSource
+from hfshard.constants import MARKS
 from hfshard.disk.fsops import ForkSafeDescriptor, lock, lock_holder, make_directories, sync_directory, unlock
-from hfshard.disk.safe_open import read_small
 from hfshard.errors import (
     AccessDeniedError,
-    DamagedCheckpointError,
     DirectoryLockedError,
     HfshardError,
     RunRemovedError,
     SaveDirectoryError,
 )
 from hfshard.format.stored_save import split_object_name
-from hfshard.shards.shard import SafetensorsShard
-from hfshard.shards.shard_file import SafetensorsFile
 from hfshard.training.run.manifest import (
     CHECKPOINT,
     MANIFEST,
-    CheckpointManifest,
     RunCheckpoint,
-    check_files,
     checkpoint_path,
     is_own_name,
+    is_still_in,
     newest_first,
-    read_checkpoint_manifest,
+    read_manifest,
     read_run_checkpoint,
 )
 from hfshard.training.run.run_storage import CheckpointOrder, ReusableShards, write_checkpoint
@@ -76,7 +69,7 @@ def checkpoints_in(root: str) -> list[RunCheckpoint]:
 
 
 def _read(path: str, step: int) -> RunCheckpoint:
-    return read_run_checkpoint(path, step, partial(read_checkpoint_manifest, path))
+    return read_run_checkpoint(path, step, partial(read_manifest, path))
 
 
 def _names_in(root: str) -> list[str]:
@@ -233,67 +226,6 @@ def _remove_tree(path: str) -> None:
 # Implementation of a run's place in a directory.
 
 
-class DirectoryCheckpoint:
-    """The files of a checkpoint in a directory."""
-
-    is_compared_when_read = False
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def is_there(self) -> bool:
-        """Return whether it is a directory."""
-        return os.path.isdir(self.path)
-
-    def has(self, name: str) -> bool:
-        """Return whether the directory has such a name."""
-        return os.path.lexists(os.path.join(self.path, name))
-
-    def names(self) -> list[str]:
-        """List the directory."""
-        return list_run_directory(self.path)
-
-    def size(self, name: str) -> int:
-        """Return the size of a file in bytes, from the file system."""
-        return os.stat(os.path.join(self.path, name)).st_size
-
-    def saved_at(self) -> datetime | None:
-        """Return the manifest's modification time, from the file system."""
-        return datetime.fromtimestamp(os.stat(os.path.join(self.path, MANIFEST)).st_mtime, UTC)
-
-    def manifest(self) -> CheckpointManifest:
-        """Read its manifest."""
-        return read_checkpoint_manifest(self.path)
-
-    def check(
-        self,
-        manifest: CheckpointManifest,
-        *,
-        is_full: bool,
-        progress_callback: Callable[[int], object] | None = None,
-        on_problem: Callable[[DamagedCheckpointError], object] | None = None,
-    ) -> None:
-        """Compare every file with the manifest, several at once."""
-        check_files(self.path, manifest, is_full=is_full, progress_callback=progress_callback, on_problem=on_problem)
-
-    def read_small(self, name: str) -> bytes:
-        """Read a small file, through no link that leads outside."""
-        return read_small(os.path.join(self.path, name), self.path, MAX_INDEX_BYTES)[0]
-
-    def open_shard(self, name: str) -> SafetensorsShard:
-        """Open a shard, through no link that leads outside."""
-        return SafetensorsFile(os.path.join(self.path, name), self.path)
-
-    def source(self, name: str, sha256: str | None) -> ByteSource:
-        """Return the contents of a file, which are read on demand."""
-        path = os.path.join(self.path, name)
-        return FileSource(path, os.stat(path).st_size, sha256)
-
-    def open_part(self, base: str, entry: str) -> AbstractContextManager[OpenCheckpoint]:
-        """Open a part's files, or map them."""
-        return open_checkpoint(self.path, use_safetensors=True, base=base, weights_name=entry)
-
-
 class DirectoryPlace:
     """A run in a directory."""
 
@@ -382,7 +314,7 @@ class DirectoryPlace:
     def remove(self, checkpoints: Sequence[RunCheckpoint]) -> None:
         """Remove each checkpoint: first by one rename, then its files."""
         for one in checkpoints:
-            if _is_current(one):
+            if is_still_in(LocalFolder(one.path), one):
                 remove_step_directory(one, self.root)
 
     def _is_there(self) -> bool:
@@ -391,15 +323,6 @@ class DirectoryPlace:
         if not is_there:
             self.release()
         return is_there
-
-
-def _is_current(checkpoint: RunCheckpoint) -> bool:
-    """Return whether a checkpoint is still where it was found, and was not replaced."""
-    found = read_run_checkpoint(checkpoint.path, checkpoint.step, partial(read_checkpoint_manifest, checkpoint.path))
-    was, now = checkpoint.manifest, found.manifest
-    if was is None or now is None:
-        return was is now and os.path.isdir(checkpoint.path)
-    return (now.save_number, now.files) == (was.save_number, was.files)
 
 
 # Errors of a run's own directory, which is a file, was removed, or cannot be written; each names it.

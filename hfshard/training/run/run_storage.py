@@ -6,10 +6,8 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from datetime import datetime
 from typing import Final, Protocol
 
-from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
 from hfshard.commit.transaction import KnownFile, OwnShardWriter, ShardWriter
 from hfshard.constants import (
     CONFIG_NAME,
@@ -18,83 +16,15 @@ from hfshard.constants import (
     MAX_INDEX_BYTES,
     SAFETENSORS_SUFFIX,
 )
-from hfshard.disk.byte_source import ByteSource
 from hfshard.disk.fsops import FlushBatch, require_space
-from hfshard.errors import DamagedCheckpointError, InvalidArgumentError
+from hfshard.errors import InvalidArgumentError
 from hfshard.format.digests import Checksum
 from hfshard.format.index import FileDigest
 from hfshard.saving.pipeline import index_of, plan_request, shard_jobs
-from hfshard.shards.shard import SafetensorsShard
 from hfshard.shards.write_shards import WriteJob, synchronize_devices, writer_threads
 from hfshard.tensors.stored_tensor import tensor_nbytes
 from hfshard.training.run.manifest import MANIFEST, CheckpointManifest, RunCheckpoint, shard_record, small_record
 from hfshard.training.state.collect_state import SavePayload
-
-
-class CheckpointFiles(Protocol):
-    """The files of one checkpoint."""
-
-    @property
-    def path(self) -> str:
-        """The path of its directory, or its address."""
-
-    @property
-    def is_compared_when_read(self) -> bool:
-        """True if tensors are compared with their checksums while they are read, so that no extra pass is needed."""
-
-    def is_there(self) -> bool:
-        """Return whether the folder exists."""
-
-    def has(self, name: str) -> bool:
-        """Return whether it has a file of this name, whatever its contents."""
-
-    def names(self) -> list[str]:
-        """Name the files directly in it."""
-
-    def size(self, name: str) -> int:
-        """Return the size of a file in bytes."""
-
-    def saved_at(self) -> datetime | None:
-        """Return when the manifest was written; None if the place does not record it."""
-
-    def manifest(self) -> CheckpointManifest:
-        """Read its manifest; the other files are not checked.
-
-        Raises:
-            MissingShardError: It is missing: the checkpoint was never finished, or is another tool's.
-            DamagedCheckpointError, UnsafePathError: It is damaged.
-        """
-
-    def check(
-        self,
-        manifest: CheckpointManifest,
-        *,
-        is_full: bool,
-        progress_callback: Callable[[int], object] | None = None,
-        on_problem: Callable[[DamagedCheckpointError], object] | None = None,
-    ) -> None:
-        """Compare every file with the manifest, as `manifest.check_files` does."""
-
-    def read_small(self, name: str) -> bytes:
-        """Read a small file.
-
-        Raises:
-            MissingShardError, DamagedCheckpointError, UnsafePathError: It is missing, or cannot be a checkpoint's.
-        """
-
-    def open_shard(self, name: str) -> SafetensorsShard:
-        """Open one file of weights; the caller closes it."""
-
-    def source(self, name: str, sha256: str | None) -> ByteSource:
-        """Return the contents of a file, whose sha256 is this one."""
-
-    def open_part(self, base: str, entry: str) -> AbstractContextManager[OpenCheckpoint]:
-        """Open one set of tensors for reading.
-
-        Args:
-            base: The prefix of its files' names.
-            entry: Its index or single file.
-        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

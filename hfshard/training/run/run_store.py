@@ -11,18 +11,15 @@ import logging
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from datetime import datetime
 from functools import cached_property, partial
-from threading import Event
 from typing import Any, Final
 
 from hfshard._util.addresses import parse_address
-from hfshard._util.threads import cancellable, delay_interrupt, run_in_threads
+from hfshard._util.threads import delay_interrupt
 from hfshard.checkpoint.folder import StoreFolder
-from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
 from hfshard.commit import store_plan
 from hfshard.commit.store_commit import (
     StoreTransaction,
@@ -33,20 +30,16 @@ from hfshard.commit.store_commit import (
 )
 from hfshard.commit.store_plan import KnownShard, highest_index
 from hfshard.commit.transaction import OwnShardWriter
-from hfshard.constants import FILES_AT_ONCE, INDEX_SUFFIX, MARKS, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
-from hfshard.disk.byte_source import ByteSource, BytesSource
+from hfshard.constants import INDEX_SUFFIX, MARKS, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
 from hfshard.errors import (
     CheckpointChangedError,
     CommitUnfinishedError,
     DamagedCheckpointError,
-    IntegrityError,
     StoreError,
     UnsafePathError,
-    repair_hint,
 )
-from hfshard.format.digests import sha256_of
 from hfshard.format.file_names import WeightNames
-from hfshard.format.index import CheckpointIndex, FileDigest
+from hfshard.format.index import CheckpointIndex
 from hfshard.format.stored_save import (
     SaveId,
     StoredSave,
@@ -58,12 +51,11 @@ from hfshard.format.stored_save import (
     split_object_name,
 )
 from hfshard.saving.pipeline import index_of, plan_request, shard_jobs
-from hfshard.shards.shard import SafetensorsShard
 from hfshard.shards.shard_plan import ShardPlan
 from hfshard.shards.write_shards import WriteJob
 from hfshard.stores.byte_budget import store_memory_bytes
 from hfshard.stores.open_store import open_store
-from hfshard.stores.store import Store, StoredObject, StoredSource
+from hfshard.stores.store import Store, StoredObject
 from hfshard.training.run.manifest import (
     CHECKPOINT,
     MANIFEST,
@@ -88,135 +80,11 @@ Folders = Mapping[str, Mapping[str, StoredObject]]
 """Name of a folder of the run -> name of an object in it -> what was listed."""
 
 
-class StoreCheckpoint:
-    """The files of a checkpoint in a store, under their usual names."""
-
-    is_compared_when_read = True
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    @cached_property
-    def _store(self) -> Store:
-        return open_store(self.path)
-
-    @cached_property
-    def _folder(self) -> StoreFolder:
-        folder = StoreFolder(self._store, self.path, store_memory_bytes())
-        folder.look()
-        folder.enter(WeightNames())
-        return folder
-
-    def is_there(self) -> bool:
-        """Return whether it has any object, or had one when it was first listed."""
-        return bool(self._folder.listed_objects())
-
-    def usual_names(self) -> set[str]:
-        """Name all objects directly in it, without the numbers and ids of saves; nothing is read."""
-        names = self._folder.listed_objects()
-        return {split[0] if (split := split_object_name(name)) is not None else name for name in names}
-
-    def has(self, name: str) -> bool:
-        """Return whether it has such a file."""
-        return self._folder.has(name)
-
-    def names(self) -> list[str]:
-        """Name the files."""
-        return self._folder.names()
-
-    def size(self, name: str) -> int:
-        """Return the bytes of a file."""
-        return self._folder.size(name)
-
-    def saved_at(self) -> datetime | None:
-        """Return when the manifest was put, by the store's clock."""
-        found: StoredObject | None = self._folder.entry_object(MANIFEST)
-        return None if found is None else found.put_at
-
-    def manifest(self) -> CheckpointManifest:
-        """Read its manifest."""
-        return CheckpointManifest.from_json(self.read_small(MANIFEST), f"{self.path}/{MANIFEST}")
-
-    def check(
-        self,
-        manifest: CheckpointManifest,
-        *,
-        is_full: bool,
-        progress_callback: Callable[[int], object] | None = None,
-        on_problem: Callable[[DamagedCheckpointError], object] | None = None,
-    ) -> None:
-        """Compare all files with the manifest, several at once: weights by their listed sizes, or in full."""
-        try:
-            self._folder.names()  # reads the index of the save once, before several threads request it
-        except DamagedCheckpointError as error:
-            if on_problem is None:
-                raise
-            on_problem(error)
-            return
-        check = partial(self._check_one, is_full=is_full, progress_callback=progress_callback, on_problem=on_problem)
-        run_in_threads(check, sorted(manifest.files.items(), key=lambda item: -(item[1].size or 0)), FILES_AT_ONCE)
-
-    def read_small(self, name: str) -> bytes:
-        """Read a small file."""
-        return self._folder.read_small(name, MAX_INDEX_BYTES)
-
-    def open_shard(self, name: str) -> SafetensorsShard:
-        """Open a shard by reading its header."""
-        return self._folder.open_shards([name])[name]
-
-    def source(self, name: str, sha256: str | None) -> ByteSource:
-        """Return the contents of a file, which are read by ranges on demand."""
-        found = self._folder.content(name)
-        return BytesSource(found) if isinstance(found, bytes) else StoredSource(self._store, found, sha256)
-
-    def open_part(self, base: str, entry: str) -> AbstractContextManager[OpenCheckpoint]:
-        """Open a part by reading its headers; every tensor is compared with its checksum while it is read."""
-        return open_checkpoint(self._folder, use_safetensors=True, base=base, weights_name=entry, verify="full")
-
-    def _check_one(
-        self,
-        item: tuple[str, FileDigest],
-        cancelled: Event,
-        *,
-        is_full: bool,
-        progress_callback: Callable[[int], object] | None,
-        on_problem: Callable[[DamagedCheckpointError], object] | None,
-    ) -> None:
-        name, record = item
-        try:
-            self._compare(name, record, cancellable(progress_callback, cancelled), is_full=is_full)
-        except DamagedCheckpointError as error:
-            if on_problem is None:
-                raise
-            on_problem(error)
-
-    def _compare(
-        self, name: str, record: FileDigest, progress_callback: Callable[[int], object], *, is_full: bool
-    ) -> None:
-        path = self._folder.path_of(name)
-        size = self._folder.size(name) if self._folder.has(name) else None
-        if size != record.size:
-            found = "missing" if size is None else f"of {size} bytes"
-            raise IntegrityError(
-                f"'{path}' is {found}, but {record.size} bytes were saved. {repair_hint(path)}",
-                path=path,
-                expected=record.size,
-                actual=size,
-            )
-        if name.endswith(SAFETENSORS_SUFFIX):
-            if is_full:
-                self.open_shard(name).check_contents(record, progress_callback)
-            return
-        with self.source(name, None).open() as reader:
-            sha256 = sha256_of(reader.read())
-        if sha256 != record.sha256:
-            raise IntegrityError(
-                f"'{path}' is not the file that was saved: its sha256 is {sha256}, but was {record.sha256}. "
-                f"{repair_hint(path)}",
-                path=path,
-                expected=record.sha256,
-                actual=sha256,
-            )
+def stored_checkpoint(path: str) -> StoreFolder:
+    """Return the folder of a checkpoint in a store, which shows its newest save; nothing is requested yet."""
+    folder = StoreFolder(open_store(path), path, store_memory_bytes())
+    folder.enter(WeightNames())
+    return folder
 
 
 @dataclass

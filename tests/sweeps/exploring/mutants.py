@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Event
 from typing import Any
 from unittest.mock import patch
@@ -109,7 +109,10 @@ def _delete_own_after_a_raise() -> Iterator[None]:
 
 @contextmanager
 def _read_once() -> Iterator[None]:
-    with patch.object(RangedFolder, "most_tries", 1), patch.object(programs, "_LOADS", 1):
+    with (
+        patch.object(RangedFolder, "traits", replace(RangedFolder.traits, retries=1)),
+        patch.object(programs, "_LOADS", 1),
+    ):
         yield
 
 

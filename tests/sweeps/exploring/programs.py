@@ -10,7 +10,7 @@ import hashlib
 import random
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -328,5 +328,5 @@ def one_thread() -> Iterator[None]:
     """Let no program start threads, or wait."""
     with ExitStack() as stack:
         stack.enter_context(patch.object(threads, "start_worker", lambda *_, **__: None))
-        stack.enter_context(patch.object(RangedFolder, "wait_seconds", 0))
+        stack.enter_context(patch.object(RangedFolder, "traits", replace(RangedFolder.traits, wait_seconds=0)))
         yield

@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 
+from hfshard.checkpoint.check_files import check_files
+from hfshard.checkpoint.folder import LocalFolder
 from hfshard.errors import DamagedCheckpointError, InvalidArgumentError, MissingShardError, UnsafePathError
 from hfshard.format.digests import sha256_of
 from hfshard.format.index import FileDigest
 from hfshard.format.strict_json import dump_json
 from hfshard.training.run.manifest import (
     CheckpointManifest,
-    check_files,
     plain_metrics,
-    read_checkpoint_manifest,
+    read_manifest,
     small_record,
 )
 
@@ -128,7 +129,7 @@ def test_a_manifest_that_names_a_file_elsewhere_is_refused() -> None:
 
 def test_a_directory_without_a_manifest_was_never_finished(tmp_path: Path) -> None:
     with pytest.raises(MissingShardError, match=r"checkpoint\.json' is missing"):
-        read_checkpoint_manifest(str(tmp_path))
+        read_manifest(str(tmp_path))
 
 
 def test_every_damaged_file_is_told_of(tmp_path: Path) -> None:
@@ -139,11 +140,11 @@ def test_every_damaged_file_is_told_of(tmp_path: Path) -> None:
     (tmp_path / "c.json").symlink_to("/etc/hostname")
     (tmp_path / "d.safetensors").symlink_to("/etc/hostname")
     problems: list[Exception] = []
-    check_files(str(tmp_path), whole, is_full=True, on_problem=problems.append)
+    check_files(LocalFolder(str(tmp_path)), whole.files, "full", on_problem=problems.append)
     assert all(isinstance(problem, (DamagedCheckpointError, UnsafePathError)) for problem in problems)
     assert sorted(str(problem).split("'")[1] for problem in problems) == [str(tmp_path / name) for name in names[1:]]
     with pytest.raises(DamagedCheckpointError):
-        check_files(str(tmp_path), whole, is_full=False)
+        check_files(LocalFolder(str(tmp_path)), whole.files, "structure")
 
 
 def test_metrics_are_numbers_by_name() -> None:
