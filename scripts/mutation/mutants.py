@@ -488,7 +488,7 @@ MUTANTS: Final = (
         "the two dashes that end hfshard's own options are no word of the program",
         "            return list(words[:end]), list(words[end + 1 :])",
         "            return list(words[:end]), list(words[end:])",
-        ("tests/cli/test_run_command.py", "tests/cli/test_arguments.py", "tests/cli/test_main.py"),
+        ("tests/cli/test_run_command.py", "tests/cli/test_main.py"),
     ),
     # top
     Mutant(
