@@ -263,6 +263,17 @@ def test_a_call_is_only_described() -> None:
     assert described.names == {f"{__name__}.run"}
 
 
+def test_modules_of_python_2_are_known_to_scan_and_description(tmp_path: Path) -> None:
+    for module in ("UserDict", "UserList", "UserString"):
+        pairs = b"](" + b"".join(pair + b"N\x86" for pair in COLLIDING) + b"e"
+        refused(tmp_path, zipped(call(module, "OrderedDict", pairs), {}), "hashing its names may take forever")
+    names = b"".join(named(module, "x") for module in ("UserDict", "__builtin__", "copy_reg"))
+
+    described = describe_pickle(io.BytesIO(names + b"."), "a.pt")
+
+    assert described.names == {"collections.x", "builtins.x", "copyreg.x"}
+
+
 def nested_frozensets(depth: int, first: int) -> bytes:
     """A frozenset of a pair of one and the same frozenset, and so on; `first` is the place of the innermost."""
     pairs = (b"q%c0(h%ch%c\x86\x91" % ((first + at,) * 3) for at in range(depth))
