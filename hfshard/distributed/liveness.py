@@ -18,9 +18,10 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
+from hfshard._util.call_ranks import call_group
 from hfshard._util.text import describe_error, shorten_list
 from hfshard._util.threads import start_worker
-from hfshard.distributed.group_store import DEATH_SECONDS, TimeoutStore, call_group, open_group_store
+from hfshard.distributed.group_store import DEATH_SECONDS, TimeoutStore, open_group_store
 from hfshard.errors import RankFailedError, RankMissingError
 
 _BEATS_PER_DEATH: Final = 15

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hfshard._util.call_ranks import has_other_ranks
 from hfshard._util.progress import byte_progress
 from hfshard.checkpoint.check_files import check_checksums, check_pickles
 from hfshard.checkpoint.folder import REMOTE_RETRIES
@@ -28,10 +29,8 @@ from hfshard.checkpoint.load_options import LoadOptions
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
 from hfshard.commit.hub_marker import has_hub_marker
 from hfshard.disk.fsops import is_remote
-from hfshard.distributed.group_store import has_other_ranks
 from hfshard.distributed.read_parts import Target, prepare_reads, stored_tensors
 from hfshard.distributed.rendezvous import ANY_PLACE, SaveStatus, gather_participants
-from hfshard.distributed.spread_tensor import has_spread
 from hfshard.distributed.tensor_owners import assign_owners
 from hfshard.errors import CheckpointChangedError, HfshardError, InvalidArgumentError, StateDictMismatchError
 from hfshard.format.digests import sha256_of
@@ -45,6 +44,7 @@ from hfshard.tensors.parameter_names import compare_keys, without_wrappers, wrap
 from hfshard.tensors.state_dict import (
     assign,
     collect_state_dict,
+    has_spread,
     is_dtensor,
     is_sharded_tensor,
     local_tensor,

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Final
 
-from hfshard.distributed.group_store import has_other_ranks
+from hfshard._util.call_ranks import has_other_ranks
 from hfshard.distributed.rendezvous import SaveStatus, gather_participants
 from hfshard.distributed.save_on_ranks import write_on_ranks
 from hfshard.errors import InvalidArgumentError, NotEnoughSpaceError

@@ -17,7 +17,8 @@ from typing import Any, Final, Self
 
 import torch.distributed as dist
 
-from hfshard.distributed.group_store import DEATH_SECONDS, TimeoutStore, call_ranks, open_group_store, place_of_call
+from hfshard._util.call_ranks import call_ranks
+from hfshard.distributed.group_store import DEATH_SECONDS, TimeoutStore, open_group_store
 from hfshard.distributed.liveness import (
     PEER_TIMEOUT_SECONDS,
     ArrivalHeartbeats,
@@ -116,7 +117,7 @@ def gather_participants(
                 status.finish(save(...))
     """
     rank = dist.get_rank()
-    words = place_of_call(place).encode(errors="surrogateescape")
+    words = _place_of_call(place).encode(errors="surrogateescape")
     key = f"hfshard/{hashlib.sha256(words).hexdigest()[:32]}"
     with closing(open_group_store(death_seconds)) as store:
         if not is_writer and not needs_all:
@@ -137,6 +138,12 @@ def gather_participants(
                         continue
                     yield Participation(role, rank, operation.status)
                     return
+
+
+def _place_of_call(place: str) -> str:
+    """Name what a call is about, so that it differs from the same call of other ranks."""
+    ranks = call_ranks()
+    return place if len(ranks) == dist.get_world_size() else f"{place} of ranks {', '.join(map(str, ranks))}"
 
 
 class _Rendezvous:

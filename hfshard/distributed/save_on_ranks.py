@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from math import prod
 from os.path import dirname
 from typing import Any, Final, Self
 
@@ -15,16 +14,16 @@ import torch.distributed as dist
 
 from hfshard._util.addresses import is_store_address
 from hfshard._util.arguments import absolute_path
+from hfshard._util.call_ranks import call_group, call_ranks
 from hfshard.commit.transaction import OwnShardWriter
 from hfshard.constants import MAX_INDEX_BYTES
 from hfshard.disk.safe_open import read_small
 from hfshard.distributed.exchange import CpuGroup
-from hfshard.distributed.group_store import call_group, call_ranks, has_other_ranks
 from hfshard.distributed.liveness import announce_arrival
 from hfshard.distributed.rank_writer import RankWriter
 from hfshard.distributed.rendezvous import Role, SaveStatus, gather_participants
 from hfshard.distributed.replica_writer import SHARED_FROM_BYTES, ReplicaWriter
-from hfshard.distributed.spread_tensor import SpreadTensor, has_spread, with_spread_tensors
+from hfshard.distributed.spread_tensor import with_spread_tensors
 from hfshard.distributed.tensor_owners import (
     Listing,
     LocalTensor,
@@ -38,29 +37,21 @@ from hfshard.errors import HfshardError, InvalidArgumentError, RankFailedError, 
 from hfshard.format.digests import sha256_of
 from hfshard.format.index import CheckpointIndex, FileDigest
 from hfshard.saving.pipeline import save_request
-from hfshard.saving.save_request import SaveRequest
-from hfshard.tensors.stored_tensor import RawTensor, TensorLayout, TensorLike
+from hfshard.saving.save_request import SaveRequest, needs_all_ranks
+from hfshard.tensors.stored_tensor import RawTensor, TensorLayout
 
 _TELL_SECONDS: Final = 5.0
 """How long a rank that failed waits for others, to report its failure to them."""
 _NO_CHECK: Callable[[], None] = lambda: None  # noqa: E731
 
 
-def save_here_or_on_ranks(
-    request: SaveRequest,
-    save_directory: str | os.PathLike[str],
-    check: Callable[[], None] = _NO_CHECK,
-) -> CheckpointIndex:
-    """Save a request alone, or together with the other ranks of the call's process group.
-
-    If a tensor is spread over ranks, or the ranks have different names, every rank must call. If all tensors are
-    replicated, every rank has all of them: the ranks that call at about the same time make one save, which the first of
-    them writes; a rank that comes later awaits its outcome.
+def save_together(request: SaveRequest, directory: str, check: Callable[[], None] = _NO_CHECK) -> CheckpointIndex:
+    """Save a request with the other ranks of the call's process group; see `save_here_or_on_ranks`.
 
     Args:
         request: Of this rank; its tensors may be DTensors and `SpreadTensor`s. Options, config and other files are
             those of the first rank.
-        save_directory: As in `save_request`; the same on all ranks that save together.
+        directory: Absolute; the same on all ranks that save together.
         check: As in `save_request`; on the rank that commits.
 
     Returns:
@@ -71,11 +62,7 @@ def save_here_or_on_ranks(
             that the outcome is unknown.
         Everything that `save_request` raises.
     """
-    directory = absolute_path(save_directory, "save_directory")
-    if not has_other_ranks():
-        return save_request(require_whole_tensors(request), directory, check)
-    needs_all = needs_all_ranks(request)
-    with gather_participants(_meeting_place(directory), needs_all=needs_all) as participation:
+    with gather_participants(_meeting_place(directory), needs_all=needs_all_ranks(request)) as participation:
         status = participation.status
         assert status is not None
         if participation.role is Role.LATE:
@@ -84,21 +71,15 @@ def save_here_or_on_ranks(
 
 
 @contextmanager
-def abort_peers_on_error(save_directory: str | os.PathLike[str], is_part: Callable[[], bool]) -> Iterator[None]:
-    """Abort the other ranks if this one fails or dies before it joins the save.
-
-    Args:
-        save_directory: As in `save_here_or_on_ranks`.
-        is_part: Returns whether this rank has a part of what is saved, so that the others wait; called only after
-            an error.
-    """
+def prepare_to_save(save_directory: str | os.PathLike[str], is_part: Callable[[], bool]) -> Iterator[None]:
+    """Let the other ranks see that this one prepares its part of a save; see `abort_peers_on_error`."""
     try:
-        with announce_arrival(dist.get_rank()) if has_other_ranks() else nullcontext():
+        with announce_arrival(dist.get_rank()):
             yield
     except RankFailedError:  # the store is gone: the failure cannot be reported
         raise
     except BaseException as error:
-        if has_other_ranks() and is_part():
+        if is_part():
             place = _meeting_place(absolute_path(save_directory, "save_directory"))
             with (
                 suppress(HfshardError, type(error)),
@@ -108,12 +89,11 @@ def abort_peers_on_error(save_directory: str | os.PathLike[str], is_part: Callab
         raise
 
 
-def skip_save(save_directory: str | os.PathLike[str]) -> None:
+def leave_to_others(save_directory: str | os.PathLike[str]) -> None:
     """Let the ranks that save replicated tensors into a directory not wait for this one."""
-    if has_other_ranks():
-        place = _meeting_place(absolute_path(save_directory, "save_directory"))
-        with gather_participants(place, needs_all=False, is_writer=False):
-            return
+    place = _meeting_place(absolute_path(save_directory, "save_directory"))
+    with gather_participants(place, needs_all=False, is_writer=False):
+        return
 
 
 def _meeting_place(directory: str) -> str:
@@ -121,34 +101,26 @@ def _meeting_place(directory: str) -> str:
     return directory if is_store_address(directory) else os.path.realpath(directory)
 
 
-def needs_all_ranks(request: SaveRequest) -> bool:
-    """Return whether other ranks are known or declared to have parts of its tensors, or tensors that it lacks."""
-    return request.options.is_collective or bool(request.name_order) or has_spread(request.tensors)
-
-
 def save_on_ranks(
     request: SaveRequest,
     directory: str,
     status: SaveStatus,
     check: Callable[[], None] = _NO_CHECK,
-    *,
-    group: CpuGroup | None = None,
 ) -> CheckpointIndex:
     """Save what the ranks of an operation have together; each of them calls this.
 
     Args:
-        request: As in `save_here_or_on_ranks`, like check.
+        request: As in `save_together`, like check.
         directory: Absolute.
         status: Of the operation.
-        group: All ranks of the call, for CPU tensors; None: one is found or created.
 
     Returns:
         The index, on every rank.
 
     Raises:
-        Everything that `save_here_or_on_ranks` raises.
+        Everything that `save_together` raises.
     """
-    index, listing = write_on_ranks(request, directory, status, check, group=group)
+    index, listing = write_on_ranks(request, directory, status, check)
     if index is not None:
         SaveOutcome.tell(status, index, listing_digest(listing.to_json()))
         return index
@@ -161,13 +133,12 @@ def write_on_ranks(
     status: SaveStatus,
     check: Callable[[], None] = _NO_CHECK,
     *,
-    group: CpuGroup | None = None,
     writers: Sequence[int] = (),
 ) -> tuple[CheckpointIndex | None, Listing]:
     """Do what `save_on_ranks` does, except for the end of the operation: the caller publishes the outcome.
 
     Args:
-        request, directory, status, check, group: As in `save_on_ranks`.
+        request, directory, status, check: As in `save_on_ranks`.
         writers: The ranks that may write files; empty: all of the operation.
 
     Returns:
@@ -182,7 +153,7 @@ def write_on_ranks(
     require_all_ranks(status)
     request = _with_whole(request, listings)
     holders = TensorOwners.unite(groups, listings, request.name_order)
-    writer = RankWriter(status, holders, held, group or cpu_group(status.tag), writers=writers)
+    writer = RankWriter(status, holders, held, cpu_group(status.tag), writers=writers)
     if not is_leader:
         writer.follow()
         return None, listing
@@ -212,42 +183,6 @@ def _save_replicas(
         return save_request(request, directory, check, writer)
     own = OwnShardWriter(confirm=status.begin_step)
     return save_request(request, directory, check, own) if is_leader else None
-
-
-def require_whole_tensors(request: SaveRequest) -> SaveRequest:
-    """Return the request of a rank that saves alone, with complete tensors.
-
-    Raises:
-        InvalidArgumentError: Other ranks had the rest.
-    """
-    if request.name_order:
-        raise InvalidArgumentError(
-            "This model is part of one whose rest is on other ranks, but there is no process group to save it with. "
-            "Save before destroy_process_group(), on every rank."
-        )
-    return replace(request, tensors=whole_tensors(request.tensors))
-
-
-def whole_tensors(tensors: Mapping[str, Any]) -> dict[str, TensorLike]:
-    """Return the tensors of a rank that saves alone: its part of a spread one must be all of it.
-
-    Raises:
-        InvalidArgumentError: A part is not.
-    """
-    found: dict[str, TensorLike] = {}
-    for name, tensor in with_spread_tensors(tensors).items():
-        if isinstance(tensor, SpreadTensor):
-            part = tensor.part()
-            if part.numel() != prod(tensor.shape):
-                raise InvalidArgumentError(
-                    f"'{name}' is spread over ranks {list(tensor.mesh.ranks)}, but there is no process group to save "
-                    "it with. Save before destroy_process_group(), on every rank.",
-                    fqn=name,
-                )
-            found[name] = part.reshape(tensor.shape)
-        else:
-            found[name] = tensor
-    return found
 
 
 def exchange_listings(

@@ -25,12 +25,12 @@ from hfshard.disk.byte_source import BytesSource
 from hfshard.disk.fsops import rename, unlink_if_exists, write_file
 from hfshard.disk.safe_open import Identity, identity_of
 from hfshard.distributed.push_together import push_together
-from hfshard.distributed.spread_tensor import has_spread
 from hfshard.errors import InvalidArgumentError
 from hfshard.hub.push_files import PushOptions
 from hfshard.models.module_weights import save_module
 from hfshard.models.push_model import push_by_directory, push_model
 from hfshard.saving.save_request import SaveOptions, SaveRequest, request_from_module
+from hfshard.tensors.state_dict import has_spread
 
 PUSH_ARGUMENTS: Final = frozenset(
     ("repo_id", "commit_message", "commit_description", "private", "revision", "branch", "create_pr", "tags",

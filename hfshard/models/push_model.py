@@ -14,12 +14,12 @@ from hfshard.commit.hub_marker import hub_directory
 from hfshard.constants import CONFIG_NAME, README
 from hfshard.disk.byte_source import ByteSource, file_source
 from hfshard.distributed.push_together import SharedPush
-from hfshard.distributed.save_on_ranks import abort_peers_on_error, require_whole_tensors
 from hfshard.errors import InvalidArgumentError
 from hfshard.format.file_names import WeightNames
 from hfshard.format.index import CheckpointIndex
 from hfshard.hub.push_files import CardBuilder, PushOptions, PushRequest, collect_directory, push_files
 from hfshard.hub.repo import PushResult
+from hfshard.models.module_weights import abort_peers_on_error, require_whole_tensors
 from hfshard.saving.pipeline import stream_request
 from hfshard.saving.save_request import SaveRequest
 

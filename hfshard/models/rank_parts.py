@@ -15,16 +15,16 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from hfshard._util.call_ranks import has_other_ranks
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
-from hfshard.distributed.group_store import has_other_ranks
 from hfshard.distributed.layout import Box, Interval, MeshLayout, Placement, box_elements, held_box
 from hfshard.distributed.load_on_ranks import current_load
 from hfshard.distributed.read_parts import Target, prepare_reads
-from hfshard.distributed.spread_tensor import SpreadTensor, has_spread, with_spread_tensors
+from hfshard.distributed.spread_tensor import SpreadTensor, with_spread_tensors
 from hfshard.errors import InvalidArgumentError, UnstorableTensorError
 from hfshard.models.model_classes import alias_class, has_adapters, view_as_alias
 from hfshard.tensors.parameter_names import strip_compiled
-from hfshard.tensors.state_dict import is_dtensor
+from hfshard.tensors.state_dict import has_spread, is_dtensor
 
 _COPIES: Final = frozenset(("contiguous", "clone", "detach"))
 """Functions that change no element and no order; the tracer returns their argument, so that a view stays a view."""

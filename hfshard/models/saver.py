@@ -14,11 +14,10 @@ from transformers import PreTrainedModel
 
 from hfshard._util.addresses import is_store_address, reject_hub_arguments
 from hfshard._util.arguments import absolute_path, reject_pickle_request, reject_unknown_arguments
+from hfshard._util.call_ranks import has_other_ranks
 from hfshard.commit.hub_marker import absolute_repo_id, reject_hub_directory
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
-from hfshard.distributed.group_store import has_other_ranks
 from hfshard.distributed.push_together import SharedPush, push_together
-from hfshard.distributed.save_on_ranks import abort_peers_on_error, needs_all_ranks, save_here_or_on_ranks, skip_save
 from hfshard.errors import InvalidArgumentError
 from hfshard.format.index import CheckpointIndex
 from hfshard.hub.push_files import PushOptions
@@ -34,6 +33,7 @@ from hfshard.models.model_classes import (
     view_as_alias,
 )
 from hfshard.models.model_kinds import request_from_model
+from hfshard.models.module_weights import abort_peers_on_error, save_here_or_on_ranks, skip_save
 from hfshard.models.patching import OverrideCall, active_call, upstream
 from hfshard.models.push_model import (
     default_repo_id,
@@ -45,7 +45,7 @@ from hfshard.models.push_model import (
     with_message,
 )
 from hfshard.models.rank_parts import is_part, is_part_of_push, reject_partial_save
-from hfshard.saving.save_request import SaveOptions, SaveRequest
+from hfshard.saving.save_request import SaveOptions, SaveRequest, needs_all_ranks
 from hfshard.tensors.state_dict import reject_partitioned
 
 _DEFAULTS: Final[dict[str, Any]] = {

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 import torch.distributed as dist
 
 from hfshard._util.arguments import absolute_path, wraps_os_errors
+from hfshard._util.call_ranks import among, check_process_group, has_other_ranks
 from hfshard.commit.hub_marker import absolute_repo_id
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
-from hfshard.distributed.group_store import among, check_process_group, has_other_ranks
 from hfshard.distributed.push_together import push_together
 from hfshard.errors import CheckpointNotFoundError, HfshardError, InvalidArgumentError
 from hfshard.format.digests import Checksum

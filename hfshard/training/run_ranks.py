@@ -17,8 +17,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hfshard._util.addresses import is_store_address
+from hfshard._util.call_ranks import has_other_ranks
 from hfshard._util.text import describe_error
-from hfshard.distributed.group_store import has_other_ranks
 from hfshard.distributed.rendezvous import SaveStatus, gather_participants
 from hfshard.errors import InvalidArgumentError, RankFailedError
 from hfshard.format.digests import sha256_of

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import hfshard
 from hfshard.distributed.rendezvous import SaveStatus
 from hfshard.distributed.replica_writer import ReplicaWriter
-from hfshard.distributed.save_on_ranks import save_here_or_on_ranks
+from hfshard.distributed.save_on_ranks import save_together
 from hfshard.errors import RankFailedError
 from hfshard.saving.save_request import SaveOptions, SaveRequest
 from hfshard.shards.write_shards import WriteJob
@@ -97,7 +97,7 @@ def fail_on_one(rank: int, place: Path) -> None:
     before = digests_in(place / "out")
     expected: type[BaseException] = ZeroDivisionError if rank == 1 else RankFailedError
     with pytest.raises(expected, match="a tensor that can't be read") as caught:
-        save_here_or_on_ranks(request, place / "out")
+        save_together(request, str(place / "out"))
     assert "The outcome is unknown" not in str(caught.value)
     dist.barrier()
     assert digests_in(place / "out") == before
