@@ -30,7 +30,7 @@ from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
 from hfshard.commit.hub_marker import has_hub_marker
 from hfshard.disk.fsops import is_remote
 from hfshard.distributed.read_parts import Target, prepare_reads, stored_tensors
-from hfshard.distributed.rendezvous import ANY_PLACE, SaveStatus, gather_participants
+from hfshard.distributed.rendezvous import ANY_PLACE, Session, session
 from hfshard.distributed.tensor_owners import assign_owners
 from hfshard.errors import CheckpointChangedError, HfshardError, InvalidArgumentError, StateDictMismatchError
 from hfshard.format.digests import sha256_of
@@ -359,8 +359,8 @@ logger = logging.getLogger(__name__)
 class SharedLoad:
     """Agreement of one rank with the others about a load. A rank that loads alone agrees with itself."""
 
-    def __init__(self, status: SaveStatus | None) -> None:
-        self._status = status
+    def __init__(self, session: Session | None) -> None:
+        self._session = session
         self._has_opened = False
         self._is_known = False
         """True if each rank knows that a save has overtaken one of them."""
@@ -370,7 +370,7 @@ class SharedLoad:
     @property
     def is_collective(self) -> bool:
         """True if there are other ranks."""
-        return self._status is not None
+        return self._session is not None
 
     def fetch(self, source: CheckpointSource, progress: bool | None = None) -> ResolvedSource:
         """Find the checkpoint on this machine, as `CheckpointSource.fetch` does.
@@ -382,15 +382,15 @@ class SharedLoad:
             RankFailedError: Another rank could not find or download it.
             Everything that `CheckpointSource.fetch` raises.
         """
-        if self._status is None:
+        if self._session is None:
             return source.fetch(progress)
         local = source.find_local()
         if local is not None and local.skeleton is not None:
             local.skeleton.fill()
-        told = self._status.meet("source", _snapshot_of(local, source) if local is not None else _cache_of(source))
+        told = self._session.meet("source", _snapshot_of(local, source) if local is not None else _cache_of(source))
         if local is not None:
             return _same_snapshot(local, source, told)
-        return _fetch_together(self._status, source, told, progress)
+        return _fetch_together(self._session, source, told, progress)
 
     @contextmanager
     def opened(
@@ -413,7 +413,7 @@ class SharedLoad:
             Everything that `fetch` and `open_source` raise.
         """
         local = local or self.fetch(source, options.progress)
-        if self._status is None or options.verify not in ("full", "sha256"):
+        if self._session is None or options.verify not in ("full", "sha256"):
             with open_source(source, options, local, check_beside=check_beside) as checkpoint:
                 self._has_opened = True
                 yield checkpoint
@@ -435,7 +435,7 @@ class SharedLoad:
             CheckpointChangedError: The checkpoint was replaced on every try.
             Everything that `opened` and `work` raise.
         """
-        if self._status is None:
+        if self._session is None:
             return use_checkpoint(source, options, work)
         local = self.fetch(source, options.progress)
         for _ in range(REMOTE_RETRIES):
@@ -467,9 +467,9 @@ class SharedLoad:
             if local.folder is None or not self._has_opened:
                 raise
             self._change = CheckpointChangedError(error.message, path=local.folder.path)  # `error` holds what was built
-            if self._status is not None:
+            if self._session is not None:
                 if not self._is_known:
-                    self._status.meet(ANY_PLACE, _CHANGED)
+                    self._session.meet(ANY_PLACE, _CHANGED)
                 time.sleep(local.folder.wait_seconds)
             logger.info("%s Starting again.", error)
 
@@ -494,7 +494,7 @@ class SharedLoad:
             CheckpointChangedError: The ranks have different ones.
             RankFailedError: A rank refused, failed or died.
         """
-        if self._status is None:
+        if self._session is None:
             return
         files = files_with_tensors(checkpoint)
         digests = [
@@ -519,7 +519,7 @@ class SharedLoad:
             CheckpointChangedError: A save in a store has overtaken another rank.
             RankFailedError: A rank failed or died.
         """
-        return is_so if self._status is None else set(self._meet(word, b"%d" % is_so).values()) == {b"1"}
+        return is_so if self._session is None else set(self._meet(word, b"%d" % is_so).values()) == {b"1"}
 
     def meet(self, word: str) -> None:
         """Wait until every rank has come here: collectives may follow, which no rank may miss.
@@ -528,7 +528,7 @@ class SharedLoad:
             CheckpointChangedError: A save in a store has overtaken another rank.
             RankFailedError: A rank failed or died.
         """
-        if self._status is not None:
+        if self._session is not None:
             self._meet(word)
 
     @contextmanager
@@ -541,19 +541,19 @@ class SharedLoad:
         try:
             yield
         except RuntimeError as error:
-            if self._status is None or isinstance(error, HfshardError) or not _is_of_collective(error):
+            if self._session is None or isinstance(error, HfshardError) or not _is_of_collective(error):
                 raise
-            raise self._status.who_broke_it(error) from error
+            raise self._session.who_broke_it(error) from error
 
     def _check_share(self, checkpoint: OpenCheckpoint, progress: bool | None) -> None:
         """Compare this rank's share of the files with their checksums."""
-        assert self._status is not None
+        assert self._session is not None
         files = files_with_tensors(checkpoint)
         seen = self._meet("files", json_digest(file_identities(files)).encode())
-        sharing = [rank for rank, sighting in seen.items() if sighting == seen[self._status.rank]]
+        sharing = [rank for rank, sighting in seen.items() if sighting == seen[self._session.rank]]
         names = sorted(files)
         owners = assign_owners([files[name].size for name in names], sharing)
-        mine = {name for name, owner in zip(names, owners, strict=True) if owner == self._status.rank}
+        mine = {name for name, owner in zip(names, owners, strict=True) if owner == self._session.rank}
         with byte_progress("Verifying", sum(files[name].size for name in mine), progress) as progress_callback:
             if checkpoint.pickles:
                 check_pickles({name: checkpoint.pickles[name] for name in mine}, progress_callback)
@@ -563,8 +563,8 @@ class SharedLoad:
 
     def _meet(self, word: str, value: bytes = b"") -> dict[int, bytes]:
         """Exchange the values of all ranks, unless one of them reports that it was overtaken."""
-        assert self._status is not None
-        told = self._status.meet(word, value)
+        assert self._session is not None
+        told = self._session.meet(word, value)
         if _CHANGED in told.values():
             self._is_known = True
             rank = next(rank for rank, said in told.items() if said == _CHANGED)
@@ -611,13 +611,11 @@ def load_together(call: str, *, is_collective: bool) -> Iterator[SharedLoad]:
     elif current_load().is_collective:
         yield current_load()
     else:
-        with gather_participants(call, needs_all=True) as participation:
-            status = participation.status
-            assert status is not None  # the rank takes part
-            with _under_way(SharedLoad(status)) as agreement:
+        with session(call, needs_all=True) as ranks:
+            with _under_way(SharedLoad(ranks)) as agreement:
                 yield agreement
-            status.meet("loaded")
-            status.finish()
+            ranks.meet("loaded")
+            ranks.finish()
 
 
 def current_load() -> SharedLoad:
@@ -635,12 +633,12 @@ def _under_way(agreement: SharedLoad) -> Iterator[SharedLoad]:
 
 
 def _fetch_together(
-    status: SaveStatus, source: CheckpointSource, caches: Mapping[int, bytes], progress: bool | None
+    session: Session, source: CheckpointSource, caches: Mapping[int, bytes], progress: bool | None
 ) -> ResolvedSource:
     """Let one rank per cache download the commit that the first rank finds.
 
     Args:
-        status: Of the load.
+        session: Of the load.
         source: A repo of the Hub.
         caches: Rank -> the cache that it has; some may have found a directory.
         progress: Whether to show a bar.
@@ -649,18 +647,18 @@ def _fetch_together(
 
     query = source.query
     first = min(rank for rank, name in caches.items() if name.startswith(_CACHE))
-    if status.rank == first:
+    if session.rank == first:
         small = replace(query, files_of=lambda index: (), force_download=False)
-        status.tell("commit", str(replace(source, query=small).fetch(progress).commit).encode())
-    commit = status.wait_for("commit", first).decode()
+        session.tell("commit", str(replace(source, query=small).fetch(progress).commit).encode())
+    commit = session.wait_for("commit", first).decode()
     pinned = replace(source, query=replace(query, revision=commit))
-    downloader = min(rank for rank, name in caches.items() if name == caches[status.rank])
-    if status.rank == downloader:
+    downloader = min(rank for rank, name in caches.items() if name == caches[session.rank])
+    if session.rank == downloader:
         local = pinned.fetch(progress)
         RepoCache(source.path, query.cache_dir).remember(query.revision, commit)
-        status.tell("downloaded")
+        session.tell("downloaded")
     else:
-        status.wait_for("downloaded", downloader)
+        session.wait_for("downloaded", downloader)
         local = replace(pinned, query=replace(pinned.query, force_download=False)).fetch(progress)
     return replace(local, revision=query.revision)
 

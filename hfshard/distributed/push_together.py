@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Final
 
 from hfshard._util.call_ranks import has_other_ranks
-from hfshard.distributed.rendezvous import SaveStatus, gather_participants
+from hfshard.distributed.rendezvous import Session, session
 from hfshard.distributed.save_on_ranks import write_on_ranks
 from hfshard.errors import InvalidArgumentError, NotEnoughSpaceError
 from hfshard.format.index import CheckpointIndex
@@ -28,18 +28,18 @@ _CALL: Final = "push_to_hub"
 class SharedPush:
     """A push that one rank coordinates with the others. A rank that pushes alone is the sender."""
 
-    def __init__(self, status: SaveStatus | None) -> None:
-        self._status = status
+    def __init__(self, session: Session | None) -> None:
+        self._session = session
 
     @property
     def is_collective(self) -> bool:
         """True if other ranks take part."""
-        return self._status is not None
+        return self._session is not None
 
     @property
     def is_sender(self) -> bool:
         """True if this rank sends to the hub."""
-        return self._status is None or self._status.rank == self._status.leader
+        return self._session is None or self._session.is_leader
 
     def agree_on(self, repo_id: str) -> None:
         """Check that all ranks push to the same repo.
@@ -47,10 +47,10 @@ class SharedPush:
         Raises:
             InvalidArgumentError: They do not.
         """
-        if self._status is None:
+        if self._session is None:
             return
-        said = {rank: raw.decode() for rank, raw in self._status.meet("repo", repo_id.encode()).items()}
-        first = self._status.leader
+        said = {rank: raw.decode() for rank, raw in self._session.meet("repo", repo_id.encode()).items()}
+        first = self._session.leader
         other = next((rank for rank in said if said[rank] != said[first]), None)
         if other is not None:
             raise InvalidArgumentError(
@@ -64,17 +64,17 @@ class SharedPush:
         Raises:
             RankFailedError: It names the rank.
         """
-        if self._status is not None:
-            self._status.look()
+        if self._session is not None:
+            self._session.look()
 
     @contextmanager
     def folder(self) -> Iterator[StagingFolder]:
         """Create the sender's empty temporary directory. If the sender is killed, the other ranks remove it."""
-        status = self._status
+        session = self._session
         name = f"hfshard-push-{uuid.uuid4().hex}"
         path = os.path.join(tempfile.gettempdir(), name)
-        if status is not None:
-            path = status.meet("staging", path.encode())[status.leader].decode()
+        if session is not None:
+            path = session.meet("staging", path.encode())[session.leader].decode()
         is_over = False
         try:
             if self.is_sender:
@@ -82,8 +82,8 @@ class SharedPush:
             yield self._look_at(path)
             is_over = True
         except BaseException as error:
-            if status is not None:
-                status.fail(error)  # before the files that others may be reading are removed
+            if session is not None:
+                session.fail(error)  # before the files that others may be reading are removed
             raise
         finally:
             if self.is_sender or not is_over:
@@ -96,10 +96,10 @@ class SharedPush:
             NotEnoughSpaceError: The disk of the folder is too small.
             Everything that `save_on_ranks` raises.
         """
-        assert self._status is not None
+        assert self._session is not None
         try:
-            index, _ = write_on_ranks(request, folder.path, self._status, self.check, writers=folder.seen_by)
-            self._status.end_step()
+            index, _ = write_on_ranks(request, folder.path, self._session, self.check, writers=folder.seen_by)
+            self._session.end_step()
             return index
         except NotEnoughSpaceError as error:
             raise NotEnoughSpaceError(
@@ -118,24 +118,24 @@ class SharedPush:
             RankFailedError: Another rank failed or died: nothing was committed. Or the sender did: the outcome is
                 unknown.
         """
-        status = self._status
-        if status is None:
+        session = self._session
+        if session is None:
             return list(push())
-        status.meet("send")
+        session.meet("send")
         if self.is_sender:
             results = list(push())
-            status.finish(json.dumps([asdict(result) for result in results]).encode())
+            session.finish(json.dumps([asdict(result) for result in results]).encode())
             return results
-        outcome = status.finish(patience_seconds=math.inf)  # a large model over a slow line takes hours
+        outcome = session.finish(timeout_seconds=math.inf)  # a large model over a slow line takes hours
         return [PushResult(**result) for result in json.loads(outcome)]
 
     def _look_at(self, path: str) -> StagingFolder:
-        status = self._status
-        if status is None:
+        session = self._session
+        if session is None:
             return StagingFolder(path)
-        status.meet("made")
+        session.meet("made")
         can_write = os.path.isdir(path) and os.access(path, os.W_OK | os.X_OK)
-        said = status.meet("seen", b"yes" if can_write else b"")
+        said = session.meet("seen", b"yes" if can_write else b"")
         return StagingFolder(
             path,
             tuple(rank for rank, answer in said.items() if answer),
@@ -157,8 +157,8 @@ def push_together(*, is_collective: bool) -> Iterator[SharedPush]:
     if not is_collective or not has_other_ranks():
         yield SharedPush(None)
         return
-    with gather_participants(_CALL, needs_all=True) as participation:
-        yield SharedPush(participation.status)
+    with session(_CALL, needs_all=True) as ranks:
+        yield SharedPush(ranks)
 
 
 # Temporary directory for the files that the ranks stage for one push, and the ranks that see it.

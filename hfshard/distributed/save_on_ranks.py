@@ -21,7 +21,7 @@ from hfshard.disk.safe_open import read_small
 from hfshard.distributed.exchange import CpuGroup
 from hfshard.distributed.liveness import announce_arrival
 from hfshard.distributed.rank_writer import RankWriter
-from hfshard.distributed.rendezvous import Role, SaveStatus, gather_participants
+from hfshard.distributed.rendezvous import Role, Session, session
 from hfshard.distributed.replica_writer import SHARED_FROM_BYTES, ReplicaWriter
 from hfshard.distributed.spread_tensor import with_spread_tensors
 from hfshard.distributed.tensor_owners import (
@@ -62,12 +62,10 @@ def save_together(request: SaveRequest, directory: str, check: Callable[[], None
             that the outcome is unknown.
         Everything that `save_request` raises.
     """
-    with gather_participants(_meeting_place(directory), needs_all=needs_all_ranks(request)) as participation:
-        status = participation.status
-        assert status is not None
-        if participation.role is Role.LATE:
-            return _late(request, directory, status)
-        return save_on_ranks(request, directory, status, check)
+    with session(_meeting_place(directory), needs_all=needs_all_ranks(request)) as ranks:
+        if ranks.role is Role.LATE:
+            return _late(request, directory, ranks)
+        return save_on_ranks(request, directory, ranks, check)
 
 
 @contextmanager
@@ -83,7 +81,7 @@ def prepare_to_save(save_directory: str | os.PathLike[str], is_part: Callable[[]
             place = _meeting_place(absolute_path(save_directory, "save_directory"))
             with (
                 suppress(HfshardError, type(error)),
-                gather_participants(place, needs_all=True, patience_seconds=_TELL_SECONDS),
+                session(place, needs_all=True, timeout_seconds=_TELL_SECONDS),
             ):
                 raise
         raise
@@ -92,7 +90,7 @@ def prepare_to_save(save_directory: str | os.PathLike[str], is_part: Callable[[]
 def leave_to_others(save_directory: str | os.PathLike[str]) -> None:
     """Let the ranks that save replicated tensors into a directory not wait for this one."""
     place = _meeting_place(absolute_path(save_directory, "save_directory"))
-    with gather_participants(place, needs_all=False, is_writer=False):
+    with session(place, needs_all=False, may_join=False):
         return
 
 
@@ -104,15 +102,15 @@ def _meeting_place(directory: str) -> str:
 def save_on_ranks(
     request: SaveRequest,
     directory: str,
-    status: SaveStatus,
+    session: Session,
     check: Callable[[], None] = _NO_CHECK,
 ) -> CheckpointIndex:
-    """Save what the ranks of an operation have together; each of them calls this.
+    """Save what the ranks of a session have together; each of them calls this.
 
     Args:
         request: As in `save_together`, like check.
         directory: Absolute.
-        status: Of the operation.
+        session: Of the save.
 
     Returns:
         The index, on every rank.
@@ -120,40 +118,40 @@ def save_on_ranks(
     Raises:
         Everything that `save_together` raises.
     """
-    index, listing = write_on_ranks(request, directory, status, check)
+    index, listing = write_on_ranks(request, directory, session, check)
     if index is not None:
-        SaveOutcome.tell(status, index, listing_digest(listing.to_json()))
+        SaveOutcome.tell(session, index, listing_digest(listing.to_json()))
         return index
-    return SaveOutcome.awaited(status).index(status, os.path.join(directory, request.options.names.index))
+    return SaveOutcome.awaited(session).index(session, os.path.join(directory, request.options.names.index))
 
 
 def write_on_ranks(
     request: SaveRequest,
     directory: str,
-    status: SaveStatus,
+    session: Session,
     check: Callable[[], None] = _NO_CHECK,
     *,
     writers: Sequence[int] = (),
 ) -> tuple[CheckpointIndex | None, Listing]:
-    """Do what `save_on_ranks` does, except for the end of the operation: the caller publishes the outcome.
+    """Do what `save_on_ranks` does, except for the end of the session: the caller publishes the outcome.
 
     Args:
-        request, directory, status, check: As in `save_on_ranks`.
-        writers: The ranks that may write files; empty: all of the operation.
+        request, directory, session, check: As in `save_on_ranks`.
+        writers: The ranks that may write files; empty: all of the session.
 
     Returns:
         The index, on the leader, once the checkpoint is complete, and None on the others; and this rank's listing.
     """
     held = with_spread_tensors(request.tensors)
     listing, meshes = list_tensors(request, held)
-    groups, listings = exchange_listings(status, listing, meshes)
-    is_leader = status.rank == status.leader
+    groups, listings = exchange_listings(session, listing, meshes)
+    is_leader = session.is_leader
     if len(listings) == 1 and not meshes and len(groups) == 1:
-        return _save_replicas(request, directory, status, check, listing, may_share=not writers), listing
-    require_all_ranks(status)
+        return _save_replicas(request, directory, session, check, listing, may_share=not writers), listing
+    require_all_ranks(session)
     request = _with_whole(request, listings)
     holders = TensorOwners.unite(groups, listings, request.name_order)
-    writer = RankWriter(status, holders, held, cpu_group(status.tag), writers=writers)
+    writer = RankWriter(session, holders, held, cpu_group(session.tag), writers=writers)
     if not is_leader:
         writer.follow()
         return None, listing
@@ -165,35 +163,35 @@ def write_on_ranks(
 def _save_replicas(
     request: SaveRequest,
     directory: str,
-    status: SaveStatus,
+    session: Session,
     check: Callable[[], None],
     listing: Listing,
     *,
     may_share: bool,
 ) -> CheckpointIndex | None:
     """Save replicated tensors: on the leader alone, or split by files if all ranks of the call have come."""
-    is_leader = status.rank == status.leader
+    is_leader = session.is_leader
     total_bytes = sum(entry.layout.nbytes for entry in listing.entries.values())
-    has_all = len(status.ranks) > 1 and status.ranks == list(call_ranks())
+    has_all = len(session.ranks) > 1 and session.ranks == list(call_ranks())
     if may_share and has_all and total_bytes >= SHARED_FROM_BYTES and not is_store_address(directory):
-        writer = ReplicaWriter(status, request.tensors)
+        writer = ReplicaWriter(session, request.tensors)
         if not is_leader:
             writer.follow()
             return None
         return save_request(request, directory, check, writer)
-    own = OwnShardWriter(confirm=status.begin_step)
+    own = OwnShardWriter(confirm=session.begin_step)
     return save_request(request, directory, check, own) if is_leader else None
 
 
 def exchange_listings(
-    status: SaveStatus, listing: Listing, meshes: Sequence[Mesh], what: str = ""
+    session: Session, listing: Listing, meshes: Sequence[Mesh], what: str = ""
 ) -> tuple[list[RankGroup], dict[str, Listing]]:
     """Exchange the listings of all ranks: the leader groups equal ones, so that little is sent.
 
     Each rank publishes a digest and its meshes. If there are several listings, one rank publishes each.
 
     Args:
-        status: Of the save.
+        session: Of the save.
         listing: Of this rank.
         meshes: The meshes that it numbers.
         what: Distinguishes the listings of one save.
@@ -203,35 +201,35 @@ def exchange_listings(
     """
     raw = listing.to_json()
     digest = listing_digest(raw)
-    status.tell(f"holding{what}", json.dumps([digest, meshes]).encode())
-    if status.rank == status.leader:
+    session.tell(f"holding{what}", json.dumps([digest, meshes]).encode())
+    if session.is_leader:
         said: dict[bytes, list[int]] = {}
-        for rank in status.ranks:
-            said.setdefault(status.wait_for(f"holding{what}", rank), []).append(rank)
+        for rank in session.ranks:
+            said.setdefault(session.wait_for(f"holding{what}", rank), []).append(rank)
         grouped = [[ranks, *json.loads(holding)] for holding, ranks in said.items()]
-        status.tell(f"groups{what}", json.dumps(grouped).encode())
-    groups = [RankGroup.from_json(value) for value in json.loads(status.wait_for(f"groups{what}", status.leader))]
+        session.tell(f"groups{what}", json.dumps(grouped).encode())
+    groups = [RankGroup.from_json(value) for value in json.loads(session.wait_for(f"groups{what}", session.leader))]
     speakers: dict[str, int] = {}
     for group in groups:
         speakers.setdefault(group.digest, group.ranks[0])
     listings = {digest: listing}
     if len(speakers) > 1:
-        if speakers[digest] == status.rank:
-            status.tell(f"listing{what}", raw)
+        if speakers[digest] == session.rank:
+            session.tell(f"listing{what}", raw)
         others = {other: speaker for other, speaker in speakers.items() if other != digest}
         listings |= {
-            other: Listing.from_json(status.wait_for(f"listing{what}", rank)) for other, rank in others.items()
+            other: Listing.from_json(session.wait_for(f"listing{what}", rank)) for other, rank in others.items()
         }
     return groups, listings
 
 
-def require_all_ranks(status: SaveStatus) -> None:
+def require_all_ranks(session: Session) -> None:
     """Raise if ranks are absent that have tensors of their own.
 
     Raises:
         RankMissingError: It names one.
     """
-    absent = sorted(set(call_ranks()) - set(status.ranks))
+    absent = sorted(set(call_ranks()) - set(session.ranks))
     if absent:
         raise RankMissingError(
             f"The ranks have different tensors, but rank {absent[0]} did not call with the others. Make this call on "
@@ -269,16 +267,16 @@ def _no_bytes(name: str, layout: TensorLayout) -> Callable[[int], Iterator[memor
     return blocks
 
 
-def _late(request: SaveRequest, directory: str, status: SaveStatus) -> CheckpointIndex:
+def _late(request: SaveRequest, directory: str, session: Session) -> CheckpointIndex:
     """Await the save of the ranks that came before this one: it must contain the same tensors."""
-    outcome = SaveOutcome.awaited(status)
+    outcome = SaveOutcome.awaited(session)
     listing, _ = list_tensors(request, held := dict[str, LocalTensor](request.tensors))
     if listing_digest(listing.to_json()) != outcome.listing_digest:
         raise InvalidArgumentError(
-            f"The other ranks saved without rank {status.rank}, which arrived late with {len(held)} other tensors: "
+            f"The other ranks saved without rank {session.rank}, which arrived late with {len(held)} other tensors: "
             "the checkpoint lacks them. Make this call on every rank with collective=True, and save again."
         )
-    return outcome.index(status, os.path.join(directory, request.options.names.index))
+    return outcome.index(session, os.path.join(directory, request.options.names.index))
 
 
 _CPU_GROUPS: dict[tuple[tuple[int, ...], bool], tuple[dist.ProcessGroup, CpuGroup]] = {}
@@ -340,28 +338,28 @@ class SaveOutcome:
     """Digest that distinguishes the leader's tensors from others."""
 
     @classmethod
-    def tell(cls, status: SaveStatus, index: CheckpointIndex, listing_digest: str) -> None:
+    def tell(cls, session: Session, index: CheckpointIndex, listing_digest: str) -> None:
         """Publish the outcome, on the leader, which ends the operation."""
         is_sharded = len({*index.weight_map.values()}) > 1
         outcome = cls(sha256_of(index.to_json()) if is_sharded else None, listing_digest)
         with suppress(RankFailedError):  # the store is gone, but the save is done
-            status.put_key("result", json.dumps(asdict(index)).encode())
-        status.finish(json.dumps(asdict(outcome)).encode())
+            session.put_key("result", json.dumps(asdict(index)).encode())
+        session.finish(json.dumps(asdict(outcome)).encode())
 
     @classmethod
-    def awaited(cls, status: SaveStatus) -> Self:
+    def awaited(cls, session: Session) -> Self:
         """Wait for the outcome, on another rank.
 
         Raises:
             RankFailedError: A rank failed or died before.
         """
-        return cls(**json.loads(status.finish()))
+        return cls(**json.loads(session.finish()))
 
-    def index(self, status: SaveStatus, path: str) -> CheckpointIndex:
+    def index(self, session: Session, path: str) -> CheckpointIndex:
         """Return the index: from the leader's index file, if this rank sees it, else as the leader sent it.
 
         Args:
-            status: Of the save.
+            session: Of the save.
             path: Of the index file, if there is one.
         """
         if self.index_digest is not None:
@@ -369,7 +367,7 @@ class SaveOutcome:
                 raw, _ = read_small(path, dirname(path), MAX_INDEX_BYTES)
                 if sha256_of(raw) == self.index_digest:
                     return CheckpointIndex.from_json(raw, path)
-        value = json.loads(status.await_key("result", status.leader))
+        value = json.loads(session.await_key("result", session.leader))
         value["files"] = {name: FileDigest(**digest) for name, digest in value["files"].items()}
         value["undeclared_ties"] = tuple(value["undeclared_ties"])
         return CheckpointIndex(**value)

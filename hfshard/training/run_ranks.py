@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from hfshard._util.addresses import is_store_address
 from hfshard._util.call_ranks import has_other_ranks
 from hfshard._util.text import describe_error
-from hfshard.distributed.rendezvous import SaveStatus, gather_participants
+from hfshard.distributed.rendezvous import Session, session
 from hfshard.errors import InvalidArgumentError, RankFailedError
 from hfshard.format.digests import sha256_of
 from hfshard.tensors.state_dict import RUN_REMEDY, collect_state_dict, is_dtensor, is_partitioned, reject_partitioned
@@ -61,7 +61,7 @@ class Ranks:
     rank: int = 0
     """The rank among those of the run, from 0; `number` returns the one in torch.distributed."""
     world_size: int = 1
-    status: SaveStatus | None = None
+    status: Session | None = None
     """The status of an operation of all ranks: its store carries values, and a dead rank is an error. None: alone."""
 
     @classmethod
@@ -83,9 +83,9 @@ class Ranks:
             yield cls.of(status)
 
     @classmethod
-    def of(cls, status: SaveStatus) -> Ranks:
+    def of(cls, status: Session) -> Ranks:
         """Return the ranks of an operation that is in progress."""
-        return cls(status.place, len(status.ranks), status)
+        return cls(status.position, len(status.ranks), status)
 
     def number(self, rank: int) -> int:
         """Return the number that a rank of the run has in torch.distributed, by which errors name it."""
@@ -197,7 +197,7 @@ ALONE: Final = Ranks()
 
 
 @contextmanager
-def all_ranks() -> Iterator[SaveStatus]:
+def all_ranks() -> Iterator[Session]:
     """Wait for all ranks of the call's process group, which run the block together: one such block at a time.
 
     It is the same for all runs, because ranks may name a directory differently.
@@ -205,10 +205,8 @@ def all_ranks() -> Iterator[SaveStatus]:
     Raises:
         RankFailedError: A rank failed, died, or did not call.
     """
-    with gather_participants("the run", needs_all=True) as participation:
-        status = participation.status
-        assert status is not None  # a rank that takes part has one
-        yield status
+    with session("the run", needs_all=True) as ranks:
+        yield ranks
 
 
 def _first_of(errors: list[str | None]) -> tuple[int, str] | None:

@@ -14,7 +14,7 @@ from hfshard._util.progress import ProgressCallback
 from hfshard._util.text import describe_error
 from hfshard.commit.transaction import KnownFile
 from hfshard.distributed.rank_writer import RankWriter
-from hfshard.distributed.rendezvous import SaveStatus
+from hfshard.distributed.rendezvous import Session
 from hfshard.distributed.save_on_ranks import cpu_group, exchange_listings, require_all_ranks
 from hfshard.distributed.spread_tensor import SpreadTensor, with_spread_tensors
 from hfshard.distributed.tensor_owners import Listing, LocalTensor, RankGroup, TensorOwners, list_tensors
@@ -99,29 +99,29 @@ def save_spread(
     """
     writer.join()
     with ExitStack() as stack:
-        status = stack.enter_context(all_ranks())
-        stages, own = _find_stages(order, writer, status)
+        session = stack.enter_context(all_ranks())
+        stages, own = _find_stages(order, writer, session)
         if stages is None:
-            return save_replicated(Ranks.of(status), own)
+            return save_replicated(Ranks.of(session), own)
         writer.wait()
         is_pipeline = len(set(stages)) > 1
         if is_pipeline:
-            order = replace(order, state=_as_stage(order.state, status, stages))
-        components, of_a_rank = _share_components(order, status, stages) if is_pipeline else (None, own.objects)
-        ranks = _share_states(order, status, of_a_rank, stages[status.place] if is_pipeline else "", own.buffers)
+            order = replace(order, state=_as_stage(order.state, session, stages))
+        components, of_a_rank = _share_components(order, session, stages) if is_pipeline else (None, own.objects)
+        ranks = _share_states(order, session, of_a_rank, stages[session.position] if is_pipeline else "", own.buffers)
         payload = collect(
             components or encode_components(order.state, of_a_rank),
             order.state.components.get(MODEL_BASE),
             ranks,
-            order.extra if status.rank == status.leader else None,
+            order.extra if session.is_leader else None,
             save_options(order.max_shard_size, order.checksum, order.progress),
         )
         payload = with_full_model_order(payload) if is_pipeline else payload
-        parts = held_parts(payload, status.place, is_stage=is_pipeline)
-        holders = _share_holders(status, parts)
-        if status.rank == status.leader:
+        parts = held_parts(payload, session.position, is_stage=is_pipeline)
+        holders = _share_holders(session, parts)
+        if session.is_leader:
             payload = merged_payload(payload, holders)
-        work = _planned(order, writer, status, payload, parts, holders)
+        work = _planned(order, writer, session, payload, parts, holders)
         path = checkpoint_path(writer.root, checked_step(order.step))
         if order.blocking:
             work()
@@ -131,7 +131,7 @@ def save_spread(
 
 
 def _find_stages(
-    order: SpreadSaveArguments, writer: RunWriter, status: SaveStatus
+    order: SpreadSaveArguments, writer: RunWriter, session: Session
 ) -> tuple[list[str] | None, OfEachRank]:
     """Find the digest of each rank's modules, None if every rank has all of them; and what differs among ranks.
 
@@ -143,7 +143,7 @@ def _find_stages(
     replicas = Replicas.of(order.state)
     own = [is_spread, stage_digest(order.state), replicas.summary()]
     said = json.dumps([own, shared_kinds(order.state), names_of_place(writer.root)]).encode()
-    meeting = status.meet("save", said)
+    meeting = session.meet("save", said)
     told, kinds, roots = zip(*map(json.loads, meeting.values()), strict=True)
     reject_other_parts(dict(zip(meeting, kinds, strict=True)))
     reject_other_places(dict(zip(meeting, roots, strict=True)), "saves into")
@@ -154,21 +154,21 @@ def _find_stages(
     details: dict[int, Any] = {}
     if differ(summaries.values()):
         said = json.dumps(replicas.details()).encode()
-        details = {rank: json.loads(raw) for rank, raw in status.meet("copies that differ", said).items()}
+        details = {rank: json.loads(raw) for rank, raw in session.meet("copies that differ", said).items()}
     each = of_each_rank(summaries, details, allow_different_replicas=order.allow_different_replicas)
     return (stages if any(is_spread for is_spread, _, _ in told) else None), each
 
 
-def _as_stage(state: TrainingState, status: SaveStatus, stages: Sequence[str]) -> TrainingState:
+def _as_stage(state: TrainingState, session: Session, stages: Sequence[str]) -> TrainingState:
     """Return a copy of the state with the full model's names, and with its gradients if each stage has one rank."""
-    is_speaker = stages.index(stages[status.place]) == status.place
-    told = status.meet("ties", json.dumps(state.tied_parameters() if is_speaker else []).encode())
+    is_speaker = stages.index(stages[session.position]) == session.position
+    told = session.meet("ties", json.dumps(state.tied_parameters() if is_speaker else []).encode())
     state = with_aliases(state, chain.from_iterable(map(json.loads, told.values())))
     return with_whole_gradients(state) if len(set(stages)) == len(stages) else state
 
 
 def _share_components(
-    order: SpreadSaveArguments, status: SaveStatus, stages: Sequence[str]
+    order: SpreadSaveArguments, session: Session, stages: Sequence[str]
 ) -> tuple[Components, Sequence[str]]:
     """Merge the parts of all stages into those of one model, on the first rank.
 
@@ -179,38 +179,38 @@ def _share_components(
         InvalidArgumentError: The parts cannot be those of one model.
     """
     components = encode_components(order.state)
-    is_first = stages.index(stages[status.place]) == status.place
+    is_first = stages.index(stages[session.position]) == session.position
     own = StageState.of(order.state, components, is_first=is_first)
-    if status.rank != status.leader:
-        status.tell("parts", own.to_json())
-        of_a_rank = json.loads(status.wait_for("parts of a rank", status.leader))
+    if not session.is_leader:
+        session.tell("parts", own.to_json())
+        of_a_rank = json.loads(session.wait_for("parts of a rank", session.leader))
         return encode_components(order.state, of_a_rank), of_a_rank
-    told = {status.rank: own}
-    for rank in status.ranks[1:]:
-        told[rank] = StageState.from_json(status.wait_for("parts", rank))
+    told = {session.rank: own}
+    for rank in session.ranks[1:]:
+        told[rank] = StageState.from_json(session.wait_for("parts", rank))
     merged = merge_parts(components, told)
-    status.tell("parts of a rank", json.dumps(merged.of_a_rank).encode())
+    session.tell("parts of a rank", json.dumps(merged.of_a_rank).encode())
     return replace(encode_components(order.state, merged.of_a_rank), encoded=merged.encoded), merged.of_a_rank
 
 
 def _planned(
     order: SpreadSaveArguments,
     writer: RunWriter,
-    status: SaveStatus,
+    session: Session,
     payload: SavePayload,
     parts: OwnedTensors,
     holders: TensorOwners,
 ) -> Callable[[], None]:
     """Check everything that can be checked before the first byte is written, and return the remaining work."""
-    is_leader = status.rank == status.leader
+    is_leader = session.is_leader
     if is_leader:
         metrics = order.metrics_of(order.step)
         check_names(order.files, payload)
         writer.begin()
-    status.meet("ready to write")
-    group = cpu_group(status.tag, for_thread=not order.blocking)
+    session.meet("ready to write")
+    group = cpu_group(session.tag, for_thread=not order.blocking)
     held = parts.held if order.blocking else _host_copies(parts.held, writer.host_copies)
-    ranks = RankWriter(status, holders, held, group, name_of_key)
+    ranks = RankWriter(session, holders, held, group, name_of_key)
 
     def work() -> None:
         if is_leader:
@@ -218,11 +218,11 @@ def _planned(
                 order.step, payload, metrics, dict(order.files), blocking=order.blocking, writer=KeyedWriter(ranks)
             )
             ranks.end()
-            status.finish()
+            session.finish()
             writer.push_saved(saved, blocking=order.blocking)  # the other ranks continue in parallel
         else:
             ranks.follow()
-            status.finish()
+            session.finish()
 
     return work
 
@@ -238,13 +238,13 @@ def _start(order: SpreadSaveArguments, writer: RunWriter, work: Callable[[], Non
 
 
 def _share_states(
-    order: SpreadSaveArguments, status: SaveStatus, of_a_rank: Sequence[str], stage: str, buffers: Sequence[str]
+    order: SpreadSaveArguments, session: Session, of_a_rank: Sequence[str], stage: str, buffers: Sequence[str]
 ) -> list[RankState]:
     """Send this rank's own state to the first rank, without its tensors, which are exchanged with all others.
 
     Args:
         order: What to save.
-        status: The status of the save.
+        session: The session of the save.
         of_a_rank: Parts of which each rank saves its own.
         stage, buffers: As in `collect_rank`.
 
@@ -254,38 +254,38 @@ def _share_states(
     Raises:
         InvalidArgumentError: The ranks save different steps, or differ in `blocking`.
     """
-    own = collect_rank(order.state, status.place, of_a_rank, stage, buffers)
+    own = collect_rank(order.state, session.position, of_a_rank, stage, buffers)
     asked = [checked_step(order.step), order.blocking]
-    status.tell("state", json.dumps([*asked, own.nested]).encode())
-    if status.rank != status.leader:
+    session.tell("state", json.dumps([*asked, own.nested]).encode())
+    if not session.is_leader:
         return [own]
     states = [own]
-    for rank in status.ranks[1:]:
-        step, blocking, nested = json.loads(status.wait_for("state", rank))
+    for rank in session.ranks[1:]:
+        step, blocking, nested = json.loads(session.wait_for("state", rank))
         if [step, blocking] != asked:
             raise InvalidArgumentError(
                 f"All ranks must save the same step in the same way, got {asked[0]} with blocking={asked[1]} on rank "
-                f"{status.rank}, and {step} with blocking={blocking} on rank {rank}."
+                f"{session.rank}, and {step} with blocking={blocking} on rank {rank}."
             )
         states.append(RankState(nested, {}))
     return states
 
 
-def _share_holders(status: SaveStatus, parts: OwnedTensors) -> TensorOwners:
+def _share_holders(session: Session, parts: OwnedTensors) -> TensorOwners:
     """Find what each rank has. One rank lists the names of what each has alone, without the rank's number.
 
     Raises:
         InvalidArgumentError: The ranks disagree about a tensor, or do not have all of it together.
     """
     listing, meshes = list_tensors(parts.common, _tensors(parts.common.tensors))
-    groups, listings = exchange_listings(status, listing, meshes)
-    require_all_ranks(status)
+    groups, listings = exchange_listings(session, listing, meshes)
+    require_all_ranks(session)
     own, _ = list_tensors(parts.own, _tensors(parts.own.tensors))
-    own_groups, own_listings = exchange_listings(status, own, (), " of a rank")
+    own_groups, own_listings = exchange_listings(session, own, (), " of a rank")
     for group in own_groups:
         for rank in group.ranks:
             digest = f"{group.digest} of rank {rank}"
-            listings[digest] = with_rank(own_listings[group.digest], status.ranks.index(rank))
+            listings[digest] = with_rank(own_listings[group.digest], session.ranks.index(rank))
             groups.append(RankGroup((rank,), digest, ()))
     return TensorOwners.unite(groups, listings, parts.common.name_order)
 

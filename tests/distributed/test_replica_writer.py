@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import hfshard
-from hfshard.distributed.rendezvous import SaveStatus
+from hfshard.distributed.rendezvous import Session
 from hfshard.distributed.replica_writer import ReplicaWriter
 from hfshard.distributed.save_on_ranks import save_together
 from hfshard.errors import RankFailedError
@@ -115,17 +115,17 @@ def write_on_two_nodes(rank: int, place: Path) -> None:
     (place / f"node {rank}" / "staging").mkdir(parents=True)
     os.chdir(place / f"node {rank}")
     tensors = {"a": torch.zeros(4), "b": torch.ones(4)}
-    with SaveStatus("save", range(2), rank) as status:
-        writer = ReplicaWriter(status, tensors)
+    with Session("save", range(2), rank) as ranks:
+        writer = ReplicaWriter(ranks, tensors)
         if rank == 1:
             writer.follow()
-            status.finish()
+            ranks.finish()
             assert os.listdir("staging") == []
             return
         jobs = [WriteJob(f"staging/{name}", {name: tensor}, {}) for name, tensor in tensors.items()]
         digests = writer.write(jobs, "xxh3", None)
         writer.confirm()
-        status.finish()
+        ranks.finish()
     assert sorted(os.listdir("staging")) == ["a", "b"]
     assert [digest.size for digest in digests] == [os.path.getsize(f"staging/{name}") for name in "ab"]
 
