@@ -352,9 +352,9 @@ class Watch:
         try:
             work.wait()
         except RuntimeError as error:
-            raise self.who_broke_it(error, ranks) from error
+            raise self.find_failed_rank(error, ranks) from error
 
-    def who_broke_it(self, error: RuntimeError, ranks: Collection[int]) -> RankFailedError:
+    def find_failed_rank(self, error: RuntimeError, ranks: Collection[int]) -> RankFailedError:
         """Find the rank that made a collective fail: one that reports it, or one that falls silent.
 
         A rank whose process runs on this machine gets the full `death_seconds`, because it may only be delayed.

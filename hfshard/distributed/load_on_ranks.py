@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict, replace
 from functools import cache, partial
@@ -81,8 +81,10 @@ def load_into_spread_module(model: nn.Module, source: CheckpointSource, options:
         Everything that `load_into_module` raises. The model is half loaded only if a file cannot be read after all, or
         a hook of the model raises.
     """
-    with load_together("load_model", is_collective=True) as agreement:
-        return agreement.use(source, options, lambda checkpoint: _load_in_place(model, checkpoint, options, agreement))
+    with load_together("load_model", is_collective=True) as ranks:
+        return use_together(
+            ranks, source, options, lambda checkpoint: _load_in_place(model, checkpoint, options, ranks)
+        )
 
 
 def load_opened(model: nn.Module, checkpoint: OpenCheckpoint, options: LoadOptions) -> dict[str, Any]:
@@ -94,12 +96,12 @@ def load_opened(model: nn.Module, checkpoint: OpenCheckpoint, options: LoadOptio
     Args, returns, raises: The same as `load_into_module`.
     """
     if checkpoint.is_ranged:
-        return _load_in_place(model, checkpoint, options, SharedLoad(None))
+        return _load_in_place(model, checkpoint, options, Session.alone())
     return load_into_module(model, checkpoint, options)
 
 
 def _load_in_place(
-    model: nn.Module, checkpoint: OpenCheckpoint, options: LoadOptions, agreement: SharedLoad
+    model: nn.Module, checkpoint: OpenCheckpoint, options: LoadOptions, ranks: Session
 ) -> dict[str, Any]:
     """Read a module's tensors straight into its memory, once every rank has found that the checkpoint fits."""
     mapped = _mapped_tensors(checkpoint)
@@ -111,7 +113,7 @@ def _load_in_place(
         values = checkpoint.read({tied_names.get(name, name) for name in stored.values()})
         return {name: values[tied_names.get(kept, kept)] for name, kept in stored.items()}
 
-    fill = partial(_fill, checkpoint, stored_names, agreement)
+    fill = partial(_fill, checkpoint, stored_names, ranks)
     return load_into_module(model, checkpoint, options, mapped, fill, values_of if checkpoint.is_ranged else None)
 
 
@@ -132,12 +134,12 @@ def load_like(
             that cannot be cast to that of `like`.
         Everything that `open_source` raises.
     """
-    with load_together("load_state_dict", is_collective=has_spread(like)) as agreement:
-        return agreement.use(source, options, lambda checkpoint: _read_like(checkpoint, like, device, agreement))
+    with load_together("load_state_dict", is_collective=has_spread(like)) as ranks:
+        return use_together(ranks, source, options, lambda checkpoint: _read_like(checkpoint, like, device, ranks))
 
 
 def _read_like(
-    checkpoint: OpenCheckpoint, like: Mapping[str, torch.Tensor], device: torch.device, agreement: SharedLoad
+    checkpoint: OpenCheckpoint, like: Mapping[str, torch.Tensor], device: torch.device, ranks: Session
 ) -> dict[str, torch.Tensor]:
     _reject_misfits(checkpoint, like)
     tied_names = checkpoint.index.tied_names
@@ -149,7 +151,7 @@ def _read_like(
         if keys[name] not in made:
             made[keys[name]] = _empty_like(tensor, tensor.dtype, device, tensor.shape)
     read = prepare_reads(checkpoint, [(key[0], tensor) for key, tensor in made.items()])
-    agreement.confirm(checkpoint)
+    confirm_same(ranks, checkpoint)
     read()
     return {name: made[key] for name, key in keys.items()}
 
@@ -218,7 +220,7 @@ def _mapped_tensors(checkpoint: OpenCheckpoint) -> dict[str, torch.Tensor]:
 def _fill(
     checkpoint: OpenCheckpoint,
     stored_names: Mapping[int, str],
-    agreement: SharedLoad,
+    ranks: Session,
     model: nn.Module,
     tensors: Mapping[str, torch.Tensor],
 ) -> None:
@@ -227,7 +229,7 @@ def _fill(
     Args:
         checkpoint: Open.
         stored_names: Names of its tensors, by identity; a tensor without one has been read already.
-        agreement: Reached with the other ranks before the first change.
+        ranks: The session of the load, whose ranks agree before the first change.
         model: Unwrapped.
         tensors: Those that fit, by the model's names.
     """
@@ -255,7 +257,7 @@ def _fill(
         if name not in in_place:
             fresh[name] = targets[key]
     read = prepare_reads(checkpoint, wanted)
-    agreement.confirm(checkpoint)
+    confirm_same(ranks, checkpoint)
     try:
         read()
     except HfshardError as error:
@@ -355,234 +357,6 @@ _Result = TypeVar("_Result")
 
 logger = logging.getLogger(__name__)
 
-
-class SharedLoad:
-    """Agreement of one rank with the others about a load. A rank that loads alone agrees with itself."""
-
-    def __init__(self, session: Session | None) -> None:
-        self._session = session
-        self._has_opened = False
-        self._is_known = False
-        """True if each rank knows that a save has overtaken one of them."""
-        self._change: CheckpointChangedError | None = None
-        """The save that overtook the last try, as this rank has seen it or another one reported it."""
-
-    @property
-    def is_collective(self) -> bool:
-        """True if there are other ranks."""
-        return self._session is not None
-
-    def fetch(self, source: CheckpointSource, progress: bool | None = None) -> ResolvedSource:
-        """Find the checkpoint on this machine, as `CheckpointSource.fetch` does.
-
-        The first rank resolves the revision, and all load that commit, even if another one is pushed during the load.
-        Of the ranks that share a cache of the Hub, one downloads, and the others wait for it without any Hub request.
-
-        Raises:
-            RankFailedError: Another rank could not find or download it.
-            Everything that `CheckpointSource.fetch` raises.
-        """
-        if self._session is None:
-            return source.fetch(progress)
-        local = source.find_local()
-        if local is not None and local.skeleton is not None:
-            local.skeleton.fill()
-        told = self._session.meet("source", _snapshot_of(local, source) if local is not None else _cache_of(source))
-        if local is not None:
-            return _same_snapshot(local, source, told)
-        return _fetch_together(self._session, source, told, progress)
-
-    @contextmanager
-    def opened(
-        self,
-        source: CheckpointSource,
-        options: LoadOptions,
-        local: ResolvedSource | None = None,
-        *,
-        check_beside: bool = False,
-    ) -> Iterator[OpenCheckpoint]:
-        """Open a checkpoint, as `open_source` does; a file that several ranks see is hashed by only one of them.
-
-        Args:
-            source: Where to load from; options: how to open and verify it, both as in `open_source`.
-            local: What `fetch` returned; None: it is called here.
-            check_beside: Compare checksums while the block runs; ranks that share this work still do it before.
-
-        Raises:
-            RankFailedError: Another rank found a file damaged, or failed otherwise; here or in `confirm`.
-            Everything that `fetch` and `open_source` raise.
-        """
-        local = local or self.fetch(source, options.progress)
-        if self._session is None or options.verify not in ("full", "sha256"):
-            with open_source(source, options, local, check_beside=check_beside) as checkpoint:
-                self._has_opened = True
-                yield checkpoint
-            return
-        with open_source(source, replace(options, verify="structure"), local) as checkpoint:
-            self._has_opened = True
-            self._check_share(checkpoint, options.progress)
-            yield checkpoint
-
-    def use(self, source: CheckpointSource, options: LoadOptions, work: Callable[[OpenCheckpoint], _Result]) -> _Result:
-        """Open a checkpoint and work with it; in a store, retry on all ranks if a save overtook any of them.
-
-        Args:
-            source: Where to load from.
-            options: How to open and verify it.
-            work: Calls `confirm` once; in a store it may be called again, from the beginning.
-
-        Raises:
-            CheckpointChangedError: The checkpoint was replaced on every try.
-            Everything that `opened` and `work` raise.
-        """
-        if self._session is None:
-            return use_checkpoint(source, options, work)
-        local = self.fetch(source, options.progress)
-        for _ in range(REMOTE_RETRIES):
-            with self.retry_if_replaced(local), self.opened(source, options, local) as checkpoint:
-                result = work(checkpoint)
-                if local.folder is not None:
-                    self.meet("read")
-                return result
-        raise self.replaced_too_often_error(source.path)
-
-    @contextmanager
-    def retry_if_replaced(self, local: ResolvedSource) -> Iterator[None]:
-        """Try with the other ranks; if a save in a store overtakes one of them, the try ends on all without an error.
-
-        Then all have to start again. All reads of the checkpoint must be in the block, before a last `meet`.
-
-        Args:
-            local: What `fetch` returned. In a directory, open files stay unchanged, and no rank starts again.
-
-        Raises:
-            CheckpointChangedError: In a directory; or the checkpoint kept changing while this rank opened it.
-            Everything that the block raises.
-        """
-        self._has_opened = self._is_known = False
-        self._change = None
-        try:
-            yield
-        except CheckpointChangedError as error:
-            if local.folder is None or not self._has_opened:
-                raise
-            self._change = CheckpointChangedError(error.message, path=local.folder.path)  # `error` holds what was built
-            if self._session is not None:
-                if not self._is_known:
-                    self._session.meet(ANY_PLACE, _CHANGED)
-                time.sleep(local.folder.wait_seconds)
-            logger.info("%s Starting again.", error)
-
-    def replaced_too_often_error(self, path: str) -> CheckpointChangedError:
-        """Create the error for a load whose every try was overtaken.
-
-        Args:
-            path: The checkpoint that was loaded.
-        """
-        return self._change or CheckpointChangedError(
-            f"The checkpoint in '{path}' was replaced on every attempt. Retry when no save is running.", path=path
-        )
-
-    def confirm(self, checkpoint: OpenCheckpoint, config: bytes | None = None) -> None:
-        """Wait until every rank has checked what it can, and has opened the same checkpoint.
-
-        Args:
-            checkpoint: This rank's.
-            config: The config of the model that is built.
-
-        Raises:
-            CheckpointChangedError: The ranks have different ones.
-            RankFailedError: A rank refused, failed or died.
-        """
-        if self._session is None:
-            return
-        files = files_with_tensors(checkpoint)
-        digests = [
-            checkpoint_digest(checkpoint, config),
-            json_digest(sorted(files)),
-            json_digest(file_identities(files)),
-        ]
-        told = self._meet("checked", json.dumps(digests).encode())
-        said = {rank: json.loads(words) for rank, words in told.items()}
-        self._reject_others(checkpoint, {rank: words[0] for rank, words in said.items()})
-        if len({words[1] for words in said.values()}) == 1 < len({words[2] for words in said.values()}):  # copies
-            self._reject_others(checkpoint, self._meet("copies", contents_digest(checkpoint).encode()))
-
-    def all_agree(self, word: str, *, is_so: bool) -> bool:
-        """Return whether a condition holds on every rank.
-
-        Args:
-            word: What the condition is about.
-            is_so: Whether it holds on this rank.
-
-        Raises:
-            CheckpointChangedError: A save in a store has overtaken another rank.
-            RankFailedError: A rank failed or died.
-        """
-        return is_so if self._session is None else set(self._meet(word, b"%d" % is_so).values()) == {b"1"}
-
-    def meet(self, word: str) -> None:
-        """Wait until every rank has come here: collectives may follow, which no rank may miss.
-
-        Raises:
-            CheckpointChangedError: A save in a store has overtaken another rank.
-            RankFailedError: A rank failed or died.
-        """
-        if self._session is not None:
-            self._meet(word)
-
-    @contextmanager
-    def attribute_collective_failure(self) -> Iterator[None]:
-        """Name the rank that failed or died, if a collective in the block, of code outside hfshard, fails.
-
-        Raises:
-            RankFailedError: Replaces an error of torch.distributed.
-        """
-        try:
-            yield
-        except RuntimeError as error:
-            if self._session is None or isinstance(error, HfshardError) or not _is_of_collective(error):
-                raise
-            raise self._session.who_broke_it(error) from error
-
-    def _check_share(self, checkpoint: OpenCheckpoint, progress: bool | None) -> None:
-        """Compare this rank's share of the files with their checksums."""
-        assert self._session is not None
-        files = files_with_tensors(checkpoint)
-        seen = self._meet("files", json_digest(file_identities(files)).encode())
-        sharing = [rank for rank, sighting in seen.items() if sighting == seen[self._session.rank]]
-        names = sorted(files)
-        owners = assign_owners([files[name].size for name in names], sharing)
-        mine = {name for name, owner in zip(names, owners, strict=True) if owner == self._session.rank}
-        with byte_progress("Verifying", sum(files[name].size for name in mine), progress) as progress_callback:
-            if checkpoint.pickles:
-                check_pickles({name: checkpoint.pickles[name] for name in mine}, progress_callback)
-            else:
-                shards = {name: checkpoint.shards[name] for name in mine}
-                check_checksums(checkpoint.folder, checkpoint.weights_path, checkpoint.index, shards, progress_callback)
-
-    def _meet(self, word: str, value: bytes = b"") -> dict[int, bytes]:
-        """Exchange the values of all ranks, unless one of them reports that it was overtaken."""
-        assert self._session is not None
-        told = self._session.meet(word, value)
-        if _CHANGED in told.values():
-            self._is_known = True
-            rank = next(rank for rank, said in told.items() if said == _CHANGED)
-            raise CheckpointChangedError(f"The checkpoint was replaced while rank {rank} read it. Load it again.")
-        return told
-
-    def _reject_others(self, checkpoint: OpenCheckpoint, digests: Mapping[int, str | bytes]) -> None:
-        leader = min(digests)
-        other = next((rank for rank, digest in digests.items() if digest != digests[leader]), None)
-        if other is not None:
-            raise CheckpointChangedError(
-                f"Ranks {leader} and {other} have different checkpoints in '{checkpoint.directory}': it was replaced "
-                "during the load, or is another one on some ranks. Nothing was loaded. Give every rank the same one, "
-                "and load again.",
-                path=checkpoint.directory,
-            )
-
-
 _CHANGED: Final = b"changed"
 """The value that a rank sends to the next meeting, whichever it is, after what it has opened was replaced."""
 
@@ -590,12 +364,12 @@ _CACHE: Final = b"cache "
 _SNAPSHOT: Final = b"snapshot "
 """Prefixes of a rank's value for where it loads from: a repo of the Hub, or a directory hub."""
 
-_CURRENT_LOAD: Final[ContextVar[SharedLoad | None]] = ContextVar("hfshard_load_agreement", default=None)
-"""The agreement of this thread's load: loads by all ranks within it belong to the same one."""
+_CURRENT_LOAD: Final[ContextVar[Session | None]] = ContextVar("hfshard_load", default=None)
+"""The session of this thread's load: loads by all ranks within it belong to the same one."""
 
 
 @contextmanager
-def load_together(call: str, *, is_collective: bool) -> Iterator[SharedLoad]:
+def load_together(call: str, *, is_collective: bool) -> Iterator[Session]:
     """Run the block on every rank or on none: if one raises before it confirms, the others raise instead of continuing.
 
     Args:
@@ -606,39 +380,258 @@ def load_together(call: str, *, is_collective: bool) -> Iterator[SharedLoad]:
         RankFailedError: Another rank failed, died, or did not come.
     """
     if not is_collective or not has_other_ranks():
-        with _under_way(SharedLoad(None)) as agreement:
-            yield agreement
-    elif current_load().is_collective:
+        with _under_way(Session.alone()) as ranks:
+            yield ranks
+    elif not current_load().is_alone:
         yield current_load()
     else:
         with session(call, needs_all=True) as ranks:
-            with _under_way(SharedLoad(ranks)) as agreement:
-                yield agreement
+            with _under_way(ranks):
+                yield ranks
             ranks.meet("loaded")
             ranks.finish()
 
 
-def current_load() -> SharedLoad:
-    """Return the agreement of the innermost `load_together` in this thread."""
-    return _CURRENT_LOAD.get() or SharedLoad(None)
+def current_load() -> Session:
+    """Return the session of the innermost `load_together` in this thread."""
+    return _CURRENT_LOAD.get() or Session.alone()
 
 
 @contextmanager
-def _under_way(agreement: SharedLoad) -> Iterator[SharedLoad]:
-    token = _CURRENT_LOAD.set(agreement)
+def _under_way(ranks: Session) -> Iterator[Session]:
+    token = _CURRENT_LOAD.set(ranks)
     try:
-        yield agreement
+        yield ranks
     finally:
         _CURRENT_LOAD.reset(token)
 
 
-def _fetch_together(
-    session: Session, source: CheckpointSource, caches: Mapping[int, bytes], progress: bool | None
+def fetch_together(ranks: Session, source: CheckpointSource, progress: bool | None = None) -> ResolvedSource:
+    """Find the checkpoint on this machine, as `CheckpointSource.fetch` does.
+
+    The first rank resolves the revision, and all load that commit, even if another one is pushed during the load. Of
+    the ranks that share a cache of the Hub, one downloads, and the others wait for it without any Hub request.
+
+    Raises:
+        RankFailedError: Another rank could not find or download it.
+        Everything that `CheckpointSource.fetch` raises.
+    """
+    if ranks.is_alone:
+        return source.fetch(progress)
+    local = source.find_local()
+    if local is not None and local.skeleton is not None:
+        local.skeleton.fill()
+    told = ranks.meet("source", _snapshot_of(local, source) if local is not None else _cache_of(source))
+    if local is not None:
+        return _same_snapshot(local, source, told)
+    return _fetch_once(ranks, source, told, progress)
+
+
+@contextmanager
+def attempt_together(
+    ranks: Session,
+    source: CheckpointSource,
+    options: LoadOptions,
+    local: ResolvedSource,
+    *,
+    check_beside: bool = False,
+    is_last: bool = True,
+) -> Iterator[Callable[[], OpenCheckpoint]]:
+    """Try a load with the other ranks; if a save in a store overtakes one of them, the block ends on all without error.
+
+    Then all have to try again. All reads of the checkpoint must be in the block, before a last meeting.
+
+    Args:
+        ranks: The session of the load.
+        source: Where to load from; options: how to open and verify it, both as in `open_source`.
+        local: What `fetch_together` returned. In a directory, open files stay unchanged, and no rank tries again.
+        check_beside: Compare checksums while the block runs; ranks that share this work still do it before.
+        is_last: Raise instead of another try.
+
+    Yields:
+        The function that opens the checkpoint until the end of the block, as `open_source` does, and compares it with
+        its checksums. A file that several ranks see is hashed by only one of them.
+
+    Raises:
+        CheckpointChangedError: In a directory; or it was the last try; or the checkpoint kept changing while this rank
+            opened it.
+        RankFailedError: Another rank found a file damaged, or failed otherwise; here or in `confirm_same`.
+        Everything that `open_source` and the block raise.
+    """
+    is_shared = not ranks.is_alone and options.verify in ("full", "sha256")
+    opened: list[OpenCheckpoint] = []
+    stack = ExitStack()
+
+    def open_checkpoint() -> OpenCheckpoint:
+        how = replace(options, verify="structure") if is_shared else options
+        opening = open_source(source, how, local, check_beside=check_beside and not is_shared)
+        opened.append(stack.enter_context(opening))
+        if is_shared:
+            _check_share(ranks, opened[0], options.progress)
+        return opened[0]
+
+    try:
+        with stack:
+            yield open_checkpoint
+        return
+    except CheckpointChangedError as error:
+        if local.folder is None or not opened:
+            raise
+        change = CheckpointChangedError(error.message, path=local.folder.path)  # `error` holds what was built
+        is_known = error.path is None  # `_meet_unchanged` raised it, as on every rank
+    if not ranks.is_alone and not is_known:
+        ranks.meet(ANY_PLACE, _CHANGED)
+    if is_last:
+        raise change
+    if not ranks.is_alone:
+        time.sleep(local.folder.wait_seconds)
+    logger.info("%s Starting again.", change)
+
+
+def use_together(
+    ranks: Session, source: CheckpointSource, options: LoadOptions, work: Callable[[OpenCheckpoint], _Result]
+) -> _Result:
+    """Open a checkpoint and work with it; in a store, retry on all ranks if a save overtook any of them.
+
+    Args:
+        ranks: The session of the load.
+        source: Where to load from.
+        options: How to open and verify it.
+        work: Calls `confirm_same` once; in a store it may be called again, from the beginning.
+
+    Raises:
+        CheckpointChangedError: The checkpoint was replaced on every try.
+        Everything that `attempt_together` and `work` raise.
+    """
+    if ranks.is_alone:
+        return use_checkpoint(source, options, work)
+    local = fetch_together(ranks, source, options.progress)
+    for left in reversed(range(REMOTE_RETRIES)):
+        with attempt_together(ranks, source, options, local, is_last=not left) as open_checkpoint:
+            result = work(open_checkpoint())
+            if local.folder is not None:
+                meet_unchanged(ranks, "read")
+            return result
+    raise replaced_too_often_error(source.path)
+
+
+def replaced_too_often_error(path: str) -> CheckpointChangedError:
+    """Create the error for a load whose every try was overtaken.
+
+    Args:
+        path: The checkpoint that was loaded.
+    """
+    return CheckpointChangedError(
+        f"The checkpoint in '{path}' was replaced on every attempt. Retry when no save is running.", path=path
+    )
+
+
+def confirm_same(ranks: Session, checkpoint: OpenCheckpoint, config: bytes | None = None) -> None:
+    """Wait until every rank has checked what it can, and has opened the same checkpoint.
+
+    Args:
+        ranks: The session of the load.
+        checkpoint: This rank's.
+        config: The config of the model that is built.
+
+    Raises:
+        CheckpointChangedError: The ranks have different ones.
+        RankFailedError: A rank refused, failed or died.
+    """
+    if ranks.is_alone:
+        return
+    files = files_with_tensors(checkpoint)
+    digests = [
+        checkpoint_digest(checkpoint, config),
+        json_digest(sorted(files)),
+        json_digest(file_identities(files)),
+    ]
+    told = meet_unchanged(ranks, "checked", json.dumps(digests).encode())
+    said = {rank: json.loads(words) for rank, words in told.items()}
+    _reject_others(checkpoint, {rank: words[0] for rank, words in said.items()})
+    if len({words[1] for words in said.values()}) == 1 < len({words[2] for words in said.values()}):  # copies
+        _reject_others(checkpoint, meet_unchanged(ranks, "copies", contents_digest(checkpoint).encode()))
+
+
+def all_agree(ranks: Session, word: str, *, is_so: bool) -> bool:
+    """Return whether a condition holds on every rank.
+
+    Args:
+        ranks: The session of the load.
+        word: What the condition is about.
+        is_so: Whether it holds on this rank.
+
+    Raises:
+        CheckpointChangedError: A save in a store has overtaken another rank.
+        RankFailedError: A rank failed or died.
+    """
+    return set(meet_unchanged(ranks, word, b"%d" % is_so).values()) == {b"1"}
+
+
+def meet_unchanged(ranks: Session, word: str, value: bytes = b"") -> dict[int, bytes]:
+    """Exchange the values of all ranks, unless one of them reports that a save in a store has overtaken it.
+
+    Raises:
+        CheckpointChangedError: One does; every rank raises this, without a path.
+        RankFailedError: A rank failed or died.
+    """
+    told = ranks.meet(word, value)
+    if _CHANGED in told.values():
+        rank = next(rank for rank, said in told.items() if said == _CHANGED)
+        raise CheckpointChangedError(f"The checkpoint was replaced while rank {rank} read it. Load it again.")
+    return told
+
+
+@contextmanager
+def attribute_collective_failure(ranks: Session) -> Iterator[None]:
+    """Name the rank that failed or died, if a collective in the block, of code outside hfshard, fails.
+
+    Raises:
+        RankFailedError: Replaces an error of torch.distributed.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if ranks.is_alone or isinstance(error, HfshardError) or not _is_of_collective(error):
+            raise
+        raise ranks.find_failed_rank(error) from error
+
+
+def _check_share(ranks: Session, checkpoint: OpenCheckpoint, progress: bool | None) -> None:
+    """Compare this rank's share of the files with their checksums."""
+    files = files_with_tensors(checkpoint)
+    seen = meet_unchanged(ranks, "files", json_digest(file_identities(files)).encode())
+    sharing = [rank for rank, sighting in seen.items() if sighting == seen[ranks.rank]]
+    names = sorted(files)
+    owners = assign_owners([files[name].size for name in names], sharing)
+    mine = {name for name, owner in zip(names, owners, strict=True) if owner == ranks.rank}
+    with byte_progress("Verifying", sum(files[name].size for name in mine), progress) as progress_callback:
+        if checkpoint.pickles:
+            check_pickles({name: checkpoint.pickles[name] for name in mine}, progress_callback)
+        else:
+            shards = {name: checkpoint.shards[name] for name in mine}
+            check_checksums(checkpoint.folder, checkpoint.weights_path, checkpoint.index, shards, progress_callback)
+
+
+def _reject_others(checkpoint: OpenCheckpoint, digests: Mapping[int, str | bytes]) -> None:
+    leader = min(digests)
+    other = next((rank for rank, digest in digests.items() if digest != digests[leader]), None)
+    if other is not None:
+        raise CheckpointChangedError(
+            f"Ranks {leader} and {other} have different checkpoints in '{checkpoint.directory}': it was replaced "
+            "during the load, or is another one on some ranks. Nothing was loaded. Give every rank the same one, "
+            "and load again.",
+            path=checkpoint.directory,
+        )
+
+
+def _fetch_once(
+    ranks: Session, source: CheckpointSource, caches: Mapping[int, bytes], progress: bool | None
 ) -> ResolvedSource:
     """Let one rank per cache download the commit that the first rank finds.
 
     Args:
-        session: Of the load.
+        ranks: The session of the load.
         source: A repo of the Hub.
         caches: Rank -> the cache that it has; some may have found a directory.
         progress: Whether to show a bar.
@@ -647,18 +640,18 @@ def _fetch_together(
 
     query = source.query
     first = min(rank for rank, name in caches.items() if name.startswith(_CACHE))
-    if session.rank == first:
+    if ranks.rank == first:
         small = replace(query, files_of=lambda index: (), force_download=False)
-        session.tell("commit", str(replace(source, query=small).fetch(progress).commit).encode())
-    commit = session.wait_for("commit", first).decode()
+        ranks.tell("commit", str(replace(source, query=small).fetch(progress).commit).encode())
+    commit = ranks.wait_for("commit", first).decode()
     pinned = replace(source, query=replace(query, revision=commit))
-    downloader = min(rank for rank, name in caches.items() if name == caches[session.rank])
-    if session.rank == downloader:
+    downloader = min(rank for rank, name in caches.items() if name == caches[ranks.rank])
+    if ranks.rank == downloader:
         local = pinned.fetch(progress)
         RepoCache(source.path, query.cache_dir).remember(query.revision, commit)
-        session.tell("downloaded")
+        ranks.tell("downloaded")
     else:
-        session.wait_for("downloaded", downloader)
+        ranks.wait_for("downloaded", downloader)
         local = replace(pinned, query=replace(pinned.query, force_download=False)).fetch(progress)
     return replace(local, revision=query.revision)
 

@@ -589,9 +589,9 @@ class Session:
         """
         self._watch.await_collective(work, self.ranks, self._watched(), self._timeout_seconds)
 
-    def who_broke_it(self, error: RuntimeError) -> RankFailedError:
+    def find_failed_rank(self, error: RuntimeError) -> RankFailedError:
         """Find the rank that made a collective fail: one that reports it, or one that falls silent."""
-        return self._watch.who_broke_it(error, self.ranks)
+        return self._watch.find_failed_rank(error, self.ranks)
 
     def fail(self, error: BaseException) -> None:
         """Report to the others that this rank failed, so that they raise; the first failure counts.

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, Final, cast
@@ -26,7 +26,16 @@ from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
 from hfshard.commit.hub_marker import has_hub_marker, hub_directory
 from hfshard.constants import ADAPTER_CONFIG_NAME, CONFIG_NAME, MAX_CONFIG_BYTES, REPLACED_RETRIES
 from hfshard.disk.safe_open import read_small
-from hfshard.distributed.load_on_ranks import current_load, load_together
+from hfshard.distributed.load_on_ranks import (
+    all_agree,
+    attempt_together,
+    attribute_collective_failure,
+    confirm_same,
+    current_load,
+    fetch_together,
+    load_together,
+    replaced_too_often_error,
+)
 from hfshard.errors import (
     CheckpointChangedError,
     CheckpointNotFoundError,
@@ -83,7 +92,7 @@ def load_class(
     name = checked_path_text(path, "pretrained_model_name_or_path")
     with load_on_ranks(options, kwargs):
         source = source_of(name, kwargs, needs_signature=options.signature is not None)
-        local = current_load().fetch(source, options.progress)
+        local = fetch_together(current_load(), source, options.progress)
         # Before the checkpoint's code runs and its config is read.
         signed = _check_signature(local, source, kwargs, options)
         if local.weights_name is None and holds_adapter(local.directory):  # its base may be another repo
@@ -239,12 +248,12 @@ def _build(
         return build(path, *model_args, **kwargs)
     if cast(Any, model_class).config_class is None and not isinstance(kwargs.get("config"), PreTrainedConfig):
         return build(path, *model_args, **kwargs)  # which reports that it is required
-    agreement = current_load()
+    ranks = current_load()
     try:
         name = checked_path_text(path, "pretrained_model_name_or_path")
         needs_signature = options.signature is not None
         source = source_of(name, kwargs, needs_signature=needs_signature, takes_oddities=options.is_lenient)
-        local = local or agreement.fetch(source, options.progress)
+        local = local or fetch_together(ranks, source, options.progress)
         signed = _check_signature(local, source, kwargs, options)
         reject_file_without_config(local, kwargs)
     except (InvalidArgumentError, CheckpointNotFoundError, HubError):
@@ -277,13 +286,15 @@ def _build(
         return _check_then_delegate(build, local, model_args, kwargs, source, options)
     known = local.path if local.weights_name is None else path
     takes_any_pickle = options.is_lenient and kwargs.get("weights_only") is False
-    for attempt in range(REPLACED_RETRIES if local.folder is None else REMOTE_RETRIES):
+    attempts = REPLACED_RETRIES if local.folder is None else REMOTE_RETRIES
+    for attempt in range(attempts):
         if attempt:
             gc.collect()  # cycles keep the previous attempt's model, and memory may suffice for one only
-        with agreement.retry_if_replaced(local), ExitStack() as stack:
+        is_last = attempt == attempts - 1
+        trying = attempt_together(ranks, source, options, local, check_beside=True, is_last=is_last)
+        with trying as open_checkpoint:
             try:
-                opened = agreement.opened(source, options, local, check_beside=True)
-                checkpoint = stack.enter_context(opened)
+                checkpoint = open_checkpoint()
             except (CheckpointNotFoundError, UnsafePickleError) as error:
                 is_theirs = options.is_lenient if isinstance(error, CheckpointNotFoundError) else takes_any_pickle
                 if not is_theirs or local.folder is not None:
@@ -293,12 +304,12 @@ def _build(
                 return build(known, *model_args, **kwargs)
             _reject_full_pickle(checkpoint, kwargs)
             config, model_kwargs = config_of(model_class, local, kwargs)
-            if not agreement.all_agree("unchanged", is_so=checkpoint.is_of_one_save()):
+            if not all_agree(ranks, "unchanged", is_so=checkpoint.is_of_one_save()):
                 continue  # a save came between the config and the weights
             return ModelBuilder(build, model_class, name, local, checkpoint, options).build(
                 model_args, config, model_kwargs, kwargs
             )
-    raise agreement.replaced_too_often_error(name)
+    raise replaced_too_often_error(name)
 
 
 def _reject_with_parallelize(path: Any, kwargs: Mapping[str, Any]) -> None:
@@ -330,10 +341,10 @@ def _check_then_delegate(
     source: CheckpointSource,
     options: LoadOptions,
 ) -> Any:
-    agreement = current_load()
+    ranks = current_load()
     try:
-        with agreement.opened(source, options, local) as checkpoint:
-            agreement.confirm(checkpoint, read_config(local.directory))
+        with attempt_together(ranks, source, options, local) as open_checkpoint:
+            confirm_same(ranks, open_checkpoint(), read_config(local.directory))
     except CheckpointNotFoundError:
         logger.debug("'%s' has no weights that hfshard knows; transformers looks for others.", local.directory)
     with _all_signed(local, source, options):
@@ -417,8 +428,8 @@ def load_on_ranks(options: LoadOptions, kwargs: Mapping[str, Any]) -> Iterator[N
         is_spread = True
         _join_process_group()
     with (
-        load_together("from_pretrained", is_collective=is_spread) as agreement,
-        agreement.attribute_collective_failure(),
+        load_together("from_pretrained", is_collective=is_spread) as ranks,
+        attribute_collective_failure(ranks),
     ):
         yield
 

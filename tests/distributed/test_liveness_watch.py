@@ -60,7 +60,7 @@ def test_a_process_that_has_ended_is_named_at_the_first_look() -> None:
 
     with pytest.raises(RankFailedError, match=r"^Rank 1 sent no more heartbeats: its process has ended") as caught:
         ranks.watch.check([0, 1])
-    broke = ranks.watch.who_broke_it(BROKEN, [0, 1])
+    broke = ranks.watch.find_failed_rank(BROKEN, [0, 1])
 
     assert (caught.value.rank, broke.rank) == (1, 1)
     assert not ranks.watch.is_anyone_alive([1])
@@ -71,7 +71,7 @@ def test_what_a_process_told_before_it_ended_counts() -> None:
     ranks = Ranks(store, ended_record())
     store.last_words = {failed_key("save"): failure_record(MemoryError("no room"), 1)}
 
-    broke = ranks.watch.who_broke_it(BROKEN, [0, 1])
+    broke = ranks.watch.find_failed_rank(BROKEN, [0, 1])
 
     assert str(broke).startswith("Rank 1 failed, so the other ranks gave up: MemoryError: no room")
 
@@ -107,13 +107,13 @@ def test_a_process_of_this_machine_that_is_held_up_has_not_broken_a_collective(m
     store.clock = Clock(monkeypatch)
     ranks = Ranks(store, current_process())
 
-    broke = ranks.watch.who_broke_it(BROKEN, [0, 1])
+    broke = ranks.watch.find_failed_rank(BROKEN, [0, 1])
 
     assert broke.rank is None
     assert "ranks 0, 1 failed, though all of them are alive: Connection closed by peer" in str(broke)
     store.clock.seconds = 0.0
     elsewhere = Ranks(store, b"")
-    assert elsewhere.watch.who_broke_it(BROKEN, [0, 1]).rank == 1
+    assert elsewhere.watch.find_failed_rank(BROKEN, [0, 1]).rank == 1
     assert store.clock.seconds < 2
 
 
@@ -121,7 +121,7 @@ def test_a_process_of_this_machine_that_stays_silent_has_broken_it(monkeypatch: 
     clock = Clock(monkeypatch)
     ranks = Ranks(TimeoutStore(_HASH_STORE()), current_process())
 
-    broke = ranks.watch.who_broke_it(BROKEN, [0, 1])
+    broke = ranks.watch.find_failed_rank(BROKEN, [0, 1])
 
     assert broke.rank == 1
     assert str(broke).startswith("Rank 1 sent no heartbeat for 3 s: it was killed, was stopped")
