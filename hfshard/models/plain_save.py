@@ -24,7 +24,7 @@ from hfshard.constants import CONFIG_NAME, DEFAULT_MAX_SHARD_SIZE, README
 from hfshard.disk.byte_source import BytesSource
 from hfshard.disk.fsops import rename, unlink_if_exists, write_file
 from hfshard.disk.safe_open import Identity, identity_of
-from hfshard.distributed.push_together import push_together
+from hfshard.distributed.push_together import agree_on_repo, push_together
 from hfshard.errors import InvalidArgumentError
 from hfshard.hub.push_files import PushOptions
 from hfshard.models.module_weights import save_module
@@ -329,15 +329,15 @@ def push_plain(
     repo_id = absolute_repo_id(repo_id)
     make_card = partial(_card, model, extras, [tags] if isinstance(tags, str) else list(tags or ()))
     is_spread = isinstance(model, nn.Module) and has_spread(dict(model.named_parameters()))
-    with push_together(is_collective=is_spread) as together:
-        together.agree_on(repo_id)
+    with push_together(is_collective=is_spread) as ranks:
+        agree_on_repo(ranks, repo_id)
         if not is_overridden:
             request = module_request(model, extras, SaveOptions(**saving))
-            return push_model(request, repo_id, make_card, options, together)
+            return push_model(request, repo_id, make_card, options, ranks)
         config = {} if extras.config is None else {"config": extras.config}
         values = {"model_card_kwargs": dict(extras.card_values)} if extras.card_values else {}
         save: Callable[..., Any] = partial(model.save_pretrained, **nondefault_options(saving), **config, **values)
-        return push_by_directory(save, saving["variant"], repo_id, make_card, options, together, keep_card=True)
+        return push_by_directory(save, saving["variant"], repo_id, make_card, options, ranks, keep_card=True)
 
 
 def _revision_of(revision: str | None, branch: str | None) -> str | None:

@@ -13,7 +13,8 @@ from huggingface_hub import CommitInfo, ModelCard, ModelCardData
 from hfshard.commit.hub_marker import hub_directory
 from hfshard.constants import CONFIG_NAME, README
 from hfshard.disk.byte_source import ByteSource, file_source
-from hfshard.distributed.push_together import SharedPush
+from hfshard.distributed.push_together import send, stage, staging_folder
+from hfshard.distributed.rendezvous import Session
 from hfshard.errors import InvalidArgumentError
 from hfshard.format.file_names import WeightNames
 from hfshard.format.index import CheckpointIndex
@@ -32,7 +33,7 @@ def push_model(
     repo_id: str | os.PathLike[str],
     make_card: CardBuilder,
     options: PushOptions,
-    together: SharedPush,
+    ranks: Session,
 ) -> CommitInfo | PushResult:
     """Push what a save of this request would write: straight from memory, or from the files that its owners stage.
 
@@ -41,17 +42,17 @@ def push_model(
         repo_id: As in `push_checkpoint`; the same on all ranks.
         make_card: Creates the repo's card.
         options: How to push.
-        together: The ranks that have parts of it; all of them call.
+        ranks: The session of the ranks that have parts of it; all of them call.
     """
-    if not together.is_collective:
+    if ranks.is_alone:
         contents, _ = stream_request(require_whole_tensors(request))
         variants = frozenset({request.options.variant})
         gone = {CONFIG_NAME} if request.drops_config else set()
-        push = _pushing(contents, variants, repo_id, make_card, options, together, gone)
-        return _answer(together.send(push)[0], repo_id, options)
-    with together.folder() as folder:
-        index = together.stage(request, folder)
-        return push_saved_files(request, index, folder.path, repo_id, make_card, options, together)
+        push = _pushing(contents, variants, repo_id, make_card, options, ranks, gone)
+        return _answer(send(ranks, push)[0], repo_id, options)
+    with staging_folder(ranks) as folder:
+        index = stage(ranks, request, folder)
+        return push_saved_files(request, index, folder.path, repo_id, make_card, options, ranks)
 
 
 def push_saved_files(
@@ -61,15 +62,15 @@ def push_saved_files(
     repo_id: str | os.PathLike[str],
     make_card: CardBuilder,
     options: PushOptions,
-    together: SharedPush,
+    ranks: Session,
 ) -> CommitInfo | PushResult:
     """Push the files that a save has just written into a directory, and nothing else in it.
 
     Args:
         request: What was saved.
-        index: The save's result; needed on the sender.
+        index: The save's result; needed on the leader.
         directory: The directory of the save.
-        repo_id, make_card, options, together: As in `push_model`.
+        repo_id, make_card, options, ranks: As in `push_model`.
     """
 
     def push() -> Sequence[PushResult]:
@@ -78,9 +79,9 @@ def push_saved_files(
         contents, _ = collect_directory(directory, names=names, follow_links=True)  # a link whose bytes did not change
         variants = frozenset({request.options.variant})
         gone = {CONFIG_NAME} if request.drops_config else set()
-        return _pushing(contents, variants, repo_id, make_card, options, together, gone)()
+        return _pushing(contents, variants, repo_id, make_card, options, ranks, gone)()
 
-    return _answer(together.send(push)[0], repo_id, options)
+    return _answer(send(ranks, push)[0], repo_id, options)
 
 
 def push_by_directory(
@@ -89,7 +90,7 @@ def push_by_directory(
     repo_id: str | os.PathLike[str],
     make_card: CardBuilder,
     options: PushOptions,
-    together: SharedPush,
+    ranks: Session,
     *,
     keep_card: bool = False,
 ) -> CommitInfo | PushResult | None:
@@ -100,16 +101,16 @@ def push_by_directory(
     Args:
         save: Saves into an empty directory; takes `is_main_process`.
         variant: The weights' variant.
-        repo_id, make_card, options, together: As in `push_model`.
+        repo_id, make_card, options, ranks: As in `push_model`.
         keep_card: Whether to keep the repo's README.md: the saved one is pushed only if the repo has none.
 
     Returns:
         The result of the push, as from `push_model`; None if another process of the group saves instead.
     """
-    with together.folder() as folder:
+    with staging_folder(ranks) as folder:
         folder.reject_unseen()
-        with abort_peers_on_error(folder.path, lambda: together.is_collective):
-            save(folder.path, **({} if together.is_sender else {"is_main_process": False}))
+        with abort_peers_on_error(folder.path, lambda: not ranks.is_alone):
+            save(folder.path, **({} if ranks.is_leader else {"is_main_process": False}))
 
         def push() -> Sequence[PushResult]:
             names = os.listdir(folder.path)
@@ -123,9 +124,9 @@ def push_by_directory(
                 variants = frozenset()
             card = contents.pop(README, None) if keep_card else None
             make = make_card if card is None else partial(_kept_card, card)
-            return _pushing(contents, variants, repo_id, make, options, together)()
+            return _pushing(contents, variants, repo_id, make, options, ranks)()
 
-        results = together.send(push)
+        results = send(ranks, push)
         return _answer(results[0], repo_id, options) if results else None
 
 
@@ -156,7 +157,7 @@ def _pushing(
     repo_id: str | os.PathLike[str],
     make_card: CardBuilder,
     options: PushOptions,
-    together: SharedPush,
+    ranks: Session,
     gone: Collection[str] = (),
 ) -> Callable[[], Sequence[PushResult]]:
     request = PushRequest(
@@ -166,7 +167,7 @@ def _pushing(
         default_message=DEFAULT_MESSAGE,
         make_card=make_card,
         find_stale=lambda files, read: gone,
-        check=together.check,
+        check=ranks.look,
     )
     return lambda: [push_files(request, repo_id)]
 

@@ -17,7 +17,8 @@ from hfshard._util.arguments import absolute_path, reject_pickle_request, reject
 from hfshard._util.call_ranks import has_other_ranks
 from hfshard.commit.hub_marker import absolute_repo_id, reject_hub_directory
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
-from hfshard.distributed.push_together import SharedPush, push_together
+from hfshard.distributed.push_together import agree_on_repo, push_together
+from hfshard.distributed.rendezvous import Session
 from hfshard.errors import InvalidArgumentError
 from hfshard.format.index import CheckpointIndex
 from hfshard.hub.push_files import PushOptions
@@ -222,8 +223,8 @@ def handle_save_pretrained(
     if push_to_hub:
         arguments = {**kwargs, "token": token, "progress": options.progress}
         is_shared = needs_all_ranks(request) or (state_dict is None and is_part_of_push(model))
-        with push_together(is_collective=is_shared) as together:
-            _push_files(model, request, index, directory, arguments, together)
+        with push_together(is_collective=is_shared) as ranks:
+            _push_files(model, request, index, directory, arguments, ranks)
     return index
 
 
@@ -259,17 +260,17 @@ def _push_files(
     index: CheckpointIndex,
     directory: str,
     arguments: dict[str, Any],
-    together: SharedPush,
+    ranks: Session,
 ) -> None:
     """Push the files of a save into a directory; after a save into a store, push from memory instead."""
     repo_id = arguments.pop("repo_id", None) or default_repo_id(directory)
-    together.agree_on(absolute_repo_id(repo_id))
+    agree_on_repo(ranks, absolute_repo_id(repo_id))
     make_card = partial(make_model_card, tags=tags_of(model, arguments.pop("tags", None)))
     options = with_message(class_before_fsdp(type(model)), PushOptions(**arguments))
     if is_store_address(directory):
-        push_model(request, repo_id, make_card, options, together)
+        push_model(request, repo_id, make_card, options, ranks)
     else:
-        push_saved_files(request, index, directory, repo_id, make_card, options, together)
+        push_saved_files(request, index, directory, repo_id, make_card, options, ranks)
 
 
 # Pushes of a transformers model: straight from memory, or from the files that its own save_pretrained writes.
@@ -300,7 +301,7 @@ def push_pretrained_model(
         UnknownArgumentError: A keyword argument is not one that older code passes.
         Everything that `push_model` and the model's `save_pretrained` raise.
     """
-    with push_together(is_collective=is_part_of_push(model)) as together:
+    with push_together(is_collective=is_part_of_push(model)) as ranks:
         repo_id = absolute_repo_id(repo_id)
         rest = dict(unknown)
         reject_pickle_request(rest)
@@ -308,11 +309,11 @@ def push_pretrained_model(
         options = SaveOptions(**saving)
         push_options = with_message(class_before_fsdp(type(model)), PushOptions(**pushing))
         make_card = partial(make_model_card, tags=tags_of(model, tags))
-        together.agree_on(repo_id)
+        agree_on_repo(ranks, repo_id)
         if needs_transformers_saver(model, distributed_checkpoint=False) or has_override(
             type(model), "save_pretrained"
         ):
             given = {name: value for name, value in saving.items() if name in ("max_shard_size", "variant", "packing")}
             save = partial(model.save_pretrained, **without_defaults(given))
-            return push_by_directory(save, options.variant, repo_id, make_card, push_options, together)
-        return push_model(request_from_model(model, None, options), repo_id, make_card, push_options, together)
+            return push_by_directory(save, options.variant, repo_id, make_card, push_options, ranks)
+        return push_model(request_from_model(model, None, options), repo_id, make_card, push_options, ranks)

@@ -15,7 +15,7 @@ from hfshard._util.arguments import absolute_path, wraps_os_errors
 from hfshard._util.call_ranks import among, check_process_group, has_other_ranks
 from hfshard.commit.hub_marker import absolute_repo_id
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
-from hfshard.distributed.push_together import push_together
+from hfshard.distributed.push_together import agree_on_repo, push_together, send
 from hfshard.errors import CheckpointNotFoundError, HfshardError, InvalidArgumentError
 from hfshard.format.digests import Checksum
 from hfshard.hub.push_files import PushOptions
@@ -241,10 +241,10 @@ class RunPushes(RunReader):
             with self._writer.kept(lambda: found_to_push(self._place, step, self.best_step)) as found:
                 return push_run(found, place, step, options)
 
-        with among(self.process_group), push_together(is_collective=True) as together:
+        with among(self.process_group), push_together(is_collective=True) as ranks:
             place = absolute_repo_id(repo_id)
-            together.agree_on(place)
-            results = together.send(work)
+            agree_on_repo(ranks, place)
+            results = send(ranks, work)
         return results if step == "all" else results[0]
 
 
