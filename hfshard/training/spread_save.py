@@ -8,11 +8,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, Final
+from typing import Any, Final, Self
+
+import torch
 
 from hfshard._util.progress import ProgressCallback
 from hfshard._util.text import describe_error
 from hfshard.commit.transaction import KnownFile
+from hfshard.distributed.liveness import pack, unpack
 from hfshard.distributed.rank_writer import RankWriter
 from hfshard.distributed.rendezvous import Session
 from hfshard.distributed.save_on_ranks import cpu_group, exchange_listings, require_all_ranks
@@ -25,7 +28,8 @@ from hfshard.format.index import FileDigest
 from hfshard.saving.save_request import SaveRequest
 from hfshard.shards.write_shards import WriteJob
 from hfshard.stores.store import Store
-from hfshard.tensors.stored_tensor import RawTensor, TensorLayout
+from hfshard.tensors.stored_tensor import RawTensor, TensorLayout, bytes_view, check_storable, iter_blocks
+from hfshard.tensors.tied import find_shared_tensors
 from hfshard.training.pipeline_stages import StageState, merge_parts, with_aliases, with_whole_gradients
 from hfshard.training.replicas import SAME, OfEachRank, Replicas, differ, of_each_rank
 from hfshard.training.run.background import HostBuffers
@@ -33,7 +37,6 @@ from hfshard.training.run.manifest import checkpoint_path
 from hfshard.training.run.run_storage import check_names
 from hfshard.training.run.run_writer import RunWriter
 from hfshard.training.run_ranks import (
-    Ranks,
     all_ranks,
     is_spread_state,
     names_of_place,
@@ -78,7 +81,7 @@ class SpreadSaveArguments:
 
 
 def save_spread(
-    order: SpreadSaveArguments, writer: RunWriter, save_replicated: Callable[[Ranks, OfEachRank], str]
+    order: SpreadSaveArguments, writer: RunWriter, save_replicated: Callable[[Session, OfEachRank], str]
 ) -> str:
     """Save what all ranks have together. Every rank must call.
 
@@ -102,7 +105,7 @@ def save_spread(
         session = stack.enter_context(all_ranks())
         stages, own = _find_stages(order, writer, session)
         if stages is None:
-            return save_replicated(Ranks.of(session), own)
+            return save_replicated(session, own)
         writer.wait()
         is_pipeline = len(set(stages)) > 1
         if is_pipeline:
@@ -307,6 +310,10 @@ def _host_copies(held: Mapping[str, LocalTensor], copies: HostBuffers) -> dict[s
 # Contributions of each rank to a checkpoint, gathered so that the first rank can write it.
 
 
+_BLOCK_BYTES: Final = 16 << 20
+"""A tensor is copied into a message in blocks of this size."""
+
+
 @dataclass(frozen=True, slots=True)
 class RankContribution:
     """Message of one rank to the first one when a checkpoint is saved."""
@@ -319,12 +326,51 @@ class RankContribution:
     number: int = 0
     """The rank's number in torch.distributed."""
 
+    def to_bytes(self) -> bytes:
+        """Encode the message: JSON, and the bytes of the tensors; names of one tensor stay names of one.
+
+        Raises:
+            UnstorableTensorError: A tensor cannot be stored.
+        """
+        tensors = {} if self.state is None else self.state.tensors
+        for name, tensor in tensors.items():
+            check_storable(name, tensor)
+        tied_names = find_shared_tensors(tensors)
+        kept = {name: tensor for name, tensor in tensors.items() if name not in tied_names}
+        head = [
+            self.step,
+            self.state and self.state.nested,
+            self.problem,
+            self.number,
+            [[name, str(tensor.dtype).removeprefix("torch."), [*tensor.shape]] for name, tensor in kept.items()],
+            [[name, tied_names.get(name, name)] for name in tensors],
+        ]
+        values = [json.dumps(head).encode(), *map(_bytes_of, kept.values())]
+        return pack(dict(enumerate(values)))
+
+    @classmethod
+    def from_bytes(cls, raw: bytes) -> Self:
+        """Decode what `to_bytes` has encoded; the tensors are on the CPU."""
+        first, *values = unpack(raw).values()
+        step, nested, problem, number, described, names = json.loads(first)
+        kept: dict[str, torch.Tensor] = {}
+        for (name, dtype, shape), value in zip(described, values, strict=True):
+            kept[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+            if value:
+                bytes_view(kept[name])[:] = value
+        state = None if nested is None else RankState(nested, {name: kept[stored] for name, stored in names})
+        return cls(step, state, problem, number)
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    return b"".join(map(bytes, iter_blocks(tensor, _BLOCK_BYTES)))
+
 
 def save_on_all_ranks(
     step: int,
     state: TrainingState,
     write: Callable[[Sequence[RankContribution]], str],
-    ranks: Ranks,
+    session: Session,
     own: OfEachRank = SAME,
 ) -> str:
     """Collect every rank's own state, and have the first rank write the checkpoint. Every rank must call.
@@ -333,7 +379,7 @@ def save_on_all_ranks(
         step: The step of the run.
         state: What to save.
         write: Called on the first rank, with the contributions of all ranks in their order.
-        ranks: The ranks that save together.
+        session: That of the ranks that save together.
         own: What differs among them.
 
     Returns:
@@ -342,21 +388,35 @@ def save_on_all_ranks(
     Raises:
         RankFailedError: A rank failed; each rank raises its own error if it has one.
     """
-    number = ranks.number(ranks.rank)
-    contribution = RankContribution(number=number)
     error: Exception | None = None
     try:
-        of_rank = collect_rank(state, ranks.rank, own.objects, buffers=own.buffers)
-        contribution = RankContribution(checked_step(step), of_rank, number=number)
+        of_rank = collect_rank(state, session.position, own.objects, buffers=own.buffers)
+        contribution = RankContribution(checked_step(step), of_rank, number=session.rank)
+        message = b"" if session.is_leader else contribution.to_bytes()
     except Exception as caught:  # noqa: BLE001 - raised below, when the first rank knows
         error = caught
-        contribution = RankContribution(problem=describe_error(error), number=number)
-    gathered = ranks.gather(contribution)
+        contribution = RankContribution(problem=describe_error(error), number=session.rank)
+        message = contribution.to_bytes()
     try:
-        return ranks.last(lambda: write(gathered))
+        if not session.is_leader:
+            session.tell("value", message)
+            return session.finish().decode()
+        others = [RankContribution.from_bytes(session.wait_for("value", rank)) for rank in session.ranks[1:]]
+        return _finish_with(session, lambda: write([contribution, *others]))
     except HfshardError:
         if error is not None:
             raise error from None
+        raise
+
+
+def _finish_with(session: Session, work: Callable[[], str]) -> str:
+    """Run the final step, on the first rank. Once it is done, a rank that dies no longer matters."""
+    try:
+        return session.finish(work().encode()).decode()
+    except Exception:
+        raise
+    except BaseException:
+        session.begin_step()  # Ctrl-C may come after the work
         raise
 
 
