@@ -75,7 +75,6 @@ class RankWriter:
         self._names = list(holders.layouts)
         self._stored_name = stored_name
         self._writers = writers or session.ranks
-        self._orders = 0
 
     def fingerprints(self, jobs: Sequence[WriteJob], checksum: str | None) -> Iterable[str]:
         """Compute the fingerprints of files before they are written; on the leader."""
@@ -109,31 +108,23 @@ class RankWriter:
         is_fresh = False
         while not is_fresh:
             asked_at = time.monotonic()
-            self._session.tell(self._next_order(), _CONFIRM)
-            for rank in self._session.ranks[1:]:
-                self._session.wait_for(self._answer(), rank)
+            self._session.order(_CONFIRM)
+            self._session.answers(self._session.ranks[1:])
             is_fresh = time.monotonic() - asked_at < self._session.death_seconds / _CONFIRMS_PER_DEATH
         self._session.begin_step()
 
     def end(self) -> None:
         """Let `follow` return on the others; on the leader."""
-        self._session.tell(self._next_order(), _END)
+        self._session.order(_END)
 
     def follow(self) -> None:
         """Carry out the leader's orders, until the end; on the other ranks."""
-        while (raw := self._session.wait_for(self._next_order(), self._session.leader)) != _END:
+        while (raw := self._session.next_order()) != _END:
             if raw == _CONFIRM:
                 self._session.begin_step()
-                self._session.tell(self._answer())
+                self._session.answer()
             elif found := self._carry_out(WriteTask.from_json(raw, self._names), None):
-                self._session.tell(self._answer(), json.dumps(found).encode())
-
-    def _next_order(self) -> str:
-        self._orders += 1
-        return f"order/{self._orders}"
-
-    def _answer(self) -> str:
-        return f"done/{self._orders}"
+                self._session.answer(json.dumps(found).encode())
 
     def _lead(
         self,
@@ -144,11 +135,11 @@ class RankWriter:
         known: Sequence[KnownFile] = (),
     ) -> list[Any]:
         order = WriteTask.of(kind, jobs, checksum, known)
-        self._session.tell(self._next_order(), order.to_json(self._names))
+        self._session.order(order.to_json(self._names))
         try:
             found: dict[str, Any] = dict(self._carry_out(order, progress_callback))
-            for owner in sorted(set(self._owners(order)) - {self._session.rank}):
-                found |= json.loads(self._session.wait_for(self._answer(), owner))
+            for answer in self._session.answers(set(self._owners(order)) - {self._session.rank}).values():
+                found |= json.loads(answer)
         except BaseException as error:
             self._session.fail(error)  # before the session removes the files that others are writing
             raise

@@ -377,6 +377,7 @@ class Session:
         self._heart: Heartbeat
         self._keys: list[str] = []
         self._meetings = 0
+        self._orders = 0
         self._may_be_done = False
         self._told_to_itself: dict[str, bytes] = {}
 
@@ -552,6 +553,43 @@ class Session:
             RankFailedError: A rank failed; or the awaited rank or the leader died.
         """
         return self._await(f"told/{from_rank}/{name}", from_rank, self._watched(from_rank))
+
+    def gather(self, name: str, value: bytes) -> dict[int, bytes]:
+        """Send a value to the leader, once; return those of all ranks there, in order, and nothing on the others.
+
+        Raises:
+            RankFailedError: A rank failed or died; only the leader waits.
+        """
+        if not self.is_leader:
+            self.tell(name, value)
+            return {}
+        return {self.rank: value, **{rank: self.wait_for(name, rank) for rank in self.ranks[1:]}}
+
+    def order(self, value: bytes) -> None:
+        """Publish the leader's next order, which each other rank gets by `next_order`, and may `answer`."""
+        self._orders += 1
+        self.tell(f"order/{self._orders}", value)
+
+    def next_order(self) -> bytes:
+        """Wait for the leader's next order.
+
+        Raises:
+            RankFailedError: A rank failed; or the leader died.
+        """
+        self._orders += 1
+        return self.wait_for(f"order/{self._orders}", self.leader)
+
+    def answer(self, value: bytes = b"") -> None:
+        """Answer the last order, on another rank than the leader."""
+        self.tell(f"done/{self._orders}", value)
+
+    def answers(self, ranks: Iterable[int]) -> dict[int, bytes]:
+        """Wait for these ranks' answers to the last order, on the leader; return them in ascending order of rank.
+
+        Raises:
+            RankFailedError: A rank failed or died.
+        """
+        return {rank: self.wait_for(f"done/{self._orders}", rank) for rank in sorted(ranks)}
 
     def put_key(self, name: str, value: bytes) -> None:
         """Set a key under the tag, to be deleted at the end."""

@@ -52,7 +52,6 @@ class ReplicaWriter(OwnShardWriter):
         self._session = session
         self._tensors = tensors
         self._names = list(tensors)
-        self._orders = 0
 
     def write(
         self,
@@ -76,7 +75,7 @@ class ReplicaWriter(OwnShardWriter):
         checksum: str | None = None
         while True:
             self._session.begin_step()  # the leader asks no rank before it commits,
-            kind, said = json.loads(self._session.wait_for(self._next_order(), self._session.leader))
+            kind, said = json.loads(self._session.next_order())
             self._session.end_step()  # and cannot while it waits for this rank's answer
             if kind == "end":
                 self._session.begin_step()
@@ -145,18 +144,14 @@ class ReplicaWriter(OwnShardWriter):
         self._session.begin_step()
 
     def _ask(self, kind: str, said: Any) -> None:
-        self._session.tell(self._next_order(), json.dumps([kind, said]).encode())
-
-    def _next_order(self) -> str:
-        self._orders += 1
-        return f"share/{self._orders}"
+        self._session.order(json.dumps([kind, said]).encode())
 
     def _answer(self, value: Any) -> None:
-        self._session.tell(f"shared/{self._orders}", json.dumps(value).encode())
+        self._session.answer(json.dumps(value).encode())
 
     def _answers(self, ranks: set[int]) -> dict[int, Any]:
         """Return these ranks' answers to the last request, in ascending order of rank."""
-        return {rank: json.loads(self._session.wait_for(f"shared/{self._orders}", rank)) for rank in sorted(ranks)}
+        return {rank: json.loads(answer) for rank, answer in self._session.answers(ranks).items()}
 
 
 def _contents(jobs: Sequence[WriteJob]) -> list[str | None]:

@@ -201,11 +201,10 @@ def exchange_listings(
     """
     raw = listing.to_json()
     digest = listing_digest(raw)
-    session.tell(f"holding{what}", json.dumps([digest, meshes]).encode())
+    said: dict[bytes, list[int]] = {}
+    for rank, holding in session.gather(f"holding{what}", json.dumps([digest, meshes]).encode()).items():
+        said.setdefault(holding, []).append(rank)
     if session.is_leader:
-        said: dict[bytes, list[int]] = {}
-        for rank in session.ranks:
-            said.setdefault(session.wait_for(f"holding{what}", rank), []).append(rank)
         grouped = [[ranks, *json.loads(holding)] for holding, ranks in said.items()]
         session.tell(f"groups{what}", json.dumps(grouped).encode())
     groups = [RankGroup.from_json(value) for value in json.loads(session.wait_for(f"groups{what}", session.leader))]
@@ -253,14 +252,16 @@ def _united(request: SaveRequest, holders: TensorOwners) -> SaveRequest:
     """Return the leader's request, with the names of all ranks."""
     return replace(
         request,
-        tensors={name: RawTensor(layout, _no_bytes(name, layout)) for name, layout in holders.layouts.items()},
+        tensors={name: RawTensor(layout, no_bytes_here(name, layout)) for name, layout in holders.layouts.items()},
         tied_names=holders.tied_names,
         undeclared_ties=holders.undeclared_ties,
         separate_names=holders.separate_names,
     )
 
 
-def _no_bytes(name: str, layout: TensorLayout) -> Callable[[int], Iterator[memoryview]]:
+def no_bytes_here(name: str, layout: TensorLayout) -> Callable[[int], Iterator[memoryview]]:
+    """Return the `blocks` of a `RawTensor` of the leader's request: only the owners of its files read any bytes."""
+
     def blocks(_: int) -> Iterator[memoryview]:
         raise AssertionError(f"'{name}' of {layout.nbytes} bytes is on other ranks, too, and only their owners read it")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -18,7 +18,7 @@ from hfshard.commit.transaction import KnownFile
 from hfshard.distributed.liveness import pack, unpack
 from hfshard.distributed.rank_writer import RankWriter
 from hfshard.distributed.rendezvous import Session
-from hfshard.distributed.save_on_ranks import cpu_group, exchange_listings, require_all_ranks
+from hfshard.distributed.save_on_ranks import cpu_group, exchange_listings, no_bytes_here, require_all_ranks
 from hfshard.distributed.spread_tensor import SpreadTensor, with_spread_tensors
 from hfshard.distributed.tensor_owners import Listing, LocalTensor, RankGroup, TensorOwners, list_tensors
 from hfshard.errors import HfshardError, InvalidArgumentError, RankFailedError
@@ -28,7 +28,7 @@ from hfshard.format.index import FileDigest
 from hfshard.saving.save_request import SaveRequest
 from hfshard.shards.write_shards import WriteJob
 from hfshard.stores.store import Store
-from hfshard.tensors.stored_tensor import RawTensor, TensorLayout, bytes_view, check_storable, iter_blocks
+from hfshard.tensors.stored_tensor import RawTensor, bytes_view, check_storable, iter_blocks
 from hfshard.tensors.tied import find_shared_tensors
 from hfshard.training.pipeline_stages import StageState, merge_parts, with_aliases, with_whole_gradients
 from hfshard.training.replicas import SAME, OfEachRank, Replicas, differ, of_each_rank
@@ -184,14 +184,12 @@ def _share_components(
     components = encode_components(order.state)
     is_first = stages.index(stages[session.position]) == session.position
     own = StageState.of(order.state, components, is_first=is_first)
+    told = session.gather("parts", own.to_json())
     if not session.is_leader:
-        session.tell("parts", own.to_json())
         of_a_rank = json.loads(session.wait_for("parts of a rank", session.leader))
         return encode_components(order.state, of_a_rank), of_a_rank
-    told = {session.rank: own}
-    for rank in session.ranks[1:]:
-        told[rank] = StageState.from_json(session.wait_for("parts", rank))
-    merged = merge_parts(components, told)
+    parts = {rank: own if rank == session.rank else StageState.from_json(raw) for rank, raw in told.items()}
+    merged = merge_parts(components, parts)
     session.tell("parts of a rank", json.dumps(merged.of_a_rank).encode())
     return replace(encode_components(order.state, merged.of_a_rank), encoded=merged.encoded), merged.of_a_rank
 
@@ -259,19 +257,16 @@ def _share_states(
     """
     own = collect_rank(order.state, session.position, of_a_rank, stage, buffers)
     asked = [checked_step(order.step), order.blocking]
-    session.tell("state", json.dumps([*asked, own.nested]).encode())
-    if not session.is_leader:
-        return [own]
-    states = [own]
-    for rank in session.ranks[1:]:
-        step, blocking, nested = json.loads(session.wait_for("state", rank))
+    states = []
+    for rank, raw in session.gather("state", json.dumps([*asked, own.nested]).encode()).items():
+        step, blocking, nested = json.loads(raw)
         if [step, blocking] != asked:
             raise InvalidArgumentError(
                 f"All ranks must save the same step in the same way, got {asked[0]} with blocking={asked[1]} on rank "
                 f"{session.rank}, and {step} with blocking={blocking} on rank {rank}."
             )
-        states.append(RankState(nested, {}))
-    return states
+        states.append(own if rank == session.rank else RankState(nested, {}))
+    return states or [own]
 
 
 def _share_holders(session: Session, parts: OwnedTensors) -> TensorOwners:
@@ -398,10 +393,10 @@ def save_on_all_ranks(
         contribution = RankContribution(problem=describe_error(error), number=session.rank)
         message = contribution.to_bytes()
     try:
+        told = session.gather("value", message)
         if not session.is_leader:
-            session.tell("value", message)
             return session.finish().decode()
-        others = [RankContribution.from_bytes(session.wait_for("value", rank)) for rank in session.ranks[1:]]
+        others = [RankContribution.from_bytes(told[rank]) for rank in session.ranks[1:]]
         return _finish_with(session, lambda: write([contribution, *others]))
     except HfshardError:
         if error is not None:
@@ -546,7 +541,7 @@ def merged_payload(payload: SavePayload, holders: TensorOwners) -> SavePayload:
     by_base: dict[str, dict[str, RawTensor]] = {}
     for key, layout in holders.layouts.items():
         base = key.partition("/")[0]
-        by_base.setdefault(base, {})[name_of_key(key)] = _KeyedTensor(layout, _no_bytes(key, layout), key=key)
+        by_base.setdefault(base, {})[name_of_key(key)] = _KeyedTensor(layout, no_bytes_here(key, layout), key=key)
     requests = {}
     for base in dict.fromkeys([*payload.requests, *by_base]):
         request = payload.requests.get(base) or SaveRequest(options=replace(some_options, base=base, progress=None))
@@ -602,13 +597,6 @@ def _keyed(jobs: Sequence[WriteJob]) -> list[WriteJob]:
         tensors = {tensor.key: tensor for tensor in job.tensors.values() if isinstance(tensor, _KeyedTensor)}
         keyed.append(replace(job, tensors=tensors))
     return keyed
-
-
-def _no_bytes(key: str, layout: TensorLayout) -> Callable[[int], Iterator[memoryview]]:
-    def blocks(_: int) -> Iterator[memoryview]:
-        raise AssertionError(f"'{key}' of {layout.nbytes} bytes is on other ranks, too, and only their owners read it")
-
-    return blocks
 
 
 def _typed(tensors: Mapping[str, LocalTensor]) -> Mapping[str, Any]:
