@@ -107,6 +107,10 @@ def push_with_faults(rank: int, place: Path) -> None:
     dist.barrier()
     assert list(temporary.iterdir()) == []
 
+    with push_together(is_collective=True) as ranks:
+        agree_on_repo(ranks, str(place / "hub\udcff"))  # a byte of a path that is no UTF-8
+        send(ranks, list)
+
     # While the sender sends, it looks what the others say.
     if rank:
         signal_after(place / "sending", signal.SIGINT)
