@@ -478,7 +478,7 @@ def attempt_together(
         if local.folder is None or not opened:
             raise
         change = CheckpointChangedError(error.message, path=local.folder.path)  # `error` holds what was built
-        is_known = error.path is None  # `_meet_unchanged` raised it, as on every rank
+        is_known = error.actual == _CHANGED  # `meet_unchanged` raised it, as on every rank
     if not ranks.is_alone and not is_known:
         ranks.meet(ANY_PLACE, _CHANGED)
     if is_last:
@@ -572,13 +572,15 @@ def meet_unchanged(ranks: Session, word: str, value: bytes = b"") -> dict[int, b
     """Exchange the values of all ranks, unless one of them reports that a save in a store has overtaken it.
 
     Raises:
-        CheckpointChangedError: One does; every rank raises this, without a path.
+        CheckpointChangedError: One does; every rank raises this, with `actual` so that it is not reported again.
         RankFailedError: A rank failed or died.
     """
     told = ranks.meet(word, value)
     if _CHANGED in told.values():
         rank = next(rank for rank, said in told.items() if said == _CHANGED)
-        raise CheckpointChangedError(f"The checkpoint was replaced while rank {rank} read it. Load it again.")
+        raise CheckpointChangedError(
+            f"The checkpoint was replaced while rank {rank} read it. Load it again.", actual=_CHANGED
+        )
     return told
 
 
