@@ -73,23 +73,6 @@ def is_spread(model: nn.Module, state_dict: Mapping[str, Any] | None = None) -> 
     return fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in model.modules())
 
 
-def leaves_save(
-    directory: str | os.PathLike[str], options: SaveOptions, is_part: Callable[[], bool], *, is_main_process: bool
-) -> bool:
-    """Return whether this rank leaves a save to others, which then do not wait for it.
-
-    Args:
-        directory: As in `save_model`.
-        options: How to save.
-        is_part: Returns whether this rank has a part of what is saved.
-        is_main_process: As in `save_model`.
-    """
-    if is_main_process or options.is_collective or is_part():
-        return False
-    skip_save(directory)
-    return True
-
-
 # Where other ranks make the same call, they save together; a process alone enters nothing of `distributed`.
 
 
@@ -138,12 +121,24 @@ def abort_peers_on_error(
     return prepare_to_save(save_directory, is_part)
 
 
-def skip_save(save_directory: str | os.PathLike[str]) -> None:
-    """Let the ranks that save replicated tensors into a directory not wait for this one."""
+def leaves_save(
+    directory: str | os.PathLike[str], options: SaveOptions, is_part: Callable[[], bool], *, is_main_process: bool
+) -> bool:
+    """Return whether this rank leaves a save to others, which then do not wait for it.
+
+    Args:
+        directory: As in `save_model`.
+        options: How to save.
+        is_part: Returns whether this rank has a part of what is saved.
+        is_main_process: As in `save_model`.
+    """
+    if is_main_process or options.is_collective or is_part():
+        return False
     if has_other_ranks():
         from hfshard.distributed.save_on_ranks import leave_to_others
 
-        leave_to_others(save_directory)
+        leave_to_others(directory)
+    return True
 
 
 def require_whole_tensors(request: SaveRequest) -> SaveRequest:
