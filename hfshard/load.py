@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 from hfshard._util.arguments import checked_path_text, reject_unknown_arguments, wraps_os_errors
+from hfshard._util.call_ranks import among
 from hfshard.checkpoint.load_options import LoadOptions, checked_device, files_with_keys, read_tensors
 from hfshard.checkpoint.open_checkpoint import FilesOf
-from hfshard.distributed.group_store import among
 from hfshard.distributed.load_on_ranks import (
     check_like,
     files_of_names,

@@ -11,18 +11,17 @@ import torch.distributed as dist
 from torch import nn
 
 from hfshard._util.arguments import absolute_path, wraps_os_errors
+from hfshard._util.call_ranks import among
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
-from hfshard.distributed.group_store import among
-from hfshard.distributed.save_on_ranks import abort_peers_on_error, save_here_or_on_ranks
-from hfshard.distributed.spread_tensor import has_spread
 from hfshard.errors import InvalidArgumentError
 from hfshard.format.digests import Checksum
 from hfshard.format.index import CheckpointIndex
 from hfshard.models.model_kinds import is_pretrained
-from hfshard.models.module_weights import save_module
+from hfshard.models.module_weights import abort_peers_on_error, save_here_or_on_ranks, save_module
 from hfshard.saving.save_request import SaveOptions, request_from_state_dict
 from hfshard.shards.shard_plan import Packing
 from hfshard.tensors.parameter_names import unwrap
+from hfshard.tensors.state_dict import has_spread
 
 
 @wraps_os_errors("save_directory")

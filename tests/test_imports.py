@@ -44,6 +44,7 @@ LAYERS = (
 # What is not ours, beyond the standard library -> the entries of the package that import it when they run.
 FOREIGN = {
     "torch": {
+        "_util",
         "checkpoint",
         "commit",
         "disk",

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hfshard.constants import COPY_BYTES
-from hfshard.distributed.rendezvous import SaveStatus
+from hfshard.distributed.rendezvous import Session
 from hfshard.distributed.spread_tensor import ByteArray, Positions, SpreadTensor, scatter_into
 from hfshard.distributed.tensor_owners import LocalTensor, TensorOwners
 from hfshard.errors import RankFailedError
@@ -155,7 +155,7 @@ class Exchange:
     Args:
         holders: Which rank has what.
         held: This rank's tensors.
-        status: Of the save; its ranks are all ranks of the process group.
+        session: Of the save; its ranks are all ranks of the process group.
         group: A group whose collectives take CPU tensors; see `cpu_group`.
 
     Attributes:
@@ -164,10 +164,10 @@ class Exchange:
     """
 
     def __init__(
-        self, holders: TensorOwners, held: Mapping[str, LocalTensor], status: SaveStatus, group: CpuGroup | None
+        self, holders: TensorOwners, held: Mapping[str, LocalTensor], session: Session, group: CpuGroup | None
     ) -> None:
-        self._holders, self._held, self._status, self._group = holders, held, status, group
-        self._rank, self._ranks = status.rank, list(status.ranks)
+        self._holders, self._held, self._session, self._group = holders, held, session, group
+        self._rank, self._ranks = session.rank, list(session.ranks)
         self._place = {rank: place for place, rank in enumerate(self._ranks)}
         self._others: Positions = np.delete(np.arange(len(self._ranks)), self._place[self._rank])
         self.rounds = 0
@@ -308,13 +308,13 @@ class Exchange:
             work = dist.all_to_all_single(inbox, outbox, in_sizes, out_sizes, group=group, async_op=True)
         else:
             work = group.alltoall_base(inbox, outbox, in_sizes, out_sizes)
-        self._status.await_work(work)
+        self._session.await_work(work)
 
     def _reject_failed(self, ends: Positions) -> None:
         failed = self._others[self._inbox[ends[self._others] - 1] != 0]
         if len(failed):
             rank = self._ranks[int(failed[0])]
-            self._status.wait_for("what went wrong", rank)  # raises once that rank has reported
+            self._session.wait_for("what went wrong", rank)  # raises once that rank has reported
             raise RankFailedError(f"Rank {rank} failed to save its part. Check its output.", rank=rank)
 
     def _bytes_of(self, name: str, start: int, stop: int) -> ByteArray:

@@ -18,9 +18,10 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
+from hfshard._util.call_ranks import call_group
 from hfshard._util.text import describe_error, shorten_list
 from hfshard._util.threads import start_worker
-from hfshard.distributed.group_store import DEATH_SECONDS, TimeoutStore, call_group, open_group_store
+from hfshard.distributed.group_store import DEATH_SECONDS, TimeoutStore, open_group_store
 from hfshard.errors import RankFailedError, RankMissingError
 
 _BEATS_PER_DEATH: Final = 15
@@ -351,9 +352,9 @@ class Watch:
         try:
             work.wait()
         except RuntimeError as error:
-            raise self.who_broke_it(error, ranks) from error
+            raise self.find_failed_rank(error, ranks) from error
 
-    def who_broke_it(self, error: RuntimeError, ranks: Collection[int]) -> RankFailedError:
+    def find_failed_rank(self, error: RuntimeError, ranks: Collection[int]) -> RankFailedError:
         """Find the rank that made a collective fail: one that reports it, or one that falls silent.
 
         A rank whose process runs on this machine gets the full `death_seconds`, because it may only be delayed.

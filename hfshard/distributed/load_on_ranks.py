@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict, replace
 from functools import cache, partial
@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hfshard._util.call_ranks import has_other_ranks
+from hfshard._util.context import bound
 from hfshard._util.progress import byte_progress
 from hfshard.checkpoint.check_files import check_checksums, check_pickles, retry_if_replaced
 from hfshard.checkpoint.into_module import load_into_module
@@ -26,10 +28,8 @@ from hfshard.checkpoint.load_options import LoadOptions
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
 from hfshard.commit.hub_marker import has_hub_marker
 from hfshard.disk.fsops import is_remote
-from hfshard.distributed.group_store import has_other_ranks
 from hfshard.distributed.read_parts import Target, prepare_reads, stored_tensors
-from hfshard.distributed.rendezvous import ANY_PLACE, SaveStatus, gather_participants
-from hfshard.distributed.spread_tensor import has_spread
+from hfshard.distributed.rendezvous import ANY_PLACE, Session, session
 from hfshard.distributed.tensor_owners import assign_owners
 from hfshard.errors import CheckpointChangedError, HfshardError, InvalidArgumentError, StateDictMismatchError
 from hfshard.format.digests import sha256_of
@@ -43,6 +43,7 @@ from hfshard.tensors.parameter_names import compare_keys, without_wrappers, wrap
 from hfshard.tensors.state_dict import (
     assign,
     collect_state_dict,
+    has_spread,
     is_dtensor,
     is_sharded_tensor,
     local_tensor,
@@ -79,8 +80,10 @@ def load_into_spread_module(model: nn.Module, source: CheckpointSource, options:
         Everything that `load_into_module` raises. The model is half loaded only if a file cannot be read after all, or
         a hook of the model raises.
     """
-    with load_together("load_model", is_collective=True) as agreement:
-        return agreement.use(source, options, lambda checkpoint: _load_in_place(model, checkpoint, options, agreement))
+    with load_together("load_model", is_collective=True) as ranks:
+        return use_together(
+            ranks, source, options, lambda checkpoint: _load_in_place(model, checkpoint, options, ranks)
+        )
 
 
 def load_opened(model: nn.Module, checkpoint: OpenCheckpoint, options: LoadOptions) -> dict[str, Any]:
@@ -92,12 +95,12 @@ def load_opened(model: nn.Module, checkpoint: OpenCheckpoint, options: LoadOptio
     Args, returns, raises: The same as `load_into_module`.
     """
     if checkpoint.is_ranged:
-        return _load_in_place(model, checkpoint, options, SharedLoad(None))
+        return _load_in_place(model, checkpoint, options, Session.alone())
     return load_into_module(model, checkpoint, options)
 
 
 def _load_in_place(
-    model: nn.Module, checkpoint: OpenCheckpoint, options: LoadOptions, agreement: SharedLoad
+    model: nn.Module, checkpoint: OpenCheckpoint, options: LoadOptions, ranks: Session
 ) -> dict[str, Any]:
     """Read a module's tensors straight into its memory, once every rank has found that the checkpoint fits."""
     mapped = _mapped_tensors(checkpoint)
@@ -109,7 +112,7 @@ def _load_in_place(
         values = checkpoint.read({tied_names.get(name, name) for name in stored.values()})
         return {name: values[tied_names.get(kept, kept)] for name, kept in stored.items()}
 
-    fill = partial(_fill, checkpoint, stored_names, agreement)
+    fill = partial(_fill, checkpoint, stored_names, ranks)
     return load_into_module(model, checkpoint, options, mapped, fill, values_of if checkpoint.is_ranged else None)
 
 
@@ -130,12 +133,12 @@ def load_like(
             that cannot be cast to that of `like`.
         Everything that `open_source` raises.
     """
-    with load_together("load_state_dict", is_collective=has_spread(like)) as agreement:
-        return agreement.use(source, options, lambda checkpoint: _read_like(checkpoint, like, device, agreement))
+    with load_together("load_state_dict", is_collective=has_spread(like)) as ranks:
+        return use_together(ranks, source, options, lambda checkpoint: _read_like(checkpoint, like, device, ranks))
 
 
 def _read_like(
-    checkpoint: OpenCheckpoint, like: Mapping[str, torch.Tensor], device: torch.device, agreement: SharedLoad
+    checkpoint: OpenCheckpoint, like: Mapping[str, torch.Tensor], device: torch.device, ranks: Session
 ) -> dict[str, torch.Tensor]:
     _reject_misfits(checkpoint, like)
     tied_names = checkpoint.index.tied_names
@@ -147,7 +150,7 @@ def _read_like(
         if keys[name] not in made:
             made[keys[name]] = _empty_like(tensor, tensor.dtype, device, tensor.shape)
     read = prepare_reads(checkpoint, [(key[0], tensor) for key, tensor in made.items()])
-    agreement.confirm(checkpoint)
+    confirm_same(ranks, checkpoint)
     read()
     return {name: made[key] for name, key in keys.items()}
 
@@ -216,7 +219,7 @@ def _mapped_tensors(checkpoint: OpenCheckpoint) -> dict[str, torch.Tensor]:
 def _fill(
     checkpoint: OpenCheckpoint,
     stored_names: Mapping[int, str],
-    agreement: SharedLoad,
+    ranks: Session,
     model: nn.Module,
     tensors: Mapping[str, torch.Tensor],
 ) -> None:
@@ -225,7 +228,7 @@ def _fill(
     Args:
         checkpoint: Open.
         stored_names: Names of its tensors, by identity; a tensor without one has been read already.
-        agreement: Reached with the other ranks before the first change.
+        ranks: The session of the load, whose ranks agree before the first change.
         model: Unwrapped.
         tensors: Those that fit, by the model's names.
     """
@@ -253,7 +256,7 @@ def _fill(
         if name not in in_place:
             fresh[name] = targets[key]
     read = prepare_reads(checkpoint, wanted)
-    agreement.confirm(checkpoint)
+    confirm_same(ranks, checkpoint)
     try:
         read()
     except HfshardError as error:
@@ -353,223 +356,6 @@ _Result = TypeVar("_Result")
 
 logger = logging.getLogger(__name__)
 
-
-class SharedLoad:
-    """Agreement of one rank with the others about a load. A rank that loads alone agrees with itself."""
-
-    def __init__(self, status: SaveStatus | None) -> None:
-        self._status = status
-        self._has_opened = False
-        self._is_known = False
-        """True if each rank knows that a save has overtaken one of them."""
-
-    @property
-    def is_collective(self) -> bool:
-        """True if there are other ranks."""
-        return self._status is not None
-
-    def fetch(self, source: CheckpointSource, progress: bool | None = None) -> ResolvedSource:
-        """Find the checkpoint on this machine, as `CheckpointSource.fetch` does.
-
-        The first rank resolves the revision, and all load that commit, even if another one is pushed during the load.
-        Of the ranks that share a cache of the Hub, one downloads, and the others wait for it without any Hub request.
-
-        Raises:
-            RankFailedError: Another rank could not find or download it.
-            Everything that `CheckpointSource.fetch` raises.
-        """
-        if self._status is None:
-            return source.fetch(progress)
-        local = source.find_local()
-        if local is not None and local.skeleton is not None:
-            local.skeleton.fill()
-        told = self._status.meet("source", _snapshot_of(local, source) if local is not None else _cache_of(source))
-        if local is not None:
-            return _same_snapshot(local, source, told)
-        return _fetch_together(self._status, source, told, progress)
-
-    @contextmanager
-    def opened(
-        self,
-        source: CheckpointSource,
-        options: LoadOptions,
-        local: ResolvedSource | None = None,
-        *,
-        check_beside: bool = False,
-    ) -> Iterator[OpenCheckpoint]:
-        """Open a checkpoint, as `open_source` does; a file that several ranks see is hashed by only one of them.
-
-        Args:
-            source: Where to load from; options: how to open and verify it, both as in `open_source`.
-            local: What `fetch` returned; None: it is called here.
-            check_beside: Compare checksums while the block runs; ranks that share this work still do it before.
-
-        Raises:
-            RankFailedError: Another rank found a file damaged, or failed otherwise; here or in `confirm`.
-            Everything that `fetch` and `open_source` raise.
-        """
-        local = local or self.fetch(source, options.progress)
-        if self._status is None or options.verify not in ("full", "sha256"):
-            with open_source(source, options, local, check_beside=check_beside) as checkpoint:
-                self._has_opened = True
-                yield checkpoint
-            return
-        with open_source(source, replace(options, verify="structure"), local) as checkpoint:
-            self._has_opened = True
-            self._check_share(checkpoint, options.progress)
-            yield checkpoint
-
-    def use(self, source: CheckpointSource, options: LoadOptions, work: Callable[[OpenCheckpoint], _Result]) -> _Result:
-        """Open a checkpoint and work with it; in a store, retry on all ranks if a save overtook any of them.
-
-        Args:
-            source: Where to load from.
-            options: How to open and verify it.
-            work: Calls `confirm` once; in a store it may be called again, from the beginning.
-
-        Raises:
-            CheckpointChangedError: The checkpoint was replaced on every try.
-            Everything that `opened` and `work` raise.
-        """
-        if self._status is None:
-            return use_checkpoint(source, options, work)
-        local = self.fetch(source, options.progress)
-
-        def open_and_work() -> _Result:
-            with self.opened(source, options, local) as checkpoint:
-                result = work(checkpoint)
-                if local.folder is not None:
-                    self.meet("read")
-                return result
-
-        return self.retry_if_replaced(open_and_work, local, source.path)
-
-    def retry_if_replaced(self, work: Callable[[], _Result], local: ResolvedSource, path: str) -> _Result:
-        """Call `work` on all ranks, and again on all if a save in a store overtakes one of them.
-
-        Args:
-            work: Opens and reads the checkpoint; all reads come before a last `meet`.
-            local: What `fetch` returned. In a directory, open files stay unchanged, and no rank starts again.
-            path: The checkpoint, for the message.
-
-        Raises:
-            CheckpointChangedError: It was replaced on every attempt; or, in a directory, while it was read.
-            Everything that `work` raises.
-        """
-
-        def work_together() -> _Result:
-            self._has_opened = self._is_known = False
-            try:
-                return work()
-            except CheckpointChangedError as error:
-                if local.folder is None or not self._has_opened:
-                    error.is_final = True
-                elif self._status is not None and not self._is_known:
-                    self._status.meet(ANY_PLACE, _CHANGED)
-                raise
-
-        return retry_if_replaced(work_together, local.traits, path)
-
-    def confirm(self, checkpoint: OpenCheckpoint, config: bytes | None = None) -> None:
-        """Wait until every rank has checked what it can, and has opened the same checkpoint.
-
-        Args:
-            checkpoint: This rank's.
-            config: The config of the model that is built.
-
-        Raises:
-            CheckpointChangedError: The ranks have different ones.
-            RankFailedError: A rank refused, failed or died.
-        """
-        if self._status is None:
-            return
-        files = files_with_tensors(checkpoint)
-        digests = [
-            checkpoint_digest(checkpoint, config),
-            json_digest(sorted(files)),
-            json_digest(file_identities(files)),
-        ]
-        told = self._meet("checked", json.dumps(digests).encode())
-        said = {rank: json.loads(words) for rank, words in told.items()}
-        self._reject_others(checkpoint, {rank: words[0] for rank, words in said.items()})
-        if len({words[1] for words in said.values()}) == 1 < len({words[2] for words in said.values()}):  # copies
-            self._reject_others(checkpoint, self._meet("copies", contents_digest(checkpoint).encode()))
-
-    def all_agree(self, word: str, *, is_so: bool) -> bool:
-        """Return whether a condition holds on every rank.
-
-        Args:
-            word: What the condition is about.
-            is_so: Whether it holds on this rank.
-
-        Raises:
-            CheckpointChangedError: A save in a store has overtaken another rank.
-            RankFailedError: A rank failed or died.
-        """
-        return is_so if self._status is None else set(self._meet(word, b"%d" % is_so).values()) == {b"1"}
-
-    def meet(self, word: str) -> None:
-        """Wait until every rank has come here: collectives may follow, which no rank may miss.
-
-        Raises:
-            CheckpointChangedError: A save in a store has overtaken another rank.
-            RankFailedError: A rank failed or died.
-        """
-        if self._status is not None:
-            self._meet(word)
-
-    @contextmanager
-    def attribute_collective_failure(self) -> Iterator[None]:
-        """Name the rank that failed or died, if a collective in the block, of code outside hfshard, fails.
-
-        Raises:
-            RankFailedError: Replaces an error of torch.distributed.
-        """
-        try:
-            yield
-        except RuntimeError as error:
-            if self._status is None or isinstance(error, HfshardError) or not _is_of_collective(error):
-                raise
-            raise self._status.who_broke_it(error) from error
-
-    def _check_share(self, checkpoint: OpenCheckpoint, progress: bool | None) -> None:
-        """Compare this rank's share of the files with their checksums."""
-        assert self._status is not None
-        files = files_with_tensors(checkpoint)
-        seen = self._meet("files", json_digest(file_identities(files)).encode())
-        sharing = [rank for rank, sighting in seen.items() if sighting == seen[self._status.rank]]
-        names = sorted(files)
-        owners = assign_owners([files[name].size for name in names], sharing)
-        mine = {name for name, owner in zip(names, owners, strict=True) if owner == self._status.rank}
-        with byte_progress("Verifying", sum(files[name].size for name in mine), progress) as progress_callback:
-            if checkpoint.pickles:
-                check_pickles({name: checkpoint.pickles[name] for name in mine}, progress_callback)
-            else:
-                shards = {name: checkpoint.shards[name] for name in mine}
-                check_checksums(checkpoint.folder, checkpoint.weights_path, checkpoint.index, shards, progress_callback)
-
-    def _meet(self, word: str, value: bytes = b"") -> dict[int, bytes]:
-        """Exchange the values of all ranks, unless one of them reports that it was overtaken."""
-        assert self._status is not None
-        told = self._status.meet(word, value)
-        if _CHANGED in told.values():
-            self._is_known = True
-            rank = next(rank for rank, said in told.items() if said == _CHANGED)
-            raise CheckpointChangedError(f"The checkpoint was replaced while rank {rank} read it. Load it again.")
-        return told
-
-    def _reject_others(self, checkpoint: OpenCheckpoint, digests: Mapping[int, str | bytes]) -> None:
-        leader = min(digests)
-        other = next((rank for rank, digest in digests.items() if digest != digests[leader]), None)
-        if other is not None:
-            raise CheckpointChangedError(
-                f"Ranks {leader} and {other} have different checkpoints in '{checkpoint.directory}': it was replaced "
-                "during the load, or is another one on some ranks. Nothing was loaded. Give every rank the same one, "
-                "and load again.",
-                path=checkpoint.directory,
-            )
-
-
 _CHANGED: Final = b"changed"
 """The value that a rank sends to the next meeting, whichever it is, after what it has opened was replaced."""
 
@@ -577,12 +363,12 @@ _CACHE: Final = b"cache "
 _SNAPSHOT: Final = b"snapshot "
 """Prefixes of a rank's value for where it loads from: a repo of the Hub, or a directory hub."""
 
-_CURRENT_LOAD: Final[ContextVar[SharedLoad | None]] = ContextVar("hfshard_load_agreement", default=None)
-"""The agreement of this thread's load: loads by all ranks within it belong to the same one."""
+_CURRENT_LOAD: Final[ContextVar[Session | None]] = ContextVar("hfshard_load", default=None)
+"""The session of this thread's load: loads by all ranks within it belong to the same one."""
 
 
 @contextmanager
-def load_together(call: str, *, is_collective: bool) -> Iterator[SharedLoad]:
+def load_together(call: str, *, is_collective: bool) -> Iterator[Session]:
     """Run the block on every rank or on none: if one raises before it confirms, the others raise instead of continuing.
 
     Args:
@@ -593,41 +379,237 @@ def load_together(call: str, *, is_collective: bool) -> Iterator[SharedLoad]:
         RankFailedError: Another rank failed, died, or did not come.
     """
     if not is_collective or not has_other_ranks():
-        with _under_way(SharedLoad(None)) as agreement:
-            yield agreement
-    elif current_load().is_collective:
+        ranks = Session.alone()
+        with bound(_CURRENT_LOAD, ranks):
+            yield ranks
+    elif not current_load().is_alone:
         yield current_load()
     else:
-        with gather_participants(call, needs_all=True) as participation:
-            status = participation.status
-            assert status is not None  # the rank takes part
-            with _under_way(SharedLoad(status)) as agreement:
-                yield agreement
-            status.meet("loaded")
-            status.finish()
+        with session(call, needs_all=True) as ranks:
+            with bound(_CURRENT_LOAD, ranks):
+                yield ranks
+            ranks.meet("loaded")
+            ranks.finish()
 
 
-def current_load() -> SharedLoad:
-    """Return the agreement of the innermost `load_together` in this thread."""
-    return _CURRENT_LOAD.get() or SharedLoad(None)
+def current_load() -> Session:
+    """Return the session of the innermost `load_together` in this thread."""
+    return _CURRENT_LOAD.get() or Session.alone()
+
+
+def fetch_together(ranks: Session, source: CheckpointSource, progress: bool | None = None) -> ResolvedSource:
+    """Find the checkpoint on this machine, as `CheckpointSource.fetch` does.
+
+    The first rank resolves the revision, and all load that commit, even if another one is pushed during the load. Of
+    the ranks that share a cache of the Hub, one downloads, and the others wait for it without any Hub request.
+
+    Raises:
+        RankFailedError: Another rank could not find or download it.
+        Everything that `CheckpointSource.fetch` raises.
+    """
+    if ranks.is_alone:
+        return source.fetch(progress)
+    local = source.find_local()
+    if local is not None and local.skeleton is not None:
+        local.skeleton.fill()
+    told = ranks.meet("source", _snapshot_of(local, source) if local is not None else _cache_of(source))
+    if local is not None:
+        return _same_snapshot(local, source, told)
+    return _fetch_once(ranks, source, told, progress)
+
+
+def attempt_together(
+    ranks: Session,
+    source: CheckpointSource,
+    options: LoadOptions,
+    local: ResolvedSource,
+    work: Callable[[Callable[[], OpenCheckpoint]], _Result],
+    path: str,
+    *,
+    check_beside: bool = False,
+) -> _Result:
+    """Call `work` on all ranks, and again on all if a save in a store overtakes one of them.
+
+    Args:
+        ranks: The session of the load.
+        source: Where to load from; options: how to open and verify it, both as in `open_source`.
+        local: What `fetch_together` returned. In a directory, open files stay unchanged, and no rank starts again.
+        work: Gets the function that opens the checkpoint until `work` ends, as `open_source` does, and compares it with
+            its checksums; a file that several ranks see is hashed by only one of them. All reads come before a last
+            meeting.
+        path: The checkpoint, for the message.
+        check_beside: Compare checksums while `work` runs; ranks that share this work still do it before.
+
+    Raises:
+        CheckpointChangedError: It was replaced on every attempt, or kept changing while this rank opened it; or, in a
+            directory, while it was read.
+        RankFailedError: Another rank found a file damaged, or failed otherwise; here or in `confirm_same`.
+        Everything that `open_source` and `work` raise.
+    """
+    is_shared = not ranks.is_alone and options.verify in ("full", "sha256")
+    how = replace(options, verify="structure") if is_shared else options
+
+    def attempt() -> _Result:
+        opened: list[OpenCheckpoint] = []
+
+        def open_checkpoint() -> OpenCheckpoint:
+            opening = open_source(source, how, local, check_beside=check_beside and not is_shared)
+            opened.append(stack.enter_context(opening))
+            if is_shared:
+                _check_share(ranks, opened[0], options.progress)
+            return opened[0]
+
+        try:
+            with ExitStack() as stack:
+                return work(open_checkpoint)
+        except CheckpointChangedError as error:
+            if local.folder is None or not opened:
+                error.is_final = True
+            elif error.actual == _CHANGED:  # `meet_unchanged` raised it, as on every rank
+                error.path, error.actual = local.folder.path, None
+            elif not (ranks.is_alone or error.is_final):
+                ranks.meet(ANY_PLACE, _CHANGED)
+            raise
+
+    return retry_if_replaced(attempt, local.traits, path)
+
+
+def use_together(
+    ranks: Session, source: CheckpointSource, options: LoadOptions, work: Callable[[OpenCheckpoint], _Result]
+) -> _Result:
+    """Open a checkpoint and work with it; in a store, retry on all ranks if a save overtook any of them.
+
+    Args:
+        ranks: The session of the load.
+        source: Where to load from.
+        options: How to open and verify it.
+        work: Calls `confirm_same` once; in a store it may be called again, from the beginning.
+
+    Raises:
+        CheckpointChangedError: The checkpoint was replaced on every try.
+        Everything that `attempt_together` and `work` raise.
+    """
+    if ranks.is_alone:
+        return use_checkpoint(source, options, work)
+    local = fetch_together(ranks, source, options.progress)
+
+    def open_and_work(open_checkpoint: Callable[[], OpenCheckpoint]) -> _Result:
+        result = work(open_checkpoint())
+        if local.folder is not None:
+            meet_unchanged(ranks, "read")
+        return result
+
+    return attempt_together(ranks, source, options, local, open_and_work, source.path)
+
+
+def confirm_same(ranks: Session, checkpoint: OpenCheckpoint, config: bytes | None = None) -> None:
+    """Wait until every rank has checked what it can, and has opened the same checkpoint.
+
+    Args:
+        ranks: The session of the load.
+        checkpoint: This rank's.
+        config: The config of the model that is built.
+
+    Raises:
+        CheckpointChangedError: The ranks have different ones.
+        RankFailedError: A rank refused, failed or died.
+    """
+    if ranks.is_alone:
+        return
+    files = files_with_tensors(checkpoint)
+    digests = [
+        checkpoint_digest(checkpoint, config),
+        json_digest(sorted(files)),
+        json_digest(file_identities(files)),
+    ]
+    told = meet_unchanged(ranks, "checked", json.dumps(digests).encode())
+    said = {rank: json.loads(words) for rank, words in told.items()}
+    _reject_others(checkpoint, {rank: words[0] for rank, words in said.items()})
+    if len({words[1] for words in said.values()}) == 1 < len({words[2] for words in said.values()}):  # copies
+        _reject_others(checkpoint, meet_unchanged(ranks, "copies", contents_digest(checkpoint).encode()))
+
+
+def all_agree(ranks: Session, word: str, *, is_so: bool) -> bool:
+    """Return whether a condition holds on every rank.
+
+    Args:
+        ranks: The session of the load.
+        word: What the condition is about.
+        is_so: Whether it holds on this rank.
+
+    Raises:
+        CheckpointChangedError: A save in a store has overtaken another rank.
+        RankFailedError: A rank failed or died.
+    """
+    return set(meet_unchanged(ranks, word, b"%d" % is_so).values()) == {b"1"}
+
+
+def meet_unchanged(ranks: Session, word: str, value: bytes = b"") -> dict[int, bytes]:
+    """Exchange the values of all ranks, unless one of them reports that a save in a store has overtaken it.
+
+    Raises:
+        CheckpointChangedError: One does; every rank raises this, with `actual` so that it is not reported again.
+        RankFailedError: A rank failed or died.
+    """
+    told = ranks.meet(word, value)
+    if _CHANGED in told.values():
+        rank = next(rank for rank, said in told.items() if said == _CHANGED)
+        raise CheckpointChangedError(
+            f"The checkpoint was replaced while rank {rank} read it. Load it again.", actual=_CHANGED
+        )
+    return told
 
 
 @contextmanager
-def _under_way(agreement: SharedLoad) -> Iterator[SharedLoad]:
-    token = _CURRENT_LOAD.set(agreement)
+def attribute_collective_failure(ranks: Session) -> Iterator[None]:
+    """Name the rank that failed or died, if a collective in the block, of code outside hfshard, fails.
+
+    Raises:
+        RankFailedError: Replaces an error of torch.distributed.
+    """
     try:
-        yield agreement
-    finally:
-        _CURRENT_LOAD.reset(token)
+        yield
+    except RuntimeError as error:
+        if ranks.is_alone or isinstance(error, HfshardError) or not _is_of_collective(error):
+            raise
+        raise ranks.find_failed_rank(error) from error
 
 
-def _fetch_together(
-    status: SaveStatus, source: CheckpointSource, caches: Mapping[int, bytes], progress: bool | None
+def _check_share(ranks: Session, checkpoint: OpenCheckpoint, progress: bool | None) -> None:
+    """Compare this rank's share of the files with their checksums."""
+    files = files_with_tensors(checkpoint)
+    seen = meet_unchanged(ranks, "files", json_digest(file_identities(files)).encode())
+    sharing = [rank for rank, sighting in seen.items() if sighting == seen[ranks.rank]]
+    names = sorted(files)
+    owners = assign_owners([files[name].size for name in names], sharing)
+    mine = {name for name, owner in zip(names, owners, strict=True) if owner == ranks.rank}
+    with byte_progress("Verifying", sum(files[name].size for name in mine), progress) as progress_callback:
+        if checkpoint.pickles:
+            check_pickles({name: checkpoint.pickles[name] for name in mine}, progress_callback)
+        else:
+            shards = {name: checkpoint.shards[name] for name in mine}
+            check_checksums(checkpoint.folder, checkpoint.weights_path, checkpoint.index, shards, progress_callback)
+
+
+def _reject_others(checkpoint: OpenCheckpoint, digests: Mapping[int, str | bytes]) -> None:
+    leader = min(digests)
+    other = next((rank for rank, digest in digests.items() if digest != digests[leader]), None)
+    if other is not None:
+        raise CheckpointChangedError(
+            f"Ranks {leader} and {other} have different checkpoints in '{checkpoint.directory}': it was replaced "
+            "during the load, or is another one on some ranks. Nothing was loaded. Give every rank the same one, "
+            "and load again.",
+            path=checkpoint.directory,
+        )
+
+
+def _fetch_once(
+    ranks: Session, source: CheckpointSource, caches: Mapping[int, bytes], progress: bool | None
 ) -> ResolvedSource:
     """Let one rank per cache download the commit that the first rank finds.
 
     Args:
-        status: Of the load.
+        ranks: The session of the load.
         source: A repo of the Hub.
         caches: Rank -> the cache that it has; some may have found a directory.
         progress: Whether to show a bar.
@@ -636,18 +618,18 @@ def _fetch_together(
 
     query = source.query
     first = min(rank for rank, name in caches.items() if name.startswith(_CACHE))
-    if status.rank == first:
+    if ranks.rank == first:
         small = replace(query, files_of=lambda index: (), force_download=False)
-        status.tell("commit", str(replace(source, query=small).fetch(progress).commit).encode())
-    commit = status.wait_for("commit", first).decode()
+        ranks.tell("commit", str(replace(source, query=small).fetch(progress).commit).encode())
+    commit = ranks.wait_for("commit", first).decode()
     pinned = replace(source, query=replace(query, revision=commit))
-    downloader = min(rank for rank, name in caches.items() if name == caches[status.rank])
-    if status.rank == downloader:
+    downloader = min(rank for rank, name in caches.items() if name == caches[ranks.rank])
+    if ranks.rank == downloader:
         local = pinned.fetch(progress)
         RepoCache(source.path, query.cache_dir).remember(query.revision, commit)
-        status.tell("downloaded")
+        ranks.tell("downloaded")
     else:
-        status.wait_for("downloaded", downloader)
+        ranks.wait_for("downloaded", downloader)
         local = replace(pinned, query=replace(pinned.query, force_download=False)).fetch(progress)
     return replace(local, revision=query.revision)
 

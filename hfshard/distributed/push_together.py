@@ -1,4 +1,4 @@
-"""Push by many ranks: all meet, the first one sends what was staged, and every rank gets the results."""
+"""Push by several ranks: all meet, the leader sends what was staged, and every rank gets the results."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Final
 
-from hfshard.distributed.group_store import has_other_ranks
-from hfshard.distributed.rendezvous import SaveStatus, gather_participants
+from hfshard.distributed.rendezvous import Session, session
 from hfshard.distributed.save_on_ranks import write_on_ranks
 from hfshard.errors import InvalidArgumentError, NotEnoughSpaceError
 from hfshard.format.index import CheckpointIndex
@@ -25,127 +24,9 @@ _CALL: Final = "push_to_hub"
 """The call that the ranks make together."""
 
 
-class SharedPush:
-    """A push that one rank coordinates with the others. A rank that pushes alone is the sender."""
-
-    def __init__(self, status: SaveStatus | None) -> None:
-        self._status = status
-
-    @property
-    def is_collective(self) -> bool:
-        """True if other ranks take part."""
-        return self._status is not None
-
-    @property
-    def is_sender(self) -> bool:
-        """True if this rank sends to the hub."""
-        return self._status is None or self._status.rank == self._status.leader
-
-    def agree_on(self, repo_id: str) -> None:
-        """Check that all ranks push to the same repo.
-
-        Raises:
-            InvalidArgumentError: They do not.
-        """
-        if self._status is None:
-            return
-        said = {rank: raw.decode() for rank, raw in self._status.meet("repo", repo_id.encode()).items()}
-        first = self._status.leader
-        other = next((rank for rank in said if said[rank] != said[first]), None)
-        if other is not None:
-            raise InvalidArgumentError(
-                f"Rank {first} pushes to '{said[first]}', but rank {other} to '{said[other]}'. Make the same call on "
-                "every rank."
-            )
-
-    def check(self) -> None:
-        """Raise if another rank has failed or died.
-
-        Raises:
-            RankFailedError: It names the rank.
-        """
-        if self._status is not None:
-            self._status.look()
-
-    @contextmanager
-    def folder(self) -> Iterator[StagingFolder]:
-        """Create the sender's empty temporary directory. If the sender is killed, the other ranks remove it."""
-        status = self._status
-        name = f"hfshard-push-{uuid.uuid4().hex}"
-        path = os.path.join(tempfile.gettempdir(), name)
-        if status is not None:
-            path = status.meet("staging", path.encode())[status.leader].decode()
-        is_over = False
-        try:
-            if self.is_sender:
-                os.mkdir(path, 0o700)
-            yield self._look_at(path)
-            is_over = True
-        except BaseException as error:
-            if status is not None:
-                status.fail(error)  # before the files that others may be reading are removed
-            raise
-        finally:
-            if self.is_sender or not is_over:
-                shutil.rmtree(path, ignore_errors=True)
-
-    def stage(self, request: SaveRequest, folder: StagingFolder) -> CheckpointIndex | None:
-        """Save what the ranks have together; return the index on the sender, None on the others.
-
-        Raises:
-            NotEnoughSpaceError: The disk of the folder is too small.
-            Everything that `save_on_ranks` raises.
-        """
-        assert self._status is not None
-        try:
-            index, _ = write_on_ranks(request, folder.path, self._status, self.check, writers=folder.seen_by)
-            self._status.end_step()
-            return index
-        except NotEnoughSpaceError as error:
-            raise NotEnoughSpaceError(
-                f"{error.message} A model that is spread over ranks is written to this directory before it is pushed. "
-                f"{temporary_directory_hint('has more space')}",
-                path=folder.path,
-            ) from error
-
-    def send(self, push: Callable[[], Sequence[PushResult]]) -> list[PushResult]:
-        """Let the sender push once all ranks have come here, and return its results on every rank.
-
-        Args:
-            push: Called on the sender; it calls `check` from time to time.
-
-        Raises:
-            RankFailedError: Another rank failed or died: nothing was committed. Or the sender did: the outcome is
-                unknown.
-        """
-        status = self._status
-        if status is None:
-            return list(push())
-        status.meet("send")
-        if self.is_sender:
-            results = list(push())
-            status.finish(json.dumps([asdict(result) for result in results]).encode())
-            return results
-        outcome = status.finish(patience_seconds=math.inf)  # a large model over a slow line takes hours
-        return [PushResult(**result) for result in json.loads(outcome)]
-
-    def _look_at(self, path: str) -> StagingFolder:
-        status = self._status
-        if status is None:
-            return StagingFolder(path)
-        status.meet("made")
-        can_write = os.path.isdir(path) and os.access(path, os.W_OK | os.X_OK)
-        said = status.meet("seen", b"yes" if can_write else b"")
-        return StagingFolder(
-            path,
-            tuple(rank for rank, answer in said.items() if answer),
-            tuple(rank for rank, answer in said.items() if not answer),
-        )
-
-
 @contextmanager
-def push_together(*, is_collective: bool) -> Iterator[SharedPush]:
-    """Run one push by all ranks of the call's process group, or raise on all.
+def push_together(*, is_collective: bool) -> Iterator[Session]:
+    """Run one push by all ranks of the call's process group, or raise on all; the leader sends to the hub.
 
     Args:
         is_collective: Whether every rank makes the call, because it has a part of what is pushed; False: this rank
@@ -154,11 +35,97 @@ def push_together(*, is_collective: bool) -> Iterator[SharedPush]:
     Raises:
         RankFailedError: Another rank failed, died, or did not come.
     """
-    if not is_collective or not has_other_ranks():
-        yield SharedPush(None)
+    if not is_collective:
+        yield Session.alone()
         return
-    with gather_participants(_CALL, needs_all=True) as participation:
-        yield SharedPush(participation.status)
+    with session(_CALL, needs_all=True) as ranks:
+        yield ranks
+
+
+def agree_on_repo(ranks: Session, repo_id: str) -> None:
+    """Check that all ranks push to the same repo.
+
+    Raises:
+        InvalidArgumentError: They do not.
+    """
+    told = ranks.meet("repo", repo_id.encode(errors="surrogateescape"))
+    said = {rank: raw.decode(errors="surrogateescape") for rank, raw in told.items()}
+    first = ranks.leader
+    other = next((rank for rank in said if said[rank] != said[first]), None)
+    if other is not None:
+        raise InvalidArgumentError(
+            f"Rank {first} pushes to '{said[first]}', but rank {other} to '{said[other]}'. Make the same call on "
+            "every rank."
+        )
+
+
+@contextmanager
+def staging_folder(ranks: Session) -> Iterator[StagingFolder]:
+    """Create the leader's empty temporary directory. If the leader is killed, the other ranks remove it."""
+    own = os.path.join(tempfile.gettempdir(), f"hfshard-push-{uuid.uuid4().hex}")
+    path = os.fsdecode(ranks.meet("staging", os.fsencode(own))[ranks.leader])
+    is_over = False
+    try:
+        if ranks.is_leader:
+            os.mkdir(path, 0o700)
+        yield _inspect(ranks, path)
+        is_over = True
+    except BaseException as error:
+        ranks.fail(error)  # before the files that others may be reading are removed
+        raise
+    finally:
+        if ranks.is_leader or not is_over:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _inspect(ranks: Session, path: str) -> StagingFolder:
+    """Find out which ranks see the leader's directory."""
+    ranks.meet("made")
+    can_write = os.path.isdir(path) and os.access(path, os.W_OK | os.X_OK)
+    said = ranks.meet("seen", b"yes" if can_write else b"")
+    return StagingFolder(
+        path,
+        tuple(rank for rank, answer in said.items() if answer),
+        tuple(rank for rank, answer in said.items() if not answer),
+    )
+
+
+def stage(ranks: Session, request: SaveRequest, folder: StagingFolder) -> CheckpointIndex | None:
+    """Save what the ranks have together; return the index on the leader, None on the others.
+
+    Raises:
+        NotEnoughSpaceError: The disk of the folder is too small.
+        Everything that `save_on_ranks` raises.
+    """
+    try:
+        index, _ = write_on_ranks(request, folder.path, ranks, ranks.look, writers=folder.seen_by)
+        ranks.end_step()
+        return index
+    except NotEnoughSpaceError as error:
+        raise NotEnoughSpaceError(
+            f"{error.message} A model that is spread over ranks is written to this directory before it is pushed. "
+            f"{temporary_directory_hint('has more space')}",
+            path=folder.path,
+        ) from error
+
+
+def send(ranks: Session, push: Callable[[], Sequence[PushResult]]) -> list[PushResult]:
+    """Let the leader push once all ranks have come here, and return its results on every rank.
+
+    Args:
+        ranks: The session of the push.
+        push: Called on the leader; it calls `ranks.look` from time to time.
+
+    Raises:
+        RankFailedError: Another rank failed or died: nothing was committed. Or the leader did: the outcome is unknown.
+    """
+    ranks.meet("send")
+    if ranks.is_leader:
+        results = list(push())
+        ranks.finish(json.dumps([asdict(result) for result in results]).encode())
+        return results
+    outcome = ranks.finish(timeout_seconds=math.inf)  # a large model over a slow line takes hours
+    return [PushResult(**result) for result in json.loads(outcome)]
 
 
 # Temporary directory for the files that the ranks stage for one push, and the ranks that see it.

@@ -21,7 +21,7 @@ from hfshard._util.threads import delay_interrupt, start_worker
 from hfshard.commit.transaction import KnownFile, link_if_same, upload_files
 from hfshard.constants import FINGERPRINT_BYTES
 from hfshard.distributed.exchange import CpuGroup, Exchange
-from hfshard.distributed.rendezvous import SaveStatus
+from hfshard.distributed.rendezvous import Session
 from hfshard.distributed.spread_tensor import ByteArray
 from hfshard.distributed.tensor_owners import LocalTensor, TensorOwners, assign_owners
 from hfshard.errors import HfshardError
@@ -53,7 +53,7 @@ class RankWriter:
        knows that nothing was committed, even if the leader was stopped for a while and then continues.
 
     Args:
-        status: Of the save; all ranks of the call take part.
+        session: Of the save; all ranks of the call take part.
         holders: Which rank has what.
         held: This rank's tensors.
         group: A group whose collectives take CPU tensors.
@@ -63,19 +63,18 @@ class RankWriter:
 
     def __init__(
         self,
-        status: SaveStatus,
+        session: Session,
         holders: TensorOwners,
         held: Mapping[str, LocalTensor],
         group: CpuGroup | None,
         stored_name: Callable[[str], str] = str,
         writers: Sequence[int] = (),
     ) -> None:
-        self._status, self._holders = status, holders
-        self._exchange = Exchange(holders, held, status, group)
+        self._session, self._holders = session, holders
+        self._exchange = Exchange(holders, held, session, group)
         self._names = list(holders.layouts)
         self._stored_name = stored_name
-        self._writers = writers or status.ranks
-        self._orders = 0
+        self._writers = writers or session.ranks
 
     def fingerprints(self, jobs: Sequence[WriteJob], checksum: str | None) -> Iterable[str]:
         """Compute the fingerprints of files before they are written; on the leader."""
@@ -109,31 +108,23 @@ class RankWriter:
         is_fresh = False
         while not is_fresh:
             asked_at = time.monotonic()
-            self._status.tell(self._next_order(), _CONFIRM)
-            for rank in self._status.ranks[1:]:
-                self._status.wait_for(self._answer(), rank)
-            is_fresh = time.monotonic() - asked_at < self._status.death_seconds / _CONFIRMS_PER_DEATH
-        self._status.begin_step()
+            self._session.order(_CONFIRM)
+            self._session.answers(self._session.ranks[1:])
+            is_fresh = time.monotonic() - asked_at < self._session.death_seconds / _CONFIRMS_PER_DEATH
+        self._session.begin_step()
 
     def end(self) -> None:
         """Let `follow` return on the others; on the leader."""
-        self._status.tell(self._next_order(), _END)
+        self._session.order(_END)
 
     def follow(self) -> None:
         """Carry out the leader's orders, until the end; on the other ranks."""
-        while (raw := self._status.wait_for(self._next_order(), self._status.leader)) != _END:
+        while (raw := self._session.next_order()) != _END:
             if raw == _CONFIRM:
-                self._status.begin_step()
-                self._status.tell(self._answer())
+                self._session.begin_step()
+                self._session.answer()
             elif found := self._carry_out(WriteTask.from_json(raw, self._names), None):
-                self._status.tell(self._answer(), json.dumps(found).encode())
-
-    def _next_order(self) -> str:
-        self._orders += 1
-        return f"order/{self._orders}"
-
-    def _answer(self) -> str:
-        return f"done/{self._orders}"
+                self._session.answer(json.dumps(found).encode())
 
     def _lead(
         self,
@@ -144,13 +135,13 @@ class RankWriter:
         known: Sequence[KnownFile] = (),
     ) -> list[Any]:
         order = WriteTask.of(kind, jobs, checksum, known)
-        self._status.tell(self._next_order(), order.to_json(self._names))
+        self._session.order(order.to_json(self._names))
         try:
             found: dict[str, Any] = dict(self._carry_out(order, progress_callback))
-            for owner in sorted(set(self._owners(order)) - {self._status.rank}):
-                found |= json.loads(self._status.wait_for(self._answer(), owner))
+            for answer in self._session.answers(set(self._owners(order)) - {self._session.rank}).values():
+                found |= json.loads(answer)
         except BaseException as error:
-            self._status.fail(error)  # before the session removes the files that others are writing
+            self._session.fail(error)  # before the session removes the files that others are writing
             raise
         return [found[str(number)] for number in range(len(order.files))]
 
@@ -165,11 +156,11 @@ class RankWriter:
         streams: dict[int, list[tuple[str, int]]] = {}
         for number, (file, owner) in enumerate(zip(order.files, self._owners(order), strict=True)):
             streams.setdefault(owner, []).extend(order.wanted_bytes(file, self._holders.layouts))
-            if owner == self._status.rank:
+            if owner == self._session.rank:
                 mine[str(number)] = file
         incoming = WindowQueue()
         with delay_interrupt() as was_interrupted:
-            self._status.meet("ready")  # from here on each rank takes part in every round
+            self._session.meet("ready")  # from here on each rank takes part in every round
             writer = start_worker(partial(self._write_files, order, mine, incoming), "hfshard-owner")
 
             def failure() -> BaseException | None:
@@ -188,7 +179,7 @@ class RankWriter:
                 )
                 return self._await(writer)
             except Exception:
-                self._status.check()  # what another rank reported, before its directory was removed, is more specific
+                self._session.check()  # what another rank reported, before its directory was removed, is more specific
                 raise
             finally:
                 incoming.close()
@@ -200,7 +191,7 @@ class RankWriter:
         if writer is None:
             raise _no_thread()
         while not wait([writer], timeout=_LOOK_SECONDS).done:
-            self._status.check()
+            self._session.check()
         return writer.result()
 
     def _write_files(self, order: WriteTask, files: Mapping[str, TaskFile], incoming: WindowQueue) -> dict[str, Any]:
@@ -231,8 +222,8 @@ class RankWriter:
             return write_shards([job], checksum=checksum)[0]
         except FileNotFoundError as error:
             raise HfshardError(
-                f"Rank {self._status.rank} does not see the directory of '{job.path}', which rank "
-                f"{self._status.leader} created. Save into a directory that all ranks see.",
+                f"Rank {self._session.rank} does not see the directory of '{job.path}', which rank "
+                f"{self._session.leader} created. Save into a directory that all ranks see.",
                 path=job.path,
             ) from error
 

@@ -7,17 +7,18 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
 from enum import StrEnum
 from threading import Condition
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeVar
 
 import torch.distributed as dist
 
-from hfshard.distributed.group_store import DEATH_SECONDS, TimeoutStore, call_ranks, open_group_store, place_of_call
+from hfshard._util.call_ranks import call_ranks, has_other_ranks
+from hfshard._util.text import describe_error
+from hfshard.distributed.group_store import DEATH_SECONDS, TimeoutStore, open_group_store
 from hfshard.distributed.liveness import (
     PEER_TIMEOUT_SECONDS,
     ArrivalHeartbeats,
@@ -44,103 +45,96 @@ from hfshard.errors import DirectoryLockedError, RankFailedError, RankMissingErr
 
 logger = logging.getLogger(__name__)
 
+_Value = TypeVar("_Value")
+
 WAIT_SECONDS = 1.0
 """How long the first rank to arrive waits for ranks that are not needed."""
 _FAREWELL_SECONDS: Final = 1.0
 
 
 class Role(StrEnum):
-    """A rank's role in one operation."""
+    """A rank's role in one call."""
 
     LEADER = "leader"
-    """Take part, and lead: commit, and call `status.finish(...)`."""
+    """Take part, and lead: commit, and call `session.finish(...)`."""
     MEMBER = "member"
     """Take part."""
     LATE = "late"
-    """The others began without it: call `status.finish()`, which awaits and returns the outcome of their operation."""
+    """The others began without it: call `session.finish()`, which awaits and returns the outcome of their call."""
     DECLINED = "declined"
     """Do nothing."""
 
 
-@dataclass(frozen=True, slots=True)
-class Participation:
-    """A rank's role in an operation, and the ranks that take part."""
-
-    role: Role
-    rank: int
-    """Of this process, in the default process group."""
-    status: SaveStatus | None
-    """Of the operation; None if the rank declined."""
-
-    @property
-    def members(self) -> list[int]:
-        """The ranks that take part, in order; the first one leads."""
-        return [] if self.status is None else self.status.ranks
-
-
 @contextmanager
-def gather_participants(
-    place: str,
+def session(
+    call: str,
     *,
     needs_all: bool,
-    is_writer: bool = True,
+    may_join: bool = True,
     wait_seconds: float | None = None,
-    patience_seconds: float | None = None,
+    timeout_seconds: float | None = None,
     death_seconds: float = DEATH_SECONDS,
-) -> Iterator[Participation]:
-    """Gather the ranks of the call's process group that make the same call; the operation lasts as long as the block.
+) -> Iterator[Session]:
+    """Meet the ranks of the call's process group that make the same call; the session lasts as long as the block.
 
     If the tensors are replicated, every rank has all of them, so any of the ranks may call: the first to arrive waits
     briefly for the others, and closes the rendezvous. A rank that comes later awaits the outcome. If one of the ranks
-    that came needs all ranks, all of them are waited for.
+    that came needs all ranks, all of them are waited for. A call without other ranks gets a session at once.
 
     Args:
-        place: What the operation is about, such as the directory's absolute path. One operation per place runs at a
-            time; a rank that names another place is in another operation.
+        call: What the ranks do, such as the absolute path of the directory into which they save. One session per call
+            lasts at a time; a rank that names another call is in another session.
         needs_all: Whether the call needs all ranks, for example because this one has only part of a tensor.
-        is_writer: False: the rank does not take part, and no other waits for it, unless it `needs_all`.
+        may_join: False: the rank does not take part, and no other waits for it, unless it `needs_all`.
         wait_seconds: How long the first one waits for ranks that are not needed; None: `WAIT_SECONDS`.
-        patience_seconds: How long it waits for ranks that are needed, which may still compute or load data; None: as
+        timeout_seconds: How long it waits for ranks that are needed, which may still compute or load data; None: as
             long as the process group waits for a rank in a collective, `init_process_group(timeout=)`.
         death_seconds: A rank without a beat for longer counts as dead.
 
     Raises:
         RankMissingError: A rank that is needed has not come; raised on every rank that has.
         RankFailedError: A rank failed or died.
-        DirectoryLockedError: Another thread of this process does not end its operation.
+        DirectoryLockedError: Another thread of this process does not end its session.
 
     Example:
-        with gather_participants(directory, needs_all=True) as participation:
-            status = participation.status
-            if participation.role is Role.LEADER:
-                status.finish(save(...))
+        with session(directory, needs_all=True) as ranks:
+            if ranks.role is Role.LEADER:
+                ranks.finish(save(...))
     """
+    if not has_other_ranks():
+        yield Session.alone()
+        return
     rank = dist.get_rank()
-    words = place_of_call(place).encode(errors="surrogateescape")
+    words = _place_of_call(call).encode(errors="surrogateescape")
     key = f"hfshard/{hashlib.sha256(words).hexdigest()[:32]}"
     with closing(open_group_store(death_seconds)) as store:
-        if not is_writer and not needs_all:
+        if not may_join and not needs_all:
             store.add(f"{key}/declined/{rank}", 1)
-            yield Participation(Role.DECLINED, rank, None)
+            yield Session(f"{key}/none", (), rank, store=store)
             return
         wait_seconds = WAIT_SECONDS if wait_seconds is None else wait_seconds
-        patience_seconds = group_timeout_seconds() if patience_seconds is None else patience_seconds
-        with _turn(place, key, patience_seconds):
+        timeout_seconds = group_timeout_seconds() if timeout_seconds is None else timeout_seconds
+        with _turn(call, key, timeout_seconds):
             while True:
-                with _Rendezvous(store, key, place, rank, death_seconds) as operation:
-                    operation.gather(needs_all, wait_seconds, patience_seconds)
-                    role = operation.role
-                    if role is Role.LATE and needs_all:
-                        # The others' operation is another one, of replicated tensors: this rank's is the next.
+                with _Rendezvous(store, key, call, rank, death_seconds) as rendezvous:
+                    rendezvous.gather(needs_all, wait_seconds, timeout_seconds)
+                    if rendezvous.session.role is Role.LATE and needs_all:
+                        # The others' session is another one, of replicated tensors: this rank's is the next.
                         with suppress(RankFailedError):
-                            operation.status.finish()
+                            rendezvous.session.finish()
                         continue
-                    yield Participation(role, rank, operation.status)
+                    yield rendezvous.session
                     return
 
 
+def _place_of_call(place: str) -> str:
+    """Name what a call is about, so that it differs from the same call of other ranks."""
+    ranks = call_ranks()
+    return place if len(ranks) == dist.get_world_size() else f"{place} of ranks {', '.join(map(str, ranks))}"
+
+
 class _Rendezvous:
-    """One operation about a place. The first rank to arrive draws its name, and its keeper gives it up at the end.
+    """The arrival of the ranks of one session. The first rank draws its name, and its keeper gives it up at the end.
 
     The keeper is the rank that came first, and after the rendezvous closes the leader; if that one died, any rank that
     notices takes its place. The key of the place stays in the store; the last rank to leave deletes all others.
@@ -153,21 +147,15 @@ class _Rendezvous:
         self._is_gathered = False
         self._name = ""
         self._world = call_ranks()
-        self.status: SaveStatus
-
-    @property
-    def role(self) -> Role:
-        if self._rank not in self.status.ranks:
-            return Role.LATE
-        return Role.LEADER if self._rank == self.status.leader else Role.MEMBER
+        self.session: Session
 
     def __enter__(self) -> Self:
         self._name = self._enter()
         tag = f"{self._key}/{self._name}"
-        self.status = SaveStatus(
-            tag, self._world, self._rank, death_seconds=self._death_seconds, store=self._store, keeps_outcome=True
+        self.session = Session(
+            tag, self._world, self._rank, death_seconds=self._death_seconds, store=self._store, keep_outcome_keys=True
         )
-        self.status.__enter__()
+        self.session.__enter__()
         return self
 
     def __exit__(
@@ -175,40 +163,40 @@ class _Rendezvous:
     ) -> None:
         try:
             if not self._is_gathered and error is not None:
-                self.status.fail(error)
-                self.status.narrow({self._rank, *self._came(self._world)})
-            self.status.__exit__(kind, error, trace)
+                self.session.fail(error)
+                self.session.narrow({self._rank, *self._came(self._world)})
+            self.session.__exit__(kind, error, trace)
             self._give_up(error)
         except RankFailedError:
             # The store is gone, and the keys with it.
             if error is None and not self._is_gathered:
                 raise
 
-    def gather(self, needs_all: bool, wait_seconds: float, patience_seconds: float) -> None:
+    def gather(self, needs_all: bool, wait_seconds: float, timeout_seconds: float) -> None:
         """Report that this rank has come, and find out which others take part.
 
         Raises:
             RankMissingError: A rank is needed, and has not come.
             RankFailedError: A rank failed or died.
         """
-        self.status.put_key(f"who/{self._rank}", b"all" if needs_all else b"any")
+        self.session.put_key(f"who/{self._rank}", b"all" if needs_all else b"any")
         self._store.delete([self._declined_key(self._rank), dead_key(self._rank), arrival_key(self._rank)])
         self._store.put(process_key(self._rank), current_process())
         opener = int(self._store.swap(self._tagged("opener"), "", str(self._rank)))
         self._keeper = opener
         if opener == self._rank:
-            door = self._collect_arrivals(wait_seconds, patience_seconds)
+            door = self._collect_arrivals(wait_seconds, timeout_seconds)
             self._store.put(self._tagged("door"), json.dumps(door).encode())
         else:
-            door = json.loads(self.status.await_key("door", opener))
-        self.status.narrow(door["members"])
-        self._keeper = self.status.leader
+            door = json.loads(self.session.await_key("door", opener))
+        self.session.narrow(door["members"])
+        self._keeper = self.session.leader
         self._is_gathered = True
         if door["absent"]:
-            raise missing_error(door, self._place, patience_seconds)
+            raise missing_error(door, self._place, timeout_seconds)
 
     def _enter(self) -> str:
-        """Return the name of the current or next operation, which cannot end now until this rank leaves."""
+        """Return the name of the current or next session, which cannot end now until this rank leaves."""
         self._await_end_of_last()
         while True:
             name = self._store.swap(f"{self._key}/now", "", uuid.uuid4().hex[:12])
@@ -218,7 +206,7 @@ class _Rendezvous:
             self._count_out(name)
 
     def _await_end_of_last(self) -> None:
-        """Wait until the keeper of this rank's last operation has given it up, or is dead."""
+        """Wait until the keeper of this rank's last session has given it up, or is dead."""
         if self._key not in _LEFT:
             return
         name, keeper = _LEFT.pop(self._key)
@@ -229,9 +217,9 @@ class _Rendezvous:
                 self._store.swap(f"{self._key}/now", name, "")
             waiting.pause()
 
-    def _collect_arrivals(self, wait_seconds: float, patience_seconds: float) -> dict[str, list[int]]:
+    def _collect_arrivals(self, wait_seconds: float, timeout_seconds: float) -> dict[str, list[int]]:
         """Wait for the others: briefly, or for long if all are needed."""
-        waiting = Wait(patience_seconds)
+        waiting = Wait(timeout_seconds)
         came: dict[int, bytes] = {}
         way_signs = ArrivalHeartbeats(self._store, self._death_seconds)
         while True:
@@ -243,13 +231,13 @@ class _Rendezvous:
             needs_all = b"all" in came.values()
             missing = set(others) if needs_all else {*others}.difference(declined, dead)
             can_stop_waiting = not needs_all or bool(dead)
-            if not missing or waiting.seconds > (wait_seconds if can_stop_waiting else patience_seconds):
+            if not missing or waiting.seconds > (wait_seconds if can_stop_waiting else timeout_seconds):
                 break
             if waiting.is_word_due():
                 logger.warning(
-                    "%s", waiting_message(self._rank, missing, self._place, waiting.seconds, patience_seconds)
+                    "%s", waiting_message(self._rank, missing, self._place, waiting.seconds, timeout_seconds)
                 )
-            self.status.look(list(came))
+            self.session.look(list(came))
             waiting.pause()
         for rank in declined:
             if self._store.add(self._declined_key(rank), -1) <= 0:
@@ -269,7 +257,7 @@ class _Rendezvous:
         return f"{self._key}/declined/{rank}"
 
     def _give_up(self, error: BaseException | None) -> None:
-        """Let the next operation begin, if this rank is the keeper or the keeper is dead; then leave."""
+        """Let the next session begin, if this rank is the keeper or the keeper is dead; then leave."""
         if self._keeper in (None, self._rank):
             self._store.swap(f"{self._key}/now", self._name, "")
             self._linger_for_late_ranks()
@@ -288,7 +276,7 @@ class _Rendezvous:
             time.sleep(0.002)
 
     def _count_out(self, name: str) -> None:
-        """Leave; the last one deletes what is left of the operation."""
+        """Leave; the last one deletes what is left of the session."""
         tag = f"{self._key}/{name}"
         left = self._store.add(f"{tag}/left", 1)
         # If none have come, another rank has just deleted everything, and this check has created the key again.
@@ -304,19 +292,19 @@ class _Rendezvous:
 
 
 _LEFT: dict[str, tuple[str, int]] = {}
-"""Key of a place -> the last operation in which this process was not the keeper, and that operation's keeper."""
+"""Key of a place -> the last session in which this process was not the keeper, and that session's keeper."""
 _BUSY: set[str] = set()
 """The keys of the places that threads of this process are using."""
 _CHANGED = Condition()
 
 
 @contextmanager
-def _turn(place: str, key: str, patience_seconds: float) -> Iterator[None]:
-    """Let one thread of this process at a time take part in operations about a place."""
+def _turn(place: str, key: str, timeout_seconds: float) -> Iterator[None]:
+    """Let one thread of this process at a time take part in sessions of one call."""
     with _CHANGED:
-        if not _CHANGED.wait_for(lambda: key not in _BUSY, timeout=patience_seconds):
+        if not _CHANGED.wait_for(lambda: key not in _BUSY, timeout=timeout_seconds):
             raise DirectoryLockedError(
-                f"Another thread of this process has been busy with {place!r} for {patience_seconds:g} s. Wait for it.",
+                f"Another thread of this process has been busy with {place!r} for {timeout_seconds:g} s. Wait for it.",
                 path=place,
             )
         _BUSY.add(key)
@@ -328,41 +316,42 @@ def _turn(place: str, key: str, patience_seconds: float) -> Iterator[None]:
             _CHANGED.notify_all()
 
 
-# Status of one save's ranks: what they report to each other, and which failed or died, so that nothing hangs.
+# What the ranks of a session report to each other, and which failed or died, so that nothing hangs.
 
 
 ANY_PLACE: Final = ""
 """The name by which a rank joins the others' next meeting, whichever it is."""
 
 LAST_NAMES: Final = ("outcome", "failed", "result")
-"""Names of the keys that record how an operation ended: the leader sets its result before its outcome."""
+"""Names of the keys that record how a session ended: the leader sets its result before its outcome."""
 LEAVE_SECONDS: Final = 5.0
 """How long the leader waits, after a failure, until the others have seen it: its process may host the store."""
 
 
-class SaveStatus:
-    """The ranks of one operation, all of which reach its end, or all raise. Use it as a context manager.
+class Session:
+    """The ranks of one call, from arrival to outcome: all of them reach its end, or all raise. Use `session(...)`.
 
     All communication uses keys of the store, never a collective, in which a dead rank would hang the others. Each rank
     beats in a thread; the first rank, the leader, watches all the others, and they watch the leader and the ranks for
     which they wait. A rank that leaves with an exception reports it, and the others soon raise `RankFailedError`.
 
-    Every rank calls `meet` in the same order. The keys are deleted at the end.
+    Every rank calls `meet`, and the methods that meet (`all_of`, `first`, `each`, `agree`), in the same order. The keys
+    are deleted at the end. Alone, every method is local and immediate.
 
     Args:
         tag: The prefix of all keys; never used before in this store.
         ranks: The ranks of the default process group that take part.
         rank: This one; if it is not one of them, it only awaits the outcome.
         death_seconds: A rank without a beat for longer counts as dead.
-        patience_seconds: How long to wait for a live rank; None: an hour, or the process group's timeout if longer.
+        timeout_seconds: How long to wait for a live rank; None: an hour, or the process group's timeout if longer.
         store: An open one, which is not closed at the end; None: one of its own.
-        keeps_outcome: Leave the keys of `outcome_keys` to the caller, to be deleted when no rank needs them.
+        keep_outcome_keys: Leave the keys of `outcome_keys` to the caller, to be deleted when no rank needs them.
 
     Example:
-        with SaveStatus("save/7", range(4), rank) as status:
-            names = status.meet("names", b"...")
+        with Session("save/7", range(4), rank) as ranks:
+            names = ranks.meet("names", b"...")
             ...
-            status.finish()
+            ranks.finish()
     """
 
     def __init__(
@@ -372,22 +361,32 @@ class SaveStatus:
         rank: int,
         *,
         death_seconds: float = DEATH_SECONDS,
-        patience_seconds: float | None = None,
+        timeout_seconds: float | None = None,
         store: TimeoutStore | None = None,
-        keeps_outcome: bool = False,
+        keep_outcome_keys: bool = False,
     ) -> None:
         self.tag, self.ranks, self.rank = tag, sorted(ranks), rank
-        self._patience_seconds = patience_seconds or max(PEER_TIMEOUT_SECONDS, group_timeout_seconds())
+        self.is_alone = False
         self.death_seconds = death_seconds
+        self._timeout_seconds = timeout_seconds or max(PEER_TIMEOUT_SECONDS, group_timeout_seconds())
         self._is_store_mine = store is None
-        self._keeps_outcome = keeps_outcome
+        self._keep_outcome_keys = keep_outcome_keys
         self._given_store = store
         self._store: TimeoutStore
         self._watch: Watch
         self._heart: Heartbeat
         self._keys: list[str] = []
         self._meetings = 0
+        self._orders = 0
         self._may_be_done = False
+        self._told_to_itself: dict[str, bytes] = {}
+
+    @classmethod
+    def alone(cls) -> Self:
+        """Return the session of a call that has no other ranks."""
+        session = cls("", (0,), 0, timeout_seconds=PEER_TIMEOUT_SECONDS)
+        session.is_alone = True
+        return session
 
     @property
     def leader(self) -> int:
@@ -395,13 +394,32 @@ class SaveStatus:
         return self.ranks[0]
 
     @property
-    def place(self) -> int:
+    def is_leader(self) -> bool:
+        """True on the leader, which commits."""
+        return self.rank == self.leader
+
+    @property
+    def role(self) -> Role:
+        """This rank's role in the call."""
+        if not self.ranks:
+            return Role.DECLINED
+        if self.rank not in self.ranks:
+            return Role.LATE
+        return Role.LEADER if self.is_leader else Role.MEMBER
+
+    @property
+    def position(self) -> int:
         """The position of this rank among the ranks, from 0."""
         return self.ranks.index(self.rank)
 
     @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return len(self.ranks)
+
+    @property
     def outcome_keys(self) -> list[str]:
-        """The keys that record how the operation ended."""
+        """The keys that record how the session ended."""
         return [self._key(name) for name in LAST_NAMES]
 
     def __enter__(self) -> Self:
@@ -445,7 +463,7 @@ class SaveStatus:
         self._meetings += 1
         place = f"meet/{self._meetings}"
         labelled = pack({0: name.encode(), 1: value})
-        if self.rank != self.leader:
+        if not self.is_leader:
             self._put(f"{place}/{self.rank}", labelled)
             return unpack(self._await(f"{place}/all", self.leader, [self.leader]))
         values = {self.rank: value}
@@ -458,9 +476,71 @@ class SaveStatus:
                     rank=rank,
                 )
             values[rank] = said[1]
-        self._watch.reset_suspicion(self.ranks)
-        self._put(f"{place}/all", pack(values))
+        if not self.is_alone:
+            self._watch.reset_suspicion(self.ranks)
+            self._put(f"{place}/all", pack(values))
         return values
+
+    def all_of(self, value: _Value) -> list[_Value]:
+        """Return the values of all ranks in order, on every rank, as `meet` does; JSON must support them."""
+        if self.is_alone:
+            return [value]
+        return [json.loads(raw) for raw in self.meet("gather", json.dumps(value).encode()).values()]
+
+    def first(self, work: Callable[[], _Value]) -> _Value:
+        """Run work on the leader, and return its result, which JSON must support, on every rank.
+
+        Raises:
+            RankFailedError: The work failed; raised on the other ranks. The leader raises its own error.
+        """
+        if self.is_alone:
+            return work()
+        value: Any = None
+        error: BaseException | None = None
+        if self.is_leader:
+            try:
+                value = work()
+            except BaseException as caught:  # noqa: BLE001 - raised below: the other ranks wait for the outcome
+                error = caught
+        own = [value, None if error is None else describe_error(error)] if self.is_leader else None
+        value, told = json.loads(self.meet("share", json.dumps(own).encode())[self.leader])
+        if error is not None:
+            raise error
+        if told is not None:
+            raise self._failed(self.leader, told)
+        return value  # type: ignore[no-any-return]
+
+    def each(self, work: Callable[[], _Value]) -> _Value:
+        """Run work on every rank, and return each rank's own result if none failed.
+
+        Raises:
+            RankFailedError: It failed on another rank. A rank where it failed raises its own error.
+        """
+        made: list[_Value] = []
+        error: Exception | None = None
+        try:
+            made.append(work())
+        except Exception as caught:  # noqa: BLE001 - raised by `agree`, when all ranks know
+            error = caught
+        self.agree(error)
+        return made[0]
+
+    def agree(self, error: BaseException | None) -> None:
+        """Continue only if no rank has an error: the end of what `each` does, for work that is more than a function.
+
+        Raises:
+            RankFailedError: Another rank has an error. A rank with its own error raises that.
+        """
+        if not self.is_alone:
+            told = self.all_of(None if error is None else describe_error(error))
+            failed = next(((rank, text) for rank, text in zip(self.ranks, told, strict=True) if text is not None), None)
+            if error is None and failed is not None:
+                raise self._failed(*failed)
+        if error is not None:
+            raise error
+
+    def _failed(self, rank: int, text: str) -> RankFailedError:
+        return RankFailedError(f"Rank {rank} failed, so all {self.world_size} ranks stop: {text}", rank=rank)
 
     def tell(self, name: str, value: bytes = b"") -> None:
         """Publish a value, once, for which any rank may `wait_for`."""
@@ -473,6 +553,43 @@ class SaveStatus:
             RankFailedError: A rank failed; or the awaited rank or the leader died.
         """
         return self._await(f"told/{from_rank}/{name}", from_rank, self._watched(from_rank))
+
+    def gather(self, name: str, value: bytes) -> dict[int, bytes]:
+        """Send a value to the leader, once; return those of all ranks there, in order, and nothing on the others.
+
+        Raises:
+            RankFailedError: A rank failed or died; only the leader waits.
+        """
+        if not self.is_leader:
+            self.tell(name, value)
+            return {}
+        return {self.rank: value, **{rank: self.wait_for(name, rank) for rank in self.ranks[1:]}}
+
+    def order(self, value: bytes) -> None:
+        """Publish the leader's next order, which each other rank gets by `next_order`, and may `answer`."""
+        self._orders += 1
+        self.tell(f"order/{self._orders}", value)
+
+    def next_order(self) -> bytes:
+        """Wait for the leader's next order.
+
+        Raises:
+            RankFailedError: A rank failed; or the leader died.
+        """
+        self._orders += 1
+        return self.wait_for(f"order/{self._orders}", self.leader)
+
+    def answer(self, value: bytes = b"") -> None:
+        """Answer the last order, on another rank than the leader."""
+        self.tell(f"done/{self._orders}", value)
+
+    def answers(self, ranks: Iterable[int]) -> dict[int, bytes]:
+        """Wait for these ranks' answers to the last order, on the leader; return them in ascending order of rank.
+
+        Raises:
+            RankFailedError: A rank failed or died.
+        """
+        return {rank: self.wait_for(f"done/{self._orders}", rank) for rank in sorted(ranks)}
 
     def put_key(self, name: str, value: bytes) -> None:
         """Set a key under the tag, to be deleted at the end."""
@@ -491,11 +608,13 @@ class SaveStatus:
         Raises:
             RankFailedError: It names the rank.
         """
-        self._watch.check(self._watched() if ranks is None else ranks)
+        if not self.is_alone:
+            self._watch.check(self._watched() if ranks is None else ranks)
 
     def look(self, ranks: Collection[int] | None = None) -> None:
         """Do what `check` does, but only if the last check was a while ago."""
-        self._watch.look(self._watched() if ranks is None else ranks)
+        if not self.is_alone:
+            self._watch.look(self._watched() if ranks is None else ranks)
 
     def await_work(self, work: Any) -> None:
         """Wait for a collective, and check repeatedly whether a rank failed.
@@ -506,11 +625,11 @@ class SaveStatus:
         Raises:
             RankFailedError: A rank failed or died, or the collective did.
         """
-        self._watch.await_collective(work, self.ranks, self._watched(), self._patience_seconds)
+        self._watch.await_collective(work, self.ranks, self._watched(), self._timeout_seconds)
 
-    def who_broke_it(self, error: RuntimeError) -> RankFailedError:
+    def find_failed_rank(self, error: RuntimeError) -> RankFailedError:
         """Find the rank that made a collective fail: one that reports it, or one that falls silent."""
-        return self._watch.who_broke_it(error, self.ranks)
+        return self._watch.find_failed_rank(error, self.ranks)
 
     def fail(self, error: BaseException) -> None:
         """Report to the others that this rank failed, so that they raise; the first failure counts.
@@ -519,18 +638,21 @@ class SaveStatus:
         the failure matters. If the store is gone, nothing can be reported, and the others detect the failure
         themselves.
         """
-        if self.rank not in self.ranks:
+        if self.is_alone or self.rank not in self.ranks:
             return
         record = failure_record(error, self.rank, may_be_done=self._may_be_done)
         with suppress(RankFailedError):
             told = self._store.get(failed_key(self.tag))
-            if self.rank == self.leader:
+            if self.is_leader:
                 self._put("failed", final_record(told or record))
             elif told is None:
                 self._put("failed", record)
 
     def begin_step(self) -> None:
         """Note that from here on the leader's step for all ranks, such as a commit, may be done: errors state this.
+
+        This is no context manager: a save begins its step deep inside its commit, and an error that leaves the step
+        must still state that it may be done.
 
         The leader calls this right before the step, once the others have reported that they have called it, too. These
         need not do so if they call `finish` next.
@@ -541,7 +663,7 @@ class SaveStatus:
         """Note that the step was not the last one: until the next one begins, errors mean that it is not done."""
         self._may_be_done = False
 
-    def finish(self, value: bytes = b"", *, patience_seconds: float | None = None) -> bytes:
+    def finish(self, value: bytes = b"", *, timeout_seconds: float | None = None) -> bytes:
         """Publish the outcome, on the leader; wait for it, on the others.
 
         The leader's step for all ranks comes right before: see `begin_step`. After it no failure matters any more, and
@@ -549,7 +671,7 @@ class SaveStatus:
 
         Args:
             value: The leader's.
-            patience_seconds: How long to wait for a live leader; None: as long as elsewhere.
+            timeout_seconds: How long to wait for a live leader; None: as long as elsewhere.
 
         Returns:
             What the leader published.
@@ -557,33 +679,38 @@ class SaveStatus:
         Raises:
             RankFailedError: A rank failed before, or the leader died; then its step may be done or not.
         """
-        if self.rank == self.leader:
+        if self.is_leader:
             with suppress(RankFailedError):  # the store is gone: the others raise, but the step is done
                 self._put("outcome", value)
             return value
         self.begin_step()
-        return self._await("outcome", self.leader, [self.leader], patience_seconds)
+        return self._await("outcome", self.leader, [self.leader], timeout_seconds)
 
     def _key(self, name: str) -> str:
         return f"{self.tag}/{name}"
 
     def _put(self, name: str, value: bytes) -> None:
-        self._keys += self._store.put(self._key(name), value)
+        if self.is_alone:
+            self._told_to_itself[name] = value
+        else:
+            self._keys += self._store.put(self._key(name), value)
 
     def _watched(self, *more: int) -> Collection[int]:
-        return self.ranks if self.rank == self.leader else {self.leader, *more}
+        return self.ranks if self.is_leader else {self.leader, *more}
 
-    def _await(self, name: str, rank: int, watched: Collection[int], patience_seconds: float | None = None) -> bytes:
+    def _await(self, name: str, rank: int, watched: Collection[int], timeout_seconds: float | None = None) -> bytes:
         """Wait for a key that a rank sets."""
+        if self.is_alone:
+            return self._told_to_itself[name]
         try:
-            return self._awaited(name, rank, watched, patience_seconds or self._patience_seconds)
+            return self._awaited(name, rank, watched, timeout_seconds or self._timeout_seconds)
         except RankFailedError as error:
             if self._watch.has_final_word or not self._may_be_done:
                 raise
             raise type(error)(with_unknown_outcome(str(error)), rank=error.rank) from error
 
-    def _awaited(self, name: str, rank: int, watched: Collection[int], patience_seconds: float) -> bytes:
-        waiting = Wait(patience_seconds)
+    def _awaited(self, name: str, rank: int, watched: Collection[int], timeout_seconds: float) -> bytes:
+        waiting = Wait(timeout_seconds)
         while (value := self._store.get(self._key(name))) is None:
             try:
                 self._watch.look(watched, awaits_leader=rank == self.leader != self.rank)
@@ -595,16 +722,16 @@ class SaveStatus:
                 logger.info("Rank %d has waited for rank %d for %.0f s: %r.", self.rank, rank, waiting.seconds, name)
             if waiting.is_over:
                 raise RankMissingError(
-                    f"Rank {rank} is alive, but did not reach {name!r} within {patience_seconds:g} s. Check what it "
+                    f"Rank {rank} is alive, but did not reach {name!r} within {timeout_seconds:g} s. Check what it "
                     "is doing: every rank must make the same call.",
                     rank=rank,
                 )
             waiting.pause()
         return value
 
-    def _leave(self, patience_seconds: float) -> None:
+    def _leave(self, timeout_seconds: float) -> None:
         """Leave. The leader, whose process may host the store, leaves last, and deletes the keys of all ranks."""
-        if self.rank != self.leader:
+        if not self.is_leader:
             self._heart.stop()
             bye = self._key(f"bye/{self.rank}")
             mine = self._without_last(self._keys)
@@ -613,20 +740,20 @@ class SaveStatus:
             else:
                 self._store.delete(mine)
             return
-        theirs = self._keys_of_others(patience_seconds)
+        theirs = self._keys_of_others(timeout_seconds)
         self._heart.stop()
         if theirs is None:  # A rank that was stopped may continue: it must find what it waits for.
             return
         keys = {*theirs, *self._keys, *self.outcome_keys}
-        self._store.delete(self._without_last(keys) if self._keeps_outcome else keys)
+        self._store.delete(self._without_last(keys) if self._keep_outcome_keys else keys)
 
     def _without_last(self, keys: Iterable[str]) -> list[str]:
         """Return the keys without the last ones and the pieces of their values."""
         return [key for key in keys if key.partition("#")[0] not in self.outcome_keys]
 
-    def _keys_of_others(self, patience_seconds: float) -> list[str] | None:
+    def _keys_of_others(self, timeout_seconds: float) -> list[str] | None:
         """Wait until the others have left; return the keys that they have set, or None if one has not left."""
-        end = time.monotonic() + patience_seconds
+        end = time.monotonic() + timeout_seconds
         left = self.ranks[1:]
         keys: list[str] = []
         while left:

@@ -12,7 +12,7 @@ from hfshard._util.progress import ProgressCallback
 from hfshard._util.threads import run_in_threads
 from hfshard.commit.transaction import OwnShardWriter
 from hfshard.distributed.rank_writer import WriteTask
-from hfshard.distributed.rendezvous import SaveStatus
+from hfshard.distributed.rendezvous import Session
 from hfshard.distributed.tensor_owners import assign_owners
 from hfshard.format.index import FileDigest
 from hfshard.shards.write_shards import (
@@ -43,16 +43,15 @@ class ReplicaWriter(OwnShardWriter):
     The leader alone looks for links and compares fingerprints: it has all tensors.
 
     Args:
-        status: Of the save; all of its ranks have the same names, shapes and dtypes.
+        session: Of the save; all of its ranks have the same names, shapes and dtypes.
         tensors: This rank's.
     """
 
-    def __init__(self, status: SaveStatus, tensors: Mapping[str, TensorLike]) -> None:
+    def __init__(self, session: Session, tensors: Mapping[str, TensorLike]) -> None:
         super().__init__(self._end)
-        self._status = status
+        self._session = session
         self._tensors = tensors
         self._names = list(tensors)
-        self._orders = 0
 
     def write(
         self,
@@ -67,7 +66,7 @@ class ReplicaWriter(OwnShardWriter):
         try:
             return self._write_together(jobs, checksum, progress_callback)
         except BaseException as error:
-            self._status.fail(error)  # before the session removes the files that others are writing
+            self._session.fail(error)  # before the session removes the files that others are writing
             raise
 
     def follow(self) -> None:
@@ -75,11 +74,11 @@ class ReplicaWriter(OwnShardWriter):
         jobs: dict[str, WriteJob] = {}
         checksum: str | None = None
         while True:
-            self._status.begin_step()  # the leader asks no rank before it commits,
-            kind, said = json.loads(self._status.wait_for(self._next_order(), self._status.leader))
-            self._status.end_step()  # and cannot while it waits for this rank's answer
+            self._session.begin_step()  # the leader asks no rank before it commits,
+            kind, said = json.loads(self._session.next_order())
+            self._session.end_step()  # and cannot while it waits for this rank's answer
             if kind == "end":
-                self._status.begin_step()
+                self._session.begin_step()
                 return
             if kind == "look":
                 self._answer(_has_token(*said))
@@ -96,7 +95,7 @@ class ReplicaWriter(OwnShardWriter):
         file_bytes = [sum(map(tensor_nbytes, job.tensors.values())) for job in jobs]
         owners = assign_owners(file_bytes, self._those_who_see(os.path.dirname(jobs[0].path)))
         order = WriteTask.of("write", jobs, checksum).to_json(self._names).decode()
-        theirs = [number for number, owner in enumerate(owners) if owner != self._status.rank]
+        theirs = [number for number, owner in enumerate(owners) if owner != self._session.rank]
         self._ask("compare", [order, owners])
         contents = dict(zip(theirs, _contents([jobs[number] for number in theirs]), strict=True))
         told = self._answers({owners[number] for number in theirs})
@@ -118,16 +117,16 @@ class ReplicaWriter(OwnShardWriter):
         with open(path, "x", encoding="ascii") as file:
             file.write(token)
         self._ask("look", [path, token])
-        seen = self._answers(set(self._status.ranks[1:]))
+        seen = self._answers(set(self._session.ranks[1:]))
         os.unlink(path)
-        return [self._status.rank, *(rank for rank, sees in seen.items() if sees)]
+        return [self._session.rank, *(rank for rank, sees in seen.items() if sees)]
 
     def _own_jobs(self, order_json: str, owners: Sequence[int]) -> tuple[dict[str, WriteJob], str | None]:
         """Return this rank's files (number -> job), and the checksum."""
         order = WriteTask.from_json(order_json.encode(), self._names)
         jobs = {}
         for number, (file, owner) in enumerate(zip(order.files, owners, strict=True)):
-            if owner == self._status.rank:
+            if owner == self._session.rank:
                 tensors = {name: self._tensors[name] for name in file.names}
                 jobs[str(number)] = WriteJob(file.path, tensors, file.metadata, file.hfshard_metadata, file.replaced)
         return jobs, order.checksum
@@ -136,27 +135,23 @@ class ReplicaWriter(OwnShardWriter):
         try:
             digests = write_shards(list(jobs.values()), checksum=checksum)
         except Exception:
-            self._status.check()  # what another rank reported, before the directory was removed, is more specific
+            self._session.check()  # what another rank reported, before the directory was removed, is more specific
             raise
         return {number: digest.as_json() for number, digest in zip(jobs, digests, strict=True)}
 
     def _end(self) -> None:
         self._ask("end", None)
-        self._status.begin_step()
+        self._session.begin_step()
 
     def _ask(self, kind: str, said: Any) -> None:
-        self._status.tell(self._next_order(), json.dumps([kind, said]).encode())
-
-    def _next_order(self) -> str:
-        self._orders += 1
-        return f"share/{self._orders}"
+        self._session.order(json.dumps([kind, said]).encode())
 
     def _answer(self, value: Any) -> None:
-        self._status.tell(f"shared/{self._orders}", json.dumps(value).encode())
+        self._session.answer(json.dumps(value).encode())
 
     def _answers(self, ranks: set[int]) -> dict[int, Any]:
         """Return these ranks' answers to the last request, in ascending order of rank."""
-        return {rank: json.loads(self._status.wait_for(f"shared/{self._orders}", rank)) for rank in sorted(ranks)}
+        return {rank: json.loads(answer) for rank, answer in self._session.answers(ranks).items()}
 
 
 def _contents(jobs: Sequence[WriteJob]) -> list[str | None]:

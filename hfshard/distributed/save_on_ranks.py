@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from math import prod
 from os.path import dirname
 from typing import Any, Final, Self
 
@@ -15,16 +14,16 @@ import torch.distributed as dist
 
 from hfshard._util.addresses import is_store_address
 from hfshard._util.arguments import absolute_path
+from hfshard._util.call_ranks import call_group, call_ranks
 from hfshard.commit.transaction import OwnShardWriter
 from hfshard.constants import MAX_INDEX_BYTES
 from hfshard.disk.safe_open import read_small
 from hfshard.distributed.exchange import CpuGroup
-from hfshard.distributed.group_store import call_group, call_ranks, has_other_ranks
 from hfshard.distributed.liveness import announce_arrival
 from hfshard.distributed.rank_writer import RankWriter
-from hfshard.distributed.rendezvous import Role, SaveStatus, gather_participants
+from hfshard.distributed.rendezvous import Role, Session, session
 from hfshard.distributed.replica_writer import SHARED_FROM_BYTES, ReplicaWriter
-from hfshard.distributed.spread_tensor import SpreadTensor, has_spread, with_spread_tensors
+from hfshard.distributed.spread_tensor import with_spread_tensors
 from hfshard.distributed.tensor_owners import (
     Listing,
     LocalTensor,
@@ -38,29 +37,21 @@ from hfshard.errors import HfshardError, InvalidArgumentError, RankFailedError, 
 from hfshard.format.digests import sha256_of
 from hfshard.format.index import CheckpointIndex, FileDigest
 from hfshard.saving.pipeline import save_request
-from hfshard.saving.save_request import SaveRequest
-from hfshard.tensors.stored_tensor import RawTensor, TensorLayout, TensorLike
+from hfshard.saving.save_request import SaveRequest, needs_all_ranks
+from hfshard.tensors.stored_tensor import RawTensor, TensorLayout
 
 _TELL_SECONDS: Final = 5.0
 """How long a rank that failed waits for others, to report its failure to them."""
 _NO_CHECK: Callable[[], None] = lambda: None  # noqa: E731
 
 
-def save_here_or_on_ranks(
-    request: SaveRequest,
-    save_directory: str | os.PathLike[str],
-    check: Callable[[], None] = _NO_CHECK,
-) -> CheckpointIndex:
-    """Save a request alone, or together with the other ranks of the call's process group.
-
-    If a tensor is spread over ranks, or the ranks have different names, every rank must call. If all tensors are
-    replicated, every rank has all of them: the ranks that call at about the same time make one save, which the first of
-    them writes; a rank that comes later awaits its outcome.
+def save_together(request: SaveRequest, directory: str, check: Callable[[], None] = _NO_CHECK) -> CheckpointIndex:
+    """Save a request with the other ranks of the call's process group; see `save_here_or_on_ranks`.
 
     Args:
         request: Of this rank; its tensors may be DTensors and `SpreadTensor`s. Options, config and other files are
             those of the first rank.
-        save_directory: As in `save_request`; the same on all ranks that save together.
+        directory: Absolute; the same on all ranks that save together.
         check: As in `save_request`; on the rank that commits.
 
     Returns:
@@ -71,49 +62,36 @@ def save_here_or_on_ranks(
             that the outcome is unknown.
         Everything that `save_request` raises.
     """
-    directory = absolute_path(save_directory, "save_directory")
-    if not has_other_ranks():
-        return save_request(require_whole_tensors(request), directory, check)
-    needs_all = needs_all_ranks(request)
-    with gather_participants(_meeting_place(directory), needs_all=needs_all) as participation:
-        status = participation.status
-        assert status is not None
-        if participation.role is Role.LATE:
-            return _late(request, directory, status)
-        return save_on_ranks(request, directory, status, check)
+    with session(_meeting_place(directory), needs_all=needs_all_ranks(request)) as ranks:
+        if ranks.role is Role.LATE:
+            return _late(request, directory, ranks)
+        return save_on_ranks(request, directory, ranks, check)
 
 
 @contextmanager
-def abort_peers_on_error(save_directory: str | os.PathLike[str], is_part: Callable[[], bool]) -> Iterator[None]:
-    """Abort the other ranks if this one fails or dies before it joins the save.
-
-    Args:
-        save_directory: As in `save_here_or_on_ranks`.
-        is_part: Returns whether this rank has a part of what is saved, so that the others wait; called only after
-            an error.
-    """
+def prepare_to_save(save_directory: str | os.PathLike[str], is_part: Callable[[], bool]) -> Iterator[None]:
+    """Let the other ranks see that this one prepares its part of a save; see `abort_peers_on_error`."""
     try:
-        with announce_arrival(dist.get_rank()) if has_other_ranks() else nullcontext():
+        with announce_arrival(dist.get_rank()):
             yield
     except RankFailedError:  # the store is gone: the failure cannot be reported
         raise
     except BaseException as error:
-        if has_other_ranks() and is_part():
+        if is_part():
             place = _meeting_place(absolute_path(save_directory, "save_directory"))
             with (
                 suppress(HfshardError, type(error)),
-                gather_participants(place, needs_all=True, patience_seconds=_TELL_SECONDS),
+                session(place, needs_all=True, timeout_seconds=_TELL_SECONDS),
             ):
                 raise
         raise
 
 
-def skip_save(save_directory: str | os.PathLike[str]) -> None:
+def leave_to_others(save_directory: str | os.PathLike[str]) -> None:
     """Let the ranks that save replicated tensors into a directory not wait for this one."""
-    if has_other_ranks():
-        place = _meeting_place(absolute_path(save_directory, "save_directory"))
-        with gather_participants(place, needs_all=False, is_writer=False):
-            return
+    place = _meeting_place(absolute_path(save_directory, "save_directory"))
+    with session(place, needs_all=False, may_join=False):
+        return
 
 
 def _meeting_place(directory: str) -> str:
@@ -121,68 +99,59 @@ def _meeting_place(directory: str) -> str:
     return directory if is_store_address(directory) else os.path.realpath(directory)
 
 
-def needs_all_ranks(request: SaveRequest) -> bool:
-    """Return whether other ranks are known or declared to have parts of its tensors, or tensors that it lacks."""
-    return request.options.is_collective or bool(request.name_order) or has_spread(request.tensors)
-
-
 def save_on_ranks(
     request: SaveRequest,
     directory: str,
-    status: SaveStatus,
+    session: Session,
     check: Callable[[], None] = _NO_CHECK,
-    *,
-    group: CpuGroup | None = None,
 ) -> CheckpointIndex:
-    """Save what the ranks of an operation have together; each of them calls this.
+    """Save what the ranks of a session have together; each of them calls this.
 
     Args:
-        request: As in `save_here_or_on_ranks`, like check.
+        request: As in `save_together`, like check.
         directory: Absolute.
-        status: Of the operation.
-        group: All ranks of the call, for CPU tensors; None: one is found or created.
+        session: Of the save.
 
     Returns:
         The index, on every rank.
 
     Raises:
-        Everything that `save_here_or_on_ranks` raises.
+        Everything that `save_together` raises.
     """
-    index, listing = write_on_ranks(request, directory, status, check, group=group)
+    index, listing = write_on_ranks(request, directory, session, check)
     if index is not None:
-        SaveOutcome.tell(status, index, listing_digest(listing.to_json()))
+        SaveOutcome.tell(session, index, listing_digest(listing.to_json()))
         return index
-    return SaveOutcome.awaited(status).index(status, os.path.join(directory, request.options.names.index))
+    return SaveOutcome.awaited(session).index(session, os.path.join(directory, request.options.names.index))
 
 
 def write_on_ranks(
     request: SaveRequest,
     directory: str,
-    status: SaveStatus,
+    session: Session,
     check: Callable[[], None] = _NO_CHECK,
     *,
-    group: CpuGroup | None = None,
     writers: Sequence[int] = (),
 ) -> tuple[CheckpointIndex | None, Listing]:
-    """Do what `save_on_ranks` does, except for the end of the operation: the caller publishes the outcome.
+    """Do what `save_on_ranks` does, except for the end of the session: the caller publishes the outcome.
 
     Args:
-        request, directory, status, check, group: As in `save_on_ranks`.
-        writers: The ranks that may write files; empty: all of the operation.
+        request, directory, session, check: As in `save_on_ranks`.
+        writers: The ranks that may write files; empty: all of the session.
 
     Returns:
         The index, on the leader, once the checkpoint is complete, and None on the others; and this rank's listing.
     """
     held = with_spread_tensors(request.tensors)
     listing, meshes = list_tensors(request, held)
-    groups, listings = exchange_listings(status, listing, meshes)
-    is_leader = status.rank == status.leader
+    groups, listings = exchange_listings(session, listing, meshes)
+    is_leader = session.is_leader
     if len(listings) == 1 and not meshes and len(groups) == 1:
-        return _save_replicas(request, directory, status, check, listing, may_share=not writers), listing
-    require_all_ranks(status)
+        return _save_replicas(request, directory, session, check, listing, may_share=not writers), listing
+    require_all_ranks(session)
     request = _with_whole(request, listings)
     holders = TensorOwners.unite(groups, listings, request.name_order)
-    writer = RankWriter(status, holders, held, group or cpu_group(status.tag), writers=writers)
+    writer = RankWriter(session, holders, held, cpu_group(session.tag), writers=writers)
     if not is_leader:
         writer.follow()
         return None, listing
@@ -194,71 +163,35 @@ def write_on_ranks(
 def _save_replicas(
     request: SaveRequest,
     directory: str,
-    status: SaveStatus,
+    session: Session,
     check: Callable[[], None],
     listing: Listing,
     *,
     may_share: bool,
 ) -> CheckpointIndex | None:
     """Save replicated tensors: on the leader alone, or split by files if all ranks of the call have come."""
-    is_leader = status.rank == status.leader
+    is_leader = session.is_leader
     total_bytes = sum(entry.layout.nbytes for entry in listing.entries.values())
-    has_all = len(status.ranks) > 1 and status.ranks == list(call_ranks())
+    has_all = len(session.ranks) > 1 and session.ranks == list(call_ranks())
     if may_share and has_all and total_bytes >= SHARED_FROM_BYTES and not is_store_address(directory):
-        writer = ReplicaWriter(status, request.tensors)
+        writer = ReplicaWriter(session, request.tensors)
         if not is_leader:
             writer.follow()
             return None
         return save_request(request, directory, check, writer)
-    own = OwnShardWriter(confirm=status.begin_step)
+    own = OwnShardWriter(confirm=session.begin_step)
     return save_request(request, directory, check, own) if is_leader else None
 
 
-def require_whole_tensors(request: SaveRequest) -> SaveRequest:
-    """Return the request of a rank that saves alone, with complete tensors.
-
-    Raises:
-        InvalidArgumentError: Other ranks had the rest.
-    """
-    if request.name_order:
-        raise InvalidArgumentError(
-            "This model is part of one whose rest is on other ranks, but there is no process group to save it with. "
-            "Save before destroy_process_group(), on every rank."
-        )
-    return replace(request, tensors=whole_tensors(request.tensors))
-
-
-def whole_tensors(tensors: Mapping[str, Any]) -> dict[str, TensorLike]:
-    """Return the tensors of a rank that saves alone: its part of a spread one must be all of it.
-
-    Raises:
-        InvalidArgumentError: A part is not.
-    """
-    found: dict[str, TensorLike] = {}
-    for name, tensor in with_spread_tensors(tensors).items():
-        if isinstance(tensor, SpreadTensor):
-            part = tensor.part()
-            if part.numel() != prod(tensor.shape):
-                raise InvalidArgumentError(
-                    f"'{name}' is spread over ranks {list(tensor.mesh.ranks)}, but there is no process group to save "
-                    "it with. Save before destroy_process_group(), on every rank.",
-                    fqn=name,
-                )
-            found[name] = part.reshape(tensor.shape)
-        else:
-            found[name] = tensor
-    return found
-
-
 def exchange_listings(
-    status: SaveStatus, listing: Listing, meshes: Sequence[Mesh], what: str = ""
+    session: Session, listing: Listing, meshes: Sequence[Mesh], what: str = ""
 ) -> tuple[list[RankGroup], dict[str, Listing]]:
     """Exchange the listings of all ranks: the leader groups equal ones, so that little is sent.
 
     Each rank publishes a digest and its meshes. If there are several listings, one rank publishes each.
 
     Args:
-        status: Of the save.
+        session: Of the save.
         listing: Of this rank.
         meshes: The meshes that it numbers.
         what: Distinguishes the listings of one save.
@@ -268,35 +201,34 @@ def exchange_listings(
     """
     raw = listing.to_json()
     digest = listing_digest(raw)
-    status.tell(f"holding{what}", json.dumps([digest, meshes]).encode())
-    if status.rank == status.leader:
-        said: dict[bytes, list[int]] = {}
-        for rank in status.ranks:
-            said.setdefault(status.wait_for(f"holding{what}", rank), []).append(rank)
+    said: dict[bytes, list[int]] = {}
+    for rank, holding in session.gather(f"holding{what}", json.dumps([digest, meshes]).encode()).items():
+        said.setdefault(holding, []).append(rank)
+    if session.is_leader:
         grouped = [[ranks, *json.loads(holding)] for holding, ranks in said.items()]
-        status.tell(f"groups{what}", json.dumps(grouped).encode())
-    groups = [RankGroup.from_json(value) for value in json.loads(status.wait_for(f"groups{what}", status.leader))]
+        session.tell(f"groups{what}", json.dumps(grouped).encode())
+    groups = [RankGroup.from_json(value) for value in json.loads(session.wait_for(f"groups{what}", session.leader))]
     speakers: dict[str, int] = {}
     for group in groups:
         speakers.setdefault(group.digest, group.ranks[0])
     listings = {digest: listing}
     if len(speakers) > 1:
-        if speakers[digest] == status.rank:
-            status.tell(f"listing{what}", raw)
+        if speakers[digest] == session.rank:
+            session.tell(f"listing{what}", raw)
         others = {other: speaker for other, speaker in speakers.items() if other != digest}
         listings |= {
-            other: Listing.from_json(status.wait_for(f"listing{what}", rank)) for other, rank in others.items()
+            other: Listing.from_json(session.wait_for(f"listing{what}", rank)) for other, rank in others.items()
         }
     return groups, listings
 
 
-def require_all_ranks(status: SaveStatus) -> None:
+def require_all_ranks(session: Session) -> None:
     """Raise if ranks are absent that have tensors of their own.
 
     Raises:
         RankMissingError: It names one.
     """
-    absent = sorted(set(call_ranks()) - set(status.ranks))
+    absent = sorted(set(call_ranks()) - set(session.ranks))
     if absent:
         raise RankMissingError(
             f"The ranks have different tensors, but rank {absent[0]} did not call with the others. Make this call on "
@@ -320,30 +252,32 @@ def _united(request: SaveRequest, holders: TensorOwners) -> SaveRequest:
     """Return the leader's request, with the names of all ranks."""
     return replace(
         request,
-        tensors={name: RawTensor(layout, _no_bytes(name, layout)) for name, layout in holders.layouts.items()},
+        tensors={name: RawTensor(layout, no_bytes_here(name, layout)) for name, layout in holders.layouts.items()},
         tied_names=holders.tied_names,
         undeclared_ties=holders.undeclared_ties,
         separate_names=holders.separate_names,
     )
 
 
-def _no_bytes(name: str, layout: TensorLayout) -> Callable[[int], Iterator[memoryview]]:
+def no_bytes_here(name: str, layout: TensorLayout) -> Callable[[int], Iterator[memoryview]]:
+    """Return the `blocks` of a `RawTensor` of the leader's request: only the owners of its files read any bytes."""
+
     def blocks(_: int) -> Iterator[memoryview]:
         raise AssertionError(f"'{name}' of {layout.nbytes} bytes is on other ranks, too, and only their owners read it")
 
     return blocks
 
 
-def _late(request: SaveRequest, directory: str, status: SaveStatus) -> CheckpointIndex:
+def _late(request: SaveRequest, directory: str, session: Session) -> CheckpointIndex:
     """Await the save of the ranks that came before this one: it must contain the same tensors."""
-    outcome = SaveOutcome.awaited(status)
+    outcome = SaveOutcome.awaited(session)
     listing, _ = list_tensors(request, held := dict[str, LocalTensor](request.tensors))
     if listing_digest(listing.to_json()) != outcome.listing_digest:
         raise InvalidArgumentError(
-            f"The other ranks saved without rank {status.rank}, which arrived late with {len(held)} other tensors: "
+            f"The other ranks saved without rank {session.rank}, which arrived late with {len(held)} other tensors: "
             "the checkpoint lacks them. Make this call on every rank with collective=True, and save again."
         )
-    return outcome.index(status, os.path.join(directory, request.options.names.index))
+    return outcome.index(session, os.path.join(directory, request.options.names.index))
 
 
 _CPU_GROUPS: dict[tuple[tuple[int, ...], bool], tuple[dist.ProcessGroup, CpuGroup]] = {}
@@ -405,28 +339,28 @@ class SaveOutcome:
     """Digest that distinguishes the leader's tensors from others."""
 
     @classmethod
-    def tell(cls, status: SaveStatus, index: CheckpointIndex, listing_digest: str) -> None:
+    def tell(cls, session: Session, index: CheckpointIndex, listing_digest: str) -> None:
         """Publish the outcome, on the leader, which ends the operation."""
         is_sharded = len({*index.weight_map.values()}) > 1
         outcome = cls(sha256_of(index.to_json()) if is_sharded else None, listing_digest)
         with suppress(RankFailedError):  # the store is gone, but the save is done
-            status.put_key("result", json.dumps(asdict(index)).encode())
-        status.finish(json.dumps(asdict(outcome)).encode())
+            session.put_key("result", json.dumps(asdict(index)).encode())
+        session.finish(json.dumps(asdict(outcome)).encode())
 
     @classmethod
-    def awaited(cls, status: SaveStatus) -> Self:
+    def awaited(cls, session: Session) -> Self:
         """Wait for the outcome, on another rank.
 
         Raises:
             RankFailedError: A rank failed or died before.
         """
-        return cls(**json.loads(status.finish()))
+        return cls(**json.loads(session.finish()))
 
-    def index(self, status: SaveStatus, path: str) -> CheckpointIndex:
+    def index(self, session: Session, path: str) -> CheckpointIndex:
         """Return the index: from the leader's index file, if this rank sees it, else as the leader sent it.
 
         Args:
-            status: Of the save.
+            session: Of the save.
             path: Of the index file, if there is one.
         """
         if self.index_digest is not None:
@@ -434,7 +368,7 @@ class SaveOutcome:
                 raw, _ = read_small(path, dirname(path), MAX_INDEX_BYTES)
                 if sha256_of(raw) == self.index_digest:
                     return CheckpointIndex.from_json(raw, path)
-        value = json.loads(status.await_key("result", status.leader))
+        value = json.loads(session.await_key("result", session.leader))
         value["files"] = {name: FileDigest(**digest) for name, digest in value["files"].items()}
         value["undeclared_ties"] = tuple(value["undeclared_ties"])
         return CheckpointIndex(**value)

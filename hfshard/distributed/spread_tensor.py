@@ -24,7 +24,7 @@ from hfshard.distributed.layout import (
     mesh_layout_of,
 )
 from hfshard.errors import UnstorableTensorError
-from hfshard.tensors.state_dict import is_dtensor, local_tensor, reject_sharded_tensors
+from hfshard.tensors.state_dict import PartOfTensor, is_dtensor, local_tensor, reject_sharded_tensors
 from hfshard.tensors.stored_tensor import check_storable
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SpreadTensor:
+class SpreadTensor(PartOfTensor):
     """A tensor to store, of which this rank has a part, a copy, or nothing.
 
     It may be a rectangle of the tensor that the ranks have, such as one expert in a parameter of all experts. Then its
@@ -137,11 +137,6 @@ class SpreadTensor:
 def window_sizes(source_shape: tuple[int, ...], window: Sequence[Interval] | None) -> tuple[int, ...]:
     """Return the shape that boxes and runs of a rectangle refer to; for None, the source's own."""
     return source_shape if window is None else tuple(stop - start for start, stop in window)
-
-
-def has_spread(tensors: Mapping[str, Any]) -> bool:
-    """Return whether any of the values is spread over ranks, so that all of them must call a save."""
-    return any(isinstance(value, SpreadTensor) or is_dtensor(value) for value in tensors.values())
 
 
 def with_spread_tensors(tensors: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, Final, cast
@@ -26,7 +26,15 @@ from hfshard.checkpoint.locate import read_config
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
 from hfshard.constants import ADAPTER_CONFIG_NAME, CONFIG_NAME, MAX_CONFIG_BYTES
 from hfshard.disk.safe_open import read_small
-from hfshard.distributed.load_on_ranks import current_load, load_together
+from hfshard.distributed.load_on_ranks import (
+    all_agree,
+    attempt_together,
+    attribute_collective_failure,
+    confirm_same,
+    current_load,
+    fetch_together,
+    load_together,
+)
 from hfshard.errors import (
     CheckpointChangedError,
     CheckpointNotFoundError,
@@ -83,7 +91,7 @@ def load_class(
     name = checked_path_text(path, "pretrained_model_name_or_path")
     with load_on_ranks(options, kwargs):
         source = source_of(name, kwargs, needs_signature=options.signature is not None)
-        local = current_load().fetch(source, options.progress)
+        local = fetch_together(current_load(), source, options.progress)
         # Before the checkpoint's code runs and its config is read.
         signed = _check_signature(local, source, kwargs, options)
         if local.weights_name is None and holds_adapter(local.directory):  # its base may be another repo
@@ -231,12 +239,12 @@ def _build(
         return build(path, *model_args, **kwargs)
     if cast(Any, model_class).config_class is None and not isinstance(kwargs.get("config"), PreTrainedConfig):
         return build(path, *model_args, **kwargs)  # which reports that it is required
-    agreement = current_load()
+    ranks = current_load()
     try:
         name = checked_path_text(path, "pretrained_model_name_or_path")
         needs_signature = options.signature is not None
         source = source_of(name, kwargs, needs_signature=needs_signature, takes_oddities=options.is_lenient)
-        local = local or agreement.fetch(source, options.progress)
+        local = local or fetch_together(ranks, source, options.progress)
         signed = _check_signature(local, source, kwargs, options)
         reject_file_without_config(local, kwargs)
     except (InvalidArgumentError, CheckpointNotFoundError, HubError):
@@ -271,31 +279,29 @@ def _build(
     takes_any_pickle = options.is_lenient and kwargs.get("weights_only") is False
     is_again = False
 
-    def open_and_build() -> Any:
+    def open_and_build(open_checkpoint: Callable[[], OpenCheckpoint]) -> Any:
         nonlocal is_again
         if is_again:
             gc.collect()  # cycles keep the previous attempt's model, and memory may suffice for one only
         is_again = True
-        with ExitStack() as stack:
-            try:
-                opened = agreement.opened(source, options, local, check_beside=True)
-                checkpoint = stack.enter_context(opened)
-            except (CheckpointNotFoundError, UnsafePickleError) as error:
-                is_theirs = options.is_lenient if isinstance(error, CheckpointNotFoundError) else takes_any_pickle
-                if not is_theirs or local.folder is not None:
-                    raise
-                return build(known, *model_args, **kwargs)
-            if checkpoint.pickles and takes_any_pickle:
-                return build(known, *model_args, **kwargs)
-            _reject_full_pickle(checkpoint, kwargs)
-            config, model_kwargs = config_of(model_class, local, kwargs)
-            if not agreement.all_agree("unchanged", is_so=checkpoint.is_of_one_save()):
-                raise ReplacedMeanwhile  # a save came between the config and the weights
-            return ModelBuilder(build, model_class, name, local, checkpoint, options).build(
-                model_args, config, model_kwargs, kwargs
-            )
+        try:
+            checkpoint = open_checkpoint()
+        except (CheckpointNotFoundError, UnsafePickleError) as error:
+            is_theirs = options.is_lenient if isinstance(error, CheckpointNotFoundError) else takes_any_pickle
+            if not is_theirs or local.folder is not None:
+                raise
+            return build(known, *model_args, **kwargs)
+        if checkpoint.pickles and takes_any_pickle:
+            return build(known, *model_args, **kwargs)
+        _reject_full_pickle(checkpoint, kwargs)
+        config, model_kwargs = config_of(model_class, local, kwargs)
+        if not all_agree(ranks, "unchanged", is_so=checkpoint.is_of_one_save()):
+            raise ReplacedMeanwhile  # a save came between the config and the weights
+        return ModelBuilder(build, model_class, name, local, checkpoint, options).build(
+            model_args, config, model_kwargs, kwargs
+        )
 
-    return agreement.retry_if_replaced(open_and_build, local, name)
+    return attempt_together(ranks, source, options, local, open_and_build, name, check_beside=True)
 
 
 def _reject_with_parallelize(path: Any, kwargs: Mapping[str, Any]) -> None:
@@ -327,10 +333,13 @@ def _check_then_delegate(
     source: CheckpointSource,
     options: LoadOptions,
 ) -> Any:
-    agreement = current_load()
+    ranks = current_load()
+
+    def check(open_checkpoint: Callable[[], OpenCheckpoint]) -> None:
+        confirm_same(ranks, open_checkpoint(), read_config(local.directory))
+
     try:
-        with agreement.opened(source, options, local) as checkpoint:
-            agreement.confirm(checkpoint, read_config(local.directory))
+        attempt_together(ranks, source, options, local, check, source.path)
     except CheckpointNotFoundError:
         logger.debug("'%s' has no weights that hfshard knows; transformers looks for others.", local.directory)
     with _all_signed(local, source, options):
@@ -414,8 +423,8 @@ def load_on_ranks(options: LoadOptions, kwargs: Mapping[str, Any]) -> Iterator[N
         is_spread = True
         _join_process_group()
     with (
-        load_together("from_pretrained", is_collective=is_spread) as agreement,
-        agreement.attribute_collective_failure(),
+        load_together("from_pretrained", is_collective=is_spread) as ranks,
+        attribute_collective_failure(ranks),
     ):
         yield
 

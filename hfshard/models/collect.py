@@ -16,13 +16,18 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 
 from hfshard.constants import CONFIG_NAME, WEIGHTS_OVERRIDE_KEY
-from hfshard.distributed.spread_tensor import has_spread
 from hfshard.errors import InvalidArgumentError
 from hfshard.format.strict_json import dump_json
 from hfshard.models.model_classes import architecture_of, empty_custom_object, view_as_alias
 from hfshard.models.rank_parts import build_meta_model, is_pipeline_stage, stored_parts, trace_reverted
 from hfshard.saving.save_request import SaveOptions, SaveRequest, WholeModel
-from hfshard.tensors.state_dict import collect_state_dict, has_partitioned, reject_partitioned, reject_sharded_tensors
+from hfshard.tensors.state_dict import (
+    collect_state_dict,
+    has_partitioned,
+    has_spread,
+    reject_partitioned,
+    reject_sharded_tensors,
+)
 from hfshard.tensors.stored_tensor import is_torch_tensor_type, tensor_specs
 from hfshard.tensors.tied import find_shared_tensors
 

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from huggingface_hub import PyTorchModelHubMixin
 
+from hfshard._util.call_ranks import among
 from hfshard.checkpoint.load_options import LoadOptions
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
-from hfshard.distributed.group_store import among
 from hfshard.format.digests import Checksum, Verify
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.models.model_kinds import is_pretrained_class, without_mixin

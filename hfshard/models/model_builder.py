@@ -17,7 +17,7 @@ from hfshard._util.threads import LendingLock
 from hfshard.checkpoint.load_options import LoadOptions
 from hfshard.checkpoint.locate import check_generation_config, read_config
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
-from hfshard.distributed.load_on_ranks import current_load
+from hfshard.distributed.load_on_ranks import confirm_same, current_load
 from hfshard.distributed.read_parts import stored_tensors
 from hfshard.errors import StateDictMismatchError
 from hfshard.models.load_arguments import (
@@ -91,9 +91,9 @@ class ModelBuilder:
         for key in ("config", "output_loading_info", "use_safetensors", "variant", "disable_mmap", *SOURCE_ARGUMENTS):
             arguments.pop(key, None)
         arguments |= {"config": config, "state_dict": tensors, "output_loading_info": True}
-        agreement = current_load()
-        if agreement.is_collective:
-            agreement.confirm(self.checkpoint, read_config(self.local.directory))
+        ranks = current_load()
+        if not ranks.is_alone:
+            confirm_same(ranks, self.checkpoint, read_config(self.local.directory))
         try:
             with building_lock.held(), _load_report_names(self.name), _configs_named(self.local.path):
                 model, info = self._call(parallel)(None, *model_args, **arguments, **model_kwargs)

@@ -5,18 +5,22 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from math import prod
 from typing import Any
 
 from torch import nn
 
-from hfshard._util.arguments import wraps_os_errors
-from hfshard.distributed.save_on_ranks import abort_peers_on_error, save_here_or_on_ranks, skip_save
-from hfshard.distributed.spread_tensor import has_spread
+from hfshard._util.arguments import absolute_path, wraps_os_errors
+from hfshard._util.call_ranks import has_other_ranks
+from hfshard.errors import InvalidArgumentError
 from hfshard.format.index import CheckpointIndex
-from hfshard.saving.save_request import SaveOptions, request_from_module
-from hfshard.tensors.state_dict import reject_sharded_tensors
+from hfshard.saving.pipeline import save_request
+from hfshard.saving.save_request import SaveOptions, SaveRequest, request_from_module
+from hfshard.tensors.state_dict import has_spread, reject_sharded_tensors
+from hfshard.tensors.stored_tensor import TensorLike
 
 
 @wraps_os_errors("directory")
@@ -69,6 +73,54 @@ def is_spread(model: nn.Module, state_dict: Mapping[str, Any] | None = None) -> 
     return fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in model.modules())
 
 
+# Where other ranks make the same call, they save together; a process alone enters nothing of `distributed`.
+
+
+def save_here_or_on_ranks(request: SaveRequest, save_directory: str | os.PathLike[str]) -> CheckpointIndex:
+    """Save a request alone, or together with the other ranks of the call's process group.
+
+    If a tensor is spread over ranks, or the ranks have different names, every rank must call. If all tensors are
+    replicated, every rank has all of them: the ranks that call at about the same time make one save, which the first of
+    them writes; a rank that comes later awaits its outcome.
+
+    Args:
+        request: Of this rank; its tensors may be DTensors and `SpreadTensor`s. Options, config and other files are
+            those of the first rank.
+        save_directory: As in `save_request`; the same on all ranks that save together.
+
+    Returns:
+        The index, the same on every rank.
+
+    Raises:
+        RankFailedError: Another rank failed, died, or did not come: the old checkpoint stays, unless the message says
+            that the outcome is unknown.
+        Everything that `save_request` raises.
+    """
+    directory = absolute_path(save_directory, "save_directory")
+    if not has_other_ranks():
+        return save_request(require_whole_tensors(request), directory)
+    from hfshard.distributed.save_on_ranks import save_together
+
+    return save_together(request, directory)
+
+
+def abort_peers_on_error(
+    save_directory: str | os.PathLike[str], is_part: Callable[[], bool]
+) -> AbstractContextManager[None]:
+    """Abort the other ranks if this one fails or dies before it joins the save.
+
+    Args:
+        save_directory: As in `save_here_or_on_ranks`.
+        is_part: Returns whether this rank has a part of what is saved, so that the others wait; called only after
+            an error.
+    """
+    if not has_other_ranks():
+        return nullcontext()
+    from hfshard.distributed.save_on_ranks import prepare_to_save
+
+    return prepare_to_save(save_directory, is_part)
+
+
 def leaves_save(
     directory: str | os.PathLike[str], options: SaveOptions, is_part: Callable[[], bool], *, is_main_process: bool
 ) -> bool:
@@ -82,5 +134,49 @@ def leaves_save(
     """
     if is_main_process or options.is_collective or is_part():
         return False
-    skip_save(directory)
+    if has_other_ranks():
+        from hfshard.distributed.save_on_ranks import leave_to_others
+
+        leave_to_others(directory)
     return True
+
+
+def require_whole_tensors(request: SaveRequest) -> SaveRequest:
+    """Return the request of a rank that saves alone, with complete tensors.
+
+    Raises:
+        InvalidArgumentError: Other ranks had the rest.
+    """
+    if request.name_order:
+        raise InvalidArgumentError(
+            "This model is part of one whose rest is on other ranks, but there is no process group to save it with. "
+            "Save before destroy_process_group(), on every rank."
+        )
+    return replace(request, tensors=whole_tensors(request.tensors))
+
+
+def whole_tensors(tensors: Mapping[str, Any]) -> dict[str, TensorLike]:
+    """Return the tensors of a rank that saves alone: its part of a spread one must be all of it.
+
+    Raises:
+        InvalidArgumentError: A part is not.
+    """
+    if not has_spread(tensors):
+        reject_sharded_tensors(tensors)
+        return dict(tensors)
+    from hfshard.distributed.spread_tensor import SpreadTensor, with_spread_tensors
+
+    found: dict[str, TensorLike] = {}
+    for name, tensor in with_spread_tensors(tensors).items():
+        if isinstance(tensor, SpreadTensor):
+            part = tensor.part()
+            if part.numel() != prod(tensor.shape):
+                raise InvalidArgumentError(
+                    f"'{name}' is spread over ranks {list(tensor.mesh.ranks)}, but there is no process group to save "
+                    "it with. Save before destroy_process_group(), on every rank.",
+                    fqn=name,
+                )
+            found[name] = part.reshape(tensor.shape)
+        else:
+            found[name] = tensor
+    return found

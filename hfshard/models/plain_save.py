@@ -296,14 +296,14 @@ def push_plain(
         UnknownArgumentError: A keyword argument is unknown.
         Everything that `hfshard.push_checkpoint` raises, and overrides of the class.
     """
-    with push_together(is_collective=isinstance(model, nn.Module) and is_spread(model)) as together:
+    with push_together(is_collective=isinstance(model, nn.Module) and is_spread(model)) as ranks:
         rest = dict(kwargs)
         extras = ModuleFiles.taken_from(rest)
         revision = _revision_of(pushing["revision"], rest.pop("branch", None))
         _reject_patterns(rest)
         check_push_arguments(rest, _PUSH_ARGUMENTS)
         options = PushOptions(**{**pushing, "revision": revision})
-        push = begin_push(repo_id, partial(_card, model, extras, tags), options, _MESSAGE, together)
+        push = begin_push(repo_id, partial(_card, model, extras, tags), options, _MESSAGE, ranks)
         if not is_overridden:
             return push.send(module_request(model, extras, SaveOptions(**saving)))
         config = {} if extras.config is None else {"config": extras.config}

@@ -13,13 +13,14 @@ from huggingface_hub import CommitInfo, ModelCard, ModelCardData
 from hfshard.commit.hub_marker import absolute_repo_id, hub_directory
 from hfshard.constants import CONFIG_NAME, README
 from hfshard.disk.byte_source import ByteSource, file_source
-from hfshard.distributed.push_together import SharedPush
-from hfshard.distributed.save_on_ranks import abort_peers_on_error, require_whole_tensors
+from hfshard.distributed.push_together import agree_on_repo, send, stage, staging_folder
+from hfshard.distributed.rendezvous import Session
 from hfshard.errors import InvalidArgumentError
 from hfshard.format.file_names import WeightNames
 from hfshard.format.index import CheckpointIndex
 from hfshard.hub.push_files import CardBuilder, PushOptions, PushRequest, collect_directory, push_files
 from hfshard.hub.repo import PushResult
+from hfshard.models.module_weights import abort_peers_on_error, require_whole_tensors
 from hfshard.saving.pipeline import stream_request
 from hfshard.saving.save_request import SaveRequest
 
@@ -34,8 +35,8 @@ class ModelPush:
     options: PushOptions
     default_message: str
     """The title of the commit, if the options have none."""
-    together: SharedPush
-    """The ranks that take part; all of them make the same calls."""
+    ranks: Session
+    """The session of the ranks that take part; all of them make the same calls."""
 
     def send(self, request: SaveRequest) -> CommitInfo | PushResult | None:
         """Push what a save of this request would write: straight from memory, or from the files that its owners stage.
@@ -43,11 +44,11 @@ class ModelPush:
         Args:
             request: What `save_model` would save.
         """
-        if not self.together.is_collective:
+        if self.ranks.is_alone:
             contents, _ = stream_request(require_whole_tensors(request))
             return self._run(lambda: self._push_files(contents, {request.options.variant}, _replaced_files(request)))
-        with self.together.folder() as folder:
-            index = self.together.stage(request, folder)
+        with staging_folder(self.ranks) as folder:
+            index = stage(self.ranks, request, folder)
             return self.send_saved(request, index, folder.path)
 
     def send_saved(
@@ -57,7 +58,7 @@ class ModelPush:
 
         Args:
             request: What was saved.
-            index: The save's result; needed on the sender.
+            index: The save's result; needed on the leader.
             directory: The directory of the save.
         """
 
@@ -85,10 +86,10 @@ class ModelPush:
         Returns:
             The result of the push; None if another process of the group saves instead.
         """
-        with self.together.folder() as folder:
+        with staging_folder(self.ranks) as folder:
             folder.reject_unseen()
-            with abort_peers_on_error(folder.path, lambda: self.together.is_collective):
-                save(folder.path, **({} if self.together.is_sender else {"is_main_process": False}))
+            with abort_peers_on_error(folder.path, lambda: not self.ranks.is_alone):
+                save(folder.path, **({} if self.ranks.is_leader else {"is_main_process": False}))
 
             def push() -> list[PushResult]:
                 names = os.listdir(folder.path)
@@ -118,13 +119,13 @@ class ModelPush:
             default_message=self.default_message,
             make_card=self.make_card,
             find_stale=lambda files, read: gone,
-            check=self.together.check,
+            check=self.ranks.look,
         )
         return [push_files(request, self.repo_id)]
 
     def _run(self, push: Callable[[], Sequence[PushResult]]) -> CommitInfo | PushResult | None:
         """Return what `push_to_hub` returns: for a repo of the Hub, what huggingface_hub's own would."""
-        results = self.together.send(push)
+        results = send(self.ranks, push)
         if not results or hub_directory(self.repo_id) is not None:
             return results[0] if results else None
         return CommitInfo(
@@ -141,7 +142,7 @@ def begin_push(
     make_card: CardBuilder,
     options: PushOptions,
     default_message: str,
-    together: SharedPush,
+    ranks: Session,
 ) -> ModelPush:
     """Agree with the other ranks on the repo of a push.
 
@@ -150,14 +151,14 @@ def begin_push(
         make_card: Creates the repo's card.
         options: How to push.
         default_message: The title of the commit, if the options have none.
-        together: The ranks that have parts of the model; all of them call.
+        ranks: The session of the ranks that have parts of the model; all of them call.
 
     Raises:
         InvalidArgumentError: The repo is not one, or another rank pushes to another repo.
     """
     name = absolute_repo_id(repo_id)
-    together.agree_on(name)
-    return ModelPush(name, make_card, options, default_message, together)
+    agree_on_repo(ranks, name)
+    return ModelPush(name, make_card, options, default_message, ranks)
 
 
 def _replaced_files(request: SaveRequest) -> set[str]:

@@ -14,10 +14,10 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from hfshard._util.call_ranks import has_other_ranks
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
-from hfshard.distributed.group_store import has_other_ranks
 from hfshard.distributed.layout import Box, Interval, MeshLayout, Placement, box_elements, held_box
-from hfshard.distributed.load_on_ranks import current_load
+from hfshard.distributed.load_on_ranks import current_load, meet_unchanged
 from hfshard.distributed.read_parts import Target, prepare_reads
 from hfshard.distributed.spread_tensor import SpreadTensor, with_spread_tensors
 from hfshard.errors import InvalidArgumentError, UnstorableTensorError
@@ -334,22 +334,22 @@ class ParallelizedLoad:
         plan = _ReadPlan(model, passed_over, state_dict)
         shell = copy.deepcopy(model) if plan.computed else None
         model.__class__ = self._model_class
-        agreement = current_load()
-        agreement.meet("ready to spread")
+        ranks = current_load()
+        meet_unchanged(ranks, "ready to spread")
         self.parallelized = self._spread(model, set(info.missing_keys))
         _give_memory(model)
         own = model.state_dict(keep_vars=True)
         info.missing_keys &= own.keys()  # a pipeline stage has less
         targets = ((self.stored_names[stored], target) for stored, target in plan.targets(own))
         read_parts = prepare_reads(self._checkpoint, targets)
-        agreement.meet("ready to read")
+        meet_unchanged(ranks, "ready to read")
         read_parts()
         for names, stored in plan.computed:
             read = self._checkpoint.read([self.stored_names[name] for name in stored])
             whole: Any = copy.deepcopy(shell)
             theirs(whole, {name: read[self.stored_names[name]] for name in stored}, None, load_config, *rest)
             _fill(own, whole.state_dict(), names)
-        agreement.meet("read")
+        meet_unchanged(ranks, "read")
         for name, tensor in own.items():
             if name not in passed_over:
                 tensor._is_hf_initialized = True

@@ -14,11 +14,11 @@ from transformers import PreTrainedModel
 
 from hfshard._util.addresses import is_store_address
 from hfshard._util.arguments import absolute_path
+from hfshard._util.call_ranks import has_other_ranks
 from hfshard.commit.hub_marker import reject_hub_directory
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
-from hfshard.distributed.group_store import has_other_ranks
-from hfshard.distributed.push_together import SharedPush, push_together
-from hfshard.distributed.save_on_ranks import abort_peers_on_error, needs_all_ranks, save_here_or_on_ranks
+from hfshard.distributed.push_together import push_together
+from hfshard.distributed.rendezvous import Session
 from hfshard.errors import InvalidArgumentError
 from hfshard.format.index import CheckpointIndex
 from hfshard.hub.push_files import PushOptions
@@ -33,7 +33,7 @@ from hfshard.models.model_classes import (
     view_as_alias,
 )
 from hfshard.models.model_kinds import request_from_model
-from hfshard.models.module_weights import leaves_save
+from hfshard.models.module_weights import abort_peers_on_error, leaves_save, save_here_or_on_ranks
 from hfshard.models.patching import OverrideCall, active_call, upstream
 from hfshard.models.push_model import ModelPush, begin_push, make_model_card, merge_tags
 from hfshard.models.rank_parts import is_part, is_part_of_push, reject_partial_save
@@ -45,7 +45,7 @@ from hfshard.models.save_arguments import (
     take_repo_id,
     without_defaults,
 )
-from hfshard.saving.save_request import SaveOptions, SaveRequest
+from hfshard.saving.save_request import SaveOptions, SaveRequest, needs_all_ranks
 from hfshard.tensors.state_dict import reject_partitioned
 
 
@@ -197,8 +197,8 @@ def handle_save_pretrained(
     if push_to_hub:
         arguments = {**kwargs, "token": token, "progress": options.progress}
         is_shared = needs_all_ranks(request) or (state_dict is None and is_part_of_push(model))
-        with push_together(is_collective=is_shared) as together:
-            _push_files(model, request, index, directory, arguments, together)
+        with push_together(is_collective=is_shared) as ranks:
+            _push_files(model, request, index, directory, arguments, ranks)
     return index
 
 
@@ -234,11 +234,11 @@ def _push_files(
     index: CheckpointIndex,
     directory: str,
     arguments: dict[str, Any],
-    together: SharedPush,
+    ranks: Session,
 ) -> None:
     """Push the files of a save into a directory; after a save into a store, push from memory instead."""
     repo_id = take_repo_id(arguments, directory)
-    push = _begin_push(model, repo_id, arguments.pop("tags", None), PushOptions(**arguments), together)
+    push = _begin_push(model, repo_id, arguments.pop("tags", None), PushOptions(**arguments), ranks)
     if is_store_address(directory):
         push.send(request)
     else:
@@ -273,10 +273,10 @@ def push_pretrained_model(
         UnknownArgumentError: A keyword argument is not one that older code passes.
         Everything that `push_files` and the model's `save_pretrained` raise.
     """
-    with push_together(is_collective=is_part_of_push(model)) as together:
+    with push_together(is_collective=is_part_of_push(model)) as ranks:
         check_push_arguments(dict(unknown), PUSH_ARGUMENTS)
         options = SaveOptions(**saving)
-        push = _begin_push(model, repo_id, tags, PushOptions(**pushing), together)
+        push = _begin_push(model, repo_id, tags, PushOptions(**pushing), ranks)
         if needs_transformers_saver(model, distributed_checkpoint=False) or has_override(
             type(model), "save_pretrained"
         ):
@@ -291,10 +291,10 @@ def _begin_push(
     repo_id: str | os.PathLike[str],
     tags: list[str] | str | None,
     options: PushOptions,
-    together: SharedPush,
+    ranks: Session,
 ) -> ModelPush:
     """Agree on the repo of a push, whose card has the model's own tags too, and whose message is transformers'."""
     name = class_before_fsdp(type(model)).__name__
     message = "Upload model" if "Model" in name else f"Upload {name}"
     make_card = partial(make_model_card, tags=merge_tags(getattr(model, "model_tags", None), tags))
-    return begin_push(repo_id, make_card, options, message, together)
+    return begin_push(repo_id, make_card, options, message, ranks)

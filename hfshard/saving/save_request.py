@@ -17,7 +17,7 @@ from hfshard.format.digests import Checksum, check_checksum, sha256_of
 from hfshard.format.file_names import MODEL_BASE, WeightNames
 from hfshard.format.index import FileDigest
 from hfshard.shards.shard_plan import Packing, check_packing
-from hfshard.tensors.state_dict import collect_state_dict, reject_partitioned, reject_sharded_tensors
+from hfshard.tensors.state_dict import collect_state_dict, has_spread, reject_partitioned, reject_sharded_tensors
 from hfshard.tensors.stored_tensor import TensorLike
 from hfshard.tensors.tied import find_shared_tensors
 
@@ -79,6 +79,11 @@ class SaveRequest:
             for name, raw in sorted(self.small_files.items())
             if name.endswith(".json")
         }
+
+
+def needs_all_ranks(request: SaveRequest) -> bool:
+    """Return whether other ranks are known or declared to have parts of its tensors, or tensors that it lacks."""
+    return request.options.is_collective or bool(request.name_order) or has_spread(request.tensors)
 
 
 def request_from_state_dict(state_dict: Mapping[str, Any], options: SaveOptions) -> SaveRequest:

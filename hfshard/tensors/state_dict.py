@@ -263,6 +263,17 @@ def _is_meta(value: object) -> bool:
 # Detection of DTensors, of which each rank has a part, and of their predecessors, ShardedTensors.
 
 
+class PartOfTensor:
+    """A tensor to store of which this rank has a part, and which is not a DTensor; `SpreadTensor` is one."""
+
+    __slots__ = ()
+
+
+def has_spread(tensors: Mapping[str, Any]) -> bool:
+    """Return whether any of the values is spread over ranks, so that all of them must call a save."""
+    return any(isinstance(value, PartOfTensor) or is_dtensor(value) for value in tensors.values())
+
+
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
     """Return whether it is a DTensor. Nothing is if torch's module for them, slow to import, was never imported."""
     module = sys.modules.get("torch.distributed.tensor")

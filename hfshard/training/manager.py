@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 import torch.distributed as dist
 
 from hfshard._util.arguments import absolute_path, wraps_os_errors
+from hfshard._util.call_ranks import among, check_process_group, has_other_ranks
 from hfshard.commit.hub_marker import absolute_repo_id
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
-from hfshard.distributed.group_store import among, check_process_group, has_other_ranks
-from hfshard.distributed.push_together import push_together
+from hfshard.distributed.push_together import agree_on_repo, push_together, send
+from hfshard.distributed.rendezvous import Session
 from hfshard.errors import CheckpointNotFoundError, HfshardError, InvalidArgumentError
 from hfshard.format.digests import Checksum
 from hfshard.hub.push_files import PushOptions
@@ -38,7 +39,7 @@ from hfshard.training.run.push_run import BackgroundPusher, found_to_push, push_
 from hfshard.training.run.rotation import MetricMode, Rotation, best_of
 from hfshard.training.run.run_storage import RunStorage, check_names
 from hfshard.training.run.run_writer import RunWriter
-from hfshard.training.run_ranks import ALONE, Ranks, is_spread_state
+from hfshard.training.run_ranks import agree_on_place, is_spread_state, meet_for
 from hfshard.training.spread_save import (
     RankContribution,
     SpreadSaveArguments,
@@ -46,8 +47,8 @@ from hfshard.training.spread_save import (
     save_on_all_ranks,
     save_spread,
 )
-from hfshard.training.state.collect_state import collect, encode_components, save_options
-from hfshard.training.state.step import RestoredStep
+from hfshard.training.state.collect_state import collect, collect_rank, encode_components, save_options
+from hfshard.training.state.step import RestoredStep, checked_step
 from hfshard.training.state.training_state import TrainingState, check_training_state, reject_meta
 
 if TYPE_CHECKING:
@@ -241,10 +242,10 @@ class RunPushes(RunReader):
             with self._writer.kept(lambda: found_to_push(self._place, step, self.best_step)) as found:
                 return push_run(found, place, step, options)
 
-        with among(self.process_group), push_together(is_collective=True) as together:
+        with among(self.process_group), push_together(is_collective=True) as ranks:
             place = absolute_repo_id(repo_id)
-            together.agree_on(place)
-            results = together.send(work)
+            agree_on_repo(ranks, place)
+            results = send(ranks, work)
         return results if step == "all" else results[0]
 
 
@@ -407,7 +408,8 @@ class CheckpointManager(RunPushes):
                     lambda ranks, own: save_on_all_ranks(step, state, partial(write, own=own), ranks, own),
                 )
             is_spread_state(state)  # this releases gathered parameters
-            return save_on_all_ranks(step, state, write, ALONE)
+            own = collect_rank(state, 0)
+            return write([RankContribution(checked_step(step), own)])
 
     @wraps_os_errors("root")
     def restore(
@@ -463,16 +465,18 @@ class CheckpointManager(RunPushes):
             state = state.without(without)
             if step in ("best", "latest"):
                 step = ranks.first(partial(self._step_called, str(step)))
-            place = ranks.on_each(lambda: absolute_place(step))
-            ranks.reject_other_places(place if isinstance(place, str) else self.root, "restores from")
+            place = ranks.each(lambda: absolute_place(step))
+            agree_on_place(ranks, place if isinstance(place, str) else self.root, "restores from")
             signature = required_signature(public_key)
             is_signed = signature is not None
             restored = resume_foreign(
-                state, place, keys=keys, strict=strict, verify=verify, ranks=ranks, must_be_signed=is_signed
+                state, place, keys=keys, strict=strict, verify=verify, session=ranks, must_be_signed=is_signed
             )
             if restored is None:
                 choose = partial(self._choose, place, verify, token)
-                restored = resume(state, choose, step, strict=strict, ranks=ranks, signature=signature, without=without)
+                restored = resume(
+                    state, choose, step, strict=strict, session=ranks, signature=signature, without=without
+                )
         if restored is None:
             raise CheckpointNotFoundError(
                 f"There is no checkpoint in '{self.root}'. Check the path, or train from the beginning.", path=self.root
@@ -507,10 +511,10 @@ class CheckpointManager(RunPushes):
             check_training_state(state)
             reject_meta(state)
             state = state.without(without)
-            ranks.reject_other_places(self.root, "restores from")
+            agree_on_place(ranks, self.root, "restores from")
             signature = required_signature(public_key)
             choose = partial(self._choose, None, verify, None)
-            return resume(state, choose, strict=strict, ranks=ranks, signature=signature, without=without)
+            return resume(state, choose, strict=strict, session=ranks, signature=signature, without=without)
 
     @wraps_os_errors("root")
     def wait_until_finished(self) -> None:
@@ -538,11 +542,11 @@ class CheckpointManager(RunPushes):
         self.close()
 
     @contextmanager
-    def _ranks(self, what: str) -> Iterator[Ranks]:
+    def _ranks(self, what: str) -> Iterator[Session]:
         """Gather the ranks that restore a state together, by the same method."""
         self._writer.join()  # on every rank: it may be a save by all of them
-        with among(self.process_group), Ranks.meeting(what) as ranks:
-            ranks.on_each(self._writer.wait)
+        with among(self.process_group), meet_for(what) as ranks:
+            ranks.each(self._writer.wait)
             yield ranks
 
     def _metrics_of(self, step: int, metric: float | Mapping[str, float] | None) -> dict[str, float] | None:

@@ -12,11 +12,12 @@ from typing import Any, Final, Self
 import torch
 from torch.optim import LBFGS
 
+from hfshard.distributed.rendezvous import Session
 from hfshard.errors import DamagedCheckpointError, InvalidArgumentError
 from hfshard.format.digests import sha256_of
 from hfshard.tensors.state_dict import collect_state_dict, is_dtensor
 from hfshard.tensors.stored_tensor import iter_blocks
-from hfshard.training.run_ranks import Ranks, reject_other_parts, stage_digest
+from hfshard.training.run_ranks import reject_other_parts, stage_digest
 from hfshard.training.state.collect_state import Components
 from hfshard.training.state.nested import encoded_entries, tensor_names
 from hfshard.training.state.rng import Gradients
@@ -89,7 +90,7 @@ class Stage:
     names: StageNames
 
 
-def find_stage(state: TrainingState, ranks: Ranks) -> Stage | None:
+def find_stage(state: TrainingState, session: Session) -> Stage | None:
     """Exchange with the other ranks which modules they have. Every rank must call.
 
     Returns:
@@ -98,15 +99,15 @@ def find_stage(state: TrainingState, ranks: Ranks) -> Stage | None:
     Raises:
         HfshardError: Another rank could not list its modules.
     """
-    if ranks.world_size == 1:
+    if session.world_size == 1:
         return None
-    digest, ties, own = ranks.on_each(lambda: (stage_digest(state), state.tied_parameters(), _names_of(state)))
-    digests = ranks.all_of(digest)
+    digest, ties, own = session.each(lambda: (stage_digest(state), state.tied_parameters(), _names_of(state)))
+    digests = session.all_of(digest)
     if len(set(digests)) == 1:
         return None
-    is_speaker = digests.index(digest) == ranks.rank
+    is_speaker = digests.index(digest) == session.position
     names_to_tell = {key: sorted(names) for key, names in own.items()} if is_speaker else {}
-    told = ranks.all_of((ties if is_speaker else [], names_to_tell))
+    told = session.all_of((ties if is_speaker else [], names_to_tell))
     stage = with_aliases(state, chain.from_iterable(ties for ties, _ in told))
     everywhere = {
         key: frozenset(name for _, names in told for name in _renamed(stage, key, names.get(key, ())))

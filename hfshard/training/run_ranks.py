@@ -1,31 +1,24 @@
-"""The processes of a run: values gathered and shared, one outcome for all, and checks for states that are spread."""
+"""The ranks of a run: they meet, use the same place, and have states with the same parts."""
 
 from __future__ import annotations
 
-import json
 import os
-import pickle
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Final, TypeVar
+from typing import Final
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from hfshard._util.addresses import is_store_address
-from hfshard._util.text import describe_error
-from hfshard.distributed.group_store import has_other_ranks
-from hfshard.distributed.rendezvous import SaveStatus, gather_participants
-from hfshard.errors import InvalidArgumentError, RankFailedError
+from hfshard.distributed.rendezvous import Session, session
+from hfshard.errors import InvalidArgumentError
 from hfshard.format.digests import sha256_of
 from hfshard.tensors.state_dict import RUN_REMEDY, collect_state_dict, is_dtensor, is_partitioned, reject_partitioned
 from hfshard.training.state.training_state import TrainingState
-
-_Value = TypeVar("_Value")
 
 
 def names_of_place(path: str) -> list[str]:
@@ -54,150 +47,14 @@ def reject_other_places(names: Mapping[int, Sequence[str]], does: str) -> None:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class Ranks:
-    """This process among those of its run. If it is alone, all calls are local."""
-
-    rank: int = 0
-    """The rank among those of the run, from 0; `number` returns the one in torch.distributed."""
-    world_size: int = 1
-    status: SaveStatus | None = None
-    """The status of an operation of all ranks: its store carries values, and a dead rank is an error. None: alone."""
-
-    @classmethod
-    @contextmanager
-    def meeting(cls, what: str) -> Iterator[Ranks]:
-        """Provide the ranks of the call's process group while the block runs; all of them take part in one operation.
-
-        Args:
-            what: What they do; if another rank does something else, this raises.
-
-        Raises:
-            RankFailedError: A rank failed, died, or did not call.
-        """
-        if not has_other_ranks():
-            yield ALONE
-            return
-        with all_ranks() as status:
-            status.meet(what)
-            yield cls.of(status)
-
-    @classmethod
-    def of(cls, status: SaveStatus) -> Ranks:
-        """Return the ranks of an operation that is in progress."""
-        return cls(status.place, len(status.ranks), status)
-
-    def number(self, rank: int) -> int:
-        """Return the number that a rank of the run has in torch.distributed, by which errors name it."""
-        return rank if self.status is None else self.status.ranks[rank]
-
-    @property
-    def is_first(self) -> bool:
-        """True for the process that writes."""
-        return self.rank == 0
-
-    def gather(self, value: _Value) -> list[_Value]:
-        """Return the values of all ranks in order on the first rank, and an empty list on others.
-
-        Every rank must call, once in an operation.
-        """
-        if self.status is None:
-            return [value]
-        self.status.tell("value", pickle.dumps(value))
-        speakers = self.status.ranks if self.is_first else []
-        return [pickle.loads(self.status.wait_for("value", rank)) for rank in speakers]
-
-    def share(self, value: _Value) -> _Value:
-        """Return the first rank's value, which JSON must support, on every rank. Every rank must call."""
-        if self.status is None:
-            return value
-        told = self.status.meet("share", json.dumps(value if self.is_first else None).encode())
-        return json.loads(told[self.status.leader])  # type: ignore[no-any-return]
-
-    def all_of(self, value: _Value) -> list[_Value]:
-        """Return the values of all ranks in order, on every rank; JSON must support them. Every rank must call."""
-        if self.status is None:
-            return [value]
-        return [json.loads(raw) for raw in self.status.meet("gather", json.dumps(value).encode()).values()]
-
-    def reject_other_places(self, path: str, does: str) -> None:
-        """Reject ranks that do not mean the same place. Every rank must call."""
-        names = self.all_of(names_of_place(path))
-        reject_other_places({self.number(rank): one for rank, one in enumerate(names)}, does)
-
-    def first(self, work: Callable[[], _Value]) -> _Value:
-        """Call a function on the first rank, and return its result on every rank. Every rank must call.
-
-        Raises:
-            RankFailedError: The function failed; raised on the other ranks. The first rank raises its own error.
-        """
-        value: Any = None
-        error: BaseException | None = None
-        if self.is_first:
-            try:
-                value = work()
-            except BaseException as caught:  # noqa: BLE001 - raised below: the other ranks wait for the outcome
-                error = caught
-        value, told = self.share([value, None if error is None else describe_error(error)])
-        if error is not None:
-            raise error
-        if told is not None:
-            raise self._failed(0, told)
-        return value  # type: ignore[no-any-return]
-
-    def last(self, work: Callable[[], str]) -> str:
-        """Run the final step on the first rank. Once it is done, a rank that dies no longer matters."""
-        if self.status is None:
-            return self.first(work)
-        if not self.is_first:
-            return self.status.finish().decode()
-        try:
-            return self.status.finish(work().encode()).decode()
-        except Exception:
-            raise
-        except BaseException:
-            self.status.begin_step()  # Ctrl-C may come after the work
-            raise
-
-    def on_each(self, work: Callable[[], _Value]) -> _Value:
-        """Call a function on every rank, and return each rank's own result if none failed. Every rank must call.
-
-        Raises:
-            RankFailedError: It failed on another rank. A rank where it failed raises its own error.
-        """
-        made: list[_Value] = []
-        error: Exception | None = None
-        try:
-            made.append(work())
-        except Exception as caught:  # noqa: BLE001 - raised by `agree`, when all ranks know
-            error = caught
-        self.agree(error)
-        return made[0]
-
-    def agree(self, error: BaseException | None) -> None:
-        """Continue only if no rank has an error. Every rank must call.
-
-        Raises:
-            RankFailedError: Another rank has an error. A rank with its own error raises that.
-        """
-        if self.world_size > 1:
-            told = _first_of(self.all_of(None if error is None else describe_error(error)))
-            if error is None and told is not None:
-                rank, text = told
-                raise self._failed(rank, text)
-        if error is not None:
-            raise error
-
-    def _failed(self, rank: int, text: str) -> RankFailedError:
-        number = self.number(rank)
-        return RankFailedError(f"Rank {number} failed, so all {self.world_size} ranks stop: {text}", rank=number)
-
-
-ALONE: Final = Ranks()
+def agree_on_place(ranks: Session, path: str, does: str) -> None:
+    """Reject ranks that do not mean the same place. Every rank must call; see `reject_other_places`."""
+    names = ranks.all_of(names_of_place(path))
+    reject_other_places(dict(zip(ranks.ranks, names, strict=True)), does)
 
 
 @contextmanager
-def all_ranks() -> Iterator[SaveStatus]:
+def all_ranks() -> Iterator[Session]:
     """Wait for all ranks of the call's process group, which run the block together: one such block at a time.
 
     It is the same for all runs, because ranks may name a directory differently.
@@ -205,14 +62,23 @@ def all_ranks() -> Iterator[SaveStatus]:
     Raises:
         RankFailedError: A rank failed, died, or did not call.
     """
-    with gather_participants("the run", needs_all=True) as participation:
-        status = participation.status
-        assert status is not None  # a rank that takes part has one
-        yield status
+    with session("the run", needs_all=True) as ranks:
+        yield ranks
 
 
-def _first_of(errors: list[str | None]) -> tuple[int, str] | None:
-    return next(((rank, text) for rank, text in enumerate(errors) if text is not None), None)
+@contextmanager
+def meet_for(what: str) -> Iterator[Session]:
+    """Run the block on all ranks of the call's process group, which do the same thing.
+
+    Args:
+        what: What they do; if another rank does something else, this raises.
+
+    Raises:
+        RankFailedError: A rank failed, died, or did not call.
+    """
+    with all_ranks() as ranks:
+        ranks.meet(what)
+        yield ranks
 
 
 # Training states that are spread over ranks (FSDP2, tensor parallel), so that every rank must take part.

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, Final
+from typing import Any, Final, Self
+
+import torch
 
 from hfshard._util.progress import ProgressCallback
 from hfshard._util.text import describe_error
 from hfshard.commit.transaction import KnownFile
+from hfshard.distributed.liveness import pack, unpack
 from hfshard.distributed.rank_writer import RankWriter
-from hfshard.distributed.rendezvous import SaveStatus
-from hfshard.distributed.save_on_ranks import cpu_group, exchange_listings, require_all_ranks
+from hfshard.distributed.rendezvous import Session
+from hfshard.distributed.save_on_ranks import cpu_group, exchange_listings, no_bytes_here, require_all_ranks
 from hfshard.distributed.spread_tensor import SpreadTensor, with_spread_tensors
 from hfshard.distributed.tensor_owners import Listing, LocalTensor, RankGroup, TensorOwners, list_tensors
 from hfshard.errors import HfshardError, InvalidArgumentError, RankFailedError
@@ -25,7 +28,8 @@ from hfshard.format.index import FileDigest
 from hfshard.saving.save_request import SaveRequest
 from hfshard.shards.write_shards import WriteJob
 from hfshard.stores.store import Store
-from hfshard.tensors.stored_tensor import RawTensor, TensorLayout
+from hfshard.tensors.stored_tensor import RawTensor, bytes_view, check_storable, iter_blocks
+from hfshard.tensors.tied import find_shared_tensors
 from hfshard.training.pipeline_stages import StageState, merge_parts, with_aliases, with_whole_gradients
 from hfshard.training.replicas import SAME, OfEachRank, Replicas, differ, of_each_rank
 from hfshard.training.run.background import HostBuffers
@@ -33,7 +37,6 @@ from hfshard.training.run.manifest import checkpoint_path
 from hfshard.training.run.run_storage import check_names
 from hfshard.training.run.run_writer import RunWriter
 from hfshard.training.run_ranks import (
-    Ranks,
     all_ranks,
     is_spread_state,
     names_of_place,
@@ -78,7 +81,7 @@ class SpreadSaveArguments:
 
 
 def save_spread(
-    order: SpreadSaveArguments, writer: RunWriter, save_replicated: Callable[[Ranks, OfEachRank], str]
+    order: SpreadSaveArguments, writer: RunWriter, save_replicated: Callable[[Session, OfEachRank], str]
 ) -> str:
     """Save what all ranks have together. Every rank must call.
 
@@ -99,29 +102,29 @@ def save_spread(
     """
     writer.join()
     with ExitStack() as stack:
-        status = stack.enter_context(all_ranks())
-        stages, own = _find_stages(order, writer, status)
+        session = stack.enter_context(all_ranks())
+        stages, own = _find_stages(order, writer, session)
         if stages is None:
-            return save_replicated(Ranks.of(status), own)
+            return save_replicated(session, own)
         writer.wait()
         is_pipeline = len(set(stages)) > 1
         if is_pipeline:
-            order = replace(order, state=_as_stage(order.state, status, stages))
-        components, of_a_rank = _share_components(order, status, stages) if is_pipeline else (None, own.objects)
-        ranks = _share_states(order, status, of_a_rank, stages[status.place] if is_pipeline else "", own.buffers)
+            order = replace(order, state=_as_stage(order.state, session, stages))
+        components, of_a_rank = _share_components(order, session, stages) if is_pipeline else (None, own.objects)
+        ranks = _share_states(order, session, of_a_rank, stages[session.position] if is_pipeline else "", own.buffers)
         payload = collect(
             components or encode_components(order.state, of_a_rank),
             order.state.components.get(MODEL_BASE),
             ranks,
-            order.extra if status.rank == status.leader else None,
+            order.extra if session.is_leader else None,
             save_options(order.max_shard_size, order.checksum, order.progress),
         )
         payload = with_full_model_order(payload) if is_pipeline else payload
-        parts = held_parts(payload, status.place, is_stage=is_pipeline)
-        holders = _share_holders(status, parts)
-        if status.rank == status.leader:
+        parts = held_parts(payload, session.position, is_stage=is_pipeline)
+        holders = _share_holders(session, parts)
+        if session.is_leader:
             payload = merged_payload(payload, holders)
-        work = _planned(order, writer, status, payload, parts, holders)
+        work = _planned(order, writer, session, payload, parts, holders)
         path = checkpoint_path(writer.root, checked_step(order.step))
         if order.blocking:
             work()
@@ -131,7 +134,7 @@ def save_spread(
 
 
 def _find_stages(
-    order: SpreadSaveArguments, writer: RunWriter, status: SaveStatus
+    order: SpreadSaveArguments, writer: RunWriter, session: Session
 ) -> tuple[list[str] | None, OfEachRank]:
     """Find the digest of each rank's modules, None if every rank has all of them; and what differs among ranks.
 
@@ -143,7 +146,7 @@ def _find_stages(
     replicas = Replicas.of(order.state)
     own = [is_spread, stage_digest(order.state), replicas.summary()]
     said = json.dumps([own, shared_kinds(order.state), names_of_place(writer.root)]).encode()
-    meeting = status.meet("save", said)
+    meeting = session.meet("save", said)
     told, kinds, roots = zip(*map(json.loads, meeting.values()), strict=True)
     reject_other_parts(dict(zip(meeting, kinds, strict=True)))
     reject_other_places(dict(zip(meeting, roots, strict=True)), "saves into")
@@ -154,21 +157,21 @@ def _find_stages(
     details: dict[int, Any] = {}
     if differ(summaries.values()):
         said = json.dumps(replicas.details()).encode()
-        details = {rank: json.loads(raw) for rank, raw in status.meet("copies that differ", said).items()}
+        details = {rank: json.loads(raw) for rank, raw in session.meet("copies that differ", said).items()}
     each = of_each_rank(summaries, details, allow_different_replicas=order.allow_different_replicas)
     return (stages if any(is_spread for is_spread, _, _ in told) else None), each
 
 
-def _as_stage(state: TrainingState, status: SaveStatus, stages: Sequence[str]) -> TrainingState:
+def _as_stage(state: TrainingState, session: Session, stages: Sequence[str]) -> TrainingState:
     """Return a copy of the state with the full model's names, and with its gradients if each stage has one rank."""
-    is_speaker = stages.index(stages[status.place]) == status.place
-    told = status.meet("ties", json.dumps(state.tied_parameters() if is_speaker else []).encode())
+    is_speaker = stages.index(stages[session.position]) == session.position
+    told = session.meet("ties", json.dumps(state.tied_parameters() if is_speaker else []).encode())
     state = with_aliases(state, chain.from_iterable(map(json.loads, told.values())))
     return with_whole_gradients(state) if len(set(stages)) == len(stages) else state
 
 
 def _share_components(
-    order: SpreadSaveArguments, status: SaveStatus, stages: Sequence[str]
+    order: SpreadSaveArguments, session: Session, stages: Sequence[str]
 ) -> tuple[Components, Sequence[str]]:
     """Merge the parts of all stages into those of one model, on the first rank.
 
@@ -179,38 +182,36 @@ def _share_components(
         InvalidArgumentError: The parts cannot be those of one model.
     """
     components = encode_components(order.state)
-    is_first = stages.index(stages[status.place]) == status.place
+    is_first = stages.index(stages[session.position]) == session.position
     own = StageState.of(order.state, components, is_first=is_first)
-    if status.rank != status.leader:
-        status.tell("parts", own.to_json())
-        of_a_rank = json.loads(status.wait_for("parts of a rank", status.leader))
+    told = session.gather("parts", own.to_json())
+    if not session.is_leader:
+        of_a_rank = json.loads(session.wait_for("parts of a rank", session.leader))
         return encode_components(order.state, of_a_rank), of_a_rank
-    told = {status.rank: own}
-    for rank in status.ranks[1:]:
-        told[rank] = StageState.from_json(status.wait_for("parts", rank))
-    merged = merge_parts(components, told)
-    status.tell("parts of a rank", json.dumps(merged.of_a_rank).encode())
+    parts = {rank: own if rank == session.rank else StageState.from_json(raw) for rank, raw in told.items()}
+    merged = merge_parts(components, parts)
+    session.tell("parts of a rank", json.dumps(merged.of_a_rank).encode())
     return replace(encode_components(order.state, merged.of_a_rank), encoded=merged.encoded), merged.of_a_rank
 
 
 def _planned(
     order: SpreadSaveArguments,
     writer: RunWriter,
-    status: SaveStatus,
+    session: Session,
     payload: SavePayload,
     parts: OwnedTensors,
     holders: TensorOwners,
 ) -> Callable[[], None]:
     """Check everything that can be checked before the first byte is written, and return the remaining work."""
-    is_leader = status.rank == status.leader
+    is_leader = session.is_leader
     if is_leader:
         metrics = order.metrics_of(order.step)
         check_names(order.files, payload)
         writer.begin()
-    status.meet("ready to write")
-    group = cpu_group(status.tag, for_thread=not order.blocking)
+    session.meet("ready to write")
+    group = cpu_group(session.tag, for_thread=not order.blocking)
     held = parts.held if order.blocking else _host_copies(parts.held, writer.host_copies)
-    ranks = RankWriter(status, holders, held, group, name_of_key)
+    ranks = RankWriter(session, holders, held, group, name_of_key)
 
     def work() -> None:
         if is_leader:
@@ -218,11 +219,11 @@ def _planned(
                 order.step, payload, metrics, dict(order.files), blocking=order.blocking, writer=KeyedWriter(ranks)
             )
             ranks.end()
-            status.finish()
+            session.finish()
             writer.push_saved(saved, blocking=order.blocking)  # the other ranks continue in parallel
         else:
             ranks.follow()
-            status.finish()
+            session.finish()
 
     return work
 
@@ -238,13 +239,13 @@ def _start(order: SpreadSaveArguments, writer: RunWriter, work: Callable[[], Non
 
 
 def _share_states(
-    order: SpreadSaveArguments, status: SaveStatus, of_a_rank: Sequence[str], stage: str, buffers: Sequence[str]
+    order: SpreadSaveArguments, session: Session, of_a_rank: Sequence[str], stage: str, buffers: Sequence[str]
 ) -> list[RankState]:
     """Send this rank's own state to the first rank, without its tensors, which are exchanged with all others.
 
     Args:
         order: What to save.
-        status: The status of the save.
+        session: The session of the save.
         of_a_rank: Parts of which each rank saves its own.
         stage, buffers: As in `collect_rank`.
 
@@ -254,38 +255,35 @@ def _share_states(
     Raises:
         InvalidArgumentError: The ranks save different steps, or differ in `blocking`.
     """
-    own = collect_rank(order.state, status.place, of_a_rank, stage, buffers)
+    own = collect_rank(order.state, session.position, of_a_rank, stage, buffers)
     asked = [checked_step(order.step), order.blocking]
-    status.tell("state", json.dumps([*asked, own.nested]).encode())
-    if status.rank != status.leader:
-        return [own]
-    states = [own]
-    for rank in status.ranks[1:]:
-        step, blocking, nested = json.loads(status.wait_for("state", rank))
+    states = []
+    for rank, raw in session.gather("state", json.dumps([*asked, own.nested]).encode()).items():
+        step, blocking, nested = json.loads(raw)
         if [step, blocking] != asked:
             raise InvalidArgumentError(
                 f"All ranks must save the same step in the same way, got {asked[0]} with blocking={asked[1]} on rank "
-                f"{status.rank}, and {step} with blocking={blocking} on rank {rank}."
+                f"{session.rank}, and {step} with blocking={blocking} on rank {rank}."
             )
-        states.append(RankState(nested, {}))
-    return states
+        states.append(own if rank == session.rank else RankState(nested, {}))
+    return states or [own]
 
 
-def _share_holders(status: SaveStatus, parts: OwnedTensors) -> TensorOwners:
+def _share_holders(session: Session, parts: OwnedTensors) -> TensorOwners:
     """Find what each rank has. One rank lists the names of what each has alone, without the rank's number.
 
     Raises:
         InvalidArgumentError: The ranks disagree about a tensor, or do not have all of it together.
     """
     listing, meshes = list_tensors(parts.common, _tensors(parts.common.tensors))
-    groups, listings = exchange_listings(status, listing, meshes)
-    require_all_ranks(status)
+    groups, listings = exchange_listings(session, listing, meshes)
+    require_all_ranks(session)
     own, _ = list_tensors(parts.own, _tensors(parts.own.tensors))
-    own_groups, own_listings = exchange_listings(status, own, (), " of a rank")
+    own_groups, own_listings = exchange_listings(session, own, (), " of a rank")
     for group in own_groups:
         for rank in group.ranks:
             digest = f"{group.digest} of rank {rank}"
-            listings[digest] = with_rank(own_listings[group.digest], status.ranks.index(rank))
+            listings[digest] = with_rank(own_listings[group.digest], session.ranks.index(rank))
             groups.append(RankGroup((rank,), digest, ()))
     return TensorOwners.unite(groups, listings, parts.common.name_order)
 
@@ -307,6 +305,10 @@ def _host_copies(held: Mapping[str, LocalTensor], copies: HostBuffers) -> dict[s
 # Contributions of each rank to a checkpoint, gathered so that the first rank can write it.
 
 
+_BLOCK_BYTES: Final = 16 << 20
+"""A tensor is copied into a message in blocks of this size."""
+
+
 @dataclass(frozen=True, slots=True)
 class RankContribution:
     """Message of one rank to the first one when a checkpoint is saved."""
@@ -319,12 +321,51 @@ class RankContribution:
     number: int = 0
     """The rank's number in torch.distributed."""
 
+    def to_bytes(self) -> bytes:
+        """Encode the message: JSON, and the bytes of the tensors; names of one tensor stay names of one.
+
+        Raises:
+            UnstorableTensorError: A tensor cannot be stored.
+        """
+        tensors = {} if self.state is None else self.state.tensors
+        for name, tensor in tensors.items():
+            check_storable(name, tensor)
+        tied_names = find_shared_tensors(tensors)
+        kept = {name: tensor for name, tensor in tensors.items() if name not in tied_names}
+        head = [
+            self.step,
+            self.state and self.state.nested,
+            self.problem,
+            self.number,
+            [[name, str(tensor.dtype).removeprefix("torch."), [*tensor.shape]] for name, tensor in kept.items()],
+            [[name, tied_names.get(name, name)] for name in tensors],
+        ]
+        values = [json.dumps(head).encode(), *map(_bytes_of, kept.values())]
+        return pack(dict(enumerate(values)))
+
+    @classmethod
+    def from_bytes(cls, raw: bytes) -> Self:
+        """Decode what `to_bytes` has encoded; the tensors are on the CPU."""
+        first, *values = unpack(raw).values()
+        step, nested, problem, number, described, names = json.loads(first)
+        kept: dict[str, torch.Tensor] = {}
+        for (name, dtype, shape), value in zip(described, values, strict=True):
+            kept[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+            if value:
+                bytes_view(kept[name])[:] = value
+        state = None if nested is None else RankState(nested, {name: kept[stored] for name, stored in names})
+        return cls(step, state, problem, number)
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    return b"".join(map(bytes, iter_blocks(tensor, _BLOCK_BYTES)))
+
 
 def save_on_all_ranks(
     step: int,
     state: TrainingState,
     write: Callable[[Sequence[RankContribution]], str],
-    ranks: Ranks,
+    session: Session,
     own: OfEachRank = SAME,
 ) -> str:
     """Collect every rank's own state, and have the first rank write the checkpoint. Every rank must call.
@@ -333,7 +374,7 @@ def save_on_all_ranks(
         step: The step of the run.
         state: What to save.
         write: Called on the first rank, with the contributions of all ranks in their order.
-        ranks: The ranks that save together.
+        session: That of the ranks that save together.
         own: What differs among them.
 
     Returns:
@@ -342,21 +383,35 @@ def save_on_all_ranks(
     Raises:
         RankFailedError: A rank failed; each rank raises its own error if it has one.
     """
-    number = ranks.number(ranks.rank)
-    contribution = RankContribution(number=number)
     error: Exception | None = None
     try:
-        of_rank = collect_rank(state, ranks.rank, own.objects, buffers=own.buffers)
-        contribution = RankContribution(checked_step(step), of_rank, number=number)
+        of_rank = collect_rank(state, session.position, own.objects, buffers=own.buffers)
+        contribution = RankContribution(checked_step(step), of_rank, number=session.rank)
+        message = b"" if session.is_leader else contribution.to_bytes()
     except Exception as caught:  # noqa: BLE001 - raised below, when the first rank knows
         error = caught
-        contribution = RankContribution(problem=describe_error(error), number=number)
-    gathered = ranks.gather(contribution)
+        contribution = RankContribution(problem=describe_error(error), number=session.rank)
+        message = contribution.to_bytes()
     try:
-        return ranks.last(lambda: write(gathered))
+        told = session.gather("value", message)
+        if not session.is_leader:
+            return session.finish().decode()
+        others = [RankContribution.from_bytes(told[rank]) for rank in session.ranks[1:]]
+        return _finish_with(session, lambda: write([contribution, *others]))
     except HfshardError:
         if error is not None:
             raise error from None
+        raise
+
+
+def _finish_with(session: Session, work: Callable[[], str]) -> str:
+    """Run the final step, on the first rank. Once it is done, a rank that dies no longer matters."""
+    try:
+        return session.finish(work().encode()).decode()
+    except Exception:
+        raise
+    except BaseException:
+        session.begin_step()  # Ctrl-C may come after the work
         raise
 
 
@@ -486,7 +541,7 @@ def merged_payload(payload: SavePayload, holders: TensorOwners) -> SavePayload:
     by_base: dict[str, dict[str, RawTensor]] = {}
     for key, layout in holders.layouts.items():
         base = key.partition("/")[0]
-        by_base.setdefault(base, {})[name_of_key(key)] = _KeyedTensor(layout, _no_bytes(key, layout), key=key)
+        by_base.setdefault(base, {})[name_of_key(key)] = _KeyedTensor(layout, no_bytes_here(key, layout), key=key)
     requests = {}
     for base in dict.fromkeys([*payload.requests, *by_base]):
         request = payload.requests.get(base) or SaveRequest(options=replace(some_options, base=base, progress=None))
@@ -542,13 +597,6 @@ def _keyed(jobs: Sequence[WriteJob]) -> list[WriteJob]:
         tensors = {tensor.key: tensor for tensor in job.tensors.values() if isinstance(tensor, _KeyedTensor)}
         keyed.append(replace(job, tensors=tensors))
     return keyed
-
-
-def _no_bytes(key: str, layout: TensorLayout) -> Callable[[int], Iterator[memoryview]]:
-    def blocks(_: int) -> Iterator[memoryview]:
-        raise AssertionError(f"'{key}' of {layout.nbytes} bytes is on other ranks, too, and only their owners read it")
-
-    return blocks
 
 
 def _typed(tensors: Mapping[str, LocalTensor]) -> Mapping[str, Any]:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from hfshard.distributed import liveness
 from hfshard.distributed.group_store import TimeoutStore
 from hfshard.distributed.liveness import Heartbeat, Watch, beat_key, current_process, failed_key, failure_record
-from hfshard.distributed.rendezvous import SaveStatus
+from hfshard.distributed.rendezvous import Session
 from hfshard.errors import RankFailedError
 
 # torch lists its stores in its documentation only
@@ -60,7 +60,7 @@ def test_a_process_that_has_ended_is_named_at_the_first_look() -> None:
 
     with pytest.raises(RankFailedError, match=r"^Rank 1 sent no more heartbeats: its process has ended") as caught:
         ranks.watch.check([0, 1])
-    broke = ranks.watch.who_broke_it(BROKEN, [0, 1])
+    broke = ranks.watch.find_failed_rank(BROKEN, [0, 1])
 
     assert (caught.value.rank, broke.rank) == (1, 1)
     assert not ranks.watch.is_anyone_alive([1])
@@ -71,7 +71,7 @@ def test_what_a_process_told_before_it_ended_counts() -> None:
     ranks = Ranks(store, ended_record())
     store.last_words = {failed_key("save"): failure_record(MemoryError("no room"), 1)}
 
-    broke = ranks.watch.who_broke_it(BROKEN, [0, 1])
+    broke = ranks.watch.find_failed_rank(BROKEN, [0, 1])
 
     assert str(broke).startswith("Rank 1 failed, so the other ranks gave up: MemoryError: no room")
 
@@ -107,13 +107,13 @@ def test_a_process_of_this_machine_that_is_held_up_has_not_broken_a_collective(m
     store.clock = Clock(monkeypatch)
     ranks = Ranks(store, current_process())
 
-    broke = ranks.watch.who_broke_it(BROKEN, [0, 1])
+    broke = ranks.watch.find_failed_rank(BROKEN, [0, 1])
 
     assert broke.rank is None
     assert "ranks 0, 1 failed, though all of them are alive: Connection closed by peer" in str(broke)
     store.clock.seconds = 0.0
     elsewhere = Ranks(store, b"")
-    assert elsewhere.watch.who_broke_it(BROKEN, [0, 1]).rank == 1
+    assert elsewhere.watch.find_failed_rank(BROKEN, [0, 1]).rank == 1
     assert store.clock.seconds < 2
 
 
@@ -121,7 +121,7 @@ def test_a_process_of_this_machine_that_stays_silent_has_broken_it(monkeypatch: 
     clock = Clock(monkeypatch)
     ranks = Ranks(TimeoutStore(_HASH_STORE()), current_process())
 
-    broke = ranks.watch.who_broke_it(BROKEN, [0, 1])
+    broke = ranks.watch.find_failed_rank(BROKEN, [0, 1])
 
     assert broke.rank == 1
     assert str(broke).startswith("Rank 1 sent no heartbeat for 3 s: it was killed, was stopped")
@@ -137,9 +137,9 @@ def test_what_another_rank_told_does_not_hide_that_the_leader_has_ended() -> Non
 
     with (
         pytest.raises(RankFailedError, match=r"^Rank 0 sent no more heartbeats: its process has ended") as caught,
-        SaveStatus("save", [0, 1, 2], 1, store=store, death_seconds=1.5, patience_seconds=60) as status,
+        Session("save", [0, 1, 2], 1, store=store, death_seconds=1.5, timeout_seconds=60) as ranks,
     ):
-        status.finish()
+        ranks.finish()
     assert caught.value.rank == 0
     assert "The outcome is unknown" in str(caught.value)
 
@@ -148,5 +148,5 @@ def test_the_outcome_of_a_leader_that_has_ended_is_heard() -> None:
     store = TellsLate(_HASH_STORE())
     store.last_words = {"save/outcome": b"done", "save/beat/0": b"2 " + ended_record()}
 
-    with SaveStatus("save", [0, 1], 1, store=store, death_seconds=1.5, patience_seconds=60) as status:
-        assert status.finish() == b"done"
+    with Session("save", [0, 1], 1, store=store, death_seconds=1.5, timeout_seconds=60) as ranks:
+        assert ranks.finish() == b"done"

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from hfshard.distributed.push_together import SharedPush, push_together
+from hfshard.distributed.push_together import agree_on_repo, push_together, send, stage, staging_folder
+from hfshard.distributed.rendezvous import Session
 from hfshard.errors import HubError, InvalidArgumentError, RankFailedError
 from hfshard.hub.directory.directory_hub import DirectoryHub
 from hfshard.hub.push_files import PushRequest, collect_directory, push_files
@@ -31,7 +32,7 @@ ROWS = 1 << 10
 
 
 def push(
-    hub: Path, tensors: dict[str, Any], *, before: Callable[[SharedPush], object] = lambda together: None
+    hub: Path, tensors: dict[str, Any], *, before: Callable[[Session], object] = lambda ranks: None
 ) -> tuple[PushResult, tuple[int, ...]]:
     """Push rows that are spread over the ranks, and what only this rank has; gives the result, and who could write.
 
@@ -46,19 +47,19 @@ def push(
         f"rows{number}": distribute_tensor(whole + number, mesh, [Shard(0)], src_data_rank=None) for number in range(2)
     }
     request = SaveRequest(tensors=rows | tensors, options=SaveOptions(max_shard_size=10_000))
-    with push_together(is_collective=True) as together:
-        together.agree_on(str(hub))
-        with together.folder() as folder:
-            index = together.stage(request, folder)
-            assert (index is not None) == together.is_sender
+    with push_together(is_collective=True) as ranks:
+        agree_on_repo(ranks, str(hub))
+        with staging_folder(ranks) as folder:
+            index = stage(ranks, request, folder)
+            assert (index is not None) == ranks.is_leader
 
-            def send() -> list[PushResult]:
-                before(together)
+            def push_it() -> list[PushResult]:
+                before(ranks)
                 contents, indexes = collect_directory(folder.path)
-                asked = PushRequest(contents=contents, variants=frozenset(indexes), check=together.check)
+                asked = PushRequest(contents=contents, variants=frozenset(indexes), check=ranks.look)
                 return [push_files(asked, hub)]
 
-            return together.send(send)[0], folder.seen_by
+            return send(ranks, push_it)[0], folder.seen_by
 
 
 def head_of(hub: Path) -> str:
@@ -75,11 +76,11 @@ def signal_after(path: Path, number: signal.Signals) -> None:
     threading.Thread(target=wait).start()
 
 
-def check_until_told(together: SharedPush, path: Path) -> None:
+def check_until_told(ranks: Session, path: Path) -> None:
     path.touch()
     end = time.monotonic() + 100
     while time.monotonic() < end:
-        together.check()
+        ranks.look()
         time.sleep(0.01)
 
 
@@ -106,11 +107,15 @@ def push_with_faults(rank: int, place: Path) -> None:
     dist.barrier()
     assert list(temporary.iterdir()) == []
 
+    with push_together(is_collective=True) as ranks:
+        agree_on_repo(ranks, str(place / "hub\udcff"))  # a byte of a path that is no UTF-8
+        send(ranks, list)
+
     # While the sender sends, it looks what the others say.
     if rank:
         signal_after(place / "sending", signal.SIGINT)
     with pytest.raises(KeyboardInterrupt if rank else RankFailedError) as stopped:
-        push(hub, {"more": torch.zeros(2)}, before=lambda together: check_until_told(together, place / "sending"))
+        push(hub, {"more": torch.zeros(2)}, before=lambda ranks: check_until_told(ranks, place / "sending"))
     assert rank or "Rank 1 failed" in str(stopped.value)
     dist.barrier()
     assert (head_of(hub), list(temporary.iterdir())) == (first.commit, [])
@@ -123,10 +128,10 @@ def push_with_faults(rank: int, place: Path) -> None:
     assert (again.is_new, again.commit, seen_by) == (False, first.commit, (0,))
     dist.barrier()
     assert list(Path().iterdir()) == []
-    with push_together(is_collective=True) as together, together.folder() as folder:
+    with push_together(is_collective=True) as ranks, staging_folder(ranks) as folder:
         with pytest.raises(InvalidArgumentError, match=r"Rank 1 does not see .* of rank 0.*Set TMPDIR"):
             folder.reject_unseen()
-        together.send(list)
+        send(ranks, list)
 
 
 def test_all_ranks_raise_or_have_pushed(tmp_path: Path) -> None:
@@ -156,10 +161,10 @@ def die_while_the_sender_sends(rank: int, place: Path, dying: int) -> None:
     tempfile.tempdir = str(place / "temporary")
     sending = place / "sending"
 
-    def before(together: SharedPush) -> None:
+    def before(ranks: Session) -> None:
         if dying == 0:
             os.kill(os.getpid(), signal.SIGKILL)
-        check_until_told(together, sending)
+        check_until_told(ranks, sending)
 
     if rank == dying == 1:
         signal_after(sending, signal.SIGKILL)

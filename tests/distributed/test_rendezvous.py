@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import hfshard
 from hfshard.distributed.liveness import announce_arrival, group_timeout_seconds
-from hfshard.distributed.rendezvous import Role, SaveStatus, gather_participants
+from hfshard.distributed.rendezvous import Role, Session, session
 from hfshard.errors import RankFailedError, RankMissingError
 from tests.distributed.gloo import DEATH_SECONDS, check_ranks, end_with, free_port, hear, run_ranks, say
 
@@ -29,15 +29,35 @@ NEVER_SECONDS = 1000.0
 
 
 def _take_part(
-    place: str, outcome: bytes = b"", *, needs_all: bool = False, is_writer: bool = True, **settings: float
+    place: str, outcome: bytes = b"", *, needs_all: bool = False, may_join: bool = True, **settings: float
 ) -> tuple[str, list[int], bytes]:
-    """Take part in an operation; gives the role, the members and the outcome."""
-    with gather_participants(place, needs_all=needs_all, is_writer=is_writer, **settings) as participation:
-        if participation.status is None:
-            return str(participation.role), participation.members, b""
-        if participation.role is not Role.LATE:
-            participation.status.meet("begin")
-        return str(participation.role), participation.members, participation.status.finish(outcome)
+    """Take part in a session; gives the role, the members and the outcome."""
+    with session(place, needs_all=needs_all, may_join=may_join, **settings) as ranks:
+        if ranks.role is Role.DECLINED:
+            return str(ranks.role), ranks.ranks, b""
+        if ranks.role is not Role.LATE:
+            ranks.meet("begin")
+        return str(ranks.role), ranks.ranks, ranks.finish(outcome)
+
+
+def test_without_other_ranks_a_session_is_local_and_immediate() -> None:
+    with session("/alone", needs_all=True) as ranks:
+        assert (ranks.role, ranks.ranks, ranks.is_alone) == (Role.LEADER, [0], True)
+        assert (ranks.position, ranks.world_size) == (0, 1)
+        assert ranks.meet("names", b"mine") == {0: b"mine"}
+        ranks.tell("name", b"told")
+        assert ranks.wait_for("name", 0) == b"told"
+        value = object()  # not JSON
+        assert ranks.all_of(value) == [value]
+        assert ranks.first(lambda: value) is value
+        assert ranks.each(lambda: value) is value
+        with pytest.raises(KeyboardInterrupt):
+            ranks.agree(KeyboardInterrupt())
+        ranks.check()
+        ranks.look()
+        ranks.fail(ValueError("of nobody's concern"))
+        ranks.begin_step()
+        assert ranks.finish(b"done") == b"done"
 
 
 def _role(rank: int) -> str:
@@ -61,7 +81,7 @@ def _die_here() -> None:
 
 def _come_together(rank: int, world_size: int) -> None:
     everyone = list(range(world_size))
-    for number in range(10):  # a quick rank is never in the same operation twice
+    for number in range(10):  # a quick rank is never in the same session twice
         told = _take_part("/together", b"%d" % number, needs_all=number % 2 == 0)
         assert told == (_role(rank), everyone, b"%d" % number)
     # One that needs all is enough; those that have everything follow it.
@@ -79,7 +99,7 @@ def _come_alone(rank: int, world_size: int) -> None:
     dist.barrier()
     # The others say that they do not write: nobody waits for them.
     if rank:
-        assert _take_part("/alone", is_writer=False) == ("declined", [], b"")
+        assert _take_part("/alone", may_join=False) == ("declined", [], b"")
     dist.barrier()
     if rank == 0:
         assert _take_part("/alone", b"mine", wait_seconds=NEVER_SECONDS) == ("leader", [0], b"mine")
@@ -87,28 +107,26 @@ def _come_alone(rank: int, world_size: int) -> None:
     dist.barrier()
     assert _take_part(f"/of_{rank}", b"mine", wait_seconds=0.1) == ("leader", [rank], b"mine")
     # A rank that needs all takes part although it does not write.
-    assert _take_part("/alone", b"all", needs_all=True, is_writer=rank == 0)[:2] == (_role(rank), [*range(world_size)])
+    assert _take_part("/alone", b"all", needs_all=True, may_join=rank == 0)[:2] == (_role(rank), [*range(world_size)])
 
 
 def _come_late(rank: int, world_size: int) -> None:
     def lead(outcome: bytes, error: Exception | None, awaited: str = "") -> None:
-        with gather_participants("/late", needs_all=False, wait_seconds=0.1) as participation:
-            assert (participation.role, participation.members) == (Role.LEADER, [0])
+        with session("/late", needs_all=False, wait_seconds=0.1) as ranks:
+            assert (ranks.role, ranks.ranks) == (Role.LEADER, [0])
             dist.barrier()
             for other in range(1, world_size if awaited else 1):
                 hear(f"{awaited} {other}")
             if error is not None:
                 raise error
-            assert participation.status is not None
-            participation.status.finish(outcome)
+            ranks.finish(outcome)
 
     def follow(word: str) -> bytes:
         dist.barrier()
-        with gather_participants("/late", needs_all=False) as participation:
-            assert (participation.role, participation.members) == (Role.LATE, [0])
+        with session("/late", needs_all=False) as ranks:
+            assert (ranks.role, ranks.ranks) == (Role.LATE, [0])
             say(f"{word} {rank}")
-            assert participation.status is not None
-            return participation.status.finish()
+            return ranks.finish()
 
     for error in (None, OSError(28, "No space left on device")):
         word = "late for an error" if error else "late"
@@ -123,7 +141,7 @@ def _come_late(rank: int, world_size: int) -> None:
             with pytest.raises(RankFailedError, match=r"Rank 0 failed, .*No space left on device"):
                 follow(word)
         dist.barrier()
-    # What is late for an operation of one rank, and needs all, is the next operation.
+    # What is late for a session of one rank, and needs all, is the next session.
     if rank == 0:
         lead(b"mine", None)
     else:
@@ -154,10 +172,10 @@ def _miss(rank: int, world_size: int) -> None:
         with pytest.raises(
             RankMissingError, match=rf"Rank {world_size - 1} did not arrive within {seconds:g} s"
         ) as caught:
-            _take_part("/missed", needs_all=True, patience_seconds=seconds)
+            _take_part("/missed", needs_all=True, timeout_seconds=seconds)
         assert caught.value.rank == world_size - 1
     dist.barrier()
-    if rank == world_size - 1:  # it comes to an operation that is over: this is the next one
+    if rank == world_size - 1:  # it comes to a session that is over: this is the next one
         assert _take_part("/missed", b"mine", wait_seconds=0.1) == ("leader", [rank], b"mine")
     dist.barrier()
     assert _take_part("/missed", b"all", needs_all=True) == (_role(rank), list(range(world_size)), b"all")
@@ -192,14 +210,13 @@ def _miss_for_the_timeout_of_the_group(rank: int, world_size: int) -> None:
 
 
 def _fail(rank: int, world_size: int) -> None:
-    """An error of one rank after it joined; the next operation works."""
+    """An error of one rank after it joined; the next session works."""
 
     def save() -> None:
-        with gather_participants("/failed", needs_all=True) as participation:
+        with session("/failed", needs_all=True) as ranks:
             if rank == 1:
                 raise KeyboardInterrupt
-            assert participation.status is not None
-            participation.status.meet("written")
+            ranks.meet("written")
 
     with pytest.raises(KeyboardInterrupt if rank == 1 else RankFailedError):
         save()
@@ -245,7 +262,7 @@ def _die(rank: int) -> None:
     """Rank 3 dies before it comes, rank 2 while it waits for others, rank 1 once it has joined; rank 0 goes on."""
 
     def save() -> None:
-        _take_part("/die", needs_all=True, patience_seconds=NEVER_SECONDS, wait_seconds=1)
+        _take_part("/die", needs_all=True, timeout_seconds=NEVER_SECONDS, wait_seconds=1)
 
     dist.barrier()
     if rank == 3:
@@ -260,19 +277,18 @@ def _die(rank: int) -> None:
         save()
     assert caught.value.rank == 2, str(caught.value)
     assert "had stopped sending heartbeats" in str(caught.value)
-    # What needs nobody goes on, once both are here again: who keeps an operation stays a second for those who look.
-    with SaveStatus("here", [0, 1], rank) as status:
-        status.meet("here")
+    # What needs nobody goes on, once both are here again: who keeps a session stays a second for those who look.
+    with Session("here", [0, 1], rank) as ranks:
+        ranks.meet("here")
     assert _take_part("/plain", b"saved", wait_seconds=DEATH_SECONDS) == (_role(rank), [0, 1], b"saved")
     with (
         pytest.raises(RankFailedError) as caught,
-        gather_participants("/plain", needs_all=False, wait_seconds=DEATH_SECONDS) as participation,
+        session("/plain", needs_all=False, wait_seconds=DEATH_SECONDS) as ranks,
     ):
-        assert participation.members == [0, 1]
-        assert participation.status is not None
+        assert ranks.ranks == [0, 1]
         if rank == 1:
             _die_here()
-        participation.status.meet("written")
+        ranks.meet("written")
     assert caught.value.rank == 1, str(caught.value)
     assert _take_part("/plain", b"alone", wait_seconds=1) == ("leader", [0], b"alone")
     os._exit(0)
@@ -295,7 +311,7 @@ def _die_on_the_way(rank: int) -> None:
         if rank == 1:
             _die_here()
     with pytest.raises(RankMissingError, match="Rank 1 had stopped sending heartbeats, and did not arrive") as caught:
-        _take_part("/way", needs_all=True, patience_seconds=NEVER_SECONDS, wait_seconds=1)
+        _take_part("/way", needs_all=True, timeout_seconds=NEVER_SECONDS, wait_seconds=1)
     assert caught.value.rank == 1
     end_with(rank, 0, 2)
 
@@ -312,7 +328,7 @@ def _die_between(rank: int) -> None:
     if rank == 1:
         _die_here()
     with pytest.raises(RankMissingError, match="Rank 1 had stopped sending heartbeats, and did not arrive") as caught:
-        _take_part("/between", needs_all=True, patience_seconds=NEVER_SECONDS, wait_seconds=1)
+        _take_part("/between", needs_all=True, timeout_seconds=NEVER_SECONDS, wait_seconds=1)
     assert caught.value.rank == 1
     os._exit(0)
 
@@ -339,13 +355,13 @@ def _lose_the_first(rank: int) -> None:
     else:
         end_with(rank, 0)
     with pytest.raises(RankFailedError, match="its process has ended") as caught:
-        _take_part("/first", needs_all=True, patience_seconds=NEVER_SECONDS)
+        _take_part("/first", needs_all=True, timeout_seconds=NEVER_SECONDS)
     assert caught.value.rank == 1, str(caught.value)
     assert _take_part("/first", b"mine", wait_seconds=0.5) == ("leader", [0], b"mine")
     end_with(rank)
 
 
-def test_the_death_of_the_first_to_come_ends_the_operation_for_all(tmp_path: Path) -> None:
+def test_the_death_of_the_first_to_come_ends_the_session_for_all(tmp_path: Path) -> None:
     ends = run_ranks(tmp_path, 3, _lose_the_first, ports=(free_port(),))
 
     assert [end.status for end in ends] == [0, -9, 0], "\n".join(end.words for end in ends)

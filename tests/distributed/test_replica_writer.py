@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 import hfshard
-from hfshard.distributed.rendezvous import SaveStatus
+from hfshard.distributed.rendezvous import Session
 from hfshard.distributed.replica_writer import ReplicaWriter
-from hfshard.distributed.save_on_ranks import save_here_or_on_ranks
+from hfshard.distributed.save_on_ranks import save_together
 from hfshard.errors import RankFailedError
 from hfshard.saving.save_request import SaveOptions, SaveRequest
 from hfshard.shards.write_shards import WriteJob
@@ -97,7 +97,7 @@ def fail_on_one(rank: int, place: Path) -> None:
     before = digests_in(place / "out")
     expected: type[BaseException] = ZeroDivisionError if rank == 1 else RankFailedError
     with pytest.raises(expected, match="a tensor that can't be read") as caught:
-        save_here_or_on_ranks(request, place / "out")
+        save_together(request, str(place / "out"))
     assert "The outcome is unknown" not in str(caught.value)
     dist.barrier()
     assert digests_in(place / "out") == before
@@ -115,17 +115,17 @@ def write_on_two_nodes(rank: int, place: Path) -> None:
     (place / f"node {rank}" / "staging").mkdir(parents=True)
     os.chdir(place / f"node {rank}")
     tensors = {"a": torch.zeros(4), "b": torch.ones(4)}
-    with SaveStatus("save", range(2), rank) as status:
-        writer = ReplicaWriter(status, tensors)
+    with Session("save", range(2), rank) as ranks:
+        writer = ReplicaWriter(ranks, tensors)
         if rank == 1:
             writer.follow()
-            status.finish()
+            ranks.finish()
             assert os.listdir("staging") == []
             return
         jobs = [WriteJob(f"staging/{name}", {name: tensor}, {}) for name, tensor in tensors.items()]
         digests = writer.write(jobs, "xxh3", None)
         writer.confirm()
-        status.finish()
+        ranks.finish()
     assert sorted(os.listdir("staging")) == ["a", "b"]
     assert [digest.size for digest in digests] == [os.path.getsize(f"staging/{name}") for name in "ab"]
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import hfshard
-from hfshard.distributed.save_on_ranks import save_here_or_on_ranks
+from hfshard.distributed.save_on_ranks import save_together
 from hfshard.errors import (
     HfshardError,
     InvalidArgumentError,
@@ -36,7 +36,7 @@ ROWS = 3 << 19
 def save(place: Path, tensors: dict[str, Any], **options: Any) -> None:
     """Save rows that are spread over the ranks, and what only this rank has."""
     request = SaveRequest(tensors=rows() | tensors, options=SaveOptions(max_shard_size="13MB", **options))
-    save_here_or_on_ranks(request, place)
+    save_together(request, str(place))
 
 
 def rows() -> dict[str, Any]:

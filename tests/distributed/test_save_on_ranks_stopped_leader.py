@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import hfshard
-from hfshard.distributed.rendezvous import gather_participants
+from hfshard.distributed.rendezvous import session
 from hfshard.distributed.save_on_ranks import save_on_ranks
 from hfshard.errors import RankFailedError
 from hfshard.saving.save_request import SaveOptions, SaveRequest
@@ -31,9 +31,8 @@ def save(place: Path, value: float, check: Callable[[], None]) -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     spread = distribute_tensor(torch.full((8,), value), mesh, [Shard(0)], src_data_rank=None)
     request = SaveRequest(tensors={"w": spread}, options=SaveOptions(checksum=None))
-    with gather_participants(str(place), needs_all=True, death_seconds=DEATH_SECONDS) as participation:
-        assert participation.status is not None
-        save_on_ranks(request, str(place), participation.status, check)
+    with session(str(place), needs_all=True, death_seconds=DEATH_SECONDS) as ranks:
+        save_on_ranks(request, str(place), ranks, check)
 
 
 def stop_before_the_commit(rank: int) -> Callable[[], None]:

@@ -12,8 +12,9 @@ from torch import nn
 
 from hfshard.distributed import layout
 from hfshard.distributed.layout import MeshLayout, Placement
-from hfshard.distributed.spread_tensor import SpreadTensor, has_spread, with_spread_tensors
+from hfshard.distributed.spread_tensor import SpreadTensor, with_spread_tensors
 from hfshard.errors import UnstorableTensorError
+from hfshard.tensors.state_dict import has_spread
 from hfshard.tensors.stored_tensor import check_storable
 from tests.distributed.gloo import check_ranks
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +19,7 @@ import hfshard
 from hfshard.errors import SaveDirectoryError, UnstorableTensorError
 from hfshard.models.module_weights import save_module
 from hfshard.saving.save_request import SaveOptions
+from tests.helpers.tiny_bert import bert
 
 
 @pytest.fixture
@@ -88,3 +93,45 @@ def test_a_module_that_cannot_be_stored_leaves_no_directory_and_files_stay(model
         save_module(model, str(tmp_path / "file"), None, SaveOptions())
 
     assert os.listdir(tmp_path) == ["file"] and (tmp_path / "file").read_text() == "mine"
+
+
+def _entered(call: Callable[[], object]) -> set[str]:
+    """The files of the package that have code which a call runs, in any thread."""
+    package = os.path.dirname(hfshard.__file__)
+    found = set()
+
+    def note(frame: Any, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(package):
+            found.add(os.path.relpath(frame.f_code.co_filename, package))
+
+    before, before_in_threads = sys.getprofile(), threading.getprofile()
+    sys.setprofile(note)
+    threading.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+        threading.setprofile(before_in_threads)
+    return found
+
+
+def test_a_process_alone_enters_no_file_for_several_ranks(model: nn.Linear, tmp_path: Path) -> None:
+    tensors = dict(model.state_dict())
+    hfshard.save_state_dict(tensors, tmp_path / "out")
+    state = hfshard.training.TrainingState(model=model)
+    transformers_model = bert(1.0)
+    with hfshard.CheckpointManager(tmp_path / "run", progress=False) as manager:
+        calls: dict[str, Callable[[], object]] = {
+            "save_state_dict": lambda: hfshard.save_state_dict(tensors, tmp_path / "out"),
+            "save_model": lambda: hfshard.save_model(model, tmp_path / "model"),
+            "save_pretrained": lambda: transformers_model.save_pretrained(tmp_path / "bert"),
+            "load_state_dict": lambda: hfshard.load_state_dict(tmp_path / "out"),
+            "CheckpointManager.save": lambda: manager.save(1, state),
+        }
+        for call in calls.values():  # imports run code of every file
+            call()
+        entered = {name: _entered(call) for name, call in calls.items()}
+
+    assert all(entered.values())
+    found = {name: [file for file in files if file.startswith("distributed")] for name, files in entered.items()}
+    assert found == {name: [] for name in calls}

@@ -37,7 +37,7 @@ from hfshard.training.integrations.accelerate import BatchShare
 from hfshard.training.manager import CheckpointManager
 from hfshard.training.run.find_checkpoint import folder_at
 from hfshard.training.run.push_run import checked_at
-from hfshard.training.run_ranks import Ranks
+from hfshard.training.run_ranks import meet_for
 from hfshard.training.state.rng import rng_state, set_rng_state
 from hfshard.training.state.training_state import TrainingState
 
@@ -164,7 +164,7 @@ class CheckpointCallback(TrainerCallback):
             RankFailedError: The first process failed, on the others; or a process died or did not call.
         """
         manager, _ = self._attached()
-        with Ranks.meeting("latest") as ranks:
+        with meet_for("latest") as ranks:
             step = ranks.first(lambda: manager.latest_step(verify="full"))
         self._verified = None if step is None else manager.path_of(step)
         return self._verified
@@ -315,8 +315,8 @@ class CheckpointCallback(TrainerCallback):
             control.should_save = True
             self._is_save_deferred = False
         if control.should_training_stop:
-            with Ranks.meeting("training stops") as ranks:
-                ranks.on_each(self._attached()[0].wait_until_finished)
+            with meet_for("training stops") as ranks:
+                ranks.each(self._attached()[0].wait_until_finished)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -526,11 +526,11 @@ def download_checkpoint(place: Place, manager: CheckpointManager, args: Training
         DamagedCheckpointError: The checkpoint is damaged.
         RankFailedError: Another rank has one of these errors.
     """
-    with Ranks.meeting("resume_from_checkpoint") as ranks:
+    with meet_for("resume_from_checkpoint") as ranks:
         path = ranks.first(lambda: _fetched(place, manager, args))
         if path is None:
             return None
-        return ranks.on_each(lambda: path if os.path.isdir(path) else _fetched(place, manager, args))
+        return ranks.each(lambda: path if os.path.isdir(path) else _fetched(place, manager, args))
 
 
 def _fetched(place: Place, manager: CheckpointManager, args: TrainingArguments) -> str | None:

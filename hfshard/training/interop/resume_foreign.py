@@ -10,6 +10,7 @@ from typing import Any, Final
 import torch
 
 from hfshard._util.text import shorten_list
+from hfshard.distributed.rendezvous import Session
 from hfshard.errors import (
     CheckpointChangedError,
     DamagedCheckpointError,
@@ -33,7 +34,7 @@ from hfshard.training.restoring.part_planner import (
     unsaved_components,
 )
 from hfshard.training.run.find_checkpoint import Level
-from hfshard.training.run_ranks import Ranks, is_spread_state
+from hfshard.training.run_ranks import is_spread_state
 from hfshard.training.state.nested import NotStored
 from hfshard.training.state.reordering import find_in
 from hfshard.training.state.rng import Gradients, check_rng_state, set_rng_state
@@ -52,7 +53,7 @@ def resume_foreign(
     keys: Mapping[str, str] | None,
     strict: bool,
     verify: Level,
-    ranks: Ranks,
+    session: Session,
     must_be_signed: bool = False,
 ) -> RestoredStep | None:
     """Restore another program's checkpoint. Every rank must call, and must see the same files.
@@ -62,7 +63,7 @@ def resume_foreign(
         place: The requested place; the first rank's decides whether it is another program's.
         keys: Name of a part -> where its state is; None: under the usual keys.
         strict, verify: As in `CheckpointManager.restore`.
-        ranks: This process among those that restore.
+        session: That of the ranks that restore.
         must_be_signed: Reject it, because such files have no signature to check.
 
     Returns:
@@ -74,7 +75,7 @@ def resume_foreign(
         RankFailedError: Another rank has one of these errors; nothing was changed.
     """
     reader = reader_of(place)
-    is_foreign = ranks.all_of(reader is not None)
+    is_foreign = session.all_of(reader is not None)
     if not any(is_foreign):
         if keys is not None:
             raise InvalidArgumentError(
@@ -82,14 +83,14 @@ def resume_foreign(
             )
         return None
     differing = InvalidArgumentError(f"All ranks must restore the same place, but this one got {place!r:.500}.")
-    ranks.agree(None if all(is_foreign) else differing)
+    session.agree(None if all(is_foreign) else differing)
     if must_be_signed:
         raise InvalidArgumentError(
             f"public_key is only for hfshard checkpoints, but {place!r:.500} is another program's. Check it with "
             "model_signing verify, and leave out the key."
         )
     with torch.inference_mode(False):  # what is restored will be trained
-        return _resume(state, place, reader, keys or {}, ranks, strict=strict, verify=verify)
+        return _resume(state, place, reader, keys or {}, session, strict=strict, verify=verify)
 
 
 def _resume(
@@ -97,23 +98,23 @@ def _resume(
     path: str,
     reader: Reader | None,
     keys: Mapping[str, str],
-    ranks: Ranks,
+    session: Session,
     *,
     strict: bool,
     verify: Level,
 ) -> RestoredStep:
     assert reader is not None  # every rank has one
-    is_spread = any(ranks.all_of(ranks.on_each(lambda: is_spread_state(state))))
-    stage = find_stage(state, ranks)
+    is_spread = any(session.all_of(session.each(lambda: is_spread_state(state))))
+    stage = find_stage(state, session)
     is_stage = stage is not None and stage.names.own != stage.names.everywhere
-    if any(ranks.all_of(is_spread or is_stage)):
+    if any(session.all_of(is_spread or is_stage)):
         raise InvalidArgumentError(
             f"'{path}' is another program's checkpoint, but the model is spread over ranks. Restore it in one process, "
             "with the whole model: manager.restore(state, path); manager.save(step, state). Then restore that step on "
             "all ranks.",
             path=path,
         )
-    request = ForeignRequest(state.kinds, keys, strict, verify, ranks.rank, ranks.world_size)
+    request = ForeignRequest(state.kinds, keys, strict, verify, session.position, session.world_size)
 
     def planned() -> tuple[ForeignCheckpoint, Restoration, str]:
         foreign = with_positions(reader(path, request), state)
@@ -121,8 +122,8 @@ def _resume(
         foreign.confirm()
         return foreign, restoration, foreign.fingerprint()
 
-    foreign, restoration, fingerprint = ranks.on_each(planned)
-    if len(set(ranks.all_of(fingerprint))) > 1:
+    foreign, restoration, fingerprint = session.each(planned)
+    if len(set(session.all_of(fingerprint))) > 1:
         raise CheckpointChangedError(
             f"The ranks see different files in '{path}'. Nothing was restored. Make all ranks see the same files.",
             path=path,
@@ -131,7 +132,7 @@ def _resume(
         logger.warning("%s", difference)
     if restoration.lacking:
         logger.warning("'%s' lacks %s.", path, shorten_list(restoration.lacking, _SHOWN))
-    restoration.apply(ranks)
+    restoration.apply(session)
     return _restored(foreign, restoration)
 
 

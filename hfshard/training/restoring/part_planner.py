@@ -16,6 +16,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from hfshard._util.threads import delay_interrupt
 from hfshard.checkpoint.into_module import match_names, reject_expanded
+from hfshard.distributed.rendezvous import Session
 from hfshard.errors import StateDictMismatchError
 from hfshard.tensors.parameter_names import unwrap
 from hfshard.tensors.state_dict import (
@@ -27,7 +28,7 @@ from hfshard.tensors.state_dict import (
     reject_offloaded,
 )
 from hfshard.training.data.external_loader import LoaderTracker
-from hfshard.training.run_ranks import ALONE, Ranks, stage_digest
+from hfshard.training.run_ranks import stage_digest
 from hfshard.training.state.optimizer import group_names, link_inner_optimizers, plan_optimizer, reject_sharded_state
 from hfshard.training.state.pending_loads import PendingLoad, StatefulLoad
 from hfshard.training.state.reordering import (
@@ -64,7 +65,7 @@ class Restoration:
     trackers: list[LoaderTracker] = field(default_factory=list)
     """Loaders of other libraries: their next `iter()` draws random numbers, after which the RNG is restored again."""
 
-    def apply(self, ranks: Ranks = ALONE) -> None:
+    def apply(self, session: Session) -> None:
         """Load everything on all ranks, the random number generators last. Every rank must call.
 
         Raises:
@@ -73,8 +74,8 @@ class Restoration:
             KeyboardInterrupt: Ctrl-C was pressed during the load, and everything is restored: all of it was in memory.
         """
         with delay_interrupt():
-            load_all(self.objects, self.pending_loads, self.directory, ranks)
-            with all_or_nothing(ranks):
+            load_all(self.objects, self.pending_loads, self.directory, session)
+            with all_or_nothing(session):
                 for parameter in self.without_gradients:
                     parameter.grad = None  # their gradients belong to another step than the resumed one
                 self.set_rng()
@@ -158,7 +159,7 @@ Undo = Callable[[], None]
 
 
 def load_all(
-    objects: Sequence[StatefulLoad], pending_loads: Sequence[PendingLoad], directory: str, ranks: Ranks
+    objects: Sequence[StatefulLoad], pending_loads: Sequence[PendingLoad], directory: str, session: Session
 ) -> None:
     """Load everything on every rank, or nothing on any. Every rank must call.
 
@@ -166,7 +167,7 @@ def load_all(
         objects: The user's own objects.
         pending_loads: The checked loads; those of weights have no undo.
         directory: The checkpoint's directory, for messages.
-        ranks: This process among those that restore.
+        session: That of the ranks that restore.
 
     Raises:
         StateDictMismatchError: An object refused its state.
@@ -174,10 +175,10 @@ def load_all(
     """
     undo: list[Undo] = []
     weights = [one for one in pending_loads if one.undo is None]
-    is_kept = any(ranks.all_of(any(one.may_refuse for one in weights)))
-    with all_or_nothing(ranks, undo):
-        _load_parts(objects, pending_loads, directory, undo, is_last=ranks.world_size == 1 and not is_kept)
-    with all_or_nothing(ranks, undo):
+    is_kept = any(session.all_of(any(one.may_refuse for one in weights)))
+    with all_or_nothing(session, undo):
+        _load_parts(objects, pending_loads, directory, undo, is_last=session.world_size == 1 and not is_kept)
+    with all_or_nothing(session, undo):
         if is_kept:  # weights that nothing can refuse need no copy
             undo += [one.keep() for one in weights if one.keep is not None]
         for one in weights:
@@ -185,11 +186,11 @@ def load_all(
 
 
 @contextmanager
-def all_or_nothing(ranks: Ranks, undo: Sequence[Undo] = ()) -> Iterator[None]:
+def all_or_nothing(session: Session, undo: Sequence[Undo] = ()) -> Iterator[None]:
     """Raise on every rank what the block raises on one, after undoing what was done. Every rank must call.
 
     Args:
-        ranks: This process among those that restore.
+        session: That of the ranks that restore.
         undo: All are called in reverse if a rank fails, even if one of them raises; the block may add to it.
 
     Raises:
@@ -201,7 +202,7 @@ def all_or_nothing(ranks: Ranks, undo: Sequence[Undo] = ()) -> Iterator[None]:
     except BaseException as caught:  # noqa: BLE001 - raised by `agree`, when all ranks know
         error = caught
     try:
-        ranks.agree(error)
+        session.agree(error)
     except BaseException:
         for put_back in reversed(undo):
             try:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from hfshard.checkpoint.folder import Folder
 from hfshard.constants import MAX_INDEX_BYTES
+from hfshard.distributed.rendezvous import Session
 from hfshard.errors import DamagedCheckpointError, HfshardError
 from hfshard.format.file_names import MODEL_BASE
 from hfshard.format.strict_json import parse_json_object
@@ -31,7 +32,6 @@ from hfshard.training.restoring.part_planner import (
 from hfshard.training.restoring.read_state import ReadPart, part_reader
 from hfshard.training.run.manifest import CheckpointManifest
 from hfshard.training.run.run_storage import TRAINING_STATE
-from hfshard.training.run_ranks import ALONE, Ranks
 from hfshard.training.state.collect_state import STATE_BASE, TRAINING_STATE_FORMAT
 from hfshard.training.state.nested import decode, tensor_names
 from hfshard.training.state.rng import Gradients, check_rng_state, reject_unreduced, seed_from_state, set_rng_state
@@ -48,7 +48,7 @@ def plan_restoration(
     manifest: CheckpointManifest,
     *,
     strict: bool,
-    ranks: Ranks = ALONE,
+    session: Session,
     stage: StageNames | None = None,
     without: Collection[str] = (),
 ) -> Restoration:
@@ -59,7 +59,7 @@ def plan_restoration(
         folder: The checkpoint's folder.
         manifest: The checkpoint's manifest.
         strict: Reject any difference; else what differs stays as it was built, and is reported.
-        ranks: This process among those that restore.
+        session: That of the ranks that restore.
         stage: The names that its modules have, if other ranks have the rest; None: all.
         without: Parts of the checkpoint to leave out; they were removed from the state already.
 
@@ -74,17 +74,17 @@ def plan_restoration(
     path = os.path.join(directory, TRAINING_STATE)
     saved_state = _parse_training_state(folder.read_small(TRAINING_STATE, MAX_INDEX_BYTES), path)
     saved_ranks = saved_state["ranks"]
-    own = saved_ranks[ranks.rank if ranks.rank < len(saved_ranks) else 0]
+    own = saved_ranks[session.position if session.position < len(saved_ranks) else 0]
     components = {**saved_state["components"], **own["components"]}
     saved = {name: entry for name, entry in components.items() if name not in without}
-    match_gradient_kind(state, saved, 1 if "stage" in own else len(saved_ranks), 1 if stage else ranks.world_size)
+    match_gradient_kind(state, saved, 1 if "stage" in own else len(saved_ranks), 1 if stage else session.world_size)
     restoration = Restoration(directory=directory, lacking=tuple(saved_state.get("lacking", ())))
     if restoration.lacking:
         take_converted(state, saved)
     elsewhere = parts_of_other_stages(state, own)
     may_lack = unsaved_components(state) if restoration.lacking else frozenset[str]()
     check_components(state, saved, directory, restoration.differences, elsewhere, strict=strict, may_lack=may_lack)
-    read = part_reader(state, folder, manifest, ranks.rank if ranks.rank < len(saved_ranks) else 0)
+    read = part_reader(state, folder, manifest, session.position if session.position < len(saved_ranks) else 0)
     wanted = None
     if stage is not None:
         saved = stage.of_this_rank(saved, path)
@@ -94,7 +94,7 @@ def plan_restoration(
     planner = _Planner(parts, read, path, tensors, stage, own.get("buffers"))
     if (
         stage is None
-        and len(saved_ranks) != ranks.world_size
+        and len(saved_ranks) != session.world_size
         and ("buffers" in own or any(saved[name].get("kind") != "loader" for name in own["components"].keys() & saved))
     ):
         logger.warning(
@@ -102,7 +102,7 @@ def plan_restoration(
             "ranks get the first one's.",
             directory,
             len(saved_ranks),
-            ranks.world_size,
+            session.world_size,
         )
     common = [
         name
@@ -118,7 +118,7 @@ def plan_restoration(
         restoration.without_gradients = [parameter for module in modules for parameter in module.parameters()]
     if rng is not None or not restoration.lacking:
         check_rng_state(rng, path)
-        restoration.set_rng = _rng_update(rng, len(saved_ranks), ranks, directory)
+        restoration.set_rng = _rng_update(rng, len(saved_ranks), session, directory)
     return restoration
 
 
@@ -180,8 +180,8 @@ def _is_on_accelerators(optimizer: Optimizer) -> bool:
     return all(one.device.type != "cpu" for group in optimizer.param_groups for one in group["params"])
 
 
-def _rng_update(rng: dict[str, Any], saved_ranks: int, ranks: Ranks, directory: str) -> Callable[[], None]:
-    if saved_ranks == ranks.world_size:
+def _rng_update(rng: dict[str, Any], saved_ranks: int, session: Session, directory: str) -> Callable[[], None]:
+    if saved_ranks == session.world_size:
         return lambda: set_rng_state(rng)
 
     def update() -> None:
@@ -190,9 +190,9 @@ def _rng_update(rng: dict[str, Any], saved_ranks: int, ranks: Ranks, directory: 
             "seeded from it, the same way each time.",
             directory,
             saved_ranks,
-            ranks.world_size,
+            session.world_size,
         )
-        seed_from_state(rng, ranks.rank, ranks.world_size)
+        seed_from_state(rng, session.position, session.world_size)
 
     return update
 

@@ -16,6 +16,7 @@ from hfshard._util.arguments import absolute_path
 from hfshard.checkpoint.check_files import check_files
 from hfshard.checkpoint.load_options import SignatureRequirement
 from hfshard.commit.hub_marker import absolute_repo_id
+from hfshard.distributed.rendezvous import Session
 from hfshard.errors import (
     CheckpointChangedError,
     CheckpointNotFoundError,
@@ -37,7 +38,7 @@ from hfshard.training.run.find_checkpoint import (
 from hfshard.training.run.manifest import CheckpointManifest, RunCheckpoint, read_manifest
 from hfshard.training.run.push_run import checked_at
 from hfshard.training.run.run_storage import RunStorage
-from hfshard.training.run_ranks import Ranks, is_spread_state
+from hfshard.training.run_ranks import is_spread_state
 from hfshard.training.state.step import RestoredStep
 from hfshard.training.state.training_state import TrainingState
 
@@ -90,7 +91,7 @@ def resume(
     wanted: int | str | os.PathLike[str] | None = None,
     *,
     strict: bool,
-    ranks: Ranks,
+    session: Session,
     signature: SignatureRequirement | None = None,
     without: Collection[str] = (),
 ) -> RestoredStep | None:
@@ -101,7 +102,7 @@ def resume(
         choose: Called on the first rank, with the paths of checkpoints that were found damaged when they were read.
         wanted: The step or place that this rank requests, which must be the same step on every rank.
         strict: Reject any difference.
-        ranks: This process among those that restore.
+        session: That of the ranks that restore.
         signature: The required signer of every file, which each rank checks; None: no signature is needed.
         without: Parts of the checkpoint that are not restored.
 
@@ -113,30 +114,30 @@ def resume(
         StateDictMismatchError, DamagedCheckpointError, SignatureError: Nothing was changed.
         RankFailedError: Another rank has one of these errors; nothing was changed.
     """
-    wishes = ranks.all_of("a place" if isinstance(wanted, str | os.PathLike) else str(wanted))
+    wishes = session.all_of("a place" if isinstance(wanted, str | os.PathLike) else str(wanted))
     if any(wish != wishes[0] for wish in wishes):
         raise InvalidArgumentError(f"All ranks must restore the same step, got [{', '.join(wishes)}].")
     with torch.inference_mode(False):  # what is restored will be trained
         is_newest = wanted is None
-        return _resume_on_ranks(state, choose, ranks, signature, without, strict=strict, is_newest=is_newest)
+        return _resume_on_ranks(state, choose, session, signature, without, strict=strict, is_newest=is_newest)
 
 
 def _resume_on_ranks(
     state: TrainingState,
     choose: Choose,
-    ranks: Ranks,
+    session: Session,
     signature: SignatureRequirement | None,
     without: Collection[str],
     *,
     strict: bool,
     is_newest: bool,
 ) -> RestoredStep | None:
-    ranks.on_each(lambda: is_spread_state(state))
-    stage = find_stage(state, ranks)
+    session.each(lambda: is_spread_state(state))
+    stage = find_stage(state, session)
     own, names = (state, None) if stage is None else (stage.state, stage.names)
     passed_over: list[str] = []
     for _ in range(_TRIES):
-        chosen_checkpoint = _choose_together(partial(choose, passed_over), ranks)
+        chosen_checkpoint = _choose_together(partial(choose, passed_over), session)
         if chosen_checkpoint is None:
             return None
         checkpoint, manifest = chosen_checkpoint
@@ -144,41 +145,41 @@ def _resume_on_ranks(
         folder = folder_at(checkpoint.path)
         error = None
         try:
-            if not ranks.is_first:
+            if not session.is_leader:
                 checkpoint, manifest = _local_checkpoint(checkpoint, manifest, partial(choose, passed_over))
                 folder = folder_at(checkpoint.path)
             if folder.traits.verifies_reads:
                 check_files(folder, manifest.files, "structure")
             with _all_signed(checkpoint, manifest, signature):
                 restoration = plan_restoration(
-                    own, folder, manifest, strict=strict, ranks=ranks, stage=names, without=without
+                    own, folder, manifest, strict=strict, session=session, stage=names, without=without
                 )
         except Exception as caught:  # noqa: BLE001 - raised by `agree`, when all ranks know
             error = caught
         # The first rank checks after the others have read: a replacement may be why one of them failed.
-        ranks.all_of(error is None)
-        is_replaced = (ranks.is_first or error is None) and has_changed(checkpoint)
-        if any(ranks.all_of(is_replaced)):
+        session.all_of(error is None)
+        is_replaced = (session.is_leader or error is None) and has_changed(checkpoint)
+        if any(session.all_of(is_replaced)):
             continue  # a run that is saving has removed or replaced it
         is_damaged = is_newest and isinstance(error, DamagedCheckpointError) and folder.traits.verifies_reads
-        if not any(ranks.all_of(is_damaged)):
+        if not any(session.all_of(is_damaged)):
             break
         passed_over.append(checkpoint.path)
         if is_damaged:
             logger.warning("Skipped the checkpoint '%s': %s", checkpoint.path, error)
     else:
         error = error or CheckpointChangedError(f"'{checkpoint.path}' was replaced while it was being read. Retry.")
-    ranks.agree(error)
+    session.agree(error)
     for difference in restoration.differences:
         logger.warning("%s", difference)
-    restoration.apply(ranks)
+    restoration.apply(session)
     restored = RestoredStep(manifest.step)
     restored.path = checkpoint.path
     restored.extra = restoration.extra
     restored.metrics = manifest.metrics
     restored.differences = tuple(restoration.differences)
     restored.lacking = restoration.lacking
-    if ranks.is_first:
+    if session.is_leader:
         logger.info("Restored the checkpoint of step %d from '%s'.", manifest.step, checkpoint.path)
     return restored
 
@@ -212,7 +213,7 @@ def _all_signed(
     signed.confirm()
 
 
-def _choose_together(choose: Callable[[], ChosenCheckpoint | None], ranks: Ranks) -> ChosenCheckpoint | None:
+def _choose_together(choose: Callable[[], ChosenCheckpoint | None], session: Session) -> ChosenCheckpoint | None:
     """Have the first rank choose a checkpoint, and return it on every rank."""
     chosen: list[ChosenCheckpoint] = []
 
@@ -224,9 +225,9 @@ def _choose_together(choose: Callable[[], ChosenCheckpoint | None], ranks: Ranks
         checkpoint, manifest = found
         return [checkpoint.path, checkpoint.step, manifest.to_json().decode()]
 
-    shared = ranks.first(told)
+    shared = session.first(told)
     if shared is None:
-        _reject_others(choose, ranks)
+        _reject_others(choose, session)
     if shared is None or chosen:
         return chosen[0] if chosen else None
     path, _, raw = shared
@@ -234,17 +235,17 @@ def _choose_together(choose: Callable[[], ChosenCheckpoint | None], ranks: Ranks
     return RunCheckpoint.of(path, manifest), manifest
 
 
-def _reject_others(choose: Callable[[], ChosenCheckpoint | None], ranks: Ranks) -> None:
+def _reject_others(choose: Callable[[], ChosenCheckpoint | None], session: Session) -> None:
     """Reject a checkpoint that another rank sees if the first one sees none: the run would restart from scratch.
 
     Raises:
         CheckpointNotFoundError: A rank sees one; the message names the rank and the checkpoint.
     """
-    own = None if ranks.is_first else _own_choice(choose)
-    for rank, path in enumerate(ranks.all_of(own)):
+    own = None if session.is_leader else _own_choice(choose)
+    for rank, path in zip(session.ranks, session.all_of(own), strict=True):
         if path is not None:
             raise CheckpointNotFoundError(
-                f"Rank {ranks.number(rank)} found the checkpoint '{path}', but rank {ranks.number(0)} found none "
+                f"Rank {rank} found the checkpoint '{path}', but rank {session.leader} found none "
                 "there. Make all ranks see the run's directory, or copy it to each machine; to train from the "
                 "beginning, pass the managers another directory.",
                 path=path,

@@ -9,12 +9,12 @@ from typing import Any, Final
 
 import torch
 
-from hfshard.distributed.save_on_ranks import whole_tensors
 from hfshard.errors import InvalidArgumentError
 from hfshard.format.digests import Checksum
 from hfshard.format.file_names import MODEL_BASE
 from hfshard.format.strict_json import padded_json
 from hfshard.models.model_kinds import is_pretrained, request_from_model
+from hfshard.models.module_weights import whole_tensors
 from hfshard.saving.save_request import SaveOptions, SaveRequest, request_from_state_dict
 from hfshard.tensors.parameter_names import unwrap
 from hfshard.tensors.state_dict import collect_state_dict, parameter_names

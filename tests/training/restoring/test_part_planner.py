@@ -21,10 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrizations import weight_norm
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from hfshard.distributed.rendezvous import Session
 from hfshard.errors import StateDictMismatchError
 from hfshard.training import CheckpointManager, TrainingState
 from hfshard.training.restoring.part_planner import all_or_nothing, may_refuse
-from hfshard.training.run_ranks import ALONE
 from tests.sweeps.run_states import Counter, Tiny
 from tests.training import ingredients
 from tests.training.fingerprint import flatten
@@ -84,7 +84,11 @@ def test_each_part_is_put_back_though_one_refuses_that_too(caplog: pytest.LogCap
         raise ValueError("not for me either")
 
     undo = [lambda: was_put_back.append("first"), refuse, lambda: was_put_back.append("last")]
-    with caplog.at_level(logging.ERROR), pytest.raises(KeyError, match="weights"), all_or_nothing(ALONE, undo):
+    with (
+        caplog.at_level(logging.ERROR),
+        pytest.raises(KeyError, match="weights"),
+        all_or_nothing(Session.alone(), undo),
+    ):
         raise KeyError("weights")
     assert was_put_back == ["last", "first"]
     assert "Cannot undo the load of a part of the state, which is now mixed: not for me either" in caplog.text
