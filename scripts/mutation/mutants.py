@@ -440,8 +440,8 @@ MUTANTS: Final = (
     Mutant(
         "seeds-of-fewer-ranks",
         "ranks that are fewer than before are seeded anew, not given some of the old states",
-        "    if saved_ranks == ranks.world_size:",
-        "    if saved_ranks >= ranks.world_size:",
+        "    if saved_ranks == session.world_size:",
+        "    if saved_ranks >= session.world_size:",
         ("tests/training/test_run_ranks.py::test_another_number_of_ranks_is_seeded_anew_the_same_way_each_time",),
     ),
     Mutant(
