@@ -92,7 +92,7 @@ def test_the_results_are_of_the_pinned_sources_and_as_intended() -> None:
 
 
 def test_the_readme_has_the_counts_of_the_results() -> None:
-    readme = (REPOSITORY / "hfshard" / "models" / "GUIDE.md").read_text()
+    readme = (REPOSITORY / "scripts" / "upstream" / "README.md").read_text()
 
     assert readme_block(read_results(), INTENDED) in readme
 
@@ -125,6 +125,6 @@ def test_what_all_suites_need_is_said_before_the_first_one_runs(
 
 
 def test_the_readme_says_what_to_install() -> None:
-    readme = (REPOSITORY / "hfshard" / "models" / "GUIDE.md").read_text()
+    readme = (REPOSITORY / "scripts" / "upstream" / "README.md").read_text()
 
     assert f"pip install {' '.join(requirements_of(SUITES.values()))}\n" in readme
