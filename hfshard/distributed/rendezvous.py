@@ -625,7 +625,10 @@ class Session:
         Raises:
             RankFailedError: A rank failed or died, or the collective did.
         """
-        self._watch.await_collective(work, self.ranks, self._watched(), self._timeout_seconds)
+        if self.is_alone:
+            work.wait()
+        else:
+            self._watch.await_collective(work, self.ranks, self._watched(), self._timeout_seconds)
 
     def find_failed_rank(self, error: RuntimeError) -> RankFailedError:
         """Find the rank that made a collective fail: one that reports it, or one that falls silent."""
