@@ -330,7 +330,10 @@ def _open_until_whole(
         except HfshardError as error:
             folder.refresh()
             is_unchanged = before == _token(folder, names, weights_override)
-            if is_unchanged and not isinstance(error, CheckpointChangedError):
+            if isinstance(error, CheckpointChangedError):
+                if error.is_final:
+                    raise
+            elif is_unchanged:
                 raise
             raise ReplacedMeanwhile from error
         checkpoint.weights_override, checkpoint.entry_versions = weights_override, before

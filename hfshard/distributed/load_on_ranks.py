@@ -451,6 +451,7 @@ def attempt_together(
 
     def attempt() -> _Result:
         opened: list[OpenCheckpoint] = []
+        is_done = False
 
         def open_checkpoint() -> OpenCheckpoint:
             opening = open_source(source, how, local, check_beside=check_beside and not is_shared)
@@ -461,11 +462,13 @@ def attempt_together(
 
         try:
             with ExitStack() as stack:
-                return work(open_checkpoint)
+                result = work(open_checkpoint)
+                is_done = True
+                return result
         except CheckpointChangedError as error:
-            if local.folder is None or not opened:
-                error.is_final = True
-            elif error.actual == _CHANGED:  # `meet_unchanged` raised it, as on every rank
+            if local.folder is None or not opened or (is_done and not ranks.is_alone):
+                error.is_final = True  # after the last meeting, the others do not start again
+            elif error.actual is _CHANGED:  # `meet_unchanged` raised it, as on every rank
                 error.path, error.actual = local.folder.path, None
             elif not (ranks.is_alone or error.is_final):
                 ranks.meet(ANY_PLACE, _CHANGED)

@@ -85,6 +85,7 @@ def _inspect(ranks: Session, path: str) -> StagingFolder:
     said = ranks.meet("seen", b"yes" if can_write else b"")
     return StagingFolder(
         path,
+        ranks.leader,
         tuple(rank for rank, answer in said.items() if answer),
         tuple(rank for rank, answer in said.items() if not answer),
     )
@@ -136,6 +137,8 @@ class StagingFolder:
     """A temporary directory for the files of one push."""
 
     path: str
+    owner: int
+    """The rank that created it."""
     seen_by: tuple[int, ...] = ()
     """The ranks that can write there; a rank on another machine may not see it."""
     unseen_by: tuple[int, ...] = ()
@@ -147,9 +150,13 @@ class StagingFolder:
             InvalidArgumentError: It names one.
         """
         if self.unseen_by:
+            problem, need = f"does not see '{self.path}' of rank {self.owner}", "all ranks see"
+            rank = self.unseen_by[0]
+            if self.owner in self.unseen_by:
+                problem, need, rank = f"cannot write into '{self.path}'", "it can write into", self.owner
             raise InvalidArgumentError(
-                f"Rank {self.unseen_by[0]} does not see '{self.path}' of rank {self.seen_by[0]}, the directory for "
-                f"this push's files. Nothing was pushed. {temporary_directory_hint('all ranks see')}",
+                f"Rank {rank} {problem}, the directory for this push's files. Nothing was pushed. "
+                f"{temporary_directory_hint(need)}",
                 path=self.path,
             )
 

@@ -396,7 +396,7 @@ class Session:
     @property
     def is_leader(self) -> bool:
         """True on the leader, which commits."""
-        return self.rank == self.leader
+        return self.rank in self.ranks[:1]
 
     @property
     def role(self) -> Role:

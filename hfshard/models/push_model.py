@@ -222,11 +222,13 @@ def make_model_card(read_old: Callable[[], bytes] | None, tags: Sequence[str]) -
 
 
 def merge_tags(*groups: Iterable[str] | str | None) -> list[str]:
-    """Merge the tags of a card; each group is one tag, several, or None."""
+    """Merge the tags of a card; each group is one tag, several, or None. A card of others may have mappings as tags."""
     tags: list[str] = []
     for group in groups:
-        tags += [group] if isinstance(group, str) else group or ()
-    return list(dict.fromkeys(tags))
+        for tag in [group] if isinstance(group, str) else group or ():
+            if tag not in tags:
+                tags.append(tag)
+    return tags
 
 
 def _to_bytes(card: ModelCard) -> bytes:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from hfshard.distributed.push_together import agree_on_repo, push_together, send, stage, staging_folder
+from hfshard.distributed.push_together import StagingFolder, agree_on_repo, push_together, send, stage, staging_folder
 from hfshard.distributed.rendezvous import Session
 from hfshard.errors import HubError, InvalidArgumentError, RankFailedError
 from hfshard.hub.directory.directory_hub import DirectoryHub
@@ -137,6 +137,12 @@ def push_with_faults(rank: int, place: Path) -> None:
 def test_all_ranks_raise_or_have_pushed(tmp_path: Path) -> None:
     (tmp_path / "temporary").mkdir()
     check_ranks(tmp_path / "ranks", 2, push_with_faults, tmp_path)
+
+
+def test_a_directory_that_the_rank_which_made_it_cannot_write_into_is_named() -> None:
+    folder = StagingFolder("/there", owner=0, seen_by=(), unseen_by=(0, 1))
+    with pytest.raises(InvalidArgumentError, match=r"^Rank 0 cannot write into '/there'.*it can write into"):
+        folder.reject_unseen()
 
 
 def push_and_die(rank: int, place: Path, dying: int) -> None:

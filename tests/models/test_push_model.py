@@ -34,6 +34,7 @@ def test_pickles_are_not_pushed_on_request_either(tmp_path: Path) -> None:
 def test_tags_are_merged_in_their_order() -> None:
     assert merge_tags(None, []) == []
     assert merge_tags("one", ["two", "one"], ("three",)) == ["one", "two", "three"]
+    assert merge_tags([{"base": "bert"}, "x", {"base": "bert"}], "y") == [{"base": "bert"}, "x", "y"]
 
 
 def offloaded(value: float) -> Any:
