@@ -121,17 +121,23 @@ def sleep_unless_cancelled(seconds: float, cancelled: threading.Event | None = N
 
     Args:
         seconds: For how long; with 0, only check.
-        cancelled: The event that ends the sleep; None: the one that `run_in_threads` sets, if this is its thread.
+        cancelled: Another event that ends the sleep.
 
     Raises:
         InterruptedError: Another item failed, or Ctrl-C came.
     """
-    cancelled = cancelled or current_cancellation()
-    if cancelled is None:
+    events = {event for event in (cancelled, current_cancellation()) if event is not None}
+    if not events:
         if seconds:
             time.sleep(seconds)
-    elif cancelled.wait(seconds):
-        raise InterruptedError("another item failed, or Ctrl-C was pressed")
+        return
+    end = time.monotonic() + seconds
+    while not any(event.is_set() for event in events):
+        left = end - time.monotonic()
+        if left <= 0:
+            return
+        next(iter(events)).wait(left if len(events) == 1 else min(left, _LOOK_SECONDS))
+    raise InterruptedError("another item failed, or Ctrl-C was pressed")
 
 
 def current_cancellation() -> threading.Event | None:
@@ -245,7 +251,10 @@ class _Run(Generic[_Item, _Result]):
                 self._results[number] = self._work(item, self._cancelled)
             except BaseException as error:  # noqa: BLE001 - raised by the calling thread
                 with self._lock:
-                    self._error = self._error or error
+                    if self._error is None or (
+                        isinstance(self._error, InterruptedError) and not isinstance(error, InterruptedError)
+                    ):
+                        self._error = error  # the cause, and not what it has cancelled
                 self.stop()
 
     def stop(self) -> None:

@@ -58,6 +58,7 @@ def check_files(
 
     Raises:
         DamagedCheckpointError: A file is missing, or differs from the saved one.
+        CheckpointChangedError, StoreError: In a store, a file was replaced meanwhile, or a request failed.
     """
 
     def compare_one(name: str, cancelled: threading.Event) -> None:
@@ -65,7 +66,8 @@ def check_files(
             compare_file(folder, name, records[name], level, cancellable(progress_callback, cancelled))
 
     with _reporting(on_problem):
-        folder.names()  # reads the index of a save in a store once, before several threads request it
+        if not folder.traits.is_local:
+            folder.names()  # reads the index of a save in a store once, before several threads request it
         run_in_threads(compare_one, sorted(records, key=lambda name: -(records[name].size or 0)), FILES_AT_ONCE)
 
 

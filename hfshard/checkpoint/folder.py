@@ -213,7 +213,12 @@ class LocalFolder(Folder):
 
     def names(self) -> list[str]:
         """List the names of everything directly in the directory."""
-        return sorted(os.listdir(self.path)) if os.path.isdir(self.path) else []
+        if not os.path.isdir(self.path):
+            return []
+        try:
+            return sorted(os.listdir(self.path))
+        except (FileNotFoundError, NotADirectoryError):  # it was removed meanwhile
+            return []
 
     def has(self, name: str) -> bool:
         """Return whether there is anything of this name, links that lead nowhere included."""
@@ -227,7 +232,11 @@ class LocalFolder(Folder):
         except OSError:
             return File(name, 0, None) if os.path.lexists(path) else None
         size = status.st_size if stat.S_ISREG(status.st_mode) else 0
-        return File(name, size, identity_of(status), datetime.fromtimestamp(status.st_mtime, UTC))
+        try:
+            modified = datetime.fromtimestamp(status.st_mtime, UTC)
+        except (ValueError, OverflowError, OSError):  # file systems have years that datetime does not
+            modified = None
+        return File(name, size, identity_of(status), modified)
 
     def read_small(self, name: str, limit: int) -> bytes:
         """Read a text file; see `safe_open.read_small`."""
@@ -605,12 +614,19 @@ class StoreFolder(RangedFolder):
         inlined = self._inlined(name)
         if self._entered is not None and name == self._entered[0]:
             entry = self._listed[self._entered[1].object_name(name)]
-            return File(name, len(inlined or b""), (entry.name, entry.etag, entry.size), entry.put_at)
+            return File(name, len(inlined or b""), self.version(name), entry.put_at)
         entry = self._find(name)
-        version = None if entry is None else (entry.etag, entry.size)
         if inlined is not None:
-            return File(name, len(inlined), version)
-        return None if entry is None else File(name, entry.size, version, entry.put_at)
+            return File(name, len(inlined), self.version(name))
+        return None if entry is None else File(name, entry.size, self.version(name), entry.put_at)
+
+    def version(self, name: str) -> Hashable:
+        """Return the version of a file that is shown, by the listing; no edited copy of a small file is read for it."""
+        if self._entered is not None and name == self._entered[0]:
+            entry = self._listed[self._entered[1].object_name(name)]
+            return entry.name, entry.etag, entry.size
+        entry = self._find(name)
+        return None if entry is None else (entry.etag, entry.size)
 
     def path_of(self, name: str) -> str:
         """Return the address of the object that has, or had, a file's contents."""
@@ -665,7 +681,11 @@ class StoreFolder(RangedFolder):
         self._chosen = max(found, key=lambda one: one[1], default=None)
         if self._chosen is not None and self._chosen[0] == MANIFEST_NAME:
             highest = self._chosen
-            save_id = checkpoint_save(self._listed, self._is_whole)
+            try:
+                save_id = checkpoint_save(self._listed, self._is_whole)
+            except BaseException:
+                self._objects = self._chosen = None  # the next use lists and chooses again
+                raise
             self._chosen = highest if save_id is None else (MANIFEST_NAME, save_id)
 
     def _is_whole(self, save_id: SaveId) -> bool:

@@ -120,7 +120,9 @@ class _Downloader:
                 self._fill(fd, path, file, partial)
                 sync(fd, partial)
             except OSError as error:
-                raise _without_space(error, partial) from error
+                if (explained := _without_space(error, partial)) is error:
+                    raise
+                raise explained from error
             finally:
                 os.close(fd)
             os.replace(partial, self.cache.blob(file))

@@ -6,7 +6,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final, Protocol
@@ -18,7 +18,7 @@ from hfshard.checkpoint.locate import directory_not_found
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
 from hfshard.commit.hub_marker import absolute_repo_id, hub_directory
 from hfshard.constants import BIN_SUFFIX, README, SAFETENSORS_SUFFIX, SIGNATURE_NAME
-from hfshard.disk.byte_source import ByteSource, BytesSource, FileSource, sha256_of_source
+from hfshard.disk.byte_source import ByteSource, BytesSource, FileSource, file_source, sha256_of_source
 from hfshard.disk.safe_open import reject_links_to_outside
 from hfshard.errors import HfshardError, HubError, InvalidArgumentError, RemoteChangedError
 from hfshard.format.file_names import INDEX_FILE, WeightNames
@@ -476,7 +476,7 @@ class FilesOfPlace(Protocol):
         """The place, for messages."""
 
     def contents(self) -> dict[str, ByteSource]:
-        """List the files: path below the place -> contents, of unknown hash."""
+        """List the files: path below the place -> contents; files have no hash yet."""
 
     def open_variant(self, variant: str | None) -> AbstractContextManager[OpenCheckpoint]:
         """Open the checkpoint of a variant, and check its structure."""
@@ -540,8 +540,13 @@ def collect_push_contents(
 
 
 def _with_sha256(content: ByteSource, sha256: str | None) -> ByteSource:
-    """Return contents with their hash, if it is known; bytes in memory know their own."""
-    return replace(content, sha256=sha256) if isinstance(content, FileSource | StoredSource) else content
+    """Return contents with their hash, if it is known; bytes in memory know their own.
+
+    A file on disk gets the size that it has now, as a save may have replaced it between the listing and the opening.
+    """
+    if isinstance(content, FileSource):
+        return file_source(content.path, sha256)
+    return replace(content, sha256=sha256) if isinstance(content, StoredSource) else content
 
 
 class DirectoryFiles:
@@ -567,8 +572,12 @@ class DirectoryFiles:
         folder = LocalFolder(self.place)
         if not folder.exists():
             raise directory_not_found(self.place)
-        paths = (path for path in _paths(self.place) if self._names is None or path in self._names)
-        return {path: folder.source(path) for path in paths}
+        found: dict[str, ByteSource] = {}
+        for path in _paths(self.place):
+            if self._names is None or path in self._names:
+                with suppress(FileNotFoundError):  # another program's temporary file, which is gone
+                    found[path] = folder.source(path)
+        return found
 
     def open_variant(self, variant: str | None) -> AbstractContextManager[OpenCheckpoint]:
         """Open the checkpoint of a variant."""

@@ -90,8 +90,7 @@ def _with_signature(
     there = {name for name in contents if is_signable(name) or name in manifest.digests}
     names, errors = place.compare_names(there)
     recorded = recorded_digests(manifest, names, partial(_index, contents)) if report.ok and is_compared else {}
-    compared = {name for name in recorded if level == "structure" or name in report.files}
-    known = {name: recorded[name] for name in compared}
+    known = {name: digest for name, digest in recorded.items() if name in report.files}  # others were not looked at
     left = {name for name in names - known.keys() if level == "full" or not name.endswith(WEIGHTS_SUFFIXES)}
     total = sum(contents[name].size for name in left)
     with byte_progress("Verifying", total, progress) as progress_callback:

@@ -419,8 +419,8 @@ class Upload:
 
     def _send_part(self) -> None:
         assert self._buffer is not None
-        self._parts.put(PART_MEMORY.lend(self._buffer, self._used))
-        self._buffer = None
+        buffer, self._buffer = self._buffer, None  # first: whatever comes next, it has one owner
+        self._parts.put(PART_MEMORY.lend(buffer, self._used))
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=f"upload {self._name}", daemon=True)
             self._thread.start()
@@ -541,7 +541,8 @@ class BufferPool(ByteBudget):
     def _renew(self) -> None:
         super()._renew()
         self._free: list[mmap] = []
-        self._shares: dict[mmap, ByteShare] = {}
+        self._shares: weakref.WeakKeyDictionary[mmap, ByteShare] = weakref.WeakKeyDictionary()
+        """Bytes of each buffer that is in use; one that is dropped returns them."""
         self._uploads = 0
 
     def join(self) -> None:
@@ -570,8 +571,8 @@ class BufferPool(ByteBudget):
                 self._free.remove(buffer)
             while buffer is None and self._free and self.taken_bytes + sum(map(len, self._free)) > limit:
                 self._free.pop()
-        buffer = buffer or mmap(-1, size)  # not from the heap, which would keep it
-        self._shares[buffer] = share
+            buffer = buffer or mmap(-1, size)  # not from the heap, which would keep it
+            self._shares[buffer] = share
         return buffer
 
     def lend(self, buffer: mmap, used: int) -> memoryview:

@@ -58,6 +58,38 @@ def test_a_thread_that_pauses_ends_with_the_others() -> None:
     sleep_unless_cancelled(0)  # outside of any
 
 
+def test_a_thread_that_pauses_with_an_event_of_its_own_ends_with_the_others_or_by_it() -> None:
+    paused, own = threading.Event(), threading.Event()
+
+    def work(item: int, stop: threading.Event) -> None:
+        if item == 0:
+            paused.set()
+            sleep_unless_cancelled(600, own)
+        assert paused.wait(60)
+        raise HubConnectionError("no")
+
+    with pytest.raises(HubConnectionError):
+        run_in_threads(work, [0, 1], 2)
+    own.set()
+    with pytest.raises(InterruptedError):
+        sleep_unless_cancelled(600, own)
+
+
+def test_the_cause_is_raised_and_not_what_it_has_cancelled() -> None:
+    has_begun = threading.Event()
+
+    def work(item: int, stop: threading.Event) -> None:
+        if item == 0:
+            assert has_begun.wait(60)
+            raise InterruptedError("another item failed")
+        has_begun.set()
+        assert stop.wait(60)
+        raise HubConnectionError("no")
+
+    with pytest.raises(HubConnectionError):
+        run_in_threads(work, [0, 1], 2)
+
+
 def test_a_thread_that_waits_for_a_result_ends_with_the_others() -> None:
     waits = threading.Event()
 

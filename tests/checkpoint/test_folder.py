@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import tempfile
+import threading
 from pathlib import Path
 
 import pytest
@@ -208,3 +211,33 @@ def test_a_file_is_opened_and_passed_on_as_it_is(tmp_path: Path, *, is_local: bo
     assert (source.size, source.sha256) == (len(raw), "ab" * 32)
     with pytest.raises(MissingShardError, match=r"spiece\.txt"):
         folder.open("spiece.txt")
+
+
+def test_a_directory_finds_a_file_of_a_year_that_datetime_has_not() -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as directory:
+        path = Path(directory, "model.safetensors")
+        path.write_bytes(b"12")
+        os.utime(path, (3e11, 3e11))  # 11476, where the file system has it
+        found = LocalFolder(directory).find("model.safetensors")
+        has_year = path.stat().st_mtime < 2e11
+
+    assert found is not None
+    assert (found.size, found.version is None, found.modified is None) == (2, False, not has_year)
+
+
+def test_the_names_of_a_directory_that_is_removed_meanwhile_are_none(tmp_path: Path) -> None:
+    moved = tmp_path / "moved"
+    is_over = threading.Event()
+
+    def move() -> None:
+        while not is_over.is_set():
+            moved.mkdir()
+            moved.rmdir()
+
+    mover = threading.Thread(target=move)
+    mover.start()
+    try:
+        assert {tuple(LocalFolder(str(moved)).names()) for _ in range(3000)} == {()}
+    finally:
+        is_over.set()
+        mover.join()

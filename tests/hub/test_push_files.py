@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hfshard
+from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
 from hfshard.disk.byte_source import BytesSource
 from hfshard.errors import IntegrityError
-from hfshard.format.digests import Checksum
-from hfshard.hub.push_files import detect_variants, foreign_indexes, plan_push, stale_names, unindexed_weights
+from hfshard.format.digests import Checksum, sha256_of
+from hfshard.hub.push_files import (
+    DirectoryFiles,
+    collect_push_contents,
+    detect_variants,
+    foreign_indexes,
+    plan_push,
+    stale_names,
+    unindexed_weights,
+)
 from hfshard.hub.repo import RemoteFile, RepoTree, git_blob_id
 from tests.saving.helpers import flip
 
@@ -170,3 +180,22 @@ def test_shards_of_another_checksum_are_compared_before_they_are_pushed(tmp_path
     flip(tmp_path / "x" / "model-00002-of-00002.safetensors", -1)
     with pytest.raises(IntegrityError, match="model-00002-of-00002"):
         hfshard.push_checkpoint(tmp_path / "x", tmp_path / "hub2")
+
+
+class SavedOver(DirectoryFiles):
+    """A directory into which another process saves between the listing and the opening."""
+
+    def open_variant(self, variant: str | None) -> AbstractContextManager[OpenCheckpoint]:
+        """Save, then open what was saved."""
+        hfshard.save_state_dict({"w": torch.ones(4000)}, self.place)
+        return super().open_variant(variant)
+
+
+def test_a_save_after_the_listing_is_pushed_with_its_own_sizes(tmp_path: Path) -> None:
+    hfshard.save_state_dict({"w": torch.ones(1000)}, tmp_path)
+
+    contents = collect_push_contents(SavedOver(str(tmp_path))).contents
+
+    shard = contents["model.safetensors"]
+    assert shard.size == (tmp_path / "model.safetensors").stat().st_size > 16_000
+    assert shard.sha256 == sha256_of((tmp_path / "model.safetensors").read_bytes())

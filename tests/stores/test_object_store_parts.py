@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 
@@ -52,6 +53,14 @@ def test_a_part_that_is_larger_than_all_there_is_comes_alone(memory: BufferPool)
     memory.give_back_buffer(large)
     waiting.join(60)
     assert taken == [40 * MIB]
+
+
+def test_a_buffer_that_is_dropped_returns_its_bytes(memory: BufferPool) -> None:
+    buffer = memory.take_buffer(8 * MIB)
+    assert memory.taken_bytes == 8 * MIB
+    del buffer
+    gc.collect()
+    assert memory.taken_bytes == 0
 
 
 def test_nothing_is_kept_after_the_last_upload(memory: BufferPool) -> None:

@@ -14,6 +14,7 @@ import torch
 from hfshard._util.addresses import is_store_address
 from hfshard._util.arguments import absolute_path
 from hfshard.checkpoint.check_files import check_files
+from hfshard.checkpoint.folder import Folder
 from hfshard.checkpoint.load_options import SignatureRequirement
 from hfshard.commit.hub_marker import absolute_repo_id
 from hfshard.distributed.rendezvous import Session
@@ -142,12 +143,12 @@ def _resume_on_ranks(
             return None
         checkpoint, manifest = chosen_checkpoint
         restoration = Restoration()
-        folder = folder_at(checkpoint.path)
+        folder: Folder | None = None
         error = None
         try:
             if not session.is_leader:
                 checkpoint, manifest = _local_checkpoint(checkpoint, manifest, partial(choose, passed_over))
-                folder = folder_at(checkpoint.path)
+            folder = folder_at(checkpoint.path)
             if folder.traits.verifies_reads:
                 check_files(folder, manifest.files, "structure")
             with _all_signed(checkpoint, manifest, signature):
@@ -161,7 +162,8 @@ def _resume_on_ranks(
         is_replaced = (session.is_leader or error is None) and has_changed(checkpoint)
         if any(session.all_of(is_replaced)):
             continue  # a run that is saving has removed or replaced it
-        is_damaged = is_newest and isinstance(error, DamagedCheckpointError) and folder.traits.verifies_reads
+        is_remote = folder is not None and folder.traits.verifies_reads
+        is_damaged = is_newest and isinstance(error, DamagedCheckpointError) and is_remote
         if not any(session.all_of(is_damaged)):
             break
         passed_over.append(checkpoint.path)

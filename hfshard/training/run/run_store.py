@@ -81,7 +81,7 @@ Folders = Mapping[str, Mapping[str, StoredObject]]
 
 
 def stored_checkpoint(path: str) -> StoreFolder:
-    """Return the folder of a checkpoint in a store, which shows its newest save; nothing is requested yet."""
+    """Return the folder of a checkpoint in a store, which shows its newest save; no object is requested yet."""
     folder = StoreFolder(open_store(path), path, store_memory_bytes())
     folder.enter(WeightNames())
     return folder
