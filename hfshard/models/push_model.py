@@ -221,9 +221,9 @@ def make_model_card(read_old: Callable[[], bytes] | None, tags: Sequence[str]) -
     return _to_bytes(card)
 
 
-def merge_tags(*groups: Iterable[str] | str | None) -> list[str]:
+def merge_tags(*groups: Iterable[Any] | str | None) -> list[Any]:
     """Merge the tags of a card; each group is one tag, several, or None. A card of others may have mappings as tags."""
-    tags: list[str] = []
+    tags: list[Any] = []
     for group in groups:
         for tag in [group] if isinstance(group, str) else group or ():
             if tag not in tags:
