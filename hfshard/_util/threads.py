@@ -126,18 +126,22 @@ def sleep_unless_cancelled(seconds: float, cancelled: threading.Event | None = N
     Raises:
         InterruptedError: Another item failed, or Ctrl-C came.
     """
-    events = {event for event in (cancelled, current_cancellation()) if event is not None}
+    events = list({event for event in (cancelled, current_cancellation()) if event is not None})
     if not events:
         if seconds:
             time.sleep(seconds)
-        return
+    elif events[0].wait(seconds) if len(events) == 1 else _wait_for_any(events, seconds):
+        raise InterruptedError("another item failed, or Ctrl-C was pressed")
+
+
+def _wait_for_any(events: Sequence[threading.Event], seconds: float) -> bool:
+    """Wait until one of the events is set, or the time is over; return whether one is."""
     end = time.monotonic() + seconds
     while not any(event.is_set() for event in events):
-        left = end - time.monotonic()
-        if left <= 0:
-            return
-        next(iter(events)).wait(left if len(events) == 1 else min(left, _LOOK_SECONDS))
-    raise InterruptedError("another item failed, or Ctrl-C was pressed")
+        if (left := end - time.monotonic()) <= 0:
+            return False
+        events[0].wait(min(left, _LOOK_SECONDS))
+    return True
 
 
 def current_cancellation() -> threading.Event | None:
