@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
+from hfshard._util.context import bound
 from hfshard.errors import InvalidArgumentError
 
 _GIVEN: Final[ContextVar[dist.ProcessGroup | None]] = ContextVar("hfshard_process_group", default=None)
@@ -29,11 +30,8 @@ def among(process_group: dist.ProcessGroup | None) -> Iterator[None]:
     if process_group is None:
         yield
         return
-    token = _GIVEN.set(process_group)
-    try:
+    with bound(_GIVEN, process_group):
         yield
-    finally:
-        _GIVEN.reset(token)
 
 
 def check_process_group(process_group: Any) -> None:
