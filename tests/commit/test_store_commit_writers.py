@@ -47,37 +47,44 @@ SEEDS = range(4)
 
 
 class Turns:
-    """Lets one thread after another go on to its next request, in an order that a seed gives."""
+    """Lets one save after another go on to its next request, in an order that a seed gives.
+
+    A save can have several threads that wait: it puts its small files at once. Each goes on in a turn of its own.
+    """
 
     def __init__(self, count: int, seed: int) -> None:
         self._random = random.Random(seed)
         self._stays = self._random.choice((0, 0.5, 0.9))
         self._condition = threading.Condition()
         self._running = set(range(count))
-        self._waiting: set[int] = set()
-        self._turn: int | None = None
+        self._waiting: dict[object, int] = {}
+        """Each thread that waits -> its save."""
+        self._turn: object = None
         self._last: int | None = None
 
     def take(self, number: int) -> None:
         """Wait for the turn of a thread."""
+        thread = object()
         with self._condition:
-            self._waiting.add(number)
-            self._turn = None
+            self._waiting[thread] = number
             self._choose()
-            self._condition.wait_for(lambda: self._turn == number)
-            self._waiting.discard(number)
+            self._condition.wait_for(lambda: self._turn is thread)
+            del self._waiting[thread]
+            self._turn = None
+            self._choose()  # another thread of this save may be the next
 
     def leave(self, number: int) -> None:
-        """The thread makes no more requests."""
+        """The save makes no more requests."""
         with self._condition:
             self._running.discard(number)
             self._choose()
 
     def _choose(self) -> None:
-        if self._waiting and self._waiting == self._running:
-            stays = self._last in self._waiting and self._random.random() < self._stays
-            self._turn = self._last if stays else self._random.choice(sorted(self._waiting))
-            self._last = self._turn
+        waiting = set(self._waiting.values())
+        if self._turn is None and waiting and waiting == self._running:
+            stays = self._last in waiting and self._random.random() < self._stays
+            self._last = self._last if stays else self._random.choice(sorted(waiting))
+            self._turn = next(thread for thread, number in self._waiting.items() if number == self._last)
             self._condition.notify_all()
 
 
