@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from hfshard._util.addresses import is_store_address, is_store_url
-from hfshard._util.arguments import absolute_path, checked_path_text, wraps_os_errors
+from hfshard._util.arguments import wraps_os_errors
 from hfshard.errors import InvalidArgumentError
 from hfshard.format.digests import Verify
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.places.fetch import fetch_or_export
+from hfshard.places.place import DirectoryPlace, place_to_push, place_to_save
 from hfshard.saving.copy_checkpoint import copy_checkpoint, listed
 
 
@@ -101,27 +101,28 @@ def pull_checkpoint(
         allow_patterns=listed(allow_patterns),
         ignore_patterns=listed(ignore_patterns),
     )
-    if local_dir is not None:
-        local_dir = absolute_path(local_dir, "local_dir")
-    if is_store_url(repo_id):
-        address = checked_path_text(repo_id, "repo_id")
-        return _pull_from_store(address, local_dir, query, verify=verify, progress=progress, overwrite=overwrite)
-    if local_dir is None or not is_store_address(local_dir):
-        return fetch_or_export(repo_id, local_dir, query, verify=verify, progress=progress, overwrite=overwrite)
+    target = None if local_dir is None else place_to_save(local_dir, "local_dir")
+    source = place_to_push(repo_id)
+    if not source.has_revisions:
+        _reject_hub_options(query, source.address)
+        if target is None:
+            raise InvalidArgumentError(
+                f"'{source.address}' is in a store, which has no cache. Pass local_dir, a directory or another address "
+                "(hfshard pull ADDRESS DIR).",
+                path=source.address,
+            )
+        files = source.files(query.subfolder, follow_links=True)
+        return copy_checkpoint(files, target, query, verify=verify, progress=progress, overwrite=overwrite)
+    if target is None or target.traits.is_directory:
+        to = None if target is None else target.address
+        return fetch_or_export(repo_id, to, query, verify=verify, progress=progress, overwrite=overwrite)
     directory = fetch_or_export(repo_id, None, query, verify=verify, progress=progress)
-    return copy_checkpoint(directory, local_dir, query, progress=progress, overwrite=overwrite)
+    files = DirectoryPlace(directory).files(follow_links=True)
+    return copy_checkpoint(files, target, query, progress=progress, overwrite=overwrite)
 
 
-def _pull_from_store(
-    address: str,
-    local_dir: str | None,
-    query: CheckpointQuery,
-    *,
-    verify: Verify,
-    progress: bool | None,
-    overwrite: bool,
-) -> str:
-    address = absolute_path(address, "repo_id")
+def _reject_hub_options(query: CheckpointQuery, address: str) -> None:
+    """Reject options that only a hub has."""
     given = {
         "revision": query.revision,
         "token": query.token,
@@ -135,10 +136,3 @@ def _pull_from_store(
                 f"{name} is for a hub: '{address}' is in a store, which has no revisions and no cache. Leave it out.",
                 path=address,
             )
-    if local_dir is None:
-        raise InvalidArgumentError(
-            f"'{address}' is in a store, which has no cache. Pass local_dir, a directory or another address "
-            "(hfshard pull ADDRESS DIR).",
-            path=address,
-        )
-    return copy_checkpoint(address, local_dir, query, verify=verify, progress=progress, overwrite=overwrite)

@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import os
 
-from hfshard._util.addresses import is_store_address, is_store_url, parse_address
-from hfshard._util.arguments import absolute_path, checked_path_text, wraps_os_errors
-from hfshard.commit.hub_marker import absolute_repo_id
+from hfshard._util.arguments import wraps_os_errors
 from hfshard.errors import InvalidArgumentError
-from hfshard.hub.push_files import (
-    DirectoryFiles,
-    PushOptions,
-    PushRequest,
-    collect_push_contents,
-    push_directory,
-    push_files,
-)
+from hfshard.hub.push_files import PushOptions, PushRequest, collect_push_contents, push_files
 from hfshard.hub.repo import PushResult
-from hfshard.saving.copy_checkpoint import StoreFiles, copy_to_store, without_marks
+from hfshard.places.place import place_to_push, place_to_save
+from hfshard.saving.copy_checkpoint import copy_to_store, without_marks
 
 
 @wraps_os_errors("directory")
@@ -110,21 +102,19 @@ def push_to_place(
     ignore_patterns: list[str] | str | None = None,
 ) -> PushResult:
     """Do what `push_checkpoint` does, with its options as one object."""
-    place = absolute_path(directory, "directory")
+    source = place_to_save(directory, "directory")
+    target = place_to_push(repo_id)
     patterns = {"allow_patterns": allow_patterns, "ignore_patterns": ignore_patterns}
-    if is_store_url(repo_id):
-        target = parse_address(checked_path_text(repo_id, "repo_id"), "repo_id")
-        _reject_commits(options, str(target))
-        files = (
-            StoreFiles(place) if is_store_address(place) else DirectoryFiles(place, follow_links=options.follow_links)
-        )
-        folder = options.folder.rstrip("/")
-        return copy_to_store(files, str(target.joined(folder) if folder else target), options.progress, **patterns)
-    if not is_store_address(place):
-        return push_directory(place, repo_id, options, **patterns)
-    repo_id = absolute_repo_id(repo_id)
-    found = without_marks(collect_push_contents(StoreFiles(place), **patterns))
-    return push_files(PushRequest(contents=found.contents, variants=frozenset(found.indexes), options=options), repo_id)
+    if not target.has_revisions:
+        _reject_commits(options, target.address)
+        below = place_to_save(f"{target.address}/{options.folder}".rstrip("/"), "repo_id")
+        files = source.files(follow_links=options.follow_links)
+        return copy_to_store(files, below, options.progress, **patterns)
+    found = collect_push_contents(source.files(follow_links=options.follow_links), **patterns)
+    if not source.traits.is_directory:
+        found = without_marks(found)
+    request = PushRequest(contents=found.contents, variants=frozenset(found.indexes), options=options)
+    return push_files(request, target.address)
 
 
 def _reject_commits(options: PushOptions, address: str) -> None:

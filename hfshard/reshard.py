@@ -6,11 +6,12 @@ import os
 
 import torch
 
-from hfshard._util.arguments import absolute_path, checked_path_text, wraps_os_errors
+from hfshard._util.arguments import checked_path_text, wraps_os_errors
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
 from hfshard.format.digests import Checksum
 from hfshard.format.index import CheckpointIndex
 from hfshard.hub.resolve import CheckpointQuery
+from hfshard.places.place import place_to_save
 from hfshard.places.source import CheckpointSource
 from hfshard.saving.resharding import reshard_source
 from hfshard.saving.save_request import SaveOptions
@@ -94,7 +95,7 @@ def reshard_checkpoint(
         hfshard.reshard_checkpoint("out", "resharded", "200MB", dtype="bfloat16")
         hfshard.reshard_checkpoint("checkpoint.pth.tar", "converted", key="state_dict")
     """
-    directory = absolute_path(dst, "dst")
+    target = place_to_save(dst, "dst")
     query = CheckpointQuery(
         variant=variant,
         use_safetensors=use_safetensors,
@@ -114,5 +115,5 @@ def reshard_checkpoint(
         progress=progress,
     )
     return reshard_source(
-        source, directory, options, dtype=dtype, low_disk=low_disk, key=key, follow_links=follow_links
+        source, target, options, dtype=dtype, low_disk=low_disk, key=key, follow_links=follow_links
     ).index

@@ -66,7 +66,7 @@ def check_files(
             compare_file(folder, name, records[name], level, cancellable(progress_callback, cancelled))
 
     with _reporting(on_problem):
-        if not folder.traits.is_local:
+        if not folder.traits.is_directory:
             folder.names()  # reads the index of a save in a store once, before several threads request it
         run_in_threads(compare_one, sorted(records, key=lambda name: -(records[name].size or 0)), FILES_AT_ONCE)
 
@@ -98,11 +98,11 @@ def compare_file(
     Raises:
         DamagedCheckpointError, UnsafePathError: It is missing, or differs from the saved one.
     """
-    if not folder.traits.is_local:  # by the listing, without a request
+    if not folder.traits.is_directory:  # by the listing, without a request
         _compare_size(folder, name, record)
     if not name.endswith(SAFETENSORS_SUFFIX):
         _compare_contents(folder, name, record)
-    elif folder.traits.is_local or level in FULL:
+    elif folder.traits.is_directory or level in FULL:
         shard = folder.open_shard(name)
         try:
             compare_shard(shard, record, level, progress_callback, keep_cached=True, stated=True)
@@ -219,7 +219,7 @@ def retry_if_replaced(work: Callable[[], _Result], traits: Traits, path: str, to
         except ReplacedMeanwhile as signal:
             cause = signal.__cause__
         except CheckpointChangedError as error:
-            if traits.is_local or error.is_final or attempt == traits.retries - 1:
+            if traits.is_directory or error.is_final or attempt == traits.retries - 1:
                 error.is_final = True
                 raise
             logger.info("%s Starting again.", error)

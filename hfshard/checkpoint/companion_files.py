@@ -8,17 +8,14 @@ import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from hfshard._util.addresses import is_store_address
 from hfshard._util.progress import ProgressCallback
 from hfshard.constants import ADAPTER_CONFIG_NAME, COPY_BYTES, MAX_COMPANION_BYTES, README, WEIGHTS_SUFFIXES
-from hfshard.disk.byte_source import ByteSource, FileSource, contents_equal, file_source
+from hfshard.disk.byte_source import ByteSource, contents_equal
 from hfshard.disk.fsops import copy_mode, sync
 from hfshard.disk.safe_open import open_regular
 from hfshard.errors import SaveDirectoryError
 from hfshard.format.file_names import INDEX_FILE
 from hfshard.format.stored_save import objects_of_saves
-from hfshard.stores.open_store import open_store
-from hfshard.stores.store import StoredSource
 
 logger = logging.getLogger(__name__)
 
@@ -127,36 +124,3 @@ def reject_companion_conflicts(
                 "which would replace it. Move it away, or pass another directory.",
                 path=f"{directory}/{name}",
             )
-
-
-# Companion files of a checkpoint that is saved elsewhere, and the existing files that they would replace.
-
-
-def list_companions(place: str, but: Collection[str]) -> dict[str, ByteSource]:
-    """List the files directly in a directory or a store that go along with the checkpoint there.
-
-    Args:
-        place: A directory, or an address.
-        but: Names to leave out.
-    """
-    if not is_store_address(place):
-        return dict(list_companion_files(place, but))
-    store = open_store(place)
-    listed = store.list_objects()
-    names = [name for name in listed.keys() - objects_of_saves(listed) if is_companion_name(name, but)]
-    found = {name: StoredSource(store, listed[name]) for name in sorted(names)}
-    return {name: source for name, source in found.items() if is_small_enough_to_copy(f"{place}/{name}", source.size)}
-
-
-def names_in_use(place: str, names: Collection[str]) -> dict[str, ByteSource]:
-    """List the existing files of these names in a directory or a store."""
-    if not is_store_address(place):
-        paths = {name: os.path.join(place, name) for name in names}
-        return {name: _contents_of(path) for name, path in paths.items() if os.path.lexists(path)}
-    store = open_store(place)
-    return {name: StoredSource(store, found) for name, found in store.list_objects().items() if name in names}
-
-
-def _contents_of(path: str) -> ByteSource:
-    """Return the contents of an existing file; a folder or a broken link has size -1, which equals nothing."""
-    return file_source(path) if os.path.isfile(path) else FileSource(path, size=-1)

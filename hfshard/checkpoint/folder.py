@@ -8,11 +8,13 @@ import os
 import stat
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Hashable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple
 
 from hfshard._util.threads import run_in_threads
+from hfshard.checkpoint.companion_files import is_companion_name, is_small_enough_to_copy, list_companion_files
 from hfshard.constants import (
     ADAPTER_CONFIG_NAME,
     CONFIG_NAME,
@@ -24,7 +26,7 @@ from hfshard.constants import (
     REPLACED_WAIT_SECONDS,
     SAFETENSORS_SUFFIX,
 )
-from hfshard.disk.byte_source import ByteSource, BytesSource, file_source
+from hfshard.disk.byte_source import ByteSource, BytesSource, FileSource, file_source
 from hfshard.disk.safe_open import identity_of, open_regular, read_small
 from hfshard.errors import (
     CheckpointChangedError,
@@ -90,12 +92,21 @@ class File(NamedTuple):
     """Time of the last change, by the clock of the place; None if the place does not record it."""
 
 
+class FoundFile(NamedTuple):
+    """A file that was looked up at one moment, without a listing."""
+
+    version: Hashable
+    """A value that differs between a file and one that replaces it."""
+    contents: ByteSource
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traits:
     """Properties of a folder that decide how it is read."""
 
-    is_local: bool
-    """True for a directory: files can be mapped, and an open file stays what it is."""
+    is_directory: bool
+    """True for a directory of this machine: files can be mapped, locked, and read by other programs, and an open file
+    stays what it is."""
     verifies_reads: bool
     """True if tensors are compared with their checksums while they are read, so that no extra pass is needed."""
     retries: int
@@ -165,6 +176,18 @@ class Folder(ABC):
         """Return the contents of a file, which are read on demand; `sha256` is their hash, if it is known."""
 
     @abstractmethod
+    def companions(self, exclude: Collection[str]) -> dict[str, ByteSource]:
+        """List the files that go along with the checkpoint, as they are now, sorted by name; see `companion_files`."""
+
+    @abstractmethod
+    def existing(self, names: Collection[str]) -> dict[str, ByteSource]:
+        """Return the contents of what has one of these names now; a folder or a broken link equals no contents."""
+
+    @abstractmethod
+    def look_up(self, paths: Collection[str]) -> dict[str, FoundFile]:
+        """Look up files as they are now, here and in folders below; what cannot be read equals no contents."""
+
+    @abstractmethod
     def refresh(self, names: WeightNames | None = None) -> None:
         """List the current files; with `names`, show those of that checkpoint's newest save."""
 
@@ -198,11 +221,21 @@ class Folder(ABC):
         """Log a defect that loses no data of the checkpoint, or raise it: the default."""
         raise error
 
+    def as_stock(self) -> Folder:
+        """Return the folder as transformers reads it, with its tolerance; only a directory can have such defects."""
+        return self
+
+    def describe_plain_weights(self) -> str | None:
+        """Describe weights next to the ones that count; None if there are none, as usual."""
+        return None
+
 
 class LocalFolder(Folder):
     """A directory as a folder. Nothing is kept: each name is inspected on demand."""
 
-    traits = Traits(is_local=True, verifies_reads=False, retries=REPLACED_RETRIES, wait_seconds=REPLACED_WAIT_SECONDS)
+    traits = Traits(
+        is_directory=True, verifies_reads=False, retries=REPLACED_RETRIES, wait_seconds=REPLACED_WAIT_SECONDS
+    )
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -270,12 +303,41 @@ class LocalFolder(Folder):
         """Return the contents of a file, which are read on demand."""
         return file_source(os.path.join(self.path, name), sha256)
 
+    def companions(self, exclude: Collection[str]) -> dict[str, ByteSource]:
+        """List the files, following links; see `list_companion_files`."""
+        return dict(list_companion_files(self.path, exclude))
+
+    def existing(self, names: Collection[str]) -> dict[str, ByteSource]:
+        """Return the contents; those of a folder or a broken link have size -1."""
+        paths = {name: os.path.join(self.path, name) for name in names}
+        return {
+            name: file_source(path) if os.path.isfile(path) else FileSource(path, size=-1)
+            for name, path in paths.items()
+            if os.path.lexists(path)
+        }
+
+    def look_up(self, paths: Collection[str]) -> dict[str, FoundFile]:
+        """Look up files and links; not folders, which a commit rejects."""
+        found = {}
+        for name in paths:
+            path = os.path.join(self.path, name)
+            if os.path.islink(path) or (os.path.exists(path) and not os.path.isdir(path)):
+                is_readable = os.path.isfile(path) and os.access(path, os.R_OK)
+                contents = file_source(path) if is_readable else FileSource(path, size=-1)
+                with suppress(OSError):  # it was removed meanwhile
+                    found[name] = FoundFile(identity_of(os.lstat(path)), contents)
+        return found
+
     def refresh(self, names: WeightNames | None = None) -> None:
         """Do nothing: there is no listing."""
 
     def is_current(self) -> bool:
         """Return True: open files stay what they are."""
         return True
+
+    def as_stock(self) -> Folder:
+        """Return a folder that logs defects."""
+        return StockFolder(self.path)
 
 
 class StockFolder(LocalFolder):
@@ -321,7 +383,7 @@ class RangedFolder(Folder):
     It is listed when that is first needed, and by `refresh`.
     """
 
-    traits = Traits(is_local=False, verifies_reads=True, retries=REMOTE_RETRIES, wait_seconds=_REMOTE_WAIT_SECONDS)
+    traits = Traits(is_directory=False, verifies_reads=True, retries=REMOTE_RETRIES, wait_seconds=_REMOTE_WAIT_SECONDS)
 
     def __init__(self, files: RangeReader, path: str, memory_bytes: int = DEFAULT_MEMORY) -> None:
         """Set up the folder without listing it.
@@ -451,6 +513,28 @@ class RangedFolder(Folder):
         inlined = self._inlined(name)
         return StoredSource(self._files, self._entry(name), sha256) if inlined is None else BytesSource(inlined)
 
+    def companions(self, exclude: Collection[str]) -> dict[str, ByteSource]:
+        """List the files again, without those of saves, and return them as they are."""
+        listed = self._files.list_objects()
+        names = [name for name in listed.keys() - objects_of_saves(listed) if is_companion_name(name, exclude)]
+        return {
+            name: StoredSource(self._files, listed[name])
+            for name in sorted(names)
+            if is_small_enough_to_copy(self._path(name), listed[name].size)
+        }
+
+    def existing(self, names: Collection[str]) -> dict[str, ByteSource]:
+        """List the files again, and return the ones of these names as they are."""
+        listed = self._files.list_objects()
+        return {name: StoredSource(self._files, found) for name, found in listed.items() if name in names}
+
+    def look_up(self, paths: Collection[str]) -> dict[str, FoundFile]:
+        """Look up files by listing their folders again."""
+        folders = sorted({path.rpartition("/")[0] for path in paths})
+        listed = run_in_threads(lambda folder, _: self._files.list_objects(folder), folders, _HEADERS_AT_ONCE)
+        entries = {path: entry for some in listed for path, entry in some.items() if path in paths}
+        return {path: FoundFile(entry, StoredSource(self._files, entry)) for path, entry in entries.items()}
+
     @property
     def _listed(self) -> Mapping[str, Any]:
         """The listed files by their names; of folders below that were listed, by their paths."""
@@ -565,6 +649,13 @@ class StoreFolder(RangedFolder):
         other = StoreFolder(self._store, self.path, self.traits.read_memory_bytes)
         other._objects, other._small = self._listed, self._small
         return other
+
+    def look_up(self, paths: Collection[str]) -> dict[str, FoundFile]:
+        """Look up objects, each by a request."""
+        asked = sorted(paths)
+        entries = run_in_threads(lambda path, _: self._store.find(path), asked, _HEADERS_AT_ONCE)
+        found = {path: entry for path, entry in zip(asked, entries, strict=True) if entry is not None}
+        return {path: FoundFile(entry, StoredSource(self._store, entry)) for path, entry in found.items()}
 
     def neighbors(self) -> list[str]:
         """List the folders next to this one, for a message; none if the store does not allow the listing."""

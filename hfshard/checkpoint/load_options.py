@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from hfshard._util.arguments import check_text_arguments
-from hfshard.checkpoint.folder import StoreFolder
+from hfshard.checkpoint.folder import RangedFolder
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
 from hfshard.errors import InvalidArgumentError
 from hfshard.format.digests import Verify, check_verify_level
@@ -44,7 +44,7 @@ class SignatureRequirement(Protocol):
     def find(self, directory: str, subfolder: str = "", *, has_code: bool = False) -> SignatureCheck:
         """Check the signature, and all files that a load reads along with the weights."""
 
-    def find_in_store(self, folder: StoreFolder, beside: FilesBeside, *, has_code: bool = False) -> SignatureCheck:
+    def find_in_store(self, folder: RangedFolder, beside: FilesBeside, *, has_code: bool = False) -> SignatureCheck:
         """Do the same in a store."""
 
 

@@ -152,7 +152,7 @@ def find_lone_adapter(folder: Folder, names: WeightNames) -> str | None:
 
 def _not_found(folder: Folder, names: WeightNames, looked_for: list[str]) -> CheckpointNotFoundError:
     directory = folder.path
-    is_far = not folder.traits.is_local
+    is_far = not folder.traits.is_directory
     if not is_far and not folder.exists():
         return directory_not_found(directory)
     there = folder.names()

@@ -178,7 +178,7 @@ class OpenCheckpoint:
         folder.refresh()
         now = entry_versions(folder, self.names, self.weights_override)
         # Open files of a directory stay what they are.
-        has_shards = folder.traits.is_local or all(
+        has_shards = folder.traits.is_directory or all(
             folder.version(name) == shard.identity for name, shard in self.shards.items()
         )
         return self.entry_versions == now and has_shards

@@ -132,6 +132,7 @@ def _convert_weights(arguments: argparse.Namespace) -> int:
 
 def _rewrite(arguments: argparse.Namespace, *, use_safetensors: bool | None, low_disk: bool) -> ReshardResult:
     from hfshard.hub.resolve import CheckpointQuery
+    from hfshard.places.place import place_to_save
     from hfshard.places.source import CheckpointSource
     from hfshard.saving.resharding import reshard_source
     from hfshard.saving.save_request import SaveOptions
@@ -154,7 +155,7 @@ def _rewrite(arguments: argparse.Namespace, *, use_safetensors: bool | None, low
     )
     return reshard_source(
         CheckpointSource(arguments.source, query, takes_files=True),
-        arguments.target,
+        place_to_save(arguments.target, "dst"),
         options,
         dtype=arguments.dtype,
         low_disk=low_disk,
@@ -174,10 +175,8 @@ def _has_safetensors(arguments: argparse.Namespace) -> bool:
         local = CheckpointSource(arguments.source, CheckpointQuery(subfolder=arguments.subfolder)).find_local()
         if local is None:
             return False
-        if local.folder is not None:
-            local.folder.refresh()
-        place = local.directory if local.folder is None else local.folder
-        locate_checkpoint(place, WeightNames(arguments.variant), use_safetensors=True)
+        local.folder.refresh()
+        locate_checkpoint(local.folder, WeightNames(arguments.variant), use_safetensors=True)
     except (CheckpointNotFoundError, InvalidArgumentError):
         return False
     return True

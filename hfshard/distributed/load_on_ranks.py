@@ -35,7 +35,8 @@ from hfshard.errors import CheckpointChangedError, HfshardError, InvalidArgument
 from hfshard.format.digests import sha256_of
 from hfshard.format.index import CheckpointIndex
 from hfshard.pickles.pickle_file import PickleFile
-from hfshard.places.source import CheckpointSource, ResolvedSource, open_source, use_checkpoint
+from hfshard.places.place import ResolvedSource
+from hfshard.places.source import CheckpointSource, open_source, use_checkpoint
 from hfshard.shards.ranged_shard import RangedShard
 from hfshard.shards.shard import SafetensorsShard
 from hfshard.shards.shard_file import SafetensorsFile
@@ -410,8 +411,8 @@ def fetch_together(ranks: Session, source: CheckpointSource, progress: bool | No
     if ranks.is_alone:
         return source.fetch(progress)
     local = source.find_local()
-    if local is not None and local.skeleton is not None:
-        local.skeleton.fill()
+    if local is not None and local.mirror is not None:
+        local.mirror.fill()
     told = ranks.meet("source", _snapshot_of(local, source) if local is not None else _cache_of(source))
     if local is not None:
         return _same_snapshot(local, source, told)
@@ -466,7 +467,7 @@ def attempt_together(
                 is_done = True
                 return result
         except CheckpointChangedError as error:
-            if local.folder is None or not opened or (is_done and not ranks.is_alone):
+            if local.traits.is_directory or not opened or (is_done and not ranks.is_alone):
                 error.is_final = True  # after the last meeting, the others do not start again
             elif error.actual is _CHANGED:  # `meet_unchanged` raised it, as on every rank
                 error.path, error.actual = local.folder.path, None
@@ -498,7 +499,7 @@ def use_together(
 
     def open_and_work(open_checkpoint: Callable[[], OpenCheckpoint]) -> _Result:
         result = work(open_checkpoint())
-        if local.folder is not None:
+        if not local.traits.is_directory:
             meet_unchanged(ranks, "read")
         return result
 

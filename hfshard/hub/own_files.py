@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from typing import Final
 
-from hfshard._util.addresses import is_store_address
 from hfshard._util.text import shorten_list
-from hfshard._util.threads import run_in_threads
-from hfshard.checkpoint.folder import RangedFolder
+from hfshard.checkpoint.folder import Folder, FoundFile
 from hfshard.checkpoint.locate import locate_checkpoint
 from hfshard.commit.directory_commit import LOCK_WAIT_SECONDS
 from hfshard.commit.directory_state import read_directory_state
 from hfshard.constants import CONFIG_NAME, GENERATION_CONFIG_NAME, README, SIGNATURE_NAME
-from hfshard.disk.byte_source import ByteSource, FileSource, contents_equal, file_source
+from hfshard.disk.byte_source import ByteSource, contents_equal
 from hfshard.disk.fsops import locked_directory
-from hfshard.disk.safe_open import identity_of
 from hfshard.errors import CheckpointNotFoundError, DamagedCheckpointError, SaveDirectoryError, UnsafePathError
 from hfshard.format.file_names import WeightNames
-from hfshard.stores.open_store import open_store
-from hfshard.stores.store import StoredSource
 
 logger = logging.getLogger(__name__)
 
@@ -45,9 +40,6 @@ _CHAT_TEMPLATES: Final = "additional_chat_templates/"
 _SHOWN: Final = 20
 """Names of files in a message."""
 
-_AT_ONCE: Final = 16
-"""Objects that are requested from a store at once."""
-
 
 class OwnFiles:
     """The user's own files in the target of a pull, compared on construction, before anything is written.
@@ -60,7 +52,7 @@ class OwnFiles:
     rejected too, because the commit would remove them. A README.md stays as it is, and is not rejected.
 
     Args:
-        place: The directory, which may be missing, or the address of a store.
+        folder: The target, a directory, which may be missing, or a place in a store.
         names: File names of the weights to pull.
         new: The other files to pull; name -> contents.
         weights: The weight files, if they are copied as they are; name -> contents.
@@ -71,21 +63,24 @@ class OwnFiles:
 
     def __init__(
         self,
-        place: str,
+        folder: Folder,
         names: WeightNames,
         new: Mapping[str, ByteSource],
         weights: Mapping[str, ByteSource] | None = None,
     ) -> None:
-        self._place = place
-        self._store = open_store(place) if is_store_address(place) else None
+        self._folder = folder
+        self._place = folder.path
         replaces, unnamed = self._look(names)
         own = {name: source for name, source in new.items() if not (replaces and _is_of_a_checkpoint(name))}
         weights = {name: source for name, source in (weights or {}).items() if name in unnamed}
-        taken = self._taken({*own, *weights})
-        differing = {name for name, there in taken.items() if not contents_equal(there, own.get(name) or weights[name])}
+        taken = folder.look_up({*own, *weights})
+        differing = {
+            name for name, there in taken.items() if not contents_equal(there.contents, own.get(name) or weights[name])
+        }
         self.keeps_readme = README in differing
         """Whether an existing README.md has other contents, and stays."""
-        self._before = {name: self._identity(name) for name in own if name not in differing}
+        self._names = [name for name in own if name not in differing]
+        self._before = folder.look_up(self._names)
         unnamed = {name for name in unnamed if name not in weights or name in differing}
         differing -= {README, *unnamed}
         if differing or unnamed:
@@ -94,7 +89,7 @@ class OwnFiles:
             logger.warning(
                 "Keeping '%s/%s', although the checkpoint's differs. Pass overwrite=True (hfshard pull --force) to "
                 "replace it.",
-                place,
+                self._place,
                 README,
             )
 
@@ -104,7 +99,8 @@ class OwnFiles:
         Raises:
             SaveDirectoryError: A file that would be replaced has changed since.
         """
-        changed = [name for name, identity in self._before.items() if self._identity(name) != identity]
+        now = self._folder.look_up(self._names)
+        changed = [name for name in self._names if _version(now, name) != _version(self._before, name)]
         if changed:
             raise SaveDirectoryError(
                 f"{shorten_list(sorted(changed), _SHOWN, quote=True)} in '{self._place}' changed during the pull, "
@@ -114,10 +110,9 @@ class OwnFiles:
 
     def _look(self, names: WeightNames) -> tuple[bool, set[str]]:
         """Return whether the pull replaces a checkpoint, and the shards that it removes though no index names them."""
-        if self._store is not None:
-            folder = RangedFolder(self._store, self._place)
-            is_shared = names.variant is not None and _has_checkpoint(folder, WeightNames(None, names.base))
-            return _has_checkpoint(folder, names) and not is_shared, set()
+        if not self._folder.traits.is_directory:
+            is_shared = names.variant is not None and _has_checkpoint(self._folder, WeightNames(None, names.base))
+            return _has_checkpoint(self._folder, names) and not is_shared, set()
         if not os.path.isdir(self._place):
             return False, set()
         with locked_directory(self._place, wait_seconds=LOCK_WAIT_SECONDS):
@@ -127,27 +122,6 @@ class OwnFiles:
         leftovers = {name for name in state.leftovers if names.is_shard(name)}
         unnamed = state.strays - leftovers if state.has_weights else state.strays | leftovers
         return state.has_weights and not state.shares_config, set(unnamed)
-
-    def _taken(self, names: Iterable[str]) -> dict[str, ByteSource]:
-        """Find the existing files of these names; not folders, which the commit itself rejects."""
-        if self._store is None:
-            paths = {name: os.path.join(self._place, name) for name in names}
-            return {
-                name: _contents(path)
-                for name, path in paths.items()
-                if os.path.islink(path) or (os.path.exists(path) and not os.path.isdir(path))
-            }
-        store, asked = self._store, sorted(names)
-        found = run_in_threads(lambda name, _: store.find(name), asked, _AT_ONCE)
-        return {name: StoredSource(store, one) for name, one in zip(asked, found, strict=True) if one is not None}
-
-    def _identity(self, name: str) -> Hashable:
-        if self._store is not None:
-            return self._store.find(name)
-        try:
-            return identity_of(os.lstat(os.path.join(self._place, name)))
-        except OSError:
-            return None
 
     def _refusal(self, differing: Collection[str], unnamed: Collection[str]) -> SaveDirectoryError:
         problems = []
@@ -163,7 +137,7 @@ class OwnFiles:
         )
 
 
-def _has_checkpoint(folder: RangedFolder, names: WeightNames) -> bool:
+def _has_checkpoint(folder: Folder, names: WeightNames) -> bool:
     try:
         locate_checkpoint(folder, names)
     except (CheckpointNotFoundError, DamagedCheckpointError, UnsafePathError):
@@ -175,7 +149,5 @@ def _is_of_a_checkpoint(name: str) -> bool:
     return name in _OF_A_CHECKPOINT or (name.startswith(_CHAT_TEMPLATES) and name.endswith(".jinja"))
 
 
-def _contents(path: str) -> ByteSource:
-    """Return the contents of an existing file; a path that is not a readable file equals nothing."""
-    is_readable = os.path.isfile(path) and os.access(path, os.R_OK)
-    return file_source(path) if is_readable else FileSource(path, size=-1)
+def _version(found: Mapping[str, FoundFile], name: str) -> Hashable:
+    return found[name].version if name in found else None

@@ -62,7 +62,8 @@ from hfshard.models.model_classes import (
     restore_class,
 )
 from hfshard.models.patching import OverrideCall, active_call, upstream
-from hfshard.places.source import CheckpointSource, ResolvedSource, signed_files
+from hfshard.places.place import ResolvedSource
+from hfshard.places.source import CheckpointSource, signed_files
 
 logger = logging.getLogger(__name__)
 
@@ -95,8 +96,7 @@ def load_class(
         # Before the checkpoint's code runs and its config is read.
         signed = _check_signature(local, source, kwargs, options)
         if local.weights_name is None and holds_adapter(local.directory):  # its base may be another repo
-            if local.folder is not None:
-                raise _needs_disk(local.folder.path, "an adapter")
+            _require_directory(local, "an adapter")
             if signed is not None:
                 if not hasattr(model_class, "_model_mapping"):
                     raise _not_held_to_signature(local, model_class)
@@ -254,8 +254,7 @@ def _build(
     if local.weights_name is None and holds_adapter(
         local.directory
     ):  # its base may be another repo, without this commit
-        if local.folder is not None:
-            raise _needs_disk(local.folder.path, "an adapter")
+        _require_directory(local, "an adapter")
         if signed is not None:
 
             def load_base(base: str, kwargs: dict[str, Any]) -> Any:
@@ -267,8 +266,7 @@ def _build(
     if needs_transformers_loader(local.directory, model_class, kwargs):
         if local.weights_name is not None and options.is_lenient:
             return build(path, *model_args, **kwargs)
-        if local.folder is not None:
-            raise _needs_disk(local.folder.path, "a checkpoint that transformers reads itself (quantized ...)")
+        _require_directory(local, "a checkpoint that transformers reads itself (quantized ...)")
         if local.weights_name is not None or options.parallelize is not None:
             what = "it cannot be loaded in parts" if local.weights_name is None else "pass a directory, not a file"
             raise InvalidArgumentError(
@@ -288,7 +286,7 @@ def _build(
             checkpoint = open_checkpoint()
         except (CheckpointNotFoundError, UnsafePickleError) as error:
             is_theirs = options.is_lenient if isinstance(error, CheckpointNotFoundError) else takes_any_pickle
-            if not is_theirs or local.folder is not None:
+            if not is_theirs or not local.traits.is_directory:
                 raise
             return build(known, *model_args, **kwargs)
         if checkpoint.pickles and takes_any_pickle:
@@ -318,11 +316,14 @@ def _reject_with_parallelize(path: Any, kwargs: Mapping[str, Any]) -> None:
         raise InvalidArgumentError(f"Cannot combine parallelize with {given[0]}. Pass only one of them.")
 
 
-def _needs_disk(address: str, what: str) -> InvalidArgumentError:
-    return InvalidArgumentError(
-        f"'{address}' has {what}, whose files must be on disk. Download them: hfshard pull {address} DIR",
-        path=address,
-    )
+def _require_directory(local: ResolvedSource, what: str) -> None:
+    """Reject a checkpoint that is not in a directory, where other code would read its files."""
+    if not local.traits.is_directory:
+        address = local.folder.path
+        raise InvalidArgumentError(
+            f"'{address}' has {what}, whose files must be on disk. Download them: hfshard pull {address} DIR",
+            path=address,
+        )
 
 
 def _check_then_delegate(

@@ -23,7 +23,8 @@ from hfshard.constants import CONFIG_NAME, WEIGHTS_OVERRIDE_KEY
 from hfshard.errors import CheckpointNotFoundError
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.models.model_classes import has_override
-from hfshard.places.source import CheckpointSource, ResolvedSource
+from hfshard.places.place import ResolvedSource
+from hfshard.places.source import CheckpointSource
 from hfshard.tensors.stored_tensor import TORCH_DTYPES
 
 _SPARE_DEVICE_BYTES: Final = 2 * 1024**3
@@ -142,10 +143,9 @@ def reject_file_without_config(local: ResolvedSource, kwargs: Mapping[str, Any])
         CheckpointNotFoundError: There is no config.
     """
     beside = os.path.join(local.directory, CONFIG_NAME)
-    place = local.directory if local.folder is None else local.folder.path
     if local.weights_name is not None and kwargs.get("config") is None and not os.path.lexists(beside):
         raise CheckpointNotFoundError(
-            f"The file '{os.path.join(place, local.weights_name)}' has no config next to it, so no model can be "
+            f"The file '{local.folder.path_of(local.weights_name)}' has no config next to it, so no model can be "
             "built from it. Pass config=, or load it into a model that you have built: load_model(model, path).",
             path=beside,
         )

@@ -30,7 +30,7 @@ from hfshard.models.load_arguments import (
 from hfshard.models.model_classes import class_of_alias
 from hfshard.models.patching import upstream
 from hfshard.models.rank_parts import ParallelizedLoad
-from hfshard.places.source import ResolvedSource
+from hfshard.places.place import ResolvedSource
 from hfshard.tensors.parameter_names import (
     KeyMismatch,
     compare_keys,

@@ -18,7 +18,7 @@ from hfshard._util.arguments import checked_path_text
 from hfshard._util.context import bound
 from hfshard._util.text import shorten_list
 from hfshard.checkpoint.check_files import ReplacedMeanwhile, retry_if_replaced
-from hfshard.checkpoint.folder import LocalFolder, RangedFolder
+from hfshard.checkpoint.folder import LocalFolder
 from hfshard.checkpoint.load_options import LoadOptions, checked_device
 from hfshard.checkpoint.locate import read_config
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
@@ -28,7 +28,8 @@ from hfshard.errors import InvalidArgumentError
 from hfshard.format.index import without_weights_override
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.models.plain_save import constructor_names
-from hfshard.places.source import CheckpointSource, ResolvedSource, open_source
+from hfshard.places.place import ResolvedSource
+from hfshard.places.source import CheckpointSource, open_source
 from hfshard.signing.check_signature import required_signature
 
 logger = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ class _ModuleLoad:
     options: LoadOptions
     query: CheckpointQuery
     checkpoint: OpenCheckpoint | None = None
-    far: tuple[CheckpointSource, ResolvedSource] | None = None
+    mirrored: tuple[CheckpointSource, ResolvedSource] | None = None
     """The store checkpoint that the local directory represents, if the class loads by itself."""
     config: bytes | None = None
     """The directory's config before the load, if the class loads by itself."""
@@ -139,8 +140,10 @@ def build_module(
                 raise ReplacedMeanwhile
             model = _build(model_class, call.checkpoint, model_kwargs, replace(call.options, strict=strict))
         else:
-            is_far = call.far is not None and source.path == call.far[1].directory
-            chosen, local = call.far if is_far and call.far is not None else (_chosen(source, call), None)
+            if call.mirrored is not None and source.path == call.mirrored[1].directory:
+                chosen, local = call.mirrored
+            else:
+                chosen, local = _chosen(source, call), None
             with open_source(chosen, call.options, local) as checkpoint:
                 if call.is_under_way and os.path.isdir(source.path):
                     is_same = _config_in(source.path) == call.config
@@ -197,9 +200,11 @@ def _build_by_override(
     """Load by the class's own `_from_pretrained`, which may call the mixin's."""
     options = call.options
     local = source.fetch(options.progress) if source.is_for_hfshard_only else None
-    is_far = local is not None and local.folder is not None
-    place = path if local is None else local.directory if is_far else local.path
-    call.far = (source, local) if local is not None and is_far else None
+    place, traits = path, LocalFolder.traits
+    if local is not None:
+        place, traits = local.path, local.traits
+        if local.mirror is not None:
+            place, call.mirrored = local.directory, (source, local)
     if options.signature is not None:
         raise InvalidArgumentError(
             f"{call.model_class.__name__} has its own _from_pretrained, which may read any file, so public_key "
@@ -211,7 +216,7 @@ def _build_by_override(
         with bound(_under_way, call):
             return start.from_pretrained(place, **kwargs)
 
-    built = retry_if_replaced(build, RangedFolder.traits if is_far else LocalFolder.traits, source.path)
+    built = retry_if_replaced(build, traits, source.path)
     if not call.is_answered and (options.strict is not None or options.verify != LoadOptions().verify):
         raise InvalidArgumentError(
             f"{call.model_class.__name__} has its own _from_pretrained, which loaded the weights itself, so strict "

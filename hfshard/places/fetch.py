@@ -12,6 +12,7 @@ from functools import partial
 from typing import Final
 
 from hfshard._util.arguments import absolute_path
+from hfshard.checkpoint.folder import LocalFolder
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
 from hfshard.commit.commit_plan import NewCheckpoint, content_digest, plan_commit
 from hfshard.commit.directory_commit import DirectorySession, save_session
@@ -174,7 +175,7 @@ def copy_to_directory(
     if not overwrite:
         reject_hub_directory(directory)
         others = [name for name in (*extras, *([CONFIG_NAME] if config else [])) if name != entry]
-        own_files = OwnFiles(directory, names, _sources(source, others), _sources(source, weights))
+        own_files = OwnFiles(LocalFolder(directory), names, _sources(source, others), _sources(source, weights))
         if own_files.keeps_readme:
             extras.remove(README)
     small = {name: _read(source, name) for name in extras}

@@ -14,7 +14,7 @@ from typing import Final
 
 from hfshard._util.addresses import parse_address
 from hfshard.checkpoint.check_files import retry_if_replaced
-from hfshard.checkpoint.folder import StoreFolder
+from hfshard.checkpoint.folder import RangedFolder, StoreFolder
 from hfshard.checkpoint.locate import is_weights_name
 from hfshard.constants import ADAPTER_CONFIG_NAME, CONFIG_NAME, GENERATION_CONFIG_NAME, MAX_CONFIG_BYTES
 from hfshard.errors import InvalidArgumentError
@@ -41,7 +41,7 @@ class SmallFilesMirror:
     The directory is removed when this is garbage-collected, and when Python exits.
     """
 
-    def __init__(self, folder: StoreFolder, subfolder: str, *, has_code: bool) -> None:
+    def __init__(self, folder: RangedFolder, subfolder: str, *, has_code: bool) -> None:
         """Create an empty directory.
 
         Args:
@@ -49,7 +49,8 @@ class SmallFilesMirror:
             subfolder: The end of the folder's address that was given as `subfolder`, and is passed to transformers.
             has_code: Whether the checkpoint's own code may be run, so that it is needed too.
         """
-        self._folder = folder
+        self.folder = folder
+        """The files, by ranges."""
         self._has_code = has_code
         self._written: dict[str, bytes] = {}
         parent = tempfile.mkdtemp(prefix="hfshard-")
@@ -77,25 +78,25 @@ class SmallFilesMirror:
         if self._long_part is not None:
             raise InvalidArgumentError(
                 f"subfolder has a part of {len(os.fsencode(self._long_part))} bytes, but a directory's name on this "
-                f"machine has at most {_LONGEST_NAME}. Make it part of the address: '{self._folder.path}'.",
-                path=self._folder.path,
+                f"machine has at most {_LONGEST_NAME}. Make it part of the address: '{self.folder.path}'.",
+                path=self.folder.path,
             )
         self.is_filled = True
 
         def list_and_write() -> None:
-            self._folder.refresh_early()
+            self.folder.refresh_early()
             self.refresh()
 
-        retry_if_replaced(list_and_write, self._folder.traits, self._folder.path)
+        retry_if_replaced(list_and_write, self.folder.traits, self.folder.path)
 
     def look(self) -> None:
         """List the files, unless they were listed to fill the directory."""
         if not self.is_filled:
-            self._folder.refresh_early()
+            self.folder.refresh_early()
 
     def read_all(self) -> dict[str, bytes]:
         """Read the files as the folder last listed them: name -> contents."""
-        return {name: self._folder.read_small(name, MAX_CONFIG_BYTES) for name in self._names()}
+        return {name: self.folder.read_small(name, MAX_CONFIG_BYTES) for name in self._names()}
 
     def refresh(self) -> None:
         """Update the directory, if it was filled, to the folder's last listing.
@@ -106,7 +107,7 @@ class SmallFilesMirror:
         """
         if not self.is_filled:
             return
-        for name in [name for name in self._written if not self._folder.has(name)]:
+        for name in [name for name in self._written if not self.folder.has(name)]:
             os.unlink(os.path.join(self.directory, name))
             del self._written[name]
         for name, raw in self.read_all().items():
@@ -118,17 +119,17 @@ class SmallFilesMirror:
                 self._written[name] = raw
 
     def _names(self) -> list[str]:
-        code = self._folder.list_code_files(self._code_folders()) if self._has_code else []
+        code = self.folder.list_code_files(self._code_folders()) if self._has_code else []
         for name in code:
-            check_file_name(name, index_path=self._folder.path, suffix=_CODE_SUFFIX)
-        return [name for name in _SMALL_NAMES if self._folder.has(name)] + code
+            check_file_name(name, index_path=self.folder.path, suffix=_CODE_SUFFIX)
+        return [name for name in _SMALL_NAMES if self.folder.has(name)] + code
 
     def _code_folders(self) -> set[str]:
         """Return the folders of the modules that the config names, which also have the modules' relative imports."""
-        if not self._folder.has(CONFIG_NAME):
+        if not self.folder.has(CONFIG_NAME):
             return set()
         try:
-            config = json.loads(self._folder.read_small(CONFIG_NAME, MAX_CONFIG_BYTES))
+            config = json.loads(self.folder.read_small(CONFIG_NAME, MAX_CONFIG_BYTES))
         except (ValueError, RecursionError):
             return set()  # transformers reports the error
         auto_map = config.get("auto_map") if isinstance(config, dict) else None
@@ -179,7 +180,12 @@ def locate_in_store(text: str, query: CheckpointQuery, *, takes_files: bool) -> 
             if query.subfolder or query.variant is not None:
                 raise InvalidArgumentError(f"'{text}' is a file: leave out subfolder and variant.", path=text)
             return StoreFolder(store, str(place), store_memory_bytes()), name
-    address = parse_address(f"{address}/{query.subfolder}")
-    folder = StoreFolder(open_store(address), str(address), store_memory_bytes())
+    folder = open_store_folder(f"{address}/{query.subfolder}")
     folder.enter(WeightNames(query.variant))
     return folder, None
+
+
+def open_store_folder(text: str) -> StoreFolder:
+    """Return the folder at an address, with its objects as they are; nothing is listed yet."""
+    address = parse_address(text)
+    return StoreFolder(open_store(address), str(address), store_memory_bytes())

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
-from hfshard._util.addresses import is_store_address
 from hfshard._util.threads import run_in_threads
-from hfshard.checkpoint.folder import StoreFolder
-from hfshard.checkpoint.load_options import LoadOptions
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
 from hfshard.commit import store_plan
-from hfshard.constants import CONFIG_NAME, FILES_AT_ONCE, GENERATION_CONFIG_NAME, MANIFEST_NAME
+from hfshard.constants import CONFIG_NAME, FILES_AT_ONCE, GENERATION_CONFIG_NAME
 from hfshard.disk.byte_source import ByteSource, BytesSource
 from hfshard.errors import (
     CheckpointChangedError,
-    CheckpointNotFoundError,
     DamagedCheckpointError,
     InvalidArgumentError,
     UnsafePathError,
@@ -25,16 +21,16 @@ from hfshard.errors import (
 from hfshard.format.digests import Verify
 from hfshard.format.file_names import INDEX_FILE, WeightNames
 from hfshard.format.index import CheckpointIndex, without_commit_keys
-from hfshard.format.stored_save import SaveId, StoredSave, objects_of_saves, split_object_name
-from hfshard.hub.directory.commit_graph import check_paths
-from hfshard.hub.push_files import DirectoryFiles, FilesOfPlace, PushContents, detect_variants
+from hfshard.format.stored_save import StoredSave, objects_of_saves, split_object_name
+from hfshard.hub.push_files import FilesOfPlace, PushContents, detect_variants
 from hfshard.hub.repo import PushResult
 from hfshard.hub.resolve import CheckpointQuery, companion_files
-from hfshard.places.source import CheckpointSource, open_source
+from hfshard.places.place import Place
+from hfshard.places.source import CheckpointSource
 from hfshard.saving.resharding import reshard_source
 from hfshard.saving.save_request import SaveOptions
 from hfshard.stores.open_store import open_store
-from hfshard.stores.store import Store, StoredObject, StoredSource
+from hfshard.stores.store import Store, StoredObject
 
 _OF_WEIGHTS: Final = frozenset({CONFIG_NAME, GENERATION_CONFIG_NAME})
 """Files that are saved along with the weights anyway."""
@@ -42,7 +38,7 @@ _OF_WEIGHTS: Final = frozenset({CONFIG_NAME, GENERATION_CONFIG_NAME})
 
 def copy_to_store(
     files: FilesOfPlace,
-    address: str,
+    target: Place,
     progress: bool | None,
     *,
     allow_patterns: list[str] | str | None = None,
@@ -52,7 +48,7 @@ def copy_to_store(
 
     Args:
         files: The files of the place.
-        address: The target.
+        target: The target.
         progress: Whether to show a bar.
         allow_patterns, ignore_patterns: Globs that select the companion files.
 
@@ -64,6 +60,7 @@ def copy_to_store(
     """
     paths = list(files.contents())
     variants = sorted(detect_variants(name for name in paths if "/" not in name) or {None}, key=lambda name: name or "")
+    address = target.address
     store = open_store(address)
     folders = {"", *(path.rpartition("/")[0] for path in paths)}
     before = _listed_in(store, folders)
@@ -71,7 +68,7 @@ def copy_to_store(
     ignored = listed(ignore_patterns)
     for variant in variants:
         query = CheckpointQuery(variant=variant, allow_patterns=allowed, ignore_patterns=ignored)
-        _copy_one(files, address, query, progress=progress)
+        _copy_one(files, target, query, progress=progress)
     after = _listed_in(store, folders)
     earlier = set(_fingerprints(store, before).values())
     copied = {name for name, one in _fingerprints(store, after).items() if name not in before and one in earlier}
@@ -104,8 +101,8 @@ def _fingerprints(store: Store, found: Mapping[str, StoredObject]) -> dict[str, 
 
 
 def copy_checkpoint(
-    place: str,
-    target: str,
+    files: FilesOfPlace,
+    target: Place,
     query: CheckpointQuery,
     *,
     verify: Verify = "structure",
@@ -115,29 +112,26 @@ def copy_checkpoint(
     """Copy one checkpoint, and its companion files.
 
     Args:
-        place: The source, a directory or an address.
-        target: The target, a directory or an address.
+        files: The files of the source.
+        target: Where to copy it.
         query: Selects the checkpoint, and the other files.
         verify: Level of the source's check; see `pull_checkpoint`.
         progress: Whether to show a bar.
         overwrite: Whether to replace files that don't belong to the checkpoint; see `pull_checkpoint`.
 
     Returns:
-        The target.
+        The address of the target.
 
     Raises:
         Everything that `reshard_checkpoint` raises.
     """
-    if is_store_address(place) and query.subfolder:
-        place = f"{place}/{query.subfolder.strip('/')}"
-    files = StoreFiles(place) if is_store_address(place) else DirectoryFiles(place, follow_links=True)
     _copy_one(files, target, query, verify=verify, progress=progress, overwrite=overwrite)
-    return target
+    return target.address
 
 
 def _copy_one(
     files: FilesOfPlace,
-    target: str,
+    target: Place,
     query: CheckpointQuery,
     *,
     verify: Verify = "structure",
@@ -174,115 +168,6 @@ def listed(patterns: Sequence[str] | str | None) -> list[str] | None:
     return list(found)
 
 
-# Files of a checkpoint in a store, as they are pushed to a hub.
-
-
-_LEFT_OUT: Final = frozenset({".git", ".cache", "__pycache__"})
-"""Folders that are never pushed, also not from a directory."""
-
-
-class StoreFiles:
-    """The objects below an address, as they are when this is created.
-
-    Args:
-        place: The address.
-
-    Raises:
-        CheckpointNotFoundError: There are none.
-        Everything that a `Store` raises.
-    """
-
-    def __init__(self, place: str) -> None:
-        self.place = place
-        self._store = open_store(place)
-        listed = self._listed = self._store.list_objects(recursive=True)
-        # A folder that was created by hand, "folder/", is listed as an empty "folder", which can't be found.
-        found = {name: one for name, one in listed.items() if one.size or self._store.find(name) is not None}
-        if not found:
-            raise CheckpointNotFoundError(
-                f"There is nothing at '{place}'. Check the address: hfshard pushes what is directly below it.",
-                path=place,
-            )
-        self._saves: dict[str | None, SaveId] = {}
-        """Variant -> its newest save."""
-        self._shown: dict[str, ByteSource] = {}
-        """Usual name -> contents."""
-        for variant in sorted(_numbered_variants(found), key=lambda name: name or ""):
-            self._show(variant, found)
-        if not self._saves:
-            self._shown = {name: StoredSource(self._store, one) for name, one in found.items()}
-            return
-        # A folder below the place may be a separate checkpoint, and goes along unchanged.
-        of_saves = objects_of_saves(name for name in found if "/" not in name)
-        nested = {name: split for name in found if "/" in name and (split := split_object_name(name)) is not None}
-        of_saves |= {name for name, split in nested.items() if split[1] in self._saves.values()}
-        names = [WeightNames(variant) for variant in self._saves]
-        for name, one in found.items():
-            is_weights = any(name in (some.index, some.single) or some.is_shard(name) for some in names)
-            if not is_weights and name not in of_saves:
-                self._shown.setdefault(name, StoredSource(self._store, one))
-
-    def is_unchanged(self) -> bool:
-        """Return whether the objects are still the same."""
-        return self._store.list_objects(recursive=True) == self._listed
-
-    def contents(self) -> dict[str, ByteSource]:
-        """List all files under their usual names, except those in folders that are never pushed.
-
-        They are pinned to the listed objects: if one is replaced meanwhile, reading it is an error.
-        """
-        return {name: one for name, one in self._shown.items() if _LEFT_OUT.isdisjoint(name.split("/")[:-1])}
-
-    @contextmanager
-    def open_variant(self, variant: str | None) -> Iterator[OpenCheckpoint]:
-        """Open the checkpoint of a variant.
-
-        Raises:
-            CheckpointChangedError: It is not the checkpoint that was listed.
-        """
-        source = CheckpointSource(self.place, CheckpointQuery(variant=variant))
-        with open_source(source, LoadOptions()) as checkpoint:
-            folder = checkpoint.folder
-            save_id = folder.save_id if isinstance(folder, StoreFolder) else None
-            if save_id != self._saves.get(variant) or not {checkpoint.weights.name, *checkpoint.shards} <= set(
-                self._shown
-            ):
-                raise CheckpointChangedError(
-                    f"The checkpoint in '{self.place}' was replaced after it was listed. Retry when no save is "
-                    "running.",
-                    path=self.place,
-                )
-            yield checkpoint
-
-    def check(self, paths: Collection[str]) -> None:
-        """Reject objects whose names lead elsewhere, or are not valid file names on every system.
-
-        Raises:
-            UnsafePathError: There is such an object; the message names it.
-        """
-        try:
-            check_paths(paths)
-        except InvalidArgumentError as error:
-            raise UnsafePathError(
-                f"An object in '{self.place}' cannot be a file of a checkpoint: {error.message} Rename or "
-                "delete it, or exclude it with ignore_patterns.",
-                path=error.path,
-            ) from error
-
-    def _show(self, variant: str | None, found: Mapping[str, StoredObject]) -> None:
-        """Show the newest save of a variant, under usual names."""
-        names = WeightNames(variant)
-        folder = StoreFolder(self._store, self.place)
-        folder.show(found, names)
-        save = folder.save
-        if save is None:
-            return
-        self._saves[variant] = save.save_id
-        for name in (*save.small_files, *save.objects):
-            if folder.has(name):
-                self._shown[name] = folder.source(name)
-
-
 def without_marks(found: PushContents) -> PushContents:
     """Restore the saved contents of a config.json that was uploaded in the middle of a commit on disk.
 
@@ -298,10 +183,3 @@ def without_marks(found: PushContents) -> PushContents:
         with contents[CONFIG_NAME].open() as reader:
             contents[CONFIG_NAME] = BytesSource(without_commit_keys(reader.read()))
     return PushContents(contents, found.indexes, found.entries)
-
-
-def _numbered_variants(names: Iterable[str]) -> set[str | None]:
-    """Return the variants for which hfshard has saved a checkpoint; a run's checkpoint has a manifest."""
-    usual = [split[0] for name in names if "/" not in name and (split := split_object_name(name)) is not None]
-    found = detect_variants(name for name in usual if INDEX_FILE.fullmatch(name))
-    return found | {None} if MANIFEST_NAME in usual else found

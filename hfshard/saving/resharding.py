@@ -13,15 +13,13 @@ from typing import Final, TypeVar
 
 import torch
 
-from hfshard._util.addresses import is_store_address
-from hfshard._util.arguments import absolute_path
-from hfshard.checkpoint.companion_files import list_companions, names_in_use, reject_companion_conflicts
+from hfshard.checkpoint.companion_files import reject_companion_conflicts
 from hfshard.checkpoint.folder import Folder
 from hfshard.checkpoint.load_options import LoadOptions
 from hfshard.checkpoint.locate import config_in
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, cast, is_compared, is_packed, raw_tensors
 from hfshard.commit.directory_state import weights_override_of
-from hfshard.commit.hub_marker import hub_directory, reject_hub_directory
+from hfshard.commit.hub_marker import reject_hub_directory
 from hfshard.constants import (
     CONFIG_NAME,
     GENERATION_CONFIG_NAME,
@@ -37,7 +35,8 @@ from hfshard.format.digests import Checksum, Verify
 from hfshard.format.index import CheckpointIndex, without_commit_marker, without_weights_override
 from hfshard.format.strict_json import parse_json_object
 from hfshard.hub.own_files import OwnFiles
-from hfshard.places.source import CheckpointSource, ResolvedSource, open_source
+from hfshard.places.place import Place, ResolvedSource, is_same_directory
+from hfshard.places.source import CheckpointSource, open_source
 from hfshard.saving.pipeline import plan_request, save_request
 from hfshard.saving.reshard_in_place import reshard_in_place
 from hfshard.saving.save_request import SaveOptions, SaveRequest
@@ -81,7 +80,7 @@ _LINKS: Final = (
 
 def reshard_source(
     source: CheckpointSource,
-    dst: str,
+    target: Place,
     options: SaveOptions,
     *,
     dtype: str | torch.dtype | None = None,
@@ -96,7 +95,7 @@ def reshard_source(
 
     Args:
         source: The checkpoint.
-        dst: Directory, or store address, to save it in; the source's own: in place.
+        target: Where to save it; the source's own place: in place.
         options: How to save it; `variant` is the source's.
         dtype, low_disk, key, follow_links: The arguments of `reshard_checkpoint`.
         beside: For a copy, whose files have the same tensors as the source's: finds the other files that go along, and
@@ -110,12 +109,12 @@ def reshard_source(
         Everything that `reshard_checkpoint` raises.
     """
     floating = _floating_dtype(dtype)
-    dst = absolute_path(dst, "dst")
+    dst = target.address
     local = source.find_local()
     if local is not None and local.weights_name is not None:
-        reject_beside_file(local, dst)
-    is_in_place = local is not None and is_same_place(local, dst)
-    if low_disk and (not is_in_place or floating is not None or is_store_address(dst)):
+        reject_beside_file(local, target)
+    is_in_place = local is not None and target.is_same(local.folder)
+    if low_disk and (not is_in_place or floating is not None or not target.traits.is_directory):
         raise InvalidArgumentError(
             "low_disk re-shards a checkpoint in place, without a cast. Pass the same directory twice, and no dtype. "
             "(With a store, nothing is written to disk anyway.)",
@@ -126,7 +125,7 @@ def reshard_source(
         local = replace(source, query=query).fetch(options.progress)
     is_file = local.weights_name is not None
     if not is_file:
-        check_places(source, local, dst, is_in_place=is_in_place)
+        check_places(source, local, target, is_in_place=is_in_place)
     with open_source(source, LoadOptions(progress=options.progress, key=key, verify=verify), local) as checkpoint:
         if is_in_place:
             check_in_place(checkpoint, low_disk=low_disk)
@@ -142,42 +141,42 @@ def reshard_source(
         if beside is not None:
             request = replace(request, companion_files=beside(checkpoint), replaces_readme=overwrite)
         elif not is_in_place and not is_file:
-            request = _with_companion_files(request, checkpoint.directory, dst, follow_links=follow_links)
+            request = _with_companion_files(request, checkpoint.folder, target, follow_links=follow_links)
         was_compared = is_compared(checkpoint)
         if not was_compared:
             logger.info("'%s' has no checksums: only its structure was checked.", checkpoint.weights_path)
         save = partial(reshard_in_place, checkpoint) if low_disk else save_request
         check: Callable[[], None] = SourceUnchangedCheck(checkpoint, is_in_place=is_in_place)
         if not overwrite:
-            request, check = _without_own_files(request, dst, check)
+            request, check = _without_own_files(request, target, check)
         index = save(request, dst, check)
     return ReshardResult(
         dst, index, source_text(local), sizes_of(checkpoint), was_compared, tuple(request.companion_files)
     )
 
 
-def _with_companion_files(request: SaveRequest, place: str, dst: str, *, follow_links: bool) -> SaveRequest:
-    """Add the checkpoint's companion files, which `dst` must not have with other contents."""
-    companions = list_companions(place, request.small_files.keys())
-    if not (follow_links or is_store_address(place)):
-        reject_links_to_outside(place, [*request.small_files, *companions], _LINKS)
+def _with_companion_files(request: SaveRequest, folder: Folder, target: Place, *, follow_links: bool) -> SaveRequest:
+    """Add the checkpoint's companion files, which the target must not have with other contents."""
+    companions = folder.companions(request.small_files.keys())
+    if folder.traits.is_directory and not follow_links:
+        reject_links_to_outside(folder.path, [*request.small_files, *companions], _LINKS)
     if companions.pop(SIGNATURE_NAME, None) is not None:
         logger.warning(
             "The signature of '%s' is not copied: it does not cover the new files. To sign them, run: hfshard sign "
             "%s --private-key KEY",
-            place,
-            dst,
+            folder.path,
+            target.address,
         )
-    reject_companion_conflicts(companions, dst, names_in_use(dst, companions))
+    reject_companion_conflicts(companions, target.address, target.folder().existing(companions))
     return replace(request, companion_files=companions)
 
 
 def _without_own_files(
-    request: SaveRequest, dst: str, check: Callable[[], None]
+    request: SaveRequest, target: Place, check: Callable[[], None]
 ) -> tuple[SaveRequest, Callable[[], None]]:
-    """Reject replacing the user's own files in `dst`, now and right before the commit, and keep a README there."""
+    """Reject replacing the user's own files in the target, now and right before the commit, and keep a README there."""
     small = {name: BytesSource(raw) for name, raw in request.small_files.items()}
-    own_files = OwnFiles(dst, request.options.names, {**small, **request.companion_files})
+    own_files = OwnFiles(target.folder(), request.options.names, {**small, **request.companion_files})
 
     def check_both() -> None:
         check()
@@ -314,38 +313,21 @@ def with_dtype(request: SaveRequest, dtype: torch.dtype, directory: str) -> Save
 # Checks of a resharding: directories that it must not write into, and sources that change meanwhile.
 
 
-def address_of_source(local: ResolvedSource) -> str:
-    """Return the directory or the address of a checkpoint."""
-    return local.directory if local.folder is None else local.folder.path
-
-
 def source_text(local: ResolvedSource) -> str:
     """Return the directory, the address or the file that tensors are read from."""
-    place = address_of_source(local)
-    return place if local.weights_name is None else os.path.join(place, local.weights_name)
+    return local.folder.path if local.weights_name is None else os.path.join(local.folder.path, local.weights_name)
 
 
-def is_same_place(local: ResolvedSource, other: str) -> bool:
-    """Return whether a path leads to a checkpoint's directory, or an address is its own."""
-    if local.folder is not None or is_store_address(other):
-        return address_of_source(local) == other
-    return is_same_directory(local.directory, other)
-
-
-def is_same_directory(directory: str, other: str) -> bool:
-    """Return whether two paths lead to one directory."""
-    return os.path.isdir(directory) and os.path.isdir(other) and os.path.samefile(directory, other)
-
-
-def reject_beside_file(local: ResolvedSource, dst: str) -> None:
+def reject_beside_file(local: ResolvedSource, target: Place) -> None:
     """Reject resharding one file into its own directory, where it may be a part of another checkpoint.
 
     Raises:
-        InvalidArgumentError: `dst` is that directory.
-        SaveDirectoryError: `dst` is in a directory hub.
+        InvalidArgumentError: The target is that directory.
+        SaveDirectoryError: The target is in a directory hub.
     """
+    dst = target.address
     reject_hub_directory(dst)
-    if is_same_place(local, dst):
+    if target.is_same(local.folder):
         raise InvalidArgumentError(
             f"'{dst}' is the directory of '{local.weights_name}' itself. Pass another one to write into, or the "
             "directory twice to re-shard its checkpoint in place.",
@@ -353,23 +335,24 @@ def reject_beside_file(local: ResolvedSource, dst: str) -> None:
         )
 
 
-def check_places(source: CheckpointSource, local: ResolvedSource, dst: str, *, is_in_place: bool) -> None:
+def check_places(source: CheckpointSource, local: ResolvedSource, target: Place, *, is_in_place: bool) -> None:
     """Reject writes into the source, except to replace it, and into the files of a hub.
 
     Raises:
-        InvalidArgumentError: `dst` is not allowed; the message says what to give instead.
-        SaveDirectoryError: `dst` is in a directory hub.
+        InvalidArgumentError: The target is not allowed; the message says what to give instead.
+        SaveDirectoryError: The target is in a directory hub.
     """
+    dst = target.address
     reject_hub_directory(dst)
-    if local.folder is not None or is_store_address(dst):
-        if f"{dst}/".startswith(f"{address_of_source(local)}/") and not is_in_place:
+    if not (local.traits.is_directory and target.traits.is_directory):
+        if f"{dst}/".startswith(f"{local.folder.path}/") and not is_in_place:
             raise InvalidArgumentError(
                 f"'{dst}' is in the checkpoint to re-shard. Pass another prefix, or "
-                f"'{address_of_source(local)}' itself to re-shard in place.",
+                f"'{local.folder.path}' itself to re-shard in place.",
                 path=dst,
             )
         return
-    root, target = os.path.realpath(local.directory), os.path.realpath(dst)
+    root, written = os.path.realpath(local.directory), target.key
     subfolder = source.query.subfolder
     if subfolder and not is_in_place and is_same_directory(source.path, dst):
         raise InvalidArgumentError(
@@ -377,10 +360,10 @@ def check_places(source: CheckpointSource, local: ResolvedSource, dst: str, *, i
             f"'{local.directory}' twice; otherwise pass a directory outside.",
             path=dst,
         )
-    hub = hub_directory(source.path) or (source.path if os.path.isdir(source.path) else None)
+    hub = source.path if os.path.isdir(source.path) else None
     is_hub = local.commit is not None or _is_snapshot(root)
     roots = [root, os.path.realpath(hub)] if is_hub and hub is not None else [root]
-    if any(target.startswith(above.rstrip("/") + "/") or (is_hub and target == above) for above in roots):
+    if any(written.startswith(above.rstrip("/") + "/") or (is_hub and written == above) for above in roots):
         what = "the files of a hub" if is_hub else "the checkpoint to re-shard"
         todo = "" if is_hub else ", or the source itself to re-shard in place"
         raise InvalidArgumentError(f"'{dst}' is in {what}. Pass a directory outside{todo}.", path=dst)
@@ -459,7 +442,7 @@ class SourceUnchangedCheck:
     def __init__(self, checkpoint: OpenCheckpoint, *, is_in_place: bool) -> None:
         self._checkpoint = checkpoint
         self._identities = _identities_of(checkpoint)
-        self._looks_once = is_in_place and not checkpoint.folder.traits.is_local
+        self._looks_once = is_in_place and not checkpoint.folder.traits.is_directory
         self._has_looked = False
 
     def __call__(self) -> None:
@@ -481,7 +464,7 @@ class SourceUnchangedCheck:
 
 def _identities_of(checkpoint: OpenCheckpoint) -> dict[str, Identity]:
     """Return path -> identity of the weights files on disk, as opened; empty for a store, which has its own listing."""
-    if not checkpoint.folder.traits.is_local:
+    if not checkpoint.folder.traits.is_directory:
         return {}
     pickles = {file.path: file.identity for file in checkpoint.pickles.values()}
     local = {shard.path: shard.identity for shard in checkpoint.shards.values() if isinstance(shard, SafetensorsFile)}

@@ -15,7 +15,8 @@ from hfshard.format.file_names import WeightNames
 from hfshard.format.index import CheckpointIndex
 from hfshard.hub.push_files import PushContents, detect_variants
 from hfshard.places.source import CheckpointSource
-from hfshard.saving.copy_checkpoint import StoreFiles, without_marks
+from hfshard.places.store_files import StoreFiles
+from hfshard.saving.copy_checkpoint import without_marks
 from hfshard.signing.check_signature import (
     SignedFolder,
     needs_disk,
@@ -62,7 +63,7 @@ def verify_signed_store(
         Everything that `verify` raises, and a store.
     """
     local = source.find_local()
-    assert local is not None and local.folder is not None
+    assert local is not None
     place = local.folder.path
     files = StoreFiles(place)
     report = verify()

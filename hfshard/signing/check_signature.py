@@ -12,7 +12,7 @@ from typing import Final
 from hfshard._util.progress import ProgressCallback, byte_progress
 from hfshard._util.text import shorten_list
 from hfshard._util.threads import cancellable, run_in_threads
-from hfshard.checkpoint.folder import LocalFolder, StoreFolder
+from hfshard.checkpoint.folder import LocalFolder, RangedFolder
 from hfshard.checkpoint.load_options import FilesBeside
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
 from hfshard.checkpoint.verifier import Problem, VerifyReport
@@ -350,7 +350,7 @@ class RequiredSignature:
         place.check_beside()
         return place
 
-    def find_in_store(self, folder: StoreFolder, beside: FilesBeside, *, has_code: bool = False) -> SignedObjects:
+    def find_in_store(self, folder: RangedFolder, beside: FilesBeside, *, has_code: bool = False) -> SignedObjects:
         """Find the signature in a folder of a store; see `find_signed_objects` for arguments and errors."""
         return find_signed_objects(folder, beside, self.by, has_code=has_code)
 
@@ -515,7 +515,7 @@ class SignedObjects:
     Every read returns the bytes of the listed object, or raises, so that the compared bytes are the loaded ones.
     """
 
-    folder: StoreFolder
+    folder: RangedFolder
     beside: FilesBeside
     manifest: SignedManifest
     has_code: bool
@@ -606,7 +606,7 @@ class SignedObjects:
             raise self._place.differs(name)
 
 
-def find_signed_objects(folder: StoreFolder, beside: FilesBeside, by: SignedBy, *, has_code: bool) -> SignedObjects:
+def find_signed_objects(folder: RangedFolder, beside: FilesBeside, by: SignedBy, *, has_code: bool) -> SignedObjects:
     """Find and check the signature in a store folder, and check every file that a load reads along with the weights.
 
     Args:

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 import hfshard
-from hfshard.checkpoint.folder import StoreFolder
+from hfshard.checkpoint.folder import LocalFolder, StoreFolder
 from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError
 from hfshard.hub.resolve import CheckpointQuery
-from hfshard.places.source import CheckpointSource, ResolvedSource
+from hfshard.places.place import ResolvedSource
+from hfshard.places.source import CheckpointSource
 from tests.stores.saving.memory_store import MemoryStore
 
 
@@ -63,5 +64,5 @@ def test_stores_and_directory_hubs_are_read_by_hfshard_alone(tmp_path: Path) -> 
 def test_each_try_costs_requests_in_a_store_so_that_there_are_fewer() -> None:
     folder = StoreFolder(MemoryStore(), "s3://models/bert")
 
-    assert ResolvedSource("/there", "/there").traits.retries == 400
-    assert ResolvedSource("/there", "/there", folder=folder).traits.retries == 20
+    assert ResolvedSource("/there", "/there", LocalFolder("/there")).traits.retries == 400
+    assert ResolvedSource("/there", "/there", folder).traits.retries == 20

@@ -14,6 +14,7 @@ from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError, SaveDi
 from hfshard.format.index import CheckpointIndex
 from hfshard.hub.push_files import PushContents
 from hfshard.hub.resolve import CheckpointQuery
+from hfshard.places.place import DirectoryPlace
 from hfshard.saving.copy_checkpoint import copy_checkpoint, listed, without_marks
 from tests.hub.models import files_of
 
@@ -22,6 +23,11 @@ SYNCED = "-00000007-00112233445566ff"
 
 
 @pytest.fixture
+def copied(source: Path, target: Path, query: CheckpointQuery, **options: Any) -> str:
+    files = DirectoryPlace(str(source)).files(follow_links=True)
+    return copy_checkpoint(files, DirectoryPlace(str(target)), query, **options)
+
+
 def source(tmp_path: Path) -> Path:
     """Two shards, with other files and a folder beside them."""
     directory = tmp_path / "source"
@@ -38,7 +44,7 @@ def raw_of(source: ByteSource) -> bytes:
 
 
 def test_a_copy_has_the_same_bytes_in_the_same_files(source: Path, tmp_path: Path) -> None:
-    found = copy_checkpoint(str(source), str(tmp_path / "to"), CheckpointQuery(), verify="full", progress=False)
+    found = copied(source, tmp_path / "to", CheckpointQuery(), verify="full", progress=False)
 
     assert found == str(tmp_path / "to")
     assert sorted(files_of(tmp_path / "to")) == [
@@ -54,18 +60,18 @@ def test_a_copy_has_the_same_bytes_in_the_same_files(source: Path, tmp_path: Pat
 
 def test_patterns_choose_the_other_files_and_never_the_weights(source: Path, tmp_path: Path) -> None:
     query = CheckpointQuery(allow_patterns=["*.json", "*.txt"], ignore_patterns=["onnx/*"])
-    copy_checkpoint(str(source), str(tmp_path / "to"), query)
+    copied(source, tmp_path / "to", query)
 
     assert files_of(source).keys() - files_of(tmp_path / "to").keys() == {"README.md", "onnx/notes.txt"}
     with pytest.raises(CheckpointNotFoundError):
-        copy_checkpoint(str(source), str(tmp_path / "half"), CheckpointQuery(variant="fp16"))
+        copied(source, tmp_path / "half", CheckpointQuery(variant="fp16"))
 
 
 def test_objects_of_saves_that_were_synced_stay_behind(source: Path, tmp_path: Path) -> None:
     (source / f"mine{SYNCED}.txt").write_text("of the user: nothing of that save is here")
-    copy_checkpoint(str(source), str(tmp_path / "first"), CheckpointQuery())
+    copied(source, tmp_path / "first", CheckpointQuery())
     (source / f"model-00001-of-00001{SYNCED}.safetensors").write_text("of a save")
-    copy_checkpoint(str(source), str(tmp_path / "second"), CheckpointQuery())
+    copied(source, tmp_path / "second", CheckpointQuery())
 
     assert files_of(tmp_path / "first").keys() - files_of(tmp_path / "second").keys() == {f"mine{SYNCED}.txt"}
 
@@ -78,9 +84,9 @@ def test_files_of_the_user_in_the_target_are_an_error_unless_they_may_be_replace
     before = files_of(to)
 
     with pytest.raises(SaveDirectoryError, match=r"onnx/notes\.txt"):
-        copy_checkpoint(str(source), str(to), CheckpointQuery())
+        copied(source, to, CheckpointQuery())
     assert files_of(to) == before
-    copy_checkpoint(str(source), str(to), CheckpointQuery(), overwrite=True)
+    copied(source, to, CheckpointQuery(), overwrite=True)
     assert files_of(to) == files_of(source)
 
 

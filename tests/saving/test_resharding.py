@@ -15,6 +15,7 @@ from hfshard.errors import (
     InvalidArgumentError,
     MissingShardError,
 )
+from hfshard.places.place import DirectoryPlace
 from hfshard.places.source import CheckpointSource
 from hfshard.saving.resharding import reshard_source
 from hfshard.saving.save_request import SaveOptions
@@ -44,7 +45,7 @@ def test_what_lies_beside_goes_along_and_weights_of_others_do_not(tmp_path: Path
     (old / "onnx").mkdir()
     new.mkdir()
     (new / "README.md").write_text("# mine\n")
-    result = reshard_source(CheckpointSource(str(old)), str(new), SaveOptions(max_shard_size="1MB"))
+    result = reshard_source(CheckpointSource(str(old)), DirectoryPlace(str(new)), SaveOptions(max_shard_size="1MB"))
     assert result.companion_files == ("README.md", "chat_template.jinja", "modeling_own.py", "tokenizer.json")
     assert sorted(os.listdir(new)) == sorted([*beside, "model.safetensors"])
     for name in beside.keys() - {"README.md"}:
@@ -127,8 +128,10 @@ def test_a_damaged_source_is_not_written_anew(old: str, low_disk: bool, tmp_path
 def test_a_source_without_checksums_is_said_to_be_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "old").mkdir()
     save_file(floats(), tmp_path / "old" / "model.safetensors", metadata={"format": "pt"})
+    new = DirectoryPlace(str(tmp_path / "new"))
     with caplog.at_level("INFO", logger="hfshard"):
-        result = reshard_source(CheckpointSource(str(tmp_path / "old")), str(tmp_path / "new"), SaveOptions())
+        result = reshard_source(CheckpointSource(str(tmp_path / "old")), new, SaveOptions())
     assert not result.is_compared
     assert "has no checksums: only its structure was checked" in caplog.text
-    assert reshard_source(CheckpointSource(str(tmp_path / "new")), str(tmp_path / "again"), SaveOptions()).is_compared
+    again = DirectoryPlace(str(tmp_path / "again"))
+    assert reshard_source(CheckpointSource(new.address), again, SaveOptions()).is_compared

@@ -35,7 +35,8 @@ from hfshard.format.index import FileDigest
 from hfshard.format.parts_of_ranks import describe_parts_in
 from hfshard.hub.push_files import PushOptions, PushRequest
 from hfshard.hub.resolve import CheckpointQuery, ResolvedCheckpoint
-from hfshard.places.source import CheckpointSource, explain_missing_directory
+from hfshard.places.place import explain_missing_directory
+from hfshard.places.source import CheckpointSource
 from hfshard.training.run.background import Background
 from hfshard.training.run.find_checkpoint import Level, check_run_checkpoint, checkpoint_of_step, folder_at, run_place
 from hfshard.training.run.manifest import MANIFEST, CheckpointManifest, RunCheckpoint, read_manifest

@@ -87,7 +87,7 @@ def _name_damaged_tensors(
     if model.index not in manifest.files or not any(model.is_shard(os.path.basename(one.file)) for one in problems):
         return problems
     local = CheckpointSource(directory).find_local()
-    place = directory if local is None else local.folder or local.directory
+    place = directory if local is None else local.folder
     known = verify_directory(place, model, level, progress=False).problems
     named = [problem for problem in known if problem.tensor is not None]
     return [one for one in problems if one.file not in {problem.file for problem in named}] + named

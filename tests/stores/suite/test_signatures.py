@@ -15,7 +15,7 @@ import transformers
 import hfshard
 from hfshard.cli.main import main
 from hfshard.errors import CheckpointChangedError, InvalidArgumentError, SignatureError
-from hfshard.saving.copy_checkpoint import StoreFiles
+from hfshard.places.store_files import StoreFiles
 from hfshard.signing.check_signature import SignedObjects
 from tests.helpers.tiny_bert import SHARDED, bert
 from tests.servers.stores.buckets import Bucket
