@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 
 from hfshard._util.progress import byte_progress
 from hfshard.commit.transaction import ShardWriter
+from hfshard.saving.pipeline import Save
 from hfshard.training.run.background import Background, HostBuffers, PinnedSteps, ReentrantLocks
-from hfshard.training.run.manifest import CheckpointManifest, RunCheckpoint
+from hfshard.training.run.manifest import RunCheckpoint
 from hfshard.training.run.push_run import BackgroundPusher
 from hfshard.training.run.rotation import Rotation
-from hfshard.training.run.run_storage import CheckpointOrder, RunStorage
+from hfshard.training.run.run_storage import TRAINING_STATE, RunStorage
 from hfshard.training.state.collect_state import SavePayload
 
 logger = logging.getLogger(__name__)
@@ -181,23 +183,16 @@ class RunWriter:
         *,
         blocking: bool,
     ) -> RunCheckpoint:
-        def before_commit() -> None:
-            self._wait_for_pushes_of(step)
-            if writer is not None:
-                writer.confirm()
-
+        requests = payload.requests if self._place.keeps_names else payload.without_adapter().requests
         self._is_clean = False
         with byte_progress("Saving", payload.nbytes, self._progress if blocking else False) as progress_callback:
-            order = CheckpointOrder(
-                payload=payload,
-                manifest=CheckpointManifest(step, 0, metrics or {}),
-                keeps_metrics=metrics is None,
-                files=files,
-                progress_callback=progress_callback,
-                writer=writer,
-                before_commit=before_commit,
-            )
-            saved = self._place.write(order)
+            save = Save(requests, writer, {**files, TRAINING_STATE: payload.training_state})
+            with self._place.transaction(step, metrics, save.new, save.writer, progress_callback) as target:
+                save.prepare(target)
+                save.write(target)
+                save.commit(target, partial(self._wait_for_pushes_of, step))
+        saved = target.saved
+        assert saved is not None
         logger.info("Saved the checkpoint of step %d, %d bytes of tensors, as '%s'.", step, payload.nbytes, saved.path)
         self._rotate()
         self._is_clean = True
