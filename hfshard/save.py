@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hfshard._util.arguments import absolute_path, wraps_os_errors
+from hfshard._util.arguments import wraps_os_errors
 from hfshard._util.call_ranks import among
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
 from hfshard.errors import InvalidArgumentError
@@ -18,6 +18,7 @@ from hfshard.format.digests import Checksum
 from hfshard.format.index import CheckpointIndex
 from hfshard.models.model_kinds import is_pretrained
 from hfshard.models.module_weights import abort_peers_on_error, save_here_or_on_ranks, save_module
+from hfshard.places.place import place_to_save
 from hfshard.saving.save_request import SaveOptions, request_from_state_dict
 from hfshard.shards.shard_plan import Packing
 from hfshard.tensors.parameter_names import unwrap
@@ -88,7 +89,7 @@ def save_state_dict(
         index = hfshard.save_state_dict(state_dict, "out", max_shard_size="1GB")
         print(index.weight_map)
     """
-    directory = absolute_path(save_directory, "save_directory")
+    place = place_to_save(save_directory)
     options = SaveOptions(
         max_shard_size=max_shard_size,
         variant=variant,
@@ -99,9 +100,9 @@ def save_state_dict(
         progress=progress,
     )
     with among(process_group):
-        with abort_peers_on_error(directory, lambda: collective or has_spread(state_dict)):
+        with abort_peers_on_error(place, lambda: collective or has_spread(state_dict)):
             request = request_from_state_dict(state_dict, options)
-        return save_here_or_on_ranks(request, directory)
+        return save_here_or_on_ranks(request, place)
 
 
 @wraps_os_errors("save_directory")
@@ -156,7 +157,7 @@ def save_model(
     Example:
         hfshard.save_model(model, "out", max_shard_size="5GB")
     """
-    directory = absolute_path(save_directory, "save_directory")
+    place = place_to_save(save_directory)
     options = SaveOptions(
         max_shard_size=max_shard_size,
         variant=variant,
@@ -177,4 +178,4 @@ def save_model(
 
             model = unwrap(model)
             return save_pretrained_model(model, save_directory, is_main_process, state_dict, options)  # type: ignore[arg-type]
-        return save_module(model, directory, state_dict, options, is_main_process)
+        return save_module(model, place, state_dict, options, is_main_process)

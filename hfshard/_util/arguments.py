@@ -167,7 +167,7 @@ def wraps_os_errors(argument: str) -> Callable[[Callable[_P, _R]], Callable[_P, 
     """Make a public function raise a `FileError` if the operating system refuses a file.
 
     Args:
-        argument: The parameter whose path is named if the system names none; or an attribute of `self`.
+        argument: The parameter whose path, or place, is named if the system names none; or an attribute of `self`.
     """
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -182,7 +182,7 @@ def wraps_os_errors(argument: str) -> Callable[[Callable[_P, _R]], Callable[_P, 
                     raise
                 given = dict(zip(names, args), **kwargs)
                 place = given[argument] if argument in given else getattr(given.get("self"), argument, None)
-                raise as_file_error(error, place) from error
+                raise as_file_error(error, getattr(place, "address", place)) from error
 
         return wrapped
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable, Collection, Hashable, Iterator
@@ -22,6 +23,7 @@ from hfshard.checkpoint.check_files import (
     check_keys,
     check_pickle_checksums,
     check_pickles,
+    check_small_file,
     check_small_files,
     find_places,
     reject_unverifiable,
@@ -36,7 +38,7 @@ from hfshard.checkpoint.locate import (
     find_lone_adapter,
     find_weights,
 )
-from hfshard.constants import MAX_INDEX_BYTES, METADATA_KEY, SAFETENSORS_SUFFIX
+from hfshard.constants import CONFIG_NAME, MAX_INDEX_BYTES, METADATA_KEY, SAFETENSORS_SUFFIX
 from hfshard.errors import (
     CheckpointChangedError,
     DamagedCheckpointError,
@@ -67,6 +69,8 @@ from hfshard.tensors.stored_tensor import (
     tensor_layout,
     tensor_nbytes,
 )
+
+logger = logging.getLogger(__name__)
 
 # Open files of a checkpoint, for reading its tensors and noticing that it was replaced.
 
@@ -274,6 +278,19 @@ def open_checkpoint(
             yield checkpoint
     finally:
         checkpoint.close()
+
+
+def warn_of_others_files(checkpoint: OpenCheckpoint, verify: Verify) -> None:
+    """Log small files that were edited since a save, if only the structure is checked, and weights of another tool."""
+    names = [name for name in checkpoint.index.files if name.endswith(".json")] if verify == "structure" else []
+    for name in names:
+        if name == CONFIG_NAME or not checkpoint.is_ranged:  # another one would cost a request
+            try:
+                check_small_file(checkpoint.folder, name, checkpoint.index.files[name])
+            except DamagedCheckpointError as error:
+                logger.warning("%s", error)
+    if (message := checkpoint.folder.describe_plain_weights()) is not None:
+        logger.warning("%s", message)
 
 
 def _check_contents(

@@ -18,6 +18,7 @@ from hfshard.distributed.save_on_ranks import write_on_ranks
 from hfshard.errors import InvalidArgumentError, NotEnoughSpaceError
 from hfshard.format.index import CheckpointIndex
 from hfshard.hub.repo import PushResult
+from hfshard.places.place import DirectoryPlace
 from hfshard.saving.save_request import SaveRequest
 
 _CALL: Final = "push_to_hub"
@@ -99,7 +100,7 @@ def stage(ranks: Session, request: SaveRequest, folder: StagingFolder) -> Checkp
         Everything that `save_on_ranks` raises.
     """
     try:
-        index, _ = write_on_ranks(request, folder.path, ranks, ranks.look, writers=folder.seen_by)
+        index, _ = write_on_ranks(request, DirectoryPlace(folder.path), ranks, ranks.look, writers=folder.seen_by)
         ranks.end_step()
         return index
     except NotEnoughSpaceError as error:

@@ -15,7 +15,6 @@ from itertools import repeat
 from threading import Event
 from typing import Any, Final, Literal, Self
 
-from hfshard._util.addresses import is_store_address
 from hfshard._util.progress import ProgressCallback
 from hfshard._util.threads import delay_interrupt, start_worker
 from hfshard.commit.transaction import KnownFile, link_if_same, upload_files
@@ -27,6 +26,7 @@ from hfshard.distributed.tensor_owners import LocalTensor, TensorOwners, assign_
 from hfshard.errors import HfshardError
 from hfshard.format.digests import fingerprint_positions
 from hfshard.format.index import FileDigest
+from hfshard.places.place import place_to_save
 from hfshard.shards.write_shards import WriteJob, fingerprint_of_job, write_shards
 from hfshard.stores.open_store import open_store
 from hfshard.stores.store import Store
@@ -215,8 +215,8 @@ class RankWriter:
         return found
 
     def _write(self, job: WriteJob, checksum: str | None) -> FileDigest:
-        if is_store_address(job.path):
-            address, _, name = job.path.rpartition("/")
+        address, _, name = job.path.rpartition("/")
+        if not place_to_save(address or "/").traits.is_directory:
             return upload_files(open_store(address), {name: job}, checksum)[name]
         try:
             return write_shards([job], checksum=checksum)[0]

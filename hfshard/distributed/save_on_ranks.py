@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -12,8 +11,6 @@ from typing import Any, Final, Self
 
 import torch.distributed as dist
 
-from hfshard._util.addresses import is_store_address
-from hfshard._util.arguments import absolute_path
 from hfshard._util.call_ranks import call_group, call_ranks
 from hfshard.commit.transaction import OwnShardWriter
 from hfshard.constants import MAX_INDEX_BYTES
@@ -36,6 +33,7 @@ from hfshard.distributed.tensor_owners import (
 from hfshard.errors import HfshardError, InvalidArgumentError, RankFailedError, RankMissingError
 from hfshard.format.digests import sha256_of
 from hfshard.format.index import CheckpointIndex, FileDigest
+from hfshard.places.place import Place, SavePlace
 from hfshard.saving.pipeline import save_request
 from hfshard.saving.save_request import SaveRequest, needs_all_ranks
 from hfshard.tensors.stored_tensor import RawTensor, TensorLayout
@@ -45,13 +43,13 @@ _TELL_SECONDS: Final = 5.0
 _NO_CHECK: Callable[[], None] = lambda: None  # noqa: E731
 
 
-def save_together(request: SaveRequest, directory: str, check: Callable[[], None] = _NO_CHECK) -> CheckpointIndex:
+def save_together(request: SaveRequest, place: SavePlace, check: Callable[[], None] = _NO_CHECK) -> CheckpointIndex:
     """Save a request with the other ranks of the call's process group; see `save_here_or_on_ranks`.
 
     Args:
         request: Of this rank; its tensors may be DTensors and `SpreadTensor`s. Options, config and other files are
             those of the first rank.
-        directory: Absolute; the same on all ranks that save together.
+        place: The same on all ranks that save together.
         check: As in `save_request`; on the rank that commits.
 
     Returns:
@@ -62,14 +60,14 @@ def save_together(request: SaveRequest, directory: str, check: Callable[[], None
             that the outcome is unknown.
         Everything that `save_request` raises.
     """
-    with session(_meeting_place(directory), needs_all=needs_all_ranks(request)) as ranks:
+    with session(place.key, needs_all=needs_all_ranks(request)) as ranks:
         if ranks.role is Role.LATE:
-            return _late(request, directory, ranks)
-        return save_on_ranks(request, directory, ranks, check)
+            return _late(request, place, ranks)
+        return save_on_ranks(request, place, ranks, check)
 
 
 @contextmanager
-def prepare_to_save(save_directory: str | os.PathLike[str], is_part: Callable[[], bool]) -> Iterator[None]:
+def prepare_to_save(place: Place, is_part: Callable[[], bool]) -> Iterator[None]:
     """Let the other ranks see that this one prepares its part of a save; see `abort_peers_on_error`."""
     try:
         with announce_arrival(dist.get_rank()):
@@ -78,30 +76,23 @@ def prepare_to_save(save_directory: str | os.PathLike[str], is_part: Callable[[]
         raise
     except BaseException as error:
         if is_part():
-            place = _meeting_place(absolute_path(save_directory, "save_directory"))
             with (
                 suppress(HfshardError, type(error)),
-                session(place, needs_all=True, timeout_seconds=_TELL_SECONDS),
+                session(place.key, needs_all=True, timeout_seconds=_TELL_SECONDS),
             ):
                 raise
         raise
 
 
-def leave_to_others(save_directory: str | os.PathLike[str]) -> None:
-    """Let the ranks that save replicated tensors into a directory not wait for this one."""
-    place = _meeting_place(absolute_path(save_directory, "save_directory"))
-    with session(place, needs_all=False, may_join=False):
+def leave_to_others(place: Place) -> None:
+    """Let the ranks that save replicated tensors into a place not wait for this one."""
+    with session(place.key, needs_all=False, may_join=False):
         return
-
-
-def _meeting_place(directory: str) -> str:
-    """Return the name by which all ranks know the place of a save, with links resolved."""
-    return directory if is_store_address(directory) else os.path.realpath(directory)
 
 
 def save_on_ranks(
     request: SaveRequest,
-    directory: str,
+    place: SavePlace,
     session: Session,
     check: Callable[[], None] = _NO_CHECK,
 ) -> CheckpointIndex:
@@ -109,7 +100,7 @@ def save_on_ranks(
 
     Args:
         request: As in `save_together`, like check.
-        directory: Absolute.
+        place: Where to save.
         session: Of the save.
 
     Returns:
@@ -118,16 +109,16 @@ def save_on_ranks(
     Raises:
         Everything that `save_together` raises.
     """
-    index, listing = write_on_ranks(request, directory, session, check)
+    index, listing = write_on_ranks(request, place, session, check)
     if index is not None:
         SaveOutcome.tell(session, index, listing_digest(listing.to_json()))
         return index
-    return SaveOutcome.awaited(session).index(session, os.path.join(directory, request.options.names.index))
+    return SaveOutcome.awaited(session).index(session, f"{place.address}/{request.options.names.index}")
 
 
 def write_on_ranks(
     request: SaveRequest,
-    directory: str,
+    place: SavePlace,
     session: Session,
     check: Callable[[], None] = _NO_CHECK,
     *,
@@ -136,7 +127,7 @@ def write_on_ranks(
     """Do what `save_on_ranks` does, except for the end of the session: the caller publishes the outcome.
 
     Args:
-        request, directory, session, check: As in `save_on_ranks`.
+        request, place, session, check: As in `save_on_ranks`.
         writers: The ranks that may write files; empty: all of the session.
 
     Returns:
@@ -147,7 +138,7 @@ def write_on_ranks(
     groups, listings = exchange_listings(session, listing, meshes)
     is_leader = session.is_leader
     if len(listings) == 1 and not meshes and len(groups) == 1:
-        return _save_replicas(request, directory, session, check, listing, may_share=not writers), listing
+        return _save_replicas(request, place, session, check, listing, may_share=not writers), listing
     require_all_ranks(session)
     request = _with_whole(request, listings)
     holders = TensorOwners.unite(groups, listings, request.name_order)
@@ -155,14 +146,14 @@ def write_on_ranks(
     if not is_leader:
         writer.follow()
         return None, listing
-    index = save_request(_united(request, holders), directory, check, writer)
+    index = save_request(_united(request, holders), place, check, writer)
     writer.end()
     return index, listing
 
 
 def _save_replicas(
     request: SaveRequest,
-    directory: str,
+    place: SavePlace,
     session: Session,
     check: Callable[[], None],
     listing: Listing,
@@ -173,14 +164,14 @@ def _save_replicas(
     is_leader = session.is_leader
     total_bytes = sum(entry.layout.nbytes for entry in listing.entries.values())
     has_all = len(session.ranks) > 1 and session.ranks == list(call_ranks())
-    if may_share and has_all and total_bytes >= SHARED_FROM_BYTES and not is_store_address(directory):
+    if may_share and has_all and total_bytes >= SHARED_FROM_BYTES and place.traits.is_directory:
         writer = ReplicaWriter(session, request.tensors)
         if not is_leader:
             writer.follow()
             return None
-        return save_request(request, directory, check, writer)
+        return save_request(request, place, check, writer)
     own = OwnShardWriter(confirm=session.begin_step)
-    return save_request(request, directory, check, own) if is_leader else None
+    return save_request(request, place, check, own) if is_leader else None
 
 
 def exchange_listings(
@@ -268,7 +259,7 @@ def no_bytes_here(name: str, layout: TensorLayout) -> Callable[[int], Iterator[m
     return blocks
 
 
-def _late(request: SaveRequest, directory: str, session: Session) -> CheckpointIndex:
+def _late(request: SaveRequest, place: SavePlace, session: Session) -> CheckpointIndex:
     """Await the save of the ranks that came before this one: it must contain the same tensors."""
     outcome = SaveOutcome.awaited(session)
     listing, _ = list_tensors(request, held := dict[str, LocalTensor](request.tensors))
@@ -277,7 +268,7 @@ def _late(request: SaveRequest, directory: str, session: Session) -> CheckpointI
             f"The other ranks saved without rank {session.rank}, which arrived late with {len(held)} other tensors: "
             "the checkpoint lacks them. Make this call on every rank with collective=True, and save again."
         )
-    return outcome.index(session, os.path.join(directory, request.options.names.index))
+    return outcome.index(session, f"{place.address}/{request.options.names.index}")
 
 
 _CPU_GROUPS: dict[tuple[tuple[int, ...], bool], tuple[dist.ProcessGroup, CpuGroup]] = {}

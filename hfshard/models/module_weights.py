@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -13,20 +12,21 @@ from typing import Any
 
 from torch import nn
 
-from hfshard._util.arguments import absolute_path, wraps_os_errors
+from hfshard._util.arguments import wraps_os_errors
 from hfshard._util.call_ranks import has_other_ranks
 from hfshard.errors import InvalidArgumentError
 from hfshard.format.index import CheckpointIndex
+from hfshard.places.place import Place, SavePlace
 from hfshard.saving.pipeline import save_request
 from hfshard.saving.save_request import SaveOptions, SaveRequest, request_from_module
 from hfshard.tensors.state_dict import has_spread, reject_sharded_tensors
 from hfshard.tensors.stored_tensor import TensorLike
 
 
-@wraps_os_errors("directory")
+@wraps_os_errors("place")
 def save_module(
     model: nn.Module,
-    directory: str,
+    place: SavePlace,
     state_dict: Mapping[str, Any] | None,
     options: SaveOptions,
     is_main_process: bool = True,
@@ -36,7 +36,7 @@ def save_module(
 
     Args:
         model: The module; wrappers around it are removed.
-        directory: Absolute.
+        place: Where to save.
         state_dict: Tensors to save instead of the module's own; not mutated.
         options: How to save.
         is_main_process: False saves nothing, unless the model is spread over ranks or the save is collective.
@@ -53,11 +53,11 @@ def save_module(
         tensors = model.state_dict() if state_dict is None else state_dict
         reject_sharded_tensors(tensors)
         is_part = partial(has_spread, tensors)
-    if leaves_save(directory, options, is_part, is_main_process=is_main_process):
+    if leaves_save(place, options, is_part, is_main_process=is_main_process):
         return None
-    with abort_peers_on_error(directory, lambda: options.is_collective or is_part()):
+    with abort_peers_on_error(place, lambda: options.is_collective or is_part()):
         request = replace(request_from_module(model, state_dict, options), **(files or {}))
-    return save_here_or_on_ranks(request, directory)
+    return save_here_or_on_ranks(request, place)
 
 
 def is_spread(model: nn.Module, state_dict: Mapping[str, Any] | None = None) -> bool:
@@ -76,7 +76,7 @@ def is_spread(model: nn.Module, state_dict: Mapping[str, Any] | None = None) -> 
 # Where other ranks make the same call, they save together; a process alone enters nothing of `distributed`.
 
 
-def save_here_or_on_ranks(request: SaveRequest, save_directory: str | os.PathLike[str]) -> CheckpointIndex:
+def save_here_or_on_ranks(request: SaveRequest, place: SavePlace) -> CheckpointIndex:
     """Save a request alone, or together with the other ranks of the call's process group.
 
     If a tensor is spread over ranks, or the ranks have different names, every rank must call. If all tensors are
@@ -86,7 +86,7 @@ def save_here_or_on_ranks(request: SaveRequest, save_directory: str | os.PathLik
     Args:
         request: Of this rank; its tensors may be DTensors and `SpreadTensor`s. Options, config and other files are
             those of the first rank.
-        save_directory: As in `save_request`; the same on all ranks that save together.
+        place: As in `save_request`; the same on all ranks that save together.
 
     Returns:
         The index, the same on every rank.
@@ -96,21 +96,18 @@ def save_here_or_on_ranks(request: SaveRequest, save_directory: str | os.PathLik
             that the outcome is unknown.
         Everything that `save_request` raises.
     """
-    directory = absolute_path(save_directory, "save_directory")
     if not has_other_ranks():
-        return save_request(require_whole_tensors(request), directory)
+        return save_request(require_whole_tensors(request), place)
     from hfshard.distributed.save_on_ranks import save_together
 
-    return save_together(request, directory)
+    return save_together(request, place)
 
 
-def abort_peers_on_error(
-    save_directory: str | os.PathLike[str], is_part: Callable[[], bool]
-) -> AbstractContextManager[None]:
+def abort_peers_on_error(place: Place, is_part: Callable[[], bool]) -> AbstractContextManager[None]:
     """Abort the other ranks if this one fails or dies before it joins the save.
 
     Args:
-        save_directory: As in `save_here_or_on_ranks`.
+        place: As in `save_here_or_on_ranks`.
         is_part: Returns whether this rank has a part of what is saved, so that the others wait; called only after
             an error.
     """
@@ -118,16 +115,14 @@ def abort_peers_on_error(
         return nullcontext()
     from hfshard.distributed.save_on_ranks import prepare_to_save
 
-    return prepare_to_save(save_directory, is_part)
+    return prepare_to_save(place, is_part)
 
 
-def leaves_save(
-    directory: str | os.PathLike[str], options: SaveOptions, is_part: Callable[[], bool], *, is_main_process: bool
-) -> bool:
+def leaves_save(place: Place, options: SaveOptions, is_part: Callable[[], bool], *, is_main_process: bool) -> bool:
     """Return whether this rank leaves a save to others, which then do not wait for it.
 
     Args:
-        directory: As in `save_model`.
+        place: As in `save_here_or_on_ranks`.
         options: How to save.
         is_part: Returns whether this rank has a part of what is saved.
         is_main_process: As in `save_model`.
@@ -137,7 +132,7 @@ def leaves_save(
     if has_other_ranks():
         from hfshard.distributed.save_on_ranks import leave_to_others
 
-        leave_to_others(directory)
+        leave_to_others(place)
     return True
 
 

@@ -16,8 +16,6 @@ from typing import Any, Final
 from huggingface_hub import ModelHubMixin, PyTorchModelHubMixin
 from torch import nn
 
-from hfshard._util.addresses import is_store_address
-from hfshard._util.arguments import absolute_path
 from hfshard._util.context import bound
 from hfshard.commit.hub_marker import reject_hub_directory
 from hfshard.constants import CONFIG_NAME, README
@@ -36,6 +34,7 @@ from hfshard.models.save_arguments import (
     take_repo_id,
     without_defaults,
 )
+from hfshard.places.place import SavePlace, place_to_save
 from hfshard.saving.save_request import SaveOptions, SaveRequest, request_from_module
 
 _PUSH_ARGUMENTS: Final = PUSH_ARGUMENTS | {"branch", "config", "model_card_kwargs"}
@@ -81,7 +80,7 @@ class _ModuleSave:
     """One save of a plain module, done by its class's or the mixin's `_save_pretrained`."""
 
     model: Any
-    directory: str
+    place: SavePlace
     options: SaveOptions
     is_main_process: bool
     state_dict: Mapping[str, Any] | None
@@ -90,6 +89,11 @@ class _ModuleSave:
     config_before: Identity | None
     is_answered: bool = False
     """Whether the mixin's `_save_pretrained` has saved everything."""
+
+    @property
+    def directory(self) -> str:
+        """The path or address of the place."""
+        return self.place.address
 
     @property
     def is_config_written(self) -> bool:
@@ -125,21 +129,22 @@ def save_plain(
     Raises:
         Everything that `hfshard.save_model` raises, and overrides of the class.
     """
-    directory = absolute_path(save_directory, "save_directory")
+    place = place_to_save(save_directory)
+    directory = place.address
     reject_hub_directory(directory)
     extras = ModuleFiles.taken_from(kwargs)
-    check_save_arguments(directory, given["token"], kwargs, _SAVE_ARGUMENTS, push_to_hub=given["push_to_hub"])
+    check_save_arguments(place, given["token"], kwargs, _SAVE_ARGUMENTS, push_to_hub=given["push_to_hub"])
     for name, default in _UNTAKEN.items():
         if given[name] != default:
             raise InvalidArgumentError(f"{name} is for transformers models. Leave it out.")
     save = _ModuleSave(
         model=model,
-        directory=directory,
+        place=place,
         options=options,
         is_main_process=given["is_main_process"],
         state_dict=given["state_dict"],
         config=extras.config_of(model),
-        card=None if not is_store_address(directory) and _has_card(directory) else extras.card_of(model),
+        card=None if place.traits.is_directory and _has_card(directory) else extras.card_of(model),
         config_before=_identity_of_config(directory),
     )
     _run(save, is_overridden=is_overridden)
@@ -161,17 +166,17 @@ def handle_plain_save(model: Any, save_directory: str | os.PathLike[str]) -> Non
         InvalidArgumentError: `model` is not a module.
         Everything that `hfshard.save_model` raises.
     """
-    directory = absolute_path(save_directory, "save_directory")
+    place = place_to_save(save_directory)
     save = _under_way.get()
     if not isinstance(model, nn.Module):
         raise InvalidArgumentError(
             f"{type(model).__name__} is not an nn.Module. Give it its own _save_pretrained, or derive it from "
             "nn.Module."
         )
-    if save is None or save.model is not model or save.directory != directory:
-        save_module(model, directory, None, SaveOptions())
+    if save is None or save.model is not model or save.place.address != place.address:
+        save_module(model, place, None, SaveOptions())
         return
-    save_module(model, directory, save.state_dict, save.options, save.is_main_process, _files_of(save))
+    save_module(model, place, save.state_dict, save.options, save.is_main_process, _files_of(save))
     save.is_answered = True
 
 
@@ -189,7 +194,7 @@ def _run(save: _ModuleSave, *, is_overridden: bool) -> None:
     Raises:
         InvalidArgumentError: It is overridden, and the model is saved to a store.
     """
-    if is_store_address(save.directory):
+    if not save.place.traits.is_directory:
         _save_to_store(save, is_overridden=is_overridden)
         return
     if is_overridden and not os.path.isdir(save.directory):
@@ -214,7 +219,7 @@ def _save_to_store(save: _ModuleSave, *, is_overridden: bool) -> None:
             f"'{save.directory}'. Save it into a directory, and copy that: hfshard push DIR {save.directory}",
             path=save.directory,
         )
-    save_module(save.model, save.directory, save.state_dict, save.options, save.is_main_process, _files_of(save))
+    save_module(save.model, save.place, save.state_dict, save.options, save.is_main_process, _files_of(save))
 
 
 def _has_card(directory: str) -> bool:
@@ -225,7 +230,7 @@ def _has_card(directory: str) -> bool:
 def _files_of(save: _ModuleSave) -> dict[str, Any]:
     """Return the request's fields for config.json and README.md, unless an override has written them."""
     files: dict[str, Any] = {"model_files": {}}
-    if save.card is not None and is_store_address(save.directory):
+    if save.card is not None and not save.place.traits.is_directory:
         files["companion_files"] = {README: BytesSource(save.card)}  # written only if the store has none
     elif save.card is not None and not _has_card(save.directory):
         files["model_files"] = {README: save.card}

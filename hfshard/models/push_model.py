@@ -12,7 +12,7 @@ from huggingface_hub import CommitInfo, ModelCard, ModelCardData
 
 from hfshard._util.progress import byte_progress
 from hfshard._util.threads import run_in_threads
-from hfshard.commit.hub_marker import absolute_repo_id, hub_directory
+from hfshard.commit.hub_marker import absolute_repo_id
 from hfshard.commit.transaction import JobsOf, NewCheckpoint
 from hfshard.constants import CONFIG_NAME, README
 from hfshard.disk.byte_source import ByteSource, BytesSource, StreamSource, file_source, sha256_of_reader
@@ -24,6 +24,7 @@ from hfshard.format.index import CheckpointIndex, FileDigest
 from hfshard.hub.push_files import CardBuilder, PushOptions, PushRequest, collect_directory, push_files
 from hfshard.hub.repo import PushResult
 from hfshard.models.module_weights import abort_peers_on_error, require_whole_tensors
+from hfshard.places.place import DirectoryPlace, place_to_push
 from hfshard.saving.pipeline import Save
 from hfshard.saving.save_request import SaveRequest
 from hfshard.shards.shard_plan import ShardPlan
@@ -96,7 +97,7 @@ class ModelPush:
         """
         with staging_folder(self.ranks) as folder:
             folder.reject_unseen()
-            with abort_peers_on_error(folder.path, lambda: not self.ranks.is_alone):
+            with abort_peers_on_error(DirectoryPlace(folder.path), lambda: not self.ranks.is_alone):
                 save(folder.path, **({} if self.ranks.is_leader else {"is_main_process": False}))
 
             def push() -> list[PushResult]:
@@ -134,7 +135,7 @@ class ModelPush:
     def _run(self, push: Callable[[], Sequence[PushResult]]) -> CommitInfo | PushResult | None:
         """Return what `push_to_hub` returns: for a repo of the Hub, what huggingface_hub's own would."""
         results = send(self.ranks, push)
-        if not results or hub_directory(self.repo_id) is not None:
+        if not results or place_to_push(self.repo_id).is_for_hfshard_only:
             return results[0] if results else None
         return CommitInfo(
             commit_url=results[0].url,

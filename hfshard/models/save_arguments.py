@@ -6,9 +6,9 @@ import os
 from collections.abc import Mapping
 from typing import Any, Final
 
-from hfshard._util.addresses import is_store_address, reject_hub_arguments
 from hfshard._util.arguments import reject_pickle_request, reject_unknown_arguments
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
+from hfshard.places.place import Place
 
 PUSH_ARGUMENTS: Final = frozenset(
     ("repo_id", "commit_message", "commit_description", "private", "revision", "create_pr", "tags", "path_in_repo",
@@ -43,12 +43,12 @@ def without_defaults(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_save_arguments(
-    directory: str, token: str | bool | None, kwargs: dict[str, Any], known: frozenset[str], *, push_to_hub: bool
+    place: Place, token: str | bool | None, kwargs: dict[str, Any], known: frozenset[str], *, push_to_hub: bool
 ) -> None:
     """Check the arguments of `save_pretrained` that it does not name, and remove those of older code.
 
     Args:
-        directory: The absolute path, or the address of a place in a store.
+        place: Where to save.
         token: For the Hub.
         kwargs: The keyword arguments that `save_pretrained` does not name; some are for `push_to_hub`.
         known: The accepted names.
@@ -61,8 +61,8 @@ def check_save_arguments(
     reject_pickle_request(kwargs)
     kwargs.pop("save_function", None)  # of accelerate's older examples; transformers ignores it too
     reject_unknown_arguments(kwargs, known, "save_pretrained")
-    if is_store_address(directory) and not push_to_hub:
-        reject_hub_arguments(directory, revision=kwargs.get("revision"), token=token)
+    if not push_to_hub:
+        place.reject_hub_arguments(revision=kwargs.get("revision"), token=token)
 
 
 def check_push_arguments(kwargs: dict[str, Any], known: frozenset[str]) -> None:

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from hfshard._util.addresses import is_store_address
-from hfshard._util.arguments import absolute_path
 from hfshard._util.call_ranks import has_other_ranks
 from hfshard.commit.hub_marker import reject_hub_directory
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
@@ -45,6 +43,7 @@ from hfshard.models.save_arguments import (
     take_repo_id,
     without_defaults,
 )
+from hfshard.places.place import Place, place_to_save
 from hfshard.saving.save_request import SaveOptions, SaveRequest, needs_all_ranks
 from hfshard.tensors.state_dict import reject_partitioned
 
@@ -107,11 +106,11 @@ def save_pretrained_model(
     Raises:
         Everything that `save_with_overrides` raises.
     """
-    directory = _absolute(save_directory)
-    if leaves_save(directory, options, partial(is_part, model, state_dict), is_main_process=is_main_process):
+    place = place_to_save(save_directory)
+    if leaves_save(place, options, partial(is_part, model, state_dict), is_main_process=is_main_process):
         return None
     if not (has_override(type(model), "save_pretrained") or has_adapters(model)):
-        return save_here_or_on_ranks(_request(model, state_dict, options, directory), directory)
+        return save_here_or_on_ranks(_request(model, state_dict, options, place), place)
     if has_adapters(model) and options.metadata:
         raise InvalidArgumentError(
             "The model has an adapter, whose files transformers writes without metadata. Leave out metadata=."
@@ -122,12 +121,12 @@ def save_pretrained_model(
         "variant": options.variant,
         "save_original_format": options.save_original_format,
     }
-    return save_with_overrides(model, model, directory, arguments, options)
+    return save_with_overrides(model, model, save_directory, arguments, options)
 
 
 def _absolute(save_directory: str | os.PathLike[str]) -> str | Path:
     """Make the path absolute; a Path stays a Path, since an override may rely on it."""
-    directory = absolute_path(save_directory, "save_directory")
+    directory = place_to_save(save_directory).address
     return directory if isinstance(save_directory, str) else Path(directory)  # never an address: a Path can't hold one
 
 
@@ -152,8 +151,9 @@ def handle_save_pretrained(
     **kwargs: Any,
 ) -> CheckpointIndex | None:
     """Save in place of PreTrainedModel's own `save_pretrained`, with its arguments, below all overrides."""
-    directory = absolute_path(save_directory, "save_directory")
-    check_save_arguments(directory, token, kwargs, SAVE_ARGUMENTS, push_to_hub=push_to_hub)
+    place = place_to_save(save_directory)
+    directory = place.address
+    check_save_arguments(place, token, kwargs, SAVE_ARGUMENTS, push_to_hub=push_to_hub)
     options = replace(
         options, max_shard_size=max_shard_size, variant=variant, save_original_format=save_original_format
     )
@@ -162,7 +162,7 @@ def handle_save_pretrained(
             reject_partitioned(model)
         reject_partial_save(model)
         reject_hub_directory(directory)
-        _reject_store(model, directory)
+        _reject_store(model, place)
         if is_main_process and is_offloaded_by_map(model) and has_other_ranks():
             raise InvalidArgumentError(
                 f"Cannot save {type(model).__name__} with save_pretrained on several ranks: a device_map offloaded "
@@ -190,35 +190,35 @@ def handle_save_pretrained(
         if push_to_hub and (is_main_process or is_part(model, state_dict)):
             _push_again(model, directory, {**kwargs, "max_shard_size": max_shard_size, "variant": variant}, token)
         return None
-    if leaves_save(directory, options, partial(is_part, model, state_dict), is_main_process=is_main_process):
+    if leaves_save(place, options, partial(is_part, model, state_dict), is_main_process=is_main_process):
         return None
-    request = _request(model, state_dict, options, directory)
-    index = save_here_or_on_ranks(request, directory)
+    request = _request(model, state_dict, options, place)
+    index = save_here_or_on_ranks(request, place)
     if push_to_hub:
         arguments = {**kwargs, "token": token, "progress": options.progress}
         is_shared = needs_all_ranks(request) or (state_dict is None and is_part_of_push(model))
         with push_together(is_collective=is_shared) as ranks:
-            _push_files(model, request, index, directory, arguments, ranks)
+            _push_files(model, request, index, place, arguments, ranks)
     return index
 
 
-def _reject_store(model: PreTrainedModel, directory: str) -> None:
+def _reject_store(model: PreTrainedModel, place: Place) -> None:
     """Reject a save into a store by transformers, which would create a directory named like the address."""
-    if is_store_address(directory):
+    if not place.traits.is_directory:
         raise InvalidArgumentError(
-            f"Cannot save this {type(model).__name__} to '{directory}': transformers itself saves adapters, weights "
-            "that a device_map has offloaded, and distributed_checkpoint=True, and only into directories. Save it "
-            "into a directory, and copy that with the service's tool; or, for a model without adapters, call "
+            f"Cannot save this {type(model).__name__} to '{place.address}': transformers itself saves adapters, "
+            "weights that a device_map has offloaded, and distributed_checkpoint=True, and only into directories. Save "
+            "it into a directory, and copy that with the service's tool; or, for a model without adapters, call "
             "hfshard.save_model(model, address), which reads offloaded weights in place.",
-            path=directory,
+            path=place.address,
         )
 
 
 def _request(
-    model: PreTrainedModel, state_dict: Mapping[str, Any] | None, options: SaveOptions, directory: str | Path
+    model: PreTrainedModel, state_dict: Mapping[str, Any] | None, options: SaveOptions, place: Place
 ) -> SaveRequest:
     """Build the save request; if that fails on one of several ranks that have parts, the others are notified."""
-    with abort_peers_on_error(directory, lambda: options.is_collective or is_part(model, state_dict)):
+    with abort_peers_on_error(place, lambda: options.is_collective or is_part(model, state_dict)):
         return request_from_model(model, state_dict, options)
 
 
@@ -232,17 +232,17 @@ def _push_files(
     model: PreTrainedModel,
     request: SaveRequest,
     index: CheckpointIndex,
-    directory: str,
+    place: Place,
     arguments: dict[str, Any],
     ranks: Session,
 ) -> None:
     """Push the files of a save into a directory; after a save into a store, push from memory instead."""
-    repo_id = take_repo_id(arguments, directory)
+    repo_id = take_repo_id(arguments, place.address)
     push = _begin_push(model, repo_id, arguments.pop("tags", None), PushOptions(**arguments), ranks)
-    if is_store_address(directory):
-        push.send(request)
+    if place.traits.is_directory:
+        push.send_saved(request, index, place.address)
     else:
-        push.send_saved(request, index, directory)
+        push.send(request)
 
 
 # Pushes of a transformers model: straight from memory, or from the files that its own save_pretrained writes.

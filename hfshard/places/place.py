@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
@@ -24,8 +24,10 @@ from hfshard.errors import (
 )
 from hfshard.format.file_names import WeightNames
 from hfshard.hub.resolve import CheckpointQuery
+from hfshard.stores.open_store import open_store
 
 if TYPE_CHECKING:
+    from hfshard.commit.transaction import NewCheckpoint, ShardWriter, Transaction
     from hfshard.hub.push_files import FilesOfPlace
     from hfshard.places.store_mirror import SmallFilesMirror
 
@@ -118,6 +120,18 @@ class Place(Protocol):
         """Return whether a folder, such as that of a checkpoint to read, has the files directly in this place."""
 
 
+class SavePlace(Place, Protocol):
+    """A place that saves write into: any but a hub, to which files are pushed."""
+
+    def transaction(self, new: NewCheckpoint, writer: ShardWriter) -> AbstractContextManager[Transaction]:
+        """Begin a change of the place.
+
+        Args:
+            new: Everything that is saved except for the tensors.
+            writer: Writes the files.
+        """
+
+
 class DirectoryPlace:
     """A directory on this machine that is not a hub, or one file of weights; it need not exist."""
 
@@ -172,6 +186,12 @@ class DirectoryPlace:
 
     def reject_hub_arguments(self, *, revision: str | None = None, token: str | bool | None = None) -> None:
         """Accept them: transformers ignores them for a directory."""
+
+    def transaction(self, new: NewCheckpoint, writer: ShardWriter) -> AbstractContextManager[Transaction]:
+        """Lock the directory, and begin a change."""
+        from hfshard.commit.directory_commit import directory_transaction  # needed only for saves
+
+        return directory_transaction(self.address, new, writer)
 
     def is_same(self, folder: Folder) -> bool:
         """Return whether both are one existing directory."""
@@ -228,6 +248,12 @@ class StorePlace:
     def reject_hub_arguments(self, *, revision: str | None = None, token: str | bool | None = None) -> None:
         """Reject a revision, and a token, which the service would not get."""
         reject_hub_arguments(self.address, revision=revision, token=token)
+
+    def transaction(self, new: NewCheckpoint, writer: ShardWriter) -> AbstractContextManager[Transaction]:
+        """Inspect the store, and begin a change."""
+        from hfshard.commit.store_commit import store_transaction  # needed only for saves to stores
+
+        return store_transaction(open_store(self.address), new, writer)
 
     def is_same(self, folder: Folder) -> bool:
         """Return whether both have one address."""
@@ -353,13 +379,13 @@ class Kind(NamedTuple):
     Args of each: The text (for a push, also a path object), and the name of the argument, for messages.
     """
 
-    to_save: Callable[[str, str], Place | None]
+    to_save: Callable[[str, str], SavePlace | None]
     to_load: Callable[[str, str], Place | None]
     to_check: Callable[[str, str], Place | None]
     to_push: Callable[[str | os.PathLike[str], str], Place | None]
 
 
-def place_to_save(path: str | os.PathLike[str], argument: str = "save_directory") -> Place:
+def place_to_save(path: str | os.PathLike[str], argument: str = "save_directory") -> SavePlace:
     """Resolve where to save, or what to change: a directory, existing or not, or a store.
 
     Raises:
@@ -401,7 +427,7 @@ def place_to_push(repo_id: str | os.PathLike[str], argument: str = "repo_id") ->
     return next(place for kind in KINDS if (place := kind.to_push(repo_id, argument)) is not None)
 
 
-def _store(text: str, argument: str) -> Place | None:
+def _store(text: str, argument: str) -> SavePlace | None:
     return StorePlace(absolute_path(text, argument)) if is_store_address(text) else None
 
 
@@ -412,7 +438,7 @@ def _store_to_push(text: str | os.PathLike[str], argument: str) -> Place | None:
     return StorePlace(str(parse_address(checked_path_text(text, argument), argument)))
 
 
-def _directory_to_save(text: str, argument: str) -> Place:
+def _directory_to_save(text: str, argument: str) -> SavePlace:
     return DirectoryPlace(absolute_path(text, argument))
 
 

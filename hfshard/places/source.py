@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from hfshard._util.progress import byte_progress
-from hfshard.checkpoint.check_files import check_small_file, retry_if_replaced
+from hfshard.checkpoint.check_files import retry_if_replaced
 from hfshard.checkpoint.load_options import LoadOptions, SignatureCheck
 from hfshard.checkpoint.locate import weights_bytes
-from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
-from hfshard.constants import CONFIG_NAME, SAFETENSORS_SUFFIX
+from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint, warn_of_others_files
+from hfshard.constants import SAFETENSORS_SUFFIX
 from hfshard.errors import (
     CheckpointChangedError,
-    DamagedCheckpointError,
     InvalidArgumentError,
 )
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.places.place import Place, ResolvedSource, explain_missing_directory, place_to_load
 
 _Result = TypeVar("_Result")
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +108,7 @@ def open_source(
         if signed is not None:
             with _without_retry():
                 signed.check_opened(checkpoint, options.progress)
-        if options.verify == "structure":
-            _warn_of_edited_files(checkpoint)
-        if (message := local.folder.describe_plain_weights()) is not None:
-            logger.warning("%s", message)
+        warn_of_others_files(checkpoint, options.verify)
         yield checkpoint
         if signed is not None:
             signed.confirm()
@@ -203,13 +196,3 @@ def open_source_by_ranges(source: CheckpointSource, options: LoadOptions) -> Ite
         source.path, listing, query, verify=options.verify, progress=options.progress
     ) as checkpoint:
         yield checkpoint
-
-
-def _warn_of_edited_files(checkpoint: OpenCheckpoint) -> None:
-    for name, record in checkpoint.index.files.items():
-        is_at_hand = name == CONFIG_NAME or not checkpoint.is_ranged  # the other one would cost a request
-        if name.endswith(".json") and is_at_hand:
-            try:
-                check_small_file(checkpoint.folder, name, record)
-            except DamagedCheckpointError as error:
-                logger.warning("%s", error)

@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from hfshard.checkpoint.folder import StoreFolder
-from hfshard.checkpoint.load_options import LoadOptions
-from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
+from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint, warn_of_others_files
 from hfshard.constants import MANIFEST_NAME
 from hfshard.disk.byte_source import ByteSource
 from hfshard.errors import CheckpointChangedError, CheckpointNotFoundError, InvalidArgumentError, UnsafePathError
@@ -16,8 +15,7 @@ from hfshard.format.file_names import INDEX_FILE, WeightNames
 from hfshard.format.stored_save import SaveId, objects_of_saves, split_object_name
 from hfshard.hub.directory.commit_graph import check_paths
 from hfshard.hub.push_files import detect_variants
-from hfshard.hub.resolve import CheckpointQuery
-from hfshard.places.source import CheckpointSource, open_source
+from hfshard.stores.byte_budget import store_memory_bytes
 from hfshard.stores.open_store import open_store
 from hfshard.stores.store import StoredObject, StoredSource
 
@@ -84,11 +82,11 @@ class StoreFiles:
         Raises:
             CheckpointChangedError: It is not the checkpoint that was listed.
         """
-        source = CheckpointSource(self.place, CheckpointQuery(variant=variant))
-        with open_source(source, LoadOptions()) as checkpoint:
-            folder = checkpoint.folder
-            save_id = folder.save_id if isinstance(folder, StoreFolder) else None
-            if save_id != self._saves.get(variant) or not {checkpoint.weights.name, *checkpoint.shards} <= set(
+        folder = StoreFolder(self._store, self.place, store_memory_bytes())
+        with open_checkpoint(folder, variant=variant) as checkpoint:
+            checkpoint.progress = None
+            warn_of_others_files(checkpoint, "structure")
+            if folder.save_id != self._saves.get(variant) or not {checkpoint.weights.name, *checkpoint.shards} <= set(
                 self._shown
             ):
                 raise CheckpointChangedError(

@@ -25,7 +25,7 @@ from hfshard.format.stored_save import StoredSave, objects_of_saves, split_objec
 from hfshard.hub.push_files import FilesOfPlace, PushContents, detect_variants
 from hfshard.hub.repo import PushResult
 from hfshard.hub.resolve import CheckpointQuery, companion_files
-from hfshard.places.place import Place
+from hfshard.places.place import SavePlace
 from hfshard.places.source import CheckpointSource
 from hfshard.saving.resharding import reshard_source
 from hfshard.saving.save_request import SaveOptions
@@ -38,7 +38,7 @@ _OF_WEIGHTS: Final = frozenset({CONFIG_NAME, GENERATION_CONFIG_NAME})
 
 def copy_to_store(
     files: FilesOfPlace,
-    target: Place,
+    target: SavePlace,
     progress: bool | None,
     *,
     allow_patterns: list[str] | str | None = None,
@@ -102,7 +102,7 @@ def _fingerprints(store: Store, found: Mapping[str, StoredObject]) -> dict[str, 
 
 def copy_checkpoint(
     files: FilesOfPlace,
-    target: Place,
+    target: SavePlace,
     query: CheckpointQuery,
     *,
     verify: Verify = "structure",
@@ -131,7 +131,7 @@ def copy_checkpoint(
 
 def _copy_one(
     files: FilesOfPlace,
-    target: Place,
+    target: SavePlace,
     query: CheckpointQuery,
     *,
     verify: Verify = "structure",

@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Final
 
-from hfshard._util.addresses import is_store_address
-from hfshard._util.arguments import absolute_path
-from hfshard.commit.directory_commit import directory_transaction
-from hfshard.commit.store_commit import store_transaction
 from hfshard.commit.transaction import NamesTakenError, NewCheckpoint, OwnShardWriter, ShardWriter, Transaction
 from hfshard.format.digests import TENSOR_DIGEST_HEX
 from hfshard.format.file_names import MODEL_BASE
 from hfshard.format.index import CheckpointIndex, FileDigest, build_hfshard_metadata
+from hfshard.places.place import SavePlace
 from hfshard.saving.save_request import SaveRequest
 from hfshard.shards.shard_plan import PlannedShard, ShardPlan, plan_specs, with_one_more_shard
 from hfshard.shards.write_shards import WriteJob, file_order, shard_metadata, writer_threads
-from hfshard.stores.open_store import open_store
 from hfshard.tensors.stored_tensor import TensorSpec, parameter_count, tensor_specs
 
 _OWN_DIGEST_BYTES: Final = 256
@@ -241,7 +235,7 @@ class Save:
 
 def save_request(
     request: SaveRequest,
-    save_directory: str | os.PathLike[str],
+    place: SavePlace,
     check: Callable[[], None] = lambda: None,
     writer: ShardWriter | None = None,
 ) -> CheckpointIndex:
@@ -249,24 +243,17 @@ def save_request(
 
     Args:
         request: The data and options.
-        save_directory: Created if it is missing; or the address of a place in a store.
+        place: Where to save; a directory is created if it is missing.
         check: Called when the place is open, and just before the commit.
         writer: Writes the files; None: this process does.
 
     Raises:
         Everything that `hfshard.save_state_dict` raises.
     """
-    directory = absolute_path(save_directory, "save_directory")
     save = Save({MODEL_BASE: request}, writer)
-    with _transaction(directory, save) as target:
+    with place.transaction(save.new, save.writer) as target:
         is_new = save.into(target, check)
     index = save.index()
     if is_new:
-        logger.info("Saved %d tensors, %d bytes, into '%s'.", len(index.weight_map), save.total_size, directory)
+        logger.info("Saved %d tensors, %d bytes, into '%s'.", len(index.weight_map), save.total_size, place.address)
     return index
-
-
-def _transaction(directory: str, save: Save) -> AbstractContextManager[Transaction]:
-    if is_store_address(directory):
-        return store_transaction(open_store(directory), save.new, save.writer)
-    return directory_transaction(directory, save.new, save.writer)

@@ -15,6 +15,7 @@ from hfshard.disk.fsops import can_link
 from hfshard.format.digests import tensor_digest
 from hfshard.format.file_names import MODEL_BASE, WeightNames
 from hfshard.format.index import CheckpointIndex, FileDigest
+from hfshard.places.place import SavePlace
 from hfshard.saving.pipeline import Save, index_of, save_request, shard_metadata_bytes_of
 from hfshard.saving.save_request import SaveRequest
 from hfshard.shards.shard_plan import PlannedShard, ShardPlan, plan_specs
@@ -38,7 +39,7 @@ class Group:
 
 
 def reshard_in_place(
-    checkpoint: OpenCheckpoint, request: SaveRequest, directory: str, check: Callable[[], None]
+    checkpoint: OpenCheckpoint, request: SaveRequest, place: SavePlace, check: Callable[[], None]
 ) -> CheckpointIndex:
     """Reshard the checkpoint in a directory in groups of its files.
 
@@ -51,14 +52,14 @@ def reshard_in_place(
     Args:
         checkpoint: Open; files that are removed are closed.
         request: A request with the checkpoint's tensors.
-        directory: The checkpoint's directory.
+        place: The checkpoint's directory.
         check: Called when the directory is locked.
     """
     plan = Save({MODEL_BASE: request}).plans[MODEL_BASE]
     aligned = aligned_plan(checkpoint, request, plan)
     if checkpoint.weights.kind != "index" or not plan.is_sharded or not aligned.is_sharded:
-        return save_request(request, directory, check)  # one file, old or new: no group is smaller than everything
-    with save_session(directory, request.options.names) as session:
+        return save_request(request, place, check)  # one file, old or new: no group is smaller than everything
+    with save_session(place.address, request.options.names) as session:
         session.drops_signature = request.options.drop_signature
         check()
         contents = {file: list(shard.header.tensors) for file, shard in checkpoint.shards.items()}

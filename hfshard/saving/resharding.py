@@ -36,7 +36,7 @@ from hfshard.format.file_names import MODEL_BASE
 from hfshard.format.index import CheckpointIndex, without_commit_marker, without_weights_override
 from hfshard.format.strict_json import parse_json_object
 from hfshard.hub.own_files import OwnFiles
-from hfshard.places.place import Place, ResolvedSource, is_same_directory
+from hfshard.places.place import Place, ResolvedSource, SavePlace, is_same_directory
 from hfshard.places.source import CheckpointSource, open_source
 from hfshard.saving.pipeline import Save, save_request
 from hfshard.saving.reshard_in_place import reshard_in_place
@@ -81,7 +81,7 @@ _LINKS: Final = (
 
 def reshard_source(
     source: CheckpointSource,
-    target: Place,
+    target: SavePlace,
     options: SaveOptions,
     *,
     dtype: str | torch.dtype | None = None,
@@ -150,7 +150,7 @@ def reshard_source(
         check: Callable[[], None] = SourceUnchangedCheck(checkpoint, is_in_place=is_in_place)
         if not overwrite:
             request, check = _without_own_files(request, target, check)
-        index = save(request, dst, check)
+        index = save(request, target, check)
     return ReshardResult(
         dst, index, source_text(local), sizes_of(checkpoint), was_compared, tuple(request.companion_files)
     )

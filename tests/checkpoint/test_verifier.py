@@ -16,6 +16,7 @@ from hfshard.checkpoint.verifier import Problem, Verifier, VerifyReport, verify_
 from hfshard.errors import DamagedCheckpointError, InvalidArgumentError, StoreConnectionError
 from hfshard.format.file_names import WeightNames
 from hfshard.models.module_weights import save_module
+from hfshard.places.place import place_to_save
 from hfshard.saving.save_request import SaveOptions
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -74,7 +75,7 @@ def test_a_checksum_that_the_index_has_lost_is_a_problem(tmp_path: Path) -> None
 
 
 def test_an_edited_config_is_a_warning_until_every_byte_counts(tmp_path: Path) -> None:
-    save_module(nn.Linear(2, 2), str(tmp_path), None, SaveOptions(), files={"config": b'{"a": 1}'})
+    save_module(nn.Linear(2, 2), place_to_save(tmp_path), None, SaveOptions(), files={"config": b'{"a": 1}'})
     (tmp_path / "config.json").write_text('{"a": 2}')
 
     structure, full = verify(tmp_path, "structure"), verify(tmp_path)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from hfshard.errors import CommitUndoneError, CommitUnfinishedError
+from hfshard.places.place import place_to_save
 from tests.commit.test_commit_plan_guide import NEW, OLD, OLD_SHARD_BYTES, by_hub, by_transformers, config, state_dict
 
 SHARDS, ONE_FILE = 1, 10**6
@@ -28,7 +29,7 @@ def save(folder: Path, value: float, limit: int, version: str = "same") -> None:
     from hfshard.saving.save_request import SaveOptions, SaveRequest
 
     options = SaveOptions(max_shard_size=limit)
-    save_request(SaveRequest(tensors=state_dict(value), options=options, config=config(version)), folder)
+    save_request(SaveRequest(tensors=state_dict(value), options=options, config=config(version)), place_to_save(folder))
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from hfshard.distributed.rendezvous import Session
 from hfshard.distributed.replica_writer import ReplicaWriter
 from hfshard.distributed.save_on_ranks import save_together
 from hfshard.errors import RankFailedError
+from hfshard.places.place import place_to_save
 from hfshard.saving.save_request import SaveOptions, SaveRequest
 from hfshard.shards.write_shards import WriteJob
 from hfshard.tensors.stored_tensor import RawTensor, TensorLike, tensor_layout
@@ -97,7 +98,7 @@ def fail_on_one(rank: int, place: Path) -> None:
     before = digests_in(place / "out")
     expected: type[BaseException] = ZeroDivisionError if rank == 1 else RankFailedError
     with pytest.raises(expected, match="a tensor that can't be read") as caught:
-        save_together(request, str(place / "out"))
+        save_together(request, place_to_save(place / "out"))
     assert "The outcome is unknown" not in str(caught.value)
     dist.barrier()
     assert digests_in(place / "out") == before

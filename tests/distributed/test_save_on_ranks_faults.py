@@ -24,6 +24,7 @@ from hfshard.errors import (
     SaveDirectoryError,
     UnstorableTensorError,
 )
+from hfshard.places.place import place_to_save
 from hfshard.saving.save_request import SaveOptions, SaveRequest
 from hfshard.tensors.stored_tensor import RawTensor, TensorLayout
 from tests.distributed.gloo import check_ranks, run_ranks
@@ -36,7 +37,7 @@ ROWS = 3 << 19
 def save(place: Path, tensors: dict[str, Any], **options: Any) -> None:
     """Save rows that are spread over the ranks, and what only this rank has."""
     request = SaveRequest(tensors=rows() | tensors, options=SaveOptions(max_shard_size="13MB", **options))
-    save_together(request, str(place))
+    save_together(request, place_to_save(place))
 
 
 def rows() -> dict[str, Any]:

@@ -17,6 +17,7 @@ import hfshard
 from hfshard.distributed.rendezvous import session
 from hfshard.distributed.save_on_ranks import save_on_ranks
 from hfshard.errors import RankFailedError
+from hfshard.places.place import place_to_save
 from hfshard.saving.save_request import SaveOptions, SaveRequest
 from tests.distributed.gloo import DEATH_SECONDS, free_port, run_ranks
 
@@ -32,7 +33,7 @@ def save(place: Path, value: float, check: Callable[[], None]) -> None:
     spread = distribute_tensor(torch.full((8,), value), mesh, [Shard(0)], src_data_rank=None)
     request = SaveRequest(tensors={"w": spread}, options=SaveOptions(checksum=None))
     with session(str(place), needs_all=True, death_seconds=DEATH_SECONDS) as ranks:
-        save_on_ranks(request, str(place), ranks, check)
+        save_on_ranks(request, place_to_save(place), ranks, check)
 
 
 def stop_before_the_commit(rank: int) -> Callable[[], None]:

@@ -34,6 +34,7 @@ needs_strace = pytest.mark.skipif(shutil.which("strace") is None, reason="strace
 
 CHILD = """
 import logging, sys, torch, hfshard
+from hfshard.places.place import place_to_save
 from hfshard.saving.save_request import SaveOptions
 from hfshard.saving.save_request import SaveRequest
 from hfshard.saving.pipeline import save_request
@@ -42,7 +43,7 @@ torch.set_num_threads(1)
 folder, generation, limit = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
 tensors = {name: torch.full((8,), generation) for name in ("a", "b", "c")}
 options = SaveOptions(max_shard_size=limit)
-save_request(SaveRequest(tensors=tensors, options=options, config=b'{"n": %d}\\n' % generation), folder)
+save_request(SaveRequest(tensors=tensors, options=options, config=b'{"n": %d}\\n' % generation), place_to_save(folder))
 """
 SHARDED, SINGLE = 4130, 10**6
 """Limits: a header of 4,096 bytes and one tensor of 32; everything."""

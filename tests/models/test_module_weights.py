@@ -18,6 +18,7 @@ from torch import nn
 import hfshard
 from hfshard.errors import SaveDirectoryError, UnstorableTensorError
 from hfshard.models.module_weights import save_module
+from hfshard.places.place import place_to_save
 from hfshard.saving.save_request import SaveOptions
 from tests.helpers.tiny_bert import bert
 
@@ -32,7 +33,7 @@ def model() -> nn.Linear:
 
 
 def test_a_module_is_saved_under_the_names_that_it_has_without_wrappers(model: nn.Linear, tmp_path: Path) -> None:
-    index = save_module(nn.DataParallel(model), str(tmp_path), None, SaveOptions())
+    index = save_module(nn.DataParallel(model), place_to_save(tmp_path), None, SaveOptions())
 
     assert index is not None and (index.total_size, index.total_parameters) == (24, 6)
     assert index.weight_map == {"weight": "model.safetensors", "bias": "model.safetensors"}
@@ -43,7 +44,7 @@ def test_a_module_is_saved_under_the_names_that_it_has_without_wrappers(model: n
 def test_tensors_that_are_given_are_saved_in_place_of_the_modules_own(model: nn.Linear, tmp_path: Path) -> None:
     given = {"bias": torch.full((2,), 7.0)}
 
-    save_module(model, str(tmp_path), given, SaveOptions())
+    save_module(model, place_to_save(tmp_path), given, SaveOptions())
 
     saved = load_file(tmp_path / "model.safetensors")
     assert {name: tensor.tolist() for name, tensor in saved.items()} == {"bias": [7.0, 7.0]}
@@ -53,12 +54,12 @@ def test_tensors_that_are_given_are_saved_in_place_of_the_modules_own(model: nn.
 def test_a_process_that_is_not_the_main_one_saves_nothing(model: nn.Linear, tmp_path: Path) -> None:
     target = tmp_path / "new"
 
-    assert save_module(model, str(target), None, SaveOptions(), is_main_process=False) is None
+    assert save_module(model, place_to_save(target), None, SaveOptions(), is_main_process=False) is None
     assert not target.exists()
 
 
 def test_in_a_collective_save_each_process_saves_though_not_the_main_one(model: nn.Linear, tmp_path: Path) -> None:
-    index = save_module(model, str(tmp_path), None, SaveOptions(is_collective=True), is_main_process=False)
+    index = save_module(model, place_to_save(tmp_path), None, SaveOptions(is_collective=True), is_main_process=False)
 
     assert index is not None
     assert os.path.isfile(tmp_path / "model.safetensors")
@@ -67,7 +68,7 @@ def test_in_a_collective_save_each_process_saves_though_not_the_main_one(model: 
 def test_files_beside_the_weights_are_part_of_the_save(model: nn.Linear, tmp_path: Path) -> None:
     files = {"config": b'{"width": 2}', "model_files": {"net.py": b"width = 2"}}
 
-    save_module(model, str(tmp_path), None, SaveOptions(max_shard_size=1), files=files)
+    save_module(model, place_to_save(tmp_path), None, SaveOptions(max_shard_size=1), files=files)
 
     assert (tmp_path / "config.json").read_bytes() == b'{"width": 2}'
     assert (tmp_path / "net.py").read_bytes() == b"width = 2"
@@ -77,7 +78,7 @@ def test_files_beside_the_weights_are_part_of_the_save(model: nn.Linear, tmp_pat
 
 def test_names_that_share_a_tensor_are_stored_once_and_loaded_twice(tmp_path: Path) -> None:
     layer = nn.Linear(2, 2)
-    index = save_module(nn.ModuleDict({"a": layer, "b": layer}), str(tmp_path), None, SaveOptions())
+    index = save_module(nn.ModuleDict({"a": layer, "b": layer}), place_to_save(tmp_path), None, SaveOptions())
 
     assert index is not None and index.tied_names == {"b.bias": "a.bias", "b.weight": "a.weight"}
     assert set(load_file(tmp_path / "model.safetensors")) == {"a.bias", "a.weight"}
@@ -88,9 +89,9 @@ def test_a_module_that_cannot_be_stored_leaves_no_directory_and_files_stay(model
     (tmp_path / "file").write_text("mine")
 
     with pytest.raises(UnstorableTensorError, match="weight"):
-        save_module(nn.LazyLinear(2), str(tmp_path / "new"), None, SaveOptions())
+        save_module(nn.LazyLinear(2), place_to_save(tmp_path / "new"), None, SaveOptions())
     with pytest.raises(SaveDirectoryError, match=r"/file'"):
-        save_module(model, str(tmp_path / "file"), None, SaveOptions())
+        save_module(model, place_to_save(tmp_path / "file"), None, SaveOptions())
 
     assert os.listdir(tmp_path) == ["file"] and (tmp_path / "file").read_text() == "mine"
 

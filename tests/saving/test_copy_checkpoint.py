@@ -22,12 +22,12 @@ SYNCED = "-00000007-00112233445566ff"
 """The end of the names of a save's objects, which another tool has synced from a store."""
 
 
-@pytest.fixture
 def copied(source: Path, target: Path, query: CheckpointQuery, **options: Any) -> str:
     files = DirectoryPlace(str(source)).files(follow_links=True)
     return copy_checkpoint(files, DirectoryPlace(str(target)), query, **options)
 
 
+@pytest.fixture
 def source(tmp_path: Path) -> Path:
     """Two shards, with other files and a folder beside them."""
     directory = tmp_path / "source"

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import hfshard
+from hfshard.places.place import place_to_save
 from hfshard.saving.pipeline import save_request
 from hfshard.saving.save_request import SaveOptions, request_from_state_dict
 
@@ -27,7 +28,9 @@ def test_files_hold_what_they_are_to_keep(
     state_dict = {name: torch.full((100,), float(number)) for number, name in enumerate("abc")}
     options = SaveOptions(max_shard_size="5GB" if len(kept) > 1 else 100)
 
-    index = save_request(replace(request_from_state_dict(state_dict, options), kept_files=kept), tmp_path)
+    index = save_request(
+        replace(request_from_state_dict(state_dict, options), kept_files=kept), place_to_save(tmp_path)
+    )
 
     found: dict[str, list[str]] = {}
     for name, file in sorted(index.weight_map.items()):

@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from safetensors.torch import save_file
 
 import hfshard
+from hfshard.places.place import place_to_save
 from hfshard.saving.pipeline import save_request
 from hfshard.saving.save_request import SaveOptions, SaveRequest
 from tests.helpers.random_state_dicts import assert_same
@@ -113,7 +114,7 @@ class SavesIntoOneDirectory(RuleBasedStateMachine):
         kept = {name: tensor for name, tensor in state_dict.items() if name != "tied"}
         tied_names = {"tied": "layer.0.weight"}
         request = SaveRequest(tensors=kept, options=options, tied_names=tied_names, config=config)
-        index = save_request(request, self.folder)
+        index = save_request(request, place_to_save(self.folder))
         files = set(index.weight_map.values())
         planned = {name for name in index.files if name.endswith(".safetensors")}
         self.last[variant] = (state_dict, files | planned | ({options.names.index} if len(planned) > 1 else set()))

@@ -29,6 +29,7 @@ class StateDictCall:
     def ready(self, directory: Path, number: int, harm: Harm) -> Does:
         """Spread tensors, all of which tell the number, over the ranks; gives what saves them."""
         from hfshard.distributed.save_on_ranks import save_together
+        from hfshard.places.place import place_to_save
         from hfshard.saving.save_request import SaveOptions, SaveRequest
 
         tensors: dict[str, Any] = spread_tensors(number)
@@ -37,7 +38,7 @@ class StateDictCall:
         request = SaveRequest(
             tensors=_WatchedMapping(tensors, harm.planning), options=SaveOptions(max_shard_size=LIMIT)
         )
-        return lambda: save_together(request, str(directory), _second_time(harm.written))
+        return lambda: save_together(request, place_to_save(directory), _second_time(harm.written))
 
     def save_alone(self, directory: Path, number: int) -> None:
         """The same save by one process."""

@@ -18,6 +18,7 @@ from hfshard.checkpoint.load_options import LoadOptions
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
 from hfshard.errors import CommitUnfinishedError, HfshardError, RemoteChangedError
 from hfshard.format.stored_save import SaveId
+from hfshard.places.place import place_to_save
 from hfshard.places.source import CheckpointSource, use_checkpoint
 from hfshard.saving.pipeline import save_request
 from hfshard.saving.save_request import SaveOptions, SaveRequest
@@ -74,7 +75,7 @@ def _begin(place: StorePlace, url: str, settings: Mapping[str, str]) -> None:
 
 def _save(place: StorePlace, value: int) -> tuple[str, str]:
     try:
-        save_request(request_of(value), place.address)
+        save_request(request_of(value), place_to_save(place.address))
     except RemoteChangedError:
         return "overtaken", ""
     except CommitUnfinishedError as error:

@@ -22,9 +22,8 @@ from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
 from hfshard.errors import CheckpointChangedError
 from hfshard.format.digests import Verify
 from hfshard.hub.resolve import CheckpointQuery
-from hfshard.places import store_mirror
+from hfshard.places import store_files, store_mirror
 from hfshard.places.source import CheckpointSource, use_checkpoint
-from hfshard.saving import copy_checkpoint
 from hfshard.saving.save_request import SaveOptions, SaveRequest, request_from_state_dict
 from hfshard.training.run import run_store
 from tests.stores.saving.checkpoints import save_into
@@ -178,7 +177,7 @@ def test_a_push_of_what_a_killed_save_has_left_is_of_one_save(
     with pytest.raises(KilledError):
         save_loudly(store, 2, generation=generation_of(2))
     store.before = store.after = lambda kind, name: None
-    for room in (run_store, copy_checkpoint):
+    for room in (run_store, store_files):
         monkeypatch.setattr(room, "open_store", lambda address: store)
 
     hfshard.push_checkpoint(ADDRESS, str(tmp_path / "hub"))

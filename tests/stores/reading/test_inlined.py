@@ -10,8 +10,7 @@ import pytest
 
 import hfshard
 from hfshard.errors import HfshardError
-from hfshard.places import store_mirror
-from hfshard.saving import copy_checkpoint
+from hfshard.places import store_files, store_mirror
 from hfshard.training.run import run_store
 from tests.stores.reading.test_consistency import ADDRESS, generation_of, load_whole, save, save_loudly
 from tests.stores.saving.memory_store import MemoryStore
@@ -22,7 +21,7 @@ INDEX = "model.safetensors.index.json"
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> MemoryStore:
     place = MemoryStore()
-    for room in (store_mirror, run_store, copy_checkpoint):
+    for room in (store_mirror, run_store, store_files):
         monkeypatch.setattr(room, "open_store", lambda address: place)
     return place
 

@@ -14,8 +14,8 @@ from torch import nn
 import hfshard
 from hfshard.errors import CheckpointChangedError, IntegrityError, RankFailedError
 from hfshard.format.digests import Verify
+from hfshard.places import place as places
 from hfshard.places import store_mirror
-from hfshard.saving import pipeline
 from tests.distributed.gloo import check_ranks
 from tests.stores.reading.test_costs import CountingStore
 from tests.stores.saving.memory_store import MemoryStore
@@ -133,7 +133,7 @@ def in_a_store(directory: Path, save: Callable[[str], Any], *, is_new: bool = Fa
     """
     store = MemoryStore()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline, "open_store", lambda address: store)
+        patch.setattr(places, "open_store", lambda address: store)
         if is_new:
             hfshard.save_model(nn.Linear(1, 1), ADDRESS)
         save(ADDRESS)

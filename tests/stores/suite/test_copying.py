@@ -13,6 +13,7 @@ import torch
 import hfshard
 from hfshard.errors import IntegrityError, InvalidArgumentError, SaveDirectoryError
 from hfshard.hub import DirectoryHub
+from hfshard.places.place import place_to_save
 from hfshard.saving.pipeline import save_request
 from hfshard.saving.save_request import SaveOptions, request_from_state_dict
 from tests.stores.suite.conftest import Place
@@ -29,7 +30,7 @@ def _state() -> dict[str, torch.Tensor]:
 
 def _saved(directory: Path, **options: Any) -> Path:
     how = SaveOptions(**{"max_shard_size": "4KB", "metadata": {"note": "x"}} | options)
-    save_request(replace(request_from_state_dict(_state(), how), config=CONFIG), directory)
+    save_request(replace(request_from_state_dict(_state(), how), config=CONFIG), place_to_save(directory))
     (directory / "tokenizer.json").write_bytes(TOKENIZER)
     (directory / "vocab").mkdir(exist_ok=True)
     (directory / "vocab" / "words.txt").write_bytes(b"a b c")
