@@ -7,11 +7,9 @@ import re
 from dataclasses import replace
 from typing import Final
 
-from hfshard._util.addresses import is_store_address
-from hfshard._util.arguments import absolute_path, wraps_os_errors
+from hfshard._util.arguments import wraps_os_errors
 from hfshard._util.text import shorten_list
 from hfshard.checkpoint.check_files import retry_if_replaced
-from hfshard.checkpoint.folder import RangedFolder
 from hfshard.checkpoint.locate import directory_not_found
 from hfshard.commit.hub_marker import find_enclosing_hub
 from hfshard.constants import MARKS
@@ -23,6 +21,7 @@ from hfshard.errors import (
     SaveDirectoryError,
 )
 from hfshard.format.file_names import WeightNames
+from hfshard.places.place import place_to_save
 from hfshard.removal.from_directory import remove_from_directory, remove_leftovers_from_directory
 from hfshard.removal.from_run import remove_from_run, remove_leftovers_from_run
 from hfshard.removal.from_store import remove_from_store, remove_leftovers_from_store
@@ -112,9 +111,10 @@ def plan_removal(
         raise InvalidArgumentError("step is for one checkpoint of a run: leave out leftovers and variant.")
     if step is not None and (type(step) is not int or step < 0):
         raise InvalidArgumentError(f"step must be a non-negative int, got {step!r}.")
-    place = absolute_path(path)
+    at = place_to_save(path, "path")
+    place = at.address
     names = WeightNames(variant)
-    if not is_store_address(place):
+    if at.traits.is_directory:
         _check_directory(place, str(path))
         if step is not None:
             return remove_from_run(checkpoint_of_step(run_place(place), step).path)
@@ -129,7 +129,7 @@ def plan_removal(
         return _checkpoint_in_store(place, names, unfinished=unfinished)
 
     try:
-        return retry_if_replaced(plan, replace(RangedFolder.traits, retries=_TRIES), place)
+        return retry_if_replaced(plan, replace(at.traits, retries=_TRIES), place)
     except CheckpointChangedError as error:
         raise RemoteChangedError(
             f"Other processes replaced the checkpoint in '{place}' on every attempt. Nothing was removed.",

@@ -143,6 +143,10 @@ class Folder(ABC):
         """List the names of the files, sorted; none if there is no such place. The listing is kept until `refresh`."""
 
     @abstractmethod
+    def folders(self) -> list[str]:
+        """List the names of the folders directly below, sorted; none if they cannot be listed, or there is no place."""
+
+    @abstractmethod
     def find(self, name: str) -> File | None:
         """Look up one file; None if there is nothing of this name."""
 
@@ -252,6 +256,14 @@ class LocalFolder(Folder):
             return sorted(os.listdir(self.path))
         except (FileNotFoundError, NotADirectoryError):  # it was removed meanwhile
             return []
+
+    def folders(self) -> list[str]:
+        """List the folders, and links to folders."""
+        try:
+            with os.scandir(self.path) as entries:
+                return sorted(one.name for one in entries if one.is_dir())
+        except OSError:
+            return []  # it cannot be read, which the code that reads it reports
 
     def has(self, name: str) -> bool:
         """Return whether there is anything of this name, links that lead nowhere included."""
@@ -446,6 +458,10 @@ class RangedFolder(Folder):
     def names(self) -> list[str]:
         """List the names directly in the folder, as last listed."""
         return sorted(name for name in self._listed if "/" not in name)
+
+    def folders(self) -> list[str]:
+        """List the folders now."""
+        return self._files.folders()
 
     def paths(self) -> list[str]:
         """List the paths of all listed files, also those in folders below."""

@@ -152,13 +152,13 @@ def find_lone_adapter(folder: Folder, names: WeightNames) -> str | None:
 
 def _not_found(folder: Folder, names: WeightNames, looked_for: list[str]) -> CheckpointNotFoundError:
     directory = folder.path
-    is_far = not folder.traits.is_directory
-    if not is_far and not folder.exists():
+    is_directory = folder.traits.is_directory
+    if is_directory and not folder.exists():
         return directory_not_found(directory)
     there = folder.names()
     below = folder.folders_with({*looked_for, *ADAPTER_WEIGHTS}) if isinstance(folder, RangedFolder) else []
-    runs = [] if is_far else _folders_with(directory, looked_for)
-    if is_far and not there and not below:
+    runs = _folders_with(directory, looked_for) if is_directory else []
+    if not is_directory and not there and not below:
         beside = nearest_first(directory.rpartition("/")[2], _neighbors(folder))
         hint = f"Next to it {'is' if len(beside) == 1 else 'are'} {shorten_list(beside, _SHOWN)}: c" if beside else "C"
         return CheckpointNotFoundError(f"There is nothing at '{directory}'. {hint}heck the address.", path=directory)
@@ -177,7 +177,7 @@ def _not_found(folder: Folder, names: WeightNames, looked_for: list[str]) -> Che
     variant = f" of variant '{names.variant}'" if names.variant is not None else ""
     return CheckpointNotFoundError(
         f"There is no checkpoint{variant} in '{directory}': none of {', '.join(looked_for)}. {hint}."
-        f"{'' if is_far else f' To see what is there, run: ls -l {directory}'}",
+        f"{f' To see what is there, run: ls -l {directory}' if is_directory else ''}",
         path=directory,
     )
 
@@ -195,7 +195,7 @@ def _neighbors(folder: Folder) -> list[str]:
 
 def _describe_parts(folder: Folder) -> str | None:
     if isinstance(folder, RangedFolder):
-        return describe_parts(folder.paths(), folder.path, is_local=False)
+        return describe_parts(folder.paths(), folder.path, is_directory=False)
     return describe_parts_in(folder.path)
 
 

@@ -112,7 +112,7 @@ class OpenCheckpoint:
         return self.folder.path
 
     @property
-    def is_ranged(self) -> bool:
+    def reads_ranges(self) -> bool:
         """True if its files are read by ranges, so that each read sends requests, and can fail at any time."""
         return any(isinstance(shard, RangedShard) for shard in self.shards.values())
 
@@ -138,7 +138,7 @@ class OpenCheckpoint:
             IntegrityError: That check found a damaged file.
         """
         device, wanted = torch.device(device), set(names)
-        if self.is_ranged:
+        if self.reads_ranges:
             return self._read_by_ranges(wanted, device, names)
         held = [
             (shard, [name for name in shard.header.tensors if name in wanted])
@@ -255,7 +255,7 @@ def open_checkpoint(
     folder = as_folder(directory)
 
     def finish(opened: OpenCheckpoint) -> None:
-        if verify in FULL and opened.is_ranged:  # the weights are compared while they are read: no byte comes twice
+        if verify in FULL and opened.reads_ranges:  # the weights are compared while they are read: no byte comes twice
             reject_unverifiable(opened.weights_path, opened.index, opened.shards)
             check_small_files(folder, opened.index)
         if when_open is not None:
@@ -268,7 +268,7 @@ def open_checkpoint(
     checkpoint = _open_until_whole(folder, names, use_safetensors, weights_name, find_name, open_once)
     checkpoint.level = verify
     try:
-        if verify not in FULL or checkpoint.is_ranged:
+        if verify not in FULL or checkpoint.reads_ranges:
             yield checkpoint
         elif check_beside:
             with _checked_beside(checkpoint, progress_callback):
@@ -284,7 +284,7 @@ def warn_of_others_files(checkpoint: OpenCheckpoint, verify: Verify) -> None:
     """Log small files that were edited since a save, if only the structure is checked, and weights of another tool."""
     names = [name for name in checkpoint.index.files if name.endswith(".json")] if verify == "structure" else []
     for name in names:
-        if name == CONFIG_NAME or not checkpoint.is_ranged:  # another one would cost a request
+        if name == CONFIG_NAME or not checkpoint.reads_ranges:  # another one would cost a request
             try:
                 check_small_file(checkpoint.folder, name, checkpoint.index.files[name])
             except DamagedCheckpointError as error:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from hfshard._util.addresses import is_store_address
 from hfshard._util.text import format_size
 from hfshard.cli.check_commands import print_problems
 from hfshard.cli.output import (
@@ -493,7 +492,10 @@ def _list(title: str, what: str, files: Mapping[str, str]) -> str:
 
 
 def _ask(report: RemovalReport) -> bool:
-    care = " No save may run there at the same time." if is_store_address(report.place) else ""
+    from hfshard.places.place import place_to_save
+
+    has_lock = place_to_save(report.place).traits.is_directory
+    care = "" if has_lock else " No save may run there at the same time."
     question = "\n" + printable(f"Remove {_describe(report)} from '{report.place}'?{care} [y/N] ")
     return is_confirmed(question)
 

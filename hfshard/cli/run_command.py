@@ -14,7 +14,6 @@ from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from typing import Final, NoReturn
 
-from hfshard._util.addresses import is_store_address
 from hfshard._util.import_hook import ANNOUNCED, announce_once
 from hfshard._util.text import without_url_secrets
 from hfshard.cli.output import printable
@@ -62,7 +61,7 @@ def run(arguments: argparse.Namespace) -> NoReturn:
     given_options, target, letters = split_python_options(arguments.program)
     if not target:
         raise InvalidArgumentError("Nothing to run. Pass a script, -m MODULE, -c CODE, or a command such as torchrun.")
-    if is_store_address(target[0]) and not os.path.exists(target[0]):
+    if "://" in target[0] and not os.path.exists(target[0]):
         shown = without_url_secrets(target[0])
         raise InvalidPathError(f"'{shown}' is an address, not a program. Pass a path, or -m MODULE.", path=shown)
     path = None if given_options else _find_command(target[0])

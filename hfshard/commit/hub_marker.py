@@ -80,6 +80,11 @@ def write_hub_marker(root: str, *, wait_seconds: float) -> bool:
         raise
 
 
+def ensure_hub_marker(root: str, *, wait_seconds: float) -> bool:
+    """Do what `write_hub_marker` does, but lock nothing if the directory is a hub already."""
+    return not has_hub_marker(root) and write_hub_marker(root, wait_seconds=wait_seconds)
+
+
 def _check_empty(root: str) -> None:
     left = set(os.listdir(root))
     staging = os.path.join(root, STAGING)

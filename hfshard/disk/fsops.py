@@ -354,10 +354,10 @@ _REMOTE: Final = frozenset({
     "nfs", "nfs3", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "lustre", "gpfs", "beegfs", "glusterfs",
     "pvfs2", "orangefs", "wekafs", "panfs",
 })  # fmt: skip
-"""Types whose files are on another machine: a page fault is a request. `is_remote` adds FUSE: most of it is remote."""
+"""Types whose files are on another machine: a page fault is a request. `is_networked` adds FUSE, mostly remote too."""
 
 
-def is_remote(device: int) -> bool:
+def is_networked(device: int) -> bool:
     """Return whether the files of a device (`st_dev`) come over the network; False if the system does not say."""
     kind = _type_of(device)
     return kind in _REMOTE or kind.split(".")[0] in ("fuse", "fuseblk")

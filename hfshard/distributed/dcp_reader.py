@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from hfshard._util.addresses import is_store_address
 from hfshard._util.arguments import checked_path_text, wraps_os_errors
 from hfshard.checkpoint.load_options import LoadOptions
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
@@ -95,7 +94,7 @@ class StorageReader(dcp_storage.StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Return whether it may be a path, a store address, or a repository name."""
         text = os.fspath(checkpoint_id)
-        return bool(text) and ("://" not in text or is_store_address(text))
+        return bool(text) and not text.lower().startswith("file://")
 
     @property
     def checkpoint_id(self) -> str | None:

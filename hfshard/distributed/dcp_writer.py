@@ -19,8 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.futures import Future
 
-from hfshard._util.addresses import is_store_address
-from hfshard._util.arguments import absolute_path, wraps_os_errors
+from hfshard._util.arguments import wraps_os_errors
 from hfshard._util.progress import ProgressCallback
 from hfshard._util.text import describe_error, shorten_list
 from hfshard._util.threads import run_in_threads
@@ -41,6 +40,7 @@ from hfshard.errors import (
 from hfshard.format.digests import Checksum
 from hfshard.format.file_names import MODEL_BASE
 from hfshard.format.index import CheckpointIndex, FileDigest
+from hfshard.places.place import place_to_save
 from hfshard.saving.pipeline import Save
 from hfshard.saving.save_request import SaveOptions, SaveRequest
 from hfshard.shards.shard_plan import Packing
@@ -273,8 +273,9 @@ def _directory_path(path: str | os.PathLike[str], argument: str) -> str:
     Raises:
         InvalidPathError: It is a store address: the ranks' parts are assembled in files on disk.
     """
-    directory = absolute_path(path, argument)
-    if is_store_address(directory):
+    place = place_to_save(path, argument)
+    directory = place.address
+    if not place.traits.is_directory:
         raise InvalidPathError(
             f"{argument}={directory!r} is a store address, but StorageWriter saves into directories. Call "
             "hfshard.save_state_dict(state_dict, address) on every rank.",

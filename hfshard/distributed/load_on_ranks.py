@@ -26,8 +26,7 @@ from hfshard.checkpoint.check_files import check_checksums, check_pickles, retry
 from hfshard.checkpoint.into_module import load_into_module
 from hfshard.checkpoint.load_options import LoadOptions
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
-from hfshard.commit.hub_marker import has_hub_marker
-from hfshard.disk.fsops import is_remote
+from hfshard.disk.fsops import is_networked
 from hfshard.distributed.read_parts import Target, prepare_reads, stored_tensors
 from hfshard.distributed.rendezvous import ANY_PLACE, Session, session
 from hfshard.distributed.tensor_owners import assign_owners
@@ -95,7 +94,7 @@ def load_opened(model: nn.Module, checkpoint: OpenCheckpoint, options: LoadOptio
 
     Args, returns, raises: The same as `load_into_module`.
     """
-    if checkpoint.is_ranged:
+    if checkpoint.reads_ranges:
         return _load_in_place(model, checkpoint, options, Session.alone())
     return load_into_module(model, checkpoint, options)
 
@@ -114,7 +113,7 @@ def _load_in_place(
         return {name: values[tied_names.get(kept, kept)] for name, kept in stored.items()}
 
     fill = partial(_fill, checkpoint, stored_names, ranks)
-    return load_into_module(model, checkpoint, options, mapped, fill, values_of if checkpoint.is_ranged else None)
+    return load_into_module(model, checkpoint, options, mapped, fill, values_of if checkpoint.reads_ranges else None)
 
 
 def load_like(
@@ -651,7 +650,7 @@ def _cache_of(source: CheckpointSource) -> bytes:
 
 def _snapshot_of(local: ResolvedSource, source: CheckpointSource) -> bytes:
     """Describe the directory that this rank found: of a directory hub the commit, else nothing."""
-    return _SNAPSHOT + os.path.basename(local.path).encode() if has_hub_marker(source.path) else b""
+    return _SNAPSHOT + os.path.basename(local.path).encode() if source.place.has_revisions else b""
 
 
 def _same_snapshot(local: ResolvedSource, source: CheckpointSource, told: Mapping[int, bytes]) -> ResolvedSource:
@@ -688,7 +687,7 @@ def file_identities(files: Mapping[str, SafetensorsShard | PickleFile]) -> list[
 
 def host_and_device(device: int) -> list[str | int]:
     """Identify a file system; a network file system has a different device number on each machine."""
-    return ["network"] if is_remote(device) else [_host(), device]
+    return ["network"] if is_networked(device) else [_host(), device]
 
 
 @cache

@@ -55,14 +55,16 @@ Target = torch.Tensor | SpreadTensor | BoxTarget
 rectangle of one; or a tensor for a box of what is stored."""
 
 
-def read_parts(checkpoint: OpenCheckpoint, wanted: Iterable[tuple[str, Target]], *, is_far: bool | None = None) -> int:
+def read_parts(
+    checkpoint: OpenCheckpoint, wanted: Iterable[tuple[str, Target]], *, is_networked: bool | None = None
+) -> int:
     """Read stored tensors, or this rank's parts of them, into place. No other rank is contacted.
 
     Args:
         checkpoint: Open.
         wanted: Names of stored tensors, or names that are tied to them, each with its target. One tensor may fill
             several targets. If a target has another dtype, the values are cast.
-        is_far: Whether to read as from a network file system; None: as suits each file's location.
+        is_networked: Whether to read as from a network file system; None: as suits each file's location.
 
     Returns:
         The number of bytes read: of the parts, and of the gaps between runs that were read at once.
@@ -76,18 +78,18 @@ def read_parts(checkpoint: OpenCheckpoint, wanted: Iterable[tuple[str, Target]],
         with open_checkpoint(directory) as checkpoint:
             read_parts(checkpoint, [("encoder.weight", encoder.weight)])
     """
-    return prepare_reads(checkpoint, wanted, is_far=is_far)()
+    return prepare_reads(checkpoint, wanted, is_networked=is_networked)()
 
 
 def prepare_reads(
-    checkpoint: OpenCheckpoint, wanted: Iterable[tuple[str, Target]], *, is_far: bool | None = None
+    checkpoint: OpenCheckpoint, wanted: Iterable[tuple[str, Target]], *, is_networked: bool | None = None
 ) -> Callable[[], int]:
     """Check what `read_parts` checks, and return a function that then reads.
 
     Raises:
         What `read_parts` raises before anything is read.
     """
-    finder = _Finder(checkpoint, is_far)
+    finder = _Finder(checkpoint, is_networked)
     parts = [finder.part(name, target) for name, target in wanted]
     reader = PartReader(checkpoint.level)
     return partial(
@@ -116,10 +118,10 @@ def stored_tensors(checkpoint: OpenCheckpoint) -> dict[str, torch.Tensor]:
 class _Finder:
     """Finder of the stored tensor for each target."""
 
-    def __init__(self, checkpoint: OpenCheckpoint, is_far: bool | None) -> None:
+    def __init__(self, checkpoint: OpenCheckpoint, is_networked: bool | None) -> None:
         self._checkpoint = checkpoint
-        self._is_far = is_far
-        self._far: dict[Any, bool] = {}
+        self._is_networked = is_networked
+        self._networked: dict[Any, bool] = {}
         """Device, or kind of file -> whether it is remote."""
 
     def part(self, name: str, target: Target) -> PartToRead:
@@ -152,12 +154,12 @@ class _Finder:
         return part
 
     def _lies_far(self, shard: SafetensorsFile | RangedShard) -> bool:
-        if self._is_far is not None:
-            return self._is_far
+        if self._is_networked is not None:
+            return self._is_networked
         place = shard.identity[0]  # of files on this machine the device, which many files share
-        if place not in self._far:
-            self._far[place] = shard.is_far
-        return self._far[place]
+        if place not in self._networked:
+            self._networked[place] = shard.is_networked
+        return self._networked[place]
 
     def _source(self, name: str) -> tuple[FileTensor | torch.Tensor, tuple[int, ...]]:
         """Find a stored tensor, and its shape in torch."""
@@ -241,7 +243,7 @@ class FileTensor:
     start: int
     """In the file."""
     dtype: torch.dtype
-    is_far: bool
+    is_networked: bool
     """True if the file is read over the network."""
 
 
@@ -261,7 +263,7 @@ class PartToRead(NamedTuple):
         return ("", 0) if isinstance(self.source, torch.Tensor) else (self.source.shard.path, self.source.start)
 
 
-def is_ranged(part: PartToRead) -> bool:
+def is_of_ranged_shard(part: PartToRead) -> bool:
     """Return whether a part is in a file that is read by ranges."""
     return isinstance(part.source, FileTensor) and isinstance(part.source.shard, RangedShard)
 
@@ -280,8 +282,8 @@ def blocks_of(part: PartToRead, block_bytes: int = 0) -> Iterator[PartToRead]:
     if not elements:
         return
     itemsize = part.source.dtype.itemsize
-    is_far = isinstance(part.source, FileTensor) and part.source.is_far
-    most_bytes = BLOCK_BYTES if is_far or is_read_into(part.target, part.source.dtype) else _STAGED_BYTES
+    is_networked = isinstance(part.source, FileTensor) and part.source.is_networked
+    most_bytes = BLOCK_BYTES if is_networked or is_read_into(part.target, part.source.dtype) else _STAGED_BYTES
     most_bytes = block_bytes or most_bytes
     dim = next((dim for dim, size in enumerate(sizes) if size > 1), None)
     if dim is None or elements * itemsize <= most_bytes:
@@ -343,7 +345,7 @@ def windows_of(runs: Runs, most_gap: int) -> Iterator[tuple[int, int]]:
 
 _READERS: Final = 4
 """Threads; the same number as for tensors that are read completely."""
-_FAR_GAP_BYTES: Final = 1024 * 1024
+_NETWORK_GAP_BYTES: Final = 1024 * 1024
 """A network file system delivers this many bytes in the time of one more request. A local one is read run by run, at a
 microsecond per call."""
 
@@ -370,7 +372,9 @@ class PartReader:
             IntegrityError: A tensor that was read completely differs from what was saved; the targets are overwritten.
         """
         ranged = RangedParts(self._level)
-        blocks = [block for part in parts for block in (ranged.add(part) if is_ranged(part) else blocks_of(part))]
+        blocks = [
+            block for part in parts for block in (ranged.add(part) if is_of_ranged_shard(part) else blocks_of(part))
+        ]
         with torch.no_grad():
             count_bytes = ranged.read(memory_bytes, progress)
             count_bytes += sum(run_in_threads(lambda block, _: self.read(block), blocks, _READERS))
@@ -399,7 +403,7 @@ class PartReader:
         positions = runs.positions.tolist()
         memory = bytes_view(target)
         with _reading(source.shard) as read_exactly:
-            for first, last in windows_of(runs, _FAR_GAP_BYTES if source.is_far else 0):
+            for first, last in windows_of(runs, _NETWORK_GAP_BYTES if source.is_networked else 0):
                 start, stop = offsets[first], offsets[last - 1] + lengths[last - 1]
                 begin, end = positions[first], positions[last - 1] + lengths[last - 1]
                 if stop - start == end - begin:

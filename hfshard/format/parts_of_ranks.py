@@ -50,7 +50,7 @@ class _Parts:
     """A folder with parts, and the place that contains it."""
 
     place: str
-    is_local: bool
+    is_directory: bool
     folder: str
     """Path relative to the place, with "/"; empty: the place itself."""
     paths: Collection[str]
@@ -63,7 +63,7 @@ class _Parts:
 
     def on_disk(self, path: str) -> str:
         """Return a path in the place for a command; a remote place must be downloaded to DIR."""
-        return os.path.join(self.place if self.is_local else "DIR", path).rstrip("/")
+        return os.path.join(self.place if self.is_directory else "DIR", path).rstrip("/")
 
     def path_of(self, name: str) -> str:
         """Return the path of a file of the folder, relative to the place."""
@@ -76,7 +76,7 @@ class _Parts:
 
     def merge(self, by: str, command: list[str], output: str, *, is_pickle: bool = False) -> str:
         """Explain how to merge the parts, and what to do with the output."""
-        download = "" if self.is_local else "Download it to a directory DIR. "
+        download = "" if self.is_directory else "Download it to a directory DIR. "
         safetensors = f"; for safetensors, run: hfshard convert {output} MODEL" if is_pickle else ""
         return (
             f"{download}Merge them with {by}: {shlex.join(command)} (it unpickles them: run it only if you trust their "
@@ -89,13 +89,13 @@ def describe_parts_in(directory: str) -> str | None:
     return describe_parts(list(_paths_below(directory)), directory)
 
 
-def describe_parts(paths: Collection[str], place: str, *, is_local: bool = True) -> str | None:
+def describe_parts(paths: Collection[str], place: str, *, is_directory: bool = True) -> str | None:
     """Describe a place's parts, one for each rank, and how to merge them.
 
     Args:
         paths: The files below the place, relative to it, with "/".
         place: A directory; or, for the message, an address or a repo.
-        is_local: Whether it is a directory on this machine.
+        is_directory: Whether it is a directory on this machine.
 
     Returns:
         Sentences; None if there are no parts, except ones with complete weights next to them.
@@ -105,7 +105,7 @@ def describe_parts(paths: Collection[str], place: str, *, is_local: bool = True)
         folders = {folder for folder, _, name in (path.rpartition("/") for path in near) if pattern.fullmatch(name)}
         if kept := sorted((folder for folder in folders if not _is_readable(near, folder)), key=_order):
             models = [one for one in kept if not one.rpartition("/")[2].startswith("optimizer")]
-            return describe(_Parts(place, is_local, (models or kept)[-1], near))
+            return describe(_Parts(place, is_directory, (models or kept)[-1], near))
     return None
 
 
@@ -190,11 +190,11 @@ def _merge_zero(parts: _Parts) -> str:
     root = parts.on_disk(above)
     beside = {path.rpartition("/")[2] for path in parts.paths if path.rpartition("/")[0] == above}
     if not parts.folder:
-        root, tag = os.path.split(os.path.abspath(parts.place) if parts.is_local else parts.place.rstrip("/"))
-        root = root if parts.is_local else "DIR"
+        root, tag = os.path.split(os.path.abspath(parts.place) if parts.is_directory else parts.place.rstrip("/"))
+        root = root if parts.is_directory else "DIR"
         beside = {_SCRIPT} if os.path.exists(os.path.join(root, _SCRIPT)) else set()
     options = [] if _LATEST in beside else ["-t", tag]
-    is_there = parts.is_local and _SCRIPT in beside
+    is_there = parts.is_directory and _SCRIPT in beside
     script = [os.path.join(root, _SCRIPT)] if is_there else ["-m", "deepspeed.utils.zero_to_fp32"]
     by = "the script that DeepSpeed saved next to them" if is_there else "DeepSpeed's script"
     return parts.merge(by, ["python", *script, root, "OUT", *options], "OUT", is_pickle=True)

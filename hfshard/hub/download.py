@@ -302,7 +302,7 @@ class RemoteFiles:
     def parts(self, folder: str) -> str | None:
         """Describe what a folder has in parts, one for each rank, and how to merge them; None if there are none."""
         paths = [path.removeprefix(folder) for path in self._files if path.startswith(folder)]
-        return describe_parts(paths, f"{self._reader.repo_id}/{folder}".rstrip("/"), is_local=False)
+        return describe_parts(paths, f"{self._reader.repo_id}/{folder}".rstrip("/"), is_directory=False)
 
 
 class CacheMissError(Exception):

@@ -11,12 +11,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final, Protocol
 
-from hfshard._util.arguments import absolute_path, check_text_arguments
+from hfshard._util.arguments import check_text_arguments
 from hfshard._util.progress import byte_progress
 from hfshard.checkpoint.folder import LocalFolder
 from hfshard.checkpoint.locate import directory_not_found
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
-from hfshard.commit.hub_marker import absolute_repo_id, hub_directory
 from hfshard.constants import BIN_SUFFIX, README, SAFETENSORS_SUFFIX, SIGNATURE_NAME
 from hfshard.disk.byte_source import ByteSource, BytesSource, FileSource, file_source, sha256_of_source
 from hfshard.disk.safe_open import reject_links_to_outside
@@ -85,10 +84,11 @@ def _note_signature(request: PushRequest, plan: PushPlan, before: RepoTree, repo
 
 def open_hub(repo_id: str | os.PathLike[str], options: PushOptions) -> Hub:
     """Open the repo that a repo_id names, and create it if it is missing."""
-    if (directory := hub_directory(repo_id)) is not None:
-        from hfshard.hub.directory.directory_hub import DirectoryHub
+    from hfshard.hub.directory.directory_hub import hub_named
 
-        return DirectoryHub.create(directory)
+    hub = hub_named(repo_id, create=True)
+    if hub is not None:
+        return hub
     from hfshard.hub.hub_repo import HubRepo
 
     return HubRepo(os.fspath(repo_id), token=options.token, private=options.private)
@@ -662,33 +662,3 @@ def _leftovers(paths: Collection[str], used: Collection[str], variants: Collecti
     """Find files named like weights that no checkpoint uses: left by a killed save, or outranked by another file."""
     families = [WeightNames(variant) for variant in variants]
     return {path for path in paths if path not in used and any(is_weights(path, names) for names in families)}
-
-
-def push_directory(
-    directory: str | os.PathLike[str],
-    repo_id: str | os.PathLike[str],
-    options: PushOptions,
-    *,
-    allow_patterns: list[str] | str | None = None,
-    ignore_patterns: list[str] | str | None = None,
-) -> PushResult:
-    """Push a saved directory to a hub as one commit.
-
-    Args:
-        directory: A directory with at least one checkpoint, written by hfshard or any other tool.
-        repo_id: "org/name", or a path or `file://` URL of a directory that serves as a hub.
-        options: How to push.
-        allow_patterns, ignore_patterns: Globs of paths in the directory, as in huggingface_hub's `upload_folder`.
-
-    Raises:
-        Every error that `push_checkpoint` raises for a hub.
-    """
-    place = absolute_path(directory, "directory")
-    repo_id = absolute_repo_id(repo_id)
-    contents, indexes = collect_directory(
-        place,
-        allow_patterns=allow_patterns,
-        ignore_patterns=ignore_patterns,
-        follow_links=options.follow_links,
-    )
-    return push_files(PushRequest(contents=contents, variants=frozenset(indexes), options=options), repo_id)

@@ -204,8 +204,8 @@ def full_name(name: str, kind: RefKind = "branch") -> str:
     """
     folders = {value: key for key, value in REF_FOLDERS.items()}
     ref = name if name.startswith("refs/") else folders[kind] + name
-    folder = next((folder for folder in REF_FOLDERS if ref.startswith(folder)), None)
-    if folder is not None and _is_name(ref.removeprefix(folder), is_number=REF_FOLDERS[folder] == "pr"):
+    prefix = next((folder for folder in REF_FOLDERS if ref.startswith(folder)), None)
+    if prefix is not None and _is_name(ref.removeprefix(prefix), is_number=REF_FOLDERS[prefix] == "pr"):
         return ref
     raise InvalidArgumentError(
         f"{name[:_MAX_NAME]!r} is not a valid revision name: use letters, digits, '.', '_', '-' and '/', without "

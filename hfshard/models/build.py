@@ -163,7 +163,7 @@ def load_with_overrides(
 
     def answer(pretrained_model_name_or_path: Any, *model_args: Any, **kwargs: Any) -> Any:
         name = pretrained_model_name_or_path
-        if is_far and name == shown:
+        if is_mirrored and name == shown:
             name = path
         known = local if _source(name, kwargs) == asked else None
         with load_on_ranks(options, kwargs):
@@ -174,10 +174,10 @@ def load_with_overrides(
     asked = _source(path, kwargs)
     call = OverrideCall("from_pretrained", model_class, answer, [] if outer is None else outer.answers)
     shown: Any = path
-    is_far = is_store_address(path)
+    is_mirrored = False
     if has_override(model_class, "from_pretrained") and asked is not None and asked.is_for_hfshard_only:
         local = local or asked.fetch(options.progress)
-        shown = local.path
+        shown, is_mirrored = local.path, local.mirror is not None
     with load_on_ranks(options, kwargs):
         built = call_with_overrides(call, start, shown, *model_args, **kwargs)
     if not call.answers and _asks_for_checks(options):

@@ -16,7 +16,7 @@ from hfshard.checkpoint.folder import LocalFolder
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
 from hfshard.commit.commit_plan import StagedCheckpoint, content_digest, plan_commit
 from hfshard.commit.directory_commit import DirectorySession, save_session
-from hfshard.commit.hub_marker import hub_directory, reject_hub_directory
+from hfshard.commit.hub_marker import reject_hub_directory
 from hfshard.constants import CONFIG_NAME, MAX_INDEX_BYTES, METADATA_KEY, README, SAFETENSORS_SUFFIX
 from hfshard.disk.byte_source import ByteSource, copy_file, file_source
 from hfshard.disk.fsops import NO_LINKS
@@ -24,7 +24,7 @@ from hfshard.disk.safe_open import read_small
 from hfshard.errors import IntegrityError, SaveDirectoryError
 from hfshard.format.digests import Verify
 from hfshard.format.strict_json import dump_json
-from hfshard.hub.directory.directory_hub import DirectoryHub
+from hfshard.hub.directory.directory_hub import hub_named
 from hfshard.hub.download import Fetcher, fetch, is_offline
 from hfshard.hub.own_files import OwnFiles
 from hfshard.hub.resolve import CheckpointQuery, ResolvedCheckpoint, companion_files, resolve_checkpoint
@@ -56,8 +56,7 @@ def fetch_or_export(
     """
     query.check_subfolder()
     target = None if local_dir is None else absolute_path(local_dir, "local_dir")
-    root = hub_directory(repo_id)
-    hub = DirectoryHub.open(root) if root is not None else None
+    hub = hub_named(repo_id)
     commit = hub.resolve(query.revision) if hub is not None else None
     snapshot = hub.snapshot(commit) if hub is not None else _fetch_snapshot(os.fspath(repo_id), query, progress)
     directory = os.path.join(snapshot, *query.path("").split("/"))
@@ -73,7 +72,7 @@ def fetch_or_export(
             beside = [path.removeprefix(query.path("")) for path in companions]
             copy_to_directory(checkpoint, target, beside, overwrite=overwrite)
     except IntegrityError as error:
-        if root is not None or query.force_download:
+        if hub is not None or query.force_download:
             raise
         raise IntegrityError(
             f"{error.message} The cached files may be damaged; to download it again, run: "

@@ -105,7 +105,7 @@ class RangedShard(SafetensorsShard):
         self._head = head if end < len(head) else self._head
 
     @property
-    def is_far(self) -> bool:
+    def is_networked(self) -> bool:
         """Return True."""
         return True
 

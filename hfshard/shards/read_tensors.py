@@ -29,7 +29,7 @@ from hfshard.disk.direct_io import (
     read_direct,
     reopen_direct,
 )
-from hfshard.disk.fsops import is_remote
+from hfshard.disk.fsops import is_networked
 from hfshard.errors import InvalidArgumentError
 from hfshard.shards.shard_file import (
     PooledFile,
@@ -93,8 +93,8 @@ def mode_of(wanted: TensorRead, read: ReadMode, device: torch.device) -> ReadMod
         device: The device of the tensors.
     """
     if read == "auto":
-        is_far = any(is_remote(number) for number in {shard.identity[0] for shard, _ in wanted})
-        read = "pread" if device.type == "cuda" or is_far else "mmap"
+        devices = {shard.identity[0] for shard, _ in wanted}
+        read = "pread" if device.type == "cuda" or any(map(is_networked, devices)) else "mmap"
     return read if device.type in ("cpu", "cuda") else "mmap"
 
 
@@ -189,7 +189,7 @@ class _File:
     def __init__(self, shard: SafetensorsFile, stack: ExitStack) -> None:
         self.shard = shard
         self._held: PooledFile | None = None
-        self._is_far = is_remote(shard.identity[0])
+        self._is_networked = is_networked(shard.identity[0])
         self._is_shared = False
         if not is_direct_wanted(shard.data_bytes) or has_local_peers():
             return
@@ -215,11 +215,11 @@ class _File:
         return direct
 
     def _mark(self, direct: int) -> None:
-        if not self._is_far:
+        if not self._is_networked:
             lock_shared(direct)
 
     def _has_fellows(self, direct: int) -> bool:
-        return not self._is_far and read_by_other_processes(direct)
+        return not self._is_networked and read_by_other_processes(direct)
 
 
 def _own_pages(file: _File, start: int, nbytes: int) -> tuple[torch.UntypedStorage, list[Callable[[], object]]]:

@@ -57,7 +57,7 @@ class SafetensorsShard(ABC):
 
     @property
     @abstractmethod
-    def is_far(self) -> bool:
+    def is_networked(self) -> bool:
         """Return whether the file is remote, so that an extra request costs more than reading a gap between two."""
 
     @abstractmethod

@@ -22,7 +22,7 @@ import torch
 from hfshard._util.threads import pause_gc, start_worker
 from hfshard.constants import MAX_HEADER_BYTES
 from hfshard.disk.direct_io import BLOCK_BYTES, HUGE_PAGE_BYTES, LIBRARY, is_resident, read_blocks, read_spots
-from hfshard.disk.fsops import is_remote
+from hfshard.disk.fsops import is_networked
 from hfshard.disk.safe_open import NO_FILES_LEFT, Identity, identity_of, open_regular, read_text
 from hfshard.errors import CheckpointChangedError, MissingShardError
 from hfshard.format.digests import HASHERS
@@ -68,9 +68,9 @@ class SafetensorsFile(SafetensorsShard):
         self._file = PooledFile(fd, self._open_again)
 
     @property
-    def is_far(self) -> bool:
+    def is_networked(self) -> bool:
         """Return whether the file is on a network file system."""
-        return is_remote(self.identity[0])
+        return is_networked(self.identity[0])
 
     def close(self) -> None:
         """Close the file; mapped tensors stay valid, and the mapping ends with the last of them."""

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from hfshard._util.addresses import is_store_address
-from hfshard._util.arguments import absolute_path, wraps_os_errors
+from hfshard._util.arguments import wraps_os_errors
 from hfshard._util.progress import byte_progress
 from hfshard._util.text import shorten_list
 from hfshard.checkpoint.locate import adapter_weights, directory_not_found
@@ -23,6 +22,7 @@ from hfshard.format.digests import Verify
 from hfshard.format.file_names import INDEX_FILE
 from hfshard.format.index import CheckpointIndex
 from hfshard.hub.push_files import detect_variants
+from hfshard.places.place import place_to_save
 from hfshard.shards.shard_file import SafetensorsFile
 from hfshard.signing.model_signing import sign_digests
 from hfshard.signing.signed_files import hash_files, list_files
@@ -151,8 +151,9 @@ def _signer(
 
 
 def _directory_to_sign(path: str | os.PathLike[str]) -> str:
-    directory = absolute_path(path)
-    if is_store_address(directory):
+    place = place_to_save(path, "path")
+    directory = place.address
+    if not place.traits.is_directory:
         raise InvalidArgumentError(
             f"'{directory}' is in a store, but only files on disk can be signed. Run: hfshard pull {directory} DIR",
             path=directory,

@@ -13,7 +13,6 @@ from typing import Final, TypeVar
 
 import torch
 
-from hfshard._util.addresses import is_store_address
 from hfshard._util.arguments import wraps_os_errors
 from hfshard._util.progress import ProgressCallback
 from hfshard.checkpoint.check_files import retry_if_replaced
@@ -22,6 +21,7 @@ from hfshard.checkpoint.load_options import LoadOptions
 from hfshard.errors import InvalidArgumentError
 from hfshard.format.digests import Verify, tensor_digest
 from hfshard.hub.resolve import CheckpointQuery
+from hfshard.places.place import place_to_load
 from hfshard.viewing.diff_tensors import (
     CheckpointDiff,
     ComparedTensor,
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 _THREADS: Final = 2
 """Threads that read and compare; each reads both checkpoints."""
 
-_FAR_THREADS: Final = 4
+_NETWORK_THREADS: Final = 4
 """The same for remote reads, which wait for requests: a thread buffers some 32 MiB of responses of two checkpoints."""
 
 _Result = TypeVar("_Result")
@@ -107,9 +107,9 @@ def diff_checkpoints(
     options = LoadOptions(verify="structure" if verify in ("full", "sha256") else verify, progress=progress)
     asked = DiffOptions(values, trusts_digests=verify not in ("full", "sha256"))
     subfolders = _pair("subfolder", subfolder)
-    tokens = [
-        None if is_store_address(one) and not is_store_address(other) else token for one, other in ((a, b), (b, a))
-    ]
+    # A token is for hubs; it is an error only if there is none.
+    are_on_disk = [place_to_load(place).traits.is_directory for place in (a, b)]
+    tokens = [token if is_on_disk or not any(are_on_disk) else None for is_on_disk in are_on_disk]
     queries = tuple(
         replace(query, subfolder=one or "", token=of_one) for one, of_one in zip(subfolders, tokens, strict=True)
     )
@@ -201,7 +201,8 @@ class _Comparison:
         return pair_by_contents(ours, theirs, lambda one: (one.form, digests.get(id(one), one.digest)))
 
     def _done(self, jobs: Sequence[ReadJob[_Result]]) -> list[_Result]:
-        return do_jobs(jobs, _FAR_THREADS if self.a.is_far or self.b.is_far else _THREADS, self.progress)
+        is_networked = self.a.is_networked or self.b.is_networked
+        return do_jobs(jobs, _NETWORK_THREADS if is_networked else _THREADS, self.progress)
 
 
 def _diff_of(pair: TensorPair, finding: TensorComparison) -> TensorDiff:

@@ -161,7 +161,7 @@ class Side:
     ties: dict[str, str]
     optional_names: frozenset[str]
     """Tied names that a model has whether or not they are in the checkpoint, since its config ties them."""
-    is_far: bool
+    is_networked: bool
     """Whether bytes are read over a network."""
 
     def by_name(self) -> dict[str, ComparedTensor]:
@@ -195,7 +195,7 @@ def side_of(viewed: ViewedCheckpoint) -> Side:
         ),
         ties,
         frozenset(optional),
-        checkpoint.is_ranged,
+        checkpoint.reads_ranges,
     )
 
 

@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, replace
 from math import prod
 from typing import Any, Final, NamedTuple
 
-from hfshard._util.addresses import is_store_address, parse_address
 from hfshard._util.arguments import absolute_path, checked_path_text
 from hfshard.checkpoint.load_options import LoadOptions
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
@@ -20,8 +19,8 @@ from hfshard.constants import SIGNATURE_NAME
 from hfshard.errors import AmbiguousWeightsError, CheckpointNotFoundError, InvalidArgumentError
 from hfshard.format.index import FileDigest
 from hfshard.hub.resolve import CheckpointQuery
+from hfshard.places.place import place_to_load
 from hfshard.places.source import CheckpointSource, open_source, open_source_by_ranges
-from hfshard.stores.open_store import open_store
 from hfshard.tensors.stored_tensor import stored_dtype_name
 from hfshard.training.run.find_checkpoint import checkpoint_of_step, run_place
 from hfshard.training.run.manifest import CHECKPOINT
@@ -313,7 +312,10 @@ def _opened(stack: ExitStack, path: str, query: CheckpointQuery, options: LoadOp
 
 def _split_place(place: str | os.PathLike[str]) -> tuple[str, str | None]:
     text = checked_path_text(place)
-    if is_store_address(text) or os.path.exists(os.path.expanduser(text)):
+    at = place_to_load(text)
+    if not at.traits.is_directory:
+        return at.address, None
+    if os.path.exists(os.path.expanduser(text)):
         return absolute_path(place), None
     return split_address(place)
 
@@ -328,7 +330,7 @@ def _checkpoint_of_run(path: str) -> str | None:
     """Find the latest checkpoint of the run at a path, or that of the step in its name, ignoring leading zeros."""
     root, _, name = path.rpartition("/")
     named = CHECKPOINT.fullmatch(name)
-    if not is_store_address(path) and not os.path.isdir(path if named is None else root):
+    if place_to_load(path).traits.is_directory and not os.path.isdir(path if named is None else root):
         return None
     if named is not None:
         try:
@@ -346,13 +348,10 @@ def _checkpoint_of_run(path: str) -> str | None:
 
 def _latest_of_trainer(path: str) -> str | None:
     """Find the latest checkpoint of a run of transformers' Trainer, which writes its state after the model."""
-    if is_store_address(path):
-        store = open_store(parse_address(path))
-        named = [folder for folder in store.folders() if CHECKPOINT.fullmatch(folder)]
-        folders = [folder for folder in named if store.find(f"{folder}/{_TRAINER_STATE}") is not None]
-    else:
-        folders = [name for name in os.listdir(path) if os.path.isfile(os.path.join(path, name, _TRAINER_STATE))]
-    found = {int(match[1]): name for name in folders if (match := CHECKPOINT.fullmatch(name))}
+    folder = place_to_load(path).folder()
+    steps = {name: int(match[1]) for name in folder.folders() if (match := CHECKPOINT.fullmatch(name))}
+    states = folder.look_up([f"{name}/{_TRAINER_STATE}" for name in steps])
+    found = {step: name for name, step in steps.items() if f"{name}/{_TRAINER_STATE}" in states}
     return f"{path}/{found[max(found)]}" if found else None
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Final, Literal
 
-from hfshard._util.addresses import is_store_address
 from hfshard._util.text import shorten_list
 from hfshard._util.threads import run_in_threads
 from hfshard.checkpoint.verifier import Problem
@@ -17,7 +16,7 @@ from hfshard.constants import SAFETENSORS_SUFFIX
 from hfshard.errors import CheckpointNotFoundError, HfshardError
 from hfshard.format.file_names import MODEL_BASE, WeightNames
 from hfshard.format.index import FileDigest
-from hfshard.stores.open_store import open_store
+from hfshard.places.place import place_to_save
 from hfshard.training.run.find_checkpoint import folder_at, run_place
 from hfshard.training.run.manifest import CHECKPOINT, MANIFEST, CheckpointManifest, RunCheckpoint, is_own_name
 from hfshard.training.run.reports import as_problems, is_checkpoint
@@ -80,7 +79,8 @@ def checkpoints_of(root: str) -> list[RunCheckpoint]:
             f"'{root}' is one checkpoint, not a run. To check it, run: hfshard verify {root}", path=root
         )
     # A store is listed in full depth only if it has folders of a run.
-    may_be_run = not is_store_address(root) or any(map(CHECKPOINT.fullmatch, _folders_in(root)))
+    is_directory = place_to_save(root, "path").traits.is_directory
+    may_be_run = is_directory or any(map(CHECKPOINT.fullmatch, _folders_in(root)))
     found = run_place(root).checkpoints()[::-1] if may_be_run else []
     if not found:
         runs = _runs_below(root)
@@ -110,13 +110,7 @@ def _is_of_run(folder: str) -> bool:
 
 def _folders_in(place: str) -> list[str]:
     """List the folders directly in a place."""
-    if is_store_address(place):
-        return open_store(place).folders()
-    try:
-        with os.scandir(place) as entries:
-            return sorted(one.name for one in entries if one.is_dir())
-    except OSError:
-        return []  # it cannot be read, which the code that reads it reports
+    return place_to_save(place, "path").folder().folders()
 
 
 def list_checkpoints(
@@ -257,7 +251,7 @@ def part_of(name: str) -> Part:
 
 def _identity_of(path: str, name: str, record: FileDigest) -> object:
     """Return a key that is equal for files that are the same, or None if it cannot be determined."""
-    if is_store_address(path):
+    if not place_to_save(path, "path").traits.is_directory:
         return (record.size, record.sha256, record.xxh3, record.fingerprint) if record.is_verifiable else None
     try:
         status = os.stat(os.path.join(path, name))

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from hfshard._util.addresses import is_store_address, reject_hub_arguments
-from hfshard._util.arguments import absolute_path, checked_path_text, wraps_os_errors
+from hfshard._util.arguments import checked_path_text, wraps_os_errors
 from hfshard._util.text import parse_size
 from hfshard.checkpoint.load_options import LoadOptions
 from hfshard.checkpoint.verifier import Problem
 from hfshard.errors import HfshardError, InvalidArgumentError, InvalidPathError
 from hfshard.hub.resolve import CheckpointQuery
+from hfshard.places.place import place_to_check, place_to_load
 from hfshard.training.run.find_checkpoint import folder_at, live_problems
 from hfshard.training.run.manifest import MANIFEST, RunCheckpoint, read_manifest
 from hfshard.training.run.reports import as_problems, is_run
@@ -118,8 +118,7 @@ def show_checkpoint(
     elif root is not None:
         of_one = {"variant": variant, "key": key, "subfolder": subfolder, "revision": revision, "max_shard_size": limit}
         _refuse(of_one, "is for one checkpoint, not for a run")
-        if is_store_address(root):
-            reject_hub_arguments(root, token=token)
+        place_to_check(root).reject_hub_arguments(token=token)
         page = page_of_run(root, best, metric_mode)
     else:
         _refuse({"best": best}, "is for a run, not for one checkpoint")
@@ -154,11 +153,10 @@ def run_at(place: str | os.PathLike[str]) -> str | None:
     Returns:
         Its absolute path or its address; None if there is none, such as at one of its checkpoints.
     """
-    text = checked_path_text(place)
-    if not is_store_address(text) and not os.path.isdir(os.path.expanduser(text)):
+    at = place_to_load(place)
+    if at.traits.is_directory and not os.path.isdir(os.path.expanduser(checked_path_text(place))):
         return None
-    root = absolute_path(place)
-    return root if is_run(root) else None
+    return at.address if is_run(at.address) else None
 
 
 def page_of_run(root: str, best: str | None, metric_mode: MetricMode) -> Page:
@@ -169,7 +167,8 @@ def page_of_run(root: str, best: str | None, metric_mode: MetricMode) -> Page:
     """
     found = checkpoints_of(root)
     listed = list_checkpoints(found, _check, best=best, metric_mode=metric_mode)
-    return make_run_page(root, listed, spaces_of(found), best=best, is_store=is_store_address(root))
+    is_store = not place_to_check(root).traits.is_directory
+    return make_run_page(root, listed, spaces_of(found), best=best, is_store=is_store)
 
 
 def with_components(page: Page, directory: str) -> Page:
@@ -180,7 +179,7 @@ def with_components(page: Page, directory: str) -> Page:
         directory: The directory or address of its files.
     """
     folder = folder_at(directory)
-    if not (is_store_address(directory) or os.path.isdir(directory)) or not folder.has(MANIFEST):
+    if (folder.traits.is_directory and not folder.exists()) or not folder.has(MANIFEST):
         return page
     try:
         manifest = read_manifest(folder)

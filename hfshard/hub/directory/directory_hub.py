@@ -25,7 +25,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
 from hfshard._util.arguments import absolute_path, checked_path_text, wraps_os_errors
-from hfshard.commit.hub_marker import check_hub_marker, has_hub_marker, hub_directory, write_hub_marker
+from hfshard.commit.hub_marker import check_hub_marker, ensure_hub_marker, has_hub_marker, hub_directory
 from hfshard.constants import MAX_INDEX_BYTES
 from hfshard.disk.byte_source import ByteSource
 from hfshard.disk.safe_open import read_small
@@ -116,7 +116,7 @@ class DirectoryHub:
             HubError: The directory has something else, such as a checkpoint; or it is a hub and `exist_ok` is false.
         """
         root = _local(path)
-        is_new = not has_hub_marker(root) and write_hub_marker(root, wait_seconds=LOCK_WAIT_SECONDS)
+        is_new = ensure_hub_marker(root, wait_seconds=LOCK_WAIT_SECONDS)
         if not is_new and not exist_ok:
             raise HubError(f"'{root}' is already a directory hub. Leave out exist_ok=False to use it.", path=root)
         return cls.open(root)
@@ -352,6 +352,14 @@ class DirectoryHub:
                     actual=current,
                 )
         return commit
+
+
+def hub_named(repo_id: str | os.PathLike[str], *, create: bool = False) -> DirectoryHub | None:
+    """Open the directory hub that a repo_id names, or create it; None for a repo of the Hugging Face Hub."""
+    directory = hub_directory(repo_id)
+    if directory is None:
+        return None
+    return DirectoryHub.create(directory) if create else DirectoryHub.open(directory)
 
 
 def _local(path: str | os.PathLike[str]) -> str:
