@@ -9,7 +9,7 @@ from hfshard.errors import InvalidArgumentError
 from hfshard.hub.push_files import PushOptions, PushRequest, collect_push_contents, push_files
 from hfshard.hub.repo import PushResult
 from hfshard.places.place import place_to_push, place_to_save
-from hfshard.saving.copy_checkpoint import copy_to_store, without_marks
+from hfshard.saving.copy_checkpoint import copy_all, without_marks
 
 
 @wraps_os_errors("directory")
@@ -109,7 +109,7 @@ def push_to_place(
         _reject_commits(options, target.address)
         below = place_to_save(f"{target.address}/{options.folder}".rstrip("/"), "repo_id")
         files = source.files(follow_links=options.follow_links)
-        return copy_to_store(files, below, options.progress, **patterns)
+        return copy_all(files, below, options.progress, **patterns)
     found = collect_push_contents(source.files(follow_links=options.follow_links), **patterns)
     if not source.traits.is_directory:
         found = without_marks(found)

@@ -225,6 +225,10 @@ class Folder(ABC):
         """Log a defect that loses no data of the checkpoint, or raise it: the default."""
         raise error
 
+    def entered(self, names: WeightNames) -> Folder:
+        """Return the folder of a checkpoint's newest save; in most places, only its files are there."""
+        return self
+
     def as_stock(self) -> Folder:
         """Return the folder as transformers reads it, with its tolerance; only a directory can have such defects."""
         return self
@@ -650,6 +654,11 @@ class StoreFolder(RangedFolder):
         self._names = (names,)
         if self._objects is not None:
             self._choose()
+
+    def entered(self, names: WeightNames) -> Folder:
+        """Show a checkpoint's newest save; nothing is listed yet."""
+        self.enter(names)
+        return self
 
     def show(self, listed: Mapping[str, Any], names: WeightNames) -> None:
         """Show a checkpoint's newest save among listed objects."""

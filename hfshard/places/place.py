@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from hfshard._util.addresses import is_store_address, is_store_url, parse_address, reject_hub_arguments
 from hfshard._util.arguments import absolute_path, checked_path_text
-from hfshard.checkpoint.folder import Folder, LocalFolder, StoreFolder, Traits
+from hfshard.checkpoint.folder import File, Folder, LocalFolder, StoreFolder, Traits
 from hfshard.checkpoint.locate import directory_not_found, is_weights_name, split_file_path
 from hfshard.checkpoint.verifier import VerifyReport, verify_directory
 from hfshard.commit.hub_marker import absolute_repo_id, has_hub_marker, hub_directory
@@ -131,6 +131,34 @@ class SavePlace(Place, Protocol):
             writer: Writes the files.
         """
 
+    def count_sent(self, folders: Collection[str]) -> Callable[[], int | None]:
+        """Begin to count the bytes that are written into some folders of the place, for the result of a push.
+
+        Args:
+            folders: They are listed, without those below them; "" is the place itself.
+
+        Returns:
+            A function that lists them again, and returns the bytes that were sent; None if nothing has changed.
+        """
+
+
+def count_changed(place: Place, folders: Collection[str]) -> Callable[[], int | None]:
+    """Implement `SavePlace.count_sent` by listings: what has changed was sent."""
+
+    def listed() -> dict[tuple[str, str], File]:
+        at = [(folder, place.folder(folder)) for folder in sorted(folders)]
+        found = {(folder, name): files.find(name) for folder, files in at for name in files.names()}
+        return {name: file for name, file in found.items() if file is not None}
+
+    before = listed()
+
+    def count() -> int | None:
+        after = listed()
+        new = [file.size for name, file in after.items() if before.get(name) != file]
+        return None if before == after else sum(new)
+
+    return count
+
 
 class DirectoryPlace:
     """A directory on this machine that is not a hub, or one file of weights; it need not exist."""
@@ -193,6 +221,10 @@ class DirectoryPlace:
 
         return directory_transaction(self.address, new, writer)
 
+    def count_sent(self, folders: Collection[str]) -> Callable[[], int | None]:
+        """Count the bytes of new files."""
+        return count_changed(self, folders)
+
     def is_same(self, folder: Folder) -> bool:
         """Return whether both are one existing directory."""
         return folder.traits.is_directory and is_same_directory(folder.path, self.address)
@@ -254,6 +286,12 @@ class StorePlace:
         from hfshard.commit.store_commit import store_transaction  # needed only for saves to stores
 
         return store_transaction(open_store(self.address), new, writer)
+
+    def count_sent(self, folders: Collection[str]) -> Callable[[], int | None]:
+        """Count the bytes of new objects, except those that the service has copied."""
+        from hfshard.places.store_files import count_sent  # needed only for pushes to stores
+
+        return count_sent(open_store(self.address), folders)
 
     def is_same(self, folder: Folder) -> bool:
         """Return whether both have one address."""

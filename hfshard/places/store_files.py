@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Final
 
+from hfshard._util.threads import run_in_threads
 from hfshard.checkpoint.folder import StoreFolder
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint, warn_of_others_files
-from hfshard.constants import MANIFEST_NAME
+from hfshard.commit import store_plan
+from hfshard.constants import FILES_AT_ONCE, MANIFEST_NAME
 from hfshard.disk.byte_source import ByteSource
-from hfshard.errors import CheckpointChangedError, CheckpointNotFoundError, InvalidArgumentError, UnsafePathError
+from hfshard.errors import (
+    CheckpointChangedError,
+    CheckpointNotFoundError,
+    DamagedCheckpointError,
+    InvalidArgumentError,
+    UnsafePathError,
+)
 from hfshard.format.file_names import INDEX_FILE, WeightNames
-from hfshard.format.stored_save import SaveId, objects_of_saves, split_object_name
+from hfshard.format.index import CheckpointIndex
+from hfshard.format.stored_save import SaveId, StoredSave, objects_of_saves, split_object_name
 from hfshard.hub.directory.commit_graph import check_paths
 from hfshard.hub.push_files import detect_variants
 from hfshard.stores.byte_budget import store_memory_bytes
 from hfshard.stores.open_store import open_store
-from hfshard.stores.store import StoredObject, StoredSource
+from hfshard.stores.store import Store, StoredObject, StoredSource
 
 _LEFT_OUT: Final = frozenset({".git", ".cache", "__pycache__"})
 """Folders that are never pushed, also not from a directory."""
@@ -130,3 +139,44 @@ def _numbered_variants(names: Iterable[str]) -> set[str | None]:
     usual = [split[0] for name in names if "/" not in name and (split := split_object_name(name)) is not None]
     found = detect_variants(name for name in usual if INDEX_FILE.fullmatch(name))
     return found | {None} if MANIFEST_NAME in usual else found
+
+
+# Bytes that a copy sends to a store.
+
+
+def count_sent(store: Store, folders: Collection[str]) -> Callable[[], int | None]:
+    """Begin to count what is written; see `SavePlace.count_sent`. What the service copies by itself is not sent."""
+    before = _listed_in(store, folders)
+
+    def count() -> int | None:
+        after = _listed_in(store, folders)
+        earlier = set(_fingerprints(store, before).values())
+        copied = {name for name, one in _fingerprints(store, after).items() if name not in before and one in earlier}
+        new = [found for name, found in after.items() if before.get(name) != found and found.name not in copied]
+        return None if before == after else sum(found.size for found in new)
+
+    return count
+
+
+def _listed_in(store: Store, folders: Collection[str]) -> dict[str, StoredObject]:
+    """List the objects directly in each of these folders only, since a place may have any number of others."""
+    listed = run_in_threads(lambda folder, _: store.list_objects(folder), sorted(folders), FILES_AT_ONCE)
+    return {name: one for objects in listed for name, one in objects.items()}
+
+
+def _fingerprints(store: Store, found: Mapping[str, StoredObject]) -> dict[str, str]:
+    """Return the fingerprints of the shards that hfshard has saved directly in a store, by object name."""
+    fingerprints: dict[str, str] = {}
+    for name, one in found.items():
+        split = split_object_name(name)
+        if split is None or INDEX_FILE.fullmatch(split[0]) is None:
+            continue
+        with suppress(CheckpointChangedError, DamagedCheckpointError, UnsafePathError):
+            save = StoredSave.from_json(store_plan.known(store, one) or store.read(one), name, split[1])
+            index = CheckpointIndex.from_json(save.small_files.get(split[0], b""), split[0])
+            fingerprints |= {
+                save.save_id.object_name(file): digest.fingerprint
+                for file, digest in index.files.items()
+                if digest.fingerprint is not None
+            }
+    return fingerprints

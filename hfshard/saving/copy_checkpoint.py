@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Final
 
-from hfshard._util.threads import run_in_threads
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
-from hfshard.commit import store_plan
-from hfshard.constants import CONFIG_NAME, FILES_AT_ONCE, GENERATION_CONFIG_NAME
+from hfshard.constants import CONFIG_NAME, GENERATION_CONFIG_NAME
 from hfshard.disk.byte_source import ByteSource, BytesSource
-from hfshard.errors import (
-    CheckpointChangedError,
-    DamagedCheckpointError,
-    InvalidArgumentError,
-    UnsafePathError,
-)
+from hfshard.errors import InvalidArgumentError
 from hfshard.format.digests import Verify
-from hfshard.format.file_names import INDEX_FILE, WeightNames
-from hfshard.format.index import CheckpointIndex, without_commit_keys
-from hfshard.format.stored_save import StoredSave, objects_of_saves, split_object_name
+from hfshard.format.file_names import WeightNames
+from hfshard.format.index import without_commit_keys
+from hfshard.format.stored_save import objects_of_saves
 from hfshard.hub.push_files import FilesOfPlace, PushContents, detect_variants
 from hfshard.hub.repo import PushResult
 from hfshard.hub.resolve import CheckpointQuery, companion_files
@@ -29,14 +21,12 @@ from hfshard.places.place import SavePlace
 from hfshard.places.source import CheckpointSource
 from hfshard.saving.resharding import reshard_source
 from hfshard.saving.save_request import SaveOptions
-from hfshard.stores.open_store import open_store
-from hfshard.stores.store import Store, StoredObject
 
 _OF_WEIGHTS: Final = frozenset({CONFIG_NAME, GENERATION_CONFIG_NAME})
 """Files that are saved along with the weights anyway."""
 
 
-def copy_to_store(
+def copy_all(
     files: FilesOfPlace,
     target: SavePlace,
     progress: bool | None,
@@ -44,7 +34,7 @@ def copy_to_store(
     allow_patterns: list[str] | str | None = None,
     ignore_patterns: list[str] | str | None = None,
 ) -> PushResult:
-    """Copy all checkpoints of a place into a store, with one commit for each variant, and their companion files.
+    """Copy all checkpoints of a place into one without Hub commits: one save for each variant, and the other files.
 
     Args:
         files: The files of the place.
@@ -60,44 +50,14 @@ def copy_to_store(
     """
     paths = list(files.contents())
     variants = sorted(detect_variants(name for name in paths if "/" not in name) or {None}, key=lambda name: name or "")
-    address = target.address
-    store = open_store(address)
-    folders = {"", *(path.rpartition("/")[0] for path in paths)}
-    before = _listed_in(store, folders)
+    count_sent = target.count_sent({"", *(path.rpartition("/")[0] for path in paths)})
     allowed = listed(allow_patterns)
     ignored = listed(ignore_patterns)
     for variant in variants:
         query = CheckpointQuery(variant=variant, allow_patterns=allowed, ignore_patterns=ignored)
         _copy_one(files, target, query, progress=progress)
-    after = _listed_in(store, folders)
-    earlier = set(_fingerprints(store, before).values())
-    copied = {name for name, one in _fingerprints(store, after).items() if name not in before and one in earlier}
-    new = [found for name, found in after.items() if before.get(name) != found and found.name not in copied]
-    return PushResult("", address, is_new=before != after, sent_bytes=sum(found.size for found in new))
-
-
-def _listed_in(store: Store, folders: Collection[str]) -> dict[str, StoredObject]:
-    """List the objects directly in each of these folders only, since a place may have any number of others."""
-    listed = run_in_threads(lambda folder, _: store.list_objects(folder), sorted(folders), FILES_AT_ONCE)
-    return {name: one for objects in listed for name, one in objects.items()}
-
-
-def _fingerprints(store: Store, found: Mapping[str, StoredObject]) -> dict[str, str]:
-    """Return the fingerprints of the shards that hfshard has saved directly in a store, by object name."""
-    fingerprints: dict[str, str] = {}
-    for name, one in found.items():
-        split = split_object_name(name)
-        if split is None or INDEX_FILE.fullmatch(split[0]) is None:
-            continue
-        with suppress(CheckpointChangedError, DamagedCheckpointError, UnsafePathError):
-            save = StoredSave.from_json(store_plan.known(store, one) or store.read(one), name, split[1])
-            index = CheckpointIndex.from_json(save.small_files.get(split[0], b""), split[0])
-            fingerprints |= {
-                save.save_id.object_name(file): digest.fingerprint
-                for file, digest in index.files.items()
-                if digest.fingerprint is not None
-            }
-    return fingerprints
+    sent = count_sent()
+    return PushResult("", target.address, is_new=sent is not None, sent_bytes=sent or 0)
 
 
 def copy_checkpoint(

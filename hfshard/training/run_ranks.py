@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,17 +12,17 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hfshard._util.addresses import is_store_address
 from hfshard.distributed.rendezvous import Session, session
 from hfshard.errors import InvalidArgumentError
 from hfshard.format.digests import sha256_of
+from hfshard.places.place import place_to_save
 from hfshard.tensors.state_dict import RUN_REMEDY, collect_state_dict, is_dtensor, is_partitioned, reject_partitioned
 from hfshard.training.state.training_state import TrainingState
 
 
 def names_of_place(path: str) -> list[str]:
     """Return the names of a place on this rank: ranks that have one of these names in common mean the same place."""
-    return [path] if is_store_address(path) else sorted({path, os.path.realpath(path)})
+    return sorted({path, place_to_save(path, "path").key})
 
 
 def reject_other_places(names: Mapping[int, Sequence[str]], does: str) -> None:

@@ -22,15 +22,15 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import HubStrategy, get_last_checkpoint
 from transformers.training_args import ParallelMode
 
-from hfshard._util.addresses import is_store_address
 from hfshard.checkpoint.load_options import LoadOptions
-from hfshard.commit.hub_marker import has_hub_marker, hub_directory, split_address
+from hfshard.commit.hub_marker import split_address
 from hfshard.constants import MAX_INDEX_BYTES
 from hfshard.distributed.load_on_ranks import has_spread_state, load_into_spread_module
 from hfshard.errors import CheckpointNotFoundError, HfshardError, InvalidArgumentError, StateDictMismatchError
 from hfshard.hub.repo import RepoTree
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.load import load_model
+from hfshard.places.place import place_to_load, place_to_save
 from hfshard.places.source import CheckpointSource
 from hfshard.training.data.dataloader import length_of, plain_loader
 from hfshard.training.integrations.accelerate import BatchShare
@@ -236,7 +236,7 @@ class CheckpointCallback(TrainerCallback):
         best = trainer.state.best_model_checkpoint
         if load_parts(trainer.model, best):
             return
-        if best is not None and is_store_address(best):
+        if best is not None and not place_to_load(best).traits.is_directory:
             load_model(trainer.model, best)
         else:
             self._originals["_load_best_model"]()
@@ -461,10 +461,11 @@ def local_copy(path: str) -> Iterator[str]:
     Raises:
         MissingShardError: Trainer did not save the checkpoint.
     """
-    if not is_store_address(path):
+    folder = folder_at(path)
+    if folder.traits.is_directory:
         yield path
         return
-    progress = json.loads(folder_at(path).read_small(STATE_FILE, MAX_INDEX_BYTES))
+    progress = json.loads(folder.read_small(STATE_FILE, MAX_INDEX_BYTES))
     with tempfile.TemporaryDirectory(prefix="hfshard-") as directory:
         with open(os.path.join(directory, STATE_FILE), "w", encoding="utf-8") as file:
             json.dump({**progress, _BEST: None}, file)
@@ -535,13 +536,17 @@ def download_checkpoint(place: Place, manager: CheckpointManager, args: Training
 
 def _fetched(place: Place, manager: CheckpointManager, args: TrainingArguments) -> str | None:
     address = _newest(manager, args) if isinstance(place, bool) else place
-    if address is None or (os.path.isdir(address) and not has_hub_marker(os.fspath(address))):
+    if address is None:
         return None
+    found_at = place_to_load(address)
+    if os.path.isdir(address) and not found_at.has_revisions:
+        return None
+    is_on_disk = found_at.traits.is_directory
     try:
-        token = None if is_store_address(address) else args.hub_token  # a store needs none: the token is for pushes
+        token = args.hub_token if is_on_disk else None  # a store needs none: the token is for pushes
         checkpoint, _ = checked_at(address, "full", token=token, progress=manager.progress, is_read_next=True)
     except CheckpointNotFoundError:
-        if is_store_address(address):
+        if not is_on_disk:
             raise
         stock = _fetched_from_trainer(address, args.hub_token, manager.progress)
         if stock is None:
@@ -573,11 +578,12 @@ def _tree(repo_id: str, revision: str | None, token: str | None) -> RepoTree | N
     """Request a hub's list of files; None if no hub can be asked."""
     from hfshard.hub.download import fetch_tree_for_reading, is_offline  # huggingface_hub's import takes time
 
-    if has_hub_marker(repo_id):
+    place = place_to_load(repo_id)
+    if place.has_revisions and place.is_for_hfshard_only:
         from hfshard.hub.directory.directory_hub import DirectoryHub
 
         return DirectoryHub.open(repo_id).tree(revision)
-    if hub_directory(repo_id) is not None or is_offline(local_files_only=False):
+    if not place.has_revisions or is_offline(local_files_only=False):
         return None
     return fetch_tree_for_reading(repo_id, revision, token)
 
@@ -590,7 +596,7 @@ def _order(folder: str) -> tuple[bool, bool, int]:
 
 def _newest(manager: CheckpointManager, args: TrainingArguments) -> str | None:
     """Find what True means if Trainer does not find it by itself."""
-    if is_store_address(manager.root) and (step := manager.latest_step()) is not None:
+    if not place_to_save(manager.root).traits.is_directory and (step := manager.latest_step()) is not None:
         return manager.path_of(step)
     root = str(args.output_dir)
     if os.path.isdir(root) and get_last_checkpoint(root) is not None:

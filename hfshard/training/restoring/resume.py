@@ -11,7 +11,6 @@ from typing import Any, Final
 
 import torch
 
-from hfshard._util.addresses import is_store_address
 from hfshard._util.arguments import absolute_path
 from hfshard.checkpoint.check_files import check_files
 from hfshard.checkpoint.folder import Folder
@@ -25,6 +24,7 @@ from hfshard.errors import (
     HfshardError,
     InvalidArgumentError,
 )
+from hfshard.places.place import place_to_load, place_to_save
 from hfshard.training.pipeline_stages import find_stage
 from hfshard.training.restoring.part_planner import Restoration
 from hfshard.training.restoring.restoration import plan_restoration
@@ -62,8 +62,10 @@ def absolute_place(step: int | str | os.PathLike[str] | None) -> int | str | os.
     """
     if not isinstance(step, str | os.PathLike):
         return step
-    is_path = is_store_address(step) or os.path.exists(step)
-    return absolute_path(step, "step") if is_path else absolute_repo_id(step)
+    place = place_to_load(step, "step")
+    if not place.traits.is_directory:
+        return place.address
+    return absolute_path(step, "step") if os.path.exists(step) else absolute_repo_id(step)
 
 
 def choose_checkpoint(
@@ -162,8 +164,8 @@ def _resume_on_ranks(
         is_replaced = (session.is_leader or error is None) and has_changed(checkpoint)
         if any(session.all_of(is_replaced)):
             continue  # a run that is saving has removed or replaced it
-        is_remote = folder is not None and folder.traits.verifies_reads
-        is_damaged = is_newest and isinstance(error, DamagedCheckpointError) and is_remote
+        is_found_by_reads = bool(folder and folder.traits.verifies_reads)
+        is_damaged = is_newest and isinstance(error, DamagedCheckpointError) and is_found_by_reads
         if not any(session.all_of(is_damaged)):
             break
         passed_over.append(checkpoint.path)
@@ -201,7 +203,7 @@ def _all_signed(
         yield
         return
     path = checkpoint.path
-    if is_store_address(path):
+    if not place_to_save(path, "path").traits.is_directory:
         raise InvalidArgumentError(
             f"'{path}' is in a store, but a signature is checked only over files on disk. Download them with the "
             "service's tool, and restore from that directory.",

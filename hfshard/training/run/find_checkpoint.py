@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Final, Literal
 
-from hfshard._util.addresses import is_store_address
 from hfshard._util.progress import byte_progress
 from hfshard.checkpoint.check_files import ReplacedMeanwhile, check_files, retry_if_replaced
 from hfshard.checkpoint.folder import Folder, LocalFolder
@@ -21,6 +20,7 @@ from hfshard.errors import (
     StoreError,
 )
 from hfshard.format.file_names import WeightNames
+from hfshard.places.place import place_to_save
 from hfshard.training.run.manifest import (
     CheckpointManifest,
     RunCheckpoint,
@@ -30,7 +30,7 @@ from hfshard.training.run.manifest import (
 )
 from hfshard.training.run.run_directory import DirectoryPlace
 from hfshard.training.run.run_storage import RunStorage
-from hfshard.training.run.run_store import StorePlace, stored_checkpoint
+from hfshard.training.run.run_store import StorePlace
 from hfshard.training.state.collect_state import PARTS
 
 logger = logging.getLogger(__name__)
@@ -200,12 +200,12 @@ def _strays(folder: Folder, manifest: CheckpointManifest) -> list[HfshardError]:
 
 def run_place(root: str) -> RunStorage:
     """Return the place of a run; nothing is read or created yet."""
-    return StorePlace(root) if is_store_address(root) else DirectoryPlace(root)
+    return DirectoryPlace(root) if place_to_save(root, "path").traits.is_directory else StorePlace(root)
 
 
 def folder_at(path: str) -> Folder:
     """Return the folder of the checkpoint at a path; nothing is read yet."""
-    return stored_checkpoint(path) if is_store_address(path) else LocalFolder(path)
+    return place_to_save(path, "path").folder().entered(WeightNames())
 
 
 def checkpoint_at(path: str, step: int) -> RunCheckpoint:

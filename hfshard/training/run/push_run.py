@@ -12,13 +12,11 @@ from functools import partial
 from threading import Event
 from typing import TYPE_CHECKING, Final, Literal, TypedDict
 
-from hfshard._util.addresses import is_store_address, reject_hub_arguments
-from hfshard._util.arguments import absolute_path
 from hfshard._util.progress import byte_progress
 from hfshard._util.threads import run_in_threads
 from hfshard.checkpoint.check_files import check_files
 from hfshard.checkpoint.folder import Folder
-from hfshard.commit.hub_marker import hub_directory, split_address
+from hfshard.commit.hub_marker import split_address
 from hfshard.constants import FILES_AT_ONCE, MAX_INDEX_BYTES, README, SAFETENSORS_SUFFIX
 from hfshard.disk.byte_source import ByteSource, BytesSource
 from hfshard.errors import (
@@ -35,7 +33,7 @@ from hfshard.format.index import FileDigest
 from hfshard.format.parts_of_ranks import describe_parts_in
 from hfshard.hub.push_files import PushOptions, PushRequest
 from hfshard.hub.resolve import CheckpointQuery, ResolvedCheckpoint
-from hfshard.places.place import explain_missing_directory
+from hfshard.places.place import explain_missing_directory, place_to_load, place_to_push
 from hfshard.places.source import CheckpointSource
 from hfshard.training.run.background import Background
 from hfshard.training.run.find_checkpoint import Level, check_run_checkpoint, checkpoint_of_step, folder_at, run_place
@@ -342,10 +340,10 @@ def checked_at(
     """
     if isinstance(place, str) and place.isdecimal() and not os.path.isdir(place):
         raise InvalidArgumentError(f"'{place}' is neither a place nor a step. Pass a step as a number: {int(place)}.")
-    if is_store_address(place):
-        place = absolute_path(place, "place")
-        reject_hub_arguments(place, token=token)
-        found = _in(place)
+    at = place_to_load(place, "place")
+    if not at.traits.is_directory:
+        at.reject_hub_arguments(token=token)
+        found = _in(at.address)
         return found, check_run_checkpoint(found, verify, progress, is_read_next=is_read_next)
     path, revision = split_address(place)
     query = CheckpointQuery(revision=revision, token=token)
@@ -408,7 +406,7 @@ def _in(directory: str) -> RunCheckpoint:
     if folder.has(MANIFEST):
         return RunCheckpoint.of(directory, read_manifest(folder))
     checkpoints = [one.path for one in run_place(directory).checkpoints()]
-    parts = None if checkpoints or is_store_address(directory) else describe_parts_in(directory)
+    parts = describe_parts_in(directory) if folder.traits.is_directory and not checkpoints else None
     if parts is not None:
         raise CheckpointNotFoundError(f"{parts} {_RESUME_THERE}", path=directory)
     todo = (
@@ -439,7 +437,7 @@ class BackgroundPusher:
             InvalidArgumentError, HubNotFoundError: The address is not a valid one.
         """
         self._repo_id, revision = split_address(address)
-        if hub_directory(self._repo_id) is None:
+        if not place_to_push(self._repo_id).is_for_hfshard_only:
             check_repo(self._repo_id)
         self._options = PushOptions(revision=revision, progress=progress)
         self._hashes: Hashes = {}

@@ -11,11 +11,11 @@ from hfshard.checkpoint.verifier import Problem, VerifyReport, verify_directory
 from hfshard.constants import BIN_SUFFIX, SAFETENSORS_SUFFIX
 from hfshard.errors import CheckpointChangedError, CheckpointNotFoundError, HfshardError
 from hfshard.format.file_names import INDEX_FILE, MODEL_BASE, WeightNames
+from hfshard.places.place import place_to_save
 from hfshard.places.source import CheckpointSource
 from hfshard.training.run.find_checkpoint import Level, checkpoint_problems, folder_at, run_place
-from hfshard.training.run.manifest import MANIFEST, CheckpointManifest, RunCheckpoint, read_manifest
+from hfshard.training.run.manifest import CHECKPOINT, MANIFEST, CheckpointManifest, RunCheckpoint, read_manifest
 from hfshard.training.run.run_storage import TRAINING_STATE
-from hfshard.training.run.run_store import StorePlace
 
 
 def is_checkpoint(place: str) -> bool:
@@ -28,10 +28,10 @@ def is_checkpoint(place: str) -> bool:
 
 def is_run(place: str) -> bool:
     """Return whether a directory or an address is that of a run with a training checkpoint, not of a checkpoint."""
-    run = run_place(place)
-    if isinstance(run, StorePlace) and not run.has_folders():
+    folder = place_to_save(place, "path").folder()
+    if not (folder.traits.is_directory or any(map(CHECKPOINT.fullmatch, folder.folders()))):
         return False  # without listing everything below
-    return not is_checkpoint(place) and any(is_checkpoint(one.path) for one in run.checkpoints())
+    return not is_checkpoint(place) and any(is_checkpoint(one.path) for one in run_place(place).checkpoints())
 
 
 def reports_of_run(root: str, check: Callable[[str], VerifyReport]) -> Iterator[VerifyReport]:

@@ -20,7 +20,6 @@ from typing import Any, Final
 from hfshard._util.addresses import parse_address
 from hfshard._util.progress import ProgressCallback
 from hfshard._util.threads import delay_interrupt
-from hfshard.checkpoint.folder import StoreFolder
 from hfshard.commit import store_plan
 from hfshard.commit.store_commit import (
     SaveObjects,
@@ -54,7 +53,6 @@ from hfshard.format.stored_save import (
 )
 from hfshard.shards.shard_plan import ShardPlan
 from hfshard.shards.write_shards import WriteJob
-from hfshard.stores.byte_budget import store_memory_bytes
 from hfshard.stores.open_store import open_store
 from hfshard.stores.store import Store, StoredObject
 from hfshard.training.run.manifest import (
@@ -77,13 +75,6 @@ _MARK: Final = re.compile(r"(checkpoint-\d{8,18})-(\d{8,15})-([0-9a-f]{16})")
 
 Folders = Mapping[str, Mapping[str, StoredObject]]
 """Name of a folder of the run -> name of an object in it -> what was listed."""
-
-
-def stored_checkpoint(path: str) -> StoreFolder:
-    """Return the folder of a checkpoint in a store, which shows its newest save; no object is requested yet."""
-    folder = StoreFolder(open_store(path), path, store_memory_bytes())
-    folder.enter(WeightNames())
-    return folder
 
 
 @dataclass
@@ -127,10 +118,6 @@ class StorePlace:
             StoreError: The store refused or failed.
         """
         return self._checkpoints_in(self.listed_folders())
-
-    def has_folders(self) -> bool:
-        """Return whether it has a folder with a checkpoint's name, by one listing of one level."""
-        return any(map(CHECKPOINT.fullmatch, self._store.folders()))
 
     def known_checkpoints(self) -> list[RunCheckpoint]:
         """List the checkpoints that the last save saw; only other managers can have changed them since."""
