@@ -233,6 +233,26 @@ class Folder(ABC):
         """Return the folder as transformers reads it, with its tolerance; only a directory can have such defects."""
         return self
 
+    def has_any(self, names: Collection[str]) -> bool:
+        """Return whether there is, or was, a file of one of these names, without reading any."""
+        return any(map(self.has, names))
+
+    def paths(self) -> list[str]:
+        """List the paths of all known files, also in folders below."""
+        return self.names()
+
+    def folders_with(self, names: Collection[str]) -> list[str]:
+        """List the folders below that have a file of one of these names, if that is known; for a message."""
+        return []
+
+    def neighbors(self) -> list[str]:
+        """List the folders next to this one, if that is known; for a message."""
+        return []
+
+    def stale_copies(self) -> list[str]:
+        """List files that only other tools read, and that are not of the checkpoint."""
+        return []
+
     def describe_plain_weights(self) -> str | None:
         """Describe weights next to the ones that count; None if there are none, as usual."""
         return None
@@ -772,9 +792,9 @@ class StoreFolder(RangedFolder):
                 return copy
         return self._read_object(entry, MAX_CONFIG_BYTES)
 
-    def usual_names(self) -> set[str]:
-        """Name all listed objects without the numbers and ids of saves; nothing is read."""
-        return {split[0] if (split := split_object_name(name)) is not None else name for name in self._listed}
+    def has_any(self, names: Collection[str]) -> bool:
+        """Return whether an object has one of these names, or had it without the number and id of a save."""
+        return any((split[0] if (split := split_object_name(name)) else name) in names for name in self._listed)
 
     def listed_objects(self) -> Mapping[str, Any]:
         """Return the listed objects by their names."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from hfshard._util.text import nearest_first, shorten_list
-from hfshard.checkpoint.folder import Folder, LocalFolder, RangedFolder, StoreFolder, as_folder
+from hfshard.checkpoint.folder import Folder, LocalFolder, as_folder
 from hfshard.constants import (
     ADAPTER_CONFIG_NAME,
     BIN_SUFFIX,
@@ -156,10 +156,10 @@ def _not_found(folder: Folder, names: WeightNames, looked_for: list[str]) -> Che
     if is_directory and not folder.exists():
         return directory_not_found(directory)
     there = folder.names()
-    below = folder.folders_with({*looked_for, *ADAPTER_WEIGHTS}) if isinstance(folder, RangedFolder) else []
+    below = folder.folders_with({*looked_for, *ADAPTER_WEIGHTS})
     runs = _folders_with(directory, looked_for) if is_directory else []
     if not is_directory and not there and not below:
-        beside = nearest_first(directory.rpartition("/")[2], _neighbors(folder))
+        beside = nearest_first(directory.rpartition("/")[2], folder.neighbors())
         hint = f"Next to it {'is' if len(beside) == 1 else 'are'} {shorten_list(beside, _SHOWN)}: c" if beside else "C"
         return CheckpointNotFoundError(f"There is nothing at '{directory}'. {hint}heck the address.", path=directory)
     if not below and (parts := _describe_parts(folder)) is not None:
@@ -189,14 +189,10 @@ def _folders_with(directory: str, names: Collection[str]) -> list[str]:
     return [one for one, files in paths.items() if any(map(os.path.isfile, files))]
 
 
-def _neighbors(folder: Folder) -> list[str]:
-    return folder.neighbors() if isinstance(folder, StoreFolder) else []
-
-
 def _describe_parts(folder: Folder) -> str | None:
-    if isinstance(folder, RangedFolder):
-        return describe_parts(folder.paths(), folder.path, is_directory=False)
-    return describe_parts_in(folder.path)
+    if folder.traits.is_directory:
+        return describe_parts_in(folder.path)
+    return describe_parts(folder.paths(), folder.path, is_directory=False)
 
 
 def weights_bytes(place: str | Folder, suffixes: tuple[str, ...] = (SAFETENSORS_SUFFIX, BIN_SUFFIX)) -> int:

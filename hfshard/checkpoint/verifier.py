@@ -18,7 +18,7 @@ from hfshard.checkpoint.check_files import (
     compare_shard,
     retry_if_replaced,
 )
-from hfshard.checkpoint.folder import Folder, StoreFolder, as_folder
+from hfshard.checkpoint.folder import Folder, as_folder
 from hfshard.checkpoint.locate import entry_of, locate_checkpoint, weights_bytes
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
 from hfshard.constants import FILES_AT_ONCE, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
@@ -166,8 +166,7 @@ class Verifier:
             self._check_pickles(progress_callback)
         if self.weights_name is None:
             self._warn_of_strays(index)
-        if isinstance(self.folder, StoreFolder):
-            self._warn_of_plain_objects(self.folder)
+        self._warn_of_other_tools_files()
 
     def _read_index(self, name: str) -> CheckpointIndex | None:
         path = os.path.join(self.directory, name)
@@ -337,14 +336,14 @@ class Verifier:
             findings.add_error(error, self.directory)
         return findings
 
-    def _warn_of_plain_objects(self, folder: StoreFolder) -> None:
-        """Warn of objects that other tools would read next to, or in place of, the save that hfshard reads."""
-        for name in folder.stale_copies():
+    def _warn_of_other_tools_files(self) -> None:
+        """Warn of files that other tools would read next to, or in place of, the save that hfshard reads."""
+        for name in self.folder.stale_copies():
             self.findings.warnings.append(
                 f"'{name}' is the plain copy of an earlier save, which only other tools read. hfshard reads the "
                 "current one. The next save replaces it."
             )
-        if (message := folder.describe_plain_weights()) is not None:
+        if (message := self.folder.describe_plain_weights()) is not None:
             self.findings.warnings.append(message)
 
     def _warn_of_strays(self, index: CheckpointIndex | None) -> None:

@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 
 from hfshard._util.progress import byte_progress
-from hfshard.checkpoint.folder import StoreFolder
 from hfshard.checkpoint.verifier import Problem, VerifyReport, verify_directory
 from hfshard.constants import BIN_SUFFIX, SAFETENSORS_SUFFIX
 from hfshard.errors import CheckpointChangedError, CheckpointNotFoundError, HfshardError
@@ -20,10 +19,7 @@ from hfshard.training.run.run_storage import TRAINING_STATE
 
 def is_checkpoint(place: str) -> bool:
     """Return whether a directory or an address is, or was, that of a training checkpoint."""
-    folder = folder_at(place)
-    if isinstance(folder, StoreFolder):  # without reading the index of a save, which may be damaged
-        return not folder.usual_names().isdisjoint((MANIFEST, TRAINING_STATE))
-    return folder.has(MANIFEST) or folder.has(TRAINING_STATE)
+    return folder_at(place).has_any((MANIFEST, TRAINING_STATE))
 
 
 def is_run(place: str) -> bool:
