@@ -60,7 +60,8 @@ class ResolvedSource:
 class Place(Protocol):
     """A directory, a store, or a repo of a hub, where checkpoints are. Nothing is read until a method needs it.
 
-    A checkpoint of a run is not a kind of its own: it is a folder of the run's place.
+    A checkpoint of a run is not a kind of its own: it is a folder of the run's place. Only a `SavePlace` has
+    transactions, because files are pushed to a hub. `is_same` compares with a folder, that of a checkpoint to read.
     """
 
     @property

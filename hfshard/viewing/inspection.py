@@ -19,7 +19,7 @@ from hfshard.constants import SIGNATURE_NAME
 from hfshard.errors import AmbiguousWeightsError, CheckpointNotFoundError, InvalidArgumentError
 from hfshard.format.index import FileDigest
 from hfshard.hub.resolve import CheckpointQuery
-from hfshard.places.place import place_to_load
+from hfshard.places.place import place_to_load, place_to_save
 from hfshard.places.source import CheckpointSource, open_source, open_source_by_ranges
 from hfshard.tensors.stored_tensor import stored_dtype_name
 from hfshard.training.run.find_checkpoint import checkpoint_of_step, run_place
@@ -348,7 +348,7 @@ def _checkpoint_of_run(path: str) -> str | None:
 
 def _latest_of_trainer(path: str) -> str | None:
     """Find the latest checkpoint of a run of transformers' Trainer, which writes its state after the model."""
-    folder = place_to_load(path).folder()
+    folder = place_to_save(path, "path").folder()
     steps = {name: int(match[1]) for name in folder.folders() if (match := CHECKPOINT.fullmatch(name))}
     states = folder.look_up([f"{name}/{_TRAINER_STATE}" for name in steps])
     found = {step: name for name, step in steps.items() if f"{name}/{_TRAINER_STATE}" in states}

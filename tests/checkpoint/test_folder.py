@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hfshard.checkpoint.folder import LocalFolder, StoreFolder
+from hfshard.checkpoint.folder import Folder, LocalFolder, RangedFolder, StockFolder, StoreFolder
+from hfshard.disk.byte_source import ByteSource
 from hfshard.errors import CheckpointChangedError, DamagedCheckpointError, MissingShardError
 from hfshard.format.file_names import WeightNames
 from hfshard.format.stored_save import SaveId, StoredObjectRecord, StoredSave
@@ -241,3 +242,65 @@ def test_the_names_of_a_directory_that_is_removed_meanwhile_are_none(tmp_path: P
     finally:
         is_over.set()
         mover.join()
+
+
+FILES = {"tokenizer.json": b"{}", "model.safetensors": b"weights", ".hidden": b"", "unet/config.json": b"{}"}
+
+
+@pytest.fixture(params=["directory", "store", "ranges"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Folder:
+    """The same files in each kind of folder."""
+    if request.param == "directory":
+        for name, raw in FILES.items():
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_bytes(raw)
+        return LocalFolder(str(tmp_path))
+    kind = StoreFolder if request.param == "store" else RangedFolder
+    return kind(MemoryStore(dict(FILES)), "s3://models/bert")
+
+
+def raw_of(source: ByteSource) -> bytes:
+    with source.open() as reader:
+        return reader.read()
+
+
+def test_each_folder_finds_the_files_that_go_along_with_a_checkpoint(folder: Folder) -> None:
+    assert {name: raw_of(source) for name, source in folder.companions(()).items()} == {"tokenizer.json": b"{}"}
+    assert folder.companions(("tokenizer.json",)) == {}
+
+
+def test_each_folder_has_what_is_there_now(folder: Folder) -> None:
+    there = folder.existing(("model.safetensors", "none"))
+    found = folder.look_up(("unet/config.json", "tokenizer.json", "none"))
+
+    assert {name: raw_of(source) for name, source in there.items()} == {"model.safetensors": b"weights"}
+    assert {path: raw_of(one.contents) for path, one in found.items()} == {
+        "tokenizer.json": b"{}",
+        "unet/config.json": b"{}",
+    }
+    assert found["tokenizer.json"].version == folder.look_up(("tokenizer.json",))["tokenizer.json"].version
+
+
+def test_each_folder_names_the_folders_below_and_its_own_files(folder: Folder) -> None:
+    assert folder.folders() == ["unet"]
+    assert folder.has_any(("none", "tokenizer.json"))
+    assert not folder.has_any(("none",))
+    assert folder.entered(WeightNames()) is folder
+    assert folder.stale_copies() == []
+    assert folder.describe_plain_weights() is None
+
+
+def test_a_folder_in_the_place_of_a_file_equals_no_contents(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").symlink_to(tmp_path / "nowhere")
+    folder = LocalFolder(str(tmp_path))
+
+    assert {name: source.size for name, source in folder.existing(("a", "b", "c")).items()} == {"a": -1, "b": -1}
+    assert {name: one.contents.size for name, one in folder.look_up(("a", "b", "c")).items()} == {"b": -1}
+
+
+def test_only_a_directory_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
+    in_store = StoreFolder(MemoryStore(), "s3://models/bert")
+
+    assert type(LocalFolder(str(tmp_path)).as_stock()) is StockFolder
+    assert in_store.as_stock() is in_store

@@ -32,6 +32,7 @@ from hfshard.errors import (
     StoreConnectionError,
 )
 from hfshard.format.stored_save import SaveId, split_object_name
+from hfshard.places import store_mirror
 from hfshard.saving.save_request import SaveRequest
 from hfshard.stores.store import StoredObject
 from hfshard.training import CheckpointManager, TrainingState
@@ -313,7 +314,7 @@ def _opening(replay: _Replay) -> Iterator[None]:
         place = address if isinstance(address, StoreAddress) else _parsed(address)
         return ReplayedStore(replay, place)
 
-    with patch.object(run_store, "open_store", opened):
+    with patch.object(run_store, "open_store", opened), patch.object(store_mirror, "open_store", opened):
         yield
 
 
