@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -63,16 +62,16 @@ def _trees() -> dict[str, ast.Module]:
     }
 
 
-def _called(tree: ast.AST) -> set[str]:
+@cache
+def _called(tree: ast.AST) -> frozenset[str]:
     """Last names of everything that is called."""
-    calls = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
-    return {ast.unparse(function).rpartition(".")[2] for function in calls}
+    functions = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
+    return frozenset(getattr(one, "attr", "") or getattr(one, "id", "") for one in functions)
 
 
-def _defined(tree: ast.AST) -> Iterator[ast.ClassDef | ast.FunctionDef]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef | ast.FunctionDef):
-            yield node
+@cache
+def _defined(tree: ast.AST) -> tuple[ast.ClassDef | ast.FunctionDef, ...]:
+    return tuple(node for node in ast.walk(tree) if isinstance(node, ast.ClassDef | ast.FunctionDef))
 
 
 def _has_methods_of_a_sink(node: ast.AST) -> bool:
