@@ -340,10 +340,10 @@ def checked_at(
     """
     if isinstance(place, str) and place.isdecimal() and not os.path.isdir(place):
         raise InvalidArgumentError(f"'{place}' is neither a place nor a step. Pass a step as a number: {int(place)}.")
-    at = place_to_load(place, "place")
-    if not at.traits.is_directory:
-        at.reject_hub_arguments(token=token)
-        found = _in(at.address)
+    resolved = place_to_load(place, "place")
+    if not resolved.traits.is_directory:
+        resolved.reject_hub_arguments(token=token)
+        found = _in(resolved.address)
         return found, check_run_checkpoint(found, verify, progress, is_read_next=is_read_next)
     path, revision = split_address(place)
     query = CheckpointQuery(revision=revision, token=token)

@@ -11,7 +11,6 @@ import hfshard
 from hfshard.errors import UnsafePathError
 from hfshard.places import place as places
 from hfshard.places import store_files, store_mirror
-from hfshard.saving import copy_checkpoint
 from hfshard.stores.open_store import open_store
 from hfshard.training.run import run_store
 from tests.servers.stores.buckets import Bucket
@@ -24,7 +23,7 @@ ADDRESS = "s3://models/bert"
 def store(monkeypatch: pytest.MonkeyPatch) -> MemoryStore:
     """With a checkpoint; as a bucket of the Hub, it takes any name."""
     place = MemoryStore()
-    for room in (store_mirror, run_store, copy_checkpoint, store_files, places):
+    for room in (store_mirror, run_store, store_files, places):
         monkeypatch.setattr(room, "open_store", lambda address: place)
     hfshard.save_state_dict({"a": torch.ones(3)}, ADDRESS)
     return place
