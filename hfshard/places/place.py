@@ -13,7 +13,7 @@ from hfshard._util.arguments import absolute_path, checked_path_text
 from hfshard.checkpoint.folder import File, Folder, LocalFolder, StoreFolder, Traits
 from hfshard.checkpoint.locate import directory_not_found, is_weights_name, split_file_path
 from hfshard.checkpoint.verifier import VerifyReport, verify_directory
-from hfshard.commit.hub_marker import absolute_repo_id, has_hub_marker, hub_directory
+from hfshard.commit.hub_marker import has_hub_marker, hub_directory
 from hfshard.errors import (
     CheckpointNotFoundError,
     HfshardError,
@@ -413,15 +413,16 @@ def explain_missing_directory(path: str) -> Iterator[None]:
 
 
 class Kind(NamedTuple):
-    """One kind of place. Each function returns the place that a text names for a verb, or None for another kind.
+    """One kind of place. For each verb, a function returns the place that a text names, or None for another kind.
 
-    Args of each: The text (for a push, also a path object), and the name of the argument, for messages.
+    The functions are given the text, and the name of the argument, for messages.
     """
 
     to_save: Callable[[str, str], SavePlace | None]
     to_load: Callable[[str, str], Place | None]
     to_check: Callable[[str, str], Place | None]
     to_push: Callable[[str | os.PathLike[str], str], Place | None]
+    """A path object names a directory here, whatever its text."""
 
 
 def place_to_save(path: str | os.PathLike[str], argument: str = "save_directory") -> SavePlace:
@@ -507,9 +508,10 @@ def _hub_to_load(text: str, _argument: str) -> Place:
     return HubPlace(text)
 
 
-def _hub_to_push(repo_id: str | os.PathLike[str], _argument: str) -> Place:
-    name = absolute_repo_id(repo_id)
-    return HubPlace(name) if hub_directory(repo_id) is None else DirectoryHubPlace(name)
+def _hub_to_push(repo_id: str | os.PathLike[str], argument: str) -> Place:
+    name = checked_path_text(repo_id, argument)
+    directory = hub_directory(repo_id)
+    return HubPlace(name) if directory is None else DirectoryHubPlace(absolute_path(directory, argument))
 
 
 def _none(_text: str | os.PathLike[str], _argument: str) -> None:
