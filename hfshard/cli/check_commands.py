@@ -8,7 +8,6 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
 from hfshard._util.text import format_size
@@ -41,7 +40,7 @@ from hfshard.signing.signer import SignedBy
 
 if TYPE_CHECKING:
     from hfshard.checkpoint.verifier import Problem, VerifyReport
-    from hfshard.viewing.inspection import Inspection, TensorEntry
+    from hfshard.viewing.results import Inspection, TensorEntry
 
 _LARGEST: Final = 5
 """Tensors that `inspect` shows without `--tensors`."""
@@ -177,12 +176,11 @@ def print_problems(problems: Sequence[Problem], word: str = "DAMAGED") -> None:
 
 
 def _headline(found: Inspection) -> str:
-    shards = sum(1 for file in found.files if file.tensors is not None)
     rows = [
         ["checkpoint", found.directory],
         ["entry file", found.entry],
         *([["found under", found.key]] if found.key is not None else []),
-        ["weights", f"{format_size(found.nbytes)} in {count_of(shards, 'file')}"],
+        ["weights", f"{format_size(found.nbytes)} in {count_of(len(found.weights_files), 'file')}"],
         ["tensors", f"{count_of(len(found.tensors), 'tensor')}, {found.parameters:,} parameters"],
         ["checksums", "yes" if found.is_verifiable else "none: saved by another tool"],
         *(
@@ -195,7 +193,7 @@ def _headline(found: Inspection) -> str:
 
 
 def _files_table(found: Inspection) -> str:
-    largest = max((file.nbytes for file in found.files), default=0)
+    largest = found.largest_file_bytes
     rows = [
         [
             file.name,
@@ -228,8 +226,8 @@ def _tensors_table(title: str, tensors: list[TensorEntry]) -> str:
         [
             tensor.name,
             tensor.dtype,
-            "×".join(map(str, tensor.shape)) or "scalar",
-            f"{prod(tensor.shape):,}",
+            tensor.shape_text(),
+            f"{tensor.parameters:,}",
             format_size(tensor.nbytes),
             tensor.file,
         ]

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Final, NamedTuple
 
-from hfshard.viewing.diff_tensors import CheckpointDiff, DiffKind, TensorDiff
 from hfshard.viewing.module_tree import (
     LayerStack,
     fold_names,
@@ -16,6 +15,7 @@ from hfshard.viewing.module_tree import (
     number_ranges,
     split_name,
 )
+from hfshard.viewing.results import CheckpointDiff, DiffKind, TensorDiff
 
 _HEADS: Final = frozenset(
     {"classification_head", "classifier", "cls", "embed_out", "fc", "head", "heads", "lm_head", "logits"}

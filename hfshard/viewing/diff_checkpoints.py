@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from math import prod
 from typing import Final, TypeVar
 
 import torch
@@ -22,20 +21,10 @@ from hfshard.checkpoint.load_options import LoadOptions
 from hfshard.errors import InvalidArgumentError
 from hfshard.format.digests import Verify, tensor_digest
 from hfshard.hub.resolve import CheckpointQuery
-from hfshard.viewing.diff_tensors import (
-    CheckpointDiff,
-    ComparedTensor,
-    DiffKind,
-    Side,
-    TensorDiff,
-    TensorPair,
-    ValueDiff,
-    pair_by_contents,
-    pair_by_name,
-    side_of,
-)
+from hfshard.viewing.diff_tensors import ComparedTensor, Side, TensorPair, pair_by_contents, pair_by_name, side_of
 from hfshard.viewing.diff_values import RoundingCheck, ValueMeasure, is_numeric_dtype
 from hfshard.viewing.inspection import OpenRequest, open_for_viewing, open_with_one_key
+from hfshard.viewing.results import CheckpointDiff, DiffKind, TensorDiff, ValueDiff
 from hfshard.viewing.tensor_values import ReadJob, do_jobs
 
 logger = logging.getLogger(__name__)
@@ -263,7 +252,7 @@ def _kind_of_equal(pair: TensorPair) -> DiffKind:
 def _is_measurable(pair: TensorPair) -> bool:
     """Return whether the values of two tensors can be compared one by one."""
     has_numbers = is_numeric_dtype(pair.a.torch_dtype) and is_numeric_dtype(pair.b.torch_dtype)
-    return has_numbers and prod(pair.a.facts.shape) == prod(pair.b.facts.shape)
+    return has_numbers and pair.a.facts.parameters == pair.b.facts.parameters
 
 
 def compare_tensors(pair: TensorPair, asked: DiffOptions, report: ProgressCallback) -> TensorComparison:

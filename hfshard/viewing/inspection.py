@@ -1,4 +1,4 @@
-"""The contents of a checkpoint as plain data: only headers are read, no tensors."""
+"""Open a checkpoint to view it, and read its contents: only headers are read, no tensors."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
-from math import prod
-from typing import Any, Final, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Final, NamedTuple
 
 from hfshard._util.addresses import is_store_address, parse_address
 from hfshard._util.arguments import absolute_path, checked_path_text
@@ -25,106 +24,7 @@ from hfshard.stores.open_store import open_store
 from hfshard.tensors.stored_tensor import stored_dtype_name
 from hfshard.training.run.find_checkpoint import checkpoint_of_step, run_place
 from hfshard.training.run.manifest import CHECKPOINT
-
-
-@dataclass(frozen=True, slots=True)
-class FileEntry:
-    """One file of the checkpoint."""
-
-    name: str
-    nbytes: int
-    tensors: int | None
-    """The number of tensors in it; None for a config, which has none."""
-    digest: FileDigest
-    """The digest recorded when it was saved; empty if hfshard did not save it."""
-
-
-@dataclass(frozen=True, slots=True)
-class DtypeEntry:
-    """All tensors of one dtype."""
-
-    dtype: str
-    tensors: int
-    parameters: int
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Inspection:
-    """A checkpoint as described by its index and headers alone: no tensors are read."""
-
-    place: str
-    """An absolute path, a store address, or "org/name@revision"; for a run, that of its checkpoint."""
-    directory: str
-    """The directory of its files; the path as typed, if that is the directory."""
-    entry: str
-    """The file that readers open first: the index, or the single file."""
-    files: tuple[FileEntry, ...]
-    key: str | None
-    """The key of the weights in a file of torch.save; None if the file has nothing else, or there is no such file."""
-    tensors: tuple[TensorEntry, ...]
-    """In the order of the files and of the bytes in them."""
-    tied_names: dict[str, str]
-    metadata: dict[str, Any]
-    is_verifiable: bool
-    """Whether every file with tensors has a checksum."""
-    signature: str | None
-    """The name of the signature file, which is not checked; None if there is none."""
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of all tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors)
-
-    @property
-    def parameters(self) -> int:
-        """The elements of all tensors."""
-        return sum(prod(tensor.shape) for tensor in self.tensors)
-
-    @property
-    def dtypes(self) -> tuple[DtypeEntry, ...]:
-        """The totals of each dtype, the largest first."""
-        counts = Counter(tensor.dtype for tensor in self.tensors)
-        entries = [
-            DtypeEntry(
-                dtype,
-                count,
-                sum(prod(tensor.shape) for tensor in self.tensors if tensor.dtype == dtype),
-                sum(tensor.nbytes for tensor in self.tensors if tensor.dtype == dtype),
-            )
-            for dtype, count in counts.items()
-        ]
-        return tuple(sorted(entries, key=lambda entry: (-entry.nbytes, entry.dtype)))
-
-    def largest(self, count: int) -> list[TensorEntry]:
-        """Return the tensors with the most bytes, largest first; of equal ones, the earlier."""
-        return sorted(self.tensors, key=lambda tensor: -tensor.nbytes)[:count]
-
-    def as_json(self) -> dict[str, Any]:
-        """Return everything, for `--format json`."""
-        return {
-            "directory": self.directory,
-            "entry": self.entry,
-            "key": self.key,
-            "is_verifiable": self.is_verifiable,
-            "signature": self.signature,
-            "total_size": self.nbytes,
-            "total_parameters": self.parameters,
-            "files": [
-                {
-                    "name": file.name,
-                    "size": file.nbytes,
-                    "tensors": file.tensors,
-                    "sha256": file.digest.sha256,
-                    "xxh3": file.digest.xxh3,
-                }
-                for file in self.files
-            ],
-            "tensors": [{**asdict(tensor), "shape": list(tensor.shape)} for tensor in self.tensors],
-            "dtypes": [asdict(entry) for entry in self.dtypes],
-            "tied_names": self.tied_names,
-            "metadata": self.metadata,
-        }
+from hfshard.viewing.results import FileEntry, Inspection, TensorEntry
 
 
 def inspect_checkpoint(
@@ -354,18 +254,3 @@ def _latest_of_trainer(path: str) -> str | None:
         folders = [name for name in os.listdir(path) if os.path.isfile(os.path.join(path, name, _TRAINER_STATE))]
     found = {int(match[1]): name for name in folders if (match := CHECKPOINT.fullmatch(name))}
     return f"{path}/{found[max(found)]}" if found else None
-
-
-# Tensors of a checkpoint that is viewed or compared.
-
-
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
-    """One stored tensor."""
-
-    name: str
-    dtype: str
-    """The format's name: "F32", "BF16"."""
-    shape: tuple[int, ...]
-    nbytes: int
-    file: str

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
-from math import prod
 from typing import Any, Final
 
 from hfshard._util.text import format_size
 from hfshard.training.run.manifest import CheckpointManifest
-from hfshard.viewing.inspection import FileEntry, Inspection, TensorEntry
 from hfshard.viewing.module_tree import natural_order, split_name
 from hfshard.viewing.page.page import NO_NAME, Fact, Page, shown, shown_value
+from hfshard.viewing.results import FileEntry, Inspection, TensorEntry
 from hfshard.viewing.run_listing import Part
 from hfshard.viewing.tensor_values import MeasuredValues, ValueSummary
 
@@ -66,7 +65,7 @@ def make_checkpoint_page(
         max_shard_size: Bytes that fill a file's bar; None: the largest file.
         measured: Summaries of its numbers; None: not shown.
     """
-    whole = max_shard_size or max((file.nbytes for file in found.files), default=0)
+    whole = max_shard_size or found.largest_file_bytes
     tree = make_name_tree([*(tensor.name for tensor in found.tensors), *found.tied_names])
     ties = sorted(found.tied_names.items())
     metadata = sorted(found.metadata.items())
@@ -98,7 +97,7 @@ def make_checkpoint_page(
 
 
 def _facts(found: Inspection) -> tuple[Fact, ...]:
-    shards = [file for file in found.files if file.tensors is not None]
+    shards = found.weights_files
     dtypes = [row.dtype for row in found.dtypes]
     short = _short_count(found.parameters)
     exact = f"{found.parameters:,}"
@@ -152,8 +151,8 @@ def _tensor_row(tensor: TensorEntry, tree: NameTree) -> _TensorRow:
         name=shown(tensor.name) or NO_NAME,
         node=tree.node_of[tensor.name],
         dtype=shown(tensor.dtype),
-        shape=" × ".join(map(str, tensor.shape)) or "scalar",
-        parameters=prod(tensor.shape),
+        shape=tensor.shape_text(" × "),
+        parameters=tensor.parameters,
         nbytes=tensor.nbytes,
         file=shown(tensor.file),
     )
@@ -329,7 +328,7 @@ def with_step(page: Page, manifest: CheckpointManifest, parts: Mapping[Part, int
         counts: The number of files of each part.
     """
     total = sum(parts.values())
-    rows = [_PartRow(part, size, counts[part], round(100 * size / max(1, total), 2)) for part, size in parts.items()]
+    rows = [_PartRow(part, size, counts[part], _percent(size, total)) for part, size in parts.items()]
     metrics = ", ".join(f"{name} {value:.6g}" for name, value in sorted(manifest.metrics.items()))
     fact = Fact("step of a run", f"{manifest.step:,}", shown_value(metrics)[:200])
     step = {"rows": rows, "nbytes": total, "problem": None}
