@@ -260,7 +260,7 @@ def checkpoints(arguments: argparse.Namespace) -> int:
     """Show the checkpoints of a run; exit 0 if none is damaged or unfinished, 1 if one is, or there is none."""
     listed = _list_checkpoints(arguments)
     if arguments.format == "json":
-        print_json({"directory": arguments.directory, "checkpoints": [_listed_as_json(entry) for entry in listed]})
+        print_json({"directory": arguments.directory, "checkpoints": [entry.as_json() for entry in listed]})
     else:
         print_text(_listed_table(listed))
         if any(entry.problems for entry in listed):
@@ -291,25 +291,28 @@ def _list_checkpoints(arguments: argparse.Namespace) -> list[ListedCheckpoint]:
 
 
 def _listed_table(listed: Sequence[ListedCheckpoint]) -> str:
+    from hfshard.viewing.run_listing import metrics_text
+
     rows = [
         [
             str(entry.step),
             "" if entry.save_number is None else str(entry.save_number),
-            "" if entry.saved is None else f"{entry.saved:%Y-%m-%d %H:%M}",
+            entry.saved_text,
             "" if entry.size is None else format_size(entry.size),
             "" if entry.files is None else str(entry.files),
-            ", ".join(f"{name} {value:.6g}" for name, value in sorted(entry.metrics.items())),
-            entry.state,
+            metrics_text(entry.metrics),
+            _state_text(entry),
         ]
         for entry in listed
     ]
     return table([">step", ">save", "saved (UTC)", ">size", ">files", "metrics", ""], rows)
 
 
-def _listed_as_json(entry: ListedCheckpoint) -> dict[str, Any]:
-    saved = None if entry.saved is None else entry.saved.isoformat()
-    metrics = {name: value if abs(value) < float("inf") else str(value) for name, value in entry.metrics.items()}
-    return {**asdict(entry), "saved": saved, "metrics": metrics, "is_damaged": entry.is_damaged}
+def _state_text(entry: ListedCheckpoint) -> str:
+    """Describe the state of a checkpoint, what is wrong with it in capitals."""
+    is_intact = entry.is_verified and not entry.problems
+    words = [word.upper() if word in ("damaged", "unfinished") else word for word in entry.states]
+    return ", ".join(["intact", *words] if is_intact else words)
 
 
 def add_convert(commands: CommandGroup) -> None:

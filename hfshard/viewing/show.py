@@ -22,7 +22,7 @@ from hfshard.viewing.page.checkpoint_page import make_checkpoint_page, with_prob
 from hfshard.viewing.page.diff_page import make_diff_page
 from hfshard.viewing.page.page import Page, checked_output, render_page, write_page
 from hfshard.viewing.page.run_page import make_run_page
-from hfshard.viewing.run_listing import checkpoints_of, counts_of, list_checkpoints, parts_of, spaces_of
+from hfshard.viewing.run_listing import checkpoints_of, list_checkpoints, parts_of, unchanged_bytes
 from hfshard.viewing.screenshot import ScreenshotOptions, require_chromium, take_screenshot
 from hfshard.viewing.tensor_values import measure_values
 
@@ -169,7 +169,7 @@ def page_of_run(root: str, best: str | None, metric_mode: MetricMode) -> Page:
     """
     found = checkpoints_of(root)
     listed = list_checkpoints(found, _check, best=best, metric_mode=metric_mode)
-    return make_run_page(root, listed, spaces_of(found), best=best, is_store=is_store_address(root))
+    return make_run_page(root, listed, unchanged_bytes(found), best=best, is_store=is_store_address(root))
 
 
 def with_components(page: Page, directory: str) -> Page:
@@ -186,7 +186,7 @@ def with_components(page: Page, directory: str) -> Page:
         manifest = read_manifest(folder)
     except HfshardError as error:  # damaged, or another tool's: the model is shown anyway
         return with_problem(page, error.message)
-    return with_step(page, manifest, parts_of(directory, manifest), counts_of(manifest))
+    return with_step(page, manifest, parts_of(manifest, folder.size(MANIFEST)))
 
 
 def _check(found: RunCheckpoint) -> list[Problem]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
 from typing import Any, Final
@@ -12,7 +12,7 @@ from hfshard.training.run.manifest import CheckpointManifest
 from hfshard.viewing.module_tree import natural_order, split_name
 from hfshard.viewing.page.page import NO_NAME, Fact, Page, shown, shown_value
 from hfshard.viewing.results import FileEntry, Inspection, TensorEntry
-from hfshard.viewing.run_listing import Part
+from hfshard.viewing.run_listing import Part, PartSize, metrics_text
 from hfshard.viewing.tensor_values import MeasuredValues, ValueSummary
 
 _MOST_FILES: Final = 500
@@ -318,19 +318,17 @@ class _PartRow:
     """Percentage of the checkpoint."""
 
 
-def with_step(page: Page, manifest: CheckpointManifest, parts: Mapping[Part, int], counts: Mapping[Part, int]) -> Page:
+def with_step(page: Page, manifest: CheckpointManifest, parts: Sequence[PartSize]) -> Page:
     """Add to a model's page what was saved with it.
 
     Args:
         page: The page of the checkpoint's model.
         manifest: The checkpoint's manifest.
-        parts: The bytes of each part of it.
-        counts: The number of files of each part.
+        parts: The checkpoint's parts.
     """
-    total = sum(parts.values())
-    rows = [_PartRow(part, size, counts[part], _percent(size, total)) for part, size in parts.items()]
-    metrics = ", ".join(f"{name} {value:.6g}" for name, value in sorted(manifest.metrics.items()))
-    fact = Fact("step of a run", f"{manifest.step:,}", shown_value(metrics)[:200])
+    total = sum(part.nbytes for part in parts)
+    rows = [_PartRow(one.part, one.nbytes, one.files, _percent(one.nbytes, total)) for one in parts]
+    fact = Fact("step of a run", f"{manifest.step:,}", shown_value(metrics_text(manifest.metrics))[:200])
     step = {"rows": rows, "nbytes": total, "problem": None}
     return replace(page, facts=(*page.facts, fact), view={**page.view, "step": step})
 
