@@ -27,6 +27,7 @@ from hfshard.cli.shared_arguments import (
     CommandGroup,
     add_best,
     add_checkpoint,
+    add_choice,
     add_directory,
     add_format,
     add_key,
@@ -298,9 +299,7 @@ def add_show(commands: CommandGroup) -> None:
     parser.add_argument(
         "--png-size", default="1280x800", metavar="WxH", help="screenshot size in pixels (default: %(default)s)"
     )
-    parser.add_argument(
-        "--png-theme", choices=("light", "dark"), default="light", help="screenshot theme (default: %(default)s)"
-    )
+    add_choice(parser, "--png-theme", ("light", "dark"), "light", "screenshot theme")
     parser.add_argument("--against", metavar="BASE", help="show the differences from another checkpoint")
     add_best(parser, "for a run: mark")
     add_token(parser)
@@ -396,12 +395,8 @@ def add_sign(commands: CommandGroup) -> None:
     parser.add_argument(
         "--trust-config", metavar="FILE", help="with --sigstore: JSON file with the keys of another Sigstore"
     )
-    parser.add_argument(
-        "--verify",
-        choices=("structure", "full"),
-        default="structure",
-        help="full: also read the shards, and compare every byte before signing (default: %(default)s)",
-    )
+    text = "full: also read the shards, and compare every byte before signing"
+    add_choice(parser, "--verify", ("structure", "full"), "structure", text)
     add_format(parser)
     add_no_progress(parser)
 
