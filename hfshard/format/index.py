@@ -9,11 +9,18 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from hfshard.constants import FORMAT_VERSION, MAX_INDEX_BYTES, METADATA_KEY, SAFETENSORS_SUFFIX, WEIGHTS_OVERRIDE_KEY
+from hfshard.constants import (
+    FORMAT_VERSION,
+    MAX_INDEX_BYTES,
+    MAX_JSON_DEPTH,
+    METADATA_KEY,
+    SAFETENSORS_SUFFIX,
+    WEIGHTS_OVERRIDE_KEY,
+)
 from hfshard.errors import DamagedCheckpointError, UnstorableTensorError
 from hfshard.format.digests import TENSOR_DIGEST_HEX
 from hfshard.format.file_names import check_file_name, suffix_of_shards
-from hfshard.format.strict_json import PassOver, dump_json, parse_json_object
+from hfshard.format.strict_json import PassOver, dump_json, is_too_deep, parse_json_object
 
 _DIGEST_HEX: Final = {
     "sha256": "[0-9a-f]{64}",
@@ -92,7 +99,7 @@ class CheckpointIndex:
         """Encode the index file; equal contents give equal bytes.
 
         Raises:
-            UnstorableTensorError: It would be larger than what hfshard reads.
+            UnstorableTensorError: It would be larger, or nested deeper, than what hfshard reads.
         """
         metadata: dict[str, Any] = dict(self.metadata)
         if self.total_size is not None:
@@ -105,6 +112,10 @@ class CheckpointIndex:
         if len(raw) > MAX_INDEX_BYTES:
             raise UnstorableTensorError(
                 f"The index would be {len(raw)} bytes, but hfshard reads at most {MAX_INDEX_BYTES}. Split the model."
+            )
+        if is_too_deep(raw):
+            raise UnstorableTensorError(
+                f"The index's metadata would be nested deeper than {MAX_JSON_DEPTH} levels. Pass deep values as text."
             )
         return raw
 
