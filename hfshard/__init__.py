@@ -59,14 +59,14 @@ _HOMES = {
     "FileDigest": "format.index",
     "HfshardError": "errors",
     "PlannedShard": "shards.shard_plan",
-    "Problem": "checkpoint.verifier",
+    "Problem": "checkpoint.verify_report",
     "PushResult": "hub.repo",
     "RemovalReport": "removal.removal_plan",
     "ShardPlan": "shards.shard_plan",
     "ShardedModelMixin": "models.mixin",
     "TensorDiff": "viewing.results",
     "TensorSpec": "tensors.stored_tensor",
-    "VerifyReport": "checkpoint.verifier",
+    "VerifyReport": "checkpoint.verify_report",
     "diff_checkpoints": "viewing.diff_checkpoints",
     "distributed": "distributed",
     "errors": "errors",
@@ -99,8 +99,8 @@ if TYPE_CHECKING:
     from hfshard import signing as signing
     from hfshard import training as training
     from hfshard._util.text import parse_size as parse_size
-    from hfshard.checkpoint.verifier import Problem as Problem
-    from hfshard.checkpoint.verifier import VerifyReport as VerifyReport
+    from hfshard.checkpoint.verify_report import Problem as Problem
+    from hfshard.checkpoint.verify_report import VerifyReport as VerifyReport
     from hfshard.errors import HfshardError as HfshardError
     from hfshard.format.index import CheckpointIndex as CheckpointIndex
     from hfshard.format.index import FileDigest as FileDigest

@@ -43,7 +43,7 @@ from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
 from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError
 
 if TYPE_CHECKING:
-    from hfshard.checkpoint.verifier import Problem
+    from hfshard.checkpoint.verify_report import Problem
     from hfshard.format.index import FileDigest
     from hfshard.removal.removal_plan import RemovalReport
     from hfshard.saving.resharding import ReshardResult

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 from hfshard._util.addresses import is_store_address
 from hfshard._util.text import shorten_list
 from hfshard._util.threads import run_in_threads
-from hfshard.checkpoint.verifier import Problem
+from hfshard.checkpoint.verify_report import Problem
 from hfshard.constants import SAFETENSORS_SUFFIX
 from hfshard.errors import CheckpointNotFoundError, HfshardError
 from hfshard.format.file_names import MODEL_BASE, WeightNames

@@ -9,7 +9,7 @@ from hfshard._util.addresses import is_store_address, reject_hub_arguments
 from hfshard._util.arguments import absolute_path, checked_path_text, wraps_os_errors
 from hfshard._util.text import parse_size
 from hfshard.checkpoint.load_options import LoadOptions
-from hfshard.checkpoint.verifier import Problem
+from hfshard.checkpoint.verify_report import Problem
 from hfshard.errors import HfshardError, InvalidArgumentError, InvalidPathError
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.training.run.find_checkpoint import folder_at, live_problems
