@@ -35,6 +35,11 @@ def shorten_list(items: Collection[str], most: int, *, quote: bool = False) -> s
     return shown if len(items) <= most else f"{shown} and {len(items) - most} more"
 
 
+def count_of(number: int, noun: str) -> str:
+    """Format a number with its noun: "1 file", "2,000 files"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def nearest_first(name: str, others: Sequence[str]) -> list[str]:
     """Sort names by similarity to one that may be misspelled; then dissimilar ones, alphabetically.
 

@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
-from hfshard._util.text import format_size
+from hfshard._util.text import count_of, format_size
 from hfshard.cli.output import (
     bar,
     checksum_text,
-    count_of,
     print_json,
     print_message,
     print_text,
@@ -201,7 +200,7 @@ def _files_table(found: Inspection) -> str:
             format_size(file.nbytes),
             bar(file.nbytes, largest),
             "" if file.tensors is None else f"{file.tensors:,}",
-            checksum_text(file.digest.sha256, file.digest.xxh3),
+            checksum_text(file.digest),
         ]
         for file in found.files
     ]

@@ -11,6 +11,7 @@ from typing import Any, Final, TextIO
 
 from hfshard._util.text import without_url_secrets
 from hfshard.errors import escaped
+from hfshard.format.index import FileDigest
 
 _BAR_COLUMNS: Final = 20
 _EIGHTHS: Final = " ▏▎▍▌▋▊▉█"
@@ -84,22 +85,17 @@ def has_colors(stream: TextIO) -> bool:
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
-def count_of(number: int, noun: str) -> str:
-    """Format a number with its noun: "1 file", "2,000 files"."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
 def short_hash(digest: str) -> str:
     """Return the first digits of a hash or commit."""
     return digest[:_HASH_DIGITS]
 
 
-def checksum_text(sha256: str | None, xxh3: str | None) -> str:
+def checksum_text(recorded: FileDigest) -> str:
     """Format the recorded checksum of a file for a table; "" if there is none."""
-    for kind, digest in (("sha256", sha256), ("xxh3", xxh3)):
-        if digest is not None:
-            return f"{kind} {short_hash(digest)}…"
-    return ""
+    if recorded.checksum is None:
+        return ""
+    kind, digest = recorded.checksum
+    return f"{kind} {short_hash(digest)}…"
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

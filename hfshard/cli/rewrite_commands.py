@@ -12,11 +12,10 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from hfshard._util.addresses import is_store_address
-from hfshard._util.text import format_size
+from hfshard._util.text import count_of, format_size
 from hfshard.cli.check_commands import print_problems
 from hfshard.cli.output import (
     checksum_text,
-    count_of,
     is_confirmed,
     print_json,
     print_message,
@@ -229,7 +228,7 @@ def _result_as_text(result: ReshardResult, variant: str | None) -> str:
     if result.companion_files:
         rows.append(["copied", ", ".join(result.companion_files)])
     files = [
-        [name, format_size(digest.size or 0), f"{counts[name]:,}", checksum_text(digest.sha256, digest.xxh3)]
+        [name, format_size(digest.size or 0), f"{counts[name]:,}", checksum_text(digest)]
         for name, digest in weights.items()
     ]
     parts = [table(["", ""], rows).lstrip("\n"), table(["file", ">size", ">tensors", "checksum"], files)]

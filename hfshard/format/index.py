@@ -55,7 +55,13 @@ class FileDigest:
     @property
     def is_verifiable(self) -> bool:
         """True if a checksum of the complete file is known."""
-        return self.sha256 is not None or self.xxh3 is not None
+        return self.checksum is not None
+
+    @property
+    def checksum(self) -> tuple[str, str] | None:
+        """The kind and the hex digits of the complete file's checksum, sha256 if known; None if there is none."""
+        digests = (("sha256", self.sha256), ("xxh3", self.xxh3))
+        return next(((kind, digest) for kind, digest in digests if digest is not None), None)
 
     def split_tensor_digests(self, count: int) -> list[str] | None:
         """Return the digest of each of `count` tensors; None if they are unknown, or for another number of tensors."""

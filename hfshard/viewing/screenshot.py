@@ -23,7 +23,7 @@ _SECONDS: Final = 60.0
 _LEAST: Final = 200
 _MOST: Final = 10_000
 """Limits of a side in pixels. Below 144, a browser whose window has a frame draws nothing."""
-_PNG: Final = b"\x89PNG\r\n\x1a\n"
+PNG_BEGINNING: Final = b"\x89PNG\r\n\x1a\n"
 
 _ARGUMENTS: Final = (
     "--headless",
@@ -133,7 +133,7 @@ def take_screenshot(html: str, still: ScreenshotOptions) -> bytes:
                 picture = file.read()
         except FileNotFoundError:
             picture = b""
-    if not picture.startswith(_PNG):
+    if not picture.startswith(PNG_BEGINNING):
         raise BrowserError(f"'{chromium}' wrote no screenshot. Its output ended with: {told}", path=chromium)
     return picture
 

@@ -69,6 +69,12 @@ def test_the_callers_metadata_never_override_ours() -> None:
     assert json.loads(index.to_json())["metadata"] == {"total_size": 5, "total_parameters": 6}
 
 
+def test_the_checksum_of_a_file_is_its_sha256_if_known() -> None:
+    assert FileDigest(1, sha256="a", xxh3="b", fingerprint="c").checksum == ("sha256", "a")
+    assert FileDigest(1, xxh3="b", fingerprint="c").checksum == ("xxh3", "b")
+    assert FileDigest(1, fingerprint="c", tensor_digests="").checksum is None
+
+
 def test_metadata_is_stored_only_as_deep_as_it_can_be_read() -> None:
     deep: Any = 1
     for _ in range(125):

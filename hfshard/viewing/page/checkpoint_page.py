@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
 from typing import Any, Final
 
-from hfshard._util.text import format_size
+from hfshard._util.text import count_of, format_size
 from hfshard.training.run.manifest import CheckpointManifest
-from hfshard.viewing.module_tree import natural_order, split_name
+from hfshard.viewing.module_tree import common_length, natural_order, split_name
 from hfshard.viewing.page.page import NO_NAME, Fact, Page, shown, shown_value
 from hfshard.viewing.results import FileEntry, Inspection, TensorEntry
 from hfshard.viewing.run_listing import Part, PartSize, metrics_text
@@ -78,7 +78,7 @@ def make_checkpoint_page(
             "entry": shown_value(found.entry),
             "key": None if found.key is None else shown_value(found.key),
             "files": _some([_file_row(file, whole) for file in found.files[:_MOST_FILES]], found.files),
-            "has_checksums": any(_checksum(file) for file in found.files[:_MOST_FILES]),
+            "has_checksums": any(file.digest.is_verifiable for file in found.files[:_MOST_FILES]),
             "max_shard_size": max_shard_size,
             "dtypes": [
                 _DtypeRow(row.dtype, row.tensors, row.parameters, row.nbytes, _percent(row.nbytes, found.nbytes))
@@ -138,12 +138,8 @@ def _data(found: Inspection, tree: NameTree) -> dict[str, Any]:
 
 
 def _file_row(file: FileEntry, whole: int) -> _FileRow:
-    return _FileRow(shown(file.name), file.nbytes, file.tensors, shown(_checksum(file)), _percent(file.nbytes, whole))
-
-
-def _checksum(file: FileEntry) -> str:
-    kinds = (("sha256", file.digest.sha256), ("xxh3", file.digest.xxh3))
-    return next((f"{kind} {digest}" for kind, digest in kinds if digest is not None), "")
+    checksum = " ".join(file.digest.checksum or ())
+    return _FileRow(shown(file.name), file.nbytes, file.tensors, shown(checksum), _percent(file.nbytes, whole))
 
 
 def _tensor_row(tensor: TensorEntry, tree: NameTree) -> _TensorRow:
@@ -217,14 +213,9 @@ def coded_labels(labels: Sequence[str]) -> list[int | str]:
 def _coded(labels: Sequence[str]) -> list[int | str]:
     coded: list[int | str] = []
     for before, label in pairwise(("", *labels)):
-        common = _common(before, label) if before.isascii() and label.isascii() else 0
+        common = common_length(before, label) if before.isascii() and label.isascii() else 0
         coded += (common, label[common:])
     return coded
-
-
-def _common(one: str, other: str) -> int:
-    differing = (at for at, (left, right) in enumerate(zip(one, other, strict=False)) if left != right)
-    return next(differing, min(len(one), len(other)))
 
 
 @dataclass(slots=True)
@@ -282,7 +273,7 @@ def values_fact(measured: MeasuredValues) -> Fact:
     nan = sum(one.nan for one in measured.tensors.values())
     inf = sum(one.inf for one in measured.tensors.values())
     odd = sum(bool(one.nan or one.inf) for one in measured.tensors.values())
-    note = f"in {odd:,} tensor{'s' if odd > 1 else ''}" if odd else ""
+    note = f"in {count_of(odd, 'tensor')}" if odd else ""
     return Fact("NaN, inf", f"{nan:,}, {inf:,}" if odd else "none", note)
 
 

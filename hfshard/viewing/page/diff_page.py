@@ -8,7 +8,7 @@ from itertools import accumulate, zip_longest
 from typing import Any, Final
 
 from hfshard._util.text import format_size
-from hfshard.viewing.describe import headline
+from hfshard.viewing.describe import abbreviate_name, headline
 from hfshard.viewing.module_tree import LayerStack, layer_grid
 from hfshard.viewing.page.page import Fact, Page, shown, shown_value
 from hfshard.viewing.results import (
@@ -214,4 +214,4 @@ def _joined(parts: list[str]) -> str:
     """Join the first part, which differs, and the last one, with the ones between them if there is room."""
     whole = "/".join(parts)
     text = whole if len(whole) <= _LONGEST or len(parts) < 3 else f"{parts[0]}/…/{parts[-1]}"
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]}…{text[-_LONGEST // 2 + 1 :]}"
+    return abbreviate_name(text, _LONGEST)

@@ -22,6 +22,7 @@ from hfshard._util.text import format_size
 from hfshard.constants import VERSION
 from hfshard.disk.fsops import rename, unlink_if_exists, write_file
 from hfshard.errors import InvalidPathError, escaped
+from hfshard.viewing.screenshot import PNG_BEGINNING
 
 PageKind = Literal["checkpoint", "run", "diff"]
 """Each kind has its own template, `templates/KIND.html`, and the scripts and styles listed below."""
@@ -162,7 +163,6 @@ def _hash(text: str) -> str:
 
 PAGE_BEGINNING: Final = "<!doctype html>\n<!-- A page of hfshard"
 """The beginning of each hfshard page; every template inherits it."""
-PNG_BEGINNING: Final = b"\x89PNG\r\n\x1a\n"
 
 
 def checked_output(output: str | os.PathLike[str], *, is_picture: bool = False) -> str:
