@@ -176,18 +176,18 @@ class _Comparison:
 
     def _renamed(self, only_in_a: Sequence[ComparedTensor], only_in_b: Sequence[ComparedTensor]) -> list[TensorPair]:
         forms = {one.form for one in only_in_a} & {one.form for one in only_in_b}
-        ours = [one for one in only_in_a if one.form in forms]
-        theirs = [one for one in only_in_b if one.form in forms]
+        in_a = [one for one in only_in_a if one.form in forms]
+        in_b = [one for one in only_in_b if one.form in forms]
         unread = [
             (side, one)
-            for side, tensors in enumerate((ours, theirs))
+            for side, tensors in enumerate((in_a, in_b))
             for one in tensors
             if one.digest is None or not self.asked.trusts_digests
         ]
         jobs = [ReadJob((side, one.position), one.facts.nbytes, partial(digest_of_bytes, one)) for side, one in unread]
         digests = {id(one): digest for (_, one), digest in zip(unread, self._done(jobs), strict=True)}
         self.read_bytes += sum(job.nbytes for job in jobs)
-        return pair_by_contents(ours, theirs, lambda one: (one.form, digests.get(id(one), one.digest)))
+        return pair_by_contents(in_a, in_b, lambda one: (one.form, digests.get(id(one), one.digest)))
 
     def _done(self, jobs: Sequence[ReadJob[_Result]]) -> list[_Result]:
         return do_jobs(jobs, _FAR_THREADS if self.a.is_far or self.b.is_far else _THREADS, self.progress)

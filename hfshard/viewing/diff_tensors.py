@@ -250,26 +250,26 @@ def pair_by_contents(
     for side, tensors in enumerate((only_in_a, only_in_b)):
         for tensor in tensors:
             groups[key_of(tensor)][side].append(tensor)
-    return [pair for ours, theirs in groups.values() if ours and theirs for pair in _pair_twins(ours, theirs)]
+    return [pair for in_a, in_b in groups.values() if in_a and in_b for pair in _pair_twins(in_a, in_b)]
 
 
-def _pair_twins(ours: list[ComparedTensor], theirs: list[ComparedTensor]) -> Iterator[TensorPair]:
-    for key_of in _likenesses() if len(ours) > 1 or len(theirs) > 1 else ():
+def _pair_twins(in_a: list[ComparedTensor], in_b: list[ComparedTensor]) -> Iterator[TensorPair]:
+    for key_of in _likenesses() if len(in_a) > 1 or len(in_b) > 1 else ():
         waiting: dict[Hashable, list[ComparedTensor]] = defaultdict(list)
-        for one in reversed(ours):
+        for one in reversed(in_a):
             if (key := key_of(one.facts.name)) is not None:
                 waiting[key].append(one)
         paired = set()
-        for other in theirs:
+        for other in in_b:
             if found := waiting.get(key_of(other.facts.name)):
                 one = found.pop()
                 paired |= {id(one), id(other)}
                 yield _renamed(one, other)
-        ours = [one for one in ours if id(one) not in paired]
-        theirs = [other for other in theirs if id(other) not in paired]
-        if not ours or not theirs:
+        in_a = [one for one in in_a if id(one) not in paired]
+        in_b = [other for other in in_b if id(other) not in paired]
+        if not in_a or not in_b:
             return
-    yield from map(_renamed, ours, theirs)
+    yield from map(_renamed, in_a, in_b)
 
 
 def _renamed(a: ComparedTensor, b: ComparedTensor) -> TensorPair:
