@@ -10,14 +10,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
-from hfshard._util.text import count_of, format_size
+from hfshard._util.text import count_of, format_size, printable
 from hfshard.cli.output import (
     bar,
     checksum_text,
     print_json,
     print_message,
     print_text,
-    printable,
     table,
 )
 from hfshard.cli.shared_arguments import (

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from hfshard._util.arguments import absolute_path
-from hfshard._util.text import count_of, format_size, shorten_list
-from hfshard.cli.output import elide_middle, has_colors, print_json, print_text, printable, table
+from hfshard._util.text import count_of, format_size, printable, shorten_list
+from hfshard.cli.output import elide_middle, has_colors, print_json, print_text, table
 from hfshard.cli.shared_arguments import (
     REPO,
     STORE,

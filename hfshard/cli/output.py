@@ -7,11 +7,12 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any, Final, TextIO
+from typing import TYPE_CHECKING, Any, Final, TextIO
 
-from hfshard._util.text import without_url_secrets
-from hfshard.errors import escaped
-from hfshard.format.index import FileDigest
+from hfshard._util.text import printable, without_url_secrets
+
+if TYPE_CHECKING:
+    from hfshard.format.index import FileDigest
 
 _BAR_COLUMNS: Final = 20
 _EIGHTHS: Final = " ▏▎▍▌▋▊▉█"
@@ -65,11 +66,6 @@ def is_confirmed(question: str) -> bool:
     """Ask on stderr, and return whether the user has typed yes."""
     print(question, end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
-
-
-def printable(text: str) -> str:
-    """Escape what would move the cursor or hide text: a stranger may have chosen the names in a checkpoint."""
-    return escaped(text, keep="")
 
 
 def elide_middle(text: str, most: int) -> str:

@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from hfshard._util.addresses import is_store_address
-from hfshard._util.text import count_of, format_size
+from hfshard._util.text import count_of, format_size, printable
 from hfshard.cli.check_commands import print_problems
 from hfshard.cli.output import (
     checksum_text,
@@ -20,7 +20,6 @@ from hfshard.cli.output import (
     print_json,
     print_message,
     print_text,
-    printable,
     table,
 )
 from hfshard.cli.shared_arguments import (

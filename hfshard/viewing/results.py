@@ -7,9 +7,10 @@ import sys
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any, Final, Literal, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
-from hfshard.format.index import FileDigest
+if TYPE_CHECKING:  # every command imports this module
+    from hfshard.format.index import FileDigest
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
 from typing import Any, Final
 
-from hfshard._util.text import count_of, format_size
+from hfshard._util.text import count_of, format_size, printable
 from hfshard.training.run.manifest import CheckpointManifest
 from hfshard.viewing.module_tree import common_length, natural_order, split_name
-from hfshard.viewing.page.page import NO_NAME, Fact, Page, shown, shown_value
+from hfshard.viewing.page.page import NO_NAME, Fact, Page, printable_value
 from hfshard.viewing.results import FileEntry, Inspection, TensorEntry
 from hfshard.viewing.run_listing import Part, PartSize, metrics_text
 from hfshard.viewing.tensor_values import MeasuredValues, ValueSummary
@@ -71,12 +71,12 @@ def make_checkpoint_page(
     metadata = sorted(found.metadata.items())
     return Page(
         kind="checkpoint",
-        title=shown(found.place),
+        title=printable(found.place),
         facts=(*_facts(found), *([] if measured is None else [values_fact(measured)])),
         view={
             "has_map": any(tensor.nbytes for tensor in found.tensors),
-            "entry": shown_value(found.entry),
-            "key": None if found.key is None else shown_value(found.key),
+            "entry": printable_value(found.entry),
+            "key": None if found.key is None else printable_value(found.key),
             "files": _some([_file_row(file, whole) for file in found.files[:_MOST_FILES]], found.files),
             "has_checksums": any(file.digest.is_verifiable for file in found.files[:_MOST_FILES]),
             "max_shard_size": max_shard_size,
@@ -86,10 +86,10 @@ def make_checkpoint_page(
             ],
             "largest": [_tensor_row(tensor, tree) for tensor in found.largest(_LARGEST)],
             "ties": _some(
-                [(shown(name) or NO_NAME, shown(stored) or NO_NAME) for name, stored in ties[:_MOST_TIES]], ties
+                [(printable(name) or NO_NAME, printable(stored) or NO_NAME) for name, stored in ties[:_MOST_TIES]], ties
             ),
             "metadata": _some(
-                [(shown_value(key), shown_value(value)) for key, value in metadata[:_MOST_METADATA]], metadata
+                [(printable_value(key), printable_value(value)) for key, value in metadata[:_MOST_METADATA]], metadata
             ),
         },
         data=_data(found, tree) | ({} if measured is None else {"values": values_data(measured, tree)}),
@@ -131,26 +131,26 @@ def _data(found: Inspection, tree: NameTree) -> dict[str, Any]:
         "kind": kind_of,
         "file": file_of,
         "kinds": [[dtypes[dtype], shape, nbytes] for dtype, shape, nbytes in kinds],
-        "dtypes": list(map(shown, dtypes)),
-        "files": [shown(file.name) for file in found.files],
+        "dtypes": list(map(printable, dtypes)),
+        "files": [printable(file.name) for file in found.files],
         "ties": [[tree.node_of[name], tree.node_of[stored]] for name, stored in found.tied_names.items()],
     }
 
 
 def _file_row(file: FileEntry, whole: int) -> _FileRow:
     checksum = " ".join(file.digest.checksum or ())
-    return _FileRow(shown(file.name), file.nbytes, file.tensors, shown(checksum), _percent(file.nbytes, whole))
+    return _FileRow(printable(file.name), file.nbytes, file.tensors, printable(checksum), _percent(file.nbytes, whole))
 
 
 def _tensor_row(tensor: TensorEntry, tree: NameTree) -> _TensorRow:
     return _TensorRow(
-        name=shown(tensor.name) or NO_NAME,
+        name=printable(tensor.name) or NO_NAME,
         node=tree.node_of[tensor.name],
-        dtype=shown(tensor.dtype),
+        dtype=printable(tensor.dtype),
         shape=tensor.shape_text(" × "),
         parameters=tensor.parameters,
         nbytes=tensor.nbytes,
-        file=shown(tensor.file),
+        file=printable(tensor.file),
     )
 
 
@@ -257,7 +257,7 @@ def _in_columns(root: _Branch) -> NameTree:
         tree.depth.append(depth)
         below = sorted(branch.parts, key=natural_order, reverse=True)
         stack += [(part, branch.parts[part], depth + 1) for part in below]
-    tree.labels.extend(map(shown, places))
+    tree.labels.extend(map(printable, places))
     return tree
 
 
@@ -319,11 +319,11 @@ def with_step(page: Page, manifest: CheckpointManifest, parts: Sequence[PartSize
     """
     total = sum(part.nbytes for part in parts)
     rows = [_PartRow(one.part, one.nbytes, one.files, _percent(one.nbytes, total)) for one in parts]
-    fact = Fact("step of a run", f"{manifest.step:,}", shown_value(metrics_text(manifest.metrics))[:200])
+    fact = Fact("step of a run", f"{manifest.step:,}", printable_value(metrics_text(manifest.metrics))[:200])
     step = {"rows": rows, "nbytes": total, "problem": None}
     return replace(page, facts=(*page.facts, fact), view={**page.view, "step": step})
 
 
 def with_problem(page: Page, message: str) -> Page:
     """Add to a model's page the reason why nothing is known about what was saved with it."""
-    return replace(page, view={**page.view, "step": {"rows": (), "nbytes": 0, "problem": shown_value(message)}})
+    return replace(page, view={**page.view, "step": {"rows": (), "nbytes": 0, "problem": printable_value(message)}})

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from itertools import accumulate, zip_longest
 from typing import Any, Final
 
-from hfshard._util.text import format_size
+from hfshard._util.text import format_size, printable
 from hfshard.viewing.describe import abbreviate_name, headline
 from hfshard.viewing.module_tree import LayerStack, layer_grid
-from hfshard.viewing.page.page import Fact, Page, shown, shown_value
+from hfshard.viewing.page.page import Fact, Page, printable_value
 from hfshard.viewing.results import (
     FROM_ZERO,
     KIND_WORDS,
@@ -62,11 +62,11 @@ def make_diff_page(found: CheckpointDiff) -> Page:
     listed = _listed(differing)
     return Page(
         kind="diff",
-        title=shown(" → ".join(short_names(found.a, found.b))),
+        title=printable(" → ".join(short_names(found.a, found.b))),
         facts=_facts(found),
         view={
-            "places": [("A", shown(found.a)), ("B", shown(found.b))],
-            "headline": shown_value(headline(found)),
+            "places": [("A", printable(found.a)), ("B", printable(found.b))],
+            "headline": printable_value(headline(found)),
             "kinds": [(kind, KIND_WORDS[kind], found.counts[kind]) for kind in _KINDS if kind in found.counts],
             "has_values": found.has_values,
             "ramp": [f"{scale.norm_of(level, _SHADES):.1e}" for level in range(1, _SHADES + 1)],
@@ -97,10 +97,10 @@ def _facts(found: CheckpointDiff) -> tuple[Fact, ...]:
     ]
     if finite:
         norm, name = max(finite, key=lambda one: one[0])
-        facts.append(Fact("largest change", f"{norm:.3g}", shown_value(name)[:200]))
+        facts.append(Fact("largest change", f"{norm:.3g}", printable_value(name)[:200]))
     zeros = found.zero_in_a
     if zeros:
-        facts.append(Fact("zero in A, not in B", f"{len(zeros):,}", shown_value(zeros[0])[:200]))
+        facts.append(Fact("zero in A, not in B", f"{len(zeros):,}", printable_value(zeros[0])[:200]))
     return tuple(facts)
 
 
@@ -135,10 +135,10 @@ def _drawn_stack(
             shades[row][column] = scale.level(values.relative_norm, _SHADES)
         cells.update(dict.fromkeys(names, first + row * len(layers) + column))
     return {
-        "name": shown_value(stack.name),
+        "name": printable_value(stack.name),
         "first": first,
         "layers": layers,
-        "kinds": list(map(shown_value, kinds)),
+        "kinds": list(map(printable_value, kinds)),
         "worst": worst,
         "norms": norms,
         "shades": shades,
@@ -160,10 +160,10 @@ def _listed(differing: Sequence[TensorDiff]) -> list[TensorDiff]:
 
 def _row(tensor: TensorDiff, cell: int) -> list[Any]:
     """Build a row: name, kind, cell, old and new form, old name, and how the values differ."""
-    old = shown_value(tensor.a.name) if tensor.kind == "renamed" and tensor.a is not None else ""
+    old = printable_value(tensor.a.name) if tensor.kind == "renamed" and tensor.a is not None else ""
     a, b = _form(tensor.a), _form(tensor.b)
     what = b if tensor.kind in ("changed", "renamed") and a == b else " → ".join(filter(None, (a, b)))
-    row = [shown_value(tensor.name), _KINDS.index(tensor.kind), cell, what, old]
+    row = [printable_value(tensor.name), _KINDS.index(tensor.kind), cell, what, old]
     if tensor.values is None:
         return row
     values = tensor.values
@@ -174,7 +174,7 @@ def _row(tensor: TensorDiff, cell: int) -> list[Any]:
 
 
 def _form(facts: TensorEntry | None) -> str:
-    return "" if facts is None else shown(f"{facts.dtype} {facts.shape_text(' × ')}")
+    return "" if facts is None else printable(f"{facts.dtype} {facts.shape_text(' × ')}")
 
 
 def _norm(values: ValueDiff) -> float | str:

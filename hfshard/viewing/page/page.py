@@ -54,17 +54,12 @@ class Page:
     facts: tuple[Fact, ...]
     view: Mapping[str, Any] = field(default_factory=dict)
     """Values that the template writes into the HTML, readable without scripts. The template escapes only markup: names
-    and values from a checkpoint must pass through `shown` first."""
+    and values from a checkpoint must pass through `printable` first."""
     data: Mapping[str, Any] = field(default_factory=dict)
     """Data for the scripts, as JSON: columns rather than objects, because there may be 100,000 tensors."""
 
 
-def shown(text: str) -> str:
-    """Escape what would hide or reorder text, such as a right-to-left override; the template escapes markup."""
-    return escaped(text, keep="")
-
-
-def shown_value(value: Any) -> str:
+def printable_value(value: Any) -> str:
     """Format a metadata value as text, truncated if it is very long."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, sort_keys=True)
     if len(text) > LONGEST_TEXT:

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from hfshard._util.text import format_size
-from hfshard.viewing.page.page import Fact, Page, shown, shown_value
+from hfshard._util.text import format_size, printable
+from hfshard.viewing.page.page import Fact, Page, printable_value
 from hfshard.viewing.run_listing import ListedCheckpoint, Part, metrics_text
 
 MOST_CHECKPOINTS: Final = 500
@@ -76,7 +76,7 @@ def make_run_page(
     bars = bars_of([(row.written or 0, row.linked or 0) for row in measured])
     return Page(
         kind="run",
-        title=shown(root),
+        title=printable(root),
         facts=_facts(listed, unchanged, best, is_store=is_store),
         view={
             "rows": rows,
@@ -86,7 +86,7 @@ def make_run_page(
             "bar_labels": labels_of_bars([row.step for row in measured]),
             "largest": max((row.size or 0 for row in measured), default=0),
             "lines": _lines(latest, names[:_MOST_METRICS]),
-            "columns": list(map(shown, columns)),
+            "columns": list(map(printable, columns)),
             "has_metrics": bool(names),
             "more_lines": max(0, len(names) - _MOST_METRICS),
             "height": HEIGHT,
@@ -119,8 +119,8 @@ def _facts(
 def _best_fact(listed: Sequence[ListedCheckpoint], best: str) -> Fact:
     found = next((one for one in listed if one.is_best), None)
     if found is None:
-        return Fact("best", "none", shown_value(best))
-    return Fact("best", f"step {found.step:,}", shown_value(f"{best} {found.metrics[best]:.6g}"))
+        return Fact("best", "none", printable_value(best))
+    return Fact("best", f"step {found.step:,}", printable_value(f"{best} {found.metrics[best]:.6g}"))
 
 
 def _row(number: int, one: ListedCheckpoint, linked: int | None, columns: Sequence[str]) -> _Row:
@@ -134,10 +134,10 @@ def _row(number: int, one: ListedCheckpoint, linked: int | None, columns: Sequen
         parts=tuple(map(sizes.get, _PARTS)),
         written=None if one.size is None or linked is None else one.size - linked,
         linked=linked,
-        metrics=shown_value(metrics_text(one.metrics)),
+        metrics=printable_value(metrics_text(one.metrics)),
         values=tuple(f"{one.metrics[name]:.6g}" if name in one.metrics else "" for name in columns),
         states=one.states,
-        problems=tuple(shown_value(problem.message) for problem in one.problems[:_MOST_PROBLEMS]),
+        problems=tuple(printable_value(problem.message) for problem in one.problems[:_MOST_PROBLEMS]),
         more_problems=max(0, len(one.problems) - _MOST_PROBLEMS),
     )
 
@@ -145,7 +145,7 @@ def _row(number: int, one: ListedCheckpoint, linked: int | None, columns: Sequen
 def _lines(latest: Sequence[ListedCheckpoint], names: Sequence[str]) -> list[Line]:
     lines = []
     for name in names:
-        line = line_of(shown_value(name), [(one.step, one.metrics.get(name, float("nan"))) for one in latest])
+        line = line_of(printable_value(name), [(one.step, one.metrics.get(name, float("nan"))) for one in latest])
         if line is not None:
             lines.append(line)
     return lines
