@@ -74,7 +74,7 @@ class Side:
     ties: dict[str, str]
     optional_names: frozenset[str]
     """Tied names that a model has whether or not they are in the checkpoint, since its config ties them."""
-    is_far: bool
+    is_remote: bool
     """Whether bytes are read over a network."""
 
     def by_name(self) -> dict[str, ComparedTensor]:

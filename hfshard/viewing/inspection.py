@@ -157,31 +157,31 @@ def open_for_viewing(
         yield viewed
 
 
-def open_with_one_key(stack: ExitStack, openings: Sequence[OpenRequest]) -> list[ViewedCheckpoint]:
+def open_with_one_key(stack: ExitStack, requests: Sequence[OpenRequest]) -> list[ViewedCheckpoint]:
     """Open checkpoints with a key that applies to the ones that are files of torch.save.
 
     Args:
         stack: Closes them.
-        openings: Their options contain the key.
+        requests: Their options contain the key.
 
     Raises:
         InvalidArgumentError: The key applies to none of them.
         Everything that `open_for_viewing` raises.
     """
     refusals: list[InvalidArgumentError] = []
-    found = [_opened_with_key(stack, opening, refusals) for opening in openings]
-    if len(refusals) == len(openings):
+    found = [_opened_with_key(stack, request, refusals) for request in requests]
+    if len(refusals) == len(requests):
         raise refusals[0]
     return found
 
 
-def _opened_with_key(stack: ExitStack, opening: OpenRequest, refusals: list[InvalidArgumentError]) -> ViewedCheckpoint:
+def _opened_with_key(stack: ExitStack, request: OpenRequest, refusals: list[InvalidArgumentError]) -> ViewedCheckpoint:
     try:
-        return stack.enter_context(open_for_viewing(*opening))
+        return stack.enter_context(open_for_viewing(*request))
     except AmbiguousWeightsError:
         raise
     except InvalidArgumentError as error:
-        keyless = opening._replace(options=replace(opening.options, key=None))
+        keyless = request._replace(options=replace(request.options, key=None))
         try:
             viewed = stack.enter_context(open_for_viewing(*keyless))
         except AmbiguousWeightsError:

@@ -37,7 +37,7 @@ def test_a_side_has_each_stored_tensor_once_with_all_of_its_names(tmp_path: Path
         side, again = opened(stack, tmp_path / "out"), opened(stack, tmp_path / "out")
 
         assert side.ties == {"head": "embed"}
-        assert (side.place, side.is_far, side.optional_names) == (str(tmp_path / "out"), False, frozenset())
+        assert (side.place, side.is_remote, side.optional_names) == (str(tmp_path / "out"), False, frozenset())
         assert [one.position for one in side.tensors] == [0, 1]
         assert {one.facts.name: sorted(one.names) for one in side.tensors} == {
             "embed": ["embed", "head"],
