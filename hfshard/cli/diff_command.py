@@ -25,7 +25,7 @@ from hfshard.cli.shared_arguments import (
     add_verify_level,
 )
 from hfshard.viewing.describe import headline, rename_rules
-from hfshard.viewing.module_tree import FoldedRow, LayerStack, fold_names, fold_rows, layer_grid, natural_order
+from hfshard.viewing.module_tree import LayerStack, fold_names, fold_rows, layer_grid, natural_order
 from hfshard.viewing.results import FROM_ZERO, KIND_WORDS, LEAST, CheckpointDiff, NormScale, TensorDiff
 
 _EXIT_SAME = 0
@@ -305,8 +305,10 @@ def modules_table(found: CheckpointDiff, columns: int) -> str:
     has_values = found.has_values
     cells = []
     for row in rows:
-        values = _values_of(row, by_name)[:_MODULE_VALUES] if has_values else []
-        cells.append([_marks_text(row.marks), _count_text(row.marks), *values, row.path or "(everywhere)"])
+        tensors = [by_name[name] for module in row.modules for name in module.tensors()]
+        values = _values_cells(tensors)[:_MODULE_VALUES] if has_values else []
+        marks = ", ".join(mark for mark in row.marks if mark != _SAME)
+        cells.append([marks, _count_text(row.marks), *values, row.path or "(everywhere)"])
     same = found.counts.get("same", 0)
     if same:
         cells.append([_SAME, f"{same:,}", *([""] * _MODULE_VALUES if has_values else []), "the rest"])
@@ -359,17 +361,9 @@ def _difference(tensor: TensorDiff) -> str:
     return KIND_WORDS[tensor.kind]
 
 
-def _marks_text(marks: Counter[str]) -> str:
-    return ", ".join(mark for mark in marks if mark != _SAME)
-
-
 def _count_text(marks: Counter[str]) -> str:
     differing = marks.total() - marks[_SAME]
     return f"{differing:,} of {marks.total():,}" if marks[_SAME] else f"{differing:,}"
-
-
-def _values_of(row: FoldedRow, by_name: dict[str, TensorDiff]) -> list[str]:
-    return _values_cells(by_name[name] for module in row.modules for name in module.tensors())
 
 
 def _values_cells(tensors: Iterable[TensorDiff]) -> list[str]:

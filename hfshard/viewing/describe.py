@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from typing import Final, NamedTuple
 
 from hfshard._util.text import count_of
@@ -91,18 +92,13 @@ def _changed(tensors: Sequence[TensorDiff], found: CheckpointDiff) -> str:
 def _cast(tensors: Sequence[TensorDiff], found: CheckpointDiff) -> str:
     dtypes = Counter((tensor.a.dtype, tensor.b.dtype) for tensor in tensors if tensor.a and tensor.b)
     text = join_phrases([f"from {abbreviate_name(a)} to {abbreviate_name(b)}" for (a, b), _ in dtypes.most_common(3)])
-    left = [
-        tensor for tensor in found.tensors if tensor.kind == "same" and tensor.b and tensor.b.dtype in _sources(dtypes)
-    ]
-    if not left and len(tensors) + found.counts.get("same", 0) == len(found.tensors):
+    sources = {a for a, _ in dtypes}
+    has_uncast = any(one.kind == "same" and one.b and one.b.dtype in sources for one in found.tensors)
+    if not has_uncast and len(tensors) + found.counts.get("same", 0) == len(found.tensors):
         return f"cast {text}"
     every = [tensor.name for tensor in found.tensors]
     where = describe_tensors({tensor.name for tensor in tensors}, every)
     return f"{len(tensors):,} of {_tensors(len(every))} cast {text} ({where})"
-
-
-def _sources(dtypes: Counter[tuple[str, str]]) -> set[str]:
-    return {a for a, _ in dtypes}
 
 
 def _reshaped(tensors: Sequence[TensorDiff], found: CheckpointDiff) -> str:
@@ -111,14 +107,6 @@ def _reshaped(tensors: Sequence[TensorDiff], found: CheckpointDiff) -> str:
 
 def _renamed(tensors: Sequence[TensorDiff], found: CheckpointDiff) -> str:
     return f"{_tensors(len(tensors))} renamed: {_names_text(tensors)}"
-
-
-def _only_in_a(tensors: Sequence[TensorDiff], found: CheckpointDiff) -> str:
-    return _only_in("A", tensors, found)
-
-
-def _only_in_b(tensors: Sequence[TensorDiff], found: CheckpointDiff) -> str:
-    return _only_in("B", tensors, found)
 
 
 def _only_in(side: str, tensors: Sequence[TensorDiff], found: CheckpointDiff) -> str:
@@ -133,8 +121,8 @@ _CLAUSES: Final[dict[DiffKind, Callable[[Sequence[TensorDiff], CheckpointDiff], 
     "cast": _cast,
     "reshaped": _reshaped,
     "renamed": _renamed,
-    "only_in_a": _only_in_a,
-    "only_in_b": _only_in_b,
+    "only_in_a": partial(_only_in, "A"),
+    "only_in_b": partial(_only_in, "B"),
 }
 
 

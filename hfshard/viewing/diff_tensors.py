@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 
 import torch
 
-from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, raw_tensors
+from hfshard.checkpoint.open_checkpoint import raw_tensors
 from hfshard.constants import CONFIG_NAME
 from hfshard.disk.direct_io import BLOCK_BYTES
 from hfshard.format.index import FileDigest
@@ -90,7 +90,7 @@ def side_of(viewed: ViewedCheckpoint) -> Side:
     """
     checkpoint = viewed.checkpoint
     values = raw_tensors(checkpoint, checks_files=False)
-    ties = _ties(checkpoint)
+    ties = {**checkpoint.index.tied_names, **find_shared_tensors(checkpoint.pickled_tensors())}
     names: dict[str, set[str]] = defaultdict(set)
     for name, kept in ties.items():
         names[kept].add(name)
@@ -110,10 +110,6 @@ def side_of(viewed: ViewedCheckpoint) -> Side:
         frozenset(optional),
         checkpoint.is_ranged,
     )
-
-
-def _ties(checkpoint: OpenCheckpoint) -> dict[str, str]:
-    return {**checkpoint.index.tied_names, **find_shared_tensors(checkpoint.pickled_tensors())}
 
 
 def _compared(

@@ -120,7 +120,7 @@ def _best_fact(listed: Sequence[ListedCheckpoint], best: str) -> Fact:
     found = next((one for one in listed if one.is_best), None)
     if found is None:
         return Fact("best", "none", printable_value(best))
-    return Fact("best", f"step {found.step:,}", printable_value(f"{best} {found.metrics[best]:.6g}"))
+    return Fact("best", f"step {found.step:,}", printable_value(metrics_text({best: found.metrics[best]})))
 
 
 def _row(number: int, one: ListedCheckpoint, linked: int | None, columns: Sequence[str]) -> _Row:
