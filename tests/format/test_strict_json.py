@@ -8,9 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hfshard.errors import DamagedCheckpointError, HfshardError
-from hfshard.format.strict_json import PassOver, dump_json, padded_json, parse_json_object, without_padding
+from hfshard.format.strict_json import PassOver, dump_json, is_too_deep, padded_json, parse_json_object, without_padding
 
 
 def lists(levels: int) -> bytes:
@@ -76,6 +78,20 @@ def test_nesting_is_bounded_whatever_is_between_the_brackets(shape: Callable[[in
     for levels in (129, 130, 500, 100_000):
         with pytest.raises(DamagedCheckpointError, match="is nested deeper than 128 levels"):
             parse(shape(levels))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.booleans(), st.text('[]{}"\\\\ab,: é', max_size=6)), min_size=120, max_size=136),
+    st.booleans(),
+)
+def test_depth_is_counted_in_any_mixture(levels: list[tuple[bool, str]], is_ascii: bool) -> None:
+    value: Any = 0
+    for is_list, text in levels:
+        value = [text, value, {}] if is_list else {text: value, f"{text}]": [text]}
+    raw = json.dumps({"a": value}, ensure_ascii=is_ascii).encode()
+
+    assert is_too_deep(raw) is (len(levels) + 2 > 128)  # with the outermost object, and the empty one in the innermost
 
 
 def test_brackets_in_text_are_not_nesting() -> None:
