@@ -53,20 +53,20 @@ __version__ = VERSION
 # Public name -> the module that defines it. Each is imported on first use, so that `import hfshard` takes no time.
 # transformers is imported only in a call with one of its models or classes.
 _HOMES = {
-    "CheckpointDiff": "viewing.diff_tensors",
+    "CheckpointDiff": "viewing.results",
     "CheckpointIndex": "format.index",
     "CheckpointManager": "training.manager",
     "FileDigest": "format.index",
     "HfshardError": "errors",
     "PlannedShard": "shards.shard_plan",
-    "Problem": "checkpoint.verifier",
+    "Problem": "checkpoint.verify_report",
     "PushResult": "hub.repo",
     "RemovalReport": "removal.removal_plan",
     "ShardPlan": "shards.shard_plan",
     "ShardedModelMixin": "models.mixin",
-    "TensorDiff": "viewing.diff_tensors",
+    "TensorDiff": "viewing.results",
     "TensorSpec": "tensors.stored_tensor",
-    "VerifyReport": "checkpoint.verifier",
+    "VerifyReport": "checkpoint.verify_report",
     "diff_checkpoints": "viewing.diff_checkpoints",
     "distributed": "distributed",
     "errors": "errors",
@@ -99,8 +99,8 @@ if TYPE_CHECKING:
     from hfshard import signing as signing
     from hfshard import training as training
     from hfshard._util.text import parse_size as parse_size
-    from hfshard.checkpoint.verifier import Problem as Problem
-    from hfshard.checkpoint.verifier import VerifyReport as VerifyReport
+    from hfshard.checkpoint.verify_report import Problem as Problem
+    from hfshard.checkpoint.verify_report import VerifyReport as VerifyReport
     from hfshard.errors import HfshardError as HfshardError
     from hfshard.format.index import CheckpointIndex as CheckpointIndex
     from hfshard.format.index import FileDigest as FileDigest
@@ -125,8 +125,8 @@ if TYPE_CHECKING:
     from hfshard.training.manager import CheckpointManager as CheckpointManager
     from hfshard.verify import verify_checkpoint as verify_checkpoint
     from hfshard.viewing.diff_checkpoints import diff_checkpoints as diff_checkpoints
-    from hfshard.viewing.diff_tensors import CheckpointDiff as CheckpointDiff
-    from hfshard.viewing.diff_tensors import TensorDiff as TensorDiff
+    from hfshard.viewing.results import CheckpointDiff as CheckpointDiff
+    from hfshard.viewing.results import TensorDiff as TensorDiff
     from hfshard.viewing.show import show_checkpoint as show_checkpoint
 else:
     __getattr__, __dir__ = lazy_exports(__name__, _HOMES)

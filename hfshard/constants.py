@@ -28,8 +28,8 @@ MAX_CONFIG_BYTES: Final = 64 * 1024 * 1024
 MAX_DIMENSIONS: Final = 1024
 """The most dimensions of a tensor: torch needs a quarter of a second to inspect one with 10,000; models have six."""
 
-MAX_JSON_DEPTH: Final = 64
-"""The most levels of nesting in an index or header; real ones have four."""
+MAX_JSON_DEPTH: Final = 128
+"""The most levels of nesting in JSON; an index or a header has four, and the deepest training state about 90."""
 
 LFS_POINTER_MARK: Final = b"version https://git-lfs"
 """The beginning of the small text file that git leaves in place of a file that git-lfs has not fetched."""

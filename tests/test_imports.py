@@ -275,6 +275,13 @@ def test_parse_size_needs_no_torch(child_environment: dict[str, str]) -> None:
     assert _loaded_by("import hfshard; hfshard.parse_size('5GB')", child_environment) == {"hfshard"}
 
 
+@pytest.mark.parametrize(
+    "name", ["CheckpointDiff", "CheckpointIndex", "FileDigest", "Problem", "PushResult", "TensorDiff", "VerifyReport"]
+)
+def test_results_need_no_torch(name: str, child_environment: dict[str, str]) -> None:
+    assert _loaded_by(f"from hfshard import {name}", child_environment) <= {"hfshard", "xxhash"}
+
+
 def _imported_at_once(module: str, found: set[str]) -> set[str]:
     """Every module that the import of one of ours imports, whoever of ours it is that does."""
     found.add(module)

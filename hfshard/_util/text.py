@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from itertools import islice
 from typing import Final
 
-from hfshard.errors import InvalidSizeError, InvalidSizeTypeError
+from hfshard.errors import InvalidSizeError, InvalidSizeTypeError, escaped
 
 _USER: Final = re.compile(
     r"(?:(?<=://)|(?<=\w\w:/))(?:[^\s/?#\"'<>]*@|[^\s/?#\"'<>@:]+:(?!\d+[/?#])[^\s?#\"'<>]*@)"
@@ -33,6 +33,16 @@ def shorten_list(items: Collection[str], most: int, *, quote: bool = False) -> s
     """
     shown = ", ".join(f"'{item}'" if quote else item for item in islice(items, most))
     return shown if len(items) <= most else f"{shown} and {len(items) - most} more"
+
+
+def printable(text: str) -> str:
+    """Escape what would move a terminal's cursor, or hide or reorder text: strangers choose names in checkpoints."""
+    return escaped(text, keep="")
+
+
+def count_of(number: int, noun: str) -> str:
+    """Format a number with its noun: "1 file", "2,000 files"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def nearest_first(name: str, others: Sequence[str]) -> list[str]:

@@ -21,6 +21,8 @@ from hfshard.checkpoint.check_files import (
 from hfshard.checkpoint.folder import Folder, as_folder
 from hfshard.checkpoint.locate import entry_of, locate_checkpoint, weights_bytes
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
+from hfshard.checkpoint.verify_report import Problem as Problem
+from hfshard.checkpoint.verify_report import VerifyReport as VerifyReport
 from hfshard.constants import FILES_AT_ONCE, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
 from hfshard.errors import (
     AmbiguousWeightsError,
@@ -358,42 +360,3 @@ class Verifier:
                 self.findings.warnings.append(
                     f"'{name}' is not part of a checkpoint here; the next save by hfshard keeps or deletes it."
                 )
-
-
-# Report of a check.
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """One thing that is wrong with a checkpoint."""
-
-    file: str
-    """Path of the file."""
-    tensor: str | None
-    """FQN, if the problem is about one tensor."""
-    message: str
-    """Description of the problem, its location, and the remedy."""
-
-
-@dataclass(frozen=True, slots=True)
-class VerifyReport:
-    """Findings of `verify_checkpoint`."""
-
-    directory: str
-    files: tuple[str, ...]
-    """Names of the files that were checked."""
-    problems: tuple[Problem, ...]
-    warnings: tuple[str, ...]
-    """Checks that were not possible, and files that belong to no checkpoint."""
-    checked_bytes: int
-    """Bytes whose checksum was compared."""
-    signed_by: str | None = None
-    """Signer of all files, if a signature was required, every byte was compared, and nothing is wrong."""
-    checkpoints: tuple[VerifyReport, ...] = ()
-    """For a run: the report of each checkpoint, in the order in which they were saved, then that of a model next to
-    them. This report includes all their findings, with the files' paths in the run."""
-
-    @property
-    def ok(self) -> bool:
-        """True if nothing is wrong."""
-        return not self.problems

@@ -8,18 +8,15 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
-from hfshard._util.text import format_size
+from hfshard._util.text import count_of, format_size, printable
 from hfshard.cli.output import (
     bar,
     checksum_text,
-    count_of,
     print_json,
     print_message,
     print_text,
-    printable,
     table,
 )
 from hfshard.cli.shared_arguments import (
@@ -28,6 +25,7 @@ from hfshard.cli.shared_arguments import (
     CommandGroup,
     add_best,
     add_checkpoint,
+    add_choice,
     add_directory,
     add_format,
     add_key,
@@ -40,8 +38,8 @@ from hfshard.errors import InvalidArgumentError, printable_message
 from hfshard.signing.signer import SignedBy
 
 if TYPE_CHECKING:
-    from hfshard.checkpoint.verifier import Problem, VerifyReport
-    from hfshard.viewing.inspection import Inspection, TensorEntry
+    from hfshard.checkpoint.verify_report import Problem, VerifyReport
+    from hfshard.viewing.results import Inspection, TensorEntry
 
 _LARGEST: Final = 5
 """Tensors that `inspect` shows without `--tensors`."""
@@ -177,12 +175,11 @@ def print_problems(problems: Sequence[Problem], word: str = "DAMAGED") -> None:
 
 
 def _headline(found: Inspection) -> str:
-    shards = sum(1 for file in found.files if file.tensors is not None)
     rows = [
         ["checkpoint", found.directory],
         ["entry file", found.entry],
         *([["found under", found.key]] if found.key is not None else []),
-        ["weights", f"{format_size(found.nbytes)} in {count_of(shards, 'file')}"],
+        ["weights", f"{format_size(found.nbytes)} in {count_of(len(found.weights_files), 'file')}"],
         ["tensors", f"{count_of(len(found.tensors), 'tensor')}, {found.parameters:,} parameters"],
         ["checksums", "yes" if found.is_verifiable else "none: saved by another tool"],
         *(
@@ -195,14 +192,14 @@ def _headline(found: Inspection) -> str:
 
 
 def _files_table(found: Inspection) -> str:
-    largest = max((file.nbytes for file in found.files), default=0)
+    largest = found.largest_file_bytes
     rows = [
         [
             file.name,
             format_size(file.nbytes),
             bar(file.nbytes, largest),
             "" if file.tensors is None else f"{file.tensors:,}",
-            checksum_text(file.digest.sha256, file.digest.xxh3),
+            checksum_text(file.digest),
         ]
         for file in found.files
     ]
@@ -228,8 +225,8 @@ def _tensors_table(title: str, tensors: list[TensorEntry]) -> str:
         [
             tensor.name,
             tensor.dtype,
-            "×".join(map(str, tensor.shape)) or "scalar",
-            f"{prod(tensor.shape):,}",
+            tensor.shape_text(),
+            f"{tensor.parameters:,}",
             format_size(tensor.nbytes),
             tensor.file,
         ]
@@ -300,9 +297,7 @@ def add_show(commands: CommandGroup) -> None:
     parser.add_argument(
         "--png-size", default="1280x800", metavar="WxH", help="screenshot size in pixels (default: %(default)s)"
     )
-    parser.add_argument(
-        "--png-theme", choices=("light", "dark"), default="light", help="screenshot theme (default: %(default)s)"
-    )
+    add_choice(parser, "--png-theme", ("light", "dark"), "light", "screenshot theme")
     parser.add_argument("--against", metavar="BASE", help="show the differences from another checkpoint")
     add_best(parser, "for a run: mark")
     add_token(parser)
@@ -398,12 +393,8 @@ def add_sign(commands: CommandGroup) -> None:
     parser.add_argument(
         "--trust-config", metavar="FILE", help="with --sigstore: JSON file with the keys of another Sigstore"
     )
-    parser.add_argument(
-        "--verify",
-        choices=("structure", "full"),
-        default="structure",
-        help="full: also read the shards, and compare every byte before signing (default: %(default)s)",
-    )
+    text = "full: also read the shards, and compare every byte before signing"
+    add_choice(parser, "--verify", ("structure", "full"), "structure", text)
     add_format(parser)
     add_no_progress(parser)
 

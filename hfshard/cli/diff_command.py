@@ -8,12 +8,12 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Final, get_args
+from dataclasses import dataclass
+from typing import Any, Final
 
 from hfshard._util.arguments import absolute_path
-from hfshard._util.text import format_size, shorten_list
-from hfshard.cli.output import count_of, elide_middle, has_colors, print_json, print_text, printable, table
+from hfshard._util.text import count_of, format_size, printable, shorten_list
+from hfshard.cli.output import elide_middle, has_colors, print_json, print_text, table
 from hfshard.cli.shared_arguments import (
     REPO,
     STORE,
@@ -24,12 +24,9 @@ from hfshard.cli.shared_arguments import (
     add_variant,
     add_verify_level,
 )
-from hfshard.viewing.module_tree import FoldedRow, LayerStack, fold_names, fold_rows, layer_grid, natural_order
-
-if TYPE_CHECKING:
-    from hfshard.viewing.diff_tensors import CheckpointDiff, TensorDiff, ValueDiff
-    from hfshard.viewing.diff_values import NormScale
-    from hfshard.viewing.inspection import TensorEntry
+from hfshard.viewing.describe import headline, rename_rules
+from hfshard.viewing.module_tree import LayerStack, fold_names, fold_rows, layer_grid, natural_order
+from hfshard.viewing.results import FROM_ZERO, KIND_WORDS, LEAST, CheckpointDiff, NormScale, TensorDiff
 
 _EXIT_SAME = 0
 _EXIT_DIFFERENT = 1
@@ -86,7 +83,7 @@ def diff(arguments: argparse.Namespace) -> int:
         progress=arguments.progress,
     )
     if arguments.format == "json":
-        print_json(diff_as_json(found))
+        print_json({"headline": headline(found), **found.as_json()})
     else:
         places = (_shown_place(arguments.a, found.a), _shown_place(arguments.b, found.b))
         print_diff(found, places, lists_all=arguments.all)
@@ -101,15 +98,13 @@ def print_diff(found: CheckpointDiff, places: tuple[str, str], *, lists_all: boo
         places: The displayed names of both checkpoints.
         lists_all: Whether to list every tensor that differs.
     """
-    from hfshard.viewing.describe import headline
-
     columns = shutil.get_terminal_size().columns
     print_text(printable(headline(found)))
     print_text("\n" + places_table(found, *places))
     print_text(f"\n{_comparison_method(found)}")
     for line in (*not_finite_lines(found), *zero_before_lines(found)):
         print_text(line)
-    if all(tensor.kind == "same" for tensor in found.tensors):
+    if not found.differing:
         return
     renames = renames_table(found)
     if renames:
@@ -134,50 +129,6 @@ def _comparison_method(found: CheckpointDiff) -> str:
     if found.read_bytes == 0:
         return "Compared by names and digests; no tensor was read."
     return f"{format_size(found.read_bytes)} of tensors were read."
-
-
-# A diff as one JSON document.
-
-
-def diff_as_json(found: CheckpointDiff) -> dict[str, Any]:
-    """Return everything, for `--format json`; numbers that JSON lacks (infinity) are null."""
-    from hfshard.viewing.describe import headline
-    from hfshard.viewing.diff_tensors import DiffKind
-
-    counts = found.counts
-    return {
-        "a": found.a,
-        "b": found.b,
-        "is_same": found.is_same,
-        "headline": headline(found),
-        "counts": {kind: counts.get(kind, 0) for kind in get_args(DiffKind)},
-        "read_bytes": found.read_bytes,
-        "retied": list(found.retied),
-        "ties_a": found.ties_a,
-        "ties_b": found.ties_b,
-        "tensors": [
-            {
-                "kind": tensor.kind,
-                "a": _facts_as_json(tensor.a),
-                "b": _facts_as_json(tensor.b),
-                "values": _values_as_json(tensor.values),
-            }
-            for tensor in found.tensors
-        ],
-    }
-
-
-def _facts_as_json(facts: TensorEntry | None) -> dict[str, Any] | None:
-    return None if facts is None else {**asdict(facts), "shape": list(facts.shape)}
-
-
-def _values_as_json(values: ValueDiff | None) -> dict[str, Any] | None:
-    if values is None:
-        return None
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in asdict(values).items()
-    }
 
 
 # Heat maps of how much each tensor of each layer changed, drawn with characters: kinds of tensors x layers.
@@ -220,12 +171,10 @@ def heat_maps(found: CheckpointDiff, style: HeatMapStyle) -> Iterator[str]:
     Yields:
         Lines: maps of the stacks with the largest changes first, then the legend.
     """
-    from hfshard.viewing.diff_values import norm_scale
-
     norms: dict[str, float] = {}
     for one in found.tensors:  # a name may be in several pairs
         norms[one.name] = max(_heat(one), norms.get(one.name, 0.0))
-    scale = norm_scale(norms.values())
+    scale = found.norm_scale()
     stacks = [
         stack
         for stack in layer_grid(tensor.name for tensor in found.tensors).stacks
@@ -242,8 +191,6 @@ def heat_maps(found: CheckpointDiff, style: HeatMapStyle) -> Iterator[str]:
 
 def _heat(tensor: TensorDiff) -> float:
     """Return the relative norm; not zero for a change that is not finite, too small for a norm, or a zero's sign."""
-    from hfshard.viewing.diff_values import LEAST
-
     if tensor.values is None:
         return 0.0 if tensor.kind in ("same", "renamed") else _NOT_MEASURED
     is_changed = tensor.kind == "changed" or tensor.values.changed > 0
@@ -324,8 +271,6 @@ _SAME: Final = "same"
 _VALUES: Final = (">elements", ">norm", ">largest")
 _MODULE_VALUES: Final = 2
 """The number of these in a table of modules, whose names need the space."""
-_FROM_ZERO: Final = "from 0"
-"""Text in place of a relative norm."""
 
 
 def places_table(found: CheckpointDiff, place_a: str, place_b: str) -> str:
@@ -343,8 +288,6 @@ def places_table(found: CheckpointDiff, place_a: str, place_b: str) -> str:
 
 def renames_table(found: CheckpointDiff) -> str:
     """List the rules by which names differ; "" if none does."""
-    from hfshard.viewing.describe import rename_rules
-
     pairs = [(one.a.name, one.b.name) for one in found.tensors if one.kind == "renamed" and one.a and one.b]
     rules = rename_rules(pairs)
     rows = [[f"{count:,}", elide_middle(rule.as_text(), 60)] for rule, count in rules[:_MOST_RULES]]
@@ -359,11 +302,13 @@ def modules_table(found: CheckpointDiff, columns: int) -> str:
     tree = fold_names({tensor.name: _difference(tensor) for tensor in found.tensors})
     rows = fold_rows(tree, hidden=_SAME, most=_MOST_ROWS)
     by_name = {tensor.name: tensor for tensor in found.tensors}
-    has_values = any(tensor.values for tensor in found.tensors)
+    has_values = found.has_values
     cells = []
     for row in rows:
-        values = _values_of(row, by_name)[:_MODULE_VALUES] if has_values else []
-        cells.append([_marks_text(row.marks), _count_text(row.marks), *values, row.path or "(everywhere)"])
+        tensors = [by_name[name] for module in row.modules for name in module.tensors()]
+        values = _values_cells(tensors)[:_MODULE_VALUES] if has_values else []
+        marks = ", ".join(mark for mark in row.marks if mark != _SAME)
+        cells.append([marks, _count_text(row.marks), *values, row.path or "(everywhere)"])
     same = found.counts.get("same", 0)
     if same:
         cells.append([_SAME, f"{same:,}", *([""] * _MODULE_VALUES if has_values else []), "the rest"])
@@ -373,8 +318,8 @@ def modules_table(found: CheckpointDiff, columns: int) -> str:
 
 def tensors_table(found: CheckpointDiff) -> str:
     """List every tensor that differs, by name."""
-    differing = sorted((one for one in found.tensors if one.kind != "same"), key=lambda one: natural_order(one.name))
-    has_values = any(tensor.values for tensor in differing)
+    differing = sorted(found.differing, key=lambda one: natural_order(one.name))
+    has_values = found.has_values
     rows = []
     for tensor in differing:
         values = _values_cells([tensor]) if has_values else []
@@ -402,7 +347,7 @@ def not_finite_lines(found: CheckpointDiff) -> list[str]:
 
 def zero_before_lines(found: CheckpointDiff) -> list[str]:
     """Report tensors that were zero in A and are not in B, which have no relative norm."""
-    names = [tensor.name for tensor in found.tensors if tensor.values and tensor.values.was_zero]
+    names = found.zero_in_a
     if not names:
         return []
     text = shorten_list([elide_middle(printable(name), 60) for name in names], 3)
@@ -413,20 +358,12 @@ def _difference(tensor: TensorDiff) -> str:
     """Return a table's name for the difference."""
     if tensor.kind == "cast" and tensor.a and tensor.b:
         return f"cast {tensor.a.dtype}→{tensor.b.dtype}"
-    return tensor.kind.replace("only_in_a", "only in A").replace("only_in_b", "only in B")
-
-
-def _marks_text(marks: Counter[str]) -> str:
-    return ", ".join(mark for mark in marks if mark != _SAME)
+    return KIND_WORDS[tensor.kind]
 
 
 def _count_text(marks: Counter[str]) -> str:
     differing = marks.total() - marks[_SAME]
     return f"{differing:,} of {marks.total():,}" if marks[_SAME] else f"{differing:,}"
-
-
-def _values_of(row: FoldedRow, by_name: dict[str, TensorDiff]) -> list[str]:
-    return _values_cells(by_name[name] for module in row.modules for name in module.tensors())
 
 
 def _values_cells(tensors: Iterable[TensorDiff]) -> list[str]:
@@ -438,17 +375,13 @@ def _values_cells(tensors: Iterable[TensorDiff]) -> list[str]:
     changed = sum(value.changed for value in values)
     share = "none" if not changed else f"{max(changed / elements, 0.001):.1%}"
     norms = [value.relative_norm for value in values if not value.was_zero]
-    norm = f"{max(norms):.1e}" if norms else _FROM_ZERO
+    norm = f"{max(norms):.1e}" if norms else FROM_ZERO
     return [share, norm, f"{max(value.max_abs for value in values):.1e}"]
 
 
 def _shapes_text(tensor: TensorDiff) -> str:
-    texts = [_shape_text(facts) for facts in (tensor.a, tensor.b) if facts]
+    texts = [facts.shape_text() for facts in (tensor.a, tensor.b) if facts]
     return texts[0] if len(set(texts)) == 1 else "→".join(texts)
-
-
-def _shape_text(facts: TensorEntry) -> str:
-    return "×".join(map(str, facts.shape)) or "scalar"
 
 
 def _names_text(tensor: TensorDiff) -> str:

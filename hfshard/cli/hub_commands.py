@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 
-from hfshard._util.text import format_size
-from hfshard.cli.output import print_json, print_message, print_text, printable, short_hash, table
+from hfshard._util.text import format_size, printable
+from hfshard.cli.output import print_json, print_message, print_text, short_hash, table
 from hfshard.cli.shared_arguments import (
     OR_STORE,
     REPO,

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from typing import Final, NoReturn
 
 from hfshard._util.addresses import check_slashes, is_store_address
-from hfshard._util.text import without_url_secrets
+from hfshard._util.text import printable, without_url_secrets
 from hfshard.cli import check_commands, diff_command, hub_commands, rewrite_commands, run_command
-from hfshard.cli.output import discard_stdout, open_missing_streams, print_message, printable, use_any_encoding
+from hfshard.cli.output import discard_stdout, open_missing_streams, print_message, use_any_encoding
 from hfshard.cli.shared_arguments import Commands
 from hfshard.constants import VERSION
 from hfshard.errors import HfshardError, InvalidArgumentError, InvalidPathError, InvalidSizeError, InvalidSizeTypeError

@@ -7,10 +7,12 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any, Final, TextIO
+from typing import TYPE_CHECKING, Any, Final, TextIO
 
-from hfshard._util.text import without_url_secrets
-from hfshard.errors import escaped
+from hfshard._util.text import printable, without_url_secrets
+
+if TYPE_CHECKING:
+    from hfshard.format.index import FileDigest
 
 _BAR_COLUMNS: Final = 20
 _EIGHTHS: Final = " ▏▎▍▌▋▊▉█"
@@ -66,11 +68,6 @@ def is_confirmed(question: str) -> bool:
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
-def printable(text: str) -> str:
-    """Escape what would move the cursor or hide text: a stranger may have chosen the names in a checkpoint."""
-    return escaped(text, keep="")
-
-
 def elide_middle(text: str, most: int) -> str:
     """Cut the middle out of a text with more than `most` characters; both ends distinguish tensors."""
     if len(text) <= most:
@@ -84,22 +81,17 @@ def has_colors(stream: TextIO) -> bool:
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
-def count_of(number: int, noun: str) -> str:
-    """Format a number with its noun: "1 file", "2,000 files"."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
 def short_hash(digest: str) -> str:
     """Return the first digits of a hash or commit."""
     return digest[:_HASH_DIGITS]
 
 
-def checksum_text(sha256: str | None, xxh3: str | None) -> str:
+def checksum_text(recorded: FileDigest) -> str:
     """Format the recorded checksum of a file for a table; "" if there is none."""
-    for kind, digest in (("sha256", sha256), ("xxh3", xxh3)):
-        if digest is not None:
-            return f"{kind} {short_hash(digest)}…"
-    return ""
+    if recorded.checksum is None:
+        return ""
+    kind, digest = recorded.checksum
+    return f"{kind} {short_hash(digest)}…"
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

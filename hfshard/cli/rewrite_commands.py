@@ -11,16 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from hfshard._util.text import format_size
+from hfshard._util.text import count_of, format_size, printable
 from hfshard.cli.check_commands import print_problems
 from hfshard.cli.output import (
     checksum_text,
-    count_of,
     is_confirmed,
     print_json,
     print_message,
     print_text,
-    printable,
     table,
 )
 from hfshard.cli.shared_arguments import (
@@ -42,7 +40,7 @@ from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
 from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError
 
 if TYPE_CHECKING:
-    from hfshard.checkpoint.verifier import Problem
+    from hfshard.checkpoint.verify_report import Problem
     from hfshard.format.index import FileDigest
     from hfshard.removal.removal_plan import RemovalReport
     from hfshard.saving.resharding import ReshardResult
@@ -227,7 +225,7 @@ def _result_as_text(result: ReshardResult, variant: str | None) -> str:
     if result.companion_files:
         rows.append(["copied", ", ".join(result.companion_files)])
     files = [
-        [name, format_size(digest.size or 0), f"{counts[name]:,}", checksum_text(digest.sha256, digest.xxh3)]
+        [name, format_size(digest.size or 0), f"{counts[name]:,}", checksum_text(digest)]
         for name, digest in weights.items()
     ]
     parts = [table(["", ""], rows).lstrip("\n"), table(["file", ">size", ">tensors", "checksum"], files)]
@@ -258,7 +256,7 @@ def checkpoints(arguments: argparse.Namespace) -> int:
     """Show the checkpoints of a run; exit 0 if none is damaged or unfinished, 1 if one is, or there is none."""
     listed = _list_checkpoints(arguments)
     if arguments.format == "json":
-        print_json({"directory": arguments.directory, "checkpoints": [_listed_as_json(entry) for entry in listed]})
+        print_json({"directory": arguments.directory, "checkpoints": [entry.as_json() for entry in listed]})
     else:
         print_text(_listed_table(listed))
         if any(entry.problems for entry in listed):
@@ -289,25 +287,28 @@ def _list_checkpoints(arguments: argparse.Namespace) -> list[ListedCheckpoint]:
 
 
 def _listed_table(listed: Sequence[ListedCheckpoint]) -> str:
+    from hfshard.viewing.run_listing import metrics_text
+
     rows = [
         [
             str(entry.step),
             "" if entry.save_number is None else str(entry.save_number),
-            "" if entry.saved is None else f"{entry.saved:%Y-%m-%d %H:%M}",
+            entry.saved_text,
             "" if entry.size is None else format_size(entry.size),
             "" if entry.files is None else str(entry.files),
-            ", ".join(f"{name} {value:.6g}" for name, value in sorted(entry.metrics.items())),
-            entry.state,
+            metrics_text(entry.metrics),
+            _state_text(entry),
         ]
         for entry in listed
     ]
     return table([">step", ">save", "saved (UTC)", ">size", ">files", "metrics", ""], rows)
 
 
-def _listed_as_json(entry: ListedCheckpoint) -> dict[str, Any]:
-    saved = None if entry.saved is None else entry.saved.isoformat()
-    metrics = {name: value if abs(value) < float("inf") else str(value) for name, value in entry.metrics.items()}
-    return {**asdict(entry), "saved": saved, "metrics": metrics, "is_damaged": entry.is_damaged}
+def _state_text(entry: ListedCheckpoint) -> str:
+    """Describe the state of a checkpoint, what is wrong with it in capitals."""
+    is_intact = entry.is_verified and not entry.problems
+    words = [word.upper() if word in ("damaged", "unfinished") else word for word in entry.states]
+    return ", ".join(["intact", *words] if is_intact else words)
 
 
 def add_convert(commands: CommandGroup) -> None:

@@ -15,8 +15,7 @@ from importlib.util import find_spec
 from typing import Final, NoReturn
 
 from hfshard._util.import_hook import ANNOUNCED, announce_once
-from hfshard._util.text import without_url_secrets
-from hfshard.cli.output import printable
+from hfshard._util.text import printable, without_url_secrets
 from hfshard.cli.shared_arguments import CommandGroup, add_checksum, add_verify_level
 from hfshard.errors import InvalidArgumentError, InvalidPathError, printable_message
 

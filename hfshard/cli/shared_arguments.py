@@ -106,22 +106,17 @@ def add_variant(parser: argparse.ArgumentParser) -> None:
 
 def add_verify_level(parser: argparse.ArgumentParser, text: str) -> None:
     """Add `--verify`, the level of checks of a load."""
-    parser.add_argument(
-        "--verify",
-        choices=("none", "structure", "full"),
-        default="structure",
-        help=f"{text} (default: %(default)s)",
-    )
+    add_choice(parser, "--verify", ("none", "structure", "full"), "structure", text)
 
 
 def add_checksum(parser: argparse.ArgumentParser, text: str) -> None:
     """Add `--checksum` of the files that a save writes."""
-    parser.add_argument(
-        "--checksum",
-        choices=("sha256", "xxh3", "none"),
-        default="sha256",
-        help=f"{text} (default: %(default)s)",
-    )
+    add_choice(parser, "--checksum", ("sha256", "xxh3", "none"), "sha256", text)
+
+
+def add_choice(parser: argparse.ArgumentParser, option: str, choices: tuple[str, ...], default: str, text: str) -> None:
+    """Add an option that has one of several values, and say which it has if it is not given."""
+    parser.add_argument(option, choices=choices, default=default, help=f"{text} (default: %(default)s)")
 
 
 def add_format(parser: argparse.ArgumentParser) -> None:
@@ -158,6 +153,4 @@ def shard_size(text: str) -> int | str:
 def add_best(parser: argparse.ArgumentParser, mark: str) -> None:
     """Add `--best` and `--metric-mode`, which choose a checkpoint of a run."""
     parser.add_argument("--best", metavar="METRIC", help=f"{mark} the checkpoint with the best value of this metric")
-    parser.add_argument(
-        "--metric-mode", choices=("min", "max"), default="min", help="which value is best (default: %(default)s)"
-    )
+    add_choice(parser, "--metric-mode", ("min", "max"), "min", "which value is best")

@@ -367,8 +367,8 @@ class Watch:
                 self._check_told(awaits_leader=False)
                 longest_silence = max(self._check_life(ranks, suspicion_seconds).values(), default=0.0)
                 time.sleep(_SUSPICION_PAUSE_SECONDS)
-        except RankFailedError as told:
-            return told
+        except RankFailedError as failure:
+            return failure
         return RankFailedError(
             f"A collective among ranks {_listed(ranks)} failed, though all of them are alive: {error}. Check the "
             "network between them, and start the job again."
@@ -378,15 +378,15 @@ class Watch:
         """Raise a reported failure; a rank that awaits the leader waits for its final record, which may be success."""
         self._looked_at = time.monotonic()
         self._heart.beat_without_thread()
-        told = self._store.get(self._failed_key)
-        if told is None:
+        record = self._store.get(self._failed_key)
+        if record is None:
             return
-        if awaits_leader and not is_final(told):
+        if awaits_leader and not is_final(record):
             self._told_at = self._told_at or self._looked_at
             if self._looked_at - self._told_at < self._death_seconds:
                 return
-        self.has_final_word = is_final(told) or not awaits_leader
-        raise error_from_record(told)
+        self.has_final_word = is_final(record) or not awaits_leader
+        raise error_from_record(record)
 
     def _check_life(
         self, ranks: Collection[int], most_seconds: float, *, awaits_leader: bool = False
@@ -409,12 +409,12 @@ class Watch:
 
     def _check_last_words(self, rank: int, *, awaits_leader: bool) -> None:
         """Raise what was reported before a rank died; if the leader is awaited, only its final record or the dead's."""
-        told = self._store.get(self._failed_key)
-        if told is None:
+        record = self._store.get(self._failed_key)
+        if record is None:
             return
-        error = error_from_record(told)
-        if not awaits_leader or is_final(told) or error.rank == rank:
-            self.has_final_word = is_final(told) or not awaits_leader
+        error = error_from_record(record)
+        if not awaits_leader or is_final(record) or error.rank == rank:
+            self.has_final_word = is_final(record) or not awaits_leader
             raise error
 
 
@@ -549,14 +549,14 @@ def is_final(record: bytes) -> bool:
 
 def error_from_record(record: bytes) -> RankFailedError:
     """Create the error to raise for another rank's record."""
-    told: Mapping[str, Any] = json.loads(record)
-    if told["kind"] in ("RankFailedError", "RankMissingError"):
-        kind = RankMissingError if told["kind"] == "RankMissingError" else RankFailedError
-        return kind(told["words"], rank=told["rank"])
-    said = told["words"].removesuffix(".")
-    advice = "Call" if told["kind"] == "CheckpointChangedError" else "Fix that, and call"
-    words = f"Rank {told['rank']} failed, so the other ranks gave up: {said}. {advice} again on every rank."
-    return RankFailedError(with_unknown_outcome(words) if told["may_be_done"] else words, rank=told["rank"])
+    values: Mapping[str, Any] = json.loads(record)
+    if values["kind"] in ("RankFailedError", "RankMissingError"):
+        kind = RankMissingError if values["kind"] == "RankMissingError" else RankFailedError
+        return kind(values["words"], rank=values["rank"])
+    message = values["words"].removesuffix(".")
+    advice = "Call" if values["kind"] == "CheckpointChangedError" else "Fix that, and call"
+    words = f"Rank {values['rank']} failed, so the other ranks gave up: {message}. {advice} again on every rank."
+    return RankFailedError(with_unknown_outcome(words) if values["may_be_done"] else words, rank=values["rank"])
 
 
 def death_error(rank: int, silent_seconds: float) -> RankFailedError:

@@ -412,10 +412,10 @@ def fetch_together(ranks: Session, source: CheckpointSource, progress: bool | No
     local = source.find_local()
     if local is not None and local.mirror is not None:
         local.mirror.fill()
-    told = ranks.meet("source", _snapshot_of(local, source) if local is not None else _cache_of(source))
+    answers = ranks.meet("source", _snapshot_of(local, source) if local is not None else _cache_of(source))
     if local is not None:
-        return _same_snapshot(local, source, told)
-    return _fetch_once(ranks, source, told, progress)
+        return _same_snapshot(local, source, answers)
+    return _fetch_once(ranks, source, answers, progress)
 
 
 def attempt_together(
@@ -525,8 +525,8 @@ def confirm_same(ranks: Session, checkpoint: OpenCheckpoint, config: bytes | Non
         json_digest(sorted(files)),
         json_digest(file_identities(files)),
     ]
-    told = meet_unchanged(ranks, "checked", json.dumps(digests).encode())
-    said = {rank: json.loads(words) for rank, words in told.items()}
+    answers = meet_unchanged(ranks, "checked", json.dumps(digests).encode())
+    said = {rank: json.loads(words) for rank, words in answers.items()}
     _reject_others(checkpoint, {rank: words[0] for rank, words in said.items()})
     if len({words[1] for words in said.values()}) == 1 < len({words[2] for words in said.values()}):  # copies
         _reject_others(checkpoint, meet_unchanged(ranks, "copies", contents_digest(checkpoint).encode()))
@@ -554,13 +554,13 @@ def meet_unchanged(ranks: Session, word: str, value: bytes = b"") -> dict[int, b
         CheckpointChangedError: One does; every rank raises this, with `actual` so that it is not reported again.
         RankFailedError: A rank failed or died.
     """
-    told = ranks.meet(word, value)
-    if _CHANGED in told.values():
-        rank = next(rank for rank, said in told.items() if said == _CHANGED)
+    answers = ranks.meet(word, value)
+    if _CHANGED in answers.values():
+        rank = next(rank for rank, said in answers.items() if said == _CHANGED)
         raise CheckpointChangedError(
             f"The checkpoint was replaced while rank {rank} read it. Load it again.", actual=_CHANGED
         )
-    return told
+    return answers
 
 
 @contextmanager
@@ -653,9 +653,9 @@ def _snapshot_of(local: ResolvedSource, source: CheckpointSource) -> bytes:
     return _SNAPSHOT + os.path.basename(local.path).encode() if source.place.has_revisions else b""
 
 
-def _same_snapshot(local: ResolvedSource, source: CheckpointSource, told: Mapping[int, bytes]) -> ResolvedSource:
+def _same_snapshot(local: ResolvedSource, source: CheckpointSource, answers: Mapping[int, bytes]) -> ResolvedSource:
     """Replace this rank's commit of a directory hub by the one that the first rank has found."""
-    first = next((words for words in told.values() if words.startswith(_SNAPSHOT)), b"")
+    first = next((words for words in answers.values() if words.startswith(_SNAPSHOT)), b"")
     if _snapshot_of(local, source) in (b"", first):
         return local
     commit = first.removeprefix(_SNAPSHOT).decode()

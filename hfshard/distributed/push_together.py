@@ -49,8 +49,8 @@ def agree_on_repo(ranks: Session, repo_id: str) -> None:
     Raises:
         InvalidArgumentError: They do not.
     """
-    told = ranks.meet("repo", repo_id.encode(errors="surrogateescape"))
-    said = {rank: raw.decode(errors="surrogateescape") for rank, raw in told.items()}
+    answers = ranks.meet("repo", repo_id.encode(errors="surrogateescape"))
+    said = {rank: raw.decode(errors="surrogateescape") for rank, raw in answers.items()}
     first = ranks.leader
     other = next((rank for rank in said if said[rank] != said[first]), None)
     if other is not None:

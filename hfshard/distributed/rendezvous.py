@@ -503,11 +503,11 @@ class Session:
             except BaseException as caught:  # noqa: BLE001 - raised below: the other ranks wait for the outcome
                 error = caught
         own = [value, None if error is None else describe_error(error)] if self.is_leader else None
-        value, told = json.loads(self.meet("share", json.dumps(own).encode())[self.leader])
+        value, failure = json.loads(self.meet("share", json.dumps(own).encode())[self.leader])
         if error is not None:
             raise error
-        if told is not None:
-            raise self._failed(self.leader, told)
+        if failure is not None:
+            raise self._failed(self.leader, failure)
         return value  # type: ignore[no-any-return]
 
     def each(self, work: Callable[[], _Value]) -> _Value:
@@ -532,8 +532,10 @@ class Session:
             RankFailedError: Another rank has an error. A rank with its own error raises that.
         """
         if not self.is_alone:
-            told = self.all_of(None if error is None else describe_error(error))
-            failed = next(((rank, text) for rank, text in zip(self.ranks, told, strict=True) if text is not None), None)
+            failures = self.all_of(None if error is None else describe_error(error))
+            failed = next(
+                ((rank, text) for rank, text in zip(self.ranks, failures, strict=True) if text is not None), None
+            )
             if error is None and failed is not None:
                 raise self._failed(*failed)
         if error is not None:
@@ -645,10 +647,10 @@ class Session:
             return
         record = failure_record(error, self.rank, may_be_done=self._may_be_done)
         with suppress(RankFailedError):
-            told = self._store.get(failed_key(self.tag))
+            known = self._store.get(failed_key(self.tag))
             if self.is_leader:
-                self._put("failed", final_record(told or record))
-            elif told is None:
+                self._put("failed", final_record(known or record))
+            elif known is None:
                 self._put("failed", record)
 
     def begin_step(self) -> None:
@@ -743,11 +745,11 @@ class Session:
             else:
                 self._store.delete(mine)
             return
-        theirs = self._keys_of_others(timeout_seconds)
+        keys_of_others = self._keys_of_others(timeout_seconds)
         self._heart.stop()
-        if theirs is None:  # A rank that was stopped may continue: it must find what it waits for.
+        if keys_of_others is None:  # A rank that was stopped may continue: it must find what it waits for.
             return
-        keys = {*theirs, *self._keys, *self.outcome_keys}
+        keys = {*keys_of_others, *self._keys, *self.outcome_keys}
         self._store.delete(self._without_last(keys) if self._keep_outcome_keys else keys)
 
     def _without_last(self, keys: Iterable[str]) -> list[str]:

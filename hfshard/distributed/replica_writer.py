@@ -95,15 +95,15 @@ class ReplicaWriter(OwnShardWriter):
         file_bytes = [sum(map(tensor_nbytes, job.tensors.values())) for job in jobs]
         owners = assign_owners(file_bytes, self._those_who_see(os.path.dirname(jobs[0].path)))
         order = WriteTask.of("write", jobs, checksum).to_json(self._names).decode()
-        theirs = [number for number, owner in enumerate(owners) if owner != self._session.rank]
+        others = [number for number, owner in enumerate(owners) if owner != self._session.rank]
         self._ask("compare", [order, owners])
-        contents = dict(zip(theirs, _contents([jobs[number] for number in theirs]), strict=True))
-        told = self._answers({owners[number] for number in theirs})
-        same = {number for number in theirs if told[owners[number]][str(number)] == contents[number]}
+        contents = dict(zip(others, _contents([jobs[number] for number in others]), strict=True))
+        answers = self._answers({owners[number] for number in others})
+        same = {number for number in others if answers[owners[number]][str(number)] == contents[number]}
         self._ask("write", [str(number) for number in sorted(same)])
-        mine = [number for number in range(len(jobs)) if number not in same]
-        own = super().write([jobs[number] for number in mine], checksum, progress_callback)
-        digests = dict(zip(mine, own, strict=True))
+        written_here = [number for number in range(len(jobs)) if number not in same]
+        own = super().write([jobs[number] for number in written_here], checksum, progress_callback)
+        digests = dict(zip(written_here, own, strict=True))
         for written in self._answers({owners[number] for number in same}).values():
             digests |= {int(number): FileDigest(**digest) for number, digest in written.items()}
         if progress_callback is not None:

@@ -44,21 +44,12 @@ _NO_CHECK: Callable[[], None] = lambda: None  # noqa: E731
 
 
 def save_together(request: SaveRequest, place: SavePlace, check: Callable[[], None] = _NO_CHECK) -> CheckpointIndex:
-    """Save a request with the other ranks of the call's process group; see `save_here_or_on_ranks`.
+    """Do what `save_here_or_on_ranks` describes for a process group that has other ranks.
 
     Args:
-        request: Of this rank; its tensors may be DTensors and `SpreadTensor`s. Options, config and other files are
-            those of the first rank.
+        request: This rank's.
         place: The same on all ranks that save together.
         check: As in `save_request`; on the rank that commits.
-
-    Returns:
-        The index, the same on every rank.
-
-    Raises:
-        RankFailedError: Another rank failed, died, or did not come: the old checkpoint stays, unless the message says
-            that the outcome is unknown.
-        Everything that `save_request` raises.
     """
     with session(place.key, needs_all=needs_all_ranks(request)) as ranks:
         if ranks.role is Role.LATE:

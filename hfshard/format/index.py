@@ -9,11 +9,18 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from hfshard.constants import FORMAT_VERSION, MAX_INDEX_BYTES, METADATA_KEY, SAFETENSORS_SUFFIX, WEIGHTS_OVERRIDE_KEY
+from hfshard.constants import (
+    FORMAT_VERSION,
+    MAX_INDEX_BYTES,
+    MAX_JSON_DEPTH,
+    METADATA_KEY,
+    SAFETENSORS_SUFFIX,
+    WEIGHTS_OVERRIDE_KEY,
+)
 from hfshard.errors import DamagedCheckpointError, UnstorableTensorError
 from hfshard.format.digests import TENSOR_DIGEST_HEX
 from hfshard.format.file_names import check_file_name, suffix_of_shards
-from hfshard.format.strict_json import PassOver, dump_json, parse_json_object
+from hfshard.format.strict_json import PassOver, dump_json, is_too_deep, parse_json_object
 
 _DIGEST_HEX: Final = {
     "sha256": "[0-9a-f]{64}",
@@ -48,7 +55,13 @@ class FileDigest:
     @property
     def is_verifiable(self) -> bool:
         """True if a checksum of the complete file is known."""
-        return self.sha256 is not None or self.xxh3 is not None
+        return self.checksum is not None
+
+    @property
+    def checksum(self) -> tuple[str, str] | None:
+        """The kind and the hex digits of the complete file's checksum, sha256 if known; None if there is none."""
+        digests = (("sha256", self.sha256), ("xxh3", self.xxh3))
+        return next(((kind, digest) for kind, digest in digests if digest is not None), None)
 
     def split_tensor_digests(self, count: int) -> list[str] | None:
         """Return the digest of each of `count` tensors; None if they are unknown, or for another number of tensors."""
@@ -92,7 +105,7 @@ class CheckpointIndex:
         """Encode the index file; equal contents give equal bytes.
 
         Raises:
-            UnstorableTensorError: It would be larger than what hfshard reads.
+            UnstorableTensorError: It would be larger, or nested deeper, than what hfshard reads.
         """
         metadata: dict[str, Any] = dict(self.metadata)
         if self.total_size is not None:
@@ -105,6 +118,10 @@ class CheckpointIndex:
         if len(raw) > MAX_INDEX_BYTES:
             raise UnstorableTensorError(
                 f"The index would be {len(raw)} bytes, but hfshard reads at most {MAX_INDEX_BYTES}. Split the model."
+            )
+        if is_too_deep(raw):
+            raise UnstorableTensorError(
+                f"The index's metadata would be nested deeper than {MAX_JSON_DEPTH} levels. Pass deep values as text."
             )
         return raw
 
@@ -132,23 +149,23 @@ class CheckpointIndex:
         metadata = {} if metadata is None else metadata
         if not isinstance(metadata, dict):
             raise _damaged(path, "its 'metadata' must be an object")
-        ours = parse_hfshard_metadata(metadata.get(METADATA_KEY), path)
-        if not weight_map and not ours.files:  # a checkpoint without tensors has a file in a store
+        own = parse_hfshard_metadata(metadata.get(METADATA_KEY), path)
+        if not weight_map and not own.files:  # a checkpoint without tensors has a file in a store
             raise _damaged(path, "its 'weight_map' names no file")
-        _check_hfshard_metadata(ours, weight_map, path)
+        _check_hfshard_metadata(own, weight_map, path)
         if METADATA_KEY not in metadata:
-            ours = _metadata_of_others(metadata, weight_map)
-        if ours.files and _count(metadata.get("total_size", 0)) is None:
+            own = _metadata_of_others(metadata, weight_map)
+        if own.files and _count(metadata.get("total_size", 0)) is None:
             raise _damaged(path, "its total_size must be a number of bytes")
-        known = {*_COUNTS, METADATA_KEY, *ours.tied_names}
+        known = {*_COUNTS, METADATA_KEY, *own.tied_names}
         return cls(
             weight_map={name: checked[file] for name, file in weight_map.items()},
             total_size=_count(metadata.get("total_size")),
             total_parameters=_count(metadata.get("total_parameters")),
             metadata={key: item for key, item in metadata.items() if key not in known},
-            files=ours.files,
-            tied_names=ours.tied_names,
-            undeclared_ties=ours.undeclared_ties,
+            files=own.files,
+            tied_names=own.tied_names,
+            undeclared_ties=own.undeclared_ties,
         )
 
 
@@ -167,19 +184,19 @@ def build_hfshard_metadata(
     files: Mapping[str, FileDigest], tied_names: Mapping[str, str], undeclared_ties: tuple[str, ...]
 ) -> dict[str, Any]:
     """Build hfshard's part of an index's metadata."""
-    ours: dict[str, Any] = {
+    own: dict[str, Any] = {
         "format": FORMAT_VERSION,
         "files": {name: digest.as_json() for name, digest in files.items()},
         "tied_names": dict(tied_names),
     }
     if undeclared_ties:
-        ours["undeclared_ties"] = sorted(undeclared_ties)
-    return ours
+        own["undeclared_ties"] = sorted(undeclared_ties)
+    return own
 
 
-def single_file_metadata(ours: Mapping[str, Any], digests: Mapping[str, str]) -> str:
+def single_file_metadata(own: Mapping[str, Any], digests: Mapping[str, str]) -> str:
     """Encode hfshard's part of a single file's `__metadata__`, with the file's own digests first, so they are found."""
-    return json.dumps({**digests, **ours}, ensure_ascii=False, separators=(",", ":"))
+    return json.dumps({**digests, **own}, ensure_ascii=False, separators=(",", ":"))
 
 
 def parse_file_metadata(metadata: Mapping[str, str], stored_names: Collection[str], path: str) -> HfshardMetadata:
@@ -286,13 +303,13 @@ def check_tied_names(tied_names: Mapping[str, str], stored_names: Mapping[str, A
             raise _damaged(path, f"'{name}' is tied to '{stored}', which no file contains")
 
 
-def _check_hfshard_metadata(ours: HfshardMetadata, weight_map: Mapping[str, str], path: str) -> None:
-    if not ours.files:
+def _check_hfshard_metadata(own: HfshardMetadata, weight_map: Mapping[str, str], path: str) -> None:
+    if not own.files:
         return
-    unlisted = sorted(set(weight_map.values()) - ours.files.keys())
+    unlisted = sorted(set(weight_map.values()) - own.files.keys())
     if unlisted:
         raise _damaged(path, f"its 'hfshard.files' lack '{unlisted[0]}', which the weight_map names")
-    check_tied_names(ours.tied_names, weight_map, path)
+    check_tied_names(own.tied_names, weight_map, path)
 
 
 def parse_file_digest(value: Any, name: str, path: str) -> FileDigest:

@@ -285,17 +285,17 @@ def _configs_named(name: str) -> Iterator[None]:
     Wav2Vec2 with a `target_lang` looks up its adapter by that name. Only this thread's configs are named.
     """
     thread = threading.get_ident()
-    theirs: Any = vars(PreTrainedConfig)["name_or_path"]
+    original: Any = vars(PreTrainedConfig)["name_or_path"]
 
     def set_name(config: PreTrainedConfig, value: Any) -> None:
-        theirs.fset(config, name if value is None and threading.get_ident() == thread else value)
+        original.fset(config, name if value is None and threading.get_ident() == thread else value)
 
     named: Any = PreTrainedConfig
-    named.name_or_path = property(theirs.fget, set_name)
+    named.name_or_path = property(original.fget, set_name)
     try:
         yield
     finally:
-        named.name_or_path = theirs
+        named.name_or_path = original
 
 
 def _names_for(model_class: type[PreTrainedModel], config: Any, names: Mapping[str, Any]) -> dict[str, str]:

@@ -71,12 +71,12 @@ def patch_method(base: Any, method: Method) -> None:
         function = getattr(current, "__func__", current)
         if _THEIRS not in vars(base):
             setattr(base, _THEIRS, {})
-        theirs = vars(base)[_THEIRS]
-        if hasattr(function, _MARK) or theirs.get(method, function) is not function:
+        originals = vars(base)[_THEIRS]
+        if hasattr(function, _MARK) or originals.get(method, function) is not function:
             return
-        theirs[method] = function
-        ours = _answering(base, method, function)
-        setattr(base, method, classmethod(ours) if isinstance(current, classmethod) else ours)
+        originals[method] = function
+        wrapper = _answering(base, method, function)
+        setattr(base, method, classmethod(wrapper) if isinstance(current, classmethod) else wrapper)
 
 
 def upstream(method: Method, model_class: type) -> Answer:
@@ -98,15 +98,15 @@ def _standing_in(base: type, method: Method, target: Any) -> Answer | None:
     return functools.partial(stand_in, method, target)
 
 
-def _answering(base: type, method: Method, theirs: Answer) -> Answer:
+def _answering(base: type, method: Method, original: Answer) -> Answer:
     """Wrap transformers' function, which runs unless hfshard has this call in progress or replaces all calls."""
 
-    @functools.wraps(theirs)
+    @functools.wraps(original)
     def answered(target: Any, *args: Any, **kwargs: Any) -> Any:
         call = active_call(method, target)
         answer = _standing_in(base, method, target) if call is None else call.answer
         if answer is None:
-            return theirs(target, *args, **kwargs)
+            return original(target, *args, **kwargs)
         with bound(current_call, None):
             return answer(*args, **kwargs)
 

@@ -171,12 +171,12 @@ def _split(
     """Split off hfshard's arguments from those for huggingface_hub and for the constructor, whose names come first."""
     names = constructor_names(model_class)
     defaults = LoadOptions()
-    ours = {name: value for name, value in own.items() if name == "strict" or name not in names}
+    load_options = {name: value for name, value in own.items() if name == "strict" or name not in names}
     rest = dict(kwargs)
-    rest |= {name: own[name] for name in own.keys() - ours.keys() if own[name] != getattr(defaults, name, None)}
-    signature = required_signature(ours.pop("public_key", None))
-    process_group = ours.pop("process_group", None)
-    options = LoadOptions(**ours, signature=signature)
+    rest |= {name: own[name] for name in own.keys() - load_options.keys() if own[name] != getattr(defaults, name, None)}
+    signature = required_signature(load_options.pop("public_key", None))
+    process_group = load_options.pop("process_group", None)
+    options = LoadOptions(**load_options, signature=signature)
     if process_group is not None:
         raise InvalidArgumentError(
             "process_group is for models that are spread over ranks, but each rank builds a plain module by itself. "

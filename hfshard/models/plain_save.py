@@ -256,13 +256,13 @@ def _identity_of_config(directory: str) -> Identity | None:
 
 def _push(model: Any, directory: str, options: SaveOptions, kwargs: dict[str, Any], extras: ModuleFiles) -> Any:
     """Push what was saved by the model's `push_to_hub`, with the arguments that huggingface_hub's mixin passes."""
-    told = without_defaults(
+    given = without_defaults(
         {name: getattr(options, name) for name in ("max_shard_size", "variant", "packing", "progress")}
     )
     config = {} if extras.config is None else {"config": extras.config}
     repo_id = take_repo_id(kwargs, directory)
     values = dict(extras.card_values)
-    return model.push_to_hub(repo_id=repo_id, **config, model_card_kwargs=values, **told, **kwargs)
+    return model.push_to_hub(repo_id=repo_id, **config, model_card_kwargs=values, **given, **kwargs)
 
 
 # Pushes of a plain module as one Hub commit: weights, config.json, and a model card if the repo has none.
@@ -403,8 +403,8 @@ def is_overridden(target: Any, method: str, mixin: type) -> bool:
         mixin: hfshard's mixin.
     """
     found = getattr(target, method)
-    ours = vars(mixin)[method]
-    return getattr(found, "__func__", found) is not getattr(ours, "__func__", ours)
+    inherited = vars(mixin)[method]
+    return getattr(found, "__func__", found) is not getattr(inherited, "__func__", inherited)
 
 
 def reject_other_model(model_class: type, mixin: type) -> None:

@@ -327,8 +327,8 @@ class ParallelizedLoad:
         return model
 
     def _load(self, model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *rest: Any) -> Any:
-        theirs: Any = PreTrainedModel._load_pretrained_model
-        result = theirs(model, state_dict, checkpoint_files, replace(load_config, device_map={"": "meta"}), *rest)
+        load_weights: Any = PreTrainedModel._load_pretrained_model
+        result = load_weights(model, state_dict, checkpoint_files, replace(load_config, device_map={"": "meta"}), *rest)
         info = result[0]
         passed_over = set(info.missing_keys) | {one[0] for one in info.mismatched_keys}
         plan = _ReadPlan(model, passed_over, state_dict)
@@ -347,7 +347,7 @@ class ParallelizedLoad:
         for names, stored in plan.computed:
             read = self._checkpoint.read([self.stored_names[name] for name in stored])
             whole: Any = copy.deepcopy(shell)
-            theirs(whole, {name: read[self.stored_names[name]] for name in stored}, None, load_config, *rest)
+            load_weights(whole, {name: read[self.stored_names[name]] for name in stored}, None, load_config, *rest)
             _fill(own, whole.state_dict(), names)
         meet_unchanged(ranks, "read")
         for name, tensor in own.items():

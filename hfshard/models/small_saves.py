@@ -52,24 +52,24 @@ def send_small_saves() -> None:
 def _wrap_classes(module: ModuleType) -> None:
     for value in vars(module).values():
         if isinstance(value, type) and value.__module__ == module.__name__ and _METHOD in vars(value):
-            theirs = vars(value)[_METHOD]
-            if not hasattr(theirs, _MARK):
-                setattr(value, _METHOD, _sending(theirs))
+            original = vars(value)[_METHOD]
+            if not hasattr(original, _MARK):
+                setattr(value, _METHOD, _sending(original))
 
 
-def _sending(theirs: Callable[..., Any]) -> Callable[..., Any]:
+def _sending(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a method so that a save to an address goes through a temporary directory."""
 
-    @functools.wraps(theirs)
+    @functools.wraps(original)
     def save_pretrained(target: Any, *args: Any, **kwargs: Any) -> Any:
         place: Any = args[0] if args else kwargs.get("save_directory")
         if current_settings() is None or not _is_for_store(place):
-            return theirs(target, *args, **kwargs)
+            return original(target, *args, **kwargs)
 
         def save(directory: str) -> Any:
             if args:
-                return theirs(target, directory, *args[1:], **kwargs)
-            return theirs(target, **{**kwargs, "save_directory": directory})
+                return original(target, directory, *args[1:], **kwargs)
+            return original(target, **{**kwargs, "save_directory": directory})
 
         return _save_into_store(save, parse_address(place, "save_directory"))
 

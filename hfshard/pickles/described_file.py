@@ -347,5 +347,7 @@ _HARMLESS: Final = frozenset(
     ("builtins.getattr", "builtins.object", "builtins.list", "builtins.dict", "builtins.tuple", "builtins.frozenset")
     + ("builtins.set", "builtins.int", "builtins.float", "builtins.bool", "builtins.str", "builtins.bytes")
     + ("builtins.bytearray", "builtins.complex", "builtins.slice", "builtins.range", "types.SimpleNamespace")
+    + ("builtins.long", "builtins.unicode", "builtins.xrange", "builtins.Ellipsis", "builtins.NotImplemented")
 )
-"""Names in these modules that honest files have: bound methods, classes as values, namespaces of arguments."""
+"""Names in these modules that honest files have: bound methods, classes as values, namespaces of arguments. Protocol 2
+writes int, str and range by their names in Python 2."""

@@ -15,7 +15,7 @@ from hfshard._util.threads import cancellable, run_in_threads
 from hfshard.checkpoint.folder import LocalFolder, RangedFolder
 from hfshard.checkpoint.load_options import FilesBeside
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
-from hfshard.checkpoint.verifier import Problem, VerifyReport
+from hfshard.checkpoint.verify_report import Problem, VerifyReport
 from hfshard.constants import (
     CONFIG_NAME,
     FILES_AT_ONCE,

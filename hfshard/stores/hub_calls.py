@@ -135,11 +135,12 @@ def hide_secrets(error: BaseException) -> None:
 
 def offline_variable() -> str:
     """Return the environment variable that turned offline mode on: huggingface_hub's or transformers'."""
-    theirs, ours = ("TRANSFORMERS_OFFLINE", "HF_HUB_OFFLINE")
+    of_transformers, of_hub = ("TRANSFORMERS_OFFLINE", "HF_HUB_OFFLINE")
     is_on = {
-        name: os.environ.get(name, "").strip().upper() in constants.ENV_VARS_TRUE_VALUES for name in (theirs, ours)
+        name: os.environ.get(name, "").strip().upper() in constants.ENV_VARS_TRUE_VALUES
+        for name in (of_transformers, of_hub)
     }
-    return theirs if is_on[theirs] and not is_on[ours] else ours
+    return of_transformers if is_on[of_transformers] and not is_on[of_hub] else of_hub
 
 
 def is_transient_error(error: BaseException) -> bool:

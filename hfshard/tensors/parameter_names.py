@@ -233,8 +233,8 @@ class KeyMismatch:
             parts.append(f"{len(self.unexpected)} unexpected: {shorten_list(self.unexpected, _SHOWN_KEYS)}")
         if self.mismatched:
             shown = [
-                f"{name} {list(theirs)} in the checkpoint, {list(mine)} in the model"
-                for name, theirs, mine in self.mismatched
+                f"{name} {list(stored_shape)} in the checkpoint, {list(model_shape)} in the model"
+                for name, stored_shape, model_shape in self.mismatched
             ]
             parts.append(f"{len(self.mismatched)} of another shape: {shorten_list(shown, _SHOWN_KEYS)}")
         return "; ".join(parts)

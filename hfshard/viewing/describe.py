@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from typing import Final, NamedTuple
 
-from hfshard.viewing.diff_tensors import CheckpointDiff, DiffKind, TensorDiff
+from hfshard._util.text import count_of
 from hfshard.viewing.module_tree import (
     LayerStack,
+    common_length,
     fold_names,
     fold_rows,
     is_number,
     layer_grid,
     number_ranges,
     split_name,
+    without_numbers,
 )
+from hfshard.viewing.results import CheckpointDiff, DiffKind, TensorDiff
 
 _HEADS: Final = frozenset(
     {"classification_head", "classifier", "cls", "embed_out", "fc", "head", "heads", "lm_head", "logits"}
@@ -46,9 +50,9 @@ def headline(found: CheckpointDiff) -> str:
     if not clauses:
         if not found.tensors:
             return "Both are empty."
-        return f"The same {_count(len(found.tensors))}{_files_text(found)}."
+        return f"The same {_tensors(len(found.tensors))}{_files_text(found)}."
     if set(by_kind) - {"same"} == {"renamed"} and len(clauses) == 1 and "same" not in by_kind:
-        return f"The same {_count(len(found.tensors))} under other names: {_names_text(by_kind['renamed'])}."
+        return f"The same {_tensors(len(found.tensors))} under other names: {_names_text(by_kind['renamed'])}."
     ending = _ending(by_kind, clauses)
     return f"{_capitalized('; '.join(clauses))}{ending}."
 
@@ -60,19 +64,19 @@ def _nothing_in_common(by_kind: dict[DiffKind, list[TensorDiff]]) -> str:
         if not names:
             continue
         adapter = describe_adapter(names, is_alone=True)
-        count = _count(len(names))
+        count = _tensors(len(names))
         texts.append(f"{count} only in {side}" if adapter is None else f"{side} is an {adapter}: {count}")
     return f"no tensor in common; {'; '.join(texts)}."
 
 
 def _changed(tensors: Sequence[TensorDiff], found: CheckpointDiff) -> str:
     shared = [tensor for tensor in found.tensors if tensor.kind not in ("only_in_a", "only_in_b")]
-    count = f"{len(tensors):,} of {_count(len(shared))}"
+    count = f"{len(tensors):,} of {_tensors(len(shared))}"
     names = {tensor.name for tensor in tensors}
     others = [tensor.name for tensor in shared if tensor.name not in names]
     if not others:
         one = "the only tensor" if len(found.tensors) == 1 else "the one tensor in both"
-        return f"{one if len(shared) == 1 else f'all {_count(len(shared))}'} changed"
+        return f"{one if len(shared) == 1 else f'all {_tensors(len(shared))}'} changed"
     every = [tensor.name for tensor in shared]
     if len(others) * _FEW <= len(shared) and len(others) == found.counts.get("same", 0):
         return f"all but {describe_tensors(others, every)} changed: {count}"
@@ -88,41 +92,28 @@ def _changed(tensors: Sequence[TensorDiff], found: CheckpointDiff) -> str:
 def _cast(tensors: Sequence[TensorDiff], found: CheckpointDiff) -> str:
     dtypes = Counter((tensor.a.dtype, tensor.b.dtype) for tensor in tensors if tensor.a and tensor.b)
     text = join_phrases([f"from {abbreviate_name(a)} to {abbreviate_name(b)}" for (a, b), _ in dtypes.most_common(3)])
-    left = [
-        tensor for tensor in found.tensors if tensor.kind == "same" and tensor.b and tensor.b.dtype in _sources(dtypes)
-    ]
-    if not left and len(tensors) + found.counts.get("same", 0) == len(found.tensors):
+    sources = {a for a, _ in dtypes}
+    has_uncast = any(one.kind == "same" and one.b and one.b.dtype in sources for one in found.tensors)
+    if not has_uncast and len(tensors) + found.counts.get("same", 0) == len(found.tensors):
         return f"cast {text}"
     every = [tensor.name for tensor in found.tensors]
     where = describe_tensors({tensor.name for tensor in tensors}, every)
-    return f"{len(tensors):,} of {_count(len(every))} cast {text} ({where})"
-
-
-def _sources(dtypes: Counter[tuple[str, str]]) -> set[str]:
-    return {a for a, _ in dtypes}
+    return f"{len(tensors):,} of {_tensors(len(every))} cast {text} ({where})"
 
 
 def _reshaped(tensors: Sequence[TensorDiff], found: CheckpointDiff) -> str:
-    return f"{_count(len(tensors))} in another shape ({_where(tensors, found)})"
+    return f"{_tensors(len(tensors))} in another shape ({_where(tensors, found)})"
 
 
 def _renamed(tensors: Sequence[TensorDiff], found: CheckpointDiff) -> str:
-    return f"{_count(len(tensors))} renamed: {_names_text(tensors)}"
-
-
-def _only_in_a(tensors: Sequence[TensorDiff], found: CheckpointDiff) -> str:
-    return _only_in("A", tensors, found)
-
-
-def _only_in_b(tensors: Sequence[TensorDiff], found: CheckpointDiff) -> str:
-    return _only_in("B", tensors, found)
+    return f"{_tensors(len(tensors))} renamed: {_names_text(tensors)}"
 
 
 def _only_in(side: str, tensors: Sequence[TensorDiff], found: CheckpointDiff) -> str:
     adapter = describe_adapter([tensor.name for tensor in tensors], is_alone=True)
     if adapter is not None:
-        return f"{side} has an {adapter}: {_count(len(tensors))}"
-    return f"{_count(len(tensors))} only in {side} ({_where(tensors, found)})"
+        return f"{side} has an {adapter}: {_tensors(len(tensors))}"
+    return f"{_tensors(len(tensors))} only in {side} ({_where(tensors, found)})"
 
 
 _CLAUSES: Final[dict[DiffKind, Callable[[Sequence[TensorDiff], CheckpointDiff], str]]] = {
@@ -130,8 +121,8 @@ _CLAUSES: Final[dict[DiffKind, Callable[[Sequence[TensorDiff], CheckpointDiff], 
     "cast": _cast,
     "reshaped": _reshaped,
     "renamed": _renamed,
-    "only_in_a": _only_in_a,
-    "only_in_b": _only_in_b,
+    "only_in_a": partial(_only_in, "A"),
+    "only_in_b": partial(_only_in, "B"),
 }
 
 
@@ -167,7 +158,7 @@ def _files_text(found: CheckpointDiff) -> str:
     if all(tensor.a and tensor.b and tensor.a.file == tensor.b.file for tensor in found.tensors):
         return ""
     if len(files_a) != len(files_b):
-        return f", in {_count(len(files_b), 'file')} instead of {len(files_a):,}"
+        return f", in {count_of(len(files_b), 'file')} instead of {len(files_a):,}"
     return ", in other files"
 
 
@@ -182,8 +173,8 @@ def _some(names: Sequence[str]) -> str:
     return join_phrases(shown if len(names) <= 3 else [*shown, f"{len(names) - 3:,} more"])
 
 
-def _count(number: int, noun: str = "tensor") -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+def _tensors(number: int) -> str:
+    return count_of(number, "tensor")
 
 
 def _capitalized(text: str) -> str:
@@ -229,22 +220,10 @@ def rename_rules(pairs: Iterable[tuple[str, str]]) -> list[tuple[RenameRule, int
 
 
 def _rule(old: list[str], new: list[str]) -> RenameRule:
-    last = _common(old[::-1], new[::-1])
+    last = common_length(old[::-1], new[::-1])
     old, new = old[: len(old) - last], new[: len(new) - last]
-    first = _common(old, new)
-    return RenameRule(_wild(old[first:]), _wild(new[first:]), first == 0)
-
-
-def _common(one: list[str], other: list[str]) -> int:
-    """Count the first parts that are the same."""
-    count = 0
-    while count < min(len(one), len(other)) and one[count] == other[count]:
-        count += 1
-    return count
-
-
-def _wild(parts: list[str]) -> str:
-    return ".".join("*" if is_number(part) else part for part in parts)
+    first = common_length(old, new)
+    return RenameRule(without_numbers(old[first:]), without_numbers(new[first:]), first == 0)
 
 
 # Short descriptions of the part of a model that some tensors form: "query and value of all 6 layers".
@@ -288,11 +267,9 @@ def join_phrases(words: Sequence[str]) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
-def abbreviate_name(name: str) -> str:
-    """Leave out the middle of a name that is too long for a sentence."""
-    if len(name) <= _MOST_LETTERS:
-        return name
-    return f"{name[: _MOST_LETTERS // 2]}…{name[-_MOST_LETTERS // 2 + 1 :]}"
+def abbreviate_name(name: str, most: int = _MOST_LETTERS) -> str:
+    """Leave out the middle of a name that has more than `most` characters."""
+    return name if len(name) <= most else f"{name[: most // 2]}…{name[-most // 2 + 1 :]}"
 
 
 def _in_stack(stack: LayerStack, chosen: set[str], names_kinds: bool) -> str:

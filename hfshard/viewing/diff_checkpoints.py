@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from math import prod
 from typing import Final, TypeVar
 
 import torch
@@ -22,20 +21,10 @@ from hfshard.errors import InvalidArgumentError
 from hfshard.format.digests import Verify, tensor_digest
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.places.place import place_to_load
-from hfshard.viewing.diff_tensors import (
-    CheckpointDiff,
-    ComparedTensor,
-    DiffKind,
-    Side,
-    TensorDiff,
-    TensorPair,
-    ValueDiff,
-    pair_by_contents,
-    pair_by_name,
-    side_of,
-)
+from hfshard.viewing.diff_tensors import ComparedTensor, Side, TensorPair, pair_by_contents, pair_by_name, side_of
 from hfshard.viewing.diff_values import RoundingCheck, ValueMeasure, is_numeric_dtype
 from hfshard.viewing.inspection import OpenRequest, open_for_viewing, open_with_one_key
+from hfshard.viewing.results import CheckpointDiff, DiffKind, TensorDiff, ValueDiff
 from hfshard.viewing.tensor_values import ReadJob, do_jobs
 
 logger = logging.getLogger(__name__)
@@ -104,8 +93,8 @@ def diff_checkpoints(
         trained = [tensor.name for tensor in report.tensors if tensor.kind == "changed"]
     """
     query = CheckpointQuery(variant=variant)
-    options = LoadOptions(verify="structure" if verify in ("full", "sha256") else verify, progress=progress)
-    asked = DiffOptions(values, trusts_digests=verify not in ("full", "sha256"))
+    load_options = LoadOptions(verify="structure" if verify in ("full", "sha256") else verify, progress=progress)
+    options = DiffOptions(values, trust_digests=verify not in ("full", "sha256"))
     subfolders = _pair("subfolder", subfolder)
     # A token is for hubs; it is an error only if there is none.
     are_on_disk = [place_to_load(place).traits.is_directory for place in (a, b)]
@@ -113,20 +102,20 @@ def diff_checkpoints(
     queries = tuple(
         replace(query, subfolder=one or "", token=of_one) for one, of_one in zip(subfolders, tokens, strict=True)
     )
-    chosen = tuple(replace(options, key=one) for one in _pair("key", key))
-    openings = [OpenRequest(*one) for one in zip((a, b), queries, chosen, strict=True)]
-    once = partial(_diff_once, openings, asked, has_one_key=isinstance(key, str))
+    chosen = tuple(replace(load_options, key=one) for one in _pair("key", key))
+    requests = [OpenRequest(*one) for one in zip((a, b), queries, chosen, strict=True)]
+    once = partial(_diff_once, requests, options, has_one_key=isinstance(key, str))
     return retry_if_replaced(once, RangedFolder.traits, str(a))
 
 
-def _diff_once(openings: Sequence[OpenRequest], asked: DiffOptions, *, has_one_key: bool) -> CheckpointDiff:
+def _diff_once(requests: Sequence[OpenRequest], options: DiffOptions, *, has_one_key: bool) -> CheckpointDiff:
     with ExitStack() as stack:
         if has_one_key:
-            viewed = open_with_one_key(stack, openings)
+            viewed = open_with_one_key(stack, requests)
         else:
-            viewed = [stack.enter_context(open_for_viewing(*one)) for one in openings]
+            viewed = [stack.enter_context(open_for_viewing(*one)) for one in requests]
         side_a, side_b = map(side_of, viewed)
-        return _Comparison(side_a, side_b, asked, openings[0].options.progress).run()
+        return _Comparison(side_a, side_b, options, requests[0].options.progress).run()
 
 
 def _pair(name: str, value: str | tuple[str | None, ...] | None) -> tuple[str | None, str | None]:
@@ -143,9 +132,9 @@ def _pair(name: str, value: str | tuple[str | None, ...] | None) -> tuple[str | 
 class _Comparison:
     """The comparison of two open checkpoints."""
 
-    def __init__(self, a: Side, b: Side, asked: DiffOptions, progress: bool | None) -> None:
+    def __init__(self, a: Side, b: Side, options: DiffOptions, progress: bool | None) -> None:
         self.a, self.b = a, b
-        self.asked, self.progress = asked, progress
+        self.options, self.progress = options, progress
         self.read_bytes = 0
 
     def run(self) -> CheckpointDiff:
@@ -154,8 +143,8 @@ class _Comparison:
         renamed = self._renamed(named.only_in_a, named.only_in_b)
         found = dict(zip(named.pairs, self._compared(named.pairs), strict=True))
         diffs: dict[int, list[TensorDiff]] = {id(tensor): [] for tensor in self.b.tensors}
-        for pair, finding in found.items():
-            diffs[id(pair.b)].append(_diff_of(pair, finding))
+        for pair, comparison in found.items():
+            diffs[id(pair.b)].append(_diff_of(pair, comparison))
         for pair in renamed:
             diffs[id(pair.b)].append(_diff_of(pair, TensorComparison("renamed")))
         paired = {id(pair.a) for pair in renamed}
@@ -174,41 +163,41 @@ class _Comparison:
         )
 
     def _compared(self, pairs: Sequence[TensorPair]) -> list[TensorComparison]:
-        known = [known_finding(pair, self.asked) for pair in pairs]
+        known = [known_comparison(pair, self.options) for pair in pairs]
         jobs = [
-            ReadJob((0, pair.a.position), pair.nbytes, partial(compare_tensors, pair, self.asked))
-            for pair, finding in zip(pairs, known, strict=True)
-            if finding is None
+            ReadJob((0, pair.a.position), pair.nbytes, partial(compare_tensors, pair, self.options))
+            for pair, comparison in zip(pairs, known, strict=True)
+            if comparison is None
         ]
         read = iter(self._done(jobs))
-        findings = [next(read) if finding is None else finding for finding in known]
-        self.read_bytes += sum(finding.read_bytes for finding in findings)
-        return findings
+        comparisons = [next(read) if comparison is None else comparison for comparison in known]
+        self.read_bytes += sum(comparison.read_bytes for comparison in comparisons)
+        return comparisons
 
     def _renamed(self, only_in_a: Sequence[ComparedTensor], only_in_b: Sequence[ComparedTensor]) -> list[TensorPair]:
         forms = {one.form for one in only_in_a} & {one.form for one in only_in_b}
-        ours = [one for one in only_in_a if one.form in forms]
-        theirs = [one for one in only_in_b if one.form in forms]
+        in_a = [one for one in only_in_a if one.form in forms]
+        in_b = [one for one in only_in_b if one.form in forms]
         unread = [
             (side, one)
-            for side, tensors in enumerate((ours, theirs))
+            for side, tensors in enumerate((in_a, in_b))
             for one in tensors
-            if one.digest is None or not self.asked.trusts_digests
+            if one.digest is None or not self.options.trust_digests
         ]
         jobs = [ReadJob((side, one.position), one.facts.nbytes, partial(digest_of_bytes, one)) for side, one in unread]
         digests = {id(one): digest for (_, one), digest in zip(unread, self._done(jobs), strict=True)}
         self.read_bytes += sum(job.nbytes for job in jobs)
-        return pair_by_contents(ours, theirs, lambda one: (one.form, digests.get(id(one), one.digest)))
+        return pair_by_contents(in_a, in_b, lambda one: (one.form, digests.get(id(one), one.digest)))
 
     def _done(self, jobs: Sequence[ReadJob[_Result]]) -> list[_Result]:
         is_networked = self.a.is_networked or self.b.is_networked
         return do_jobs(jobs, _NETWORK_THREADS if is_networked else _THREADS, self.progress)
 
 
-def _diff_of(pair: TensorPair, finding: TensorComparison) -> TensorDiff:
+def _diff_of(pair: TensorPair, comparison: TensorComparison) -> TensorDiff:
     facts_a = replace(pair.a.facts, name=pair.name_a)
     facts_b = replace(pair.b.facts, name=pair.name_b)
-    return TensorDiff(finding.kind, facts_a, facts_b, finding.values)
+    return TensorDiff(comparison.kind, facts_a, facts_b, comparison.values)
 
 
 # Comparing two tensors: by their digests if both have one, else by their bytes, read once.
@@ -229,19 +218,19 @@ class DiffOptions:
 
     values: bool = False
     """Whether to measure values that differ."""
-    trusts_digests: bool = True
+    trust_digests: bool = True
     """False: tensors are read instead of relying on their digests."""
 
 
-def known_finding(pair: TensorPair, asked: DiffOptions) -> TensorComparison | None:
+def known_comparison(pair: TensorPair, options: DiffOptions) -> TensorComparison | None:
     """Determine how two tensors differ without reading them; None if that is not possible."""
-    kind = _known_kind(pair, asked)
-    if kind is None or (kind != "same" and asked.values and _is_measurable(pair)):
+    kind = _known_kind(pair, options)
+    if kind is None or (kind != "same" and options.values and _is_measurable(pair)):
         return None
     return TensorComparison(kind)
 
 
-def _known_kind(pair: TensorPair, asked: DiffOptions) -> DiffKind | None:
+def _known_kind(pair: TensorPair, options: DiffOptions) -> DiffKind | None:
     a, b = pair.a, pair.b
     if a.facts.dtype != b.facts.dtype:
         if a.facts.shape != b.facts.shape or not (is_numeric_dtype(a.torch_dtype) and is_numeric_dtype(b.torch_dtype)):
@@ -251,10 +240,10 @@ def _known_kind(pair: TensorPair, asked: DiffOptions) -> DiffKind | None:
         return "changed"
     has_digests = a.digest is not None and b.digest is not None
     if a.facts.nbytes == 0 or (
-        asked.trusts_digests and (a.places & b.places or (has_digests and a.digest == b.digest))
+        options.trust_digests and (a.places & b.places or (has_digests and a.digest == b.digest))
     ):
         return _kind_of_equal(pair)
-    return "changed" if has_digests and asked.trusts_digests else None
+    return "changed" if has_digests and options.trust_digests else None
 
 
 def _kind_of_equal(pair: TensorPair) -> DiffKind:
@@ -264,25 +253,25 @@ def _kind_of_equal(pair: TensorPair) -> DiffKind:
 def _is_measurable(pair: TensorPair) -> bool:
     """Return whether the values of two tensors can be compared one by one."""
     has_numbers = is_numeric_dtype(pair.a.torch_dtype) and is_numeric_dtype(pair.b.torch_dtype)
-    return has_numbers and prod(pair.a.facts.shape) == prod(pair.b.facts.shape)
+    return has_numbers and pair.a.facts.parameters == pair.b.facts.parameters
 
 
-def compare_tensors(pair: TensorPair, asked: DiffOptions, report: ProgressCallback) -> TensorComparison:
+def compare_tensors(pair: TensorPair, options: DiffOptions, report: ProgressCallback) -> TensorComparison:
     """Determine how two tensors differ by reading them.
 
     Args:
-        pair: Two tensors for which `known_finding` returns None.
-        asked: The options of the comparison.
+        pair: Two tensors for which `known_comparison` returns None.
+        options: The options of the comparison.
         report: Called with the number of bytes of each block; ends the comparison early by raising.
 
     Raises:
         IntegrityError: The bytes read do not match their digest.
     """
-    known = _known_kind(pair, asked)
-    measures = asked.values and _is_measurable(pair)
+    known = _known_kind(pair, options)
+    measures = options.values and _is_measurable(pair)
     has_one_dtype = pair.a.facts.dtype == pair.b.facts.dtype
     unread = [one for one in pair[:2] if one.digest is None]
-    if asked.trusts_digests and has_one_dtype and not measures and len(unread) == 1:
+    if options.trust_digests and has_one_dtype and not measures and len(unread) == 1:
         digests = [one.digest or digest_of_bytes(one, report) for one in pair[:2]]
         return TensorComparison(
             _kind_of_equal(pair) if digests[0] == digests[1] else "changed", read_bytes=unread[0].facts.nbytes
@@ -292,7 +281,7 @@ def compare_tensors(pair: TensorPair, asked: DiffOptions, report: ProgressCallba
     for block_a, block_b in paired_blocks(pair, report):
         read_bytes += len(block_a) + len(block_b)
         checks.add(block_a, block_b)
-        if not checks.holds and not measures and asked.trusts_digests:
+        if not checks.holds and not measures and options.trust_digests:
             break
     kind = checks.kind(pair) if known is None else known
     values = checks.measure.result() if checks.measure is not None and kind != "same" else None

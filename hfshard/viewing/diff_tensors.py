@@ -1,17 +1,16 @@
-"""Data of a diff: the tensors of both sides, their pairs, and the report as plain data."""
+"""The tensors of two checkpoints that are compared, and their pairs: by name, then by contents."""
 
 from __future__ import annotations
 
-import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, Literal, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 
-from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, raw_tensors
+from hfshard.checkpoint.open_checkpoint import raw_tensors
 from hfshard.constants import CONFIG_NAME
 from hfshard.disk.direct_io import BLOCK_BYTES
 from hfshard.format.index import FileDigest
@@ -26,94 +25,8 @@ from hfshard.tensors.stored_tensor import (
     tensor_layout,
 )
 from hfshard.tensors.tied import find_shared_tensors
-from hfshard.viewing.inspection import TensorEntry, ViewedCheckpoint
-
-DiffKind = Literal["same", "renamed", "cast", "reshaped", "changed", "only_in_a", "only_in_b"]
-"""The relation of a tensor in two checkpoints. The same: equal dtype, shape and bytes. A cast has another dtype and
-differs by rounding only; a reshape has another shape and the same bytes. Any other difference under one name is a
-change, even the sign of a zero. Renamed: the same dtype, shape and bytes under another name, each name being in one
-checkpoint only."""
-
-
-@dataclass(frozen=True, slots=True)
-class ValueDiff:
-    """Difference between the values of two tensors, over the elements that are finite in both.
-
-    Computed in float64; if both have numbers of 8 or 16 bits, in float32: then `max_abs` is correct to 7 digits, and
-    the norms and the cosine to 6. Counts are exact.
-    """
-
-    elements: int
-    changed: int
-    """Elements that are not equal; two NaN are equal here."""
-    max_abs: float
-    """The largest |b - a|."""
-    relative_norm: float
-    """|b - a| / |a|, each the 2-norm; inf if only a is zero, 0.0 if both are."""
-    cosine: float | None
-    """The cosine of the angle between a and b; None if one of them is zero."""
-    nan_a: int
-    nan_b: int
-    inf_a: int
-    inf_b: int
-
-    @property
-    def was_zero(self) -> bool:
-        """True if only a is zero, so that the change has no relative norm."""
-        return math.isinf(self.relative_norm)
-
-
-@dataclass(frozen=True, slots=True)
-class TensorDiff:
-    """One tensor, or one name, of the two checkpoints."""
-
-    kind: DiffKind
-    a: TensorEntry | None
-    """None if it is only in b."""
-    b: TensorEntry | None
-    """None if it is only in a."""
-    values: ValueDiff | None = None
-    """Set if values were requested, the tensor was changed, cast or reshaped, both have the same number of elements,
-    and torch can read them as numbers (not F4, F6)."""
-
-    @property
-    def name(self) -> str:
-        """The FQN in b, or in a if it is only there."""
-        facts = self.b or self.a
-        assert facts is not None
-        return facts.name
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointDiff:
-    """Result of `diff_checkpoints`."""
-
-    a: str
-    """The given place, made absolute."""
-    b: str
-    tensors: tuple[TensorDiff, ...]
-    """In the order of b, then the ones that are only in a, in its order. Names that are tied to one of these in both a
-    and b have no entry of their own."""
-    ties_a: dict[str, str]
-    """Names of a that are stored as another tensor."""
-    ties_b: dict[str, str]
-    read_bytes: int
-    """Bytes of tensors that were read for the comparison, without those that are compared with fingerprints when a
-    file is opened."""
-    retied: tuple[str, ...] = ()
-    """Names that share a tensor with different names in a and b, or are tied in one and not in the other. Names that a
-    transformers config ties by itself are not included if the other checkpoint does not have them."""
-
-    @property
-    def is_same(self) -> bool:
-        """True if both have the same tensors under the same names, tied names included."""
-        return not self.retied and all(tensor.kind == "same" for tensor in self.tensors)
-
-    @property
-    def counts(self) -> dict[DiffKind, int]:
-        """The number of tensors of each kind that occurs."""
-        return dict(Counter(tensor.kind for tensor in self.tensors))
-
+from hfshard.viewing.inspection import ViewedCheckpoint
+from hfshard.viewing.results import TensorEntry
 
 # One side of a comparison: a checkpoint's stored tensors, and all names of each.
 
@@ -177,7 +90,7 @@ def side_of(viewed: ViewedCheckpoint) -> Side:
     """
     checkpoint = viewed.checkpoint
     values = raw_tensors(checkpoint, checks_files=False)
-    ties = _ties(checkpoint)
+    ties = {**checkpoint.index.tied_names, **find_shared_tensors(checkpoint.pickled_tensors())}
     names: dict[str, set[str]] = defaultdict(set)
     for name, kept in ties.items():
         names[kept].add(name)
@@ -197,10 +110,6 @@ def side_of(viewed: ViewedCheckpoint) -> Side:
         frozenset(optional),
         checkpoint.reads_ranges,
     )
-
-
-def _ties(checkpoint: OpenCheckpoint) -> dict[str, str]:
-    return {**checkpoint.index.tied_names, **find_shared_tensors(checkpoint.pickled_tensors())}
 
 
 def _compared(
@@ -337,26 +246,26 @@ def pair_by_contents(
     for side, tensors in enumerate((only_in_a, only_in_b)):
         for tensor in tensors:
             groups[key_of(tensor)][side].append(tensor)
-    return [pair for ours, theirs in groups.values() if ours and theirs for pair in _pair_twins(ours, theirs)]
+    return [pair for in_a, in_b in groups.values() if in_a and in_b for pair in _pair_twins(in_a, in_b)]
 
 
-def _pair_twins(ours: list[ComparedTensor], theirs: list[ComparedTensor]) -> Iterator[TensorPair]:
-    for key_of in _likenesses() if len(ours) > 1 or len(theirs) > 1 else ():
+def _pair_twins(in_a: list[ComparedTensor], in_b: list[ComparedTensor]) -> Iterator[TensorPair]:
+    for key_of in _likenesses() if len(in_a) > 1 or len(in_b) > 1 else ():
         waiting: dict[Hashable, list[ComparedTensor]] = defaultdict(list)
-        for one in reversed(ours):
+        for one in reversed(in_a):
             if (key := key_of(one.facts.name)) is not None:
                 waiting[key].append(one)
         paired = set()
-        for other in theirs:
+        for other in in_b:
             if found := waiting.get(key_of(other.facts.name)):
                 one = found.pop()
                 paired |= {id(one), id(other)}
                 yield _renamed(one, other)
-        ours = [one for one in ours if id(one) not in paired]
-        theirs = [other for other in theirs if id(other) not in paired]
-        if not ours or not theirs:
+        in_a = [one for one in in_a if id(one) not in paired]
+        in_b = [other for other in in_b if id(other) not in paired]
+        if not in_a or not in_b:
             return
-    yield from map(_renamed, ours, theirs)
+    yield from map(_renamed, in_a, in_b)
 
 
 def _renamed(a: ComparedTensor, b: ComparedTensor) -> TensorPair:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
@@ -13,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from hfshard.tensors.stored_tensor import PLAIN_DTYPES
-from hfshard.viewing.diff_tensors import ValueDiff
+from hfshard.viewing.results import ValueDiff
 
 _CHUNK: Final = 30_848
 """Elements that are measured at once if some are NaN or infinite, or hard to square: torch starts its own threads at
@@ -459,52 +458,3 @@ def _sums_of_products(a: _Floats, b: _Floats) -> list[float]:
     if whole < length:
         sums += [np.dot(one, other) for one, other in zip(a[:, whole:], b[:, whole:], strict=True)]
     return sums.tolist()  # type: ignore[no-any-return]
-
-
-# Shade levels for relative norms: from the smallest to the largest that occurs, on a logarithmic scale.
-
-
-_DECADES: Final = 6
-"""Decades that the levels may span; smaller changes have the lowest level."""
-
-LEAST: Final = sys.float_info.min
-"""Represents a change that has no norm; it has the lowest level and does not affect the scale."""
-
-
-@dataclass(frozen=True, slots=True)
-class NormScale:
-    """Mapping of relative norms to levels."""
-
-    low: float
-    """Norms up to this one have the lowest level."""
-    high: float
-    """Norms from this one on have the highest level, infinity included."""
-
-    def level(self, norm: float, levels: int) -> int:
-        """Return the level of a norm, from 1 to `levels`."""
-        if norm >= self.high:
-            return levels
-        if norm <= self.low:
-            return 1
-        share = math.log(norm / self.low) / math.log(self.high / self.low)
-        return 1 + round(share * (levels - 1))
-
-    def norm_of(self, level: int, levels: int) -> float:
-        """Return a norm in the middle of a level."""
-        return self.low * math.pow(self.high / self.low, (level - 1) / (levels - 1))
-
-
-def norm_scale(norms: Iterable[float]) -> NormScale:
-    """Fit a scale to norms, spanning at least a decade so that small differences look small.
-
-    Args:
-        norms: Any number of non-negative norms; zeros and infinities have no effect.
-
-    Example:
-        >>> norm_scale([1e-5, 1e-3]).level(1e-4, 9)
-        5
-    """
-    positive = [norm for norm in norms if LEAST < norm < math.inf]
-    high = max(positive, default=1.0)
-    low = max(min(positive, default=0.0), high / 10**_DECADES)
-    return NormScale(min(low, high / 10), high)

@@ -1,4 +1,4 @@
-"""The contents of a checkpoint as plain data: only headers are read, no tensors."""
+"""Open a checkpoint to view it, and read its contents: only headers are read, no tensors."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
-from math import prod
-from typing import Any, Final, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Final, NamedTuple
 
 from hfshard._util.arguments import absolute_path, checked_path_text
 from hfshard.checkpoint.load_options import LoadOptions
@@ -24,106 +23,7 @@ from hfshard.places.source import CheckpointSource, open_source, open_source_by_
 from hfshard.tensors.stored_tensor import stored_dtype_name
 from hfshard.training.run.find_checkpoint import checkpoint_of_step, run_place
 from hfshard.training.run.manifest import CHECKPOINT
-
-
-@dataclass(frozen=True, slots=True)
-class FileEntry:
-    """One file of the checkpoint."""
-
-    name: str
-    nbytes: int
-    tensors: int | None
-    """The number of tensors in it; None for a config, which has none."""
-    digest: FileDigest
-    """The digest recorded when it was saved; empty if hfshard did not save it."""
-
-
-@dataclass(frozen=True, slots=True)
-class DtypeEntry:
-    """All tensors of one dtype."""
-
-    dtype: str
-    tensors: int
-    parameters: int
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Inspection:
-    """A checkpoint as described by its index and headers alone: no tensors are read."""
-
-    place: str
-    """An absolute path, a store address, or "org/name@revision"; for a run, that of its checkpoint."""
-    directory: str
-    """The directory of its files; the path as typed, if that is the directory."""
-    entry: str
-    """The file that readers open first: the index, or the single file."""
-    files: tuple[FileEntry, ...]
-    key: str | None
-    """The key of the weights in a file of torch.save; None if the file has nothing else, or there is no such file."""
-    tensors: tuple[TensorEntry, ...]
-    """In the order of the files and of the bytes in them."""
-    tied_names: dict[str, str]
-    metadata: dict[str, Any]
-    is_verifiable: bool
-    """Whether every file with tensors has a checksum."""
-    signature: str | None
-    """The name of the signature file, which is not checked; None if there is none."""
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of all tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors)
-
-    @property
-    def parameters(self) -> int:
-        """The elements of all tensors."""
-        return sum(prod(tensor.shape) for tensor in self.tensors)
-
-    @property
-    def dtypes(self) -> tuple[DtypeEntry, ...]:
-        """The totals of each dtype, the largest first."""
-        counts = Counter(tensor.dtype for tensor in self.tensors)
-        entries = [
-            DtypeEntry(
-                dtype,
-                count,
-                sum(prod(tensor.shape) for tensor in self.tensors if tensor.dtype == dtype),
-                sum(tensor.nbytes for tensor in self.tensors if tensor.dtype == dtype),
-            )
-            for dtype, count in counts.items()
-        ]
-        return tuple(sorted(entries, key=lambda entry: (-entry.nbytes, entry.dtype)))
-
-    def largest(self, count: int) -> list[TensorEntry]:
-        """Return the tensors with the most bytes, largest first; of equal ones, the earlier."""
-        return sorted(self.tensors, key=lambda tensor: -tensor.nbytes)[:count]
-
-    def as_json(self) -> dict[str, Any]:
-        """Return everything, for `--format json`."""
-        return {
-            "directory": self.directory,
-            "entry": self.entry,
-            "key": self.key,
-            "is_verifiable": self.is_verifiable,
-            "signature": self.signature,
-            "total_size": self.nbytes,
-            "total_parameters": self.parameters,
-            "files": [
-                {
-                    "name": file.name,
-                    "size": file.nbytes,
-                    "tensors": file.tensors,
-                    "sha256": file.digest.sha256,
-                    "xxh3": file.digest.xxh3,
-                }
-                for file in self.files
-            ],
-            "tensors": [{**asdict(tensor), "shape": list(tensor.shape)} for tensor in self.tensors],
-            "dtypes": [asdict(entry) for entry in self.dtypes],
-            "tied_names": self.tied_names,
-            "metadata": self.metadata,
-        }
+from hfshard.viewing.results import FileEntry, Inspection, TensorEntry
 
 
 def inspect_checkpoint(
@@ -256,31 +156,31 @@ def open_for_viewing(
         yield viewed
 
 
-def open_with_one_key(stack: ExitStack, openings: Sequence[OpenRequest]) -> list[ViewedCheckpoint]:
+def open_with_one_key(stack: ExitStack, requests: Sequence[OpenRequest]) -> list[ViewedCheckpoint]:
     """Open checkpoints with a key that applies to the ones that are files of torch.save.
 
     Args:
         stack: Closes them.
-        openings: Their options contain the key.
+        requests: Their options contain the key.
 
     Raises:
         InvalidArgumentError: The key applies to none of them.
         Everything that `open_for_viewing` raises.
     """
     refusals: list[InvalidArgumentError] = []
-    found = [_opened_with_key(stack, opening, refusals) for opening in openings]
-    if len(refusals) == len(openings):
+    found = [_opened_with_key(stack, request, refusals) for request in requests]
+    if len(refusals) == len(requests):
         raise refusals[0]
     return found
 
 
-def _opened_with_key(stack: ExitStack, opening: OpenRequest, refusals: list[InvalidArgumentError]) -> ViewedCheckpoint:
+def _opened_with_key(stack: ExitStack, request: OpenRequest, refusals: list[InvalidArgumentError]) -> ViewedCheckpoint:
     try:
-        return stack.enter_context(open_for_viewing(*opening))
+        return stack.enter_context(open_for_viewing(*request))
     except AmbiguousWeightsError:
         raise
     except InvalidArgumentError as error:
-        keyless = opening._replace(options=replace(opening.options, key=None))
+        keyless = request._replace(options=replace(request.options, key=None))
         try:
             viewed = stack.enter_context(open_for_viewing(*keyless))
         except AmbiguousWeightsError:
@@ -353,18 +253,3 @@ def _latest_of_trainer(path: str) -> str | None:
     states = folder.look_up([f"{name}/{_TRAINER_STATE}" for name in steps])
     found = {step: name for name, step in steps.items() if f"{name}/{_TRAINER_STATE}" in states}
     return f"{path}/{found[max(found)]}" if found else None
-
-
-# Tensors of a checkpoint that is viewed or compared.
-
-
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
-    """One stored tensor."""
-
-    name: str
-    dtype: str
-    """The format's name: "F32", "BF16"."""
-    shape: tuple[int, ...]
-    nbytes: int
-    file: str

@@ -296,6 +296,12 @@ def split_name(name: str) -> list[str]:
     return name.split(".", _MOST_PARTS - 1)
 
 
+def common_length(one: Sequence[str], other: Sequence[str]) -> int:
+    """Count the first parts, or the first characters of two texts, that are the same."""
+    differing = (at for at, (left, right) in enumerate(zip(one, other, strict=False)) if left != right)
+    return next(differing, min(len(one), len(other)))
+
+
 def is_number(part: str) -> bool:
     """Return whether a part of a name is the number of a module in a list, as Python writes it."""
     is_short = part.isascii() and part.isdigit() and len(part) <= _MOST_DIGITS
@@ -333,7 +339,7 @@ def _places(every: list[list[str]]) -> dict[str, _Place]:
     for parts in every:
         for position in _numbers(parts):
             place = places.setdefault(_place(parts, position), _Place(set(), set(), set()))
-            suffix = _wild(parts[position + 1 :])
+            suffix = without_numbers(parts[position + 1 :])
             place.numbers.add(parts[position])
             place.suffixes.add(suffix)
             place.pairs.add((parts[position], suffix))
@@ -346,10 +352,11 @@ def _numbers(parts: list[str]) -> list[int]:
 
 
 def _place(parts: list[str], position: int) -> str:
-    return _wild(parts[:position])
+    return without_numbers(parts[:position])
 
 
-def _wild(parts: list[str]) -> str:
+def without_numbers(parts: Sequence[str]) -> str:
+    """Join the parts of a name, with a "*" for each number."""
     return ".".join("*" if is_number(part) else part for part in parts)
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from hfshard._util.text import shorten_list
 from hfshard._util.threads import run_in_threads
-from hfshard.checkpoint.verifier import Problem
+from hfshard.checkpoint.verify_report import Problem
 from hfshard.constants import SAFETENSORS_SUFFIX
 from hfshard.errors import CheckpointNotFoundError, HfshardError
 from hfshard.format.file_names import MODEL_BASE, WeightNames
@@ -33,6 +33,19 @@ _SHOWN: Final = 5
 
 Check = Callable[[RunCheckpoint], Sequence[Problem]]
 
+Part = Literal["model", "optimizer", "state", "other"]
+"""Tensors of the model, of the optimizer, and of other restored state (random numbers, scalers, moving averages), and
+all other files: configs, tokenizers, state without tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartSize:
+    """The files of one part of a checkpoint."""
+
+    part: Part
+    nbytes: int
+    files: int
+
 
 @dataclass(frozen=True, slots=True)
 class ListedCheckpoint:
@@ -44,14 +57,23 @@ class ListedCheckpoint:
     is_verified: bool
     save_number: int | None = None
     saved: datetime | None = None
-    size: int | None = None
-    """The bytes of all its files."""
+    parts: tuple[PartSize, ...] = ()
+    """The largest first; none if it has no manifest that can be read."""
     metrics: dict[str, float] = field(default_factory=dict)
-    files: int | None = None
     is_latest: bool = False
     is_best: bool = False
     is_unfinished: bool = False
     """Whether it has no manifest; its problem says so."""
+
+    @property
+    def size(self) -> int | None:
+        """The bytes of all its files; None if they are unknown."""
+        return sum(part.nbytes for part in self.parts) if self.parts else None
+
+    @property
+    def files(self) -> int | None:
+        """The number of its files; None if it is unknown."""
+        return sum(part.files for part in self.parts) if self.parts else None
 
     @property
     def is_damaged(self) -> bool:
@@ -59,13 +81,38 @@ class ListedCheckpoint:
         return bool(self.problems) and not self.is_unfinished
 
     @property
-    def state(self) -> str:
-        """The text that describes its state."""
-        if self.is_unfinished:
-            return "UNFINISHED"
-        words = ["DAMAGED"] if self.problems else ["intact"] if self.is_verified else []
-        words += ["latest"] if self.is_latest else []
-        return ", ".join(words + (["best"] if self.is_best else []))
+    def states(self) -> tuple[str, ...]:
+        """The words that apply to it, of "damaged", "unfinished", "latest" and "best"."""
+        words = {
+            "damaged": self.is_damaged,
+            "unfinished": self.is_unfinished,
+            "latest": self.is_latest,
+            "best": self.is_best,
+        }
+        return tuple(word for word, is_so in words.items() if is_so)
+
+    @property
+    def saved_text(self) -> str:
+        """The time of the save in UTC, to the minute; "" if it is unknown."""
+        return "" if self.saved is None else f"{self.saved:%Y-%m-%d %H:%M}"
+
+    def as_json(self) -> dict[str, Any]:
+        """Return everything but the parts, for `--format json`."""
+        values = asdict(self)
+        del values["parts"]
+        return {
+            **values,
+            "saved": None if self.saved is None else self.saved.isoformat(),
+            "size": self.size,
+            "metrics": {name: value if abs(value) < math.inf else str(value) for name, value in self.metrics.items()},
+            "files": self.files,
+            "is_damaged": self.is_damaged,
+        }
+
+
+def metrics_text(metrics: Mapping[str, float]) -> str:
+    """Describe metrics by name: "accuracy 0.5, loss 0.125"."""
+    return ", ".join(f"{name} {value:.6g}" for name, value in sorted(metrics.items()))
 
 
 def checkpoints_of(root: str) -> list[RunCheckpoint]:
@@ -161,10 +208,8 @@ def _list_one(
         is_verified,
         save_number=manifest.save_number,
         saved=None if manifest_file is None else manifest_file.modified,
-        size=(0 if manifest_file is None else manifest_file.size)
-        + sum(digest.size or 0 for digest in manifest.files.values()),
+        parts=parts_of(manifest, 0 if manifest_file is None else manifest_file.size),
         metrics=manifest.metrics,
-        files=len(manifest.files) + 1,
         is_latest=manifest.save_number == latest and not problems,
         is_best=manifest is best,
     )
@@ -173,10 +218,6 @@ def _list_one(
 # Space that a run's checkpoints take: the size of each part, and what is shared with earlier checkpoints.
 
 
-Part = Literal["model", "optimizer", "state", "other"]
-"""Tensors of the model, of the optimizer, and of other restored state (random numbers, scalers, moving averages), and
-all other files: configs, tokenizers, state without tensors."""
-
 _NAMES: Final[dict[Part, WeightNames]] = {
     "model": WeightNames(base=MODEL_BASE),
     "optimizer": WeightNames(base="optimizer"),
@@ -184,61 +225,35 @@ _NAMES: Final[dict[Part, WeightNames]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointSpace:
-    """The bytes of one checkpoint of a run."""
-
-    parts: dict[Part, int]
-    """Bytes of the parts that it has, largest first."""
-    unchanged: int
-    """Bytes of weight files that an earlier checkpoint also has: in a directory, the same file on disk (a hard link),
-    which takes no space of its own; in a store, one with the same checksums, which was copied there."""
-
-    @property
-    def total(self) -> int:
-        """The bytes of all parts."""
-        return sum(self.parts.values())
-
-    @property
-    def written(self) -> int:
-        """The bytes that were written, or sent, for this checkpoint."""
-        return self.total - self.unchanged
-
-
-def spaces_of(found: Sequence[RunCheckpoint]) -> dict[str, CheckpointSpace]:
-    """Measure the checkpoints of a run.
+def unchanged_bytes(found: Sequence[RunCheckpoint]) -> dict[str, int]:
+    """Measure what each checkpoint of a run shares with earlier ones.
 
     Args:
         found: In the order in which they were saved; ones without a manifest are left out.
 
     Returns:
-        Path -> its bytes.
+        Path -> the bytes of weight files that an earlier checkpoint also has: in a directory, the same file on disk (a
+        hard link), which takes no space of its own; in a store, one with the same checksums, which was copied there.
     """
-    spaces = {}
+    unchanged = {}
     seen: set[object] = set()
     for one in found:
         if one.manifest is None:
             continue
         files = {name: record for name, record in one.manifest.files.items() if name.endswith(SAFETENSORS_SUFFIX)}
         identities = {name: _identity_of(one.path, name, record) for name, record in files.items()}
-        unchanged = sum(files[name].size or 0 for name, identity in identities.items() if identity in seen)
+        unchanged[one.path] = sum(files[name].size or 0 for name, identity in identities.items() if identity in seen)
         seen |= {identity for identity in identities.values() if identity is not None}
-        spaces[one.path] = CheckpointSpace(parts_of(one.path, one.manifest), unchanged)
-    return spaces
+    return unchanged
 
 
-def parts_of(path: str, manifest: CheckpointManifest) -> dict[Part, int]:
-    """Measure the parts of one checkpoint, including the manifest file."""
-    sizes: dict[Part, int] = {"other": folder_at(path).size(MANIFEST)}
+def parts_of(manifest: CheckpointManifest, manifest_bytes: int) -> tuple[PartSize, ...]:
+    """Measure the parts of one checkpoint, the largest first; the manifest's own file is of the part "other"."""
+    sizes: dict[Part, list[int]] = {"other": [manifest_bytes]}
     for name, record in manifest.files.items():
-        part = part_of(name)
-        sizes[part] = sizes.get(part, 0) + (record.size or 0)
-    return dict(sorted(sizes.items(), key=lambda item: -item[1]))
-
-
-def counts_of(manifest: CheckpointManifest) -> Counter[Part]:
-    """Count the files of each part of one checkpoint, including the manifest."""
-    return Counter(part_of(name) for name in (*manifest.files, MANIFEST))
+        sizes.setdefault(part_of(name), []).append(record.size or 0)
+    parts = [PartSize(part, sum(files), len(files)) for part, files in sizes.items()]
+    return tuple(sorted(parts, key=lambda part: -part.nbytes))
 
 
 def part_of(name: str) -> Part:

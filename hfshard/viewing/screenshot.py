@@ -23,7 +23,7 @@ _SECONDS: Final = 60.0
 _LEAST: Final = 200
 _MOST: Final = 10_000
 """Limits of a side in pixels. Below 144, a browser whose window has a frame draws nothing."""
-_PNG: Final = b"\x89PNG\r\n\x1a\n"
+PNG_BEGINNING: Final = b"\x89PNG\r\n\x1a\n"
 
 _ARGUMENTS: Final = (
     "--headless",
@@ -127,14 +127,14 @@ def take_screenshot(html: str, still: ScreenshotOptions) -> bytes:
         for name, text in (("page.html", html), ("frame.html", _FRAME.format(width=still.width, height=still.height))):
             with open(os.path.join(directory, name), "w", encoding="utf-8") as file:
                 file.write(text)
-        told = _run([chromium, *_arguments(still, directory), Path(directory, "frame.html").as_uri()], directory)
+        ending = _run([chromium, *_arguments(still, directory), Path(directory, "frame.html").as_uri()], directory)
         try:
             with open(os.path.join(directory, "still.png"), "rb") as file:
                 picture = file.read()
         except FileNotFoundError:
             picture = b""
-    if not picture.startswith(_PNG):
-        raise BrowserError(f"'{chromium}' wrote no screenshot. Its output ended with: {told}", path=chromium)
+    if not picture.startswith(PNG_BEGINNING):
+        raise BrowserError(f"'{chromium}' wrote no screenshot. Its output ended with: {ending}", path=chromium)
     return picture
 
 
@@ -174,7 +174,7 @@ def _run(command: list[str], directory: str) -> str:
     except OSError as error:
         raise BrowserError(f"'{command[0]}' cannot be run: {error.strerror}.", path=command[0]) from error
     try:
-        told = browser.communicate(timeout=_SECONDS)[1]
+        output = browser.communicate(timeout=_SECONDS)[1]
     except subprocess.TimeoutExpired as error:
         raise BrowserError(
             f"'{command[0]}' wrote no screenshot in {_SECONDS:g} seconds. Retry when the machine is less busy, or "
@@ -185,5 +185,5 @@ def _run(command: list[str], directory: str) -> str:
         if browser.poll() is None:  # timeout or Ctrl-C: its children end with it
             os.killpg(browser.pid, signal.SIGKILL)
             browser.communicate()
-    lines = told.decode(errors="replace").strip().splitlines() or ["nothing"]
+    lines = output.decode(errors="replace").strip().splitlines() or ["nothing"]
     return f"{lines[-1]} (exit status {browser.returncode})"

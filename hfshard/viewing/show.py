@@ -8,7 +8,7 @@ from typing import Any
 from hfshard._util.arguments import checked_path_text, wraps_os_errors
 from hfshard._util.text import parse_size
 from hfshard.checkpoint.load_options import LoadOptions
-from hfshard.checkpoint.verifier import Problem
+from hfshard.checkpoint.verify_report import Problem
 from hfshard.errors import HfshardError, InvalidArgumentError, InvalidPathError
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.places.place import place_to_check, place_to_load
@@ -22,7 +22,7 @@ from hfshard.viewing.page.checkpoint_page import make_checkpoint_page, with_prob
 from hfshard.viewing.page.diff_page import make_diff_page
 from hfshard.viewing.page.page import Page, checked_output, render_page, write_page
 from hfshard.viewing.page.run_page import make_run_page
-from hfshard.viewing.run_listing import checkpoints_of, counts_of, list_checkpoints, parts_of, spaces_of
+from hfshard.viewing.run_listing import checkpoints_of, list_checkpoints, parts_of, unchanged_bytes
 from hfshard.viewing.screenshot import ScreenshotOptions, require_chromium, take_screenshot
 from hfshard.viewing.tensor_values import measure_values
 
@@ -168,7 +168,7 @@ def page_of_run(root: str, best: str | None, metric_mode: MetricMode) -> Page:
     found = checkpoints_of(root)
     listed = list_checkpoints(found, _check, best=best, metric_mode=metric_mode)
     is_store = not place_to_check(root).traits.is_directory
-    return make_run_page(root, listed, spaces_of(found), best=best, is_store=is_store)
+    return make_run_page(root, listed, unchanged_bytes(found), best=best, is_store=is_store)
 
 
 def with_components(page: Page, directory: str) -> Page:
@@ -185,7 +185,7 @@ def with_components(page: Page, directory: str) -> Page:
         manifest = read_manifest(folder)
     except HfshardError as error:  # damaged, or another tool's: the model is shown anyway
         return with_problem(page, error.message)
-    return with_step(page, manifest, parts_of(directory, manifest), counts_of(manifest))
+    return with_step(page, manifest, parts_of(manifest, folder.size(MANIFEST)))
 
 
 def _check(found: RunCheckpoint) -> list[Problem]:

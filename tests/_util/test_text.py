@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hfshard._util.text import describe_error, shorten_list, without_url_secrets
+from hfshard._util.text import count_of, describe_error, printable, shorten_list, without_url_secrets
 
 
 @pytest.mark.parametrize(
@@ -17,6 +17,26 @@ def test_a_list_is_cut_and_says_how_much_is_missing(items: list[str], expected: 
 
 def test_each_item_is_quoted_where_asked_for() -> None:
     assert shorten_list({"x": 1, "y": 2}.keys(), 1, quote=True) == "'x' and 1 more"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain name", "plain name"),
+        ("größe.重み", "größe.重み"),
+        ("bell\x07", "bell\\x07"),
+        ("right\u202eleft", "right\\u202eleft"),
+        ("nul\x00", "nul\\x00"),
+        ("new\r\nline", "new\\r\\nline"),
+    ],
+)
+def test_printable_escapes_what_is_not(text: str, shown: str) -> None:
+    assert printable(text) == shown
+
+
+@pytest.mark.parametrize(("number", "text"), [(0, "0 files"), (1, "1 file"), (2000, "2,000 files")])
+def test_a_noun_is_counted(number: int, text: str) -> None:
+    assert count_of(number, "file") == text
 
 
 def test_an_error_that_says_nothing_is_known_by_its_class_alone() -> None:

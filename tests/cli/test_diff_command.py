@@ -18,7 +18,6 @@ from transformers import BertModel
 import hfshard
 from hfshard.cli.diff_command import (
     HeatMapStyle,
-    diff_as_json,
     heat_maps,
     modules_table,
     not_finite_lines,
@@ -28,7 +27,7 @@ from hfshard.cli.diff_command import (
 )
 from hfshard.cli.main import main
 from hfshard.viewing.describe import headline
-from hfshard.viewing.diff_tensors import CheckpointDiff, ValueDiff
+from hfshard.viewing.results import CheckpointDiff
 from tests.cli.conftest import Run, flip_bit
 from tests.helpers import processes
 from tests.viewing.reports import BERT, marked, renamed, report_of, tensor_diff, values_of
@@ -257,15 +256,6 @@ def test_numbers_that_are_not_finite_are_named() -> None:
     ]
 
 
-def test_json_has_no_infinity() -> None:
-    values = ValueDiff(2, 1, 0.5, float("inf"), None, 0, 1, 0, 0)
-    (shown,) = diff_as_json(report_of([tensor_diff("changed", "a", values)]))["tensors"]
-    assert shown["values"] == {
-        "elements": 2, "changed": 1, "max_abs": 0.5, "relative_norm": None, "cosine": None,
-        "nan_a": 0, "nan_b": 1, "inf_a": 0, "inf_b": 0,
-    }  # fmt: skip
-
-
 def test_what_was_zero_hides_no_other_norm() -> None:
     norms = {"h.0.b": math.inf, "h.1.b": 0.25, "g.b": math.inf}
     found = report_of(tensor_diff("changed", name, values_of(norm)) for name, norm in norms.items())
@@ -296,6 +286,17 @@ NORMS = {
     **{f"h.{layer}.mlp": 0.01 if layer in (0, 7) else 0.0 for layer in (0, 1, 7)},
     "embed.weight": 1e-9,
 }
+
+
+def test_a_name_in_several_pairs_has_the_largest_norm_on_the_scale() -> None:
+    found = [tensor_diff("changed", f"h.{n}.w", values_of(norm)) for n, norm in ((0, 1e-7), (0, 1e-3), (1, 1e-1))]
+
+    drawn = list(heat_maps(report_of(found), DIGITS))
+
+    assert drawn == [
+        "h.*  0\nw    19",
+        "relative norm |B-A| / |A|:  . same  1 1.0e-03  9 1.0e-01",
+    ]
 
 
 def test_digits_are_levels_of_the_logarithm() -> None:

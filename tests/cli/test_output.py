@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from hfshard.cli.output import bar, elide_middle, has_colors, printable, table
+from hfshard.cli.output import bar, elide_middle, has_colors, table
 
 
 def test_table_aligns_columns_and_leaves_no_trailing_blanks() -> None:
@@ -24,21 +24,6 @@ def test_table_without_rows_is_its_titles() -> None:
 
 def test_table_escapes_what_would_move_the_cursor() -> None:
     assert table(["name"], [["a\x1b[2Jb\nc"]]) == "name\na\\x1b[2Jb\\nc"
-
-
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("plain name", "plain name"),
-        ("größe.重み", "größe.重み"),
-        ("bell\x07", "bell\\x07"),
-        ("right\u202eleft", "right\\u202eleft"),
-        ("nul\x00", "nul\\x00"),
-        ("new\r\nline", "new\\r\\nline"),
-    ],
-)
-def test_printable_escapes_what_is_not(text: str, shown: str) -> None:
-    assert printable(text) == shown
 
 
 @pytest.mark.parametrize(

@@ -168,6 +168,20 @@ def test_parts_that_do_not_cover_a_tensor_exactly_are_refused(meshes: tuple[Mesh
         TensorOwners.unite(groups, {"same": said})
 
 
+@pytest.mark.parametrize(
+    "entry",
+    [
+        split((6,), 0, window=((0, 8),), stored=(8,)),
+        split((6,), None, window=((2, 7),), stored=(5,)),
+        split((2, 4), 0, window=((0, 2), (0, 5)), stored=(2, 5)),
+    ],
+    ids=["split", "whole on each", "across"],
+)
+def test_parts_that_lack_the_end_of_a_tensor_are_refused(entry: ListedTensor) -> None:
+    with pytest.raises(InvalidArgumentError, match="do not have all of 'w'"):
+        unite(((0, 1), listing({"w": entry}), (Mesh((2,), (0, 1)),)))
+
+
 def test_listings_survive_json() -> None:
     said = listing(
         {"w": split((3, 4), 0, 1, window=((1, 2), (0, 4)), stored=(4,)), "b": whole(2)}, tied_names={"t": "b"}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from hfshard.errors import DamagedCheckpointError, UnsafePathError
+from hfshard.errors import DamagedCheckpointError, UnsafePathError, UnstorableTensorError
 from hfshard.format.index import CheckpointIndex, FileDigest, build_hfshard_metadata, parse_single_file_metadata
 
 FILES = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
@@ -66,6 +67,24 @@ def test_it_is_read_back() -> None:
 def test_the_callers_metadata_never_override_ours() -> None:
     index = CheckpointIndex({}, total_size=5, total_parameters=6, metadata={"total_size": 1, "total_parameters": 2})
     assert json.loads(index.to_json())["metadata"] == {"total_size": 5, "total_parameters": 6}
+
+
+def test_the_checksum_of_a_file_is_its_sha256_if_known() -> None:
+    assert FileDigest(1, sha256="a", xxh3="b", fingerprint="c").checksum == ("sha256", "a")
+    assert FileDigest(1, xxh3="b", fingerprint="c").checksum == ("xxh3", "b")
+    assert FileDigest(1, fingerprint="c", tensor_digests="").checksum is None
+
+
+def test_metadata_is_stored_only_as_deep_as_it_can_be_read() -> None:
+    deep: Any = 1
+    for _ in range(125):
+        deep = {"a": deep}
+    fits = replace(INDEX, metadata={"deep": deep})
+    too_deep = replace(INDEX, metadata={"deep": {"a": deep, "b": [deep]}})
+
+    assert CheckpointIndex.from_json(fits.to_json(), "index.json").metadata == {"deep": deep}
+    with pytest.raises(UnstorableTensorError, match="nested deeper than 128 levels"):
+        too_deep.to_json()
 
 
 @pytest.mark.parametrize("metadata", [None, {"total_size": 8}, {"total_size": 8.0}, {"anything": "else"}])

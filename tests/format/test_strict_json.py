@@ -4,14 +4,38 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hfshard.errors import DamagedCheckpointError, HfshardError
-from hfshard.format.strict_json import PassOver, dump_json, padded_json, parse_json_object, without_padding
+from hfshard.format.strict_json import PassOver, dump_json, is_too_deep, padded_json, parse_json_object, without_padding
 
-DEEP = b'{"a":' + b"[" * 65 + b"]" * 65 + b"}"
+
+def lists(levels: int) -> bytes:
+    return b'{"a":' + b"[" * (levels - 1) + b"]" * (levels - 1) + b"}"
+
+
+def objects(levels: int) -> bytes:
+    return b'{"a": ' * levels + b"1" + b', "b": 2}' * levels
+
+
+def lists_and_objects(levels: int) -> bytes:
+    return b'{"a":[1, ' * (levels // 2) + b"{}" * (levels % 2) + b"2" * (1 - levels % 2) + b", 3]}" * (levels // 2)
+
+
+def keys_with_brackets(levels: int) -> bytes:
+    return b'{"]":' * levels + b"1" + b"}" * levels
+
+
+def keys_with_quotes(levels: int) -> bytes:
+    return rb'{"\\\"]\n\\":' * levels + b'"["' + b"}" * levels
+
+
+SHAPES = (lists, objects, lists_and_objects, keys_with_brackets, keys_with_quotes)
 
 
 def parse(raw: bytes, *, takes_constants: bool = False, pass_over: PassOver | None = None) -> dict[str, Any]:
@@ -33,7 +57,7 @@ def parse(raw: bytes, *, takes_constants: bool = False, pass_over: PassOver | No
         (b'{"a":1} x', "is not valid JSON: Extra data: line 1 column 9 (char 8)."),
         (b'{"a":1,"b":{"c":1,"c":1}}', "is not valid JSON: the key 'c' occurs twice."),
         (b'{"a":-Infinity}', "is not valid JSON: -Infinity is not a JSON number."),
-        (DEEP, "is not valid JSON: it is nested deeper than 64 levels."),
+        (lists(129), "is not valid JSON: it is nested deeper than 128 levels."),
         (b"[]", "must contain a JSON object, got a list."),
         (b"null", "must contain a JSON object, got a NoneType."),
     ],
@@ -45,6 +69,43 @@ def test_what_is_no_plain_object_is_refused_with_file_reason_and_remedy(raw: byt
 
     assert str(raised.value) == f"Index '/c/x.json' {reason} Save it."
     assert raised.value.path == "/c/x.json"
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.__name__)
+def test_nesting_is_bounded_whatever_is_between_the_brackets(shape: Callable[[int], bytes]) -> None:
+    assert parse(shape(128)) == json.loads(shape(128))
+
+    for levels in (129, 130, 500, 100_000):
+        with pytest.raises(DamagedCheckpointError, match="is nested deeper than 128 levels"):
+            parse(shape(levels))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.booleans(), st.text('[]{}"\\\\ab,: é', max_size=6)), min_size=120, max_size=136),
+    st.booleans(),
+)
+def test_depth_is_counted_in_any_mixture(levels: list[tuple[bool, str]], is_ascii: bool) -> None:
+    value: Any = 0
+    for is_list, text in levels:
+        value = [text, value, {}] if is_list else {text: value, f"{text}]": [text]}
+    raw = json.dumps({"a": value}, ensure_ascii=is_ascii).encode()
+
+    assert is_too_deep(raw) is (len(levels) + 2 > 128)  # with the outermost object, and the empty one in the innermost
+
+
+def test_brackets_in_text_are_not_nesting() -> None:
+    text = json.dumps({"a": "[" * 1000, "b": ['"[{' * 500, "]" * 300, "\\" * 9 + "[" * 200]})
+    flat = json.dumps({f"w{number}]": {"shape": [number, 1], "text": "[PAD]"} for number in range(1000)})
+
+    assert parse(text.encode()) == json.loads(text)
+    assert parse(flat.encode()) == json.loads(flat)
+
+
+@pytest.mark.parametrize("raw", [b"[" * 100_000, b"]" * 100_000, b"[" * 100 + b'"', b'{"a' + b"[" * 1000, b'"' * 999])
+def test_brackets_without_their_other_half_are_refused(raw: bytes) -> None:
+    with pytest.raises(DamagedCheckpointError, match="is not valid JSON"):
+        parse(raw)
 
 
 def test_half_a_surrogate_is_refused_and_a_pair_is_a_character() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import pickle
 from collections import OrderedDict, deque
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import torch
 
 from hfshard.errors import DamagedCheckpointError, UnsafePickleError
 from hfshard.pickles.described_file import OTHER, described_file, meaning, reject_code, size_of
-from hfshard.pickles.pickle_opcodes import DescribedObject, GlobalReference
+from hfshard.pickles.pickle_opcodes import DescribedObject, GlobalReference, describe_pickle
 
 
 class Unknown:
@@ -59,6 +61,35 @@ def test_names_that_run_code_are_rejected_and_harmless_ones_are_not() -> None:
     for name in ("os.system", "builtins.eval", "types.FunctionType"):
         with pytest.raises(UnsafePickleError, match=f"asks for '{name}'"):
             reject_code("a.pt", frozenset({"mine.Own", name}))
+
+
+HONEST = (
+    int, float, bool, complex, str, bytes, bytearray, list, dict, tuple, set, frozenset, range, slice, object,
+    2**80, 1j, b"x", bytearray(b"x"), {1}, frozenset((1,)), range(3), slice(1, 2), ..., NotImplemented, "-".join,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+@pytest.mark.parametrize("value", HONEST, ids=lambda value: getattr(value, "__name__", repr(value)))
+def test_plain_values_are_not_taken_for_code_in_any_protocol(value: Any, protocol: int) -> None:
+    described = describe_pickle(io.BytesIO(pickle.dumps([value, Unknown()], protocol)), "a.pt")
+
+    reject_code("a.pt", described.names)
+
+    assert f"{__name__}.Unknown" in described.names
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+@pytest.mark.parametrize(
+    "function", [eval, exec, open, __import__, compile, setattr], ids=lambda function: function.__name__
+)
+def test_functions_are_rejected_by_name_in_any_protocol(function: Any, protocol: int) -> None:
+    described = describe_pickle(io.BytesIO(pickle.dumps([function, int, range(3)], protocol)), "a.pt")
+
+    with pytest.raises(UnsafePickleError, match="made to run code") as raised:
+        reject_code("a.pt", described.names)
+
+    assert raised.value.actual.rpartition(".")[2] == function.__name__
 
 
 def test_size_is_that_of_the_parts_and_of_bytes_in_them() -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from hfshard.viewing.diff_tensors import CheckpointDiff, DiffKind, TensorDiff, ValueDiff
-from hfshard.viewing.inspection import TensorEntry
+from hfshard.viewing.results import CheckpointDiff, DiffKind, TensorDiff, TensorEntry, ValueDiff
 
 
 def facts(name: str, dtype: str = "F32", file: str = "model.safetensors") -> TensorEntry:

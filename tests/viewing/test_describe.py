@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hfshard.viewing.describe import headline
-from hfshard.viewing.diff_tensors import TensorDiff
+from hfshard.viewing.results import TensorDiff
 from tests.viewing.reports import BERT, facts, marked, renamed, report_of, tensor_diff
 
 LLAMA = [f"model.layers.{n}.self_attn.{part}_proj.weight" for n in range(24) for part in "qkvo"] + ["lm_head.weight"]

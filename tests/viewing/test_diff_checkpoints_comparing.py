@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 import hfshard
 from hfshard.format.digests import Verify
-from hfshard.viewing.diff_tensors import ValueDiff
+from hfshard.viewing.results import ValueDiff
 from tests.helpers.random_state_dicts import DTYPES, random_tensor, state_dicts
 from tests.helpers.tensor_bytes import bytes_of
 from tests.saving.helpers import write_bins

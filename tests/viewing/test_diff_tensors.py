@@ -13,7 +13,8 @@ import hfshard
 from hfshard.checkpoint.load_options import LoadOptions
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.viewing.diff_tensors import Side, pair_by_contents, pair_by_name, side_of
-from hfshard.viewing.inspection import TensorEntry, open_for_viewing
+from hfshard.viewing.inspection import open_for_viewing
+from hfshard.viewing.results import TensorEntry
 from tests.viewing.reports import renamed, report_of, tensor_diff, values_of
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hfshard.tensors.stored_tensor import bytes_view
-from hfshard.viewing.diff_tensors import ValueDiff
 from hfshard.viewing.diff_values import ValueMeasure
+from hfshard.viewing.results import ValueDiff
 
 
 def measured(a: torch.Tensor, b: torch.Tensor) -> ValueDiff:

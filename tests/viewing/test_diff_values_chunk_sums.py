@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hfshard.tensors.stored_tensor import bytes_view
-from hfshard.viewing.diff_tensors import ValueDiff
 from hfshard.viewing.diff_values import ChunkAdder, ValueMeasure, can_add
+from hfshard.viewing.results import ValueDiff
 
 SHORT = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.int16, torch.bool)
 LONG = (torch.float32, torch.float64, torch.int32)

@@ -15,7 +15,8 @@ from hfshard.checkpoint.load_options import LoadOptions
 from hfshard.errors import AmbiguousWeightsError, CheckpointNotFoundError, InvalidArgumentError
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.training import CheckpointManager, TrainingState
-from hfshard.viewing.inspection import DtypeEntry, OpenRequest, TensorEntry, inspect_checkpoint, open_with_one_key
+from hfshard.viewing.inspection import OpenRequest, inspect_checkpoint, open_with_one_key
+from hfshard.viewing.results import DtypeEntry, TensorEntry
 
 
 def plainly_saved(path: Path, count: int) -> Path:

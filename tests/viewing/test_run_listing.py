@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hfshard.training import CheckpointManager, TrainingState
-from hfshard.viewing.run_listing import CheckpointSpace, checkpoints_of, part_of, spaces_of
+from hfshard.viewing.run_listing import checkpoints_of, list_checkpoints, part_of, unchanged_bytes
 
 
 @pytest.fixture(scope="module")
@@ -33,25 +33,27 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_linked_files_count_as_unchanged(run: Path) -> None:
     found = checkpoints_of(str(run))
 
-    spaces = spaces_of(found)
+    unchanged = unchanged_bytes(found)
 
-    first, second, third = (spaces[one.path] for one in found)
-    assert first.unchanged == 0
+    first, second, third = (unchanged[one.path] for one in found)
+    assert first == 0
     frozen = ["model-00002-of-00002.safetensors", "state.safetensors"]  # no random number was drawn
-    assert second.unchanged == sum((run / "checkpoint-00000002" / name).stat().st_size for name in frozen)
+    assert second == sum((run / "checkpoint-00000002" / name).stat().st_size for name in frozen)
     everything = [*frozen, "model-00001-of-00002.safetensors", "optimizer.safetensors"]
-    assert third.unchanged == sum((run / "checkpoint-00000003" / name).stat().st_size for name in everything)
-    assert [one.total for one in (first, second, third)] == [_bytes_of(one.path) for one in found]
+    assert third == sum((run / "checkpoint-00000003" / name).stat().st_size for name in everything)
+    total = sum(_bytes_of(one.path) for one in found)
     on_disk = {os.stat(path).st_ino: os.stat(path).st_size for one in found for path in Path(one.path).iterdir()}
-    assert first.written + second.written + third.written == sum(on_disk.values())
+    assert total - sum(unchanged.values()) == sum(on_disk.values())
 
 
 def test_each_file_is_of_one_part(run: Path) -> None:
-    space = spaces_of(checkpoints_of(str(run))[:1])
+    listed = list_checkpoints(checkpoints_of(str(run)))
 
-    (only,) = space.values()
-    assert sorted(only.parts) == ["model", "optimizer", "other", "state"]
-    assert list(only.parts.values()) == sorted(only.parts.values(), reverse=True)
+    for one in listed:
+        assert sorted(part.part for part in one.parts) == ["model", "optimizer", "other", "state"]
+        sizes = [part.nbytes for part in one.parts]
+        assert sizes == sorted(sizes, reverse=True)
+        assert (one.size, one.files) == (_bytes_of(one.path), len(os.listdir(one.path)))
     assert part_of("model-00001-of-00002-0123456789abcdef.safetensors") == "model"
     assert part_of("model.safetensors.index.json") == "model"
     assert part_of("optimizer.safetensors") == "optimizer"
@@ -61,8 +63,7 @@ def test_each_file_is_of_one_part(run: Path) -> None:
 def test_the_first_that_is_left_counts_as_written(run: Path) -> None:
     found = checkpoints_of(str(run))[1:]
 
-    assert spaces_of(found)[found[0].path].unchanged == 0
-    assert CheckpointSpace({"model": 10, "other": 2}, 4).written == 8
+    assert unchanged_bytes(found)[found[0].path] == 0
 
 
 def _bytes_of(path: str) -> int:

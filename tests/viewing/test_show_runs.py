@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hfshard._util.text import format_size
-from hfshard.checkpoint.verifier import Problem
+from hfshard.checkpoint.verify_report import Problem
 from hfshard.errors import InvalidArgumentError
 from hfshard.training import CheckpointManager, TrainingState
 from hfshard.viewing.page.page import render_page

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
-from math import prod
 from typing import Any, Final
 
-from hfshard._util.text import format_size
+from hfshard._util.text import count_of, format_size, printable
 from hfshard.training.run.manifest import CheckpointManifest
-from hfshard.viewing.inspection import FileEntry, Inspection, TensorEntry
-from hfshard.viewing.module_tree import natural_order, split_name
-from hfshard.viewing.page.page import NO_NAME, Fact, Page, shown, shown_value
-from hfshard.viewing.run_listing import Part
+from hfshard.viewing.module_tree import common_length, natural_order, split_name
+from hfshard.viewing.page.page import NO_NAME, Fact, Page, printable_value
+from hfshard.viewing.results import FileEntry, Inspection, TensorEntry
+from hfshard.viewing.run_listing import Part, PartSize, metrics_text
 from hfshard.viewing.tensor_values import MeasuredValues, ValueSummary
 
 _MOST_FILES: Final = 500
@@ -66,20 +65,20 @@ def make_checkpoint_page(
         max_shard_size: Bytes that fill a file's bar; None: the largest file.
         measured: Summaries of its numbers; None: not shown.
     """
-    whole = max_shard_size or max((file.nbytes for file in found.files), default=0)
+    whole = max_shard_size or found.largest_file_bytes
     tree = make_name_tree([*(tensor.name for tensor in found.tensors), *found.tied_names])
     ties = sorted(found.tied_names.items())
     metadata = sorted(found.metadata.items())
     return Page(
         kind="checkpoint",
-        title=shown(found.place),
+        title=printable(found.place),
         facts=(*_facts(found), *([] if measured is None else [values_fact(measured)])),
         view={
             "has_map": any(tensor.nbytes for tensor in found.tensors),
-            "entry": shown_value(found.entry),
-            "key": None if found.key is None else shown_value(found.key),
+            "entry": printable_value(found.entry),
+            "key": None if found.key is None else printable_value(found.key),
             "files": _some([_file_row(file, whole) for file in found.files[:_MOST_FILES]], found.files),
-            "has_checksums": any(_checksum(file) for file in found.files[:_MOST_FILES]),
+            "has_checksums": any(file.digest.is_verifiable for file in found.files[:_MOST_FILES]),
             "max_shard_size": max_shard_size,
             "dtypes": [
                 _DtypeRow(row.dtype, row.tensors, row.parameters, row.nbytes, _percent(row.nbytes, found.nbytes))
@@ -87,10 +86,10 @@ def make_checkpoint_page(
             ],
             "largest": [_tensor_row(tensor, tree) for tensor in found.largest(_LARGEST)],
             "ties": _some(
-                [(shown(name) or NO_NAME, shown(stored) or NO_NAME) for name, stored in ties[:_MOST_TIES]], ties
+                [(printable(name) or NO_NAME, printable(stored) or NO_NAME) for name, stored in ties[:_MOST_TIES]], ties
             ),
             "metadata": _some(
-                [(shown_value(key), shown_value(value)) for key, value in metadata[:_MOST_METADATA]], metadata
+                [(printable_value(key), printable_value(value)) for key, value in metadata[:_MOST_METADATA]], metadata
             ),
         },
         data=_data(found, tree) | ({} if measured is None else {"values": values_data(measured, tree)}),
@@ -98,7 +97,7 @@ def make_checkpoint_page(
 
 
 def _facts(found: Inspection) -> tuple[Fact, ...]:
-    shards = [file for file in found.files if file.tensors is not None]
+    shards = found.weights_files
     dtypes = [row.dtype for row in found.dtypes]
     short = _short_count(found.parameters)
     exact = f"{found.parameters:,}"
@@ -132,30 +131,26 @@ def _data(found: Inspection, tree: NameTree) -> dict[str, Any]:
         "kind": kind_of,
         "file": file_of,
         "kinds": [[dtypes[dtype], shape, nbytes] for dtype, shape, nbytes in kinds],
-        "dtypes": list(map(shown, dtypes)),
-        "files": [shown(file.name) for file in found.files],
+        "dtypes": list(map(printable, dtypes)),
+        "files": [printable(file.name) for file in found.files],
         "ties": [[tree.node_of[name], tree.node_of[stored]] for name, stored in found.tied_names.items()],
     }
 
 
 def _file_row(file: FileEntry, whole: int) -> _FileRow:
-    return _FileRow(shown(file.name), file.nbytes, file.tensors, shown(_checksum(file)), _percent(file.nbytes, whole))
-
-
-def _checksum(file: FileEntry) -> str:
-    kinds = (("sha256", file.digest.sha256), ("xxh3", file.digest.xxh3))
-    return next((f"{kind} {digest}" for kind, digest in kinds if digest is not None), "")
+    checksum = " ".join(file.digest.checksum or ())
+    return _FileRow(printable(file.name), file.nbytes, file.tensors, printable(checksum), _percent(file.nbytes, whole))
 
 
 def _tensor_row(tensor: TensorEntry, tree: NameTree) -> _TensorRow:
     return _TensorRow(
-        name=shown(tensor.name) or NO_NAME,
+        name=printable(tensor.name) or NO_NAME,
         node=tree.node_of[tensor.name],
-        dtype=shown(tensor.dtype),
-        shape=" × ".join(map(str, tensor.shape)) or "scalar",
-        parameters=prod(tensor.shape),
+        dtype=printable(tensor.dtype),
+        shape=tensor.shape_text(" × "),
+        parameters=tensor.parameters,
         nbytes=tensor.nbytes,
-        file=shown(tensor.file),
+        file=printable(tensor.file),
     )
 
 
@@ -218,14 +213,9 @@ def coded_labels(labels: Sequence[str]) -> list[int | str]:
 def _coded(labels: Sequence[str]) -> list[int | str]:
     coded: list[int | str] = []
     for before, label in pairwise(("", *labels)):
-        common = _common(before, label) if before.isascii() and label.isascii() else 0
+        common = common_length(before, label) if before.isascii() and label.isascii() else 0
         coded += (common, label[common:])
     return coded
-
-
-def _common(one: str, other: str) -> int:
-    differing = (at for at, (left, right) in enumerate(zip(one, other, strict=False)) if left != right)
-    return next(differing, min(len(one), len(other)))
 
 
 @dataclass(slots=True)
@@ -267,7 +257,7 @@ def _in_columns(root: _Branch) -> NameTree:
         tree.depth.append(depth)
         below = sorted(branch.parts, key=natural_order, reverse=True)
         stack += [(part, branch.parts[part], depth + 1) for part in below]
-    tree.labels.extend(map(shown, places))
+    tree.labels.extend(map(printable, places))
     return tree
 
 
@@ -283,7 +273,7 @@ def values_fact(measured: MeasuredValues) -> Fact:
     nan = sum(one.nan for one in measured.tensors.values())
     inf = sum(one.inf for one in measured.tensors.values())
     odd = sum(bool(one.nan or one.inf) for one in measured.tensors.values())
-    note = f"in {odd:,} tensor{'s' if odd > 1 else ''}" if odd else ""
+    note = f"in {count_of(odd, 'tensor')}" if odd else ""
     return Fact("NaN, inf", f"{nan:,}, {inf:,}" if odd else "none", note)
 
 
@@ -319,23 +309,21 @@ class _PartRow:
     """Percentage of the checkpoint."""
 
 
-def with_step(page: Page, manifest: CheckpointManifest, parts: Mapping[Part, int], counts: Mapping[Part, int]) -> Page:
+def with_step(page: Page, manifest: CheckpointManifest, parts: Sequence[PartSize]) -> Page:
     """Add to a model's page what was saved with it.
 
     Args:
         page: The page of the checkpoint's model.
         manifest: The checkpoint's manifest.
-        parts: The bytes of each part of it.
-        counts: The number of files of each part.
+        parts: The checkpoint's parts.
     """
-    total = sum(parts.values())
-    rows = [_PartRow(part, size, counts[part], round(100 * size / max(1, total), 2)) for part, size in parts.items()]
-    metrics = ", ".join(f"{name} {value:.6g}" for name, value in sorted(manifest.metrics.items()))
-    fact = Fact("step of a run", f"{manifest.step:,}", shown_value(metrics)[:200])
+    total = sum(part.nbytes for part in parts)
+    rows = [_PartRow(one.part, one.nbytes, one.files, _percent(one.nbytes, total)) for one in parts]
+    fact = Fact("step of a run", f"{manifest.step:,}", printable_value(metrics_text(manifest.metrics))[:200])
     step = {"rows": rows, "nbytes": total, "problem": None}
     return replace(page, facts=(*page.facts, fact), view={**page.view, "step": step})
 
 
 def with_problem(page: Page, message: str) -> Page:
     """Add to a model's page the reason why nothing is known about what was saved with it."""
-    return replace(page, view={**page.view, "step": {"rows": (), "nbytes": 0, "problem": shown_value(message)}})
+    return replace(page, view={**page.view, "step": {"rows": (), "nbytes": 0, "problem": printable_value(message)}})

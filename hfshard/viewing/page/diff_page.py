@@ -7,13 +7,20 @@ from collections.abc import Sequence
 from itertools import accumulate, zip_longest
 from typing import Any, Final
 
-from hfshard._util.text import format_size
-from hfshard.viewing.describe import headline
-from hfshard.viewing.diff_tensors import CheckpointDiff, DiffKind, TensorDiff, ValueDiff
-from hfshard.viewing.diff_values import NormScale, norm_scale
-from hfshard.viewing.inspection import TensorEntry
+from hfshard._util.text import format_size, printable
+from hfshard.viewing.describe import abbreviate_name, headline
 from hfshard.viewing.module_tree import LayerStack, layer_grid
-from hfshard.viewing.page.page import Fact, Page, shown, shown_value
+from hfshard.viewing.page.page import Fact, Page, printable_value
+from hfshard.viewing.results import (
+    FROM_ZERO,
+    KIND_WORDS,
+    CheckpointDiff,
+    DiffKind,
+    NormScale,
+    TensorDiff,
+    TensorEntry,
+    ValueDiff,
+)
 
 _KINDS: Final[tuple[DiffKind, ...]] = (
     "same",
@@ -25,8 +32,6 @@ _KINDS: Final[tuple[DiffKind, ...]] = (
     "changed",
 )
 """In ascending priority: a cell shows the last of its tensors' kinds."""
-
-_WORDS: Final[dict[DiffKind, str]] = {"only_in_a": "only in A", "only_in_b": "only in B"}
 
 _MOST_LISTED: Final = 20_000
 _MOST_CHARACTERS: Final = 2_000_000
@@ -41,8 +46,6 @@ _MOST_CELLS: Final = 40_000
 
 _SHADES: Final = 5
 """The number of shades of changes in diff.css."""
-_FROM_ZERO: Final = "from 0"
-"""Shown in place of an infinite relative norm."""
 
 
 def make_diff_page(found: CheckpointDiff) -> Page:
@@ -53,27 +56,27 @@ def make_diff_page(found: CheckpointDiff) -> Page:
     grid = layer_grid(by_name)
     stacks = _largest_stacks(grid.stacks)
     cells: dict[str, int] = {}
-    scale = norm_scale(tensor.values.relative_norm for tensor in found.tensors if tensor.values is not None)
+    scale = found.norm_scale()
     drawn = [_drawn_stack(stack, by_name, scale, cells) for stack in sorted(stacks, key=lambda stack: stack.name)]
-    unlike = [tensor for tensor in found.tensors if tensor.kind != "same"]
-    listed = _listed(unlike)
+    differing = found.differing
+    listed = _listed(differing)
     return Page(
         kind="diff",
-        title=shown(" → ".join(short_names(found.a, found.b))),
+        title=printable(" → ".join(short_names(found.a, found.b))),
         facts=_facts(found),
         view={
-            "places": [("A", shown(found.a)), ("B", shown(found.b))],
-            "headline": shown_value(headline(found)),
-            "kinds": [(kind, _WORDS.get(kind, kind), found.counts[kind]) for kind in _KINDS if kind in found.counts],
-            "has_values": any(tensor.values is not None for tensor in found.tensors),
+            "places": [("A", printable(found.a)), ("B", printable(found.b))],
+            "headline": printable_value(headline(found)),
+            "kinds": [(kind, KIND_WORDS[kind], found.counts[kind]) for kind in _KINDS if kind in found.counts],
+            "has_values": found.has_values,
             "ramp": [f"{scale.norm_of(level, _SHADES):.1e}" for level in range(1, _SHADES + 1)],
-            "more": len(unlike) - len(listed),
+            "more": len(differing) - len(listed),
             "more_stacks": len(grid.stacks) - len(drawn),
             "others": len(grid.others),
         },
         data={
             "kinds": _KINDS,
-            "words": [_WORDS.get(kind, kind) for kind in _KINDS],
+            "words": [KIND_WORDS[kind] for kind in _KINDS],
             "stacks": drawn,
             "tensors": [_row(tensor, cells.get(tensor.name, -1)) for tensor in listed],
         },
@@ -84,7 +87,6 @@ def _facts(found: CheckpointDiff) -> tuple[Fact, ...]:
     counts = found.counts
     measured = [(tensor.name, tensor.values) for tensor in found.tensors if tensor.values is not None]
     finite = [(values.relative_norm, name) for name, values in measured if not values.was_zero]
-    were_zero = [name for name, values in measured if values.was_zero]
     facts = [
         Fact("tensors", f"{len(found.tensors):,}", f"{counts.get('same', 0):,} are the same"),
         Fact("changed", f"{counts.get('changed', 0):,}"),
@@ -95,9 +97,10 @@ def _facts(found: CheckpointDiff) -> tuple[Fact, ...]:
     ]
     if finite:
         norm, name = max(finite, key=lambda one: one[0])
-        facts.append(Fact("largest change", f"{norm:.3g}", shown_value(name)[:200]))
-    if were_zero:
-        facts.append(Fact("zero in A, not in B", f"{len(were_zero):,}", shown_value(were_zero[0])[:200]))
+        facts.append(Fact("largest change", f"{norm:.3g}", printable_value(name)[:200]))
+    zeros = found.zero_in_a
+    if zeros:
+        facts.append(Fact("zero in A, not in B", f"{len(zeros):,}", printable_value(zeros[0])[:200]))
     return tuple(facts)
 
 
@@ -132,10 +135,10 @@ def _drawn_stack(
             shades[row][column] = scale.level(values.relative_norm, _SHADES)
         cells.update(dict.fromkeys(names, first + row * len(layers) + column))
     return {
-        "name": shown_value(stack.name),
+        "name": printable_value(stack.name),
         "first": first,
         "layers": layers,
-        "kinds": list(map(shown_value, kinds)),
+        "kinds": list(map(printable_value, kinds)),
         "worst": worst,
         "norms": norms,
         "shades": shades,
@@ -143,11 +146,11 @@ def _drawn_stack(
     }
 
 
-def _listed(unlike: Sequence[TensorDiff]) -> list[TensorDiff]:
+def _listed(differing: Sequence[TensorDiff]) -> list[TensorDiff]:
     """Select the first differing tensors, as long as their names fit."""
     listed = []
     characters = 0
-    for tensor in unlike[:_MOST_LISTED]:
+    for tensor in differing[:_MOST_LISTED]:
         characters += sum(min(len(facts.name), 4000) for facts in (tensor.a, tensor.b) if facts is not None)
         if characters > _MOST_CHARACTERS:
             break
@@ -157,10 +160,10 @@ def _listed(unlike: Sequence[TensorDiff]) -> list[TensorDiff]:
 
 def _row(tensor: TensorDiff, cell: int) -> list[Any]:
     """Build a row: name, kind, cell, old and new form, old name, and how the values differ."""
-    old = shown_value(tensor.a.name) if tensor.kind == "renamed" and tensor.a is not None else ""
+    old = printable_value(tensor.a.name) if tensor.kind == "renamed" and tensor.a is not None else ""
     a, b = _form(tensor.a), _form(tensor.b)
     what = b if tensor.kind in ("changed", "renamed") and a == b else " → ".join(filter(None, (a, b)))
-    row = [shown_value(tensor.name), _KINDS.index(tensor.kind), cell, what, old]
+    row = [printable_value(tensor.name), _KINDS.index(tensor.kind), cell, what, old]
     if tensor.values is None:
         return row
     values = tensor.values
@@ -171,11 +174,11 @@ def _row(tensor: TensorDiff, cell: int) -> list[Any]:
 
 
 def _form(facts: TensorEntry | None) -> str:
-    return "" if facts is None else shown(f"{facts.dtype} {' × '.join(map(str, facts.shape)) or 'scalar'}")
+    return "" if facts is None else printable(f"{facts.dtype} {facts.shape_text(' × ')}")
 
 
 def _norm(values: ValueDiff) -> float | str:
-    return _FROM_ZERO if values.was_zero else _number(values.relative_norm)
+    return FROM_ZERO if values.was_zero else _number(values.relative_norm)
 
 
 def _number(value: float) -> float | str:
@@ -211,4 +214,4 @@ def _joined(parts: list[str]) -> str:
     """Join the first part, which differs, and the last one, with the ones between them if there is room."""
     whole = "/".join(parts)
     text = whole if len(whole) <= _LONGEST or len(parts) < 3 else f"{parts[0]}/…/{parts[-1]}"
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]}…{text[-_LONGEST // 2 + 1 :]}"
+    return abbreviate_name(text, _LONGEST)

@@ -22,6 +22,7 @@ from hfshard._util.text import format_size
 from hfshard.constants import VERSION
 from hfshard.disk.fsops import rename, unlink_if_exists, write_file
 from hfshard.errors import InvalidPathError, escaped
+from hfshard.viewing.screenshot import PNG_BEGINNING
 
 PageKind = Literal["checkpoint", "run", "diff"]
 """Each kind has its own template, `templates/KIND.html`, and the scripts and styles listed below."""
@@ -53,17 +54,12 @@ class Page:
     facts: tuple[Fact, ...]
     view: Mapping[str, Any] = field(default_factory=dict)
     """Values that the template writes into the HTML, readable without scripts. The template escapes only markup: names
-    and values from a checkpoint must pass through `shown` first."""
+    and values from a checkpoint must pass through `printable` first."""
     data: Mapping[str, Any] = field(default_factory=dict)
     """Data for the scripts, as JSON: columns rather than objects, because there may be 100,000 tensors."""
 
 
-def shown(text: str) -> str:
-    """Escape what would hide or reorder text, such as a right-to-left override; the template escapes markup."""
-    return escaped(text, keep="")
-
-
-def shown_value(value: Any) -> str:
+def printable_value(value: Any) -> str:
     """Format a metadata value as text, truncated if it is very long."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, sort_keys=True)
     if len(text) > LONGEST_TEXT:
@@ -162,7 +158,6 @@ def _hash(text: str) -> str:
 
 PAGE_BEGINNING: Final = "<!doctype html>\n<!-- A page of hfshard"
 """The beginning of each hfshard page; every template inherits it."""
-PNG_BEGINNING: Final = b"\x89PNG\r\n\x1a\n"
 
 
 def checked_output(output: str | os.PathLike[str], *, is_picture: bool = False) -> str:

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from hfshard._util.text import format_size
-from hfshard.viewing.page.page import Fact, Page, shown, shown_value
-from hfshard.viewing.run_listing import CheckpointSpace, ListedCheckpoint, Part
+from hfshard._util.text import format_size, printable
+from hfshard.viewing.page.page import Fact, Page, printable_value
+from hfshard.viewing.run_listing import ListedCheckpoint, Part, metrics_text
 
 MOST_CHECKPOINTS: Final = 500
 """The most checkpoints that the page shows, the latest ones."""
@@ -54,7 +54,7 @@ class _Mark:
 def make_run_page(
     root: str,
     listed: Sequence[ListedCheckpoint],
-    spaces: Mapping[str, CheckpointSpace],
+    unchanged: Mapping[str, int],
     *,
     best: str | None = None,
     is_store: bool = False,
@@ -64,20 +64,20 @@ def make_run_page(
     Args:
         root: The run's path or address.
         listed: Its checkpoints, in the order in which they were saved.
-        spaces: Path of a checkpoint -> its bytes.
+        unchanged: Path of a checkpoint -> its bytes that an earlier one also has.
         best: The metric that selects the checkpoint marked as the best.
         is_store: Whether it is in a store, where unchanged files are copied rather than linked.
     """
     latest = listed[-MOST_CHECKPOINTS:]
     names = sorted({name for one in latest for name in one.metrics})
     columns = names if len(names) <= _MOST_COLUMNS and all(len(name) <= _LONGEST_HEAD for name in names) else []
-    rows = [_row(number, one, spaces.get(one.path), columns) for number, one in enumerate(latest)]
+    rows = [_row(number, one, unchanged.get(one.path), columns) for number, one in enumerate(latest)]
     measured = [row for row in rows if row.size is not None]
     bars = bars_of([(row.written or 0, row.linked or 0) for row in measured])
     return Page(
         kind="run",
-        title=shown(root),
-        facts=_facts(listed, spaces, best, is_store=is_store),
+        title=printable(root),
+        facts=_facts(listed, unchanged, best, is_store=is_store),
         view={
             "rows": rows,
             "more": len(listed) - len(rows),
@@ -86,7 +86,7 @@ def make_run_page(
             "bar_labels": labels_of_bars([row.step for row in measured]),
             "largest": max((row.size or 0 for row in measured), default=0),
             "lines": _lines(latest, names[:_MOST_METRICS]),
-            "columns": list(map(shown, columns)),
+            "columns": list(map(printable, columns)),
             "has_metrics": bool(names),
             "more_lines": max(0, len(names) - _MOST_METRICS),
             "height": HEIGHT,
@@ -96,21 +96,21 @@ def make_run_page(
 
 
 def _facts(
-    listed: Sequence[ListedCheckpoint], spaces: Mapping[str, CheckpointSpace], best: str | None, *, is_store: bool
+    listed: Sequence[ListedCheckpoint], unchanged: Mapping[str, int], best: str | None, *, is_store: bool
 ) -> tuple[Fact, ...]:
-    written = sum(space.written for space in spaces.values())
-    total = sum(space.total for space in spaces.values())
-    linked = f"{format_size(total - written)} more are linked" if total > written else "nothing is linked"
+    total = sum(one.size or 0 for one in listed)
+    linked = sum(unchanged.values())
+    note = f"{format_size(linked)} more are linked" if linked else "nothing is linked"
     latest = next((one for one in listed if one.is_latest), None)
     damaged = sum(one.is_damaged for one in listed)
     unfinished = sum(one.is_unfinished for one in listed)
     steps = [one.step for one in listed]
     return (
         Fact("checkpoints", f"{len(listed):,}", f"steps {min(steps):,} to {max(steps):,}"),
-        Fact("in the store" if is_store else "on disk", format_size(total if is_store else written),
-             f"{format_size(total - written)} were copied there" if is_store else linked),
+        Fact("in the store" if is_store else "on disk", format_size(total if is_store else total - linked),
+             f"{format_size(linked)} were copied there" if is_store else note),
         Fact("latest", "none" if latest is None else f"step {latest.step:,}",
-             "" if latest is None or latest.saved is None else f"{latest.saved:%Y-%m-%d %H:%M} UTC"),
+             "" if latest is None or latest.saved is None else f"{latest.saved_text} UTC"),
         *([] if best is None else [_best_fact(listed, best)]),
         Fact("damaged", f"{damaged:,}" if damaged else "none", f"{unfinished:,} more unfinished" if unfinished else ""),
     )  # fmt: skip
@@ -119,30 +119,25 @@ def _facts(
 def _best_fact(listed: Sequence[ListedCheckpoint], best: str) -> Fact:
     found = next((one for one in listed if one.is_best), None)
     if found is None:
-        return Fact("best", "none", shown_value(best))
-    return Fact("best", f"step {found.step:,}", shown_value(f"{best} {found.metrics[best]:.6g}"))
+        return Fact("best", "none", printable_value(best))
+    return Fact("best", f"step {found.step:,}", printable_value(metrics_text({best: found.metrics[best]})))
 
 
-def _row(number: int, one: ListedCheckpoint, space: CheckpointSpace | None, columns: Sequence[str]) -> _Row:
-    states = (
-        ("damaged", one.is_damaged),
-        ("unfinished", one.is_unfinished),
-        ("latest", one.is_latest),
-        ("best", one.is_best),
-    )
+def _row(number: int, one: ListedCheckpoint, linked: int | None, columns: Sequence[str]) -> _Row:
+    sizes = {part.part: part.nbytes for part in one.parts}
     return _Row(
         number=number,
         step=one.step,
         save_number="" if one.save_number is None else f"{one.save_number:,}",
-        saved="" if one.saved is None else f"{one.saved:%Y-%m-%d %H:%M}",
-        size=None if space is None else space.total,
-        parts=tuple(None if space is None else space.parts.get(part) for part in _PARTS),
-        written=None if space is None else space.written,
-        linked=None if space is None else space.unchanged,
-        metrics=shown_value(", ".join(f"{name} {value:.6g}" for name, value in sorted(one.metrics.items()))),
+        saved=one.saved_text,
+        size=one.size,
+        parts=tuple(map(sizes.get, _PARTS)),
+        written=None if one.size is None or linked is None else one.size - linked,
+        linked=linked,
+        metrics=printable_value(metrics_text(one.metrics)),
         values=tuple(f"{one.metrics[name]:.6g}" if name in one.metrics else "" for name in columns),
-        states=tuple(word for word, is_so in states if is_so),
-        problems=tuple(shown_value(problem.message) for problem in one.problems[:_MOST_PROBLEMS]),
+        states=one.states,
+        problems=tuple(printable_value(problem.message) for problem in one.problems[:_MOST_PROBLEMS]),
         more_problems=max(0, len(one.problems) - _MOST_PROBLEMS),
     )
 
@@ -150,7 +145,7 @@ def _row(number: int, one: ListedCheckpoint, space: CheckpointSpace | None, colu
 def _lines(latest: Sequence[ListedCheckpoint], names: Sequence[str]) -> list[Line]:
     lines = []
     for name in names:
-        line = line_of(shown_value(name), [(one.step, one.metrics.get(name, float("nan"))) for one in latest])
+        line = line_of(printable_value(name), [(one.step, one.metrics.get(name, float("nan"))) for one in latest])
         if line is not None:
             lines.append(line)
     return lines

@@ -122,6 +122,15 @@ def test_objects_are_named_and_left_out(value: Any, tmp_path: Path, manager: Che
     assert (restored, model.weight.tolist()) == (3, [[1.0, 1.0], [1.0, 1.0]])
 
 
+def test_an_object_among_plain_values_is_named_and_not_they(tmp_path: Path, manager: CheckpointManager) -> None:
+    path = saved(tmp_path, args=Stateful(), kinds=[int, str, range(3), slice(2)])
+
+    error = refused(manager, path, r"Pass strict=False to leave them out", UnsafePickleError)
+
+    assert "Stateful" in str(error)
+    assert manager.restore(TrainingState(linear()), path, strict=False) == 3
+
+
 def test_an_object_in_place_of_weights_or_of_a_part_is_no_part(tmp_path: Path, manager: CheckpointManager) -> None:
     model = linear()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hfshard.viewing.inspection import Inspection
 from hfshard.viewing.page.checkpoint_page import make_checkpoint_page
 from hfshard.viewing.page.page import render_page
+from hfshard.viewing.results import Inspection
 from tests.viewing.page.checkpoints import hostile_checkpoint, inspection_of, large_page, small_checkpoint, tensor
 
 if TYPE_CHECKING:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import cache
 
 from hfshard.format.index import FileDigest
-from hfshard.viewing.inspection import FileEntry, Inspection, TensorEntry
 from hfshard.viewing.page.checkpoint_page import make_checkpoint_page
 from hfshard.viewing.page.page import render_page
+from hfshard.viewing.results import FileEntry, Inspection, TensorEntry
 from hfshard.viewing.tensor_values import MOST_TENSORS, MeasuredValues, ValueSummary
 
 HOSTILE_NAMES = (

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from hfshard.viewing.inspection import Inspection
 from hfshard.viewing.page.checkpoint_page import make_checkpoint_page
 from hfshard.viewing.page.page import json_for_html, render_page
+from hfshard.viewing.results import Inspection
 from hfshard.viewing.tensor_values import MeasuredValues, ValueSummary
 from tests.viewing.page.checkpoints import (
     HOSTILE_NAMES,

@@ -30,6 +30,15 @@ def test_shades_span_what_changed_however_little() -> None:
     assert page.view["ramp"] == ["1.0e-07", "1.0e-06", "1.0e-05", "1.0e-04", "1.0e-03"]
 
 
+def test_a_name_in_several_pairs_has_the_largest_norm_on_the_scale() -> None:
+    found = [tensor_diff("changed", f"h.{n}.w", values_of(norm)) for n, norm in ((0, 1e-7), (0, 1e-3), (1, 1e-1))]
+
+    page = make_diff_page(report_of(found))
+
+    assert page.data["stacks"][0]["shades"] == [[1, 5]]
+    assert page.view["ramp"] == ["1.0e-03", "3.2e-03", "1.0e-02", "3.2e-02", "1.0e-01"]
+
+
 def test_the_largest_change_is_a_number_and_what_was_zero_is_counted() -> None:
     norms = {"a.weight": 0.02, "a.bias": math.inf, "b.weight": 0.01, "b.bias": math.inf}
     page = make_diff_page(report_of(tensor_diff("changed", name, values_of(norm)) for name, norm in norms.items()))

@@ -6,7 +6,7 @@ from math import inf
 
 import pytest
 
-from hfshard.viewing.diff_values import norm_scale
+from hfshard.viewing.results import norm_scale
 
 
 @pytest.mark.parametrize(
