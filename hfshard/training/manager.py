@@ -32,7 +32,7 @@ from hfshard.training.run.find_checkpoint import (
     live_problems,
     manifests_in,
     newest_intact,
-    run_place,
+    open_run,
 )
 from hfshard.training.run.manifest import CheckpointManifest, RunCheckpoint, checkpoint_path, plain_metrics
 from hfshard.training.run.push_run import BackgroundPusher, found_to_push, push_run
@@ -67,7 +67,7 @@ class RunReader:
     metric_mode: MetricMode
     progress: bool | None
     _writer: RunWriter
-    _place: RunStorage
+    _storage: RunStorage
 
     @wraps_os_errors("root")
     def latest_step(self, verify: Level | None = None) -> int | None:
@@ -87,9 +87,9 @@ class RunReader:
         """
         with self._writer.settled():
             if verify is not None:
-                newest = newest_intact(self._place, verify, self.progress)
+                newest = newest_intact(self._storage, verify, self.progress)
                 return None if newest is None else newest[0].step
-            return next((one.step for one in self._place.checkpoints() if one.is_finished), None)
+            return next((one.step for one in self._storage.checkpoints() if one.is_finished), None)
 
     @wraps_os_errors("root")
     def best_step(self) -> int | None:
@@ -109,7 +109,7 @@ class RunReader:
                 "keep_best='eval_loss')."
             )
         with self._writer.settled():
-            best = best_of(manifests_in(self._place), self.keep_best, self.metric_mode)
+            best = best_of(manifests_in(self._storage), self.keep_best, self.metric_mode)
         return None if best is None else best.step
 
     @wraps_os_errors("root")
@@ -120,7 +120,7 @@ class RunReader:
             print(manager.path_of(step))
         """
         with self._writer.settled():
-            return sorted(one.step for one in self._place.checkpoints() if one.is_finished)
+            return sorted(one.step for one in self._storage.checkpoints() if one.is_finished)
 
     def path_of(self, step: int | Literal["best", "latest"]) -> str:
         """Return the directory or address of a step's checkpoint, whether or not it exists.
@@ -165,7 +165,7 @@ class RunReader:
             CheckpointNotFoundError: There is no checkpoint of this step.
         """
         with self._writer.settled():
-            checkpoints = self._place.checkpoints() if step is None else [checkpoint_of_step(self._place, step)]
+            checkpoints = self._storage.checkpoints() if step is None else [checkpoint_of_step(self._storage, step)]
             problems = {one.step: live_problems(one, level) for one in sorted(checkpoints, key=lambda one: one.step)}
             return {number: found for number, found in problems.items() if found is not None}
 
@@ -239,7 +239,7 @@ class RunPushes(RunReader):
                 create_pr=create_pr,
                 progress=self.progress if progress is None else progress,
             )
-            with self._writer.kept(lambda: found_to_push(self._place, step, self.best_step)) as found:
+            with self._writer.kept(lambda: found_to_push(self._storage, step, self.best_step)) as found:
                 return push_run(found, place, step, options)
 
         with among(self.process_group), push_together(is_collective=True) as ranks:
@@ -325,8 +325,8 @@ class CheckpointManager(RunPushes):
         self.allow_different_replicas = allow_different_replicas
         self.progress = progress
         pusher = BackgroundPusher(push_to_hub, progress) if push_to_hub is not None else None
-        self._place = run_place(self.root)
-        self._writer = RunWriter(self._place, rotation, pusher, progress)
+        self._storage = open_run(self.root)
+        self._writer = RunWriter(open_run(self.root), rotation, pusher, progress)
 
     @wraps_os_errors("root")
     def save(
@@ -568,5 +568,5 @@ class CheckpointManager(RunPushes):
         """Find and check the checkpoint to restore, on the first rank; None: the run has none."""
         self._writer.wait()
         if step is None:
-            return newest_intact(self._place, verify, self.progress, is_read_next=True, passed_over=passed_over)
-        return choose_checkpoint(self._place, step, verify, token, self.progress)
+            return newest_intact(self._storage, verify, self.progress, is_read_next=True, passed_over=passed_over)
+        return choose_checkpoint(self._storage, step, verify, token, self.progress)

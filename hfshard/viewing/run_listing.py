@@ -18,7 +18,7 @@ from hfshard.errors import CheckpointNotFoundError, HfshardError
 from hfshard.format.file_names import MODEL_BASE, WeightNames
 from hfshard.format.index import FileDigest
 from hfshard.stores.open_store import open_store
-from hfshard.training.run.find_checkpoint import folder_at, run_place
+from hfshard.training.run.find_checkpoint import folder_at, open_run
 from hfshard.training.run.manifest import CHECKPOINT, MANIFEST, CheckpointManifest, RunCheckpoint, is_own_name
 from hfshard.training.run.reports import as_problems, is_checkpoint
 from hfshard.training.run.rotation import MetricMode, best_of
@@ -81,7 +81,7 @@ def checkpoints_of(root: str) -> list[RunCheckpoint]:
         )
     # A store is listed in full depth only if it has folders of a run.
     may_be_run = not is_store_address(root) or any(map(CHECKPOINT.fullmatch, _folders_in(root)))
-    found = run_place(root).checkpoints()[::-1] if may_be_run else []
+    found = open_run(root).checkpoints()[::-1] if may_be_run else []
     if not found:
         runs = _runs_below(root)
         hint = "Check the path."

@@ -27,7 +27,7 @@ from hfshard.training.interop.foreign_optimizer import (
     unknown_owners,
 )
 from hfshard.training.interop.foreign_readers import is_optimizer_state, is_state_dict, reader_of
-from hfshard.training.run.find_checkpoint import folder_at, run_place
+from hfshard.training.run.find_checkpoint import folder_at, open_run
 from hfshard.training.run.manifest import checkpoint_path
 from hfshard.training.run.rotation import Rotation
 from hfshard.training.run.run_storage import check_names
@@ -120,7 +120,7 @@ def convert_foreign(
     payload = _payload(foreign, max_shard_size, checksum, progress).of_one_process()
     files = {name: raw for name, raw in foreign.companions.items() if name not in _OF_MODEL}
     check_names(files, payload)
-    writer = RunWriter(run_place(root), Rotation(), None, progress)
+    writer = RunWriter(open_run(root), Rotation(), None, progress)
     try:
         with writer.turn("convert"):
             target = checkpoint_path(root, number)

@@ -67,7 +67,7 @@ def absolute_place(step: int | str | os.PathLike[str] | None) -> int | str | os.
 
 
 def choose_checkpoint(
-    place: RunStorage,
+    storage: RunStorage,
     step: int | str | os.PathLike[str],
     verify: Level,
     token: str | bool | None,
@@ -82,7 +82,7 @@ def choose_checkpoint(
     """
     if isinstance(step, str | os.PathLike):
         return checked_at(step, verify, token=token, progress=progress, is_read_next=True)
-    checkpoint = checkpoint_of_step(place, step)
+    checkpoint = checkpoint_of_step(storage, step)
     return checkpoint, check_run_checkpoint(checkpoint, verify, progress, is_read_next=True)
 
 

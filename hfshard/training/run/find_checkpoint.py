@@ -28,9 +28,9 @@ from hfshard.training.run.manifest import (
     read_manifest,
     read_run_checkpoint,
 )
-from hfshard.training.run.run_directory import DirectoryPlace
+from hfshard.training.run.run_directory import RunDirectory
 from hfshard.training.run.run_storage import RunStorage
-from hfshard.training.run.run_store import StorePlace, stored_checkpoint
+from hfshard.training.run.run_store import RunStore, stored_checkpoint
 from hfshard.training.state.collect_state import PARTS
 
 logger = logging.getLogger(__name__)
@@ -41,23 +41,23 @@ _RUN_TRAITS: Final = replace(LocalFolder.traits, retries=50)
 Level = Literal["structure", "full"]
 
 
-def manifests_in(place: RunStorage) -> list[CheckpointManifest]:
+def manifests_in(storage: RunStorage) -> list[CheckpointManifest]:
     """Return the manifests of all finished checkpoints; the one that was saved last comes first."""
-    return [one.manifest for one in place.checkpoints() if one.manifest is not None]
+    return [one.manifest for one in storage.checkpoints() if one.manifest is not None]
 
 
-def checkpoint_of_step(place: RunStorage, step: int) -> RunCheckpoint:
+def checkpoint_of_step(storage: RunStorage, step: int) -> RunCheckpoint:
     """Find the checkpoint of a step, damaged or not.
 
     Raises:
         CheckpointNotFoundError: There is none of this step.
     """
-    found = place.checkpoints()
+    found = storage.checkpoints()
     if candidates := [one for one in found if one.step == step]:
         return max(candidates, key=lambda one: one.manifest is not None)  # another tool's directory may exist as well
     steps = ", ".join(str(one.step) for one in found) or "none"
     raise CheckpointNotFoundError(
-        f"There is no checkpoint of step {step} in '{place.root}'. It has: {steps}.", path=place.root
+        f"There is no checkpoint of step {step} in '{storage.root}'. It has: {steps}.", path=storage.root
     )
 
 
@@ -89,7 +89,7 @@ def check_run_checkpoint(
 
 
 def newest_intact(
-    place: RunStorage,
+    storage: RunStorage,
     verify: Level,
     progress: bool | None = None,
     *,
@@ -99,7 +99,7 @@ def newest_intact(
     """Find the intact checkpoint that was saved last; warn of each that is skipped. Return None for an empty run.
 
     Args:
-        place: The run's place.
+        storage: The run's.
         verify, progress, is_read_next: As in `check_run_checkpoint`.
         passed_over: Paths of checkpoints that proved damaged when they were read.
 
@@ -109,7 +109,7 @@ def newest_intact(
     """
 
     def find() -> tuple[RunCheckpoint, CheckpointManifest] | None:
-        found = place.checkpoints()
+        found = storage.checkpoints()
         damaged: list[tuple[RunCheckpoint, HfshardError]] = []
         for one in (one for one in found if one.path not in passed_over):
             try:
@@ -127,13 +127,13 @@ def newest_intact(
         if not found:
             return None
         raise DamagedCheckpointError(
-            f"None of the {len(found)} checkpoints in '{place.root}' is intact. The warnings say what is wrong "
+            f"None of the {len(found)} checkpoints in '{storage.root}' is intact. The warnings say what is wrong "
             "with each. To train from the beginning, pass the manager another directory.",
-            path=place.root,
+            path=storage.root,
         )
 
-    too_often = f"The checkpoints in '{place.root}' were replaced while they were being read. Retry."
-    return retry_if_replaced(find, _RUN_TRAITS, place.root, too_often)
+    too_often = f"The checkpoints in '{storage.root}' were replaced while they were being read. Retry."
+    return retry_if_replaced(find, _RUN_TRAITS, storage.root, too_often)
 
 
 def _warn_of(damaged: list[tuple[RunCheckpoint, HfshardError]]) -> None:
@@ -195,12 +195,12 @@ def _strays(folder: Folder, manifest: CheckpointManifest) -> list[HfshardError]:
     return problems
 
 
-# Lookup by path: the place of a run, or the files of one checkpoint.
+# Lookup by path: a run, or the files of one checkpoint.
 
 
-def run_place(root: str) -> RunStorage:
-    """Return the place of a run; nothing is read or created yet."""
-    return StorePlace(root) if is_store_address(root) else DirectoryPlace(root)
+def open_run(root: str) -> RunStorage:
+    """Return the storage of a run; nothing is read or created yet."""
+    return RunStore(root) if is_store_address(root) else RunDirectory(root)
 
 
 def folder_at(path: str) -> Folder:

@@ -37,7 +37,7 @@ from hfshard.hub.push_files import PushOptions, PushRequest
 from hfshard.hub.resolve import CheckpointQuery, ResolvedCheckpoint
 from hfshard.places.source import CheckpointSource, explain_missing_directory
 from hfshard.training.run.background import Background
-from hfshard.training.run.find_checkpoint import Level, check_run_checkpoint, checkpoint_of_step, folder_at, run_place
+from hfshard.training.run.find_checkpoint import Level, check_run_checkpoint, checkpoint_of_step, folder_at, open_run
 from hfshard.training.run.manifest import MANIFEST, CheckpointManifest, RunCheckpoint, read_manifest
 from hfshard.training.run.run_storage import RunStorage
 from hfshard.training.state.collect_state import PARTS
@@ -159,7 +159,7 @@ class PushArguments(TypedDict, total=False):
 
 
 def found_to_push(
-    place: RunStorage, step: int | Literal["best", "all"] | None, best_step: Callable[[], int | None]
+    storage: RunStorage, step: int | Literal["best", "all"] | None, best_step: Callable[[], int | None]
 ) -> list[RunCheckpoint]:
     """Find the checkpoint of a run to push, or all of them, as `CheckpointManager.push` describes.
 
@@ -169,9 +169,9 @@ def found_to_push(
     """
     if isinstance(step, str) and step not in ("best", "all"):
         raise InvalidArgumentError(f"step must be a number, 'best', 'all' or None, got {step!r}.")
-    found = place.checkpoints()
+    found = storage.checkpoints()
     if not found:
-        raise CheckpointNotFoundError(f"There is no checkpoint in '{place.root}'. Check the path.", path=place.root)
+        raise CheckpointNotFoundError(f"There is no checkpoint in '{storage.root}'. Check the path.", path=storage.root)
     if step == "all":
         return found
     if step is None:
@@ -179,11 +179,11 @@ def found_to_push(
     number = best_step() if step == "best" else checked_step(step)
     if number is None:
         raise CheckpointNotFoundError(
-            f"No checkpoint in '{place.root}' has the metric that selects the best one. Pass it when you save: "
+            f"No checkpoint in '{storage.root}' has the metric that selects the best one. Pass it when you save: "
             "manager.save(step, state, metric=...).",
-            path=place.root,
+            path=storage.root,
         )
-    return [checkpoint_of_step(place, number)]
+    return [checkpoint_of_step(storage, number)]
 
 
 def push_run(
@@ -406,7 +406,7 @@ def _in(directory: str) -> RunCheckpoint:
     folder = folder_at(directory)
     if folder.has(MANIFEST):
         return RunCheckpoint.of(directory, read_manifest(folder))
-    checkpoints = [one.path for one in run_place(directory).checkpoints()]
+    checkpoints = [one.path for one in open_run(directory).checkpoints()]
     parts = None if checkpoints or is_store_address(directory) else describe_parts_in(directory)
     if parts is not None:
         raise CheckpointNotFoundError(f"{parts} {_RESUME_THERE}", path=directory)

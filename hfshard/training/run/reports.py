@@ -12,10 +12,10 @@ from hfshard.constants import BIN_SUFFIX, SAFETENSORS_SUFFIX
 from hfshard.errors import CheckpointChangedError, CheckpointNotFoundError, HfshardError
 from hfshard.format.file_names import INDEX_FILE, MODEL_BASE, WeightNames
 from hfshard.places.source import CheckpointSource
-from hfshard.training.run.find_checkpoint import Level, checkpoint_problems, folder_at, run_place
+from hfshard.training.run.find_checkpoint import Level, checkpoint_problems, folder_at, open_run
 from hfshard.training.run.manifest import MANIFEST, CheckpointManifest, RunCheckpoint, read_manifest
 from hfshard.training.run.run_storage import TRAINING_STATE
-from hfshard.training.run.run_store import StorePlace
+from hfshard.training.run.run_store import RunStore
 
 
 def is_checkpoint(place: str) -> bool:
@@ -28,8 +28,8 @@ def is_checkpoint(place: str) -> bool:
 
 def is_run(place: str) -> bool:
     """Return whether a directory or an address is that of a run with a training checkpoint, not of a checkpoint."""
-    run = run_place(place)
-    if isinstance(run, StorePlace) and not run.has_folders():
+    run = open_run(place)
+    if isinstance(run, RunStore) and not run.has_folders():
         return False  # without listing everything below
     return not is_checkpoint(place) and any(is_checkpoint(one.path) for one in run.checkpoints())
 
@@ -43,7 +43,7 @@ def reports_of_run(root: str, check: Callable[[str], VerifyReport]) -> Iterator[
         root: The run's directory or address.
         check: Checks the checkpoint at a path.
     """
-    for one in run_place(root).checkpoints()[::-1]:
+    for one in open_run(root).checkpoints()[::-1]:
         if one.problem is not None:
             yield VerifyReport(one.path, (MANIFEST,), tuple(as_problems([one.problem], one.path)), (), 0)
             continue

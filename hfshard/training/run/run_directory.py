@@ -9,8 +9,8 @@ import re
 import shutil
 import stat
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Final
@@ -223,10 +223,10 @@ def _remove_tree(path: str) -> None:
         logger.warning("Cannot remove '%s' (%s). The next run retries.", path, error)
 
 
-# Implementation of a run's place in a directory.
+# The run as `RunWriter` and readers use it.
 
 
-class DirectoryPlace:
+class RunDirectory:
     """A run in a directory."""
 
     def __init__(self, root: str) -> None:
@@ -235,43 +235,32 @@ class DirectoryPlace:
         self._save_number = 0
         """The highest number seen so far, in case a manifest cannot be read for a moment."""
 
-    def known_checkpoints(self) -> list[RunCheckpoint]:
-        """List the folders and read their manifests."""
-        return self.checkpoints()
-
     def checkpoints(self) -> list[RunCheckpoint]:
         """List the folders and read their manifests."""
         return checkpoints_in(self.root)
 
-    def saving(self) -> AbstractContextManager[None]:
-        """Report failures of the block as `wrap_run_errors` does.
-
-        Raises:
-            SaveDirectoryError, AccessDeniedError, RunRemovedError: The directory cannot be saved into.
-        """
-        return wrap_run_errors(self.root, self._is_there)
-
     @property
-    def is_taken(self) -> bool:
+    def is_acquired(self) -> bool:
         """True if this process holds the lock."""
         return self._lock is not None and self._lock.is_held
 
-    def take(self) -> bool:
+    def acquire(self) -> bool:
         """Create the directory if it is missing, and lock it.
 
         Raises:
             DirectoryLockedError: Another manager, in this process or another one, holds the lock.
-            RunRemovedError: The directory that was locked does not exist any more.
+            Everything that `_change` raises.
         """
-        if not self._is_there():
-            raise removed(self.root)
-        if self.is_taken:
-            return False
-        reject_hub_directory(self.root)
-        make_directories(self.root)
-        self._lock = RunLock(self.root)  # a forked process needs its own
-        weakref.finalize(self, self._lock.release)
-        return True
+        with self._change():
+            if not self._is_there():
+                raise removed(self.root)
+            if self.is_acquired:
+                return False
+            reject_hub_directory(self.root)
+            make_directories(self.root)
+            self._lock = RunLock(self.root)  # a forked process needs its own
+            weakref.finalize(self, self._lock.release)
+            return True
 
     def release(self) -> None:
         """Release the lock."""
@@ -281,10 +270,15 @@ class DirectoryPlace:
 
     def clean_up(self) -> None:
         """Clean up as `clean_up_run` does."""
-        clean_up_run(self.root)
+        with self._change():
+            clean_up_run(self.root)
 
     def write(self, order: CheckpointOrder) -> RunCheckpoint:
         """Write a checkpoint into a hidden folder and flush it to disk; one rename makes it the checkpoint."""
+        with self._change():
+            return self._write(order)
+
+    def _write(self, order: CheckpointOrder) -> RunCheckpoint:
         step = order.manifest.step
         found = self.checkpoints()
         order = order.over(next((one for one in found if one.step == step and one.is_own), None))
@@ -313,9 +307,10 @@ class DirectoryPlace:
 
     def remove(self, checkpoints: Sequence[RunCheckpoint]) -> None:
         """Remove each checkpoint: first by one rename, then its files."""
-        for one in checkpoints:
-            if is_still_in(LocalFolder(one.path), one):
-                remove_step_directory(one, self.root)
+        with self._change():
+            for one in checkpoints:
+                if is_still_in(LocalFolder(one.path), one):
+                    remove_step_directory(one, self.root)
 
     def _is_there(self) -> bool:
         """Return whether the directory is the one that was locked; if not, the next save locks another one."""
@@ -324,44 +319,39 @@ class DirectoryPlace:
             self.release()
         return is_there
 
+    @contextmanager
+    def _change(self) -> Iterator[None]:
+        """Convert errors of the block, which changes the directory, so that each names it.
+
+        Raises:
+            SaveDirectoryError: The directory is a file, or below one.
+            AccessDeniedError: It cannot be written.
+            RunRemovedError: It was removed during the save.
+            OSError: The disk failed.
+        """
+        try:
+            yield
+        except HfshardError:
+            raise
+        except OSError as error:
+            if error.errno in _DENIED:
+                raise AccessDeniedError(
+                    f"Cannot save into '{self.root}' ({error}). Give this user write permission there, or pass the "
+                    "CheckpointManager another directory.",
+                    path=self.root,
+                ) from error
+            if not self._is_there():
+                raise removed(self.root) from error
+            if error.errno in _NO_DIRECTORY and not os.path.isdir(self.root):
+                raise _no_directory(self.root) from error
+            raise
+
 
 # Errors of a run's own directory, which is a file, was removed, or cannot be written; each names it.
 
 
 _DENIED: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 _NO_DIRECTORY: Final = frozenset({errno.ENOTDIR, errno.EEXIST})
-
-
-@contextmanager
-def wrap_run_errors(root: str, is_there: Callable[[], bool] = lambda: True) -> Iterator[None]:
-    """Convert errors of the block, which saves into a run's directory.
-
-    Args:
-        root: The directory.
-        is_there: Whether it is still the one that was locked; called if something failed.
-
-    Raises:
-        SaveDirectoryError: It is a file, or below one.
-        AccessDeniedError: It cannot be written.
-        RunRemovedError: It was removed during the save.
-        OSError: The disk failed.
-    """
-    try:
-        yield
-    except HfshardError:
-        raise
-    except OSError as error:
-        if error.errno in _DENIED:
-            raise AccessDeniedError(
-                f"Cannot save into '{root}' ({error}). Give this user write permission there, or pass the "
-                "CheckpointManager another directory.",
-                path=root,
-            ) from error
-        if not is_there():
-            raise removed(root) from error
-        if error.errno in _NO_DIRECTORY and not os.path.isdir(root):
-            raise _no_directory(root) from error
-        raise
 
 
 def list_run_directory(root: str) -> list[str]:

@@ -1,10 +1,9 @@
-"""Interfaces of the place that has a run's checkpoints, and the writing of one into a new directory."""
+"""Interface of the directory or store of a run, and the writing of one checkpoint into a new directory."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
@@ -33,7 +32,7 @@ class CheckpointOrder:
 
     payload: SavePayload
     manifest: CheckpointManifest
-    """The manifest without files, and without the save's number, which the place sets."""
+    """The manifest without files, and without the save's number, which the storage sets."""
     files: Mapping[str, bytes]
     """More small files."""
     progress_callback: Callable[[int], object] | None
@@ -53,45 +52,45 @@ class CheckpointOrder:
 
 
 class RunStorage(Protocol):
-    """The place of a run's checkpoints; `take` comes before anything that changes it."""
+    """The directory or store of a run.
 
-    @property
-    def root(self) -> str:
-        """The run's directory, or its address."""
+    `RunWriter` has one of its own, and acquires it before it changes anything. Readers have another one, which always
+    lists what other processes have saved.
+    """
+
+    root: str
+    """The run's directory, or its address."""
 
     def checkpoints(self) -> list[RunCheckpoint]:
-        """List every checkpoint, damaged ones too, as `newest_first` sorts them."""
+        """List the checkpoints, damaged ones included, as `newest_first` sorts them.
 
-    def saving(self) -> AbstractContextManager[None]:
-        """Change the place while the block runs; each refusal raises one error, which names it."""
+        After a save, its writer's listing may be the one that the save ended with.
+        """
 
-    def take(self) -> bool:
-        """Become the only writer, if this process is not the only one yet.
+    def acquire(self) -> bool:
+        """Become the only writer, and create what is missing.
 
         Returns:
-            Whether it has just become that, so that other writers may have left something there.
+            Whether that is new, so that other writers may have left something there.
         """
 
     @property
-    def is_taken(self) -> bool:
-        """True if this process is its only writer."""
+    def is_acquired(self) -> bool:
+        """True while this process may remove checkpoints, as the only writer or the last one."""
 
     def release(self) -> None:
-        """Let others become its writer; a second call does nothing."""
+        """Let others write; a second call does nothing."""
 
     def clean_up(self) -> None:
         """Remove what killed saves left, and restore what they had moved aside."""
-
-    def known_checkpoints(self) -> list[RunCheckpoint]:
-        """List the checkpoints like `checkpoints`; what only this writer changes need not be requested again."""
 
     def write(self, order: CheckpointOrder) -> RunCheckpoint:
         """Write a checkpoint, durably and all or nothing; the previous one of its step is replaced."""
 
     def remove(self, checkpoints: Sequence[RunCheckpoint]) -> None:
-        """Remove checkpoints: each at once, then its files; not what another save has put in its place.
+        """Remove checkpoints, in a store by one request: each at once, then its files.
 
-        What cannot be removed is logged as a warning.
+        What another save has put in its place stays. What cannot be removed is logged as a warning.
         """
 
 

@@ -12,7 +12,6 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Final
@@ -108,7 +107,7 @@ class _Seen:
         return self.marks.union(*(saves_among(files) for files in self.folders.values()))
 
 
-class StorePlace:
+class RunStore:
     """A run in a store."""
 
     def __init__(self, root: str) -> None:
@@ -122,32 +121,25 @@ class StorePlace:
         return open_store(self._address)
 
     def checkpoints(self) -> list[RunCheckpoint]:
-        """List the run in full with one request or a few. Manifests are read on demand.
+        """List the run in full with one request or a few, or what the last save saw. Manifests are read on demand.
 
         Raises:
             StoreError: The store refused or failed.
         """
-        return self._checkpoints_in(self.listed_folders())
+        seen = self._seen if self.is_acquired else None
+        return self._checkpoints_in(self.listed_folders() if seen is None else seen.folders)
 
     def has_folders(self) -> bool:
         """Return whether it has a folder with a checkpoint's name, by one listing of one level."""
         return any(map(CHECKPOINT.fullmatch, self._store.folders()))
 
-    def known_checkpoints(self) -> list[RunCheckpoint]:
-        """List the checkpoints that the last save saw; only other managers can have changed them since."""
-        return self.checkpoints() if self._seen is None else self._checkpoints_in(self._seen.folders)
-
-    def saving(self) -> AbstractContextManager[None]:
-        """Convert nothing: a store's errors name it already."""
-        return nullcontext()
-
     @property
-    def is_taken(self) -> bool:
-        """True if this process has saved into it."""
+    def is_acquired(self) -> bool:
+        """True if this process has saved into it, and its last save was the highest."""
         return self._seen is not None and self._seen.process == os.getpid()
 
-    def take(self) -> bool:
-        """Take nothing: any number of managers may save into a run in a store."""
+    def acquire(self) -> bool:
+        """Do nothing: any number of managers may save into a run in a store, and the next save lists what they left."""
         return False
 
     def release(self) -> None:
@@ -221,10 +213,9 @@ class StorePlace:
 
     def _look(self) -> _Seen:
         """Find which saves exist; one listing of the marks is enough if no other manager has saved since."""
-        if self._seen is not None and self._seen.process == os.getpid():
-            marks = self.listed_marks()
-            if marks.keys() <= self._seen.marks:
-                return self._seen
+        seen = self._seen if self.is_acquired else None
+        if seen is not None and self.listed_marks().keys() <= seen.marks:
+            return seen
         listed = self._store.list_objects(recursive=True)
         seen = _Seen(marks=set(_marks_among(listed)))
         for folder, files in _folders_among(listed).items():

@@ -1,4 +1,4 @@
-"""Writer of one run's checkpoints: it takes the run's place, writes one checkpoint after another, removes old ones."""
+"""Writer of one run's checkpoints: it acquires the run, writes one checkpoint after another, removes old ones."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ logger = logging.getLogger(__name__)
 
 
 class RunWriter:
-    """The only writer of a run, whose place it takes at the first save."""
+    """The only writer of a run, which it acquires at the first save."""
 
     def __init__(
-        self, place: RunStorage, rotation: Rotation, pusher: BackgroundPusher | None, progress: bool | None
+        self, storage: RunStorage, rotation: Rotation, pusher: BackgroundPusher | None, progress: bool | None
     ) -> None:
-        self.root = place.root
-        self._place = place
+        self.root = storage.root
+        self._storage = storage
         self._rotation = rotation
         self._pusher = pusher
         self._progress = progress
@@ -73,7 +73,7 @@ class RunWriter:
         The caller has the mutex, and no other save is in progress. The metrics are as in `write`.
 
         Raises:
-            SaveDirectoryError, AccessDeniedError, RunRemovedError, StoreError: The place refuses it.
+            SaveDirectoryError, AccessDeniedError, RunRemovedError, StoreError: The run cannot be saved there.
         """
         self.begin()
         if not blocking:
@@ -88,13 +88,16 @@ class RunWriter:
             self.start(step, work)
 
     def begin(self) -> None:
-        """Take the run's place, and create it if it is missing.
+        """Acquire the run, create it if it is missing, and remove what killed saves left.
 
         Raises:
             The errors of `save`.
         """
-        with self._place.saving():
-            self._begin()
+        if self._storage.acquire():
+            self._is_clean = False
+        if not self._is_clean:
+            self._storage.clean_up()
+            self._is_clean = True
 
     def write(
         self,
@@ -117,8 +120,28 @@ class RunWriter:
         Raises:
             The errors of `save`.
         """
-        with self._place.saving():
-            return self._write(step, payload, metrics, files, writer, blocking=blocking)
+
+        def before_commit() -> None:
+            self._wait_for_pushes_of(step)
+            if writer is not None:
+                writer.confirm()
+
+        self._is_clean = False
+        with byte_progress("Saving", payload.nbytes, self._progress if blocking else False) as progress_callback:
+            order = CheckpointOrder(
+                payload=payload,
+                manifest=CheckpointManifest(step, 0, metrics or {}),
+                keeps_metrics=metrics is None,
+                files=files,
+                progress_callback=progress_callback,
+                writer=writer,
+                before_commit=before_commit,
+            )
+            saved = self._storage.write(order)
+        logger.info("Saved the checkpoint of step %d, %d bytes of tensors, as '%s'.", step, payload.nbytes, saved.path)
+        self._rotate()
+        self._is_clean = True
+        return saved
 
     def push_saved(self, saved: RunCheckpoint, *, blocking: bool) -> None:
         """Push a checkpoint that was just written, if each one is pushed."""
@@ -161,47 +184,7 @@ class RunWriter:
                 self.wait_until_finished()
             finally:
                 if not self._background.is_running:  # Ctrl-C ends the wait, and the save continues
-                    self._place.release()
-
-    def _begin(self) -> None:
-        """Take the place at the first save, and remove what killed saves left."""
-        if self._place.take():
-            self._is_clean = False
-        if not self._is_clean:
-            self._place.clean_up()
-            self._is_clean = True
-
-    def _write(
-        self,
-        step: int,
-        payload: SavePayload,
-        metrics: dict[str, float] | None,
-        files: dict[str, bytes],
-        writer: ShardWriter | None,
-        *,
-        blocking: bool,
-    ) -> RunCheckpoint:
-        def before_commit() -> None:
-            self._wait_for_pushes_of(step)
-            if writer is not None:
-                writer.confirm()
-
-        self._is_clean = False
-        with byte_progress("Saving", payload.nbytes, self._progress if blocking else False) as progress_callback:
-            order = CheckpointOrder(
-                payload=payload,
-                manifest=CheckpointManifest(step, 0, metrics or {}),
-                keeps_metrics=metrics is None,
-                files=files,
-                progress_callback=progress_callback,
-                writer=writer,
-                before_commit=before_commit,
-            )
-            saved = self._place.write(order)
-        logger.info("Saved the checkpoint of step %d, %d bytes of tensors, as '%s'.", step, payload.nbytes, saved.path)
-        self._rotate()
-        self._is_clean = True
-        return saved
+                    self._storage.release()
 
     def _wait_for_pushes_of(self, step: int) -> None:
         """Wait until no other thread is reading the checkpoint that is about to be replaced."""
@@ -212,14 +195,14 @@ class RunWriter:
     def _rotate_again(self) -> None:
         """Remove what had to stay while it was pushed; a save in progress does so itself."""
         with self._turns.taken():
-            if self._place.is_taken and not self._background.is_running:
+            if self._storage.is_acquired and not self._background.is_running:
                 self._rotate()
 
     def _rotate(self) -> None:
         if not self._rotation.does_remove:
             return
-        own = [one for one in self._place.known_checkpoints() if one.is_own]
+        own = [one for one in self._storage.checkpoints() if one.is_own]
         in_use = self._in_use.steps
         if self._pusher is not None:
             in_use |= self._pusher.steps_in_use
-        self._place.remove([one for one in self._rotation.to_remove(own) if one.step not in in_use])
+        self._storage.remove([one for one in self._rotation.to_remove(own) if one.step not in in_use])
