@@ -13,9 +13,8 @@ from hfshard.errors import FileError, HfshardError
 from hfshard.format.file_names import INDEX_FILE
 from hfshard.removal.from_directory import find_files, shown_names, unlink_in_order
 from hfshard.removal.removal_plan import NOT_ITS_OWN, SMALL_FILES, FoundFile, Removal, RemovalPlan, in_phases
-from hfshard.training.run.manifest import CHECKPOINT, MANIFEST, read_manifest, read_run_checkpoint
+from hfshard.training.run.manifest import CHECKPOINT, MANIFEST, TRAINING_STATE, read_manifest, read_run_checkpoint
 from hfshard.training.run.run_directory import RunLock, clean_up_run, leftovers_in, remove_step_directory
-from hfshard.training.run.run_storage import TRAINING_STATE
 
 
 def remove_from_run(directory: str) -> Removal:

@@ -19,9 +19,16 @@ from hfshard.format.file_names import MODEL_BASE, WeightNames
 from hfshard.format.index import FileDigest
 from hfshard.stores.open_store import open_store
 from hfshard.training.run.find_checkpoint import folder_at, open_run
-from hfshard.training.run.manifest import CHECKPOINT, MANIFEST, CheckpointManifest, RunCheckpoint, is_own_name
+from hfshard.training.run.manifest import (
+    CHECKPOINT,
+    MANIFEST,
+    CheckpointManifest,
+    MetricMode,
+    RunCheckpoint,
+    best_of,
+    is_own_name,
+)
 from hfshard.training.run.reports import as_problems, is_checkpoint
-from hfshard.training.run.rotation import MetricMode, best_of
 from hfshard.training.state.collect_state import STATE_BASE
 
 _MOST_FOLDERS: Final = 32

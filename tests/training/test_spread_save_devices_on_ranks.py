@@ -22,7 +22,7 @@ import hfshard
 from hfshard.distributed.save_on_ranks import cpu_group
 from hfshard.training import CheckpointManager, TrainingState
 from hfshard.training.run.find_checkpoint import open_run
-from hfshard.training.run.rotation import Rotation
+from hfshard.training.run.manifest import Rotation
 from hfshard.training.run.run_writer import RunWriter
 from hfshard.training.spread_save import SpreadSaveArguments, save_spread
 from tests.helpers import processes

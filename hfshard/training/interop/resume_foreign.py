@@ -133,17 +133,7 @@ def _resume(
     if restoration.lacking:
         logger.warning("'%s' lacks %s.", path, shorten_list(restoration.lacking, _SHOWN))
     restoration.apply(session)
-    return _restored(foreign, restoration)
-
-
-def _restored(foreign: ForeignCheckpoint, restoration: Restoration) -> RestoredStep:
-    restored = RestoredStep(foreign.step or 0)
-    restored.path = foreign.path
-    restored.extra = foreign.extra
-    restored.metrics = {}
-    restored.differences = tuple(restoration.differences)
-    restored.lacking = restoration.lacking
-    return restored
+    return restoration.restored(foreign.step or 0, foreign.path, {})
 
 
 # Comparison of another program's checkpoint with a training state, by the checks for an hfshard checkpoint.

@@ -12,11 +12,9 @@ from typing import Any, Final
 import torch
 
 from hfshard._util.addresses import is_store_address
-from hfshard._util.arguments import absolute_path
 from hfshard.checkpoint.check_files import check_files
 from hfshard.checkpoint.folder import Folder
 from hfshard.checkpoint.load_options import SignatureRequirement
-from hfshard.commit.hub_marker import absolute_repo_id
 from hfshard.distributed.rendezvous import Session
 from hfshard.errors import (
     CheckpointChangedError,
@@ -29,16 +27,12 @@ from hfshard.training.pipeline_stages import find_stage
 from hfshard.training.restoring.part_planner import Restoration
 from hfshard.training.restoring.restoration import plan_restoration
 from hfshard.training.run.find_checkpoint import (
-    Level,
     check_run_checkpoint,
     checkpoint_at,
-    checkpoint_of_step,
     folder_at,
     has_changed,
 )
 from hfshard.training.run.manifest import CheckpointManifest, RunCheckpoint, read_manifest
-from hfshard.training.run.push_run import checked_at
-from hfshard.training.run.run_storage import RunStorage
 from hfshard.training.run_ranks import is_spread_state
 from hfshard.training.state.step import RestoredStep
 from hfshard.training.state.training_state import TrainingState
@@ -52,38 +46,6 @@ ChosenCheckpoint = tuple[RunCheckpoint, CheckpointManifest]
 
 Choose = Callable[[Collection[str]], ChosenCheckpoint | None]
 """Chooses a checkpoint, except those of some paths; None if there is none."""
-
-
-def absolute_place(step: int | str | os.PathLike[str] | None) -> int | str | os.PathLike[str] | None:
-    """Return a step unchanged, and another checkpoint's or file's place as an absolute one.
-
-    Raises:
-        InvalidPathError: It is neither.
-    """
-    if not isinstance(step, str | os.PathLike):
-        return step
-    is_path = is_store_address(step) or os.path.exists(step)
-    return absolute_path(step, "step") if is_path else absolute_repo_id(step)
-
-
-def choose_checkpoint(
-    storage: RunStorage,
-    step: int | str | os.PathLike[str],
-    verify: Level,
-    token: str | bool | None,
-    progress: bool | None,
-) -> ChosenCheckpoint:
-    """Find and check the requested checkpoint: of a step of the run, or from elsewhere.
-
-    Raises:
-        CheckpointNotFoundError: There is no such checkpoint.
-        HubError: The checkpoint could not be downloaded.
-        DamagedCheckpointError: The checkpoint is damaged.
-    """
-    if isinstance(step, str | os.PathLike):
-        return checked_at(step, verify, token=token, progress=progress, is_read_next=True)
-    checkpoint = checkpoint_of_step(storage, step)
-    return checkpoint, check_run_checkpoint(checkpoint, verify, progress, is_read_next=True)
 
 
 def resume(
@@ -175,15 +137,9 @@ def _resume_on_ranks(
     for difference in restoration.differences:
         logger.warning("%s", difference)
     restoration.apply(session)
-    restored = RestoredStep(manifest.step)
-    restored.path = checkpoint.path
-    restored.extra = restoration.extra
-    restored.metrics = manifest.metrics
-    restored.differences = tuple(restoration.differences)
-    restored.lacking = restoration.lacking
     if session.is_leader:
         logger.info("Restored the checkpoint of step %d from '%s'.", manifest.step, checkpoint.path)
-    return restored
+    return restoration.restored(manifest.step, checkpoint.path, manifest.metrics)
 
 
 @contextmanager

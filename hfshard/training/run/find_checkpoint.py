@@ -1,29 +1,40 @@
-"""Find the checkpoints of a run, and distinguish intact ones from damaged ones."""
+"""Queries of a run: find its checkpoints, or one from elsewhere, and distinguish intact ones from damaged ones."""
 
 from __future__ import annotations
 
 import logging
 import os
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
-from hfshard._util.addresses import is_store_address
+from hfshard._util.addresses import is_store_address, reject_hub_arguments
+from hfshard._util.arguments import absolute_path, wraps_os_errors
 from hfshard._util.progress import byte_progress
 from hfshard.checkpoint.check_files import ReplacedMeanwhile, check_files, retry_if_replaced
 from hfshard.checkpoint.folder import Folder, LocalFolder
+from hfshard.commit.hub_marker import absolute_repo_id, split_address
 from hfshard.errors import (
     CheckpointNotFoundError,
     DamagedCheckpointError,
     HfshardError,
+    IntegrityError,
     InvalidArgumentError,
     StoreError,
 )
 from hfshard.format.file_names import WeightNames
+from hfshard.format.parts_of_ranks import describe_parts_in
+from hfshard.hub.resolve import CheckpointQuery, ResolvedCheckpoint
+from hfshard.places.source import CheckpointSource, explain_missing_directory
 from hfshard.training.run.manifest import (
+    MANIFEST,
     CheckpointManifest,
+    MetricMode,
     RunCheckpoint,
+    best_of,
+    checkpoint_path,
     is_still_in,
     read_manifest,
     read_run_checkpoint,
@@ -33,6 +44,9 @@ from hfshard.training.run.run_storage import RunStorage
 from hfshard.training.run.run_store import RunStore, stored_checkpoint
 from hfshard.training.state.collect_state import PARTS
 
+if TYPE_CHECKING:
+    from hfshard.hub.repo import CommitFiles
+
 logger = logging.getLogger(__name__)
 
 _RUN_TRAITS: Final = replace(LocalFolder.traits, retries=50)
@@ -41,9 +55,122 @@ _RUN_TRAITS: Final = replace(LocalFolder.traits, retries=50)
 Level = Literal["structure", "full"]
 
 
-def manifests_in(storage: RunStorage) -> list[CheckpointManifest]:
-    """Return the manifests of all finished checkpoints; the one that was saved last comes first."""
-    return [one.manifest for one in storage.checkpoints() if one.manifest is not None]
+class RunReader:
+    """The queries of a `CheckpointManager` about its run; each waits for a save of this process."""
+
+    root: str
+    keep_best: str | None
+    metric_mode: MetricMode
+    progress: bool | None
+    _storage: RunStorage
+
+    @wraps_os_errors("root")
+    def latest_step(self, verify: Level | None = None) -> int | None:
+        """Find the step of the checkpoint that was saved last.
+
+            start = manager.latest_step() or 0
+
+        Args:
+            verify: Check its files as `restore` does, and skip damaged checkpoints with a warning. None: only check
+                that the save was finished.
+
+        Returns:
+            The step, or None if there is no checkpoint.
+
+        Raises:
+            DamagedCheckpointError: With `verify`, all checkpoints are damaged.
+        """
+        with self._settled():
+            if verify is not None:
+                newest = newest_intact(self._storage, verify, self.progress)
+                return None if newest is None else newest[0].step
+            return next((one.step for one in self._storage.checkpoints() if one.is_finished), None)
+
+    @wraps_os_errors("root")
+    def best_step(self) -> int | None:
+        """Find the step of the checkpoint with the best value of the metric that `keep_best` names.
+
+            manager.restore(state, manager.best_step())
+
+        Returns:
+            The step, or None if no checkpoint has the metric.
+
+        Raises:
+            InvalidArgumentError: The manager was created without `keep_best`.
+        """
+        if self.keep_best is None:
+            raise InvalidArgumentError(
+                "The manager has no metric to select the best checkpoint. Pass one: CheckpointManager(..., "
+                "keep_best='eval_loss')."
+            )
+        with self._settled():
+            manifests = [one.manifest for one in self._storage.checkpoints() if one.manifest is not None]
+            best = best_of(manifests, self.keep_best, self.metric_mode)
+        return None if best is None else best.step
+
+    @wraps_os_errors("root")
+    def all_steps(self) -> list[int]:
+        """List the steps of all checkpoints whose saves were finished, in ascending order.
+
+        for step in manager.all_steps():
+            print(manager.path_of(step))
+        """
+        with self._settled():
+            return sorted(one.step for one in self._storage.checkpoints() if one.is_finished)
+
+    def path_of(self, step: int | Literal["best", "latest"]) -> str:
+        """Return the directory or address of a step's checkpoint, whether or not it exists.
+
+        Args:
+            step: A step; or "best" or "latest", which must exist, as found by `best_step` and `latest_step`.
+
+        Raises:
+            CheckpointNotFoundError: There is no checkpoint, or none with the metric.
+            InvalidArgumentError: "best", and the manager was created without `keep_best`.
+
+        Example:
+            hfshard.load_model(model, manager.path_of("best"))
+        """
+        return checkpoint_path(self.root, self._step_called(step) if isinstance(step, str) else step)
+
+    def _step_called(self, word: str) -> int:
+        """Find the step of the best or the latest checkpoint."""
+        if word not in ("best", "latest"):
+            raise InvalidArgumentError(f"step must be a number, 'best' or 'latest', got {word!r}.")
+        step = self.best_step() if word == "best" else self.latest_step()
+        if step is None:
+            lacks = f"with the metric '{self.keep_best}' " if word == "best" else ""
+            raise CheckpointNotFoundError(f"There is no checkpoint {lacks}in '{self.root}'.", path=self.root)
+        return step
+
+    @wraps_os_errors("root")
+    def verify(self, step: int | None = None, *, level: Level = "full") -> dict[int, list[HfshardError]]:
+        """Check every file of one checkpoint, or of all; damage is reported, not raised.
+
+            damaged = {step: errors for step, errors in manager.verify().items() if errors}
+
+        Args:
+            step: The checkpoint's step; None: all checkpoints.
+            level: Like `verify` of `restore`.
+
+        Returns:
+            Step -> the errors found in its checkpoint; the list of an intact checkpoint is empty. Checkpoints that
+            another process removes during the check are left out.
+
+        Raises:
+            CheckpointNotFoundError: There is no checkpoint of this step.
+        """
+        with self._settled():
+            checkpoints = self._storage.checkpoints() if step is None else [checkpoint_of_step(self._storage, step)]
+            problems = {one.step: live_problems(one, level) for one in sorted(checkpoints, key=lambda one: one.step)}
+            return {number: found for number, found in problems.items() if found is not None}
+
+    def _settled(self) -> AbstractContextManager[None]:
+        """Keep the run as it is while the block runs, as far as this process saves into it."""
+        return nullcontext()
+
+
+# The checkpoints of a run, one by one.
 
 
 def checkpoint_of_step(storage: RunStorage, step: int) -> RunCheckpoint:
@@ -216,3 +343,111 @@ def checkpoint_at(path: str, step: int) -> RunCheckpoint:
 def has_changed(checkpoint: RunCheckpoint) -> bool:
     """Return whether a checkpoint is gone from where it was found, or was replaced, by a run that is saving."""
     return not is_still_in(folder_at(checkpoint.path), checkpoint)
+
+
+# Checkpoints from elsewhere than the run: in a directory, at an address, or on a hub.
+
+
+_RESUME_THERE: Final = "Only the program that saved the optimizer and the rest of the run can resume them."
+"""Follows a description of parts, from which hfshard restores no run."""
+
+
+def absolute_place(step: int | str | os.PathLike[str] | None) -> int | str | os.PathLike[str] | None:
+    """Return a step unchanged, and another checkpoint's or file's place as an absolute one.
+
+    Raises:
+        InvalidPathError: It is neither.
+    """
+    if not isinstance(step, str | os.PathLike):
+        return step
+    is_path = is_store_address(step) or os.path.exists(step)
+    return absolute_path(step, "step") if is_path else absolute_repo_id(step)
+
+
+def checked_at(
+    place: str | os.PathLike[str],
+    verify: Level,
+    *,
+    token: str | bool | None = None,
+    progress: bool | None = None,
+    is_read_next: bool = False,
+) -> tuple[RunCheckpoint, CheckpointManifest]:
+    """Find and check a checkpoint in a directory, at an address, or on a hub; one on the Hub is downloaded.
+
+    Args:
+        place: A path, an address or `file://` URL, or "org/name"; on a hub with "@revision" unless it is main.
+        verify: As in `find_checkpoint.check_run_checkpoint`.
+        token: A token, as in huggingface_hub.
+        progress: Whether to show a bar on stderr. None: on a terminal.
+        is_read_next: As in `find_checkpoint.check_run_checkpoint`.
+
+    Raises:
+        InvalidArgumentError: `place` is not valid, or it is a store's address, which takes no token.
+        CheckpointNotFoundError: There is no training checkpoint; a model alone is not one.
+        HubNotFoundError, HubAccessError, HubConnectionError, HubError: The repo cannot be read.
+        DamagedCheckpointError, UnsafePathError: The checkpoint is damaged.
+    """
+    if isinstance(place, str) and place.isdecimal() and not os.path.isdir(place):
+        raise InvalidArgumentError(f"'{place}' is neither a place nor a step. Pass a step as a number: {int(place)}.")
+    if is_store_address(place):
+        place = absolute_path(place, "place")
+        reject_hub_arguments(place, token=token)
+        found = _in(place)
+        return found, check_run_checkpoint(found, verify, progress, is_read_next=is_read_next)
+    path, revision = split_address(place)
+    query = CheckpointQuery(revision=revision, token=token)
+    local = CheckpointSource(path, query).find_local()
+    if local is not None:
+        found = _in(local.directory)
+    else:
+        from hfshard.hub.download import fetch
+
+        with explain_missing_directory(path):
+            found = _in(fetch(path, _resolve_run_checkpoint, query, progress).directory)
+    try:
+        return found, check_run_checkpoint(found, verify, progress)
+    except IntegrityError as error:
+        if local is not None:
+            raise
+        at = f" --revision {revision}" if revision is not None else ""
+        raise IntegrityError(
+            f"{error.message} The cached copy may be damaged. To download it again, run: hfshard pull {path}{at} "
+            "--include '*' --force-download",
+            path=error.path,
+            expected=error.expected,
+            actual=error.actual,
+        ) from error
+
+
+def _resolve_run_checkpoint(files: CommitFiles) -> ResolvedCheckpoint:
+    """Find all files of a training checkpoint, and download them."""
+    if not files.has(MANIFEST):
+        if (parts := files.parts("")) is not None:
+            raise CheckpointNotFoundError(f"{parts} {_RESUME_THERE}")
+        what, todo = files.description()
+        raise _no_checkpoint(what, f"{todo}. To load a model alone, use hfshard.load_model.")
+    files.download([MANIFEST])
+    paths = [MANIFEST, *read_manifest(files.snapshot()).files]
+    files.download(paths)
+    return ResolvedCheckpoint(files.snapshot(), files.commit, tuple(paths), None, ())
+
+
+def _no_checkpoint(what: str, todo: str, path: str | None = None) -> CheckpointNotFoundError:
+    return CheckpointNotFoundError(f"{what} holds no training checkpoint: there is no {MANIFEST}. {todo}", path=path)
+
+
+def _in(directory: str) -> RunCheckpoint:
+    """Return the checkpoint in a directory or at an address, which must be one."""
+    folder = folder_at(directory)
+    if folder.has(MANIFEST):
+        return RunCheckpoint.of(directory, read_manifest(folder))
+    checkpoints = [one.path for one in open_run(directory).checkpoints()]
+    parts = None if checkpoints or is_store_address(directory) else describe_parts_in(directory)
+    if parts is not None:
+        raise CheckpointNotFoundError(f"{parts} {_RESUME_THERE}", path=directory)
+    todo = (
+        f"It is a run. Pass one of its checkpoints, such as '{checkpoints[0]}'."
+        if checkpoints
+        else "If it is a model, load it with hfshard.load_model."
+    )
+    raise _no_checkpoint(f"'{directory}'", todo, directory)

@@ -1,4 +1,4 @@
-"""Checkpoints of a run on hubs: pushed as one commit each, in the background or not, and downloaded from there."""
+"""Checkpoints of a run pushed to hubs, as one commit each, in the background or not."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from functools import partial
 from threading import Event
 from typing import TYPE_CHECKING, Final, Literal, TypedDict
 
-from hfshard._util.addresses import is_store_address, reject_hub_arguments
-from hfshard._util.arguments import absolute_path
 from hfshard._util.progress import byte_progress
 from hfshard._util.threads import run_in_threads
 from hfshard.checkpoint.check_files import check_files
@@ -25,26 +23,21 @@ from hfshard.errors import (
     CheckpointNotFoundError,
     DamagedCheckpointError,
     HubError,
-    IntegrityError,
     InvalidArgumentError,
     UnsafePathError,
 )
 from hfshard.format.digests import sha256_of
 from hfshard.format.file_names import MODEL_BASE, WeightNames
 from hfshard.format.index import FileDigest
-from hfshard.format.parts_of_ranks import describe_parts_in
 from hfshard.hub.push_files import PushOptions, PushRequest
-from hfshard.hub.resolve import CheckpointQuery, ResolvedCheckpoint
-from hfshard.places.source import CheckpointSource, explain_missing_directory
 from hfshard.training.run.background import Background
-from hfshard.training.run.find_checkpoint import Level, check_run_checkpoint, checkpoint_of_step, folder_at, open_run
-from hfshard.training.run.manifest import MANIFEST, CheckpointManifest, RunCheckpoint, read_manifest
+from hfshard.training.run.find_checkpoint import checkpoint_of_step, folder_at
+from hfshard.training.run.manifest import MANIFEST, CheckpointManifest, RunCheckpoint, checked_step
 from hfshard.training.run.run_storage import RunStorage
 from hfshard.training.state.collect_state import PARTS
-from hfshard.training.state.step import checked_step
 
 if TYPE_CHECKING:
-    from hfshard.hub.repo import CommitFiles, PushResult, RemoteFile
+    from hfshard.hub.repo import PushResult, RemoteFile
 
 
 Hashes = dict[FileDigest, str]
@@ -132,7 +125,7 @@ def _checked_sha256(folder: Folder, name: str, record: FileDigest, hashes: Hashe
         shard.close()
 
 
-# Runs on hubs: a checkpoint is pushed as one commit, and downloaded in full where no run directory exists.
+# Pushes: a checkpoint becomes one commit.
 
 
 # Code that uses huggingface_hub is imported on demand, because that import takes time.
@@ -141,10 +134,6 @@ logger = logging.getLogger(__name__)
 
 _KEPT: Final = frozenset({README, ".gitattributes", ".gitignore"})
 """Files that stay on a hub even if the previously pushed checkpoint had them: people edit them there."""
-
-
-_RESUME_THERE: Final = "Only the program that saved the optimizer and the rest of the run can resume them."
-"""Follows a description of parts, from which hfshard restores no run."""
 
 
 class PushArguments(TypedDict, total=False):
@@ -184,20 +173,6 @@ def found_to_push(
             path=storage.root,
         )
     return [checkpoint_of_step(storage, number)]
-
-
-def push_run(
-    found: Sequence[RunCheckpoint],
-    repo_id: str | os.PathLike[str],
-    step: int | Literal["best", "all"] | None,
-    options: PushOptions,
-) -> list[PushResult]:
-    """Push what `found_to_push` found; return one result for each checkpoint that was pushed.
-
-    Raises:
-        Everything that `push_found` and `push_all` raise.
-    """
-    return push_all(found, repo_id, options) if step == "all" else [push_found(found[0], repo_id, options)]
 
 
 def push_found(
@@ -316,108 +291,6 @@ def _is_as_recorded(file: RemoteFile, digest: FileDigest, name: str, read: Calla
     return (file.sha256 or sha256_of(read(name))) == digest.sha256
 
 
-def checked_at(
-    place: str | os.PathLike[str],
-    verify: Level,
-    *,
-    token: str | bool | None = None,
-    progress: bool | None = None,
-    is_read_next: bool = False,
-) -> tuple[RunCheckpoint, CheckpointManifest]:
-    """Find and check a checkpoint in a directory, at an address, or on a hub; one on the Hub is downloaded.
-
-    Args:
-        place: A path, an address or `file://` URL, or "org/name"; on a hub with "@revision" unless it is main.
-        verify: As in `find_checkpoint.check_run_checkpoint`.
-        token: A token, as in huggingface_hub.
-        progress: Whether to show a bar on stderr. None: on a terminal.
-        is_read_next: As in `find_checkpoint.check_run_checkpoint`.
-
-    Raises:
-        InvalidArgumentError: `place` is not valid, or it is a store's address, which takes no token.
-        CheckpointNotFoundError: There is no training checkpoint; a model alone is not one.
-        HubNotFoundError, HubAccessError, HubConnectionError, HubError: The repo cannot be read.
-        DamagedCheckpointError, UnsafePathError: The checkpoint is damaged.
-    """
-    if isinstance(place, str) and place.isdecimal() and not os.path.isdir(place):
-        raise InvalidArgumentError(f"'{place}' is neither a place nor a step. Pass a step as a number: {int(place)}.")
-    if is_store_address(place):
-        place = absolute_path(place, "place")
-        reject_hub_arguments(place, token=token)
-        found = _in(place)
-        return found, check_run_checkpoint(found, verify, progress, is_read_next=is_read_next)
-    path, revision = split_address(place)
-    query = CheckpointQuery(revision=revision, token=token)
-    local = CheckpointSource(path, query).find_local()
-    if local is not None:
-        found = _in(local.directory)
-    else:
-        from hfshard.hub.download import fetch
-
-        with explain_missing_directory(path):
-            found = _in(fetch(path, _resolve_run_checkpoint, query, progress).directory)
-    try:
-        return found, check_run_checkpoint(found, verify, progress)
-    except IntegrityError as error:
-        if local is not None:
-            raise
-        at = f" --revision {revision}" if revision is not None else ""
-        raise IntegrityError(
-            f"{error.message} The cached copy may be damaged. To download it again, run: hfshard pull {path}{at} "
-            "--include '*' --force-download",
-            path=error.path,
-            expected=error.expected,
-            actual=error.actual,
-        ) from error
-
-
-def check_repo(repo_id: str) -> None:
-    """Check that a name can be that of a repo on the Hub.
-
-    Raises:
-        HubNotFoundError: It cannot.
-    """
-    from hfshard.hub.download import check_repo_id
-
-    check_repo_id(repo_id)
-
-
-def _resolve_run_checkpoint(files: CommitFiles) -> ResolvedCheckpoint:
-    """Find all files of a training checkpoint, and download them."""
-    from hfshard.hub.resolve import ResolvedCheckpoint
-
-    if not files.has(MANIFEST):
-        if (parts := files.parts("")) is not None:
-            raise CheckpointNotFoundError(f"{parts} {_RESUME_THERE}")
-        what, todo = files.description()
-        raise _no_checkpoint(what, f"{todo}. To load a model alone, use hfshard.load_model.")
-    files.download([MANIFEST])
-    paths = [MANIFEST, *read_manifest(files.snapshot()).files]
-    files.download(paths)
-    return ResolvedCheckpoint(files.snapshot(), files.commit, tuple(paths), None, ())
-
-
-def _no_checkpoint(what: str, todo: str, path: str | None = None) -> CheckpointNotFoundError:
-    return CheckpointNotFoundError(f"{what} holds no training checkpoint: there is no {MANIFEST}. {todo}", path=path)
-
-
-def _in(directory: str) -> RunCheckpoint:
-    """Return the checkpoint in a directory or at an address, which must be one."""
-    folder = folder_at(directory)
-    if folder.has(MANIFEST):
-        return RunCheckpoint.of(directory, read_manifest(folder))
-    checkpoints = [one.path for one in open_run(directory).checkpoints()]
-    parts = None if checkpoints or is_store_address(directory) else describe_parts_in(directory)
-    if parts is not None:
-        raise CheckpointNotFoundError(f"{parts} {_RESUME_THERE}", path=directory)
-    todo = (
-        f"It is a run. Pass one of its checkpoints, such as '{checkpoints[0]}'."
-        if checkpoints
-        else "If it is a model, load it with hfshard.load_model."
-    )
-    raise _no_checkpoint(f"'{directory}'", todo, directory)
-
-
 # Background pushes: one at a time to one repo, and always the newest checkpoint.
 
 
@@ -439,7 +312,9 @@ class BackgroundPusher:
         """
         self._repo_id, revision = split_address(address)
         if hub_directory(self._repo_id) is None:
-            check_repo(self._repo_id)
+            from hfshard.hub.download import check_repo_id
+
+            check_repo_id(self._repo_id)
         self._options = PushOptions(revision=revision, progress=progress)
         self._hashes: Hashes = {}
         self._thread = Background()

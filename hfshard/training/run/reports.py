@@ -13,8 +13,7 @@ from hfshard.errors import CheckpointChangedError, CheckpointNotFoundError, Hfsh
 from hfshard.format.file_names import INDEX_FILE, MODEL_BASE, WeightNames
 from hfshard.places.source import CheckpointSource
 from hfshard.training.run.find_checkpoint import Level, checkpoint_problems, folder_at, open_run
-from hfshard.training.run.manifest import MANIFEST, CheckpointManifest, RunCheckpoint, read_manifest
-from hfshard.training.run.run_storage import TRAINING_STATE
+from hfshard.training.run.manifest import MANIFEST, TRAINING_STATE, CheckpointManifest, RunCheckpoint, read_manifest
 from hfshard.training.run.run_store import RunStore
 
 

@@ -5,24 +5,26 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, Protocol
+from typing import Protocol
 
 from hfshard.commit.transaction import KnownFile, OwnShardWriter, ShardWriter
 from hfshard.constants import (
-    CONFIG_NAME,
-    GENERATION_CONFIG_NAME,
-    INDEX_SUFFIX,
-    MAX_INDEX_BYTES,
     SAFETENSORS_SUFFIX,
 )
 from hfshard.disk.fsops import FlushBatch, require_space
-from hfshard.errors import InvalidArgumentError
 from hfshard.format.digests import Checksum
 from hfshard.format.index import FileDigest
 from hfshard.saving.pipeline import index_of, plan_request, shard_jobs
 from hfshard.shards.write_shards import WriteJob, synchronize_devices, writer_threads
 from hfshard.tensors.stored_tensor import tensor_nbytes
-from hfshard.training.run.manifest import MANIFEST, CheckpointManifest, RunCheckpoint, shard_record, small_record
+from hfshard.training.run.manifest import (
+    MANIFEST,
+    TRAINING_STATE,
+    CheckpointManifest,
+    RunCheckpoint,
+    shard_record,
+    small_record,
+)
 from hfshard.training.state.collect_state import SavePayload
 
 
@@ -95,11 +97,6 @@ class RunStorage(Protocol):
 
 
 # Writing of one checkpoint into a new directory: unchanged shards are linked, all others are written.
-
-
-TRAINING_STATE: Final = "training_state.json"
-
-_OWN_SUFFIXES: Final = (SAFETENSORS_SUFFIX, INDEX_SUFFIX)
 
 
 @dataclass
@@ -196,31 +193,3 @@ def _link_or_write(
     )
     written = writer.write(list(left.values()), checksum, progress_callback)
     return records | dict(zip(left, written))
-
-
-def check_names(files: Mapping[str, bytes], payload: SavePayload) -> None:
-    """Reject small files whose names lead elsewhere or are used by a checkpoint, and plain values that are too long.
-
-    Raises:
-        InvalidArgumentError: A name is rejected, or the plain values are longer than a restore reads.
-    """
-    if len(payload.training_state) > MAX_INDEX_BYTES:
-        raise InvalidArgumentError(
-            f"The state's plain values take {len(payload.training_state):,} bytes, but a restore reads at most "
-            f"{MAX_INDEX_BYTES:,}. Store long lists of numbers as tensors."
-        )
-    own = {MANIFEST, TRAINING_STATE, CONFIG_NAME, GENERATION_CONFIG_NAME}
-    for request in payload.requests.values():
-        own |= request.model_files.keys()
-    for name in files:
-        if (
-            not isinstance(name, str)
-            or name in own
-            or os.path.basename(name) != name
-            or name.startswith(".")
-            or name.endswith(_OWN_SUFFIXES)
-        ):
-            raise InvalidArgumentError(
-                f"A checkpoint file cannot be named {name!r}. Pass a plain name that the checkpoint does not use "
-                "itself."
-            )

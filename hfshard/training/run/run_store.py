@@ -58,6 +58,7 @@ from hfshard.stores.store import Store, StoredObject
 from hfshard.training.run.manifest import (
     CHECKPOINT,
     MANIFEST,
+    TRAINING_STATE,
     CheckpointManifest,
     RunCheckpoint,
     checkpoint_path,
@@ -67,7 +68,7 @@ from hfshard.training.run.manifest import (
     shard_record,
     small_record,
 )
-from hfshard.training.run.run_storage import TRAINING_STATE, CheckpointOrder
+from hfshard.training.run.run_storage import CheckpointOrder
 
 logger = logging.getLogger(__name__)
 

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Final
 
 from hfshard._util.progress import byte_progress
 from hfshard.commit.transaction import ShardWriter
+from hfshard.constants import CONFIG_NAME, GENERATION_CONFIG_NAME, INDEX_SUFFIX, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
+from hfshard.errors import InvalidArgumentError
 from hfshard.training.run.background import Background, HostBuffers, PinnedSteps, ReentrantLocks
-from hfshard.training.run.manifest import CheckpointManifest, RunCheckpoint
+from hfshard.training.run.manifest import MANIFEST, TRAINING_STATE, CheckpointManifest, Rotation, RunCheckpoint
 from hfshard.training.run.push_run import BackgroundPusher
-from hfshard.training.run.rotation import Rotation
 from hfshard.training.run.run_storage import CheckpointOrder, RunStorage
 from hfshard.training.state.collect_state import SavePayload
 
 logger = logging.getLogger(__name__)
+
+_OWN_SUFFIXES: Final = (SAFETENSORS_SUFFIX, INDEX_SUFFIX)
 
 
 class RunWriter:
@@ -206,3 +211,31 @@ class RunWriter:
         if self._pusher is not None:
             in_use |= self._pusher.steps_in_use
         self._storage.remove([one for one in self._rotation.to_remove(own) if one.step not in in_use])
+
+
+def check_names(files: Mapping[str, bytes], payload: SavePayload) -> None:
+    """Reject small files whose names lead elsewhere or are used by a checkpoint, and plain values that are too long.
+
+    Raises:
+        InvalidArgumentError: A name is rejected, or the plain values are longer than a restore reads.
+    """
+    if len(payload.training_state) > MAX_INDEX_BYTES:
+        raise InvalidArgumentError(
+            f"The state's plain values take {len(payload.training_state):,} bytes, but a restore reads at most "
+            f"{MAX_INDEX_BYTES:,}. Store long lists of numbers as tensors."
+        )
+    own = {MANIFEST, TRAINING_STATE, CONFIG_NAME, GENERATION_CONFIG_NAME}
+    for request in payload.requests.values():
+        own |= request.model_files.keys()
+    for name in files:
+        if (
+            not isinstance(name, str)
+            or name in own
+            or os.path.basename(name) != name
+            or name.startswith(".")
+            or name.endswith(_OWN_SUFFIXES)
+        ):
+            raise InvalidArgumentError(
+                f"A checkpoint file cannot be named {name!r}. Pass a plain name that the checkpoint does not use "
+                "itself."
+            )

@@ -11,8 +11,8 @@ from torch import nn
 from hfshard.commit.transaction import OwnShardWriter
 from hfshard.errors import DirectoryLockedError, HfshardError
 from hfshard.training import TrainingState
-from hfshard.training.run.find_checkpoint import manifests_in, open_run
-from hfshard.training.run.rotation import Rotation
+from hfshard.training.run.find_checkpoint import open_run
+from hfshard.training.run.manifest import Rotation
 from hfshard.training.run.run_writer import RunWriter
 from hfshard.training.state.collect_state import SavePayload, collect, collect_rank, encode_components, save_options
 
@@ -77,7 +77,8 @@ def test_metrics_of_a_replaced_step_stay_unless_others_are_given(tmp_path: Path,
     seen: list[dict[str, float]] = []
     for metrics in given:
         save(writer, 1, metrics)
-        seen += [one.metrics for one in manifests_in(open_run(str(tmp_path)))]
+        manifests = [one.manifest for one in open_run(str(tmp_path)).checkpoints()]
+        seen += [one.metrics for one in manifests if one is not None]
 
     assert seen == [{"loss": 0.5}, {"loss": 0.5}, {}]
 
