@@ -166,7 +166,7 @@ def _list_one(
     manifest = found.manifest
     if manifest is None:
         return ListedCheckpoint(found.path, found.step, problems, is_verified, is_unfinished=found.is_unfinished)
-    manifest_file = folder_at(found.path).find(MANIFEST)
+    manifest_file = found.folder().find(MANIFEST)
     return ListedCheckpoint(
         found.path,
         found.step,

@@ -11,7 +11,6 @@ from typing import Any, Final
 
 import torch
 
-from hfshard._util.addresses import is_store_address
 from hfshard.checkpoint.check_files import check_files
 from hfshard.checkpoint.folder import Folder
 from hfshard.checkpoint.load_options import SignatureRequirement
@@ -28,9 +27,7 @@ from hfshard.training.restoring.part_planner import Restoration
 from hfshard.training.restoring.restoration import plan_restoration
 from hfshard.training.run.find_checkpoint import (
     check_run_checkpoint,
-    checkpoint_at,
-    folder_at,
-    has_changed,
+    checkpoint_with,
 )
 from hfshard.training.run.manifest import CheckpointManifest, RunCheckpoint, read_manifest
 from hfshard.training.run_ranks import is_spread_state
@@ -110,7 +107,7 @@ def _resume_on_ranks(
         try:
             if not session.is_leader:
                 checkpoint, manifest = _local_checkpoint(checkpoint, manifest, partial(choose, passed_over))
-            folder = folder_at(checkpoint.path)
+            folder = checkpoint.folder()
             if folder.traits.verifies_reads:
                 check_files(folder, manifest.files, "structure")
             with _all_signed(checkpoint, manifest, signature):
@@ -121,7 +118,7 @@ def _resume_on_ranks(
             error = caught
         # The first rank checks after the others have read: a replacement may be why one of them failed.
         session.all_of(error is None)
-        is_replaced = (session.is_leader or error is None) and has_changed(checkpoint)
+        is_replaced = (session.is_leader or error is None) and not checkpoint.is_current()
         if any(session.all_of(is_replaced)):
             continue  # a run that is saving has removed or replaced it
         is_remote = folder is not None and folder.traits.verifies_reads
@@ -157,7 +154,7 @@ def _all_signed(
         yield
         return
     path = checkpoint.path
-    if is_store_address(path):
+    if not checkpoint.folder().traits.is_local:
         raise InvalidArgumentError(
             f"'{path}' is in a store, but a signature is checked only over files on disk. Download them with the "
             "service's tool, and restore from that directory.",
@@ -165,7 +162,7 @@ def _all_signed(
         )
     signed = signature.find(path)
     signed.check_all()
-    if read_manifest(folder_at(path)).to_json() != manifest.to_json():
+    if read_manifest(checkpoint.folder()).to_json() != manifest.to_json():
         raise CheckpointChangedError(f"'{path}' was replaced while its signature was being checked. Retry.", path=path)
     yield
     signed.confirm()
@@ -190,7 +187,7 @@ def _choose_together(choose: Callable[[], ChosenCheckpoint | None], session: Ses
         return chosen[0] if chosen else None
     path, _, raw = shared
     manifest = CheckpointManifest.from_json(raw.encode(), path)
-    return RunCheckpoint.of(path, manifest), manifest
+    return checkpoint_with(path, manifest), manifest
 
 
 def _reject_others(choose: Callable[[], ChosenCheckpoint | None], session: Session) -> None:
@@ -226,8 +223,8 @@ def _local_checkpoint(
 ) -> ChosenCheckpoint:
     """Find the first rank's checkpoint from this rank: in the same directory, or fetched to this machine."""
     here: ChosenCheckpoint | None
-    if folder_at(checkpoint.path).exists():
-        local = checkpoint_at(checkpoint.path, checkpoint.step)
+    if checkpoint.folder().exists():
+        local = checkpoint.reread()
         here = local, check_run_checkpoint(local, "structure", is_read_next=True)
     else:
         here = choose()

@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Final, Literal
 
 from hfshard._util.addresses import is_store_address, reject_hub_arguments
@@ -35,9 +34,7 @@ from hfshard.training.run.manifest import (
     RunCheckpoint,
     best_of,
     checkpoint_path,
-    is_still_in,
     read_manifest,
-    read_run_checkpoint,
 )
 from hfshard.training.run.run_directory import RunDirectory
 from hfshard.training.run.run_storage import RunStorage
@@ -206,7 +203,7 @@ def check_run_checkpoint(
         raise InvalidArgumentError(f"verify must be 'structure' or 'full', got {verify!r}.")
     if checkpoint.manifest is None:
         raise checkpoint.problem or RuntimeError(f"'{checkpoint.path}' has no manifest.")
-    folder = folder_at(checkpoint.path)
+    folder = checkpoint.folder()
     if is_read_next and folder.traits.verifies_reads:
         return checkpoint.manifest
     total = sum(record.size or 0 for record in checkpoint.manifest.files.values())
@@ -244,7 +241,7 @@ def newest_intact(
             except (InvalidArgumentError, StoreError):
                 raise  # a failing store says nothing about the checkpoint
             except HfshardError as error:
-                if has_changed(one):  # a run that is saving there has removed it, and has a newer one
+                if not one.is_current():  # a run that is saving there has removed it, and has a newer one
                     raise ReplacedMeanwhile from error
                 damaged.append((one, error))
             else:
@@ -274,7 +271,7 @@ def checkpoint_problems(
     """List the problems of a checkpoint; `progress_callback` gets the bytes that were hashed."""
     problems: list[HfshardError] = []
     if checkpoint.manifest is not None:
-        folder = folder_at(checkpoint.path)
+        folder = checkpoint.folder()
         records = checkpoint.manifest.files
         check_files(folder, records, level, progress_callback=progress_callback, on_problem=problems.append)
         problems += _strays(folder, checkpoint.manifest)
@@ -294,11 +291,11 @@ def live_problems(checkpoint: RunCheckpoint, level: Level) -> list[HfshardError]
     def check() -> list[HfshardError] | None:
         nonlocal latest
         problems = checkpoint_problems(latest, level)
-        if not problems or not has_changed(latest):
+        if not problems or latest.is_current():
             return problems
-        if not folder_at(latest.path).exists():
+        if not latest.folder().exists():
             return None
-        latest = checkpoint_at(latest.path, latest.step)
+        latest = latest.reread()
         raise ReplacedMeanwhile
 
     too_often = f"'{checkpoint.path}' was replaced while it was being checked. Retry."
@@ -322,7 +319,7 @@ def _strays(folder: Folder, manifest: CheckpointManifest) -> list[HfshardError]:
     return problems
 
 
-# Lookup by path: a run, or the files of one checkpoint.
+# Lookup by path: a run, or one checkpoint. This is the only place that asks which kind it is.
 
 
 def open_run(root: str) -> RunStorage:
@@ -335,14 +332,9 @@ def folder_at(path: str) -> Folder:
     return stored_checkpoint(path) if is_store_address(path) else LocalFolder(path)
 
 
-def checkpoint_at(path: str, step: int) -> RunCheckpoint:
-    """Read the manifest of one checkpoint, whose step must be the one in its name."""
-    return read_run_checkpoint(path, step, partial(read_manifest, folder_at(path)))
-
-
-def has_changed(checkpoint: RunCheckpoint) -> bool:
-    """Return whether a checkpoint is gone from where it was found, or was replaced, by a run that is saving."""
-    return not is_still_in(folder_at(checkpoint.path), checkpoint)
+def checkpoint_with(path: str, manifest: CheckpointManifest) -> RunCheckpoint:
+    """Return the checkpoint at a path, whose manifest is known."""
+    return RunCheckpoint.of(path, manifest, open_folder=folder_at)
 
 
 # Checkpoints from elsewhere than the run: in a directory, at an address, or on a hub.
@@ -440,9 +432,9 @@ def _in(directory: str) -> RunCheckpoint:
     """Return the checkpoint in a directory or at an address, which must be one."""
     folder = folder_at(directory)
     if folder.has(MANIFEST):
-        return RunCheckpoint.of(directory, read_manifest(folder))
+        return checkpoint_with(directory, read_manifest(folder))
     checkpoints = [one.path for one in open_run(directory).checkpoints()]
-    parts = None if checkpoints or is_store_address(directory) else describe_parts_in(directory)
+    parts = describe_parts_in(directory) if folder.traits.is_local and not checkpoints else None
     if parts is not None:
         raise CheckpointNotFoundError(f"{parts} {_RESUME_THERE}", path=directory)
     todo = (

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Final, Literal, TypeGuard
 
-from hfshard.checkpoint.folder import Folder, as_folder
+from hfshard.checkpoint.folder import Folder, LocalFolder, as_folder
 from hfshard.constants import MANIFEST_NAME, MAX_INDEX_BYTES
 from hfshard.errors import (
     DamagedCheckpointError,
@@ -159,13 +159,18 @@ _MAX_STEP: Final = 10**18 - 1
 """The highest step that fits into the name of a directory."""
 
 
+OpenFolder = Callable[[str], Folder]
+"""Opens the folder of a checkpoint, by its path or address."""
+
+
 class RunCheckpoint:
     """A possible checkpoint. Its manifest is read once, when it is first needed.
 
     Args:
         path: The path of its directory, or its address in a store.
         step: The step in its name.
-        read: Reads the manifest.
+        read: Reads the manifest; None: from its folder.
+        open_folder: Opens the folder at its path.
         save_id: In a store, the number and id in its objects' names; None: the manifest has the number.
     """
 
@@ -173,22 +178,56 @@ class RunCheckpoint:
         self,
         path: str,
         step: int,
-        read: Callable[[], CheckpointManifest],
+        read: Callable[[], CheckpointManifest] | None = None,
         *,
+        open_folder: OpenFolder = LocalFolder,
         save_id: SaveId | None = None,
     ) -> None:
         self.path = path
         self.step = step
         self.save_id = save_id
-        self._read = read
+        self._open_folder = open_folder
+        self._read = read or (lambda: read_manifest(self.folder()))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.path!r}, step={self.step})"
 
     @classmethod
-    def of(cls, path: str, manifest: CheckpointManifest) -> RunCheckpoint:
+    def of(
+        cls,
+        path: str,
+        manifest: CheckpointManifest,
+        *,
+        open_folder: OpenFolder = LocalFolder,
+        save_id: SaveId | None = None,
+    ) -> RunCheckpoint:
         """Return a checkpoint whose manifest is known."""
-        return cls(path, manifest.step, lambda: manifest)
+        return cls(path, manifest.step, lambda: manifest, open_folder=open_folder, save_id=save_id)
+
+    def folder(self) -> Folder:
+        """Open its folder; nothing is read yet, or kept of an earlier call."""
+        return self._open_folder(self.path)
+
+    def reread(self) -> RunCheckpoint:
+        """Return the checkpoint that is there now, by the manifest in its folder."""
+        return self._in(self.folder())
+
+    def is_current(self) -> bool:
+        """Return whether it is still there, and was not replaced by a run that is saving."""
+        folder = self.folder()
+        was = self.manifest
+        now = self._in(folder).manifest
+        if was is None or now is None:
+            return was is now and folder.exists()
+        return (now.save_number, now.files) == (was.save_number, was.files)
+
+    def _in(self, folder: Folder) -> RunCheckpoint:
+        return RunCheckpoint(self.path, self.step, partial(read_manifest, folder), open_folder=self._open_folder).read()
+
+    def read(self) -> RunCheckpoint:
+        """Read the manifest now, and return the checkpoint."""
+        _ = self._outcome
+        return self
 
     @property
     def manifest(self) -> CheckpointManifest | None:
@@ -268,22 +307,6 @@ def checkpoint_path(root: str, step: int) -> str:
 def is_own_name(name: str, step: int) -> bool:
     """Return whether a save gives the checkpoint of a step this name."""
     return name == os.path.basename(checkpoint_path("", step))
-
-
-def read_run_checkpoint(path: str, step: int, read: Callable[[], CheckpointManifest]) -> RunCheckpoint:
-    """Return a checkpoint whose manifest was read, or found to be unreadable."""
-    found = RunCheckpoint(path, step, read)
-    _ = found.manifest
-    return found
-
-
-def is_still_in(folder: Folder, checkpoint: RunCheckpoint) -> bool:
-    """Return whether a checkpoint is still in its folder, and was not replaced by a run that is saving."""
-    was = checkpoint.manifest
-    now = read_run_checkpoint(checkpoint.path, checkpoint.step, partial(read_manifest, folder)).manifest
-    if was is None or now is None:
-        return was is now and folder.exists()
-    return (now.save_number, now.files) == (was.save_number, was.files)
 
 
 def newest_first(found: Sequence[RunCheckpoint]) -> list[RunCheckpoint]:

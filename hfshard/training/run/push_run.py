@@ -31,7 +31,7 @@ from hfshard.format.file_names import MODEL_BASE, WeightNames
 from hfshard.format.index import FileDigest
 from hfshard.hub.push_files import PushOptions, PushRequest
 from hfshard.training.run.background import Background
-from hfshard.training.run.find_checkpoint import checkpoint_of_step, folder_at
+from hfshard.training.run.find_checkpoint import checkpoint_of_step
 from hfshard.training.run.manifest import MANIFEST, CheckpointManifest, RunCheckpoint, checked_step
 from hfshard.training.run.run_storage import RunStorage
 from hfshard.training.state.collect_state import PARTS
@@ -64,7 +64,7 @@ def read_manifest_of(found: RunCheckpoint) -> VerifiedContents:
     """
     if found.manifest is None:
         raise found.problem or RuntimeError(f"'{found.path}' has no manifest.")
-    folder = folder_at(found.path)
+    folder = found.folder()
     raw = folder.read_small(MANIFEST, MAX_INDEX_BYTES)
     manifest = CheckpointManifest.from_json(raw, os.path.join(found.path, MANIFEST))
     return VerifiedContents(folder, manifest, raw)

@@ -12,8 +12,8 @@ from hfshard.constants import BIN_SUFFIX, SAFETENSORS_SUFFIX
 from hfshard.errors import CheckpointChangedError, CheckpointNotFoundError, HfshardError
 from hfshard.format.file_names import INDEX_FILE, MODEL_BASE, WeightNames
 from hfshard.places.source import CheckpointSource
-from hfshard.training.run.find_checkpoint import Level, checkpoint_problems, folder_at, open_run
-from hfshard.training.run.manifest import MANIFEST, TRAINING_STATE, CheckpointManifest, RunCheckpoint, read_manifest
+from hfshard.training.run.find_checkpoint import Level, checkpoint_problems, checkpoint_with, folder_at, open_run
+from hfshard.training.run.manifest import MANIFEST, TRAINING_STATE, CheckpointManifest, read_manifest
 from hfshard.training.run.run_store import RunStore
 
 
@@ -49,10 +49,10 @@ def reports_of_run(root: str, check: Callable[[str], VerifyReport]) -> Iterator[
         try:
             report = check(one.path)
         except (CheckpointNotFoundError, CheckpointChangedError):
-            if folder_at(one.path).exists():
+            if one.folder().exists():
                 raise
             continue
-        if not report.problems or folder_at(one.path).exists():
+        if not report.problems or one.folder().exists():
             yield report
 
 
@@ -65,7 +65,7 @@ def report_of(directory: str, level: Level, *, progress: bool | None) -> VerifyR
         return VerifyReport(directory, (MANIFEST,), tuple(as_problems([error], directory)), (), 0)
     total = sum(digest.size or 0 for digest in manifest.files.values())
     with byte_progress("Verifying", total, progress if level == "full" else False) as progress_callback:
-        errors = checkpoint_problems(RunCheckpoint.of(directory, manifest), level, progress_callback)
+        errors = checkpoint_problems(checkpoint_with(directory, manifest), level, progress_callback)
     problems = _name_damaged_tensors(as_problems(errors, directory), directory, manifest, level)
     damaged = {os.path.basename(problem.file) for problem in problems}
     warnings = tuple(

@@ -12,10 +12,8 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from typing import Final
 
-from hfshard.checkpoint.folder import LocalFolder
 from hfshard.commit.hub_marker import reject_hub_directory
 from hfshard.constants import MARKS
 from hfshard.disk.fsops import ForkSafeDescriptor, lock, lock_holder, make_directories, sync_directory, unlock
@@ -33,10 +31,7 @@ from hfshard.training.run.manifest import (
     RunCheckpoint,
     checkpoint_path,
     is_own_name,
-    is_still_in,
     newest_first,
-    read_manifest,
-    read_run_checkpoint,
 )
 from hfshard.training.run.run_storage import CheckpointOrder, ReusableShards, write_checkpoint
 
@@ -62,14 +57,11 @@ def checkpoints_in(root: str) -> list[RunCheckpoint]:
     for _ in range(_LOOKS):
         names = _names_in(root)
         gone: list[str] = []
-        found = [_read(os.path.join(root, name), step) for name, step in _step_directories(root, names, gone)]
+        listed = _step_directories(root, names, gone)
+        found = [RunCheckpoint(os.path.join(root, name), step).read() for name, step in listed]
         if not gone and _names_in(root) == names:
             break
     return newest_first(found)
-
-
-def _read(path: str, step: int) -> RunCheckpoint:
-    return read_run_checkpoint(path, step, partial(read_manifest, path))
 
 
 def _names_in(root: str) -> list[str]:
@@ -309,7 +301,7 @@ class RunDirectory:
         """Remove each checkpoint: first by one rename, then its files."""
         with self._change():
             for one in checkpoints:
-                if is_still_in(LocalFolder(one.path), one):
+                if one.is_current():
                     remove_step_directory(one, self.root)
 
     def _is_there(self) -> bool:

@@ -64,7 +64,6 @@ from hfshard.training.run.manifest import (
     checkpoint_path,
     is_own_name,
     newest_first,
-    read_run_checkpoint,
     shard_record,
     small_record,
 )
@@ -191,12 +190,8 @@ class RunStore:
             seen.marks.add(save_id)
             seen.own = save_id
         self._seen = seen
-        return RunCheckpoint(
-            checkpoint_path(self.root, manifest.step),
-            manifest.step,
-            lambda: manifest,
-            save_id=save_id,
-        )
+        path = checkpoint_path(self.root, manifest.step)
+        return RunCheckpoint.of(path, manifest, open_folder=stored_checkpoint, save_id=save_id)
 
     def remove(self, checkpoints: Sequence[RunCheckpoint]) -> None:
         """Delete the objects of each, its manifest first."""
@@ -274,9 +269,10 @@ class RunStore:
         if shown is not None:
             manifest = files[shown.object_name(MANIFEST)]
             read = partial(self._read_manifest, folder, manifest, shown)
-            return RunCheckpoint(path, step, read, save_id=shown)
+            return RunCheckpoint(path, step, read, open_folder=stored_checkpoint, save_id=shown)
         if MANIFEST in files:  # uploaded by another tool: the manifest has the number
-            found = read_run_checkpoint(path, step, partial(self._read_plain_manifest, folder, files[MANIFEST]))
+            read = partial(self._read_plain_manifest, folder, files[MANIFEST])
+            found = RunCheckpoint(path, step, read, open_folder=stored_checkpoint).read()
             is_copy = found.manifest is not None and bool(saves_among(found.manifest.files))
             return None if is_copy else found  # a copy that has outlived its save
         return None
