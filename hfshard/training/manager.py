@@ -264,10 +264,7 @@ class CheckpointManager(RunReader):
             SignatureError: The required signer has not signed it, or it was changed since; nothing was changed.
             RankFailedError: Another rank could not restore it, died, or did not call.
         """
-        with self._writer.turn("restore()"), self._ranks("restore") as ranks:
-            check_training_state(state)
-            reject_meta(state)
-            state = state.without(without)
+        with self._restoring("restore", state, without) as (ranks, state):
             if step in ("best", "latest"):
                 step = ranks.first(partial(self._step_called, str(step)))
             place = ranks.each(lambda: absolute_place(step))
@@ -312,10 +309,7 @@ class CheckpointManager(RunReader):
             DamagedCheckpointError: All checkpoints are damaged.
             StateDictMismatchError, SignatureError: The newest one does not fit, or is not signed, as in `restore`.
         """
-        with self._writer.turn("restore_latest()"), self._ranks("restore_latest") as ranks:
-            check_training_state(state)
-            reject_meta(state)
-            state = state.without(without)
+        with self._restoring("restore_latest", state, without) as (ranks, state):
             agree_on_place(ranks, self.root, "restores from")
             signature = required_signature(public_key)
             choose = partial(self._choose, None, verify, None)
@@ -417,12 +411,17 @@ class CheckpointManager(RunReader):
         self.close()
 
     @contextmanager
-    def _ranks(self, what: str) -> Iterator[Session]:
-        """Gather the ranks that restore a state together, by the same method."""
-        self._writer.join()  # on every rank: it may be a save by all of them
-        with among(self.process_group), meet_for(what) as ranks:
-            ranks.each(self._writer.wait)
-            yield ranks
+    def _restoring(
+        self, what: str, state: TrainingState, without: Collection[str]
+    ) -> Iterator[tuple[Session, TrainingState]]:
+        """Gather the ranks that restore a state together, by the same method, and return what they restore of it."""
+        with self._writer.turn(f"{what}()"):
+            self._writer.join()  # on every rank: it may be a save by all of them
+            with among(self.process_group), meet_for(what) as ranks:
+                ranks.each(self._writer.wait)
+                check_training_state(state)
+                reject_meta(state)
+                yield ranks, state.without(without)
 
     def _metrics_of(self, step: int, metric: float | Mapping[str, float] | None) -> dict[str, float] | None:
         """Return a save's metrics by name, if given; warn if the one that selects the best is missing."""

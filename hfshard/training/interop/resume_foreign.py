@@ -74,7 +74,7 @@ def resume_foreign(
         UnsafePickleError, StateDictMismatchError, DamagedCheckpointError: Nothing was changed.
         RankFailedError: Another rank has one of these errors; nothing was changed.
     """
-    reader = reader_of(place)
+    reader = reader_of(place) if isinstance(place, str) else None  # a step is this run's
     is_foreign = session.all_of(reader is not None)
     if not any(is_foreign):
         if keys is not None:
