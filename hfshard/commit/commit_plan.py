@@ -27,7 +27,7 @@ from hfshard.format.digests import sha256_of
 from hfshard.format.index import CheckpointIndex, with_weights_override, without_weights_override
 
 
-def plan_commit(old: DirectoryState, new: NewCheckpoint) -> CommitPlan:
+def plan_commit(old: DirectoryState, new: StagedCheckpoint) -> CommitPlan:
     """Plan the commit of a new checkpoint over the existing files of the directory.
 
     A pure function: it uses only its arguments, except for the names in a single file (see `single_keys`).
@@ -46,12 +46,12 @@ def plan_commit(old: DirectoryState, new: NewCheckpoint) -> CommitPlan:
     return _single_by_config(plan, old, new, config)
 
 
-def needs_hard_links(old: DirectoryState, new: NewCheckpoint) -> bool:
+def needs_hard_links(old: DirectoryState, new: StagedCheckpoint) -> bool:
     """Return whether the plan temporarily gives a file two names, which some file systems cannot."""
     return any(step.kind == "link" for step in plan_commit(old, new).steps)
 
 
-def _into_empty(old: DirectoryState, new: NewCheckpoint) -> CommitPlan:
+def _into_empty(old: DirectoryState, new: StagedCheckpoint) -> CommitPlan:
     """Commit into a directory without weights. There is nothing to protect, but half a save must not load."""
     plan = CommitPlan()
 
@@ -82,7 +82,7 @@ def _into_empty(old: DirectoryState, new: NewCheckpoint) -> CommitPlan:
     return plan
 
 
-def _sharded_by_index(old: DirectoryState, new: NewCheckpoint, config: bytes | None) -> CommitPlan:
+def _sharded_by_index(old: DirectoryState, new: StagedCheckpoint, config: bytes | None) -> CommitPlan:
     """Commit shards by renaming the index. The config is unchanged, or shared with other weights."""
     plan = CommitPlan()
 
@@ -107,7 +107,7 @@ def _sharded_by_index(old: DirectoryState, new: NewCheckpoint, config: bytes | N
     return plan
 
 
-def _sharded_by_config(plan: CommitPlan, old: DirectoryState, new: NewCheckpoint, config: bytes) -> CommitPlan:
+def _sharded_by_config(plan: CommitPlan, old: DirectoryState, new: StagedCheckpoint, config: bytes) -> CommitPlan:
     """Commit shards and a changed config by renaming config.json, which temporarily names the new index."""
     unique = old.names.unique_index(new.digest)
 
@@ -138,7 +138,7 @@ def _sharded_by_config(plan: CommitPlan, old: DirectoryState, new: NewCheckpoint
     return plan
 
 
-def _single_by_rename(old: DirectoryState, new: NewCheckpoint, config: bytes | None) -> CommitPlan:
+def _single_by_rename(old: DirectoryState, new: StagedCheckpoint, config: bytes | None) -> CommitPlan:
     """Commit a single file by renaming it. The config is unchanged, or shared with other weights."""
     plan = CommitPlan()
 
@@ -167,7 +167,7 @@ def _single_by_rename(old: DirectoryState, new: NewCheckpoint, config: bytes | N
     return plan
 
 
-def _single_by_config(plan: CommitPlan, old: DirectoryState, new: NewCheckpoint, config: bytes) -> CommitPlan:
+def _single_by_config(plan: CommitPlan, old: DirectoryState, new: StagedCheckpoint, config: bytes) -> CommitPlan:
     """Commit a single file and a changed config by renaming config.json, which temporarily names the file."""
     unique = old.names.unique_single(new.digest)
     single = old.names.single
@@ -203,7 +203,7 @@ def _single_by_config(plan: CommitPlan, old: DirectoryState, new: NewCheckpoint,
     return plan
 
 
-def _hide_single(plan: CommitPlan, old: DirectoryState, new: NewCheckpoint) -> DirectoryState:
+def _hide_single(plan: CommitPlan, old: DirectoryState, new: StagedCheckpoint) -> DirectoryState:
     """Give the old single file a temporary name that config and index name, and remove its usual name.
 
     Returns:
@@ -248,7 +248,7 @@ def _index_of_old_single(plan: CommitPlan, old: DirectoryState) -> None:
         plan.write_small(old.names.index, compat_index(keys, old.names.single))
 
 
-def _add_new_files(plan: CommitPlan, old: DirectoryState, new: NewCheckpoint) -> None:
+def _add_new_files(plan: CommitPlan, old: DirectoryState, new: StagedCheckpoint) -> None:
     """Add, before the commit, the small files that replace nothing."""
     for name, content in new.model_files.items():
         if name not in old.listing:
@@ -256,7 +256,7 @@ def _add_new_files(plan: CommitPlan, old: DirectoryState, new: NewCheckpoint) ->
     plan.rename({name: staged for name, staged in new.companion_files.items() if name not in old.listing})
 
 
-def _replace_small_files(plan: CommitPlan, old: DirectoryState, new: NewCheckpoint, config: bytes | None) -> None:
+def _replace_small_files(plan: CommitPlan, old: DirectoryState, new: StagedCheckpoint, config: bytes | None) -> None:
     """Replace the old small files right after the commit."""
     before = len(plan.steps)
     if config is not None:
@@ -348,8 +348,8 @@ NO_CONFIG: Final = b"{}"
 
 
 @dataclass(frozen=True, slots=True)
-class NewCheckpoint:
-    """A checkpoint that a save has written into the staging directory, with its small files."""
+class StagedCheckpoint:
+    """A checkpoint that was written into the staging directory, with its small files."""
 
     shards: Mapping[str, str]
     """Name in the directory -> name in the staging directory."""
@@ -379,7 +379,7 @@ class NewCheckpoint:
         return self.index is not None
 
 
-def put_config(plan: CommitPlan, new: NewCheckpoint, config: bytes) -> None:
+def put_config(plan: CommitPlan, new: StagedCheckpoint, config: bytes) -> None:
     """Write the given config, or remove the existing one if `drops_config` is set."""
     if new.drops_config:
         plan.remove([CONFIG_NAME])
@@ -387,7 +387,7 @@ def put_config(plan: CommitPlan, new: NewCheckpoint, config: bytes) -> None:
         plan.write_small(CONFIG_NAME, config)
 
 
-def changed_config(old: DirectoryState, new: NewCheckpoint) -> bytes | None:
+def changed_config(old: DirectoryState, new: StagedCheckpoint) -> bytes | None:
     """Return the config to commit; None if the one in the directory is right already."""
     config = new.config
     if new.drops_config and old.config is not None and not old.shares_config:
@@ -401,7 +401,7 @@ def changed_config(old: DirectoryState, new: NewCheckpoint) -> bytes | None:
     return None if config == old.config else config
 
 
-def superseded_files(old: DirectoryState, new: NewCheckpoint) -> set[str]:
+def superseded_files(old: DirectoryState, new: StagedCheckpoint) -> set[str]:
     """Find the files that the old checkpoint owned and the new one does not, strays, and this commit's placeholder."""
     outdated = set(old.owned | old.strays)
     has_others = (old.has_bins or old.has_hub_index) and not old.has_index and not old.has_single

@@ -11,15 +11,25 @@ import stat
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final
 
+from hfshard._util.progress import ProgressCallback, byte_progress
 from hfshard._util.threads import delay_interrupt
-from hfshard.commit.commit_plan import CommitPlan, CommitStep
+from hfshard.checkpoint.companion_files import copy_companion
+from hfshard.commit.commit_plan import (
+    CommitPlan,
+    CommitStep,
+    StagedCheckpoint,
+    content_digest,
+    needs_hard_links,
+    plan_commit,
+)
 from hfshard.commit.directory_state import DirectoryState, note_pending_deletes, read_directory_state
 from hfshard.commit.hub_marker import reject_hub_directory
-from hfshard.constants import CONFIG_NAME, MAX_CONFIG_BYTES, SIGNATURE_NAME, STAGING_DIRECTORY
+from hfshard.commit.transaction import JobsOf, NamesTakenError, NewCheckpoint, ShardWriter
+from hfshard.constants import CONFIG_NAME, MAX_CONFIG_BYTES, README, SIGNATURE_NAME, STAGING_DIRECTORY
 from hfshard.disk.fsops import (
     NO_LINKS,
     FlushBatch,
@@ -38,8 +48,9 @@ from hfshard.disk.safe_open import Identity, identity_of, open_folder, read_smal
 from hfshard.errors import CommitUndoneError, CommitUnfinishedError, HfshardError, SaveDirectoryError
 from hfshard.format.digests import sha256_of
 from hfshard.format.file_names import WeightNames
-from hfshard.format.index import FileDigest
-from hfshard.shards.write_shards import writer_threads
+from hfshard.format.index import CheckpointIndex, FileDigest
+from hfshard.shards.shard_plan import ShardPlan, with_one_more_shard
+from hfshard.shards.write_shards import WriteJob, writer_threads
 
 logger = logging.getLogger(__name__)
 
@@ -359,6 +370,159 @@ def clear_staging(directory: str) -> None:
                 os.rmdir(above)
     except OSError as error:
         logger.warning("The staging directory '%s' could not be deleted (%s); the next save will.", staging, error)
+
+
+# The directory as the sink of the one save.
+
+
+@contextmanager
+def directory_transaction(directory: str, new: NewCheckpoint, writer: ShardWriter) -> Iterator[DirectoryTransaction]:
+    """Lock a directory for a save, and undo what was not committed at the end of the block.
+
+    Args:
+        directory: Absolute; created if it is missing, with its parents.
+        new: Everything that is saved except for the tensors.
+        writer: Writes the files of weights.
+
+    Raises:
+        The errors of `save_session`.
+    """
+    with save_session(directory, new.names) as session:
+        session.drops_signature = new.drops_signature
+        yield DirectoryTransaction(session, new, writer)
+
+
+class DirectoryTransaction:
+    """`Transaction` of a directory: files are staged in it, and the steps of a plan move them into place."""
+
+    def __init__(self, session: DirectorySession, new: NewCheckpoint, writer: ShardWriter) -> None:
+        self._session = session
+        self._new = new
+        self._writer = writer
+        self._may_reuse_names = True
+        self._staged: dict[str, str] = {}
+        """File of the plan -> its name in the staging directory."""
+        self._companions: dict[str, str] = {}
+        """Companion file -> its name in the staging directory."""
+        self._digests: dict[str, FileDigest] = {}
+        self._hides_single: bool | None = None
+
+    def prepare(self, plan: ShardPlan, names: WeightNames, jobs_of: JobsOf) -> ShardPlan:
+        """Keep the standard names if the directory has none of them, or has files with the same fingerprints.
+
+        Otherwise, the smallest shard is split until no name is taken.
+        """
+        if plan.is_sharded and not (self._may_reuse_names and self._has_these(plan, jobs_of)):
+            taken = self._session.state.listing | self._session.state.referenced
+            while not taken.isdisjoint(shard.file for shard in plan.shards):
+                plan = with_one_more_shard(plan, names)
+        self._session.make_folders({*self._new.companion_files, *self._new.small_files})
+        self._session.check_space(plan.total_size + self._companion_bytes)
+        return plan
+
+    def write(self, jobs: Mapping[str, WriteJob]) -> dict[str, FileDigest]:
+        """Write the files into the staging directory, and copy the companion files there."""
+        total = sum(job.nbytes for job in jobs.values()) + self._companion_bytes
+        with byte_progress("Saving", total, self._new.progress) as progress_callback:
+            digests = self._writer.write(self.stage(jobs), self._new.checksum, progress_callback)
+            self._digests = dict(zip(jobs, digests, strict=True))
+            self._stage_companion_files(progress_callback)
+        shards = [file for file in jobs if file != self._new.names.single]
+        if any(file in self._session.state.listing and not self._is_same(file) for file in shards):
+            self._give_up_names()
+        self.reject_single_without_links(jobs)
+        return self._digests
+
+    def commit(
+        self,
+        indexes: Mapping[str, CheckpointIndex],
+        index_files: Mapping[str, bytes],
+        confirm: Callable[[], None],
+    ) -> bool:
+        """Carry out the plan from the old checkpoint to the new one."""
+        [index] = indexes.values()
+        staged = self._new_state(list(index.weight_map), index_files.get(self._new.names.index))
+        confirm()
+        self._session.commit(plan_commit(self._session.state, staged))
+        return True
+
+    def stage(self, jobs: Mapping[str, WriteJob]) -> list[WriteJob]:
+        """Give jobs their paths in the staging directory, and the mode and group of the old weights."""
+        self._staged = {file: f"{number:05d}.weights" for number, file in enumerate(jobs)}
+        like = self._session.replaced
+        return [
+            replace(job, path=os.path.join(self._session.staging, self._staged[file]), like=like)
+            for file, job in jobs.items()
+        ]
+
+    def reject_single_without_links(self, jobs: Mapping[str, WriteJob]) -> None:
+        """Reject a single staged file that needs a second name during the commit, and can't have one.
+
+        Raises:
+            NamesTakenError: The checkpoint must be written as shards.
+        """
+        if list(jobs) != [self._new.names.single]:
+            return
+        staged = self._new_state(list(jobs[self._new.names.single].tensors), None)
+        if needs_hard_links(self._session.state, staged) and not self._session.can_link(*self._staged.values()):
+            self._give_up_names()
+
+    @property
+    def _companion_bytes(self) -> int:
+        return sum(file.size for file in self._new.companion_files.values())
+
+    def _has_these(self, plan: ShardPlan, jobs_of: JobsOf) -> bool:
+        """Return whether the index in the directory lists exactly these files, by their fingerprints."""
+        index = self._session.state.index
+        if index is None or index.weight_map != plan.weight_map:
+            return False
+        listed = [index.files.get(shard.file, FileDigest()).fingerprint for shard in plan.shards]
+        if None in listed:
+            return False
+        found = self._writer.fingerprints(list(jobs_of(plan).values()), self._new.checksum)
+        return all(one == other for one, other in zip(found, listed, strict=True))
+
+    def _is_same(self, file: str) -> bool:
+        """Return whether a written file is the one that the old index records under its name."""
+        old, digest = self._session.state.index, self._digests[file]
+        return old is not None and old.files.get(file) == digest and digest.is_verifiable
+
+    def _give_up_names(self) -> None:
+        self._session.empty_staging()
+        self._may_reuse_names = False
+        raise NamesTakenError
+
+    def _new_state(self, keys: Sequence[str], index: bytes | None) -> StagedCheckpoint:
+        return StagedCheckpoint(
+            shards=self._staged,
+            keys=keys,
+            index=index,
+            config=self._new.config,
+            drops_config=self._new.drops_config,
+            hides_single=self._can_hide_single(),
+            model_files=self._new.model_files,
+            digest=content_digest([index if index is not None else repr(self._digests).encode()]),
+            companion_files=self._companions,
+        )
+
+    def _can_hide_single(self) -> bool:
+        """Return whether an old single file is to be hidden, and can have a second name; tried once."""
+        if self._hides_single is None:
+            session = self._session
+            single = os.path.join(session.directory, session.state.names.single)
+            is_wanted = self._new.hides_single and session.state.has_single
+            self._hides_single = is_wanted and can_link(session.staging, single)
+        return self._hides_single
+
+    def _stage_companion_files(self, progress_callback: ProgressCallback) -> None:
+        session = self._session
+        self._companions = {}
+        for number, (name, file) in enumerate(self._new.companion_files.items()):
+            if name == README and name in session.state.listing and not self._new.replaces_readme:
+                continue  # the user's own
+            self._companions[name] = f"{number:05d}.companion"
+            path = os.path.join(session.staging, self._companions[name])
+            copy_companion(file, path, session.like(name), progress_callback)
 
 
 # Rollback of a commit's steps, the last one first, if one of them fails before the commit is done.

@@ -8,36 +8,60 @@ always complete, on every service that lists what was put.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+import re
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Final
 
-from hfshard._util.progress import ProgressCallback
-from hfshard._util.threads import run_in_threads
+from hfshard._util.progress import ProgressCallback, byte_progress
+from hfshard._util.text import shorten_list
+from hfshard._util.threads import delay_interrupt, run_in_threads
+from hfshard.checkpoint.check_files import retry_if_replaced
+from hfshard.checkpoint.folder import RangedFolder
 from hfshard.commit import store_plan
-from hfshard.commit.store_plan import KnownShard, highest_index
-from hfshard.commit.transaction import KnownFile, ShardWriter
-from hfshard.constants import FILES_AT_ONCE
+from hfshard.commit.store_plan import KnownShard, StoreState, highest_index, lower_objects, next_id, read_store_state
+from hfshard.commit.transaction import JobsOf, KnownFile, NewCheckpoint, OwnShardWriter, ShardWriter
+from hfshard.constants import (
+    CONFIG_NAME,
+    COPY_BYTES,
+    FILES_AT_ONCE,
+    MARKS,
+    MAX_INDEX_BYTES,
+    README,
+    SIGNATURE_NAME,
+    WEIGHTS_SUFFIXES,
+)
+from hfshard.disk.byte_source import ByteSource, contents_equal
 from hfshard.errors import (
     CheckpointChangedError,
     CommitUnfinishedError,
+    HfshardError,
     RemoteChangedError,
+    SaveDirectoryError,
     StoreAccessError,
     StoreError,
 )
 from hfshard.format.digests import md5_of
-from hfshard.format.file_names import INDEX_FILE
+from hfshard.format.file_names import INDEX_FILE, WeightNames
 from hfshard.format.index import CheckpointIndex, FileDigest
 from hfshard.format.stored_save import (
     INLINED_BYTES,
     SaveId,
     StoredObjectRecord,
     StoredSave,
+    is_save_index,
     plain_copy,
     plain_index,
+    save_of,
+    split_object_name,
 )
+from hfshard.shards.shard_plan import ShardPlan
 from hfshard.shards.write_shards import WriteJob, synchronize_devices
-from hfshard.stores.store import Store, StoredObject
+from hfshard.stores.open_store import open_store
+from hfshard.stores.store import Store, StoredObject, StoredSource
 from hfshard.tensors.stored_tensor import RawTensor
 
 logger = logging.getLogger(__name__)
@@ -50,8 +74,8 @@ _MOST_SETTLED: Final = 100
 
 
 @dataclass
-class StoreTransaction:
-    """One save in one folder of a store, from its first shard to its index."""
+class SaveObjects:
+    """The objects of one save in one folder of a store, from its first shard to its index."""
 
     store: Store
     """Opened at the folder."""
@@ -71,18 +95,20 @@ class StoreTransaction:
     _objects: dict[str, StoredObjectRecord] = field(default_factory=dict)
     """Usual name -> record of each small file that is not inlined."""
 
-    def copy_unchanged(self, jobs: Mapping[str, WriteJob], writer: ShardWriter, checksum: str | None) -> None:
+    def with_paths(self, jobs: Mapping[str, WriteJob]) -> dict[str, WriteJob]:
+        """Set the paths of jobs to the addresses of their objects."""
+        address, name = self.store.address, self.save_id.object_name
+        return {file: replace(job, path=str(address.joined(name(file)))) for file, job in jobs.items()}
+
+    def copy_unchanged(self, same: Mapping[str, FileDigest]) -> None:
         """Copy on the server the shards whose bytes did not change.
 
         Args:
-            jobs: Usual name -> contents, of all shards.
-            writer: Compares them.
-            checksum: A key of `HASHERS`; None: nothing can be compared.
+            same: Usual name -> digest, from `find_unchanged`.
 
         Raises:
             StoreError: The store refused the request, or failed.
         """
-        same = self.find_unchanged(jobs, writer, checksum)
         below = f"{self.folder}/" if self.folder else ""
 
         def copy(name: str) -> FileDigest | None:
@@ -100,7 +126,16 @@ class StoreTransaction:
     def find_unchanged(
         self, jobs: Mapping[str, WriteJob], writer: ShardWriter, checksum: str | None
     ) -> dict[str, FileDigest]:
-        """Find the shards whose bytes did not change: usual name -> digest."""
+        """Find the shards whose bytes did not change.
+
+        Args:
+            jobs: Usual name -> contents, of all shards.
+            writer: Compares them.
+            checksum: A key of `HASHERS`; None: nothing can be compared.
+
+        Returns:
+            Usual name -> digest.
+        """
         if checksum is None or not self.known:
             return {}
         recorded = {one.digest.tensor_digests for one in self.known.values()}
@@ -193,6 +228,13 @@ class StoreTransaction:
             raise _untold(path, error) from error
         if highest > self.save_id:
             raise overtaken(self.store) from error
+
+
+def with_index(plan: ShardPlan, names: WeightNames) -> ShardPlan:
+    """Return a plan whose files an index names, even if there is only one."""
+    files = names.shards(len(plan.shards))
+    shards = tuple(replace(one, file=file) for one, file in zip(plan.shards, files, strict=True))
+    return replace(plan, shards=shards, needs_index=True)
 
 
 def overtaken(store: Store) -> RemoteChangedError:
@@ -319,3 +361,349 @@ def _untold(path: str, error: StoreError) -> CommitUnfinishedError:
         "one appears; both load. Nothing was deleted. Save again.",
         path=path,
     )
+
+
+# A place in a store as the sink of the one save: list, copy and send the shards, put the index last, list again.
+
+
+_STEP: Final = re.compile(r"checkpoint-\d{1,18}")
+"""Name of a checkpoint's folder in a run."""
+
+_SHOWN: Final = 3
+"""Maximum number of object names in a message."""
+
+_TRIES: Final = 5
+"""Number of tries to inspect a place, as other processes may replace a listed object before it is read."""
+
+
+@contextmanager
+def store_transaction(store: Store, new: NewCheckpoint, writer: ShardWriter) -> Iterator[StoreTransaction]:
+    """Inspect a place in a store for a save. Nothing is written to disk; the next save deletes what a failed one sent.
+
+    Args:
+        store: Opened at the place.
+        new: Everything that is saved except for the tensors. `hides_single` does not matter: a checkpoint in a store
+            has an index.
+        writer: Sends the shards.
+
+    Raises:
+        SaveDirectoryError: It is a checkpoint of a run.
+        RemoteChangedError: Other processes replaced it on every attempt.
+        StoreError: The store refused, or failed.
+    """
+    _reject_folder_of_run(store)
+    yield StoreTransaction(store, new, writer, _inspect(store, new))
+
+
+def _reject_folder_of_run(store: Store) -> None:
+    """Reject a folder of a run, which deletes the folder's objects when it finds no manifest.
+
+    Raises:
+        SaveDirectoryError: It is such a folder.
+    """
+    parent, _, name = store.address.prefix.rpartition("/")
+    if _STEP.fullmatch(name) and open_store(replace(store.address, prefix=parent)).list_objects(MARKS):
+        raise SaveDirectoryError(
+            f"'{store.address}' is a folder of the training run '{replace(store.address, prefix=parent)}'. Save to "
+            "another address, or save into the run with CheckpointManager.",
+            path=str(store.address),
+        )
+
+
+def _inspect(store: Store, new: NewCheckpoint) -> _StoreBefore:
+    """Inspect the place, and retry if it changes meanwhile.
+
+    Raises:
+        RemoteChangedError: It changed each time.
+    """
+    address = str(store.address)
+    traits = replace(RangedFolder.traits, retries=_TRIES)
+    try:
+        return retry_if_replaced(lambda: _StoreBefore.read(store, new), traits, address)
+    except CheckpointChangedError as error:
+        raise RemoteChangedError(
+            f"Other processes replaced the checkpoint in '{address}' on every attempt. Nothing was sent. "
+            "Retry when no other save is running.",
+            path=address,
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _StoreBefore:
+    """A place in a store before a save, compared with what the save has besides tensors."""
+
+    store: Store
+    new: NewCheckpoint
+    state: StoreState
+    small_files: Mapping[str, bytes]
+    """Small files of the new checkpoint, its own and the ones it keeps, without the index."""
+    replaced: Mapping[str, str]
+    """Name -> sha256 of the plain objects that are replaced; see `StoredSave`."""
+    companion_files: Mapping[str, ByteSource]
+    """Companion files that are missing in the store, or have other bytes there."""
+
+    @classmethod
+    def read(cls, store: Store, new: NewCheckpoint) -> _StoreBefore:
+        """List the place, and read what a save must know about it.
+
+        Raises:
+            CheckpointChangedError: It changed meanwhile.
+        """
+        nested = {name.rpartition("/")[0] for name in (*new.small_files, *new.companion_files) if "/" in name}
+        state = read_store_state(store, new.names, nested)
+        dropped = {CONFIG_NAME} if new.drops_config else set()
+        small_files = {**state.kept_files(new.small_files.keys() | dropped), **new.small_files}
+        replaced = state.replaced_files([*small_files, *dropped])
+        return cls(store, new, state, small_files, replaced, _changed_companions(store, new, state))
+
+    def has_same_small_files(self) -> bool:
+        """Return whether the newest save has exactly these small files, and an index."""
+        state, save = self.state, self.state.save
+        if save is None or save.small_files.keys() | save.large_files != {*self.small_files, state.names.index}:
+            return False
+        return all(state.folder.read_small(name, MAX_INDEX_BYTES) == raw for name, raw in self.small_files.items())
+
+    def has_index(self, raw: bytes) -> bool:
+        """Return whether the newest save has this index."""
+        return raw == self.state.folder.read_small(self.state.names.index, MAX_INDEX_BYTES)
+
+    def is_settled(self) -> bool:
+        """Return whether there is nothing to delete, and no companion file to put."""
+        is_alone = self.state.is_untouched and not self.replaced_below()
+        return is_alone and not self.companion_files and not self.drops_plain_config()
+
+    def has_copies(self, index: bytes) -> bool:
+        """Return whether the plain copies for other tools are those of the newest save."""
+        assert self.state.save is not None
+        entry = self.state.names.index
+        copies = plain_copies({**self.small_files, entry: index}, self.state.save.save_id, entry)
+        return all(has_bytes(self.store, self.state.found.get(name), one) for name, one in copies.items())
+
+    def drops_plain_config(self) -> bool:
+        """Return whether the save removes a config.json that is there."""
+        return self.new.drops_config and CONFIG_NAME in self.state.found
+
+    def replaced_below(self) -> list[str]:
+        """List the objects of saves in folders for which this one has other weights, under plain file names."""
+        own = self.new.companion_files
+        folders = {name.rpartition("/")[0] for name in own if "/" in name and name.endswith(WEIGHTS_SUFFIXES)}
+        below: dict[tuple[str, SaveId], dict[str, str]] = defaultdict(dict)
+        for name in self.state.found.keys() - own.keys():
+            if name.rpartition("/")[0] in folders and (split := split_object_name(name)) is not None:
+                below[name.rpartition("/")[0], split[1]][name] = split[0]
+        indexes, others = [], []
+        for names in below.values():
+            own_indexes = list(filter(is_save_index, names))
+            if own_indexes:  # without an index, it may still be running
+                indexes += [*own_indexes, *(self.state.found.keys() & {names[one] for one in own_indexes} - own.keys())]
+                others += sorted(names.keys() - own_indexes)
+        return list(dict.fromkeys([*indexes, *others]))
+
+
+def _changed_companions(store: Store, new: NewCheckpoint, state: StoreState) -> dict[str, ByteSource]:
+    """Find the companion files to put; an existing README is the user's own and stays, unless this is a copy."""
+    changed = {}
+    for name, source in new.companion_files.items():
+        there = state.found.get(name)
+        is_kept = there is not None and name == README and not new.is_copy
+        if not is_kept and (there is None or not contents_equal(source, StoredSource(store, there))):
+            changed[name] = source
+    return changed
+
+
+class StoreTransaction:
+    """`Transaction` of a place in a store.
+
+    A save that changes nothing puts nothing. Shards that did not change are copied on the server. If another process
+    has overtaken this save with exactly the same, nothing is left to do.
+    """
+
+    def __init__(self, store: Store, new: NewCheckpoint, writer: ShardWriter, before: _StoreBefore) -> None:
+        self._store, self._new, self._writer = store, new, writer
+        self._before = before
+        self._objects = self._objects_of(before, next_id(before.state.found))
+        self._jobs: dict[str, WriteJob] = {}
+        self._unchanged: dict[str, FileDigest] = {}
+        """The digests of all shards, if the newest save seems to be exactly this one: they are not copied."""
+        self._error: HfshardError | None = None
+        """The error that ended this save, if another process has saved the same shards."""
+
+    def prepare(self, plan: ShardPlan, names: WeightNames, jobs_of: JobsOf) -> ShardPlan:
+        """Name the files as shards, even a single one: it has an index."""
+        return with_index(plan, names)
+
+    def write(self, jobs: Mapping[str, WriteJob]) -> dict[str, FileDigest]:
+        """Copy unchanged shards on the server, and send the others."""
+        self._jobs = self._objects.with_paths(jobs)
+        same = self._objects.find_unchanged(self._jobs, self._writer, self._new.checksum)
+        if len(same) == len(jobs) and self._before.is_settled() and self._before.has_same_small_files():
+            self._unchanged = same
+            return same
+        try:
+            self._send(same)
+        except StoreError as error:
+            return self._same_of_others(error)
+        return self._digests
+
+    def commit(
+        self,
+        indexes: Mapping[str, CheckpointIndex],
+        index_files: Mapping[str, bytes],
+        confirm: Callable[[], None],
+    ) -> bool:
+        """Put the small files and the index, list again, and delete what this save has replaced.
+
+        Raises:
+            RemoteChangedError: Another process saved there at the same time, and its checkpoint is the newer one.
+            CommitUnfinishedError: It is unknown whether the new checkpoint was saved; or it was, without the plain
+                copies for other tools.
+            StoreError: The store refused, or failed: the old checkpoint stays.
+        """
+        [index] = index_files.values()
+        if self._error is not None:
+            self._accept_others(index, self._error)
+            return True
+        if self._unchanged and self._before.has_index(index) and self._before.has_copies(index):
+            logger.info("Nothing has changed in '%s': nothing was sent.", self._store.address)
+            return False
+        try:
+            if self._unchanged:
+                self._send(self._unchanged)
+            self._objects.add_small_files({**self._before.small_files, self._new.names.index: index})
+        except StoreError as error:
+            self._same_of_others(error)
+            self._accept_others(index, error)
+            return True
+        save = self._objects.contents(self._before.replaced)
+        confirm()
+        try:
+            with delay_interrupt():
+                self._objects.put_index(save, self._store.list_objects)
+                found, highest = self._put_copies()
+                if highest > self._objects.save_id:
+                    raise overtaken(self._store)
+                self._delete_lower(found)
+        except (StoreError, RemoteChangedError) as error:
+            self._same_of_others(error)
+            self._accept_others(index, error)
+        else:
+            self._note_signature()
+        return True
+
+    @property
+    def _digests(self) -> dict[str, FileDigest]:
+        return {file: self._objects.digests[file] for file in self._jobs}
+
+    def _objects_of(self, before: _StoreBefore, save_id: SaveId) -> SaveObjects:
+        return SaveObjects(self._store, self._new.names.index, save_id, before.state.known_shards(), self._store)
+
+    def _send(self, same: Mapping[str, FileDigest]) -> None:
+        self._objects.copy_unchanged(same)
+        new_bytes = sum(job.nbytes for file, job in self._jobs.items() if file not in self._objects.digests)
+        with byte_progress("Saving", new_bytes, self._new.progress) as progress_callback:
+            self._objects.send(self._jobs, self._writer, self._new.checksum, progress_callback)
+
+    def _same_of_others(self, error: StoreError | RemoteChangedError) -> dict[str, FileDigest]:
+        """Return the digests of all shards if another process has saved the same ones, and inspect its save.
+
+        Args:
+            error: The error that ended this save: a higher one may have deleted what it was about to send.
+
+        Raises:
+            RemoteChangedError: Another process has saved something else.
+            The error: No other process has saved, or the store can't be asked.
+        """
+        other: HfshardError = error
+        try:
+            current = _inspect(self._store, self._new)
+            is_newer = current.state.save is not None and current.state.save != self._before.state.save
+            if is_newer and isinstance(self._writer, OwnShardWriter) and current.has_same_small_files():
+                objects = self._objects_of(current, self._objects.save_id)
+                same = objects.find_unchanged(self._jobs, self._writer, self._new.checksum)
+                if len(same) == len(self._jobs):
+                    self._before, self._error = current, error
+                    return same
+            if is_newer:
+                other = overtaken(self._store)
+        except StoreError:
+            pass  # the first error is more informative
+        raise other from (None if other is error else error)
+
+    def _accept_others(self, index: bytes, error: HfshardError) -> None:
+        """Accept the save of another process, if its index is the same, too.
+
+        Raises:
+            RemoteChangedError: It is not.
+        """
+        try:
+            is_same = self._before.has_index(index)
+        except StoreError:
+            raise error from None
+        if not is_same:
+            raise overtaken(self._store) from error
+        logger.info("Another process saved the same checkpoint into '%s'.", self._store.address)
+
+    def _put_copies(self) -> tuple[Mapping[str, StoredObject], SaveId]:
+        """Put the files that other tools read: companion files, and plain copies of the small files.
+
+        Returns:
+            The last listing, and the highest save in it.
+
+        Raises:
+            CommitUnfinishedError: The store refused, or failed.
+        """
+        entry, save_id, store = self._objects.entry, self._objects.save_id, self._store
+        copies_of = partial(plain_copies, entry=entry)
+        try:
+            companions = self._before.companion_files.items()
+            run_in_threads(lambda item, _: self._put_companion(*item), companions, FILES_AT_ONCE)
+            others = {name: found for name, found in self._before.state.found.items() if name != entry}
+            put_copies(store, copies_of(self._objects.small_files, save_id), others)  # the entry is another save's
+            return settle_copies(store, entry, save_id, copies_of)
+        except StoreError as error:
+            raise CommitUnfinishedError(
+                f"The new checkpoint in '{store.address}' was saved and hfshard loads it, but the plain copies that "
+                f"other tools read could not be written: {error} Save again to finish.",
+                path=str(store.address),
+            ) from error
+
+    def _put_companion(self, name: str, source: ByteSource) -> None:
+        with source.open() as reader:
+            writer = self._store.open_writer(name, source.size)
+            try:
+                while block := reader.read(COPY_BYTES):
+                    writer.write(memoryview(block))
+                writer.finish()
+            except BaseException:
+                writer.abort()
+                raise
+
+    def _delete_lower(self, found: Mapping[str, StoredObject]) -> None:
+        """Delete what this save has replaced: earlier saves, complete or not, and uploads of another tool."""
+        state, save_id = self._before.state, self._objects.save_id
+        uploaded = [name for name in sorted(state.uploaded) if found.get(name) == state.found[name]]
+        config = [CONFIG_NAME] if self._before.drops_plain_config() else []
+
+        def is_lower(name: str) -> bool:
+            one = save_of(name, state.names)
+            return one is not None and one < save_id
+
+        sweep = is_lower if save_id.number > 1 else None
+        lower = lower_objects(found, state.names, save_id)
+        replaced = [*lower, *uploaded, *config, *self._before.replaced_below()]
+        if not delete_or_warn(self._store, replaced, sweep) and (uploaded or config):
+            logger.warning(
+                "hfshard loads the new checkpoint from '%s', but other tools load the remains of the old one until "
+                "they are deleted: %s.",
+                self._store.address,
+                shorten_list([*uploaded, *config], _SHOWN),
+            )
+
+    def _note_signature(self) -> None:
+        """Warn if an existing signature that this save does not include is now stale."""
+        if SIGNATURE_NAME in self._before.state.found and SIGNATURE_NAME not in self._new.companion_files:
+            logger.warning(
+                "The signature '%s' is stale: this save replaced the files it covers, so verification will fail. Sign "
+                "a directory (hfshard sign DIR --private-key KEY) and push it there, or delete the object.",
+                self._store.address.joined(SIGNATURE_NAME),
+            )

@@ -1,4 +1,4 @@
-"""Writers of a save's files, to a disk or into a store, and the reuse of files of an older checkpoint."""
+"""The change that a save makes in a place, the writers of its files, and the reuse of files of an older checkpoint."""
 
 from __future__ import annotations
 
@@ -6,17 +6,21 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import Event
 from typing import Protocol
 
 from hfshard._util.progress import ProgressCallback
 from hfshard._util.threads import cancellable, run_in_threads
-from hfshard.constants import FILES_AT_ONCE
+from hfshard.constants import CONFIG_NAME, FILES_AT_ONCE
+from hfshard.disk.byte_source import ByteSource
 from hfshard.errors import HfshardError
-from hfshard.format.index import FileDigest
+from hfshard.format.digests import Checksum
+from hfshard.format.file_names import WeightNames
+from hfshard.format.index import CheckpointIndex, FileDigest
 from hfshard.shards.shard_file import SafetensorsFile
+from hfshard.shards.shard_plan import ShardPlan
 from hfshard.shards.write_shards import (
     WriteJob,
     digest_shard,
@@ -27,6 +31,97 @@ from hfshard.shards.write_shards import (
     writer_threads,
 )
 from hfshard.stores.store import ObjectWriter, Store
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewCheckpoint:
+    """Everything that a save writes except for the tensors; known before the first byte is written."""
+
+    names: WeightNames
+    """Names of its files; in a run, those of its first part."""
+    checksum: Checksum | None
+    """Kind of checksum recorded for every file of weights."""
+    small_files: Mapping[str, bytes]
+    """config.json and the other small files of the checkpoint."""
+    companion_files: Mapping[str, ByteSource] = field(default_factory=dict)
+    """Files of another place that are copied along, and are not part of the checkpoint."""
+    drops_config: bool = False
+    """Remove an existing config.json, because this checkpoint has none."""
+    hides_single: bool = False
+    """Hide the old single file during the commit; see `StagedCheckpoint`."""
+    is_copy: bool = False
+    """True if it keeps the files of another checkpoint."""
+    replaces_readme: bool = False
+    """Let a README.md among `companion_files` replace an existing one in a directory."""
+    drops_signature: bool = False
+    """Remove a `model.sig` that the save makes stale."""
+    progress: bool | None = None
+    """A bar on stderr; None: on a terminal."""
+
+    @property
+    def config(self) -> bytes | None:
+        """The contents of config.json; None if it has none, and an existing one stays."""
+        return self.small_files.get(CONFIG_NAME)
+
+    @property
+    def model_files(self) -> dict[str, bytes]:
+        """The small files without config.json."""
+        return {name: raw for name, raw in self.small_files.items() if name != CONFIG_NAME}
+
+
+JobsOf = Callable[[ShardPlan], Mapping[str, "WriteJob"]]
+"""Builds the jobs of a plan: file -> contents. A transaction sets the paths."""
+
+
+class NamesTakenError(Exception):
+    """The place can't have files under the names of a plan; raised when nothing is staged any more."""
+
+
+class Transaction(Protocol):
+    """One change of a place, all or nothing: the sink of the one save (`saving/pipeline.py`).
+
+    It is opened with a `NewCheckpoint` and a `ShardWriter`, as the value of a `with` statement: leaving the block
+    without `commit` leaves what was there. The calls are made in this order, `prepare` once for each plan.
+    """
+
+    def prepare(self, plan: ShardPlan, names: WeightNames, jobs_of: JobsOf) -> ShardPlan:
+        """Give the files of a plan names that are free here; check what can be checked before the first byte.
+
+        Args:
+            plan: A plan with the usual names.
+            names: Makes these names; each part of a run has its own.
+            jobs_of: Builds the jobs of a plan, to compare them with files that are there.
+
+        Raises:
+            NotEnoughSpaceError: There is too little space.
+        """
+
+    def write(self, jobs: Mapping[str, WriteJob]) -> dict[str, FileDigest]:
+        """Reuse the files that are there already, and write the rest.
+
+        Returns:
+            File -> digest, in the order of the jobs.
+
+        Raises:
+            NamesTakenError: Plan with one file more, prepare, and write again.
+        """
+
+    def commit(
+        self,
+        indexes: Mapping[str, CheckpointIndex],
+        index_files: Mapping[str, bytes],
+        confirm: Callable[[], None],
+    ) -> bool:
+        """Make the change visible at once.
+
+        Args:
+            indexes: Base -> index.
+            index_files: The indexes to write, by file; a checkpoint of one file may have none.
+            confirm: Called when everything is written and nothing is visible yet: the last moment to raise.
+
+        Returns:
+            False if the place had exactly this already: nothing was changed.
+        """
 
 
 class ShardWriter(Protocol):

@@ -21,12 +21,11 @@ from torch.futures import Future
 
 from hfshard._util.addresses import is_store_address
 from hfshard._util.arguments import absolute_path, wraps_os_errors
-from hfshard._util.progress import ProgressCallback, byte_progress
+from hfshard._util.progress import ProgressCallback
 from hfshard._util.text import describe_error, shorten_list
 from hfshard._util.threads import run_in_threads
-from hfshard.commit.commit_plan import NewCheckpoint, needs_hard_links, plan_commit
-from hfshard.commit.directory_commit import save_session
-from hfshard.commit.transaction import OwnShardWriter
+from hfshard.commit.directory_commit import directory_transaction
+from hfshard.commit.transaction import NamesTakenError, OwnShardWriter
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
 from hfshard.disk.direct_io import BLOCK_BYTES, read_blocks
 from hfshard.disk.fsops import copy_mode, sync, write_all
@@ -40,10 +39,11 @@ from hfshard.errors import (
     UnstorableTensorError,
 )
 from hfshard.format.digests import Checksum
+from hfshard.format.file_names import MODEL_BASE
 from hfshard.format.index import CheckpointIndex, FileDigest
-from hfshard.saving.pipeline import plan_request, staged_jobs, staged_names, with_unused_names, write_to_staging
+from hfshard.saving.pipeline import Save
 from hfshard.saving.save_request import SaveOptions, SaveRequest
-from hfshard.shards.shard_plan import Packing, ShardPlan, with_one_more_shard
+from hfshard.shards.shard_plan import Packing
 from hfshard.shards.write_shards import (
     WriteJob,
     blank_header,
@@ -463,13 +463,16 @@ class StagedSave:
             name: RawTensor(layout, partial(_blocks, self.places, name, layout.nbytes))
             for name, layout in layouts.items()
         }
-        self._request = SaveRequest(tensors=tensors, options=options)
-        writer_threads()  # raises if a setting in the environment is invalid
-        plan = plan_request(self._request)
-        self._context = save_session(directory, options.names)
-        self._session = self._context.__enter__()
+        self._save = Save({MODEL_BASE: SaveRequest(tensors=tensors, options=options)}, _FilledFiles())
+        self._context = directory_transaction(directory, self._save.new, self._save.writer)
+        self._target = self._context.__enter__()
         try:
-            self._plan = self._staged(with_unused_names(plan, self._session, options.names))
+            self._save.prepare(self._target)
+            try:
+                self._make_files()
+            except NamesTakenError:
+                self._save.add_shard(self._target)
+                self._make_files()
         except BaseException as error:
             self.undo(error)
             raise
@@ -480,20 +483,16 @@ class StagedSave:
         Raises:
             What `hfshard.save_state_dict` raises; the save is undone if the error says so.
         """
-        options = self._request.options
         try:
-            with byte_progress("Hashing", self._plan.total_size, options.progress) as progress_callback:
-                new, index = write_to_staging(
-                    self._plan, self._session, self._request, _FilledFiles(), progress_callback
-                )
-            self._session.commit(plan_commit(self._session.state, new))
+            self._save.write(self._target)
+            self._save.commit(self._target)
         except BaseException as error:
             self.undo(error)
             raise
         self._context.__exit__(None, None, None)
-        logger.info(
-            "Saved %d tensors, %d bytes, into '%s'.", len(index.weight_map), self._plan.total_size, self.directory
-        )
+        index = self._save.index()
+        size = self._save.total_size
+        logger.info("Saved %d tensors, %d bytes, into '%s'.", len(index.weight_map), size, self.directory)
         return index
 
     def undo(self, error: BaseException) -> None:
@@ -504,28 +503,16 @@ class StagedSave:
         """
         self._context.__exit__(type(error), error, error.__traceback__)
 
-    def _staged(self, plan: ShardPlan) -> ShardPlan:
-        """Create a plan's files and return it; if a single file cannot be put in place, use a plan of shards."""
-        self._session.check_space(plan.total_size)
-        self._make_files(plan)
-        new = NewCheckpoint(staged_names(plan), list(plan.weight_map), None, None, {}, "")
-        if plan.is_sharded or not needs_hard_links(self._session.state, new):
-            return plan
-        if self._session.can_link(next(iter(new.shards.values()))):
-            return plan
-        self._session.empty_staging()
-        names = self._request.options.names
-        plan = with_unused_names(with_one_more_shard(plan, names), self._session, names)
-        self._make_files(plan)
-        return plan
-
-    def _make_files(self, plan: ShardPlan) -> None:
-        for job in staged_jobs(plan, self._session, self._request):
-            end = len(blank_header(job, self._request.options.checksum))
+    def _make_files(self) -> None:
+        """Create the files, and reject a single one that can't be put in place."""
+        jobs = self._save.jobs
+        for job in self._target.stage(jobs):
+            end = len(blank_header(job, self._save.new.checksum))
             for name, tensor in job.tensors.items():
                 self.places[name] = Place(job.path, end)
                 end += tensor_nbytes(tensor)
             _make_file(job.path, self.token, end)
+        self._target.reject_single_without_links(jobs)
 
 
 def open_staged(path: str, token: bytes) -> int:
@@ -576,6 +563,10 @@ def _blocks(places: Mapping[str, Place], name: str, nbytes: int, block_bytes: in
 
 class _FilledFiles(OwnShardWriter):
     """Writer that completes files whose tensors are already written."""
+
+    def fingerprints(self, jobs: Sequence[WriteJob], checksum: str | None) -> Iterable[str]:
+        """Know none: the tensors are not written yet, so each file gets a new name."""
+        return [""] * len(jobs)
 
     def write(
         self,

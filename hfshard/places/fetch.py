@@ -13,7 +13,7 @@ from typing import Final
 
 from hfshard._util.arguments import absolute_path
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
-from hfshard.commit.commit_plan import NewCheckpoint, content_digest, plan_commit
+from hfshard.commit.commit_plan import StagedCheckpoint, content_digest, plan_commit
 from hfshard.commit.directory_commit import DirectorySession, save_session
 from hfshard.commit.hub_marker import hub_directory, reject_hub_directory
 from hfshard.constants import CONFIG_NAME, MAX_INDEX_BYTES, METADATA_KEY, README, SAFETENSORS_SUFFIX
@@ -192,7 +192,7 @@ def copy_to_directory(
             copy_file(os.path.join(source, name), os.path.join(session.staging, target), session.replaced)
         index = small.pop(names.index, None) if entry == names.index else None
         digest = content_digest([index or b"", *(name.encode() for name in weights)])
-        new = NewCheckpoint(staged, checkpoint.keys, index, config, small, digest)
+        new = StagedCheckpoint(staged, checkpoint.keys, index, config, small, digest)
         plan = plan_commit(session.state, new)
         if own_files is not None:
             own_files()
@@ -233,7 +233,7 @@ def _free_names(directory: str, checkpoint: OpenCheckpoint) -> None:
         raw = _with_names(read_small(os.path.join(directory, names.index), directory, MAX_INDEX_BYTES)[0], aside)
         kept = frozenset(state.index.weight_map.values()).difference(taken)
         keys = list(state.index.weight_map)
-        renamed = NewCheckpoint(staged, keys, raw, None, {}, content_digest([raw]), kept_shards=kept)
+        renamed = StagedCheckpoint(staged, keys, raw, None, {}, content_digest([raw]), kept_shards=kept)
         session.commit(plan_commit(state, renamed))
 
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 
 from hfshard._util.progress import byte_progress
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
-from hfshard.commit.commit_plan import NewCheckpoint, content_digest, plan_commit
+from hfshard.commit.commit_plan import StagedCheckpoint, content_digest, plan_commit
 from hfshard.commit.directory_commit import DirectorySession, save_session
 from hfshard.commit.directory_state import read_directory_state
 from hfshard.disk.fsops import can_link
 from hfshard.format.digests import tensor_digest
-from hfshard.format.file_names import WeightNames
+from hfshard.format.file_names import MODEL_BASE, WeightNames
 from hfshard.format.index import CheckpointIndex, FileDigest
-from hfshard.saving.pipeline import index_of, plan_request, save_request, shard_metadata_bytes_of
+from hfshard.saving.pipeline import Save, index_of, save_request, shard_metadata_bytes_of
 from hfshard.saving.save_request import SaveRequest
 from hfshard.shards.shard_plan import PlannedShard, ShardPlan, plan_specs
 from hfshard.shards.write_shards import WriteJob, file_order, shard_metadata, write_shards
@@ -54,7 +54,7 @@ def reshard_in_place(
         directory: The checkpoint's directory.
         check: Called when the directory is locked.
     """
-    plan = plan_request(request)
+    plan = Save({MODEL_BASE: request}).plans[MODEL_BASE]
     aligned = aligned_plan(checkpoint, request, plan)
     if checkpoint.weights.kind != "index" or not plan.is_sharded or not aligned.is_sharded:
         return save_request(request, directory, check)  # one file, old or new: no group is smaller than everything
@@ -277,7 +277,7 @@ class _InPlaceReshard:
             )
         raw = index.to_json()
         kept_shards = frozenset(self.files) - frozenset(staged)
-        new = NewCheckpoint(
+        new = StagedCheckpoint(
             shards=dict(staged),
             keys=list(index.weight_map),
             index=raw,

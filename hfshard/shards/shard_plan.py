@@ -62,16 +62,18 @@ class ShardPlan:
         shards: The files in order; one file is named `model.safetensors`, several `model-0000i-of-0000n.safetensors`.
         tied_names: Name -> the name that is stored for it (see `hfshard.tensors.tied`).
         max_shard_size: The limit in bytes, header included.
+        needs_index: Whether a single file gets an index, too, as in an object store.
     """
 
     shards: tuple[PlannedShard, ...]
     tied_names: dict[str, str]
     max_shard_size: int
+    needs_index: bool = False
 
     @property
     def is_sharded(self) -> bool:
-        """Return whether there are several files, and so an index."""
-        return len(self.shards) > 1
+        """Return whether there are several files, or one that needs an index, and so an index."""
+        return self.needs_index or len(self.shards) > 1
 
     @property
     def weight_map(self) -> dict[str, str]:

@@ -64,6 +64,11 @@ class WriteJob:
     like: os.stat_result | None = None
     """Status of the file that it will replace."""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors."""
+        return sum(map(tensor_nbytes, self.tensors.values()))
+
 
 def write_shards(
     jobs: Sequence[WriteJob], *, checksum: str | None, progress_callback: ProgressCallback | None = None

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hfshard.commit.commit_plan import CommitPlan, NewCheckpoint, plan_commit
+from hfshard.commit.commit_plan import CommitPlan, StagedCheckpoint, plan_commit
 from hfshard.commit.directory_state import read_directory_state
 from hfshard.format.file_names import WeightNames
 from hfshard.format.index import CheckpointIndex
@@ -43,12 +43,12 @@ def old_checkpoint(folder: Path, kind: str, config: bytes | None = b'{"n": 1}\n'
 
 def new_checkpoint(
     kind: str, config: bytes | None = b'{"n": 1}\n', model_files: dict[str, bytes] | None = None
-) -> NewCheckpoint:
+) -> StagedCheckpoint:
     names = WeightNames()
     files = [names.single] if kind == "single" else names.shards(3)
     index = None if kind == "single" else CheckpointIndex({"a": files[0], "b": files[1]}).to_json()
     shards = {file: f"{number:05d}.weights" for number, file in enumerate(files)}
-    return NewCheckpoint(shards, ["a", "b"], index, config, model_files or {}, "0123456789abcdef00")
+    return StagedCheckpoint(shards, ["a", "b"], index, config, model_files or {}, "0123456789abcdef00")
 
 
 CASES = {

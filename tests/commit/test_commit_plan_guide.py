@@ -15,7 +15,7 @@ from huggingface_hub import load_torch_model
 from safetensors.torch import load_file
 
 import hfshard
-from hfshard.commit.commit_plan import CommitStep, NewCheckpoint, plan_commit
+from hfshard.commit.commit_plan import CommitStep, StagedCheckpoint, plan_commit
 from hfshard.commit.directory_commit import DirectorySession
 from hfshard.commit.directory_state import read_directory_state
 from hfshard.format.file_names import WeightNames
@@ -155,7 +155,7 @@ def commit(old: str, new: str, is_new_config: bool, folder: Path) -> list[Seen]:
     session.commit(
         plan_commit(
             session.state,
-            NewCheckpoint(
+            StagedCheckpoint(
                 shards=shards,
                 keys=list("abc"),
                 index=index.read_bytes() if index.exists() else None,

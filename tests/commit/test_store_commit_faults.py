@@ -15,9 +15,7 @@ from huggingface_hub import load_torch_model
 from torch import nn
 
 import hfshard
-from hfshard.commit.transaction import OwnShardWriter
 from hfshard.errors import CommitUnfinishedError, HfshardError, RemoteChangedError, StoreConnectionError, StoreError
-from hfshard.saving.pipeline import save_into
 from hfshard.saving.save_request import SaveRequest
 from tests.stores.saving.checkpoints import (
     config,
@@ -25,6 +23,7 @@ from tests.stores.saving.checkpoints import (
     loaded,
     pickles,
     request,
+    save_into,
     saved,
     settled,
     single,
@@ -149,7 +148,7 @@ def test_at_every_request_the_old_or_the_new_checkpoint_loads(name: str, kind: s
         faults = Faults(store, len(stops), kind)
         raised: BaseException | None = None
         try:
-            save_into(store, transition.new, lambda: None, OwnShardWriter())
+            save_into(store, transition.new)
         except (HfshardError, _KilledError) as error:
             raised = error
         if len(stops) > faults.count:
@@ -163,12 +162,12 @@ def test_at_every_request_the_old_or_the_new_checkpoint_loads(name: str, kind: s
             store.objects |= faults.late
             assert loaded(store.objects) in (old_loaded, loaded_after(transition)), stops[-1][0]
             faults.late = {}
-        save_into(store, request(3, 3), lambda: None, OwnShardWriter())
+        save_into(store, request(3, 3))
         assert loaded(store.objects) == (3, {3.0}), stops[-1][0]
         if faults.late:  # after the next save: litter of a lower number, or a plain copy
             store.objects |= faults.late
             assert loaded(store.objects) == (3, {3.0}), stops[-1][0]
-            save_into(store, request(3, 3), lambda: None, OwnShardWriter())
+            save_into(store, request(3, 3))
         assert store.objects.keys() - {"generation_config.json"} == settled(store.objects), stops[-1][0]
         assert not store.uploads
         assert found_in(store.objects) == ((3, {3.0}), {3.0}), stops[-1][0]
@@ -194,7 +193,7 @@ def test_at_every_request_the_old_or_the_new_checkpoint_loads(name: str, kind: s
 
 def loaded_after(transition: Transition) -> Any:
     objects = transition.before()
-    save_into(MemoryStore(objects), transition.new, lambda: None, OwnShardWriter())
+    save_into(MemoryStore(objects), transition.new)
     return loaded(objects)
 
 
@@ -217,7 +216,7 @@ def test_an_error_after_the_index_says_that_hfshard_loads_the_new_checkpoint() -
         Faults(store, at, "failed")
         with suppress(StoreError):
             try:
-                save_into(store, request(2, 2), lambda: None, OwnShardWriter())
+                save_into(store, request(2, 2))
             except CommitUnfinishedError as error:
                 errors.append((str(error).partition("', ")[0].partition("': ")[2] or str(error), loaded(store.objects)))
     assert [found for _, found in errors] == [(1, {1.0}), (2, {2.0}), (2, {2.0}), (2, {2.0})]
@@ -236,7 +235,7 @@ def test_a_put_of_the_index_that_comes_after_the_save_gave_up_finds_its_shards()
         at = next(number for number, one in enumerate(requests_of(transition)) if one.startswith(f"put {INDEX[:-5]}-"))
         faults = Faults(store, at, "late")
         with pytest.raises(CommitUnfinishedError, match="It is unknown whether"):
-            save_into(store, transition.new, lambda: None, OwnShardWriter())
+            save_into(store, transition.new)
         store.before = store.after = lambda kind, name: None
         assert loaded(objects) == loaded(transition.before())
         objects |= faults.late
@@ -245,5 +244,5 @@ def test_a_put_of_the_index_that_comes_after_the_save_gave_up_finds_its_shards()
 
 def requests_of(transition: Transition) -> list[str]:
     store = MemoryStore(transition.before())
-    save_into(store, transition.new, lambda: None, OwnShardWriter())
+    save_into(store, transition.new)
     return store.requests

@@ -7,18 +7,16 @@ from threading import Event, Thread
 
 from hfshard.checkpoint.folder import StoreFolder
 from hfshard.checkpoint.open_checkpoint import open_checkpoint
-from hfshard.commit.transaction import OwnShardWriter
 from hfshard.errors import RemoteChangedError
 from hfshard.format.stored_save import plain_copy, split_object_name
-from hfshard.saving.pipeline import save_into
-from tests.stores.saving.checkpoints import config, request
+from tests.stores.saving.checkpoints import config, request, save_into
 from tests.stores.saving.memory_store import MemoryStore
 
 SECONDS = 60.0
 
 
 def save(store: MemoryStore, value: int) -> None:
-    save_into(store, request(value, value), lambda: None, OwnShardWriter())
+    save_into(store, request(value, value))
 
 
 def load(store: MemoryStore) -> tuple[int, set[float]]:

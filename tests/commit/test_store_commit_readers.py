@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from hfshard.checkpoint.folder import StoreFolder
 from hfshard.checkpoint.open_checkpoint import open_checkpoint
-from hfshard.commit.transaction import OwnShardWriter
-from hfshard.saving.pipeline import save_into
-from tests.stores.saving.checkpoints import request
+from tests.stores.saving.checkpoints import request, save_into
 from tests.stores.saving.memory_store import MemoryStore
 
 
 def test_what_is_replaced_whenever_it_was_listed_is_listed_again() -> None:
     objects: dict[str, bytes] = {}
-    save_into(MemoryStore(objects), request(1, 1), lambda: None, OwnShardWriter())
+    save_into(MemoryStore(objects), request(1, 1))
     store, other = MemoryStore(objects), MemoryStore(objects)
     left = [2, 3, 4]
 
     def before(kind: str, name: str) -> None:
         if kind == "read" and left:
             value = left.pop(0)
-            save_into(other, request(value, value), lambda: None, OwnShardWriter())
+            save_into(other, request(value, value))
 
     store.before = before
     with open_checkpoint(StoreFolder(store, str(store.address))) as checkpoint:

@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 
-from hfshard.commit.transaction import OwnShardWriter
 from hfshard.errors import RemoteChangedError
-from hfshard.saving.pipeline import save_into
 from hfshard.saving.save_request import SaveRequest
-from tests.stores.saving.checkpoints import config, found_in, loaded, pickles, request, saved, settled
+from tests.stores.saving.checkpoints import config, found_in, loaded, pickles, request, save_into, saved, settled
 from tests.stores.saving.memory_store import MemoryStore
 
 Values = tuple[int, int, int]
@@ -59,12 +57,12 @@ def meet(objects: dict[str, bytes], own: Values, others: Sequence[Values], at: i
             for values in others:
                 other = MemoryStore(objects)
                 other.address = store.address
-                save_into(other, wanted(*values), lambda: None, OwnShardWriter())
+                save_into(other, wanted(*values))
 
     store.before = before
     error = None
     try:
-        save_into(store, wanted(*own), lambda: None, OwnShardWriter())
+        save_into(store, wanted(*own))
     except RemoteChangedError as raised:
         error = raised
     return error, asked[at] if at < len(asked) else ""
@@ -87,7 +85,7 @@ def test_who_sleeps_at_any_request_mixes_nothing(before: str, meeting: str, monk
         assert seen in ([seen_after(own)] if at == 0 else [seen_after(own), seen_after(others[-1])]), (at, asked)
         assert error is None or seen == seen_after(others[-1]), (at, asked)
 
-        save_into(MemoryStore(objects), wanted(9, 9, 9), lambda: None, OwnShardWriter())
+        save_into(MemoryStore(objects), wanted(9, 9, 9))
         assert seen_in(objects) == seen_after((9, 9, 9)), (at, asked)
         assert objects.keys() == {*settled(objects), GENERATION}, (at, asked)
         at += 1

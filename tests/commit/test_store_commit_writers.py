@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 
-from hfshard.commit.transaction import OwnShardWriter
 from hfshard.errors import RemoteChangedError
-from hfshard.saving.pipeline import save_into
 from hfshard.saving.save_request import SaveRequest
 from tests.stores.saving.checkpoints import (
     config,
@@ -20,6 +18,7 @@ from tests.stores.saving.checkpoints import (
     loaded,
     pickles,
     request,
+    save_into,
     saved,
     settled,
     single,
@@ -116,7 +115,7 @@ class Meeting:
         store.after = lambda kind, name: self._look(kind)
         self.outcomes[number] = None
         try:
-            save_into(store, wanted, lambda: None, OwnShardWriter())
+            save_into(store, wanted)
         except Exception as error:
             self.outcomes[number] = error
         self._turns.leave(number)
@@ -157,7 +156,7 @@ def test_writers_who_meet_leave_the_highest_checkpoint_and_no_mixture(name: str)
             assert by_hub in [None, "part", old[1], *(wanted_by(one)[1] for one in requests)], seed
         last = MemoryStore(met.objects)
         last.uploads = met.uploads
-        save_into(last, request(9, 9), lambda: None, OwnShardWriter())
+        save_into(last, request(9, 9))
         assert loaded(met.objects) == (9, {9.0})
         assert met.objects.keys() == settled(met.objects), seed
         assert not met.uploads, seed
@@ -181,5 +180,5 @@ def test_writers_of_the_very_same_all_succeed(
         met = Meeting(before(), [new(), new()], seed)
         assert met.outcomes == {0: None, 1: None}, seed
         assert loaded(met.objects) == wanted_by(new())[0], seed
-        save_into(MemoryStore(met.objects), new(), lambda: None, OwnShardWriter())
+        save_into(MemoryStore(met.objects), new())
         assert met.objects.keys() - {"generation_config.json"} == settled(met.objects), seed

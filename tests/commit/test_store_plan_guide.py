@@ -10,12 +10,10 @@ import pytest
 from hfshard.checkpoint.folder import StoreFolder
 from hfshard.checkpoint.open_checkpoint import open_checkpoint
 from hfshard.commit import store_plan
-from hfshard.commit.transaction import OwnShardWriter
 from hfshard.format.stored_save import split_object_name
-from hfshard.saving.pipeline import save_into
 from hfshard.saving.save_request import SaveRequest
 from tests import REPOSITORY
-from tests.stores.saving.checkpoints import config, found_in, request, single
+from tests.stores.saving.checkpoints import config, found_in, request, save_into, single
 from tests.stores.saving.memory_store import MemoryStore
 from tests.sweeps.exploring.mutants import mutants
 
@@ -32,7 +30,7 @@ def rows_of(before: SaveRequest | dict[str, bytes] | None, new: SaveRequest) -> 
     """What is done, and what hfshard, transformers and huggingface_hub load afterwards."""
     store = MemoryStore(before if isinstance(before, dict) else None)
     if isinstance(before, SaveRequest):
-        save_into(store, before, lambda: None, OwnShardWriter())
+        save_into(store, before)
     steps = [""]
     found = [_found(store)]
 
@@ -47,7 +45,7 @@ def rows_of(before: SaveRequest | dict[str, bytes] | None, new: SaveRequest) -> 
         found.append(_found(store))
 
     store.after = after
-    save_into(store, new, lambda: None, OwnShardWriter())
+    save_into(store, new)
     states = [
         [_word(one, first, last) for one, first, last in zip(now, found[0], found[-1], strict=True)] for now in found
     ]

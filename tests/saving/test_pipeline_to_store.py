@@ -13,12 +13,11 @@ import pytest
 import torch
 
 import hfshard
-from hfshard.commit.transaction import OwnShardWriter
 from hfshard.disk.byte_source import BytesSource
 from hfshard.errors import RemoteChangedError, StoreAccessError, StoreError
 from hfshard.format.index import CheckpointIndex, without_commit_marker
-from hfshard.saving.pipeline import save_into
 from hfshard.saving.save_request import SaveOptions, SaveRequest, request_from_state_dict
+from tests.stores.saving.checkpoints import save_into
 from tests.stores.saving.memory_store import MemoryStore
 
 INDEX = "model.safetensors.index.json"
@@ -38,7 +37,7 @@ def request(tensors: dict[str, torch.Tensor], limit: int = 1, **more: Any) -> Sa
 
 def save(store: MemoryStore, wanted: SaveRequest) -> CheckpointIndex:
     store.requests.clear()
-    return save_into(store, wanted, lambda: None, OwnShardWriter())
+    return save_into(store, wanted)
 
 
 def shown(text: str) -> str:
@@ -257,7 +256,7 @@ def test_a_check_that_fails_before_the_commit_leaves_the_place_as_it_was() -> No
             raise RuntimeError("the run was removed")
 
     with pytest.raises(RuntimeError, match="the run was removed"):
-        save_into(store, request(weights(1)), check, OwnShardWriter())
+        save_into(store, request(weights(1)), check)
     assert calls == ["check", "check"]
     assert {name.split("-0000000")[0] for name in store.objects} == {
         "model-00001-of-00003", "model-00002-of-00003", "model-00003-of-00003",

@@ -19,7 +19,7 @@ from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
 from hfshard.errors import CommitUnfinishedError, HfshardError, RemoteChangedError
 from hfshard.format.stored_save import SaveId
 from hfshard.places.source import CheckpointSource, use_checkpoint
-from hfshard.saving.pipeline import save_to_store
+from hfshard.saving.pipeline import save_request
 from hfshard.saving.save_request import SaveOptions, SaveRequest
 from tests.sweeps.store_places import StorePlace, lead_to
 
@@ -74,7 +74,7 @@ def _begin(place: StorePlace, url: str, settings: Mapping[str, str]) -> None:
 
 def _save(place: StorePlace, value: int) -> tuple[str, str]:
     try:
-        save_to_store(request_of(value), place.address)
+        save_request(request_of(value), place.address)
     except RemoteChangedError:
         return "overtaken", ""
     except CommitUnfinishedError as error:

@@ -7,7 +7,7 @@ import operator
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Final, Literal, TypeGuard
 
@@ -46,6 +46,11 @@ class CheckpointManifest:
     metrics: dict[str, float] = field(default_factory=dict)
     files: dict[str, FileDigest] = field(default_factory=dict)
     """Every file of the checkpoint except the manifest."""
+
+    def with_files(self, shards: Mapping[str, FileDigest], small_files: Mapping[str, bytes]) -> CheckpointManifest:
+        """Return the manifest of a checkpoint with these shards and small files."""
+        table = {name: shard_record(record) for name, record in shards.items()}
+        return replace(self, files=table | {name: small_record(raw) for name, raw in small_files.items()})
 
     def to_json(self) -> bytes:
         """Encode the manifest as the bytes of the file, with a checksum of its contents."""

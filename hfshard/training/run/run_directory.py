@@ -9,14 +9,25 @@ import re
 import shutil
 import stat
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Final
 
+from hfshard._util.progress import ProgressCallback
 from hfshard.commit.hub_marker import reject_hub_directory
-from hfshard.constants import MARKS
-from hfshard.disk.fsops import ForkSafeDescriptor, lock, lock_holder, make_directories, sync_directory, unlock
+from hfshard.commit.transaction import JobsOf, KnownFile, NewCheckpoint, ShardWriter
+from hfshard.constants import MARKS, SAFETENSORS_SUFFIX
+from hfshard.disk.fsops import (
+    FlushBatch,
+    ForkSafeDescriptor,
+    lock,
+    lock_holder,
+    make_directories,
+    require_space,
+    sync_directory,
+    unlock,
+)
 from hfshard.errors import (
     AccessDeniedError,
     DirectoryLockedError,
@@ -24,16 +35,20 @@ from hfshard.errors import (
     RunRemovedError,
     SaveDirectoryError,
 )
+from hfshard.format.file_names import WeightNames
+from hfshard.format.index import CheckpointIndex, FileDigest
 from hfshard.format.stored_save import split_object_name
+from hfshard.shards.shard_plan import ShardPlan
+from hfshard.shards.write_shards import WriteJob, synchronize_devices, writer_threads
 from hfshard.training.run.manifest import (
     CHECKPOINT,
     MANIFEST,
+    CheckpointManifest,
     RunCheckpoint,
     checkpoint_path,
     is_own_name,
     newest_first,
 )
-from hfshard.training.run.run_storage import CheckpointOrder, ReusableShards, write_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -232,6 +247,11 @@ class RunDirectory:
         return checkpoints_in(self.root)
 
     @property
+    def keeps_names(self) -> bool:
+        """True: a checkpoint's folder is a directory like any other."""
+        return True
+
+    @property
     def is_acquired(self) -> bool:
         """True if this process holds the lock."""
         return self._lock is not None and self._lock.is_held
@@ -265,37 +285,34 @@ class RunDirectory:
         with self._change():
             clean_up_run(self.root)
 
-    def write(self, order: CheckpointOrder) -> RunCheckpoint:
+    @contextmanager
+    def transaction(
+        self,
+        step: int,
+        metrics: dict[str, float] | None,
+        new: NewCheckpoint,
+        writer: ShardWriter,
+        progress_callback: ProgressCallback,
+    ) -> Iterator[RunDirectoryTransaction]:
         """Write a checkpoint into a hidden folder and flush it to disk; one rename makes it the checkpoint."""
         with self._change():
-            return self._write(order)
-
-    def _write(self, order: CheckpointOrder) -> RunCheckpoint:
-        step = order.manifest.step
-        found = self.checkpoints()
-        order = order.over(next((one for one in found if one.step == step and one.is_own), None))
-        save_number = max([self._save_number, *(one.save_number for one in found)]) + 1
-        newest = next((one for one in found if one.manifest is not None), None)
-        reusable = ReusableShards.of(newest.path, newest.manifest) if newest and newest.manifest else ReusableShards()
-        directory = staging_path(self.root, step)
-        try:
-            os.mkdir(directory)
-            manifest = write_checkpoint(
-                directory,
-                order.payload,
-                replace(order.manifest, save_number=save_number),
-                order.files,
-                reusable,
-                order.progress_callback,
-                order.writer,
-            )
+            found = self.checkpoints()
+            replaced = next((one for one in found if one.step == step and one.is_own), None)
+            if metrics is None:
+                metrics = replaced.manifest.metrics if replaced is not None and replaced.manifest is not None else {}
+            save_number = max([self._save_number, *(one.save_number for one in found)]) + 1
+            manifest = CheckpointManifest(step, save_number, metrics)
+            newest = next((one for one in found if one.manifest is not None), None)
+            directory = staging_path(self.root, step)
+            target = RunDirectoryTransaction(self.root, directory, manifest, new, writer, progress_callback)
+            target.known = {} if newest is None else _reusable_shards(newest)
+            try:
+                os.mkdir(directory)
+                yield target
+            finally:
+                if target.saved is None:
+                    shutil.rmtree(directory, ignore_errors=True)  # the next save tries again
             self._save_number = save_number
-            order.before_commit()
-            path = put_in_place(directory, self.root, step)
-        except BaseException:
-            shutil.rmtree(directory, ignore_errors=True)  # the next save tries again
-            raise
-        return RunCheckpoint.of(path, manifest)
 
     def remove(self, checkpoints: Sequence[RunCheckpoint]) -> None:
         """Remove each checkpoint: first by one rename, then its files."""
@@ -337,6 +354,94 @@ class RunDirectory:
             if error.errno in _NO_DIRECTORY and not os.path.isdir(self.root):
                 raise _no_directory(self.root) from error
             raise
+
+
+class RunDirectoryTransaction:
+    """`Transaction` of a run in a directory: unchanged shards of the newest checkpoint are linked, others written."""
+
+    def __init__(
+        self,
+        root: str,
+        directory: str,
+        manifest: CheckpointManifest,
+        new: NewCheckpoint,
+        writer: ShardWriter,
+        progress_callback: ProgressCallback,
+    ) -> None:
+        """Begin with an empty directory.
+
+        Args:
+            root: The run's directory.
+            directory: A hidden directory in it.
+            manifest: The manifest without files.
+            new, writer, progress_callback: Those of `RunStorage.transaction`.
+        """
+        self._root, self._directory = root, directory
+        self._manifest = manifest
+        self._new, self._writer = new, writer
+        self._progress_callback = progress_callback
+        self.known: Mapping[str, KnownFile] = {}
+        """Fingerprint -> shard of the newest checkpoint."""
+        self._records: dict[str, FileDigest] = {}
+        self.saved: RunCheckpoint | None = None
+
+    def prepare(self, plan: ShardPlan, names: WeightNames, jobs_of: JobsOf) -> ShardPlan:
+        """Keep the standard names: the directory is new."""
+        return plan
+
+    def write(self, jobs: Mapping[str, WriteJob]) -> dict[str, FileDigest]:
+        """Link unchanged shards, and write all others.
+
+        Raises:
+            NotEnoughSpaceError: There is too little space; raised before the first byte is written.
+            OSError: The disk failed.
+        """
+        checksum = self._new.checksum
+        placed = {file: replace(job, path=os.path.join(self._directory, file)) for file, job in jobs.items()}
+        synchronize_devices(list(placed.values()))  # a step that runs must not change what is compared and written
+        records: dict[str, FileDigest] = {}
+        if checksum is not None and self.known:
+            linked = self._writer.link(list(placed.values()), self.known, checksum)
+            records = {file: record for file, record in zip(placed, linked, strict=True) if record is not None}
+        left = {file: job for file, job in placed.items() if file not in records}
+        require_space(
+            self._directory,
+            sum(job.nbytes for job in left.values()),
+            doing=f"Saving into '{self._root}'",
+            todo=". Free some space, or keep fewer checkpoints with max_to_keep.",
+        )
+        written = self._writer.write(list(left.values()), checksum, self._progress_callback)
+        self._records = records | dict(zip(left, written, strict=True))
+        return self._records
+
+    def commit(
+        self,
+        indexes: Mapping[str, CheckpointIndex],
+        index_files: Mapping[str, bytes],
+        confirm: Callable[[], None],
+    ) -> bool:
+        """Write the small files, the manifest last, and rename the directory into place."""
+        small = {**self._new.small_files, **index_files}
+        manifest = self._manifest.with_files(self._records, small)
+        with FlushBatch() as unflushed:
+            for name, raw in small.items():
+                unflushed.write_file(os.path.join(self._directory, name), raw)
+            unflushed.write_file(os.path.join(self._directory, MANIFEST), manifest.to_json())
+            unflushed.add_directory(self._directory)
+            unflushed.flush(writer_threads())
+        confirm()
+        self.saved = RunCheckpoint.of(put_in_place(self._directory, self._root, manifest.step), manifest)
+        return True
+
+
+def _reusable_shards(checkpoint: RunCheckpoint) -> dict[str, KnownFile]:
+    """Return the shards of a checkpoint that need not be written again: fingerprint -> file."""
+    files = {} if checkpoint.manifest is None else checkpoint.manifest.files
+    return {
+        record.fingerprint: KnownFile(os.path.join(checkpoint.path, name), record)
+        for name, record in files.items()
+        if name.endswith(SAFETENSORS_SUFFIX) and record.fingerprint is not None and record.is_verifiable
+    }
 
 
 # Errors of a run's own directory, which is a file, was removed, or cannot be written; each names it.

@@ -11,24 +11,27 @@ import logging
 import os
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Final
 
 from hfshard._util.addresses import parse_address
+from hfshard._util.progress import ProgressCallback
 from hfshard._util.threads import delay_interrupt
 from hfshard.checkpoint.folder import StoreFolder
 from hfshard.commit import store_plan
 from hfshard.commit.store_commit import (
-    StoreTransaction,
+    SaveObjects,
     delete_or_warn,
     overtaken,
     put_copies,
     settle_copies,
+    with_index,
 )
 from hfshard.commit.store_plan import KnownShard, highest_index
-from hfshard.commit.transaction import OwnShardWriter
+from hfshard.commit.transaction import JobsOf, NewCheckpoint, ShardWriter
 from hfshard.constants import INDEX_SUFFIX, MARKS, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
 from hfshard.errors import (
     CheckpointChangedError,
@@ -38,7 +41,7 @@ from hfshard.errors import (
     UnsafePathError,
 )
 from hfshard.format.file_names import WeightNames
-from hfshard.format.index import CheckpointIndex
+from hfshard.format.index import CheckpointIndex, FileDigest
 from hfshard.format.stored_save import (
     SaveId,
     StoredSave,
@@ -49,7 +52,6 @@ from hfshard.format.stored_save import (
     saves_among,
     split_object_name,
 )
-from hfshard.saving.pipeline import index_of, plan_request, shard_jobs
 from hfshard.shards.shard_plan import ShardPlan
 from hfshard.shards.write_shards import WriteJob
 from hfshard.stores.byte_budget import store_memory_bytes
@@ -58,16 +60,13 @@ from hfshard.stores.store import Store, StoredObject
 from hfshard.training.run.manifest import (
     CHECKPOINT,
     MANIFEST,
-    TRAINING_STATE,
     CheckpointManifest,
     RunCheckpoint,
     checkpoint_path,
     is_own_name,
     newest_first,
-    shard_record,
     small_record,
 )
-from hfshard.training.run.run_storage import CheckpointOrder
 
 logger = logging.getLogger(__name__)
 
@@ -134,6 +133,11 @@ class RunStore:
         return any(map(CHECKPOINT.fullmatch, self._store.folders()))
 
     @property
+    def keeps_names(self) -> bool:
+        """False: the names of a save's objects have its number and id."""
+        return False
+
+    @property
     def is_acquired(self) -> bool:
         """True if this process has saved into it, and its last save was the highest."""
         return self._seen is not None and self._seen.process == os.getpid()
@@ -149,49 +153,56 @@ class RunStore:
     def clean_up(self) -> None:
         """Do nothing: the next save deletes what killed ones have left."""
 
-    def write(self, order: CheckpointOrder) -> RunCheckpoint:
-        """Put a mark, all shards, and the manifest last.
+    @contextmanager
+    def transaction(
+        self,
+        step: int,
+        metrics: dict[str, float] | None,
+        new: NewCheckpoint,
+        writer: ShardWriter,
+        progress_callback: ProgressCallback,
+    ) -> Iterator[RunStoreTransaction]:
+        """Put a mark, before all shards, and the manifest last.
 
-        Raises:
-            RemoteChangedError: Another manager has saved at the same time, and its checkpoint is the newer one.
-            CommitUnfinishedError: It is unknown whether the manifest was put, or will be; or the checkpoint is saved,
-                and the plain copies for other tools are not.
-            StoreError: The store refused or failed. What was sent stays, for the next save to delete.
+        What a failed save sent stays, for the next save to delete.
         """
-        order = replace(order, payload=order.payload.without_adapter())
         seen = self._look()
         self._seen = None  # until the save is done
-        if order.keeps_metrics:
-            step = order.manifest.step
-            order = order.over(next((one for one in self._checkpoints_in(seen.folders) if one.step == step), None))
+        if metrics is None:
+            found = next((one for one in self._checkpoints_in(seen.folders) if one.step == step), None)
+            metrics = found.manifest.metrics if found is not None and found.manifest is not None else {}
         save_id = SaveId.after(seen.ids(), seen.highest_uploaded)
-        folder = checkpoint_path("", order.manifest.step)
+        folder = checkpoint_path("", step)
         self._store.put(f"{MARKS}/{folder}-{save_id}", str(save_id).encode())
-        place = open_store(self._address.joined(folder))
-        known = self._known_shards(seen)
-        transaction = StoreTransaction(place, MANIFEST, save_id, known, self._store, folder)
-        manifest = self._send(transaction, order)
-        order.before_commit()
-        with delay_interrupt():
-            transaction.put_index(transaction.contents({}), self._names_of_run)
-            try:
-                found = self._put_copies(transaction)
-                marks = self.listed_marks()
-                self._reject_overtaken(transaction, marks, found)
-                seen.folders[folder] = found
-                self._delete_lower(seen, transaction, marks, order.payload.requests.keys())
-            except StoreError as error:
-                raise CommitUnfinishedError(
-                    f"The checkpoint '{place.address}' was saved and hfshard restores it, but the plain copies that "
-                    "other tools read could not be written, or other saves could not be looked for: "
-                    f"{error} Nothing was deleted. The next save continues.",
-                    path=str(place.address),
-                ) from error
+        objects = SaveObjects(
+            open_store(self._address.joined(folder)), MANIFEST, save_id, self._known_shards(seen), self._store, folder
+        )
+        manifest = CheckpointManifest(step, save_id.number, metrics)
+        path = checkpoint_path(self.root, step)
+        commit = partial(self._commit, seen)
+        target = RunStoreTransaction(path, objects, manifest, new, writer, progress_callback, commit)
+        yield target
+        if target.saved is not None:
             seen.marks.add(save_id)
             seen.own = save_id
-        self._seen = seen
-        path = checkpoint_path(self.root, manifest.step)
-        return RunCheckpoint.of(path, manifest, open_folder=stored_checkpoint, save_id=save_id)
+            self._seen = seen
+
+    def _commit(self, seen: _Seen, objects: SaveObjects, bases: Collection[str]) -> None:
+        """Put the manifest, and the plain copies; then look for other saves, and delete what this one has replaced."""
+        objects.put_index(objects.contents({}), self._names_of_run)
+        try:
+            found = self._put_copies(objects)
+            marks = self.listed_marks()
+            self._reject_overtaken(objects, marks, found)
+            seen.folders[objects.folder] = found
+            self._delete_lower(seen, objects, marks, bases)
+        except StoreError as error:
+            raise CommitUnfinishedError(
+                f"The checkpoint '{objects.store.address}' was saved and hfshard restores it, but the plain copies "
+                "that other tools read could not be written, or other saves could not be looked for: "
+                f"{error} Nothing was deleted. The next save continues.",
+                path=str(objects.store.address),
+            ) from error
 
     def remove(self, checkpoints: Sequence[RunCheckpoint]) -> None:
         """Delete the objects of each, its manifest first."""
@@ -322,77 +333,49 @@ class RunStore:
                 known[digest.fingerprint] = KnownShard(replace(there, name=f"{folder}/{there.name}"), digest)
         return known
 
-    def _send(self, transaction: StoreTransaction, order: CheckpointOrder) -> CheckpointManifest:
-        """Copy and send all files but the manifest, and return the manifest."""
-        writer = order.writer or OwnShardWriter()
-        small = {**order.files, TRAINING_STATE: order.payload.training_state}
-        plans: dict[str, ShardPlan] = {}
-        jobs: dict[str, WriteJob] = {}
-        for base, request in order.payload.requests.items():
-            plan = plan_request(request)
-            names = request.options.names.shards(len(plan.shards))
-            shards = [replace(shard, file=name) for shard, name in zip(plan.shards, names, strict=True)]
-            plans[base] = replace(plan, shards=tuple(shards))
-            address = transaction.store.address
-            paths = [str(address.joined(transaction.save_id.object_name(name))) for name in names]
-            jobs |= zip(names, shard_jobs(plans[base], request, paths, has_index=True), strict=True)
-            small |= request.small_files
-        checksum = next((request.options.checksum for request in order.payload.requests.values()), None)
-        transaction.copy_unchanged(jobs, writer, checksum)
-        transaction.send(jobs, writer, checksum, order.progress_callback)
-        for base, request in order.payload.requests.items():
-            own = [transaction.digests[shard.file] for shard in plans[base].shards]
-            small[request.options.names.index] = index_of(plans[base], request, own).to_json()
-        table = {name: shard_record(record) for name, record in transaction.digests.items()}
-        table |= {name: small_record(raw) for name, raw in small.items()}
-        manifest = replace(order.manifest, save_number=transaction.save_id.number, files=table)
-        transaction.add_small_files(small)
-        transaction.small_files[MANIFEST] = manifest.to_json()
-        return manifest
-
-    def _put_copies(self, transaction: StoreTransaction) -> dict[str, StoredObject]:
+    def _put_copies(self, objects: SaveObjects) -> dict[str, StoredObject]:
         """Put the plain copies, which make the folder a checkpoint for other tools; return its last listing."""
-        place, save_id = transaction.store, transaction.save_id
-        put_copies(place, _plain_copies(transaction.small_files, save_id), {})
+        place, save_id = objects.store, objects.save_id
+        put_copies(place, _plain_copies(objects.small_files, save_id), {})
         return settle_copies(place, MANIFEST, save_id, _plain_copies)[0]
 
     def _reject_overtaken(
-        self, transaction: StoreTransaction, marks: Collection[SaveId], found: Mapping[str, StoredObject]
+        self, objects: SaveObjects, marks: Collection[SaveId], found: Mapping[str, StoredObject]
     ) -> None:
         """Raise if another manager has begun a higher save, and finished it.
 
         Args:
-            transaction: The transaction of this save.
+            objects: The objects of this save.
             marks: The marks, listed after its manifest was put.
             found: The objects of its folder, listed after that, too.
         """
-        if max(marks, default=transaction.save_id) > transaction.save_id:
+        if max(marks, default=objects.save_id) > objects.save_id:
             highest = highest_index(self._names_of_run(), MANIFEST)
-            if highest is not None and highest > transaction.save_id:
-                self._withdraw_incomplete(transaction, found)
-                raise overtaken(transaction.store)
+            if highest is not None and highest > objects.save_id:
+                self._withdraw_incomplete(objects, found)
+                raise overtaken(objects.store)
 
-    def _withdraw_incomplete(self, transaction: StoreTransaction, found: Mapping[str, StoredObject]) -> None:
+    def _withdraw_incomplete(self, objects: SaveObjects, found: Mapping[str, StoredObject]) -> None:
         """Delete what an overtaken save has put, unless it is a complete checkpoint.
 
         Another save may have considered it a killed process's save and deleted its shards; or rotation has removed it;
         or the other save is of the same step. It cannot become the highest any more, so nothing of it is needed.
         """
-        save_id, folder = transaction.save_id, transaction.folder
+        save_id, folder = objects.save_id, objects.folder
         highest = highest_index(found, MANIFEST)
         if highest == save_id and not self._is_unfinished(save_id, folder, found):
             return
         own = {name for name in found if save_in_name(name) == save_id}
         if highest in (None, save_id):
-            own |= transaction.small_files.keys() & found.keys()  # its plain copies
+            own |= objects.small_files.keys() & found.keys()  # its plain copies
         names = _manifests_first(own)
         delete_or_warn(self._store, [*(f"{folder}/{name}" for name in names), f"{MARKS}/{folder}-{save_id}"], None)
 
     def _delete_lower(
-        self, seen: _Seen, transaction: StoreTransaction, marks: Mapping[SaveId, str], bases: Collection[str]
+        self, seen: _Seen, objects: SaveObjects, marks: Mapping[SaveId, str], bases: Collection[str]
     ) -> None:
         """Delete what the save has replaced: its step's earlier saves, and what unfinished ones have left."""
-        save_id, folder = transaction.save_id, transaction.folder
+        save_id, folder = objects.save_id, objects.folder
         own = [WeightNames(base=base) for base in bases]
         plain = [name for name in seen.folders[folder] if split_object_name(name) is None]
         uploaded = [name for name in plain if any(name == one.single or one.is_shard(name) for one in own)]
@@ -471,6 +454,73 @@ class RunStore:
         if save_id is not None and max(saves_among(files), default=save_id) > save_id:
             own = {name for name in files if (one := save_in_name(name)) is not None and one <= save_id}
         return _manifests_first(own)
+
+
+class RunStoreTransaction:
+    """`Transaction` of a run in a store: unchanged shards are copied on the server, the manifest comes last."""
+
+    def __init__(
+        self,
+        path: str,
+        objects: SaveObjects,
+        manifest: CheckpointManifest,
+        new: NewCheckpoint,
+        writer: ShardWriter,
+        progress_callback: ProgressCallback,
+        commit: Callable[[SaveObjects, Collection[str]], None],
+    ) -> None:
+        """Begin a save whose mark is put.
+
+        Args:
+            path: The address of the checkpoint.
+            objects: The objects of the save.
+            manifest: The manifest without files.
+            new, writer, progress_callback: Those of `RunStorage.transaction`.
+            commit: Makes the objects a checkpoint of the run; it also gets the bases of its parts.
+        """
+        self._path = path
+        self._objects, self._manifest = objects, manifest
+        self._new, self._writer = new, writer
+        self._progress_callback = progress_callback
+        self._commit = commit
+        self.saved: RunCheckpoint | None = None
+
+    def prepare(self, plan: ShardPlan, names: WeightNames, jobs_of: JobsOf) -> ShardPlan:
+        """Name the files as shards, even a single one: it has an index."""
+        return with_index(plan, names)
+
+    def write(self, jobs: Mapping[str, WriteJob]) -> dict[str, FileDigest]:
+        """Copy unchanged shards on the server, and send the others."""
+        objects, checksum = self._objects, self._new.checksum
+        placed = objects.with_paths(jobs)
+        objects.copy_unchanged(objects.find_unchanged(placed, self._writer, checksum))
+        objects.send(placed, self._writer, checksum, self._progress_callback)
+        return {file: objects.digests[file] for file in jobs}
+
+    def commit(
+        self,
+        indexes: Mapping[str, CheckpointIndex],
+        index_files: Mapping[str, bytes],
+        confirm: Callable[[], None],
+    ) -> bool:
+        """Put the small files, the manifest, and the plain copies for other tools.
+
+        Raises:
+            RemoteChangedError: Another manager has saved at the same time, and its checkpoint is the newer one.
+            CommitUnfinishedError: It is unknown whether the manifest was put, or will be; or the checkpoint is saved,
+                and the plain copies for other tools are not.
+            StoreError: The store refused or failed.
+        """
+        objects = self._objects
+        small = {**self._new.small_files, **index_files}
+        manifest = self._manifest.with_files(objects.digests, small)
+        objects.add_small_files(small)
+        objects.small_files[MANIFEST] = manifest.to_json()
+        confirm()
+        with delay_interrupt():
+            self._commit(objects, indexes.keys())
+            self.saved = RunCheckpoint.of(self._path, manifest, open_folder=stored_checkpoint, save_id=objects.save_id)
+        return True
 
 
 def _plain_copies(small_files: Mapping[str, bytes], save_id: SaveId) -> dict[str, bytes]:

@@ -6,16 +6,18 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Final
 
 from hfshard._util.progress import byte_progress
 from hfshard.commit.transaction import ShardWriter
 from hfshard.constants import CONFIG_NAME, GENERATION_CONFIG_NAME, INDEX_SUFFIX, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
 from hfshard.errors import InvalidArgumentError
+from hfshard.saving.pipeline import Save
 from hfshard.training.run.background import Background, HostBuffers, PinnedSteps, ReentrantLocks
-from hfshard.training.run.manifest import MANIFEST, TRAINING_STATE, CheckpointManifest, Rotation, RunCheckpoint
+from hfshard.training.run.manifest import MANIFEST, TRAINING_STATE, Rotation, RunCheckpoint
 from hfshard.training.run.push_run import BackgroundPusher
-from hfshard.training.run.run_storage import CheckpointOrder, RunStorage
+from hfshard.training.run.run_storage import RunStorage
 from hfshard.training.state.collect_state import SavePayload
 
 logger = logging.getLogger(__name__)
@@ -125,24 +127,16 @@ class RunWriter:
         Raises:
             The errors of `save`.
         """
-
-        def before_commit() -> None:
-            self._wait_for_pushes_of(step)
-            if writer is not None:
-                writer.confirm()
-
+        requests = payload.requests if self._storage.keeps_names else payload.without_adapter().requests
         self._is_clean = False
         with byte_progress("Saving", payload.nbytes, self._progress if blocking else False) as progress_callback:
-            order = CheckpointOrder(
-                payload=payload,
-                manifest=CheckpointManifest(step, 0, metrics or {}),
-                keeps_metrics=metrics is None,
-                files=files,
-                progress_callback=progress_callback,
-                writer=writer,
-                before_commit=before_commit,
-            )
-            saved = self._storage.write(order)
+            save = Save(requests, writer, {**files, TRAINING_STATE: payload.training_state})
+            with self._storage.transaction(step, metrics, save.new, save.writer, progress_callback) as target:
+                save.prepare(target)
+                save.write(target)
+                save.commit(target, partial(self._wait_for_pushes_of, step))
+        saved = target.saved
+        assert saved is not None
         logger.info("Saved the checkpoint of step %d, %d bytes of tensors, as '%s'.", step, payload.nbytes, saved.path)
         self._rotate()
         self._is_clean = True

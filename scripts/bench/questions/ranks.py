@@ -189,13 +189,13 @@ class SimulatedRank:
     def plan(self) -> None:
         """Plan the files, as the leader does, and order them."""
         from hfshard.distributed.rank_writer import WriteTask
-        from hfshard.saving.pipeline import plan_request
+        from hfshard.saving.pipeline import Save
         from hfshard.saving.save_request import SaveRequest
         from hfshard.shards.write_shards import WriteJob, file_order
         from hfshard.tensors.stored_tensor import RawTensor
 
         tensors = {name: RawTensor(layout, _no_bytes) for name, layout in self._holders.layouts.items()}
-        self._plan = plan_request(SaveRequest(tensors=tensors, options=self._options))
+        self._plan = Save({"model": SaveRequest(tensors=tensors, options=self._options)}).plans["model"]
         jobs = [
             WriteJob(shard.file, file_order({name: tensors[name] for name in shard.names}), {"format": "pt"})
             for shard in self._plan.shards

@@ -19,16 +19,15 @@ import hfshard
 from hfshard._util.threads import sleep_unless_cancelled
 from hfshard.checkpoint.load_options import LoadOptions
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
-from hfshard.commit.transaction import OwnShardWriter
 from hfshard.errors import CheckpointChangedError
 from hfshard.format.digests import Verify
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.places import store_mirror
 from hfshard.places.source import CheckpointSource, use_checkpoint
 from hfshard.saving import copy_checkpoint
-from hfshard.saving.pipeline import save_into
 from hfshard.saving.save_request import SaveOptions, SaveRequest, request_from_state_dict
 from hfshard.training.run import run_store
+from tests.stores.saving.checkpoints import save_into
 from tests.stores.saving.memory_store import MemoryStore
 
 ADDRESS = "s3://models/bert"
@@ -58,7 +57,7 @@ def save_loudly(
     plain = request_from_state_dict(tensors, options)
     config = json.dumps({"number": number if has_new_config else -1}).encode()
     request = SaveRequest(tensors=plain.tensors, options=options, config=config, model_files=generation or {})
-    save_into(store, request, lambda: None, OwnShardWriter())
+    save_into(store, request)
 
 
 def load_with_config() -> tuple[set[float], int]:

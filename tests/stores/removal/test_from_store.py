@@ -10,14 +10,12 @@ import hfshard
 from hfshard.checkpoint.folder import StoreFolder
 from hfshard.checkpoint.load_options import read_tensors
 from hfshard.checkpoint.open_checkpoint import open_checkpoint
-from hfshard.commit.transaction import OwnShardWriter
 from hfshard.errors import CheckpointChangedError, CheckpointNotFoundError, HfshardError
 from hfshard.format.file_names import WeightNames
 from hfshard.removal.from_store import remove_from_store, remove_leftovers_from_store
 from hfshard.remove import plan_removal
-from hfshard.saving.pipeline import save_into
 from hfshard.saving.save_request import SaveRequest
-from tests.stores.saving.checkpoints import INDEX, pickles, request, single, stock_shards, weights
+from tests.stores.saving.checkpoints import INDEX, pickles, request, save_into, single, stock_shards, weights
 from tests.stores.saving.memory_store import MemoryStore
 from tests.stores.suite.conftest import Place, place  # noqa: F401
 
@@ -31,7 +29,7 @@ class Killed(BaseException):
 
 def save(store: MemoryStore, *requests: SaveRequest) -> None:
     for one in requests:
-        save_into(store, one, lambda: None, OwnShardWriter())
+        save_into(store, one)
 
 
 def value_in(store: MemoryStore) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from io import BytesIO
 from typing import Any
 
@@ -12,14 +13,24 @@ from safetensors.torch import save as to_safetensors
 
 from hfshard.checkpoint.folder import StoreFolder
 from hfshard.checkpoint.open_checkpoint import open_checkpoint
-from hfshard.commit.transaction import OwnShardWriter
+from hfshard.commit.store_commit import store_transaction
 from hfshard.errors import CheckpointNotFoundError
-from hfshard.saving.pipeline import save_into
+from hfshard.format.index import CheckpointIndex
+from hfshard.saving.pipeline import Save
 from hfshard.saving.save_request import SaveOptions, SaveRequest
+from hfshard.stores.store import Store
 from tests.stores.saving.memory_store import MemoryStore
 
 INDEX = "model.safetensors.index.json"
 PICKLES = "pytorch_model.bin"
+
+
+def save_into(store: Store, request: SaveRequest, check: Callable[[], None] = lambda: None) -> CheckpointIndex:
+    """Save into an open store as `save_request` does into an address."""
+    save = Save({"model": request})
+    with store_transaction(store, save.new, save.writer) as target:
+        save.into(target, check)
+    return save.index()
 
 
 def config(value: int) -> bytes:
@@ -59,7 +70,7 @@ def stock_shards(value: float) -> dict[str, bytes]:
 def saved(*requests: SaveRequest) -> dict[str, bytes]:
     store = MemoryStore()
     for one in requests:
-        save_into(store, one, lambda: None, OwnShardWriter())
+        save_into(store, one)
     return store.objects
 
 

@@ -11,13 +11,12 @@ from unittest.mock import patch
 
 from hfshard.checkpoint.folder import RangedFolder
 from hfshard.commit import store_commit
-from hfshard.commit.store_commit import StoreTransaction
+from hfshard.commit.store_commit import SaveObjects
 from hfshard.commit.store_plan import lower_objects
 from hfshard.errors import HfshardError, StoreConnectionError
 from hfshard.format import stored_save
 from hfshard.format.file_names import WeightNames
 from hfshard.format.stored_save import SaveId, finished_saves, saves_among, split_object_name
-from hfshard.saving import pipeline
 from hfshard.shards.write_shards import digest_shard
 from hfshard.training.run import run_store
 from tests.sweeps.exploring import programs
@@ -44,41 +43,41 @@ def _indexes_only(found: Collection[str]) -> SaveId:
 
 @contextmanager
 def _count_indexes_only() -> Iterator[None]:
-    with patch.object(pipeline, "next_id", _indexes_only):
+    with patch.object(store_commit, "next_id", _indexes_only):
         yield
 
 
 @contextmanager
 def _put_index_without_shards() -> Iterator[None]:
-    send = StoreTransaction.send
+    send = SaveObjects.send
 
-    def mutated(self: StoreTransaction, jobs: Any, *rest: Any) -> None:
+    def mutated(self: SaveObjects, jobs: Any, *rest: Any) -> None:
         with suppress(StoreConnectionError):
             send(self, jobs, *rest)
         for name, job in jobs.items():
             self.digests.setdefault(name, digest_shard(job, "sha256", None, Event())[0])
 
-    with patch.object(StoreTransaction, "send", mutated):
+    with patch.object(SaveObjects, "send", mutated):
         yield
 
 
 @contextmanager
 def _be_sure_without_an_answer() -> Iterator[None]:
-    with patch.object(StoreTransaction, "_look_for_index", lambda *_: None):
+    with patch.object(SaveObjects, "_look_for_index", lambda *_: None):
         yield
 
 
 @contextmanager
 def _delete_when_nobody_can_tell() -> Iterator[None]:
-    look = StoreTransaction._look_for_index
+    look = SaveObjects._look_for_index
 
-    def mutated(self: StoreTransaction, list_names: Any, error: Any) -> None:
+    def mutated(self: SaveObjects, list_names: Any, error: Any) -> None:
         found = self.store.list_objects()
         uploaded = [name for name in found if NAMES.has_standard_shard_name(name)]
         self.store.delete([*lower_objects(found, NAMES, self.save_id), *uploaded])
         look(self, list_names, error)
 
-    with patch.object(StoreTransaction, "_look_for_index", mutated):
+    with patch.object(SaveObjects, "_look_for_index", mutated):
         yield
 
 
@@ -88,22 +87,22 @@ def _delete_what_is_not_lower() -> Iterator[None]:
         splits = ((name, split_object_name(name)) for name in found)
         return [name for name, split in splits if split is not None and split[1] != save_id]
 
-    with patch.object(pipeline, "lower_objects", mutated):
+    with patch.object(store_commit, "lower_objects", mutated):
         yield
 
 
 @contextmanager
 def _delete_own_after_a_raise() -> Iterator[None]:
-    put = StoreTransaction.put_index
+    put = SaveObjects.put_index
 
-    def mutated(self: StoreTransaction, *rest: Any) -> bool:
+    def mutated(self: SaveObjects, *rest: Any) -> bool:
         try:
             return put(self, *rest)
         except HfshardError:
             self.store.delete([self.save_id.object_name(name) for name in (self.entry, *self.digests)])
             raise
 
-    with patch.object(StoreTransaction, "put_index", mutated):
+    with patch.object(SaveObjects, "put_index", mutated):
         yield
 
 
@@ -124,7 +123,7 @@ def _leave_copies() -> Iterator[None]:
         with patch("hfshard.commit.store_commit.put_copies", lambda *_: None):
             return settle(store, entry, save_id, copies_of)
 
-    with patch.object(pipeline, "settle_copies", mutated):
+    with patch.object(store_commit, "settle_copies", mutated):
         yield
 
 
@@ -142,7 +141,7 @@ def _delete_marked_saves_of_others() -> Iterator[None]:
     finished = finished_saves
     delete = run_store.RunStore._delete_lower
 
-    def mutated(self: Any, seen: Any, transaction: StoreTransaction, marks: Any, *rest: Any) -> None:
+    def mutated(self: Any, seen: Any, transaction: SaveObjects, marks: Any, *rest: Any) -> None:
         delete(self, seen, transaction, marks, *rest)
         for mark, folder in marks.items():
             if mark <= transaction.save_id:

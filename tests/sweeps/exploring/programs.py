@@ -23,7 +23,6 @@ from hfshard._util.addresses import StoreAddress
 from hfshard.checkpoint.folder import RangedFolder, StoreFolder
 from hfshard.checkpoint.open_checkpoint import open_checkpoint
 from hfshard.commit import store_plan
-from hfshard.commit.transaction import OwnShardWriter
 from hfshard.errors import (
     CheckpointChangedError,
     CheckpointNotFoundError,
@@ -33,12 +32,12 @@ from hfshard.errors import (
     StoreConnectionError,
 )
 from hfshard.format.stored_save import SaveId, split_object_name
-from hfshard.saving.pipeline import save_into
 from hfshard.saving.save_request import SaveRequest
 from hfshard.stores.store import StoredObject
 from hfshard.training import CheckpointManager, TrainingState
 from hfshard.training.run import run_store
 from tests.stores.runs.bucket_run import Net
+from tests.stores.saving.checkpoints import save_into
 
 ADDRESS = StoreAddress("s3", "models", "explored")
 CHANGED = "changed"
@@ -209,7 +208,7 @@ class Writer(Program):
             replay.events.append(_outcome(replay, partial(self._save, replay, request)))
 
     def _save(self, replay: _Replay, request: SaveRequest) -> None:
-        save_into(ReplayedStore(replay), request, lambda: None, OwnShardWriter())
+        save_into(ReplayedStore(replay), request)
 
 
 class Manager(Program):
