@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -30,7 +29,7 @@ from hfshard.format.digests import sha256_of
 from hfshard.format.file_names import MODEL_BASE, WeightNames
 from hfshard.format.index import FileDigest
 from hfshard.hub.push_files import PushOptions, PushRequest
-from hfshard.training.run.background import Background
+from hfshard.training.run.background import Background, ForkSafe
 from hfshard.training.run.find_checkpoint import checkpoint_of_step
 from hfshard.training.run.manifest import MANIFEST, CheckpointManifest, RunCheckpoint, checked_step
 from hfshard.training.run.run_storage import RunStorage
@@ -294,10 +293,7 @@ def _is_as_recorded(file: RemoteFile, digest: FileDigest, name: str, read: Calla
 # Background pushes: one at a time to one repo, and always the newest checkpoint.
 
 
-_all: Final[weakref.WeakSet[BackgroundPusher]] = weakref.WeakSet()
-
-
-class BackgroundPusher:
+class BackgroundPusher(ForkSafe):
     """Pushes checkpoints; a failure is a warning, because the checkpoint is on disk, and `wait` raises the last one."""
 
     def __init__(self, address: str | os.PathLike[str], progress: bool | None) -> None:
@@ -318,12 +314,15 @@ class BackgroundPusher:
         self._options = PushOptions(revision=revision, progress=progress)
         self._hashes: Hashes = {}
         self._thread = Background()
+        super().__init__()
+
+    def forget(self) -> None:
+        """Forget the pushes."""
         self._lock = threading.RLock()  # a signal handler may save while it is held
         self._pushing: RunCheckpoint | None = None
         self._waiting: RunCheckpoint | None = None
         self._error: Exception | None = None
         """The last push's error."""
-        _all.add(self)
 
     @property
     def steps_in_use(self) -> set[int]:
@@ -347,11 +346,6 @@ class BackgroundPusher:
             self._pushing = found
         self._thread.wait()
         self._thread.start(self._work, f"Pushing to '{self._repo_id}'")
-
-    def forget(self) -> None:
-        """Forget the pushes in a forked process, where the thread does not exist."""
-        self._lock = threading.RLock()  # a signal handler may save while it is held
-        self._pushing = self._waiting = self._error = None
 
     def join(self) -> None:
         """Wait for the running push."""
@@ -382,11 +376,3 @@ class BackgroundPusher:
             self._error = error
         else:
             self._error = None
-
-
-def _forget_in_child() -> None:
-    for one in list(_all):
-        one.forget()
-
-
-os.register_at_fork(after_in_child=_forget_in_child)
