@@ -47,11 +47,11 @@ from hfshard.training.run.manifest import (
 )
 from hfshard.training.run.push_run import BackgroundPusher, found_to_push, push_all, push_found
 from hfshard.training.run.run_writer import RunWriter, check_names
-from hfshard.training.run_ranks import agree_on_place, is_spread_state, meet_for
+from hfshard.training.run_ranks import agree_on_place, meet_for
 from hfshard.training.spread_save import SpreadSaveArguments, save_spread
 from hfshard.training.state.collect_state import RankState, collect, collect_rank, encode_components, save_options
 from hfshard.training.state.step import RestoredStep
-from hfshard.training.state.training_state import TrainingState, check_training_state, reject_meta
+from hfshard.training.state.training_state import TrainingState, check_training_state, is_spread_state, reject_meta
 
 if TYPE_CHECKING:
     from hfshard.hub.repo import PushResult

@@ -37,7 +37,6 @@ from hfshard.training.run.manifest import checked_step, checkpoint_path
 from hfshard.training.run.run_writer import RunWriter, check_names
 from hfshard.training.run_ranks import (
     all_ranks,
-    is_spread_state,
     names_of_place,
     reject_other_parts,
     reject_other_places,
@@ -56,7 +55,7 @@ from hfshard.training.state.collect_state import (
     rank_prefix,
     save_options,
 )
-from hfshard.training.state.training_state import TrainingState
+from hfshard.training.state.training_state import TrainingState, is_spread_state
 
 logger = logging.getLogger(__name__)
 

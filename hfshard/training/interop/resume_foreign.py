@@ -34,12 +34,11 @@ from hfshard.training.restoring.part_planner import (
     unsaved_components,
 )
 from hfshard.training.run.find_checkpoint import Level
-from hfshard.training.run_ranks import is_spread_state
 from hfshard.training.state.nested import NotStored
 from hfshard.training.state.reordering import find_in
 from hfshard.training.state.rng import Gradients, check_rng_state, set_rng_state
 from hfshard.training.state.step import RestoredStep
-from hfshard.training.state.training_state import TrainingState
+from hfshard.training.state.training_state import TrainingState, is_spread_state
 
 logger = logging.getLogger(__name__)
 

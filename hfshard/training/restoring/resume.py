@@ -30,9 +30,8 @@ from hfshard.training.run.find_checkpoint import (
     checkpoint_with,
 )
 from hfshard.training.run.manifest import CheckpointManifest, RunCheckpoint, read_manifest
-from hfshard.training.run_ranks import is_spread_state
 from hfshard.training.state.step import RestoredStep
-from hfshard.training.state.training_state import TrainingState
+from hfshard.training.state.training_state import TrainingState, is_spread_state
 
 logger = logging.getLogger(__name__)
 
