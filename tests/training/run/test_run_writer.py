@@ -6,22 +6,13 @@ import os
 from pathlib import Path
 
 import pytest
-from torch import nn
 
 from hfshard.commit.transaction import OwnShardWriter
 from hfshard.errors import DirectoryLockedError, HfshardError
-from hfshard.training import TrainingState
 from hfshard.training.run.find_checkpoint import open_run
 from hfshard.training.run.manifest import Rotation
 from hfshard.training.run.run_writer import RunWriter
-from hfshard.training.state.collect_state import SavePayload, collect, collect_rank, encode_components, save_options
-
-
-def payload() -> SavePayload:
-    model = nn.Linear(2, 2)
-    state = TrainingState(model)
-    options = save_options("1GB", "xxh3", progress=False)
-    return collect(encode_components(state), model, [collect_rank(state, 0)], None, options)
+from tests.training.run.storage_contract import payload
 
 
 def new_writer(root: Path, max_to_keep: int | None = None) -> RunWriter:
