@@ -460,10 +460,11 @@ def local_copy(path: str) -> Iterator[str]:
     Raises:
         MissingShardError: Trainer did not save the checkpoint.
     """
-    if not is_store_address(path):
+    folder = folder_at(path)
+    if folder.traits.is_local:
         yield path
         return
-    progress = json.loads(folder_at(path).read_small(STATE_FILE, MAX_INDEX_BYTES))
+    progress = json.loads(folder.read_small(STATE_FILE, MAX_INDEX_BYTES))
     with tempfile.TemporaryDirectory(prefix="hfshard-") as directory:
         with open(os.path.join(directory, STATE_FILE), "w", encoding="utf-8") as file:
             json.dump({**progress, _BEST: None}, file)

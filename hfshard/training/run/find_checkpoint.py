@@ -38,7 +38,7 @@ from hfshard.training.run.manifest import (
 )
 from hfshard.training.run.run_directory import RunDirectory
 from hfshard.training.run.run_storage import RunStorage
-from hfshard.training.run.run_store import RunStore, stored_checkpoint
+from hfshard.training.run.run_store import RunStore
 from hfshard.training.state.collect_state import PARTS
 
 if TYPE_CHECKING:
@@ -319,17 +319,22 @@ def _strays(folder: Folder, manifest: CheckpointManifest) -> list[HfshardError]:
     return problems
 
 
-# Lookup by path: a run, or one checkpoint. This is the only place that asks which kind it is.
+# Lookup by path: a run, or one checkpoint.
+
+
+def _kind_of(path: str) -> type[RunDirectory | RunStore]:
+    """Decide where a run or a checkpoint is; what was opened by it does not ask again."""
+    return RunStore if is_store_address(path) else RunDirectory
 
 
 def open_run(root: str) -> RunStorage:
     """Return the storage of a run; nothing is read or created yet."""
-    return RunStore(root) if is_store_address(root) else RunDirectory(root)
+    return _kind_of(root)(root)
 
 
 def folder_at(path: str) -> Folder:
     """Return the folder of the checkpoint at a path; nothing is read yet."""
-    return stored_checkpoint(path) if is_store_address(path) else LocalFolder(path)
+    return _kind_of(path).open_folder(path)
 
 
 def checkpoint_with(path: str, manifest: CheckpointManifest) -> RunCheckpoint:

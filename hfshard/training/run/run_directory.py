@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Final
 
 from hfshard._util.progress import ProgressCallback
+from hfshard.checkpoint.folder import LocalFolder
 from hfshard.commit.hub_marker import reject_hub_directory
 from hfshard.commit.transaction import JobsOf, KnownFile, NewCheckpoint, ShardWriter
 from hfshard.constants import MARKS, SAFETENSORS_SUFFIX
@@ -235,6 +236,9 @@ def _remove_tree(path: str) -> None:
 
 class RunDirectory:
     """A run in a directory."""
+
+    open_folder = LocalFolder
+    """Returns the folder of a checkpoint."""
 
     def __init__(self, root: str) -> None:
         self.root = root

@@ -20,7 +20,7 @@ from typing import Any, Final
 from hfshard._util.addresses import parse_address
 from hfshard._util.progress import ProgressCallback
 from hfshard._util.threads import delay_interrupt
-from hfshard.checkpoint.folder import StoreFolder
+from hfshard.checkpoint.folder import Folder, StoreFolder
 from hfshard.commit import store_plan
 from hfshard.commit.store_commit import (
     SaveObjects,
@@ -78,13 +78,6 @@ Folders = Mapping[str, Mapping[str, StoredObject]]
 """Name of a folder of the run -> name of an object in it -> what was listed."""
 
 
-def stored_checkpoint(path: str) -> StoreFolder:
-    """Return the folder of a checkpoint in a store, which shows its newest save; no object is requested yet."""
-    folder = StoreFolder(open_store(path), path, store_memory_bytes())
-    folder.enter(WeightNames())
-    return folder
-
-
 @dataclass
 class _Seen:
     """A manager's knowledge of its run."""
@@ -108,6 +101,13 @@ class _Seen:
 
 class RunStore:
     """A run in a store."""
+
+    @staticmethod
+    def open_folder(path: str) -> Folder:
+        """Return the folder of a checkpoint, which shows its newest save; no object is requested yet."""
+        folder = StoreFolder(open_store(path), path, store_memory_bytes())
+        folder.enter(WeightNames())
+        return folder
 
     def __init__(self, root: str) -> None:
         self.root = root
@@ -280,10 +280,10 @@ class RunStore:
         if shown is not None:
             manifest = files[shown.object_name(MANIFEST)]
             read = partial(self._read_manifest, folder, manifest, shown)
-            return RunCheckpoint(path, step, read, open_folder=stored_checkpoint, save_id=shown)
+            return RunCheckpoint(path, step, read, open_folder=RunStore.open_folder, save_id=shown)
         if MANIFEST in files:  # uploaded by another tool: the manifest has the number
             read = partial(self._read_plain_manifest, folder, files[MANIFEST])
-            found = RunCheckpoint(path, step, read, open_folder=stored_checkpoint).read()
+            found = RunCheckpoint(path, step, read, open_folder=RunStore.open_folder).read()
             is_copy = found.manifest is not None and bool(saves_among(found.manifest.files))
             return None if is_copy else found  # a copy that has outlived its save
         return None
@@ -519,7 +519,9 @@ class RunStoreTransaction:
         confirm()
         with delay_interrupt():
             self._commit(objects, indexes.keys())
-            self.saved = RunCheckpoint.of(self._path, manifest, open_folder=stored_checkpoint, save_id=objects.save_id)
+            self.saved = RunCheckpoint.of(
+                self._path, manifest, open_folder=RunStore.open_folder, save_id=objects.save_id
+            )
         return True
 
 
