@@ -201,15 +201,14 @@ def check_run_checkpoint(
     """
     if verify not in ("structure", "full"):
         raise InvalidArgumentError(f"verify must be 'structure' or 'full', got {verify!r}.")
-    if checkpoint.manifest is None:
-        raise checkpoint.problem or RuntimeError(f"'{checkpoint.path}' has no manifest.")
+    manifest = checkpoint.require_manifest()
     folder = checkpoint.folder()
     if is_read_next and folder.traits.verifies_reads:
-        return checkpoint.manifest
-    total = sum(record.size or 0 for record in checkpoint.manifest.files.values())
+        return manifest
+    total = sum(record.size or 0 for record in manifest.files.values())
     with byte_progress("Verifying", total, progress if verify == "full" else False) as progress_callback:
-        check_files(folder, checkpoint.manifest.files, verify, progress_callback=progress_callback)
-    return checkpoint.manifest
+        check_files(folder, manifest.files, verify, progress_callback=progress_callback)
+    return manifest
 
 
 def newest_intact(

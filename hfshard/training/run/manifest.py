@@ -239,6 +239,16 @@ class RunCheckpoint:
         """The manifest; None if it cannot be read."""
         return self._outcome[0]
 
+    def require_manifest(self) -> CheckpointManifest:
+        """Return the manifest.
+
+        Raises:
+            DamagedCheckpointError: It cannot be read.
+        """
+        if self.manifest is None:
+            raise self.problem or RuntimeError(f"'{self.path}' has no manifest.")
+        return self.manifest
+
     @property
     def problem(self) -> HfshardError | None:
         """The reason why the manifest cannot be read; None if it can."""

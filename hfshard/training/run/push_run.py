@@ -61,8 +61,7 @@ def read_manifest_of(found: RunCheckpoint) -> VerifiedContents:
     Raises:
         DamagedCheckpointError: Its manifest cannot be read.
     """
-    if found.manifest is None:
-        raise found.problem or RuntimeError(f"'{found.path}' has no manifest.")
+    found.require_manifest()
     folder = found.folder()
     raw = folder.read_small(MANIFEST, MAX_INDEX_BYTES)
     manifest = CheckpointManifest.from_json(raw, os.path.join(found.path, MANIFEST))
