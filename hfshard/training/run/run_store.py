@@ -30,7 +30,7 @@ from hfshard.commit.store_commit import (
     settle_copies,
     with_index,
 )
-from hfshard.commit.store_plan import KnownShard, highest_index
+from hfshard.commit.store_plan import KnownShard, highest_index, known_shards
 from hfshard.commit.transaction import JobsOf, NewCheckpoint, ShardWriter
 from hfshard.constants import INDEX_SUFFIX, MARKS, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
 from hfshard.errors import (
@@ -324,14 +324,7 @@ class RunStore:
             save = self._read_save(folder, found, newest.save_id)
         except (CheckpointChangedError, DamagedCheckpointError, UnsafePathError):
             return {}  # everything is sent
-        known = {}
-        for name, digest in ({} if newest.manifest is None else newest.manifest.files).items():
-            there, record = files.get(newest.save_id.object_name(name)), save.objects.get(name)
-            if there is None or record is None or (there.etag, there.size) != (record.etag, digest.size):
-                continue
-            if digest.fingerprint is not None and digest.is_verifiable:
-                known[digest.fingerprint] = KnownShard(replace(there, name=f"{folder}/{there.name}"), digest)
-        return known
+        return {} if newest.manifest is None else known_shards(save, newest.manifest.files, files, folder)
 
     def _put_copies(self, objects: SaveObjects) -> dict[str, StoredObject]:
         """Put the plain copies, which make the folder a checkpoint for other tools; return its last listing."""
