@@ -16,7 +16,7 @@ from typing import Final
 
 import torch
 
-from hfshard._util.threads import run_in_threads, start_worker, wait_all
+from hfshard._util.threads import ForkSafeLock, run_in_threads, start_worker, wait_all
 from hfshard.errors import HfshardError
 from hfshard.tensors.stored_tensor import TensorLike, is_torch_tensor_type
 from hfshard.training.state.collect_state import SavePayload
@@ -24,7 +24,7 @@ from hfshard.training.state.collect_state import SavePayload
 logger = logging.getLogger(__name__)
 
 _all: Final[weakref.WeakSet[ForkSafe]] = weakref.WeakSet()
-_listing = threading.RLock()
+_listing: Final = ForkSafeLock()
 """Locked briefly while an object or a thread is noted: any thread may start, wait or end the process."""
 
 
@@ -33,7 +33,7 @@ class ForkSafe:
 
     def __init__(self) -> None:
         self.forget()
-        with _listing:
+        with _listing.held():
             _all.add(self)
 
     def forget(self) -> None:
@@ -62,7 +62,7 @@ class Background(ForkSafe):
                 logger.error("%s failed: %s", what, error)
                 self._error = error
 
-        with _listing:
+        with _listing.held():
             self._work = start_worker(run, "hfshard-save")
             if self._work is not None:
                 return
@@ -85,7 +85,7 @@ class Background(ForkSafe):
         under_way = self._work
         if under_way is not None:
             wait_all([under_way])
-        with _listing:
+        with _listing.held():
             if self._work is under_way:
                 self._work = None
             error = self._error
@@ -95,7 +95,7 @@ class Background(ForkSafe):
 
 
 def _under_way() -> list[Future[None]]:
-    with _listing:
+    with _listing.held():
         works = [one._work for one in _all if isinstance(one, Background)]
     return [work for work in works if work is not None and not work.done()]
 
@@ -106,8 +106,6 @@ def _wait_for_all() -> None:
 
 
 def _forget_in_child() -> None:
-    global _listing
-    _listing = threading.RLock()
     for one in list(_all):
         one.forget()
 
@@ -119,7 +117,7 @@ _before_pools_close(_wait_for_all)
 os.register_at_fork(after_in_child=_forget_in_child)
 
 
-# Turns of threads, and checkpoints that stay while a thread reads them; a forked process starts without either.
+# Turns of threads, and checkpoints that stay while a thread reads them.
 
 
 class ReentrantLocks(ForkSafe):
