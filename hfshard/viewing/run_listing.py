@@ -28,7 +28,7 @@ from hfshard.training.run.manifest import (
     best_of,
     is_own_name,
 )
-from hfshard.training.run.reports import as_problems, is_checkpoint
+from hfshard.training.run.reports import as_problems, is_checkpoint, may_be_run
 from hfshard.training.state.collect_state import STATE_BASE
 
 _MOST_FOLDERS: Final = 32
@@ -86,9 +86,8 @@ def checkpoints_of(root: str) -> list[RunCheckpoint]:
         raise CheckpointNotFoundError(
             f"'{root}' is one checkpoint, not a run. To check it, run: hfshard verify {root}", path=root
         )
-    # A store is listed in full depth only if it has folders of a run.
-    may_be_run = not is_store_address(root) or any(map(CHECKPOINT.fullmatch, _folders_in(root)))
-    found = open_run(root).checkpoints()[::-1] if may_be_run else []
+    run = open_run(root)
+    found = run.checkpoints()[::-1] if may_be_run(run) else []
     if not found:
         runs = _runs_below(root)
         hint = "Check the path."

@@ -14,6 +14,7 @@ from hfshard.format.file_names import INDEX_FILE, MODEL_BASE, WeightNames
 from hfshard.places.source import CheckpointSource
 from hfshard.training.run.find_checkpoint import Level, checkpoint_problems, checkpoint_with, folder_at, open_run
 from hfshard.training.run.manifest import MANIFEST, TRAINING_STATE, CheckpointManifest, read_manifest
+from hfshard.training.run.run_storage import RunStorage
 from hfshard.training.run.run_store import RunStore
 
 
@@ -28,9 +29,12 @@ def is_checkpoint(place: str) -> bool:
 def is_run(place: str) -> bool:
     """Return whether a directory or an address is that of a run with a training checkpoint, not of a checkpoint."""
     run = open_run(place)
-    if isinstance(run, RunStore) and not run.has_folders():
-        return False  # without listing everything below
-    return not is_checkpoint(place) and any(is_checkpoint(one.path) for one in run.checkpoints())
+    return may_be_run(run) and not is_checkpoint(place) and any(is_checkpoint(one.path) for one in run.checkpoints())
+
+
+def may_be_run(run: RunStorage) -> bool:
+    """Return whether a run can have checkpoints; a store by a listing of one level, not of everything below."""
+    return not isinstance(run, RunStore) or run.has_folders()
 
 
 def reports_of_run(root: str, check: Callable[[str], VerifyReport]) -> Iterator[VerifyReport]:

@@ -49,6 +49,7 @@ from hfshard.training.run.manifest import (
     checkpoint_path,
     is_own_name,
     newest_first,
+    replaced_metrics,
 )
 
 logger = logging.getLogger(__name__)
@@ -301,11 +302,9 @@ class RunDirectory:
         """Write a checkpoint into a hidden folder and flush it to disk; one rename makes it the checkpoint."""
         with self._change():
             found = self.checkpoints()
-            replaced = next((one for one in found if one.step == step and one.is_own), None)
-            if metrics is None:
-                metrics = replaced.manifest.metrics if replaced is not None and replaced.manifest is not None else {}
             save_number = max([self._save_number, *(one.save_number for one in found)]) + 1
-            manifest = CheckpointManifest(step, save_number, metrics)
+            kept = replaced_metrics(found, step) if metrics is None else metrics
+            manifest = CheckpointManifest(step, save_number, kept)
             newest = next((one for one in found if one.manifest is not None), None)
             directory = staging_path(self.root, step)
             target = RunDirectoryTransaction(self.root, directory, manifest, new, writer, progress_callback)

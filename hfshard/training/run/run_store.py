@@ -65,6 +65,7 @@ from hfshard.training.run.manifest import (
     checkpoint_path,
     is_own_name,
     newest_first,
+    replaced_metrics,
     small_record,
 )
 
@@ -169,8 +170,7 @@ class RunStore:
         seen = self._look()
         self._seen = None  # until the save is done
         if metrics is None:
-            found = next((one for one in self._checkpoints_in(seen.folders) if one.step == step), None)
-            metrics = found.manifest.metrics if found is not None and found.manifest is not None else {}
+            metrics = replaced_metrics(self._checkpoints_in(seen.folders), step)
         save_id = SaveId.after(seen.ids(), seen.highest_uploaded)
         folder = checkpoint_path("", step)
         self._store.put(f"{MARKS}/{folder}-{save_id}", str(save_id).encode())

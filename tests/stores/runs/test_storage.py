@@ -16,3 +16,12 @@ def test_a_checkpoint_opens_its_folder_and_notices_that_it_is_replaced(run: Buck
 
 def test_a_refused_save_leaves_all_as_it_was(run: BucketRun) -> None:
     storage_contract.check_refused_save(run.root)
+
+
+def test_a_save_keeps_no_metrics_of_a_copy(run: BucketRun) -> None:
+    def rename(old: str, new: str) -> None:
+        for name in run.names(f"{old}/"):
+            run.put(name.replace(old, new), run.read(name))
+            run.delete(name)
+
+    storage_contract.check_metrics_of_a_copy(run.root, rename)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from torch import nn
 
@@ -81,6 +83,26 @@ def check_refused_save(root: str) -> None:
     writer.save(1, payload(), None, {}, blocking=True)
     writer.save(2, payload(), {"loss": 3.0}, {}, blocking=True)
     assert _losses(root) == [3.0, 1.0]
+    writer.close()
+
+
+def check_metrics_of_a_copy(root: str, rename: Callable[[str, str], None]) -> None:
+    """A save without metrics keeps those of the checkpoint that it replaces, not those of a copy that a user named.
+
+    Args:
+        root: The run.
+        rename: Renames a folder of the run.
+    """
+    writer = _writer(open_run(root))
+    writer.save(4, payload(), {"loss": 4.0}, {}, blocking=True)
+    writer.close()
+    rename("checkpoint-00000004", "checkpoint-4")
+    assert _losses(root) == [4.0]
+
+    writer.save(4, payload(), None, {}, blocking=True)
+    [saved] = [one.manifest for one in open_run(root).checkpoints() if one.is_own]
+    assert saved is not None
+    assert saved.metrics == {}
     writer.close()
 
 
