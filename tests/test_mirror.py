@@ -20,7 +20,7 @@ SUITES = [
 ]
 
 # Suites of the whole package, or of its pages.
-SINGLE = {"test_examples", "test_face", "test_imports", "test_mirror", "test_readme"}
+SINGLE = {"test_examples", "test_face", "test_imports", "test_mirror", "test_readme", "test_written_once"}
 
 # Modules without a test file of their own -> the file or folder whose tests hold them.
 COVERED = {

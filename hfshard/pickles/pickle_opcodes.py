@@ -793,3 +793,36 @@ def checked_key(key: Any, others: NameHashes) -> Any:
     if isinstance(key, tuple | frozenset) and others.is_one_of_many(key):
         raise _Unreadable("names that all have the same hash")
     return key
+
+
+# The class of an object that was saved whole, for the message that refuses it.
+
+
+_BEFORE_AN_OBJECT: Final = frozenset(
+    ("PROTO", "MARK", "BINUNICODE", "NONE", "BINPUT", "LONG_BINPUT", "TUPLE", "BINPERSID", "EMPTY_TUPLE")
+)
+"""Opcodes that, along with its class, precede an object that was saved whole; the older format has its source there."""
+
+
+def first_class(stream: IO[bytes], *, skip: int = 0) -> str | None:
+    """Name the class of the object in a pickle; None if it is no object of a class, or another opcode comes first.
+
+    Args:
+        stream: The stream, at the first pickle.
+        skip: The number of pickles before the object's.
+
+    Raises:
+        ValueError, EOFError: It is not a pickle.
+    """
+    for _ in range(skip):
+        for _ in pickletools.genops(stream):
+            pass
+    found = None
+    for opcode, argument, _ in pickletools.genops(stream):
+        if opcode.name == "GLOBAL" and found is None:
+            found = str(argument).replace(" ", ".")
+        elif opcode.name == "NEWOBJ":
+            return found
+        elif opcode.name not in _BEFORE_AN_OBJECT:
+            break
+    return None

@@ -6,7 +6,6 @@ import io
 import mmap
 import os
 import pickle
-import pickletools
 import re
 import shlex
 import sys
@@ -14,13 +13,13 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import IO, Any, Final
+from typing import Any, Final
 
 import torch
 
 from hfshard.disk.safe_open import Identity, identity_of, open_regular
 from hfshard.errors import CheckpointChangedError, HfshardError, UnsafePickleError
-from hfshard.pickles.pickle_opcodes import BEFORE_THE_OBJECT, scan_old_format, scan_zip
+from hfshard.pickles.pickle_opcodes import BEFORE_THE_OBJECT, first_class, scan_old_format, scan_zip
 from hfshard.pickles.pickle_zip import (
     RECORD_MARK,
     check_archive,
@@ -241,12 +240,6 @@ def _reason(error: Exception) -> str:
 # Error for a pickle that asks for more than tensors: what it asks for, and how its owner can extract the weights.
 
 
-_BEFORE_AN_OBJECT: Final = frozenset(
-    ("PROTO", "MARK", "BINUNICODE", "NONE", "BINPUT", "LONG_BINPUT", "TUPLE", "BINPERSID", "EMPTY_TUPLE")
-)
-"""Opcodes that, along with its class, precede an object that was saved whole; the older format has its source there."""
-
-
 def unsafe_pickle_error(fd: int, path: str, asked: str | None, *, is_zip: bool) -> UnsafePickleError:
     """Build the error.
 
@@ -296,27 +289,12 @@ def _root_global(fd: int, path: str, *, is_zip: bool) -> str | None:
     """Find the class of the saved object without unpickling; None for a dict, or if it is unknown."""
     try:
         if is_zip:
-            return _first_global(io.BytesIO(pickle_record(fd, path)))
+            return first_class(io.BytesIO(pickle_record(fd, path)))
         with os.fdopen(os.dup(fd), "rb") as file:
             file.seek(0)
-            for _ in range(BEFORE_THE_OBJECT):
-                for _ in pickletools.genops(file):
-                    pass
-            return _first_global(file)
+            return first_class(file, skip=BEFORE_THE_OBJECT)
     except (ValueError, EOFError, OSError):  # torch has rejected it too
         return None
-
-
-def _first_global(file: IO[bytes]) -> str | None:
-    found = None
-    for opcode, argument, _ in pickletools.genops(file):
-        if opcode.name == "GLOBAL" and found is None:
-            found = str(argument).replace(" ", ".")
-        elif opcode.name == "NEWOBJ":
-            return found
-        elif opcode.name not in _BEFORE_AN_OBJECT:
-            break
-    return None
 
 
 # Location of a mapped torch.save file in memory, and a check that its storages are its records.

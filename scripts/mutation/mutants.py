@@ -300,8 +300,8 @@ MUTANTS: Final = (
     Mutant(
         "overtaken-unnoticed",
         "a save that another process has overtaken in a store says so",
-        "            if highest > save_id:",
-        "            if highest < save_id:",
+        "                if highest > self._objects.save_id:",
+        "                if highest < self._objects.save_id:",
         (
             "tests/commit/test_store_commit_writers.py",
             "tests/commit/test_store_commit_overlaps.py",
@@ -310,8 +310,8 @@ MUTANTS: Final = (
     Mutant(
         "readme-replaced",
         "a copy does not replace the user's README in the target",
-        "        if name == README and name in session.state.listing and not request.replaces_readme:",
-        "        if name == README and name in session.state.listing and request.replaces_readme:",
+        "        if name == README and name in session.state.listing and not self._new.replaces_readme:",
+        "        if name == README and name in session.state.listing and self._new.replaces_readme:",
         ("tests/saving/test_resharding.py", "tests/saving/test_copy_checkpoint.py", "tests/test_reshard.py"),
     ),
     # removal
