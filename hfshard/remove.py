@@ -29,7 +29,7 @@ from hfshard.removal.from_stored_run import remove_from_stored_run, remove_lefto
 from hfshard.removal.removal_plan import Removal, RemovalReport, joined
 from hfshard.stores.open_store import open_store
 from hfshard.stores.store import Store
-from hfshard.training.run.find_checkpoint import checkpoint_of_step, run_place
+from hfshard.training.run.find_checkpoint import checkpoint_of_step, open_run
 from hfshard.training.run.manifest import CHECKPOINT
 from hfshard.training.run.reports import is_checkpoint, is_run
 
@@ -117,12 +117,12 @@ def plan_removal(
     if at.traits.is_directory:
         _check_directory(place, str(path))
         if step is not None:
-            return remove_from_run(checkpoint_of_step(run_place(place), step).path)
+            return remove_from_run(checkpoint_of_step(open_run(place), step).path)
         return _leftovers_on_disk(place, names) if leftovers else _checkpoint_on_disk(place, names)
 
     def plan() -> Removal:
         if step is not None:
-            one = checkpoint_of_step(run_place(place), step)
+            one = checkpoint_of_step(open_run(place), step)
             return remove_from_stored_run(open_store(one.path), unfinished=unfinished)
         if leftovers:
             return _leftovers_in_store(place, names, unfinished=unfinished)
@@ -224,7 +224,7 @@ def _reject_run(place: str) -> None:
         InvalidArgumentError: It is one.
     """
     if is_run(place):
-        steps = [str(one.step) for one in run_place(place).checkpoints()]
+        steps = [str(one.step) for one in open_run(place).checkpoints()]
         raise InvalidArgumentError(
             f"'{place}' is a run. Choose one of its checkpoints by step ({shorten_list(steps, _SHOWN)}), as in: "
             f"hfshard remove {place} --step {steps[-1]}",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from hfshard._util.threads import ForkSafeLock
@@ -65,18 +65,8 @@ class StoreState:
         return is_alone and not self.uploaded
 
     def known_shards(self) -> dict[str, KnownShard]:
-        """Return the shards that can be copied, by fingerprint: those that still have their recorded ETag and size."""
-        if self.save is None or self.index is None:
-            return {}
-        known = {}
-        for name, digest in self.index.files.items():
-            record = self.save.objects.get(name)
-            found = self.found.get(self.save.save_id.object_name(name))
-            if record is None or found is None or (found.etag, found.size) != (record.etag, digest.size):
-                continue
-            if digest.fingerprint is not None and digest.is_verifiable:
-                known[digest.fingerprint] = KnownShard(found, digest)
-        return known
+        """Return the shards that can be copied, as `known_shards` does."""
+        return {} if self.save is None or self.index is None else known_shards(self.save, self.index.files, self.found)
 
     def kept_files(self, own: Collection[str]) -> dict[str, bytes]:
         """Return the small files of the newest save that a new save keeps, with a user's edits.
@@ -127,6 +117,28 @@ def read_store_state(store: Store, names: WeightNames, folders: Collection[str] 
     save = _readable_save(folder)
     index = _parsed(folder, names.index)
     return StoreState(names, folder, found, save, index, _uploaded(folder, names, found))
+
+
+def known_shards(
+    save: StoredSave, digests: Mapping[str, FileDigest], found: Mapping[str, StoredObject], folder: str = ""
+) -> dict[str, KnownShard]:
+    """Return the shards of a save that can be copied, by fingerprint: those that have their recorded ETag and size.
+
+    Args:
+        save: The save.
+        digests: The digests of its files.
+        found: Name -> object that was listed.
+        folder: The folder of these names, as the store names it.
+    """
+    known = {}
+    for name, digest in digests.items():
+        record, shard = save.objects.get(name), found.get(save.save_id.object_name(name))
+        if record is None or shard is None or (shard.etag, shard.size) != (record.etag, digest.size):
+            continue
+        if digest.fingerprint is not None and digest.is_verifiable:
+            in_store = replace(shard, name=f"{folder}/{shard.name}") if folder else shard
+            known[digest.fingerprint] = KnownShard(in_store, digest)
+    return known
 
 
 def next_id(found: Collection[str]) -> SaveId:

@@ -16,7 +16,7 @@ from hfshard.removal.removal_plan import MAY_BE_UNDER_WAY, NOT_ITS_OWN, Removal,
 from hfshard.stores.open_store import open_store
 from hfshard.stores.store import Store, StoredObject
 from hfshard.training.run.manifest import MANIFEST, CheckpointManifest
-from hfshard.training.run.run_store import StorePlace
+from hfshard.training.run.run_store import RunStore
 
 _UPLOADED: Final = 0
 _LOWER_INDEXES: Final = 1
@@ -78,7 +78,7 @@ def _plan_step(store: Store, *, unfinished: bool) -> StorePlan:
 
 
 def _plan_leftovers(root: str, *, unfinished: bool) -> StorePlan:
-    place = StorePlace(root)
+    place = RunStore(root)
     store = open_store(root)
     folders, marks = place.listed_folders(), place.listed_marks()
     finished = place.shown_saves(folders)

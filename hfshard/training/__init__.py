@@ -13,7 +13,7 @@ _HOMES = {
     "Gradients": "state.rng",
     "RestoredStep": "state.step",
     "ResumableDataLoader": "data.dataloader",
-    "RunReader": "manager",
+    "RunReader": "run.find_checkpoint",
     "TrainingState": "state.training_state",
     "enable_gradient_checkpointing": "gradient_checkpointing",
     "lightning_callback": "integrations.lightning",
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from hfshard.training.integrations.lightning import lightning_callback as lightning_callback
     from hfshard.training.integrations.trainer import CheckpointCallback as CheckpointCallback
     from hfshard.training.manager import CheckpointManager as CheckpointManager
-    from hfshard.training.manager import RunReader as RunReader
+    from hfshard.training.run.find_checkpoint import RunReader as RunReader
     from hfshard.training.state.rng import Gradients as Gradients
     from hfshard.training.state.step import RestoredStep as RestoredStep
     from hfshard.training.state.training_state import TrainingState as TrainingState

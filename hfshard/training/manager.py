@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
@@ -17,7 +17,7 @@ from hfshard.commit.hub_marker import absolute_repo_id
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
 from hfshard.distributed.push_together import agree_on_repo, push_together, send
 from hfshard.distributed.rendezvous import Session
-from hfshard.errors import CheckpointNotFoundError, HfshardError, InvalidArgumentError
+from hfshard.errors import CheckpointNotFoundError
 from hfshard.format.digests import Checksum
 from hfshard.hub.push_files import PushOptions
 from hfshard.saving.save_request import SaveOptions
@@ -25,234 +25,43 @@ from hfshard.signing.check_signature import required_signature
 from hfshard.signing.signer import SignedBy
 from hfshard.training.interop.resume_foreign import resume_foreign
 from hfshard.training.replicas import SAME, OfEachRank
-from hfshard.training.restoring.resume import absolute_place, choose_checkpoint, resume
+from hfshard.training.restoring.resume import resume
 from hfshard.training.run.find_checkpoint import (
     Level,
+    RunReader,
+    absolute_place,
+    check_run_checkpoint,
+    checked_at,
     checkpoint_of_step,
-    live_problems,
-    manifests_in,
     newest_intact,
-    run_place,
+    open_run,
 )
-from hfshard.training.run.manifest import CheckpointManifest, RunCheckpoint, checkpoint_path, plain_metrics
-from hfshard.training.run.push_run import BackgroundPusher, found_to_push, push_run
-from hfshard.training.run.rotation import MetricMode, Rotation, best_of
-from hfshard.training.run.run_storage import RunStorage, check_names
-from hfshard.training.run.run_writer import RunWriter
-from hfshard.training.run_ranks import agree_on_place, is_spread_state, meet_for
-from hfshard.training.spread_save import (
-    RankContribution,
-    SpreadSaveArguments,
-    agreed_step,
-    save_on_all_ranks,
-    save_spread,
+from hfshard.training.run.manifest import (
+    CheckpointManifest,
+    MetricMode,
+    Rotation,
+    RunCheckpoint,
+    checked_step,
+    checkpoint_path,
+    plain_metrics,
 )
-from hfshard.training.state.collect_state import collect, collect_rank, encode_components, save_options
-from hfshard.training.state.step import RestoredStep, checked_step
-from hfshard.training.state.training_state import TrainingState, check_training_state, reject_meta
+from hfshard.training.run.push_run import BackgroundPusher, found_to_push, push_all, push_found
+from hfshard.training.run.run_writer import RunWriter, check_names
+from hfshard.training.run_ranks import agree_on_place, meet_for
+from hfshard.training.spread_save import SpreadSaveArguments, save_spread
+from hfshard.training.state.collect_state import RankState, collect, collect_rank, encode_components, save_options
+from hfshard.training.state.step import RestoredStep
+from hfshard.training.state.training_state import TrainingState, check_training_state, is_spread_state, reject_meta
 
 if TYPE_CHECKING:
     from hfshard.hub.repo import PushResult
     from hfshard.training.run.push_run import PushArguments
 
 
-# Queries of a run, which restore nothing: its steps, its best one, and whether its files are intact.
-
-
-class RunReader:
-    """The queries of a `CheckpointManager` about its run; each waits for a save of this process."""
-
-    root: str
-    keep_best: str | None
-    metric_mode: MetricMode
-    progress: bool | None
-    _writer: RunWriter
-    _place: RunStorage
-
-    @wraps_os_errors("root")
-    def latest_step(self, verify: Level | None = None) -> int | None:
-        """Find the step of the checkpoint that was saved last.
-
-            start = manager.latest_step() or 0
-
-        Args:
-            verify: Check its files as `restore` does, and skip damaged checkpoints with a warning. None: only check
-                that the save was finished.
-
-        Returns:
-            The step, or None if there is no checkpoint.
-
-        Raises:
-            DamagedCheckpointError: With `verify`, all checkpoints are damaged.
-        """
-        with self._writer.settled():
-            if verify is not None:
-                newest = newest_intact(self._place, verify, self.progress)
-                return None if newest is None else newest[0].step
-            return next((one.step for one in self._place.checkpoints() if one.is_finished), None)
-
-    @wraps_os_errors("root")
-    def best_step(self) -> int | None:
-        """Find the step of the checkpoint with the best value of the metric that `keep_best` names.
-
-            manager.restore(state, manager.best_step())
-
-        Returns:
-            The step, or None if no checkpoint has the metric.
-
-        Raises:
-            InvalidArgumentError: The manager was created without `keep_best`.
-        """
-        if self.keep_best is None:
-            raise InvalidArgumentError(
-                "The manager has no metric to select the best checkpoint. Pass one: CheckpointManager(..., "
-                "keep_best='eval_loss')."
-            )
-        with self._writer.settled():
-            best = best_of(manifests_in(self._place), self.keep_best, self.metric_mode)
-        return None if best is None else best.step
-
-    @wraps_os_errors("root")
-    def all_steps(self) -> list[int]:
-        """List the steps of all checkpoints whose saves were finished, in ascending order.
-
-        for step in manager.all_steps():
-            print(manager.path_of(step))
-        """
-        with self._writer.settled():
-            return sorted(one.step for one in self._place.checkpoints() if one.is_finished)
-
-    def path_of(self, step: int | Literal["best", "latest"]) -> str:
-        """Return the directory or address of a step's checkpoint, whether or not it exists.
-
-        Args:
-            step: A step; or "best" or "latest", which must exist, as found by `best_step` and `latest_step`.
-
-        Raises:
-            CheckpointNotFoundError: There is no checkpoint, or none with the metric.
-            InvalidArgumentError: "best", and the manager was created without `keep_best`.
-
-        Example:
-            hfshard.load_model(model, manager.path_of("best"))
-        """
-        return checkpoint_path(self.root, self._step_called(step) if isinstance(step, str) else step)
-
-    def _step_called(self, word: str) -> int:
-        """Find the step of the best or the latest checkpoint."""
-        if word not in ("best", "latest"):
-            raise InvalidArgumentError(f"step must be a number, 'best' or 'latest', got {word!r}.")
-        step = self.best_step() if word == "best" else self.latest_step()
-        if step is None:
-            lacks = f"with the metric '{self.keep_best}' " if word == "best" else ""
-            raise CheckpointNotFoundError(f"There is no checkpoint {lacks}in '{self.root}'.", path=self.root)
-        return step
-
-    @wraps_os_errors("root")
-    def verify(self, step: int | None = None, *, level: Level = "full") -> dict[int, list[HfshardError]]:
-        """Check every file of one checkpoint, or of all; damage is reported, not raised.
-
-            damaged = {step: errors for step, errors in manager.verify().items() if errors}
-
-        Args:
-            step: The checkpoint's step; None: all checkpoints.
-            level: Like `verify` of `restore`.
-
-        Returns:
-            Step -> the errors found in its checkpoint; the list of an intact checkpoint is empty. Checkpoints that
-            another process removes during the check are left out.
-
-        Raises:
-            CheckpointNotFoundError: There is no checkpoint of this step.
-        """
-        with self._writer.settled():
-            checkpoints = self._place.checkpoints() if step is None else [checkpoint_of_step(self._place, step)]
-            problems = {one.step: live_problems(one, level) for one in sorted(checkpoints, key=lambda one: one.step)}
-            return {number: found for number, found in problems.items() if found is not None}
-
-
-# Pushes of a run's checkpoints to a hub, at the caller's request.
-
-
-class RunPushes(RunReader):
-    """The pushes that a `CheckpointManager` makes on request; other threads may save at the same time."""
-
-    process_group: dist.ProcessGroup | None
-
-    @overload
-    def push(
-        self,
-        repo_id: str | os.PathLike[str],
-        step: int | Literal["best"] | None = None,
-        **options: Unpack[PushArguments],
-    ) -> PushResult: ...
-
-    @overload
-    def push(
-        self, repo_id: str | os.PathLike[str], step: Literal["all"], **options: Unpack[PushArguments]
-    ) -> list[PushResult]: ...
-
-    @wraps_os_errors("root")
-    def push(
-        self,
-        repo_id: str | os.PathLike[str],
-        step: int | Literal["best", "all"] | None = None,
-        *,
-        revision: str | None = None,
-        private: bool | None = None,
-        token: str | bool | None = None,
-        commit_message: str | None = None,
-        create_pr: bool = False,
-        progress: bool | None = None,
-    ) -> PushResult | list[PushResult]:
-        """Push a checkpoint as one commit, its files at the top of the repo: stock transformers loads the model there.
-
-            manager.push("org/name", "best")
-
-        Its files are compared with its manifest first: a link is pushed as its target, which must be what was saved.
-        Files that the hub has are not sent again. Files that the previously pushed checkpoint left there are deleted in
-        the same commit; README and other files stay. If nothing changed, no commit is made.
-
-        Args:
-            repo_id: "org/name", created if it is missing; or a path or file:// URL of a directory that serves as a hub.
-                With several ranks, all call and the first one pushes.
-            step: The checkpoint's step; None: the one that was saved last; "best": that of `best_step`; "all": all that
-                the branch has not had, in the order in which they were saved, with one commit each.
-            revision, private, token, create_pr: As in `push_checkpoint`.
-            commit_message: None: "Checkpoint at step 1200".
-            progress: Whether to show a bar on stderr; None: as the manager does.
-
-        Returns:
-            The commit, and whether it is a new one; for "all" a list of the new ones.
-
-        Raises:
-            CheckpointNotFoundError: There is no such checkpoint.
-            DamagedCheckpointError: The checkpoint is damaged; nothing was pushed.
-            HubError: The hub refused or failed, as in `push_checkpoint`.
-        """
-
-        def work() -> list[PushResult]:
-            options = PushOptions(
-                revision=revision,
-                private=private,
-                token=token,
-                commit_message=commit_message,
-                create_pr=create_pr,
-                progress=self.progress if progress is None else progress,
-            )
-            with self._writer.kept(lambda: found_to_push(self._place, step, self.best_step)) as found:
-                return push_run(found, place, step, options)
-
-        with among(self.process_group), push_together(is_collective=True) as ranks:
-            place = absolute_repo_id(repo_id)
-            agree_on_repo(ranks, place)
-            results = send(ranks, work)
-        return results if step == "all" else results[0]
-
-
 logger = logging.getLogger(__name__)
 
 
-class CheckpointManager(RunPushes):
+class CheckpointManager(RunReader):
     """Saves and restores the training states of one run, in one directory or one place of a store.
 
         manager = CheckpointManager("run", max_to_keep=3, keep_best="eval_loss")
@@ -325,8 +134,8 @@ class CheckpointManager(RunPushes):
         self.allow_different_replicas = allow_different_replicas
         self.progress = progress
         pusher = BackgroundPusher(push_to_hub, progress) if push_to_hub is not None else None
-        self._place = run_place(self.root)
-        self._writer = RunWriter(self._place, rotation, pusher, progress)
+        self._storage = open_run(self.root)
+        self._writer = RunWriter(open_run(self.root), rotation, pusher, progress)
 
     @wraps_os_errors("root")
     def save(
@@ -376,9 +185,7 @@ class CheckpointManager(RunPushes):
         check_training_state(state)
         limit = max_shard_size or self.max_shard_size
 
-        def write(contributions: Sequence[RankContribution], own: OfEachRank = SAME) -> str:
-            self._writer.wait()
-            agreed, ranks = agreed_step(contributions)
+        def write(agreed: int, ranks: Sequence[RankState], own: OfEachRank = SAME) -> str:
             metrics = self._metrics_of(agreed, metric)
             options = save_options(limit, self.checksum, self.progress)
             components = encode_components(state, own.objects)
@@ -402,14 +209,12 @@ class CheckpointManager(RunPushes):
                     blocking=blocking,
                     allow_different_replicas=self.allow_different_replicas,
                 )
-                return save_spread(
-                    order,
-                    self._writer,
-                    lambda ranks, own: save_on_all_ranks(step, state, partial(write, own=own), ranks, own),
-                )
+                return save_spread(order, self._writer, write)
             is_spread_state(state)  # this releases gathered parameters
             own = collect_rank(state, 0)
-            return write([RankContribution(checked_step(step), own)])
+            number = checked_step(step)
+            self._writer.wait()
+            return write(number, [own])
 
     @wraps_os_errors("root")
     def restore(
@@ -459,10 +264,7 @@ class CheckpointManager(RunPushes):
             SignatureError: The required signer has not signed it, or it was changed since; nothing was changed.
             RankFailedError: Another rank could not restore it, died, or did not call.
         """
-        with self._writer.turn("restore()"), self._ranks("restore") as ranks:
-            check_training_state(state)
-            reject_meta(state)
-            state = state.without(without)
+        with self._restoring("restore", state, without) as (ranks, state):
             if step in ("best", "latest"):
                 step = ranks.first(partial(self._step_called, str(step)))
             place = ranks.each(lambda: absolute_place(step))
@@ -507,14 +309,81 @@ class CheckpointManager(RunPushes):
             DamagedCheckpointError: All checkpoints are damaged.
             StateDictMismatchError, SignatureError: The newest one does not fit, or is not signed, as in `restore`.
         """
-        with self._writer.turn("restore_latest()"), self._ranks("restore_latest") as ranks:
-            check_training_state(state)
-            reject_meta(state)
-            state = state.without(without)
+        with self._restoring("restore_latest", state, without) as (ranks, state):
             agree_on_place(ranks, self.root, "restores from")
             signature = required_signature(public_key)
             choose = partial(self._choose, None, verify, None)
             return resume(state, choose, strict=strict, session=ranks, signature=signature, without=without)
+
+    @overload
+    def push(
+        self,
+        repo_id: str | os.PathLike[str],
+        step: int | Literal["best"] | None = None,
+        **options: Unpack[PushArguments],
+    ) -> PushResult: ...
+
+    @overload
+    def push(
+        self, repo_id: str | os.PathLike[str], step: Literal["all"], **options: Unpack[PushArguments]
+    ) -> list[PushResult]: ...
+
+    @wraps_os_errors("root")
+    def push(
+        self,
+        repo_id: str | os.PathLike[str],
+        step: int | Literal["best", "all"] | None = None,
+        *,
+        revision: str | None = None,
+        private: bool | None = None,
+        token: str | bool | None = None,
+        commit_message: str | None = None,
+        create_pr: bool = False,
+        progress: bool | None = None,
+    ) -> PushResult | list[PushResult]:
+        """Push a checkpoint as one commit, its files at the top of the repo: stock transformers loads the model there.
+
+            manager.push("org/name", "best")
+
+        Its files are compared with its manifest first: a link is pushed as its target, which must be what was saved.
+        Files that the hub has are not sent again. Files that the previously pushed checkpoint left there are deleted in
+        the same commit; README and other files stay. If nothing changed, no commit is made.
+
+        Args:
+            repo_id: "org/name", created if it is missing; or a path or file:// URL of a directory that serves as a hub.
+                With several ranks, all call and the first one pushes.
+            step: The checkpoint's step; None: the one that was saved last; "best": that of `best_step`; "all": all that
+                the branch has not had, in the order in which they were saved, with one commit each.
+            revision, private, token, create_pr: As in `push_checkpoint`.
+            commit_message: None: "Checkpoint at step 1200".
+            progress: Whether to show a bar on stderr; None: as the manager does.
+
+        Returns:
+            The commit, and whether it is a new one; for "all" a list of the new ones.
+
+        Raises:
+            CheckpointNotFoundError: There is no such checkpoint.
+            DamagedCheckpointError: The checkpoint is damaged; nothing was pushed.
+            HubError: The hub refused or failed, as in `push_checkpoint`.
+        """
+
+        def work() -> list[PushResult]:
+            options = PushOptions(
+                revision=revision,
+                private=private,
+                token=token,
+                commit_message=commit_message,
+                create_pr=create_pr,
+                progress=self.progress if progress is None else progress,
+            )
+            with self._writer.kept(lambda: found_to_push(self._storage, step, self.best_step)) as found:
+                return push_all(found, place, options) if step == "all" else [push_found(found[0], place, options)]
+
+        with among(self.process_group), push_together(is_collective=True) as ranks:
+            place = absolute_repo_id(repo_id)
+            agree_on_repo(ranks, place)
+            results = send(ranks, work)
+        return results if step == "all" else results[0]
 
     @wraps_os_errors("root")
     def wait_until_finished(self) -> None:
@@ -542,12 +411,17 @@ class CheckpointManager(RunPushes):
         self.close()
 
     @contextmanager
-    def _ranks(self, what: str) -> Iterator[Session]:
-        """Gather the ranks that restore a state together, by the same method."""
-        self._writer.join()  # on every rank: it may be a save by all of them
-        with among(self.process_group), meet_for(what) as ranks:
-            ranks.each(self._writer.wait)
-            yield ranks
+    def _restoring(
+        self, what: str, state: TrainingState, without: Collection[str]
+    ) -> Iterator[tuple[Session, TrainingState]]:
+        """Gather the ranks that restore a state together, by the same method, and return what they restore of it."""
+        with self._writer.turn(f"{what}()"):
+            self._writer.join()  # on every rank: it may be a save by all of them
+            with among(self.process_group), meet_for(what) as ranks:
+                ranks.each(self._writer.wait)
+                check_training_state(state)
+                reject_meta(state)
+                yield ranks, state.without(without)
 
     def _metrics_of(self, step: int, metric: float | Mapping[str, float] | None) -> dict[str, float] | None:
         """Return a save's metrics by name, if given; warn if the one that selects the best is missing."""
@@ -568,5 +442,12 @@ class CheckpointManager(RunPushes):
         """Find and check the checkpoint to restore, on the first rank; None: the run has none."""
         self._writer.wait()
         if step is None:
-            return newest_intact(self._place, verify, self.progress, is_read_next=True, passed_over=passed_over)
-        return choose_checkpoint(self._place, step, verify, token, self.progress)
+            return newest_intact(self._storage, verify, self.progress, is_read_next=True, passed_over=passed_over)
+        if isinstance(step, str | os.PathLike):
+            return checked_at(step, verify, token=token, progress=self.progress, is_read_next=True)
+        checkpoint = checkpoint_of_step(self._storage, step)
+        return checkpoint, check_run_checkpoint(checkpoint, verify, self.progress, is_read_next=True)
+
+    def _settled(self) -> AbstractContextManager[None]:
+        """Wait for a save in progress, and keep other threads out; the save's error is raised once."""
+        return self._writer.settled()

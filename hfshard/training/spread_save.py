@@ -31,14 +31,12 @@ from hfshard.stores.store import Store
 from hfshard.tensors.stored_tensor import RawTensor, bytes_view, check_storable, iter_blocks
 from hfshard.tensors.tied import find_shared_tensors
 from hfshard.training.pipeline_stages import StageState, merge_parts, with_aliases, with_whole_gradients
-from hfshard.training.replicas import SAME, OfEachRank, Replicas, differ, of_each_rank
+from hfshard.training.replicas import OfEachRank, Replicas, differ, of_each_rank
 from hfshard.training.run.background import HostBuffers
-from hfshard.training.run.manifest import checkpoint_path
-from hfshard.training.run.run_storage import check_names
-from hfshard.training.run.run_writer import RunWriter
+from hfshard.training.run.manifest import checked_step, checkpoint_path
+from hfshard.training.run.run_writer import RunWriter, check_names
 from hfshard.training.run_ranks import (
     all_ranks,
-    is_spread_state,
     names_of_place,
     reject_other_parts,
     reject_other_places,
@@ -57,8 +55,7 @@ from hfshard.training.state.collect_state import (
     rank_prefix,
     save_options,
 )
-from hfshard.training.state.step import checked_step
-from hfshard.training.state.training_state import TrainingState
+from hfshard.training.state.training_state import TrainingState, is_spread_state
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +78,7 @@ class SpreadSaveArguments:
 
 
 def save_spread(
-    order: SpreadSaveArguments, writer: RunWriter, save_replicated: Callable[[Session, OfEachRank], str]
+    order: SpreadSaveArguments, writer: RunWriter, write: Callable[[int, Sequence[RankState], OfEachRank], str]
 ) -> str:
     """Save what all ranks have together. Every rank must call.
 
@@ -91,7 +88,8 @@ def save_spread(
     Args:
         order: What to save.
         writer: The run's; it locks and changes the directory on the first rank only.
-        save_replicated: Called if every rank has the same complete modules.
+        write: Called on the first rank if every rank has the same complete modules: writes the checkpoint of a step
+            from the states of all ranks, which differ in what the last argument names, and returns its path.
 
     Returns:
         The checkpoint's directory.
@@ -105,7 +103,7 @@ def save_spread(
         session = stack.enter_context(all_ranks())
         stages, own = _find_stages(order, writer, session)
         if stages is None:
-            return save_replicated(session, own)
+            return _save_replicated(order, writer, write, session, own)
         writer.wait()
         is_pipeline = len(set(stages)) > 1
         if is_pipeline:
@@ -361,21 +359,14 @@ def _bytes_of(tensor: torch.Tensor) -> bytes:
     return b"".join(map(bytes, iter_blocks(tensor, _BLOCK_BYTES)))
 
 
-def save_on_all_ranks(
-    step: int,
-    state: TrainingState,
-    write: Callable[[Sequence[RankContribution]], str],
+def _save_replicated(
+    order: SpreadSaveArguments,
+    writer: RunWriter,
+    write: Callable[[int, Sequence[RankState], OfEachRank], str],
     session: Session,
-    own: OfEachRank = SAME,
+    own: OfEachRank,
 ) -> str:
     """Collect every rank's own state, and have the first rank write the checkpoint. Every rank must call.
-
-    Args:
-        step: The step of the run.
-        state: What to save.
-        write: Called on the first rank, with the contributions of all ranks in their order.
-        session: That of the ranks that save together.
-        own: What differs among them.
 
     Returns:
         What `write` returned, on every rank.
@@ -383,10 +374,15 @@ def save_on_all_ranks(
     Raises:
         RankFailedError: A rank failed; each rank raises its own error if it has one.
     """
+
+    def work() -> str:
+        writer.wait()
+        return write(*_agreed_step([contribution, *others]), own)
+
     error: Exception | None = None
     try:
-        of_rank = collect_rank(state, session.position, own.objects, buffers=own.buffers)
-        contribution = RankContribution(checked_step(step), of_rank, number=session.rank)
+        of_rank = collect_rank(order.state, session.position, own.objects, buffers=own.buffers)
+        contribution = RankContribution(checked_step(order.step), of_rank, number=session.rank)
         message = b"" if session.is_leader else contribution.to_bytes()
     except Exception as caught:  # noqa: BLE001 - raised below, when the first rank knows
         error = caught
@@ -397,7 +393,7 @@ def save_on_all_ranks(
         if not session.is_leader:
             return session.finish().decode()
         others = [RankContribution.from_bytes(told.pop(rank)) for rank in session.ranks[1:]]  # not in memory twice
-        return _finish_with(session, lambda: write([contribution, *others]))
+        return _finish_with(session, work)
     except HfshardError:
         if error is not None:
             raise error from None
@@ -415,7 +411,7 @@ def _finish_with(session: Session, work: Callable[[], str]) -> str:
         raise
 
 
-def agreed_step(contributions: Sequence[RankContribution]) -> tuple[int, list[RankState]]:
+def _agreed_step(contributions: Sequence[RankContribution]) -> tuple[int, list[RankState]]:
     """Return the step that all ranks save, and what each of them adds.
 
     Raises:

@@ -21,7 +21,7 @@ from hfshard.hub.resolve import CheckpointQuery
 from hfshard.places.place import place_to_load, place_to_save
 from hfshard.places.source import CheckpointSource, open_source, open_source_by_ranges
 from hfshard.tensors.stored_tensor import stored_dtype_name
-from hfshard.training.run.find_checkpoint import checkpoint_of_step, run_place
+from hfshard.training.run.find_checkpoint import checkpoint_of_step, open_run
 from hfshard.training.run.manifest import CHECKPOINT
 from hfshard.viewing.results import FileEntry, Inspection, TensorEntry
 
@@ -234,11 +234,11 @@ def _checkpoint_of_run(path: str) -> str | None:
         return None
     if named is not None:
         try:
-            found = checkpoint_of_step(run_place(root), int(named[1])).path
+            found = checkpoint_of_step(open_run(root), int(named[1])).path
         except CheckpointNotFoundError:
             return None
         return None if found == path else found
-    checkpoints = run_place(path).checkpoints()
+    checkpoints = open_run(path).checkpoints()
     if not checkpoints:
         return _latest_of_trainer(path)
     if checkpoints and checkpoints[0].problem is not None:

@@ -17,10 +17,17 @@ from hfshard.errors import CheckpointNotFoundError, HfshardError
 from hfshard.format.file_names import MODEL_BASE, WeightNames
 from hfshard.format.index import FileDigest
 from hfshard.places.place import place_to_save
-from hfshard.training.run.find_checkpoint import folder_at, run_place
-from hfshard.training.run.manifest import CHECKPOINT, MANIFEST, CheckpointManifest, RunCheckpoint, is_own_name
-from hfshard.training.run.reports import as_problems, is_checkpoint
-from hfshard.training.run.rotation import MetricMode, best_of
+from hfshard.training.run.find_checkpoint import open_run
+from hfshard.training.run.manifest import (
+    CHECKPOINT,
+    MANIFEST,
+    CheckpointManifest,
+    MetricMode,
+    RunCheckpoint,
+    best_of,
+    is_own_name,
+)
+from hfshard.training.run.reports import as_problems, is_checkpoint, may_be_run
 from hfshard.training.state.collect_state import STATE_BASE
 
 _MOST_FOLDERS: Final = 32
@@ -125,10 +132,7 @@ def checkpoints_of(root: str) -> list[RunCheckpoint]:
         raise CheckpointNotFoundError(
             f"'{root}' is one checkpoint, not a run. To check it, run: hfshard verify {root}", path=root
         )
-    # A store is listed in full depth only if it has folders of a run.
-    is_directory = place_to_save(root, "path").traits.is_directory
-    may_be_run = is_directory or any(map(CHECKPOINT.fullmatch, _folders_in(root)))
-    found = run_place(root).checkpoints()[::-1] if may_be_run else []
+    found = open_run(root).checkpoints()[::-1] if may_be_run(root) else []
     if not found:
         runs = _runs_below(root)
         hint = "Check the path."
@@ -200,7 +204,7 @@ def _list_one(
     manifest = found.manifest
     if manifest is None:
         return ListedCheckpoint(found.path, found.step, problems, is_verified, is_unfinished=found.is_unfinished)
-    manifest_file = folder_at(found.path).find(MANIFEST)
+    manifest_file = found.folder().find(MANIFEST)
     return ListedCheckpoint(
         found.path,
         found.step,

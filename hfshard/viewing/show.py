@@ -12,10 +12,9 @@ from hfshard.checkpoint.verify_report import Problem
 from hfshard.errors import HfshardError, InvalidArgumentError, InvalidPathError
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.places.place import place_to_check, place_to_load
-from hfshard.training.run.find_checkpoint import folder_at, live_problems
-from hfshard.training.run.manifest import MANIFEST, RunCheckpoint, read_manifest
+from hfshard.training.run.find_checkpoint import live_problems
+from hfshard.training.run.manifest import MANIFEST, MetricMode, RunCheckpoint, folder_at, read_manifest
 from hfshard.training.run.reports import as_problems, is_run
-from hfshard.training.run.rotation import MetricMode
 from hfshard.viewing.diff_checkpoints import diff_checkpoints
 from hfshard.viewing.inspection import inspect_checkpoint
 from hfshard.viewing.page.checkpoint_page import make_checkpoint_page, with_problem, with_step

@@ -141,8 +141,8 @@ def test_commands_are_quoted(paths: list[str], place: str) -> None:
 
 
 def test_what_is_elsewhere_is_downloaded_first_and_its_script_not_run() -> None:
-    zero = describe_parts(PLACES["ZeRO-3"][0], "org/model", is_local=False)
-    tag = describe_parts(ZERO3, "s3://bucket/run/global_step20", is_local=False)
+    zero = describe_parts(PLACES["ZeRO-3"][0], "org/model", is_directory=False)
+    tag = describe_parts(ZERO3, "s3://bucket/run/global_step20", is_directory=False)
 
     assert zero == (
         f"'org/model' {OF_DEEPSPEED} in 'global_step20', {NOT_YET} Download it to a directory DIR. Merge them with "

@@ -35,8 +35,8 @@ from hfshard.places.source import CheckpointSource
 from hfshard.training.data.dataloader import length_of, plain_loader
 from hfshard.training.integrations.accelerate import BatchShare
 from hfshard.training.manager import CheckpointManager
-from hfshard.training.run.find_checkpoint import folder_at
-from hfshard.training.run.push_run import checked_at
+from hfshard.training.run.find_checkpoint import checked_at
+from hfshard.training.run.manifest import folder_at
 from hfshard.training.run_ranks import meet_for
 from hfshard.training.state.rng import rng_state, set_rng_state
 from hfshard.training.state.training_state import TrainingState

@@ -27,14 +27,11 @@ from hfshard.training.interop.foreign_optimizer import (
     unknown_owners,
 )
 from hfshard.training.interop.foreign_readers import is_optimizer_state, is_state_dict, reader_of
-from hfshard.training.run.find_checkpoint import folder_at, run_place
-from hfshard.training.run.manifest import checkpoint_path
-from hfshard.training.run.rotation import Rotation
-from hfshard.training.run.run_storage import check_names
-from hfshard.training.run.run_writer import RunWriter
+from hfshard.training.run.find_checkpoint import open_run
+from hfshard.training.run.manifest import Rotation, checked_step, checkpoint_path, folder_at
+from hfshard.training.run.run_writer import RunWriter, check_names
 from hfshard.training.state.collect_state import Components, RankState, SavePayload, collect, rank_prefix, save_options
 from hfshard.training.state.nested import NotStored, encode
-from hfshard.training.state.step import checked_step
 
 _OF_MODEL: Final = (CONFIG_NAME, GENERATION_CONFIG_NAME)
 """Companions that belong to the model, as in its own saves."""
@@ -120,7 +117,7 @@ def convert_foreign(
     payload = _payload(foreign, max_shard_size, checksum, progress).of_one_process()
     files = {name: raw for name, raw in foreign.companions.items() if name not in _OF_MODEL}
     check_names(files, payload)
-    writer = RunWriter(run_place(root), Rotation(), None, progress)
+    writer = RunWriter(open_run(root), Rotation(), None, progress)
     try:
         with writer.turn("convert"):
             target = checkpoint_path(root, number)

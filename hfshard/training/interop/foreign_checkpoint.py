@@ -21,8 +21,7 @@ from hfshard.pickles.pickle_file import PickleFile
 from hfshard.shards.shard import SafetensorsShard
 from hfshard.training.interop.plain_values import read_plain_file
 from hfshard.training.run.find_checkpoint import Level
-from hfshard.training.run.manifest import MANIFEST
-from hfshard.training.run.run_storage import TRAINING_STATE
+from hfshard.training.run.manifest import MANIFEST, TRAINING_STATE
 from hfshard.training.state.training_state import PartKind
 
 _TAIL_BYTES: Final = 1 << 16

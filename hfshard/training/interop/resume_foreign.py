@@ -34,12 +34,11 @@ from hfshard.training.restoring.part_planner import (
     unsaved_components,
 )
 from hfshard.training.run.find_checkpoint import Level
-from hfshard.training.run_ranks import is_spread_state
 from hfshard.training.state.nested import NotStored
 from hfshard.training.state.reordering import find_in
 from hfshard.training.state.rng import Gradients, check_rng_state, set_rng_state
 from hfshard.training.state.step import RestoredStep
-from hfshard.training.state.training_state import TrainingState
+from hfshard.training.state.training_state import TrainingState, is_spread_state
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +73,7 @@ def resume_foreign(
         UnsafePickleError, StateDictMismatchError, DamagedCheckpointError: Nothing was changed.
         RankFailedError: Another rank has one of these errors; nothing was changed.
     """
-    reader = reader_of(place)
+    reader = reader_of(place) if isinstance(place, str) else None  # a step is this run's
     is_foreign = session.all_of(reader is not None)
     if not any(is_foreign):
         if keys is not None:
@@ -133,17 +132,7 @@ def _resume(
     if restoration.lacking:
         logger.warning("'%s' lacks %s.", path, shorten_list(restoration.lacking, _SHOWN))
     restoration.apply(session)
-    return _restored(foreign, restoration)
-
-
-def _restored(foreign: ForeignCheckpoint, restoration: Restoration) -> RestoredStep:
-    restored = RestoredStep(foreign.step or 0)
-    restored.path = foreign.path
-    restored.extra = foreign.extra
-    restored.metrics = {}
-    restored.differences = tuple(restoration.differences)
-    restored.lacking = restoration.lacking
-    return restored
+    return restoration.restored(foreign.step or 0, foreign.path, {})
 
 
 # Comparison of another program's checkpoint with a training state, by the checks for an hfshard checkpoint.

@@ -41,6 +41,7 @@ from hfshard.training.state.reordering import (
 )
 from hfshard.training.state.rng import Gradients
 from hfshard.training.state.scheduler import plan_scheduler
+from hfshard.training.state.step import RestoredStep
 from hfshard.training.state.training_state import PartKind, TrainingState
 
 PART_ORDER: Final[Mapping[PartKind, int]] = {"module": 0, "optimizer": 1, "scheduler": 2, "stateful": 3, "loader": 3}
@@ -81,6 +82,20 @@ class Restoration:
                 self.set_rng()
                 for tracker in self.trackers:
                     tracker.reset(self.set_rng)
+
+    def restored(self, step: int, path: str, metrics: dict[str, float]) -> RestoredStep:
+        """Return the step that `CheckpointManager.restore` returns.
+
+        Args:
+            step, path, metrics: Those of the checkpoint.
+        """
+        restored = RestoredStep(step)
+        restored.path = path
+        restored.extra = self.extra
+        restored.metrics = metrics
+        restored.differences = tuple(self.differences)
+        restored.lacking = self.lacking
+        return restored
 
 
 class PartPlanner:

@@ -18,12 +18,11 @@ from hfshard.format.digests import Verify
 from hfshard.format.file_names import MODEL_BASE, WeightNames
 from hfshard.tensors.state_dict import collect_state_dict, is_dtensor
 from hfshard.training.run.manifest import CheckpointManifest
-from hfshard.training.run_ranks import is_spread_state
 from hfshard.training.state.collect_state import STATE_BASE, is_rank_local, rank_prefix
 from hfshard.training.state.nested import encode
 from hfshard.training.state.optimizer import encode_optimizer
 from hfshard.training.state.rng import Gradients
-from hfshard.training.state.training_state import TrainingState
+from hfshard.training.state.training_state import TrainingState, is_spread_state
 
 
 class ReadPart(Protocol):

@@ -30,8 +30,7 @@ from hfshard.training.restoring.part_planner import (
     unsaved_components,
 )
 from hfshard.training.restoring.read_state import ReadPart, part_reader
-from hfshard.training.run.manifest import CheckpointManifest
-from hfshard.training.run.run_storage import TRAINING_STATE
+from hfshard.training.run.manifest import TRAINING_STATE, CheckpointManifest
 from hfshard.training.state.collect_state import STATE_BASE, TRAINING_STATE_FORMAT
 from hfshard.training.state.nested import decode, tensor_names
 from hfshard.training.state.rng import Gradients, check_rng_state, reject_unreduced, seed_from_state, set_rng_state

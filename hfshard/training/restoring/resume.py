@@ -11,11 +11,9 @@ from typing import Any, Final
 
 import torch
 
-from hfshard._util.arguments import absolute_path
 from hfshard.checkpoint.check_files import check_files
 from hfshard.checkpoint.folder import Folder
 from hfshard.checkpoint.load_options import SignatureRequirement
-from hfshard.commit.hub_marker import absolute_repo_id
 from hfshard.distributed.rendezvous import Session
 from hfshard.errors import (
     CheckpointChangedError,
@@ -24,24 +22,15 @@ from hfshard.errors import (
     HfshardError,
     InvalidArgumentError,
 )
-from hfshard.places.place import place_to_load, place_to_save
 from hfshard.training.pipeline_stages import find_stage
 from hfshard.training.restoring.part_planner import Restoration
 from hfshard.training.restoring.restoration import plan_restoration
 from hfshard.training.run.find_checkpoint import (
-    Level,
     check_run_checkpoint,
-    checkpoint_at,
-    checkpoint_of_step,
-    folder_at,
-    has_changed,
 )
 from hfshard.training.run.manifest import CheckpointManifest, RunCheckpoint, read_manifest
-from hfshard.training.run.push_run import checked_at
-from hfshard.training.run.run_storage import RunStorage
-from hfshard.training.run_ranks import is_spread_state
 from hfshard.training.state.step import RestoredStep
-from hfshard.training.state.training_state import TrainingState
+from hfshard.training.state.training_state import TrainingState, is_spread_state
 
 logger = logging.getLogger(__name__)
 
@@ -52,40 +41,6 @@ ChosenCheckpoint = tuple[RunCheckpoint, CheckpointManifest]
 
 Choose = Callable[[Collection[str]], ChosenCheckpoint | None]
 """Chooses a checkpoint, except those of some paths; None if there is none."""
-
-
-def absolute_place(step: int | str | os.PathLike[str] | None) -> int | str | os.PathLike[str] | None:
-    """Return a step unchanged, and another checkpoint's or file's place as an absolute one.
-
-    Raises:
-        InvalidPathError: It is neither.
-    """
-    if not isinstance(step, str | os.PathLike):
-        return step
-    place = place_to_load(step, "step")
-    if not place.traits.is_directory:
-        return place.address
-    return absolute_path(step, "step") if os.path.exists(step) else absolute_repo_id(step)
-
-
-def choose_checkpoint(
-    place: RunStorage,
-    step: int | str | os.PathLike[str],
-    verify: Level,
-    token: str | bool | None,
-    progress: bool | None,
-) -> ChosenCheckpoint:
-    """Find and check the requested checkpoint: of a step of the run, or from elsewhere.
-
-    Raises:
-        CheckpointNotFoundError: There is no such checkpoint.
-        HubError: The checkpoint could not be downloaded.
-        DamagedCheckpointError: The checkpoint is damaged.
-    """
-    if isinstance(step, str | os.PathLike):
-        return checked_at(step, verify, token=token, progress=progress, is_read_next=True)
-    checkpoint = checkpoint_of_step(place, step)
-    return checkpoint, check_run_checkpoint(checkpoint, verify, progress, is_read_next=True)
 
 
 def resume(
@@ -150,7 +105,7 @@ def _resume_on_ranks(
         try:
             if not session.is_leader:
                 checkpoint, manifest = _local_checkpoint(checkpoint, manifest, partial(choose, passed_over))
-            folder = folder_at(checkpoint.path)
+            folder = checkpoint.folder()
             if folder.traits.verifies_reads:
                 check_files(folder, manifest.files, "structure")
             with _all_signed(checkpoint, manifest, signature):
@@ -161,7 +116,7 @@ def _resume_on_ranks(
             error = caught
         # The first rank checks after the others have read: a replacement may be why one of them failed.
         session.all_of(error is None)
-        is_replaced = (session.is_leader or error is None) and has_changed(checkpoint)
+        is_replaced = (session.is_leader or error is None) and not checkpoint.is_current()
         if any(session.all_of(is_replaced)):
             continue  # a run that is saving has removed or replaced it
         is_found_by_reads = bool(folder and folder.traits.verifies_reads)
@@ -177,15 +132,9 @@ def _resume_on_ranks(
     for difference in restoration.differences:
         logger.warning("%s", difference)
     restoration.apply(session)
-    restored = RestoredStep(manifest.step)
-    restored.path = checkpoint.path
-    restored.extra = restoration.extra
-    restored.metrics = manifest.metrics
-    restored.differences = tuple(restoration.differences)
-    restored.lacking = restoration.lacking
     if session.is_leader:
         logger.info("Restored the checkpoint of step %d from '%s'.", manifest.step, checkpoint.path)
-    return restored
+    return restoration.restored(manifest.step, checkpoint.path, manifest.metrics)
 
 
 @contextmanager
@@ -203,7 +152,7 @@ def _all_signed(
         yield
         return
     path = checkpoint.path
-    if not place_to_save(path, "path").traits.is_directory:
+    if not checkpoint.folder().traits.is_directory:
         raise InvalidArgumentError(
             f"'{path}' is in a store, but a signature is checked only over files on disk. Download them with the "
             "service's tool, and restore from that directory.",
@@ -211,7 +160,7 @@ def _all_signed(
         )
     signed = signature.find(path)
     signed.check_all()
-    if read_manifest(folder_at(path)).to_json() != manifest.to_json():
+    if read_manifest(checkpoint.folder()).to_json() != manifest.to_json():
         raise CheckpointChangedError(f"'{path}' was replaced while its signature was being checked. Retry.", path=path)
     yield
     signed.confirm()
@@ -272,8 +221,8 @@ def _local_checkpoint(
 ) -> ChosenCheckpoint:
     """Find the first rank's checkpoint from this rank: in the same directory, or fetched to this machine."""
     here: ChosenCheckpoint | None
-    if folder_at(checkpoint.path).exists():
-        local = checkpoint_at(checkpoint.path, checkpoint.step)
+    if checkpoint.folder().exists():
+        local = checkpoint.reread()
         here = local, check_run_checkpoint(local, "structure", is_read_next=True)
     else:
         here = choose()

@@ -16,25 +16,39 @@ from typing import Final
 
 import torch
 
-from hfshard._util.threads import run_in_threads, start_worker, wait_all
+from hfshard._util.threads import ForkSafeLock, run_in_threads, start_worker, wait_all
 from hfshard.errors import HfshardError
 from hfshard.tensors.stored_tensor import TensorLike, is_torch_tensor_type
 from hfshard.training.state.collect_state import SavePayload
 
 logger = logging.getLogger(__name__)
 
-_running: Final[weakref.WeakSet[Background]] = weakref.WeakSet()
-_listing = threading.RLock()
-"""Locked briefly while a thread is noted or forgotten: any thread may start, wait or end the process."""
+_all: Final[weakref.WeakSet[ForkSafe]] = weakref.WeakSet()
+_listing: Final = ForkSafeLock()
+"""Locked briefly while an object or a thread is noted: any thread may start, wait or end the process."""
 
 
-class Background:
+class ForkSafe:
+    """An object that knows threads of its process, and forgets them in a forked one, where they do not exist."""
+
+    def __init__(self) -> None:
+        self.forget()
+        with _listing.held():
+            _all.add(self)
+
+    def forget(self) -> None:
+        """Become as new."""
+        raise NotImplementedError
+
+
+class Background(ForkSafe):
     """Runs one piece of work in a thread in parallel with the caller.
 
     It waits for a future, not for the thread: after Ctrl-C in `Thread.join`, Python 3.11 considers the thread ended.
     """
 
-    def __init__(self) -> None:
+    def forget(self) -> None:
+        """Forget the work."""
         self._work: Future[None] | None = None
         self._error: BaseException | None = None
 
@@ -48,10 +62,9 @@ class Background:
                 logger.error("%s failed: %s", what, error)
                 self._error = error
 
-        with _listing:
+        with _listing.held():
             self._work = start_worker(run, "hfshard-save")
             if self._work is not None:
-                _running.add(self)
                 return
         run()
 
@@ -72,23 +85,19 @@ class Background:
         under_way = self._work
         if under_way is not None:
             wait_all([under_way])
-        with _listing:
+        with _listing.held():
             if self._work is under_way:
                 self._work = None
-                _running.discard(self)
             error = self._error
             self._error = None
         if error is not None:
             raise error
 
-    def forget(self) -> None:
-        """Forget the work in a forked process, where the thread does not exist."""
-        self._work = self._error = None
-
 
 def _under_way() -> list[Future[None]]:
-    with _listing:
-        return [one._work for one in _running if one._work is not None and not one._work.done()]
+    with _listing.held():
+        works = [one._work for one in _all if isinstance(one, Background)]
+    return [work for work in works if work is not None and not work.done()]
 
 
 def _wait_for_all() -> None:
@@ -97,9 +106,7 @@ def _wait_for_all() -> None:
 
 
 def _forget_in_child() -> None:
-    global _listing
-    _listing = threading.RLock()
-    for one in list(_running):
+    for one in list(_all):
         one.forget()
 
 
@@ -110,19 +117,16 @@ _before_pools_close(_wait_for_all)
 os.register_at_fork(after_in_child=_forget_in_child)
 
 
-# Turns of threads, and checkpoints that stay while a thread reads them; a forked process starts without either.
+# Turns of threads, and checkpoints that stay while a thread reads them.
 
 
-_all: Final[weakref.WeakSet[ReentrantLocks | PinnedSteps]] = weakref.WeakSet()
-
-
-class ReentrantLocks:
+class ReentrantLocks(ForkSafe):
     """A mutex for the threads that use one object."""
 
-    def __init__(self) -> None:
+    def forget(self) -> None:
+        """Forget which thread has the mutex."""
+        self._lock = threading.RLock()
         self._changing = ""
-        self.renew()
-        _all.add(self)
 
     @contextmanager
     def taken(self, changing: str = "") -> Iterator[None]:
@@ -148,19 +152,14 @@ class ReentrantLocks:
             finally:
                 self._changing = before
 
-    def renew(self) -> None:
-        """Reset the mutex."""
-        self._lock = threading.RLock()
-        self._changing = ""
 
-
-class PinnedSteps:
+class PinnedSteps(ForkSafe):
     """Steps whose checkpoints must stay where they are, and the threads that read them."""
 
-    def __init__(self) -> None:
+    def forget(self) -> None:
+        """Forget all uses."""
+        self._changed = threading.Condition()
         self._used: list[tuple[int, int]] = []
-        self.renew()
-        _all.add(self)
 
     @property
     def steps(self) -> set[int]:
@@ -187,19 +186,6 @@ class PinnedSteps:
         me = threading.get_ident()
         with self._changed:
             self._changed.wait_for(lambda: all(used != step or thread == me for used, thread in self._used))
-
-    def renew(self) -> None:
-        """Forget all uses."""
-        self._changed = threading.Condition()
-        self._used = []
-
-
-def _renew_in_child() -> None:
-    for one in list(_all):
-        one.renew()
-
-
-os.register_at_fork(after_in_child=_renew_in_child)
 
 
 # Host copies: a state's tensors in reused host memory, so that training continues while they are written.

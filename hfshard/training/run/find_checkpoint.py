@@ -1,37 +1,49 @@
-"""Find the checkpoints of a run, and distinguish intact ones from damaged ones."""
+"""Queries of a run: find its checkpoints, or one from elsewhere, and distinguish intact ones from damaged ones."""
 
 from __future__ import annotations
 
 import logging
 import os
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
+from hfshard._util.arguments import absolute_path, wraps_os_errors
 from hfshard._util.progress import byte_progress
 from hfshard.checkpoint.check_files import ReplacedMeanwhile, check_files, retry_if_replaced
 from hfshard.checkpoint.folder import Folder, LocalFolder
+from hfshard.commit.hub_marker import absolute_repo_id, split_address
 from hfshard.errors import (
     CheckpointNotFoundError,
     DamagedCheckpointError,
     HfshardError,
+    IntegrityError,
     InvalidArgumentError,
     StoreError,
 )
 from hfshard.format.file_names import WeightNames
-from hfshard.places.place import place_to_save
+from hfshard.format.parts_of_ranks import describe_parts_in
+from hfshard.hub.resolve import CheckpointQuery, ResolvedCheckpoint
+from hfshard.places.place import explain_missing_directory, place_to_load, place_to_save
+from hfshard.places.source import CheckpointSource
 from hfshard.training.run.manifest import (
+    MANIFEST,
     CheckpointManifest,
+    MetricMode,
     RunCheckpoint,
-    is_still_in,
+    best_of,
+    checkpoint_path,
+    folder_at,
     read_manifest,
-    read_run_checkpoint,
 )
-from hfshard.training.run.run_directory import DirectoryPlace
+from hfshard.training.run.run_directory import RunDirectory
 from hfshard.training.run.run_storage import RunStorage
-from hfshard.training.run.run_store import StorePlace
+from hfshard.training.run.run_store import RunStore
 from hfshard.training.state.collect_state import PARTS
+
+if TYPE_CHECKING:
+    from hfshard.hub.repo import CommitFiles
 
 logger = logging.getLogger(__name__)
 
@@ -41,23 +53,136 @@ _RUN_TRAITS: Final = replace(LocalFolder.traits, retries=50)
 Level = Literal["structure", "full"]
 
 
-def manifests_in(place: RunStorage) -> list[CheckpointManifest]:
-    """Return the manifests of all finished checkpoints; the one that was saved last comes first."""
-    return [one.manifest for one in place.checkpoints() if one.manifest is not None]
+class RunReader:
+    """The queries of a `CheckpointManager` about its run; each waits for a save of this process."""
+
+    root: str
+    keep_best: str | None
+    metric_mode: MetricMode
+    progress: bool | None
+    _storage: RunStorage
+
+    @wraps_os_errors("root")
+    def latest_step(self, verify: Level | None = None) -> int | None:
+        """Find the step of the checkpoint that was saved last.
+
+            start = manager.latest_step() or 0
+
+        Args:
+            verify: Check its files as `restore` does, and skip damaged checkpoints with a warning. None: only check
+                that the save was finished.
+
+        Returns:
+            The step, or None if there is no checkpoint.
+
+        Raises:
+            DamagedCheckpointError: With `verify`, all checkpoints are damaged.
+        """
+        with self._settled():
+            if verify is not None:
+                newest = newest_intact(self._storage, verify, self.progress)
+                return None if newest is None else newest[0].step
+            return next((one.step for one in self._storage.checkpoints() if one.is_finished), None)
+
+    @wraps_os_errors("root")
+    def best_step(self) -> int | None:
+        """Find the step of the checkpoint with the best value of the metric that `keep_best` names.
+
+            manager.restore(state, manager.best_step())
+
+        Returns:
+            The step, or None if no checkpoint has the metric.
+
+        Raises:
+            InvalidArgumentError: The manager was created without `keep_best`.
+        """
+        if self.keep_best is None:
+            raise InvalidArgumentError(
+                "The manager has no metric to select the best checkpoint. Pass one: CheckpointManager(..., "
+                "keep_best='eval_loss')."
+            )
+        with self._settled():
+            manifests = [one.manifest for one in self._storage.checkpoints() if one.manifest is not None]
+            best = best_of(manifests, self.keep_best, self.metric_mode)
+        return None if best is None else best.step
+
+    @wraps_os_errors("root")
+    def all_steps(self) -> list[int]:
+        """List the steps of all checkpoints whose saves were finished, in ascending order.
+
+        for step in manager.all_steps():
+            print(manager.path_of(step))
+        """
+        with self._settled():
+            return sorted(one.step for one in self._storage.checkpoints() if one.is_finished)
+
+    def path_of(self, step: int | Literal["best", "latest"]) -> str:
+        """Return the directory or address of a step's checkpoint, whether or not it exists.
+
+        Args:
+            step: A step; or "best" or "latest", which must exist, as found by `best_step` and `latest_step`.
+
+        Raises:
+            CheckpointNotFoundError: There is no checkpoint, or none with the metric.
+            InvalidArgumentError: "best", and the manager was created without `keep_best`.
+
+        Example:
+            hfshard.load_model(model, manager.path_of("best"))
+        """
+        return checkpoint_path(self.root, self._step_called(step) if isinstance(step, str) else step)
+
+    def _step_called(self, word: str) -> int:
+        """Find the step of the best or the latest checkpoint."""
+        if word not in ("best", "latest"):
+            raise InvalidArgumentError(f"step must be a number, 'best' or 'latest', got {word!r}.")
+        step = self.best_step() if word == "best" else self.latest_step()
+        if step is None:
+            lacks = f"with the metric '{self.keep_best}' " if word == "best" else ""
+            raise CheckpointNotFoundError(f"There is no checkpoint {lacks}in '{self.root}'.", path=self.root)
+        return step
+
+    @wraps_os_errors("root")
+    def verify(self, step: int | None = None, *, level: Level = "full") -> dict[int, list[HfshardError]]:
+        """Check every file of one checkpoint, or of all; damage is reported, not raised.
+
+            damaged = {step: errors for step, errors in manager.verify().items() if errors}
+
+        Args:
+            step: The checkpoint's step; None: all checkpoints.
+            level: Like `verify` of `restore`.
+
+        Returns:
+            Step -> the errors found in its checkpoint; the list of an intact checkpoint is empty. Checkpoints that
+            another process removes during the check are left out.
+
+        Raises:
+            CheckpointNotFoundError: There is no checkpoint of this step.
+        """
+        with self._settled():
+            checkpoints = self._storage.checkpoints() if step is None else [checkpoint_of_step(self._storage, step)]
+            problems = {one.step: live_problems(one, level) for one in sorted(checkpoints, key=lambda one: one.step)}
+            return {number: found for number, found in problems.items() if found is not None}
+
+    def _settled(self) -> AbstractContextManager[None]:
+        """Keep the run as it is while the block runs, as far as this process saves into it."""
+        return nullcontext()
 
 
-def checkpoint_of_step(place: RunStorage, step: int) -> RunCheckpoint:
+# The checkpoints of a run, one by one.
+
+
+def checkpoint_of_step(storage: RunStorage, step: int) -> RunCheckpoint:
     """Find the checkpoint of a step, damaged or not.
 
     Raises:
         CheckpointNotFoundError: There is none of this step.
     """
-    found = place.checkpoints()
+    found = storage.checkpoints()
     if candidates := [one for one in found if one.step == step]:
         return max(candidates, key=lambda one: one.manifest is not None)  # another tool's directory may exist as well
     steps = ", ".join(str(one.step) for one in found) or "none"
     raise CheckpointNotFoundError(
-        f"There is no checkpoint of step {step} in '{place.root}'. It has: {steps}.", path=place.root
+        f"There is no checkpoint of step {step} in '{storage.root}'. It has: {steps}.", path=storage.root
     )
 
 
@@ -77,19 +202,18 @@ def check_run_checkpoint(
     """
     if verify not in ("structure", "full"):
         raise InvalidArgumentError(f"verify must be 'structure' or 'full', got {verify!r}.")
-    if checkpoint.manifest is None:
-        raise checkpoint.problem or RuntimeError(f"'{checkpoint.path}' has no manifest.")
-    folder = folder_at(checkpoint.path)
+    manifest = checkpoint.require_manifest()
+    folder = checkpoint.folder()
     if is_read_next and folder.traits.verifies_reads:
-        return checkpoint.manifest
-    total = sum(record.size or 0 for record in checkpoint.manifest.files.values())
+        return manifest
+    total = sum(record.size or 0 for record in manifest.files.values())
     with byte_progress("Verifying", total, progress if verify == "full" else False) as progress_callback:
-        check_files(folder, checkpoint.manifest.files, verify, progress_callback=progress_callback)
-    return checkpoint.manifest
+        check_files(folder, manifest.files, verify, progress_callback=progress_callback)
+    return manifest
 
 
 def newest_intact(
-    place: RunStorage,
+    storage: RunStorage,
     verify: Level,
     progress: bool | None = None,
     *,
@@ -99,7 +223,7 @@ def newest_intact(
     """Find the intact checkpoint that was saved last; warn of each that is skipped. Return None for an empty run.
 
     Args:
-        place: The run's place.
+        storage: The run's.
         verify, progress, is_read_next: As in `check_run_checkpoint`.
         passed_over: Paths of checkpoints that proved damaged when they were read.
 
@@ -109,7 +233,7 @@ def newest_intact(
     """
 
     def find() -> tuple[RunCheckpoint, CheckpointManifest] | None:
-        found = place.checkpoints()
+        found = storage.checkpoints()
         damaged: list[tuple[RunCheckpoint, HfshardError]] = []
         for one in (one for one in found if one.path not in passed_over):
             try:
@@ -117,7 +241,7 @@ def newest_intact(
             except (InvalidArgumentError, StoreError):
                 raise  # a failing store says nothing about the checkpoint
             except HfshardError as error:
-                if has_changed(one):  # a run that is saving there has removed it, and has a newer one
+                if not one.is_current():  # a run that is saving there has removed it, and has a newer one
                     raise ReplacedMeanwhile from error
                 damaged.append((one, error))
             else:
@@ -127,13 +251,13 @@ def newest_intact(
         if not found:
             return None
         raise DamagedCheckpointError(
-            f"None of the {len(found)} checkpoints in '{place.root}' is intact. The warnings say what is wrong "
+            f"None of the {len(found)} checkpoints in '{storage.root}' is intact. The warnings say what is wrong "
             "with each. To train from the beginning, pass the manager another directory.",
-            path=place.root,
+            path=storage.root,
         )
 
-    too_often = f"The checkpoints in '{place.root}' were replaced while they were being read. Retry."
-    return retry_if_replaced(find, _RUN_TRAITS, place.root, too_often)
+    too_often = f"The checkpoints in '{storage.root}' were replaced while they were being read. Retry."
+    return retry_if_replaced(find, _RUN_TRAITS, storage.root, too_often)
 
 
 def _warn_of(damaged: list[tuple[RunCheckpoint, HfshardError]]) -> None:
@@ -147,7 +271,7 @@ def checkpoint_problems(
     """List the problems of a checkpoint; `progress_callback` gets the bytes that were hashed."""
     problems: list[HfshardError] = []
     if checkpoint.manifest is not None:
-        folder = folder_at(checkpoint.path)
+        folder = checkpoint.folder()
         records = checkpoint.manifest.files
         check_files(folder, records, level, progress_callback=progress_callback, on_problem=problems.append)
         problems += _strays(folder, checkpoint.manifest)
@@ -167,11 +291,11 @@ def live_problems(checkpoint: RunCheckpoint, level: Level) -> list[HfshardError]
     def check() -> list[HfshardError] | None:
         nonlocal latest
         problems = checkpoint_problems(latest, level)
-        if not problems or not has_changed(latest):
+        if not problems or latest.is_current():
             return problems
-        if not folder_at(latest.path).exists():
+        if not latest.folder().exists():
             return None
-        latest = checkpoint_at(latest.path, latest.step)
+        latest = latest.reread()
         raise ReplacedMeanwhile
 
     too_often = f"'{checkpoint.path}' was replaced while it was being checked. Retry."
@@ -195,24 +319,119 @@ def _strays(folder: Folder, manifest: CheckpointManifest) -> list[HfshardError]:
     return problems
 
 
-# Lookup by path: the place of a run, or the files of one checkpoint.
+# Lookup by path: a run, or one checkpoint.
 
 
-def run_place(root: str) -> RunStorage:
-    """Return the place of a run; nothing is read or created yet."""
-    return DirectoryPlace(root) if place_to_save(root, "path").traits.is_directory else StorePlace(root)
+def open_run(root: str) -> RunStorage:
+    """Return the storage of a run; nothing is read or created yet."""
+    return RunDirectory(root) if place_to_save(root, "path").traits.is_directory else RunStore(root)
 
 
-def folder_at(path: str) -> Folder:
-    """Return the folder of the checkpoint at a path; nothing is read yet."""
-    return place_to_save(path, "path").folder().entered(WeightNames())
+# Checkpoints from elsewhere than the run: in a directory, at an address, or on a hub.
 
 
-def checkpoint_at(path: str, step: int) -> RunCheckpoint:
-    """Read the manifest of one checkpoint, whose step must be the one in its name."""
-    return read_run_checkpoint(path, step, partial(read_manifest, folder_at(path)))
+_RESUME_THERE: Final = "Only the program that saved the optimizer and the rest of the run can resume them."
+"""Follows a description of parts, from which hfshard restores no run."""
 
 
-def has_changed(checkpoint: RunCheckpoint) -> bool:
-    """Return whether a checkpoint is gone from where it was found, or was replaced, by a run that is saving."""
-    return not is_still_in(folder_at(checkpoint.path), checkpoint)
+def absolute_place(step: int | str | os.PathLike[str] | None) -> int | str | os.PathLike[str] | None:
+    """Return a step unchanged, and another checkpoint's or file's place as an absolute one.
+
+    Raises:
+        InvalidPathError: It is neither.
+    """
+    if not isinstance(step, str | os.PathLike):
+        return step
+    place = place_to_load(step, "step")
+    if not place.traits.is_directory:
+        return place.address
+    return absolute_path(step, "step") if os.path.exists(step) else absolute_repo_id(step)
+
+
+def checked_at(
+    place: str | os.PathLike[str],
+    verify: Level,
+    *,
+    token: str | bool | None = None,
+    progress: bool | None = None,
+    is_read_next: bool = False,
+) -> tuple[RunCheckpoint, CheckpointManifest]:
+    """Find and check a checkpoint in a directory, at an address, or on a hub; one on the Hub is downloaded.
+
+    Args:
+        place: A path, an address or `file://` URL, or "org/name"; on a hub with "@revision" unless it is main.
+        verify: As in `find_checkpoint.check_run_checkpoint`.
+        token: A token, as in huggingface_hub.
+        progress: Whether to show a bar on stderr. None: on a terminal.
+        is_read_next: As in `find_checkpoint.check_run_checkpoint`.
+
+    Raises:
+        InvalidArgumentError: `place` is not valid, or it is a store's address, which takes no token.
+        CheckpointNotFoundError: There is no training checkpoint; a model alone is not one.
+        HubNotFoundError, HubAccessError, HubConnectionError, HubError: The repo cannot be read.
+        DamagedCheckpointError, UnsafePathError: The checkpoint is damaged.
+    """
+    if isinstance(place, str) and place.isdecimal() and not os.path.isdir(place):
+        raise InvalidArgumentError(f"'{place}' is neither a place nor a step. Pass a step as a number: {int(place)}.")
+    resolved = place_to_load(place, "place")
+    if not resolved.traits.is_directory:
+        resolved.reject_hub_arguments(token=token)
+        found = _in(resolved.address)
+        return found, check_run_checkpoint(found, verify, progress, is_read_next=is_read_next)
+    path, revision = split_address(place)
+    query = CheckpointQuery(revision=revision, token=token)
+    local = CheckpointSource(path, query).find_local()
+    if local is not None:
+        found = _in(local.directory)
+    else:
+        from hfshard.hub.download import fetch
+
+        with explain_missing_directory(path):
+            found = _in(fetch(path, _resolve_run_checkpoint, query, progress).directory)
+    try:
+        return found, check_run_checkpoint(found, verify, progress)
+    except IntegrityError as error:
+        if local is not None:
+            raise
+        at = f" --revision {revision}" if revision is not None else ""
+        raise IntegrityError(
+            f"{error.message} The cached copy may be damaged. To download it again, run: hfshard pull {path}{at} "
+            "--include '*' --force-download",
+            path=error.path,
+            expected=error.expected,
+            actual=error.actual,
+        ) from error
+
+
+def _resolve_run_checkpoint(files: CommitFiles) -> ResolvedCheckpoint:
+    """Find all files of a training checkpoint, and download them."""
+    if not files.has(MANIFEST):
+        if (parts := files.parts("")) is not None:
+            raise CheckpointNotFoundError(f"{parts} {_RESUME_THERE}")
+        what, todo = files.description()
+        raise _no_checkpoint(what, f"{todo}. To load a model alone, use hfshard.load_model.")
+    files.download([MANIFEST])
+    paths = [MANIFEST, *read_manifest(files.snapshot()).files]
+    files.download(paths)
+    return ResolvedCheckpoint(files.snapshot(), files.commit, tuple(paths), None, ())
+
+
+def _no_checkpoint(what: str, todo: str, path: str | None = None) -> CheckpointNotFoundError:
+    return CheckpointNotFoundError(f"{what} holds no training checkpoint: there is no {MANIFEST}. {todo}", path=path)
+
+
+def _in(directory: str) -> RunCheckpoint:
+    """Return the checkpoint in a directory or at an address, which must be one."""
+    folder = folder_at(directory)
+    if folder.has(MANIFEST):
+        return RunCheckpoint.of(directory, read_manifest(folder))
+    checkpoints = [one.path for one in open_run(directory).checkpoints()]
+    parts = describe_parts_in(directory) if folder.traits.is_directory and not checkpoints else None
+    if parts is not None:
+        raise CheckpointNotFoundError(f"{parts} {_RESUME_THERE}", path=directory)
+    todo = (
+        f"It is a run. Pass one of its checkpoints, such as '{checkpoints[0]}'."
+        if checkpoints
+        else "If it is a model, load it with hfshard.load_model."
+    )
+    raise _no_checkpoint(f"'{directory}'", todo, directory)

@@ -1,13 +1,15 @@
-"""`checkpoint.json`, a run checkpoint's last file, and checkpoints of a run as they are found."""
+"""`checkpoint.json`, a run checkpoint's last file; checkpoints of a run as they are found; and which of them stay."""
 
 from __future__ import annotations
 
+import math
+import operator
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Final, TypeGuard
+from typing import Final, Literal, TypeGuard
 
 from hfshard.checkpoint.folder import Folder, as_folder
 from hfshard.constants import MANIFEST_NAME, MAX_INDEX_BYTES
@@ -19,13 +21,16 @@ from hfshard.errors import (
     MissingShardError,
 )
 from hfshard.format.digests import sha256_of
-from hfshard.format.file_names import check_file_name
+from hfshard.format.file_names import WeightNames, check_file_name
 from hfshard.format.index import FileDigest, parse_file_digest
 from hfshard.format.stored_save import SaveId
 from hfshard.format.strict_json import dump_json, padded_json, parse_json_object
+from hfshard.places.place import place_to_save
 from hfshard.training.state.nested import decode, encode
 
 MANIFEST: Final = MANIFEST_NAME
+
+TRAINING_STATE: Final = "training_state.json"
 
 MANIFEST_FORMAT: Final = 1
 
@@ -156,6 +161,14 @@ def _is_count(value: object) -> TypeGuard[int]:
 CHECKPOINT: Final = re.compile(r"checkpoint-(\d{1,18})")
 """The names that the folder of a checkpoint can have."""
 
+_MAX_STEP: Final = 10**18 - 1
+"""The highest step that fits into the name of a directory."""
+
+
+def folder_at(path: str) -> Folder:
+    """Return the folder of the checkpoint at a path or an address; nothing is read yet."""
+    return place_to_save(path, "path").folder().entered(WeightNames())
+
 
 class RunCheckpoint:
     """A possible checkpoint. Its manifest is read once, when it is first needed.
@@ -163,7 +176,7 @@ class RunCheckpoint:
     Args:
         path: The path of its directory, or its address in a store.
         step: The step in its name.
-        read: Reads the manifest.
+        read: Reads the manifest; None: from its folder.
         save_id: In a store, the number and id in its objects' names; None: the manifest has the number.
     """
 
@@ -171,27 +184,68 @@ class RunCheckpoint:
         self,
         path: str,
         step: int,
-        read: Callable[[], CheckpointManifest],
+        read: Callable[[], CheckpointManifest] | None = None,
         *,
         save_id: SaveId | None = None,
     ) -> None:
         self.path = path
         self.step = step
         self.save_id = save_id
-        self._read = read
+        self._read = read or (lambda: read_manifest(self.folder()))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.path!r}, step={self.step})"
 
     @classmethod
-    def of(cls, path: str, manifest: CheckpointManifest) -> RunCheckpoint:
+    def of(
+        cls,
+        path: str,
+        manifest: CheckpointManifest,
+        *,
+        save_id: SaveId | None = None,
+    ) -> RunCheckpoint:
         """Return a checkpoint whose manifest is known."""
-        return cls(path, manifest.step, lambda: manifest)
+        return cls(path, manifest.step, lambda: manifest, save_id=save_id)
+
+    def folder(self) -> Folder:
+        """Open its folder; nothing is read yet, or kept of an earlier call."""
+        return folder_at(self.path)
+
+    def reread(self) -> RunCheckpoint:
+        """Return the checkpoint that is there now, by the manifest in its folder."""
+        return self._in(self.folder())
+
+    def is_current(self) -> bool:
+        """Return whether it is still there, and was not replaced by a run that is saving."""
+        folder = self.folder()
+        was = self.manifest
+        now = self._in(folder).manifest
+        if was is None or now is None:
+            return was is now and folder.exists()
+        return (now.save_number, now.files) == (was.save_number, was.files)
+
+    def _in(self, folder: Folder) -> RunCheckpoint:
+        return RunCheckpoint(self.path, self.step, partial(read_manifest, folder)).read()
+
+    def read(self) -> RunCheckpoint:
+        """Read the manifest now, and return the checkpoint."""
+        _ = self._outcome
+        return self
 
     @property
     def manifest(self) -> CheckpointManifest | None:
         """The manifest; None if it cannot be read."""
         return self._outcome[0]
+
+    def require_manifest(self) -> CheckpointManifest:
+        """Return the manifest.
+
+        Raises:
+            DamagedCheckpointError: It cannot be read.
+        """
+        if self.manifest is None:
+            raise self.problem or RuntimeError(f"'{self.path}' has no manifest.")
+        return self.manifest
 
     @property
     def problem(self) -> HfshardError | None:
@@ -242,6 +296,22 @@ class RunCheckpoint:
         return manifest, None
 
 
+def checked_step(step: object) -> int:
+    """Return a step as a plain int.
+
+    Raises:
+        InvalidArgumentError: It is not a number from 0, or is too large for the name of a directory.
+    """
+    try:
+        number = operator.index(step) if not isinstance(step, bool) else -1  # type: ignore[arg-type]
+    except TypeError:
+        number = -1
+    if not 0 <= number <= _MAX_STEP:
+        got = repr(step) if number.bit_length() < 1000 else f"one of {number.bit_length()} bits"
+        raise InvalidArgumentError(f"step must be an integer from 0 to {_MAX_STEP}, got {got}.")
+    return number
+
+
 def checkpoint_path(root: str, step: int) -> str:
     """Return the path or address of the checkpoint of a step."""
     return os.path.join(root, f"checkpoint-{step:08d}")
@@ -252,20 +322,10 @@ def is_own_name(name: str, step: int) -> bool:
     return name == os.path.basename(checkpoint_path("", step))
 
 
-def read_run_checkpoint(path: str, step: int, read: Callable[[], CheckpointManifest]) -> RunCheckpoint:
-    """Return a checkpoint whose manifest was read, or found to be unreadable."""
-    found = RunCheckpoint(path, step, read)
-    _ = found.manifest
-    return found
-
-
-def is_still_in(folder: Folder, checkpoint: RunCheckpoint) -> bool:
-    """Return whether a checkpoint is still in its folder, and was not replaced by a run that is saving."""
-    was = checkpoint.manifest
-    now = read_run_checkpoint(checkpoint.path, checkpoint.step, partial(read_manifest, folder)).manifest
-    if was is None or now is None:
-        return was is now and folder.exists()
-    return (now.save_number, now.files) == (was.save_number, was.files)
+def replaced_metrics(found: Iterable[RunCheckpoint], step: int) -> dict[str, float]:
+    """Return the metrics of the checkpoint that a save of this step replaces; none if it replaces none."""
+    replaced = next((one for one in found if one.step == step and one.is_own), None)
+    return {} if replaced is None or replaced.manifest is None else replaced.manifest.metrics
 
 
 def newest_first(found: Sequence[RunCheckpoint]) -> list[RunCheckpoint]:
@@ -275,3 +335,72 @@ def newest_first(found: Sequence[RunCheckpoint]) -> list[RunCheckpoint]:
     not be skipped silently.
     """
     return sorted(found, key=lambda one: one.age, reverse=True)
+
+
+# Rotation, a pure function: the newest checkpoints of a run stay, the best, and those of every Nth step.
+
+
+MetricMode = Literal["min", "max"]
+
+
+def best_of(manifests: Sequence[CheckpointManifest], metric: str, mode: MetricMode) -> CheckpointManifest | None:
+    """Find the checkpoint with the best value of a metric: the earliest of equal ones, never one without it or NaN.
+
+    Args:
+        manifests: The manifests of the complete checkpoints, in any order.
+        metric: The name of the metric.
+        mode: "min": lower is better; "max": higher is better.
+    """
+    known = [one for one in manifests if not math.isnan(one.metrics.get(metric, math.nan))]
+    sign = 1 if mode == "min" else -1
+    return min(known, key=lambda one: (sign * one.metrics[metric], one.save_number), default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """The rule for which checkpoints of a run stay."""
+
+    max_to_keep: int | None = None
+    """The number of newest checkpoints to keep; None: all."""
+    keep_best: str | None = None
+    """A metric: the checkpoint with its best value stays too."""
+    metric_mode: MetricMode = "min"
+    """"min": lower is better; "max": higher is better."""
+    keep_every: int | None = None
+    """Checkpoints whose step is a multiple of it stay too, and do not count."""
+
+    def __post_init__(self) -> None:
+        """Check the fields.
+
+        Raises:
+            InvalidArgumentError: A field would keep nothing, or is not one of the known values.
+        """
+        for name, value in (("max_to_keep", self.max_to_keep), ("keep_every", self.keep_every)):
+            if value is not None and (type(value) is not int or value < 1):
+                raise InvalidArgumentError(f"{name} must be a number of at least 1, or None, got {value!r}.")
+        if self.keep_best is not None and not (isinstance(self.keep_best, str) and self.keep_best):
+            raise InvalidArgumentError(
+                f"keep_best must be the name of a metric, such as 'eval_loss', or None, got {self.keep_best!r}."
+            )
+        if self.metric_mode not in ("min", "max"):
+            raise InvalidArgumentError(f"metric_mode must be 'min' or 'max', got {self.metric_mode!r}.")
+
+    @property
+    def does_remove(self) -> bool:
+        """True if any checkpoint is ever removed."""
+        return self.max_to_keep is not None
+
+    def to_remove(self, found: Sequence[RunCheckpoint]) -> list[RunCheckpoint]:
+        """List the checkpoints to remove, given all finished ones of a run in any order.
+
+        Their manifests are read only if a metric decides.
+        """
+        if self.max_to_keep is None:
+            return []
+        in_order = sorted(found, key=lambda one: one.age)
+        counted = [one for one in in_order if not (self.keep_every and one.step % self.keep_every == 0)]
+        removed = [one for one in counted[: -self.max_to_keep] if one is not in_order[-1]]
+        if not removed or self.keep_best is None:
+            return removed
+        best = best_of([one.manifest for one in found if one.manifest is not None], self.keep_best, self.metric_mode)
+        return [one for one in removed if best is None or one.manifest is not best]

@@ -1,11 +1,10 @@
-"""Checkpoints of a run on hubs: pushed as one commit each, in the background or not, and downloaded from there."""
+"""Checkpoints of a run pushed to hubs, as one commit each, in the background or not."""
 
 from __future__ import annotations
 
 import logging
 import os
 import threading
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,27 +22,22 @@ from hfshard.errors import (
     CheckpointNotFoundError,
     DamagedCheckpointError,
     HubError,
-    IntegrityError,
     InvalidArgumentError,
     UnsafePathError,
 )
 from hfshard.format.digests import sha256_of
 from hfshard.format.file_names import MODEL_BASE, WeightNames
 from hfshard.format.index import FileDigest
-from hfshard.format.parts_of_ranks import describe_parts_in
 from hfshard.hub.push_files import PushOptions, PushRequest
-from hfshard.hub.resolve import CheckpointQuery, ResolvedCheckpoint
-from hfshard.places.place import explain_missing_directory, place_to_load, place_to_push
-from hfshard.places.source import CheckpointSource
-from hfshard.training.run.background import Background
-from hfshard.training.run.find_checkpoint import Level, check_run_checkpoint, checkpoint_of_step, folder_at, run_place
-from hfshard.training.run.manifest import MANIFEST, CheckpointManifest, RunCheckpoint, read_manifest
+from hfshard.places.place import place_to_push
+from hfshard.training.run.background import Background, ForkSafe
+from hfshard.training.run.find_checkpoint import checkpoint_of_step
+from hfshard.training.run.manifest import MANIFEST, CheckpointManifest, RunCheckpoint, checked_step
 from hfshard.training.run.run_storage import RunStorage
 from hfshard.training.state.collect_state import PARTS
-from hfshard.training.state.step import checked_step
 
 if TYPE_CHECKING:
-    from hfshard.hub.repo import CommitFiles, PushResult, RemoteFile
+    from hfshard.hub.repo import PushResult, RemoteFile
 
 
 Hashes = dict[FileDigest, str]
@@ -68,9 +62,8 @@ def read_manifest_of(found: RunCheckpoint) -> VerifiedContents:
     Raises:
         DamagedCheckpointError: Its manifest cannot be read.
     """
-    if found.manifest is None:
-        raise found.problem or RuntimeError(f"'{found.path}' has no manifest.")
-    folder = folder_at(found.path)
+    found.require_manifest()
+    folder = found.folder()
     raw = folder.read_small(MANIFEST, MAX_INDEX_BYTES)
     manifest = CheckpointManifest.from_json(raw, os.path.join(found.path, MANIFEST))
     return VerifiedContents(folder, manifest, raw)
@@ -131,7 +124,7 @@ def _checked_sha256(folder: Folder, name: str, record: FileDigest, hashes: Hashe
         shard.close()
 
 
-# Runs on hubs: a checkpoint is pushed as one commit, and downloaded in full where no run directory exists.
+# Pushes: a checkpoint becomes one commit.
 
 
 # Code that uses huggingface_hub is imported on demand, because that import takes time.
@@ -140,10 +133,6 @@ logger = logging.getLogger(__name__)
 
 _KEPT: Final = frozenset({README, ".gitattributes", ".gitignore"})
 """Files that stay on a hub even if the previously pushed checkpoint had them: people edit them there."""
-
-
-_RESUME_THERE: Final = "Only the program that saved the optimizer and the rest of the run can resume them."
-"""Follows a description of parts, from which hfshard restores no run."""
 
 
 class PushArguments(TypedDict, total=False):
@@ -158,7 +147,7 @@ class PushArguments(TypedDict, total=False):
 
 
 def found_to_push(
-    place: RunStorage, step: int | Literal["best", "all"] | None, best_step: Callable[[], int | None]
+    storage: RunStorage, step: int | Literal["best", "all"] | None, best_step: Callable[[], int | None]
 ) -> list[RunCheckpoint]:
     """Find the checkpoint of a run to push, or all of them, as `CheckpointManager.push` describes.
 
@@ -168,9 +157,9 @@ def found_to_push(
     """
     if isinstance(step, str) and step not in ("best", "all"):
         raise InvalidArgumentError(f"step must be a number, 'best', 'all' or None, got {step!r}.")
-    found = place.checkpoints()
+    found = storage.checkpoints()
     if not found:
-        raise CheckpointNotFoundError(f"There is no checkpoint in '{place.root}'. Check the path.", path=place.root)
+        raise CheckpointNotFoundError(f"There is no checkpoint in '{storage.root}'. Check the path.", path=storage.root)
     if step == "all":
         return found
     if step is None:
@@ -178,25 +167,11 @@ def found_to_push(
     number = best_step() if step == "best" else checked_step(step)
     if number is None:
         raise CheckpointNotFoundError(
-            f"No checkpoint in '{place.root}' has the metric that selects the best one. Pass it when you save: "
+            f"No checkpoint in '{storage.root}' has the metric that selects the best one. Pass it when you save: "
             "manager.save(step, state, metric=...).",
-            path=place.root,
+            path=storage.root,
         )
-    return [checkpoint_of_step(place, number)]
-
-
-def push_run(
-    found: Sequence[RunCheckpoint],
-    repo_id: str | os.PathLike[str],
-    step: int | Literal["best", "all"] | None,
-    options: PushOptions,
-) -> list[PushResult]:
-    """Push what `found_to_push` found; return one result for each checkpoint that was pushed.
-
-    Raises:
-        Everything that `push_found` and `push_all` raise.
-    """
-    return push_all(found, repo_id, options) if step == "all" else [push_found(found[0], repo_id, options)]
+    return [checkpoint_of_step(storage, number)]
 
 
 def push_found(
@@ -315,115 +290,10 @@ def _is_as_recorded(file: RemoteFile, digest: FileDigest, name: str, read: Calla
     return (file.sha256 or sha256_of(read(name))) == digest.sha256
 
 
-def checked_at(
-    place: str | os.PathLike[str],
-    verify: Level,
-    *,
-    token: str | bool | None = None,
-    progress: bool | None = None,
-    is_read_next: bool = False,
-) -> tuple[RunCheckpoint, CheckpointManifest]:
-    """Find and check a checkpoint in a directory, at an address, or on a hub; one on the Hub is downloaded.
-
-    Args:
-        place: A path, an address or `file://` URL, or "org/name"; on a hub with "@revision" unless it is main.
-        verify: As in `find_checkpoint.check_run_checkpoint`.
-        token: A token, as in huggingface_hub.
-        progress: Whether to show a bar on stderr. None: on a terminal.
-        is_read_next: As in `find_checkpoint.check_run_checkpoint`.
-
-    Raises:
-        InvalidArgumentError: `place` is not valid, or it is a store's address, which takes no token.
-        CheckpointNotFoundError: There is no training checkpoint; a model alone is not one.
-        HubNotFoundError, HubAccessError, HubConnectionError, HubError: The repo cannot be read.
-        DamagedCheckpointError, UnsafePathError: The checkpoint is damaged.
-    """
-    if isinstance(place, str) and place.isdecimal() and not os.path.isdir(place):
-        raise InvalidArgumentError(f"'{place}' is neither a place nor a step. Pass a step as a number: {int(place)}.")
-    resolved = place_to_load(place, "place")
-    if not resolved.traits.is_directory:
-        resolved.reject_hub_arguments(token=token)
-        found = _in(resolved.address)
-        return found, check_run_checkpoint(found, verify, progress, is_read_next=is_read_next)
-    path, revision = split_address(place)
-    query = CheckpointQuery(revision=revision, token=token)
-    local = CheckpointSource(path, query).find_local()
-    if local is not None:
-        found = _in(local.directory)
-    else:
-        from hfshard.hub.download import fetch
-
-        with explain_missing_directory(path):
-            found = _in(fetch(path, _resolve_run_checkpoint, query, progress).directory)
-    try:
-        return found, check_run_checkpoint(found, verify, progress)
-    except IntegrityError as error:
-        if local is not None:
-            raise
-        at = f" --revision {revision}" if revision is not None else ""
-        raise IntegrityError(
-            f"{error.message} The cached copy may be damaged. To download it again, run: hfshard pull {path}{at} "
-            "--include '*' --force-download",
-            path=error.path,
-            expected=error.expected,
-            actual=error.actual,
-        ) from error
-
-
-def check_repo(repo_id: str) -> None:
-    """Check that a name can be that of a repo on the Hub.
-
-    Raises:
-        HubNotFoundError: It cannot.
-    """
-    from hfshard.hub.download import check_repo_id
-
-    check_repo_id(repo_id)
-
-
-def _resolve_run_checkpoint(files: CommitFiles) -> ResolvedCheckpoint:
-    """Find all files of a training checkpoint, and download them."""
-    from hfshard.hub.resolve import ResolvedCheckpoint
-
-    if not files.has(MANIFEST):
-        if (parts := files.parts("")) is not None:
-            raise CheckpointNotFoundError(f"{parts} {_RESUME_THERE}")
-        what, todo = files.description()
-        raise _no_checkpoint(what, f"{todo}. To load a model alone, use hfshard.load_model.")
-    files.download([MANIFEST])
-    paths = [MANIFEST, *read_manifest(files.snapshot()).files]
-    files.download(paths)
-    return ResolvedCheckpoint(files.snapshot(), files.commit, tuple(paths), None, ())
-
-
-def _no_checkpoint(what: str, todo: str, path: str | None = None) -> CheckpointNotFoundError:
-    return CheckpointNotFoundError(f"{what} holds no training checkpoint: there is no {MANIFEST}. {todo}", path=path)
-
-
-def _in(directory: str) -> RunCheckpoint:
-    """Return the checkpoint in a directory or at an address, which must be one."""
-    folder = folder_at(directory)
-    if folder.has(MANIFEST):
-        return RunCheckpoint.of(directory, read_manifest(folder))
-    checkpoints = [one.path for one in run_place(directory).checkpoints()]
-    parts = describe_parts_in(directory) if folder.traits.is_directory and not checkpoints else None
-    if parts is not None:
-        raise CheckpointNotFoundError(f"{parts} {_RESUME_THERE}", path=directory)
-    todo = (
-        f"It is a run. Pass one of its checkpoints, such as '{checkpoints[0]}'."
-        if checkpoints
-        else "If it is a model, load it with hfshard.load_model."
-    )
-    raise _no_checkpoint(f"'{directory}'", todo, directory)
-
-
 # Background pushes: one at a time to one repo, and always the newest checkpoint.
 
 
-_all: Final[weakref.WeakSet[BackgroundPusher]] = weakref.WeakSet()
-
-
-class BackgroundPusher:
+class BackgroundPusher(ForkSafe):
     """Pushes checkpoints; a failure is a warning, because the checkpoint is on disk, and `wait` raises the last one."""
 
     def __init__(self, address: str | os.PathLike[str], progress: bool | None) -> None:
@@ -438,16 +308,21 @@ class BackgroundPusher:
         """
         self._repo_id, revision = split_address(address)
         if not place_to_push(self._repo_id).is_for_hfshard_only:
-            check_repo(self._repo_id)
+            from hfshard.hub.download import check_repo_id
+
+            check_repo_id(self._repo_id)
         self._options = PushOptions(revision=revision, progress=progress)
         self._hashes: Hashes = {}
         self._thread = Background()
+        super().__init__()
+
+    def forget(self) -> None:
+        """Forget the pushes."""
         self._lock = threading.RLock()  # a signal handler may save while it is held
         self._pushing: RunCheckpoint | None = None
         self._waiting: RunCheckpoint | None = None
         self._error: Exception | None = None
         """The last push's error."""
-        _all.add(self)
 
     @property
     def steps_in_use(self) -> set[int]:
@@ -471,11 +346,6 @@ class BackgroundPusher:
             self._pushing = found
         self._thread.wait()
         self._thread.start(self._work, f"Pushing to '{self._repo_id}'")
-
-    def forget(self) -> None:
-        """Forget the pushes in a forked process, where the thread does not exist."""
-        self._lock = threading.RLock()  # a signal handler may save while it is held
-        self._pushing = self._waiting = self._error = None
 
     def join(self) -> None:
         """Wait for the running push."""
@@ -506,11 +376,3 @@ class BackgroundPusher:
             self._error = error
         else:
             self._error = None
-
-
-def _forget_in_child() -> None:
-    for one in list(_all):
-        one.forget()
-
-
-os.register_at_fork(after_in_child=_forget_in_child)

@@ -12,9 +12,16 @@ from hfshard.errors import CheckpointChangedError, CheckpointNotFoundError, Hfsh
 from hfshard.format.file_names import INDEX_FILE, MODEL_BASE, WeightNames
 from hfshard.places.place import place_to_save
 from hfshard.places.source import CheckpointSource
-from hfshard.training.run.find_checkpoint import Level, checkpoint_problems, folder_at, run_place
-from hfshard.training.run.manifest import CHECKPOINT, MANIFEST, CheckpointManifest, RunCheckpoint, read_manifest
-from hfshard.training.run.run_storage import TRAINING_STATE
+from hfshard.training.run.find_checkpoint import Level, checkpoint_problems, open_run
+from hfshard.training.run.manifest import (
+    CHECKPOINT,
+    MANIFEST,
+    TRAINING_STATE,
+    CheckpointManifest,
+    RunCheckpoint,
+    folder_at,
+    read_manifest,
+)
 
 
 def is_checkpoint(place: str) -> bool:
@@ -24,10 +31,14 @@ def is_checkpoint(place: str) -> bool:
 
 def is_run(place: str) -> bool:
     """Return whether a directory or an address is that of a run with a training checkpoint, not of a checkpoint."""
+    is_wanted = may_be_run(place) and not is_checkpoint(place)
+    return is_wanted and any(is_checkpoint(one.path) for one in open_run(place).checkpoints())
+
+
+def may_be_run(place: str) -> bool:
+    """Return whether there can be checkpoints of a run; in a store by a listing of one level, not of everything."""
     folder = place_to_save(place, "path").folder()
-    if not (folder.traits.is_directory or any(map(CHECKPOINT.fullmatch, folder.folders()))):
-        return False  # without listing everything below
-    return not is_checkpoint(place) and any(is_checkpoint(one.path) for one in run_place(place).checkpoints())
+    return folder.traits.is_directory or any(map(CHECKPOINT.fullmatch, folder.folders()))
 
 
 def reports_of_run(root: str, check: Callable[[str], VerifyReport]) -> Iterator[VerifyReport]:
@@ -39,17 +50,17 @@ def reports_of_run(root: str, check: Callable[[str], VerifyReport]) -> Iterator[
         root: The run's directory or address.
         check: Checks the checkpoint at a path.
     """
-    for one in run_place(root).checkpoints()[::-1]:
+    for one in open_run(root).checkpoints()[::-1]:
         if one.problem is not None:
             yield VerifyReport(one.path, (MANIFEST,), tuple(as_problems([one.problem], one.path)), (), 0)
             continue
         try:
             report = check(one.path)
         except (CheckpointNotFoundError, CheckpointChangedError):
-            if folder_at(one.path).exists():
+            if one.folder().exists():
                 raise
             continue
-        if not report.problems or folder_at(one.path).exists():
+        if not report.problems or one.folder().exists():
             yield report
 
 

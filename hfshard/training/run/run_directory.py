@@ -10,13 +10,11 @@ import shutil
 import stat
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from typing import Final
 
 from hfshard._util.progress import ProgressCallback
-from hfshard.checkpoint.folder import LocalFolder
 from hfshard.commit.hub_marker import reject_hub_directory
 from hfshard.commit.transaction import JobsOf, KnownFile, NewCheckpoint, ShardWriter
 from hfshard.constants import MARKS, SAFETENSORS_SUFFIX
@@ -49,10 +47,8 @@ from hfshard.training.run.manifest import (
     RunCheckpoint,
     checkpoint_path,
     is_own_name,
-    is_still_in,
     newest_first,
-    read_manifest,
-    read_run_checkpoint,
+    replaced_metrics,
 )
 
 logger = logging.getLogger(__name__)
@@ -77,14 +73,11 @@ def checkpoints_in(root: str) -> list[RunCheckpoint]:
     for _ in range(_LOOKS):
         names = _names_in(root)
         gone: list[str] = []
-        found = [_read(os.path.join(root, name), step) for name, step in _step_directories(root, names, gone)]
+        listed = _step_directories(root, names, gone)
+        found = [RunCheckpoint(os.path.join(root, name), step).read() for name, step in listed]
         if not gone and _names_in(root) == names:
             break
     return newest_first(found)
-
-
-def _read(path: str, step: int) -> RunCheckpoint:
-    return read_run_checkpoint(path, step, partial(read_manifest, path))
 
 
 def _names_in(root: str) -> list[str]:
@@ -238,10 +231,10 @@ def _remove_tree(path: str) -> None:
         logger.warning("Cannot remove '%s' (%s). The next run retries.", path, error)
 
 
-# Implementation of a run's place in a directory.
+# The run as `RunWriter` and readers use it.
 
 
-class DirectoryPlace:
+class RunDirectory:
     """A run in a directory."""
 
     def __init__(self, root: str) -> None:
@@ -250,21 +243,9 @@ class DirectoryPlace:
         self._save_number = 0
         """The highest number seen so far, in case a manifest cannot be read for a moment."""
 
-    def known_checkpoints(self) -> list[RunCheckpoint]:
-        """List the folders and read their manifests."""
-        return self.checkpoints()
-
     def checkpoints(self) -> list[RunCheckpoint]:
         """List the folders and read their manifests."""
         return checkpoints_in(self.root)
-
-    def saving(self) -> AbstractContextManager[None]:
-        """Report failures of the block as `wrap_run_errors` does.
-
-        Raises:
-            SaveDirectoryError, AccessDeniedError, RunRemovedError: The directory cannot be saved into.
-        """
-        return wrap_run_errors(self.root, self._is_there)
 
     @property
     def keeps_names(self) -> bool:
@@ -272,26 +253,27 @@ class DirectoryPlace:
         return True
 
     @property
-    def is_taken(self) -> bool:
+    def is_acquired(self) -> bool:
         """True if this process holds the lock."""
         return self._lock is not None and self._lock.is_held
 
-    def take(self) -> bool:
+    def acquire(self) -> bool:
         """Create the directory if it is missing, and lock it.
 
         Raises:
             DirectoryLockedError: Another manager, in this process or another one, holds the lock.
-            RunRemovedError: The directory that was locked does not exist any more.
+            Everything that `_change` raises.
         """
-        if not self._is_there():
-            raise removed(self.root)
-        if self.is_taken:
-            return False
-        reject_hub_directory(self.root)
-        make_directories(self.root)
-        self._lock = RunLock(self.root)  # a forked process needs its own
-        weakref.finalize(self, self._lock.release)
-        return True
+        with self._change():
+            if not self._is_there():
+                raise removed(self.root)
+            if self.is_acquired:
+                return False
+            reject_hub_directory(self.root)
+            make_directories(self.root)
+            self._lock = RunLock(self.root)  # a forked process needs its own
+            weakref.finalize(self, self._lock.release)
+            return True
 
     def release(self) -> None:
         """Release the lock."""
@@ -301,7 +283,8 @@ class DirectoryPlace:
 
     def clean_up(self) -> None:
         """Clean up as `clean_up_run` does."""
-        clean_up_run(self.root)
+        with self._change():
+            clean_up_run(self.root)
 
     @contextmanager
     def transaction(
@@ -313,29 +296,29 @@ class DirectoryPlace:
         progress_callback: ProgressCallback,
     ) -> Iterator[RunDirectoryTransaction]:
         """Write a checkpoint into a hidden folder and flush it to disk; one rename makes it the checkpoint."""
-        found = self.checkpoints()
-        replaced = next((one for one in found if one.step == step and one.is_own), None)
-        if metrics is None:
-            metrics = replaced.manifest.metrics if replaced is not None and replaced.manifest is not None else {}
-        save_number = max([self._save_number, *(one.save_number for one in found)]) + 1
-        manifest = CheckpointManifest(step, save_number, metrics)
-        newest = next((one for one in found if one.manifest is not None), None)
-        directory = staging_path(self.root, step)
-        target = RunDirectoryTransaction(self.root, directory, manifest, new, writer, progress_callback)
-        target.known = {} if newest is None else _reusable_shards(newest)
-        try:
-            os.mkdir(directory)
-            yield target
-        finally:
-            if target.saved is None:
-                shutil.rmtree(directory, ignore_errors=True)  # the next save tries again
-        self._save_number = save_number
+        with self._change():
+            found = self.checkpoints()
+            save_number = max([self._save_number, *(one.save_number for one in found)]) + 1
+            kept = replaced_metrics(found, step) if metrics is None else metrics
+            manifest = CheckpointManifest(step, save_number, kept)
+            newest = next((one for one in found if one.manifest is not None), None)
+            directory = staging_path(self.root, step)
+            target = RunDirectoryTransaction(self.root, directory, manifest, new, writer, progress_callback)
+            target.known = {} if newest is None else _reusable_shards(newest)
+            try:
+                os.mkdir(directory)
+                yield target
+            finally:
+                if target.saved is None:
+                    shutil.rmtree(directory, ignore_errors=True)  # the next save tries again
+            self._save_number = save_number
 
     def remove(self, checkpoints: Sequence[RunCheckpoint]) -> None:
         """Remove each checkpoint: first by one rename, then its files."""
-        for one in checkpoints:
-            if is_still_in(LocalFolder(one.path), one):
-                remove_step_directory(one, self.root)
+        with self._change():
+            for one in checkpoints:
+                if one.is_current():
+                    remove_step_directory(one, self.root)
 
     def _is_there(self) -> bool:
         """Return whether the directory is the one that was locked; if not, the next save locks another one."""
@@ -343,6 +326,33 @@ class DirectoryPlace:
         if not is_there:
             self.release()
         return is_there
+
+    @contextmanager
+    def _change(self) -> Iterator[None]:
+        """Convert errors of the block, which changes the directory, so that each names it.
+
+        Raises:
+            SaveDirectoryError: The directory is a file, or below one.
+            AccessDeniedError: It cannot be written.
+            RunRemovedError: It was removed during the save.
+            OSError: The disk failed.
+        """
+        try:
+            yield
+        except HfshardError:
+            raise
+        except OSError as error:
+            if error.errno in _DENIED:
+                raise AccessDeniedError(
+                    f"Cannot save into '{self.root}' ({error}). Give this user write permission there, or pass the "
+                    "CheckpointManager another directory.",
+                    path=self.root,
+                ) from error
+            if not self._is_there():
+                raise removed(self.root) from error
+            if error.errno in _NO_DIRECTORY and not os.path.isdir(self.root):
+                raise _no_directory(self.root) from error
+            raise
 
 
 class RunDirectoryTransaction:
@@ -438,38 +448,6 @@ def _reusable_shards(checkpoint: RunCheckpoint) -> dict[str, KnownFile]:
 
 _DENIED: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 _NO_DIRECTORY: Final = frozenset({errno.ENOTDIR, errno.EEXIST})
-
-
-@contextmanager
-def wrap_run_errors(root: str, is_there: Callable[[], bool] = lambda: True) -> Iterator[None]:
-    """Convert errors of the block, which saves into a run's directory.
-
-    Args:
-        root: The directory.
-        is_there: Whether it is still the one that was locked; called if something failed.
-
-    Raises:
-        SaveDirectoryError: It is a file, or below one.
-        AccessDeniedError: It cannot be written.
-        RunRemovedError: It was removed during the save.
-        OSError: The disk failed.
-    """
-    try:
-        yield
-    except HfshardError:
-        raise
-    except OSError as error:
-        if error.errno in _DENIED:
-            raise AccessDeniedError(
-                f"Cannot save into '{root}' ({error}). Give this user write permission there, or pass the "
-                "CheckpointManager another directory.",
-                path=root,
-            ) from error
-        if not is_there():
-            raise removed(root) from error
-        if error.errno in _NO_DIRECTORY and not os.path.isdir(root):
-            raise _no_directory(root) from error
-        raise
 
 
 def list_run_directory(root: str) -> list[str]:

@@ -1,24 +1,14 @@
-"""The place of a run's checkpoints, as a run needs it: a directory, or a store."""
+"""Interface of the directory or store of a run, and of the writing of one checkpoint."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Final, Protocol
+from typing import Protocol
 
 from hfshard._util.progress import ProgressCallback
 from hfshard.commit.transaction import NewCheckpoint, ShardWriter, Transaction
-from hfshard.constants import (
-    CONFIG_NAME,
-    GENERATION_CONFIG_NAME,
-    INDEX_SUFFIX,
-    MAX_INDEX_BYTES,
-    SAFETENSORS_SUFFIX,
-)
-from hfshard.errors import InvalidArgumentError
-from hfshard.training.run.manifest import MANIFEST, RunCheckpoint
-from hfshard.training.state.collect_state import SavePayload
+from hfshard.training.run.manifest import RunCheckpoint
 
 
 class RunTransaction(Transaction, Protocol):
@@ -29,37 +19,37 @@ class RunTransaction(Transaction, Protocol):
 
 
 class RunStorage(Protocol):
-    """The place of a run's checkpoints; `take` comes before anything that changes it."""
+    """The directory or store of a run.
 
-    @property
-    def root(self) -> str:
-        """The run's directory, or its address."""
+    `RunWriter` has one of its own, and acquires it before it changes anything. Readers have another one, which always
+    lists what other processes have saved.
+    """
+
+    root: str
+    """The run's directory, or its address."""
 
     def checkpoints(self) -> list[RunCheckpoint]:
-        """List every checkpoint, damaged ones too, as `newest_first` sorts them."""
+        """List the checkpoints, damaged ones included, as `newest_first` sorts them.
 
-    def saving(self) -> AbstractContextManager[None]:
-        """Change the place while the block runs; each refusal raises one error, which names it."""
+        After a save, its writer's listing may be the one that the save ended with.
+        """
 
-    def take(self) -> bool:
-        """Become the only writer, if this process is not the only one yet.
+    def acquire(self) -> bool:
+        """Become the only writer, and create what is missing.
 
         Returns:
-            Whether it has just become that, so that other writers may have left something there.
+            Whether that is new, so that other writers may have left something there.
         """
 
     @property
-    def is_taken(self) -> bool:
-        """True if this process is its only writer."""
+    def is_acquired(self) -> bool:
+        """True while this process may remove checkpoints, as the only writer or the last one."""
 
     def release(self) -> None:
-        """Let others become its writer; a second call does nothing."""
+        """Let others write; a second call does nothing."""
 
     def clean_up(self) -> None:
         """Remove what killed saves left, and restore what they had moved aside."""
-
-    def known_checkpoints(self) -> list[RunCheckpoint]:
-        """List the checkpoints like `checkpoints`; what only this writer changes need not be requested again."""
 
     @property
     def keeps_names(self) -> bool:
@@ -84,43 +74,7 @@ class RunStorage(Protocol):
         """
 
     def remove(self, checkpoints: Sequence[RunCheckpoint]) -> None:
-        """Remove checkpoints: each at once, then its files; not what another save has put in its place.
+        """Remove checkpoints, in a store by one request: each at once, then its files.
 
-        What cannot be removed is logged as a warning.
+        What another save has put in its place stays. What cannot be removed is logged as a warning.
         """
-
-
-# Names of a checkpoint's files.
-
-
-TRAINING_STATE: Final = "training_state.json"
-
-_OWN_SUFFIXES: Final = (SAFETENSORS_SUFFIX, INDEX_SUFFIX)
-
-
-def check_names(files: Mapping[str, bytes], payload: SavePayload) -> None:
-    """Reject small files whose names lead elsewhere or are used by a checkpoint, and plain values that are too long.
-
-    Raises:
-        InvalidArgumentError: A name is rejected, or the plain values are longer than a restore reads.
-    """
-    if len(payload.training_state) > MAX_INDEX_BYTES:
-        raise InvalidArgumentError(
-            f"The state's plain values take {len(payload.training_state):,} bytes, but a restore reads at most "
-            f"{MAX_INDEX_BYTES:,}. Store long lists of numbers as tensors."
-        )
-    own = {MANIFEST, TRAINING_STATE, CONFIG_NAME, GENERATION_CONFIG_NAME}
-    for request in payload.requests.values():
-        own |= request.model_files.keys()
-    for name in files:
-        if (
-            not isinstance(name, str)
-            or name in own
-            or os.path.basename(name) != name
-            or name.startswith(".")
-            or name.endswith(_OWN_SUFFIXES)
-        ):
-            raise InvalidArgumentError(
-                f"A checkpoint file cannot be named {name!r}. Pass a plain name that the checkpoint does not use "
-                "itself."
-            )

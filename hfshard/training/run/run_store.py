@@ -12,7 +12,7 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Final
@@ -29,7 +29,7 @@ from hfshard.commit.store_commit import (
     settle_copies,
     with_index,
 )
-from hfshard.commit.store_plan import KnownShard, highest_index
+from hfshard.commit.store_plan import KnownShard, highest_index, known_shards
 from hfshard.commit.transaction import JobsOf, NewCheckpoint, ShardWriter
 from hfshard.constants import INDEX_SUFFIX, MARKS, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
 from hfshard.errors import (
@@ -63,7 +63,7 @@ from hfshard.training.run.manifest import (
     checkpoint_path,
     is_own_name,
     newest_first,
-    read_run_checkpoint,
+    replaced_metrics,
     small_record,
 )
 
@@ -98,7 +98,7 @@ class _Seen:
         return self.marks.union(*(saves_among(files) for files in self.folders.values()))
 
 
-class StorePlace:
+class RunStore:
     """A run in a store."""
 
     def __init__(self, root: str) -> None:
@@ -112,20 +112,13 @@ class StorePlace:
         return open_store(self._address)
 
     def checkpoints(self) -> list[RunCheckpoint]:
-        """List the run in full with one request or a few. Manifests are read on demand.
+        """List the run in full with one request or a few, or what the last save saw. Manifests are read on demand.
 
         Raises:
             StoreError: The store refused or failed.
         """
-        return self._checkpoints_in(self.listed_folders())
-
-    def known_checkpoints(self) -> list[RunCheckpoint]:
-        """List the checkpoints that the last save saw; only other managers can have changed them since."""
-        return self.checkpoints() if self._seen is None else self._checkpoints_in(self._seen.folders)
-
-    def saving(self) -> AbstractContextManager[None]:
-        """Convert nothing: a store's errors name it already."""
-        return nullcontext()
+        seen = self._seen if self.is_acquired else None
+        return self._checkpoints_in(self.listed_folders() if seen is None else seen.folders)
 
     @property
     def keeps_names(self) -> bool:
@@ -133,12 +126,12 @@ class StorePlace:
         return False
 
     @property
-    def is_taken(self) -> bool:
-        """True if this process has saved into it."""
+    def is_acquired(self) -> bool:
+        """True if this process has saved into it, and its last save was the highest."""
         return self._seen is not None and self._seen.process == os.getpid()
 
-    def take(self) -> bool:
-        """Take nothing: any number of managers may save into a run in a store."""
+    def acquire(self) -> bool:
+        """Do nothing: any number of managers may save into a run in a store, and the next save lists what they left."""
         return False
 
     def release(self) -> None:
@@ -164,8 +157,7 @@ class StorePlace:
         seen = self._look()
         self._seen = None  # until the save is done
         if metrics is None:
-            found = next((one for one in self._checkpoints_in(seen.folders) if one.step == step), None)
-            metrics = found.manifest.metrics if found is not None and found.manifest is not None else {}
+            metrics = replaced_metrics(self._checkpoints_in(seen.folders), step)
         save_id = SaveId.after(seen.ids(), seen.highest_uploaded)
         folder = checkpoint_path("", step)
         self._store.put(f"{MARKS}/{folder}-{save_id}", str(save_id).encode())
@@ -215,10 +207,9 @@ class StorePlace:
 
     def _look(self) -> _Seen:
         """Find which saves exist; one listing of the marks is enough if no other manager has saved since."""
-        if self._seen is not None and self._seen.process == os.getpid():
-            marks = self.listed_marks()
-            if marks.keys() <= self._seen.marks:
-                return self._seen
+        seen = self._seen if self.is_acquired else None
+        if seen is not None and self.listed_marks().keys() <= seen.marks:
+            return seen
         listed = self._store.list_objects(recursive=True)
         seen = _Seen(marks=set(_marks_among(listed)))
         for folder, files in _folders_among(listed).items():
@@ -278,7 +269,8 @@ class StorePlace:
             read = partial(self._read_manifest, folder, manifest, shown)
             return RunCheckpoint(path, step, read, save_id=shown)
         if MANIFEST in files:  # uploaded by another tool: the manifest has the number
-            found = read_run_checkpoint(path, step, partial(self._read_plain_manifest, folder, files[MANIFEST]))
+            read = partial(self._read_plain_manifest, folder, files[MANIFEST])
+            found = RunCheckpoint(path, step, read).read()
             is_copy = found.manifest is not None and bool(saves_among(found.manifest.files))
             return None if is_copy else found  # a copy that has outlived its save
         return None
@@ -319,14 +311,7 @@ class StorePlace:
             save = self._read_save(folder, found, newest.save_id)
         except (CheckpointChangedError, DamagedCheckpointError, UnsafePathError):
             return {}  # everything is sent
-        known = {}
-        for name, digest in ({} if newest.manifest is None else newest.manifest.files).items():
-            there, record = files.get(newest.save_id.object_name(name)), save.objects.get(name)
-            if there is None or record is None or (there.etag, there.size) != (record.etag, digest.size):
-                continue
-            if digest.fingerprint is not None and digest.is_verifiable:
-                known[digest.fingerprint] = KnownShard(replace(there, name=f"{folder}/{there.name}"), digest)
-        return known
+        return {} if newest.manifest is None else known_shards(save, newest.manifest.files, files, folder)
 
     def _put_copies(self, objects: SaveObjects) -> dict[str, StoredObject]:
         """Put the plain copies, which make the folder a checkpoint for other tools; return its last listing."""
@@ -514,7 +499,7 @@ class RunStoreTransaction:
         confirm()
         with delay_interrupt():
             self._commit(objects, indexes.keys())
-            self.saved = RunCheckpoint(self._path, manifest.step, lambda: manifest, save_id=objects.save_id)
+            self.saved = RunCheckpoint.of(self._path, manifest, save_id=objects.save_id)
         return True
 
 

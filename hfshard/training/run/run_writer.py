@@ -1,33 +1,38 @@
-"""Writer of one run's checkpoints: it takes the run's place, writes one checkpoint after another, removes old ones."""
+"""Writer of one run's checkpoints: it acquires the run, writes one checkpoint after another, removes old ones."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
+from typing import Final
 
 from hfshard._util.progress import byte_progress
 from hfshard.commit.transaction import ShardWriter
+from hfshard.constants import CONFIG_NAME, GENERATION_CONFIG_NAME, INDEX_SUFFIX, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
+from hfshard.errors import InvalidArgumentError
 from hfshard.saving.pipeline import Save
 from hfshard.training.run.background import Background, HostBuffers, PinnedSteps, ReentrantLocks
-from hfshard.training.run.manifest import RunCheckpoint
+from hfshard.training.run.manifest import MANIFEST, TRAINING_STATE, Rotation, RunCheckpoint
 from hfshard.training.run.push_run import BackgroundPusher
-from hfshard.training.run.rotation import Rotation
-from hfshard.training.run.run_storage import TRAINING_STATE, RunStorage
+from hfshard.training.run.run_storage import RunStorage
 from hfshard.training.state.collect_state import SavePayload
 
 logger = logging.getLogger(__name__)
 
+_OWN_SUFFIXES: Final = (SAFETENSORS_SUFFIX, INDEX_SUFFIX)
+
 
 class RunWriter:
-    """The only writer of a run, whose place it takes at the first save."""
+    """The only writer of a run, which it acquires at the first save."""
 
     def __init__(
-        self, place: RunStorage, rotation: Rotation, pusher: BackgroundPusher | None, progress: bool | None
+        self, storage: RunStorage, rotation: Rotation, pusher: BackgroundPusher | None, progress: bool | None
     ) -> None:
-        self.root = place.root
-        self._place = place
+        self.root = storage.root
+        self._storage = storage
         self._rotation = rotation
         self._pusher = pusher
         self._progress = progress
@@ -75,7 +80,7 @@ class RunWriter:
         The caller has the mutex, and no other save is in progress. The metrics are as in `write`.
 
         Raises:
-            SaveDirectoryError, AccessDeniedError, RunRemovedError, StoreError: The place refuses it.
+            SaveDirectoryError, AccessDeniedError, RunRemovedError, StoreError: The run cannot be saved there.
         """
         self.begin()
         if not blocking:
@@ -90,13 +95,16 @@ class RunWriter:
             self.start(step, work)
 
     def begin(self) -> None:
-        """Take the run's place, and create it if it is missing.
+        """Acquire the run, create it if it is missing, and remove what killed saves left.
 
         Raises:
             The errors of `save`.
         """
-        with self._place.saving():
-            self._begin()
+        if self._storage.acquire():
+            self._is_clean = False
+        if not self._is_clean:
+            self._storage.clean_up()
+            self._is_clean = True
 
     def write(
         self,
@@ -119,8 +127,20 @@ class RunWriter:
         Raises:
             The errors of `save`.
         """
-        with self._place.saving():
-            return self._write(step, payload, metrics, files, writer, blocking=blocking)
+        requests = payload.requests if self._storage.keeps_names else payload.without_adapter().requests
+        self._is_clean = False
+        with byte_progress("Saving", payload.nbytes, self._progress if blocking else False) as progress_callback:
+            save = Save(requests, writer, {**files, TRAINING_STATE: payload.training_state})
+            with self._storage.transaction(step, metrics, save.new, save.writer, progress_callback) as target:
+                save.prepare(target)
+                save.write(target)
+                save.commit(target, partial(self._wait_for_pushes_of, step))
+        saved = target.saved
+        assert saved is not None
+        logger.info("Saved the checkpoint of step %d, %d bytes of tensors, as '%s'.", step, payload.nbytes, saved.path)
+        self._rotate()
+        self._is_clean = True
+        return saved
 
     def push_saved(self, saved: RunCheckpoint, *, blocking: bool) -> None:
         """Push a checkpoint that was just written, if each one is pushed."""
@@ -163,40 +183,7 @@ class RunWriter:
                 self.wait_until_finished()
             finally:
                 if not self._background.is_running:  # Ctrl-C ends the wait, and the save continues
-                    self._place.release()
-
-    def _begin(self) -> None:
-        """Take the place at the first save, and remove what killed saves left."""
-        if self._place.take():
-            self._is_clean = False
-        if not self._is_clean:
-            self._place.clean_up()
-            self._is_clean = True
-
-    def _write(
-        self,
-        step: int,
-        payload: SavePayload,
-        metrics: dict[str, float] | None,
-        files: dict[str, bytes],
-        writer: ShardWriter | None,
-        *,
-        blocking: bool,
-    ) -> RunCheckpoint:
-        requests = payload.requests if self._place.keeps_names else payload.without_adapter().requests
-        self._is_clean = False
-        with byte_progress("Saving", payload.nbytes, self._progress if blocking else False) as progress_callback:
-            save = Save(requests, writer, {**files, TRAINING_STATE: payload.training_state})
-            with self._place.transaction(step, metrics, save.new, save.writer, progress_callback) as target:
-                save.prepare(target)
-                save.write(target)
-                save.commit(target, partial(self._wait_for_pushes_of, step))
-        saved = target.saved
-        assert saved is not None
-        logger.info("Saved the checkpoint of step %d, %d bytes of tensors, as '%s'.", step, payload.nbytes, saved.path)
-        self._rotate()
-        self._is_clean = True
-        return saved
+                    self._storage.release()
 
     def _wait_for_pushes_of(self, step: int) -> None:
         """Wait until no other thread is reading the checkpoint that is about to be replaced."""
@@ -207,14 +194,42 @@ class RunWriter:
     def _rotate_again(self) -> None:
         """Remove what had to stay while it was pushed; a save in progress does so itself."""
         with self._turns.taken():
-            if self._place.is_taken and not self._background.is_running:
+            if self._storage.is_acquired and not self._background.is_running:
                 self._rotate()
 
     def _rotate(self) -> None:
         if not self._rotation.does_remove:
             return
-        own = [one for one in self._place.known_checkpoints() if one.is_own]
+        own = [one for one in self._storage.checkpoints() if one.is_own]
         in_use = self._in_use.steps
         if self._pusher is not None:
             in_use |= self._pusher.steps_in_use
-        self._place.remove([one for one in self._rotation.to_remove(own) if one.step not in in_use])
+        self._storage.remove([one for one in self._rotation.to_remove(own) if one.step not in in_use])
+
+
+def check_names(files: Mapping[str, bytes], payload: SavePayload) -> None:
+    """Reject small files whose names lead elsewhere or are used by a checkpoint, and plain values that are too long.
+
+    Raises:
+        InvalidArgumentError: A name is rejected, or the plain values are longer than a restore reads.
+    """
+    if len(payload.training_state) > MAX_INDEX_BYTES:
+        raise InvalidArgumentError(
+            f"The state's plain values take {len(payload.training_state):,} bytes, but a restore reads at most "
+            f"{MAX_INDEX_BYTES:,}. Store long lists of numbers as tensors."
+        )
+    own = {MANIFEST, TRAINING_STATE, CONFIG_NAME, GENERATION_CONFIG_NAME}
+    for request in payload.requests.values():
+        own |= request.model_files.keys()
+    for name in files:
+        if (
+            not isinstance(name, str)
+            or name in own
+            or os.path.basename(name) != name
+            or name.startswith(".")
+            or name.endswith(_OWN_SUFFIXES)
+        ):
+            raise InvalidArgumentError(
+                f"A checkpoint file cannot be named {name!r}. Pass a plain name that the checkpoint does not use "
+                "itself."
+            )

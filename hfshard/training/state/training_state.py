@@ -6,6 +6,7 @@ import copy
 import re
 import sys
 from collections.abc import Collection
+from itertools import chain
 from typing import Any, Final, Literal
 
 import torch
@@ -14,7 +15,14 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from hfshard.errors import InvalidArgumentError
-from hfshard.tensors.state_dict import parameter_names, tied_parameter_names
+from hfshard.tensors.state_dict import (
+    RUN_REMEDY,
+    is_dtensor,
+    is_partitioned,
+    parameter_names,
+    reject_partitioned,
+    tied_parameter_names,
+)
 from hfshard.training.data.external_loader import track
 from hfshard.training.state.reordering import order_digest
 from hfshard.training.state.rng import Gradients
@@ -226,3 +234,58 @@ def _part_kind(name: str, part: Any) -> PartKind:
         f"'{name}' is a {type(part).__name__}, which has no state_dict and load_state_dict to save and restore it with."
         + hint
     )
+
+
+# States that are spread over ranks (FSDP2, tensor parallel), so that every rank must take part.
+
+
+def is_spread_state(state: TrainingState) -> bool:
+    """Return whether a parameter or buffer is a DTensor, after releasing parameters that a forward pass has gathered.
+
+    Args:
+        state: Its modules under `fully_shard` are resharded; the next pass gathers them again.
+
+    Raises:
+        InvalidArgumentError: A module is wrapped by FSDP1; or DeepSpeed has partitioned a part.
+    """
+    _reject_deepspeed(state)
+    modules = list(state.of_kind("module").values())
+    for module in modules:
+        _reshard(module)
+    trained = (group["params"] for optimizer in state.of_kind("optimizer").values() for group in optimizer.param_groups)
+    tensors = chain(*(chain(module.parameters(), module.buffers()) for module in modules), *trained)
+    return any(is_dtensor(tensor) for tensor in tensors)
+
+
+def _reject_deepspeed(state: TrainingState) -> None:
+    """Reject parameters that ZeRO-3 has partitioned, and optimizers whose parts on each rank have no names.
+
+    An optimizer that was passed to `deepspeed.initialize` has no parameters between two steps, and knows its state by
+    the flat tensors in which DeepSpeed keeps them.
+    """
+    for name, part in state.components.items():
+        if state.kinds[name] == "module":
+            reject_partitioned(part, "run")
+        trained = [part.state, *(group["params"] for group in part.param_groups)] if isinstance(part, Optimizer) else []
+        is_of_deepspeed = any(base.__name__ == "ZeROOptimizer" for base in type(part).__mro__)
+        if is_of_deepspeed or any(map(is_partitioned, chain(*trained))):
+            raise InvalidArgumentError(
+                f"Cannot save or restore a run with '{name}' ({type(part).__qualname__}): DeepSpeed ZeRO has "
+                f"partitioned its state across the ranks. Nothing was changed. {RUN_REMEDY}"
+            )
+
+
+def _reshard(module: nn.Module) -> None:
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return
+    for name, one in module.named_modules():
+        if isinstance(one, fsdp.FullyShardedDataParallel):
+            raise InvalidArgumentError(
+                f"{f'{name!r} of the model' if name else 'The model'} is wrapped by FullyShardedDataParallel (FSDP1), "
+                "whose flat parameters have no names and shapes of their own. Shard it with "
+                "torch.distributed.fsdp.fully_shard instead."
+            )
+        if isinstance(one, fsdp.FSDPModule):
+            with torch.no_grad():
+                one.reshard()

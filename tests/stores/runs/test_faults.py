@@ -17,7 +17,7 @@ from hfshard.commit import store_plan
 from hfshard.errors import CommitUnfinishedError, StoreError
 from hfshard.stores.retry import RETRY_VARIABLE
 from hfshard.training import CheckpointManager, TrainingState
-from hfshard.training.run.run_store import StorePlace
+from hfshard.training.run.run_store import RunStore
 from tests.servers.stores.buckets import Bucket
 from tests.servers.stores.fault_proxy import FaultProxy
 from tests.stores.runs.bucket_run import BucketRun, Net, save_steps
@@ -167,15 +167,15 @@ def test_an_earlier_save_stays_where_a_later_one_is_withdrawn(run: BucketRun, mo
     save_steps(CheckpointManager(run.root), 2, 3)
     names = put_incomplete(run, 2, 3)
     run.put(f".saves/checkpoint-00000002-{3:08d}-{'f' * 16}", b"")
-    plain = StorePlace._look
+    plain = RunStore._look
 
-    def look_then_withdraw(self: StorePlace) -> Any:
+    def look_then_withdraw(self: RunStore) -> Any:
         seen = plain(self)
         for name in names:
             run.delete(name)
         return seen
 
-    monkeypatch.setattr(StorePlace, "_look", look_then_withdraw)
+    monkeypatch.setattr(RunStore, "_look", look_then_withdraw)
     save_steps(CheckpointManager(run.root), 4)
 
     assert values(run) == {2: 2.0, 3: 3.0, 4: 4.0}

@@ -139,7 +139,7 @@ def _count_in_each_folder() -> Iterator[None]:
 @contextmanager
 def _delete_marked_saves_of_others() -> Iterator[None]:
     finished = finished_saves
-    delete = run_store.StorePlace._delete_lower
+    delete = run_store.RunStore._delete_lower
 
     def mutated(self: Any, seen: Any, transaction: SaveObjects, marks: Any, *rest: Any) -> None:
         delete(self, seen, transaction, marks, *rest)
@@ -150,14 +150,14 @@ def _delete_marked_saves_of_others() -> Iterator[None]:
             if mark not in finished(listed):
                 self._store.delete([f"{folder}/{name}" for name in listed if mark in saves_among([name])])
 
-    with patch.object(run_store.StorePlace, "_delete_lower", mutated):
+    with patch.object(run_store.RunStore, "_delete_lower", mutated):
         yield
 
 
 @contextmanager
 def _trust_the_first_listing() -> Iterator[None]:
     """Take what the first listing shows without a manifest for unfinished, and delete all of it, marked or not."""
-    delete = run_store.StorePlace._delete_lower
+    delete = run_store.RunStore._delete_lower
 
     def mutated(self: Any, seen: Any, *rest: Any) -> None:
         for folder, files in seen.folders.items():
@@ -167,7 +167,7 @@ def _trust_the_first_listing() -> Iterator[None]:
                 self._store.delete(names)
         delete(self, seen, *rest)
 
-    with patch.object(run_store.StorePlace, "_delete_lower", mutated):
+    with patch.object(run_store.RunStore, "_delete_lower", mutated):
         yield
 
 

@@ -281,7 +281,7 @@ class RunLister(Program):
     def run(self, replay: _Replay) -> None:
         """List them."""
         with _opening(replay):
-            found = run_store.StorePlace(str(ADDRESS)).checkpoints()
+            found = run_store.RunStore(str(ADDRESS)).checkpoints()
         replay.events.append(Event("listed", value={one.path.rpartition("/")[2]: one.save_id for one in found}))
 
 

@@ -18,8 +18,7 @@ from hfshard.checkpoint.open_checkpoint import open_checkpoint
 from hfshard.format.index import FileDigest
 from hfshard.training import TrainingState
 from hfshard.training.restoring.read_state import ReadPart, StateLayouts, part_reader, read_local_parts
-from hfshard.training.run.find_checkpoint import folder_at
-from hfshard.training.run.manifest import CheckpointManifest
+from hfshard.training.run.manifest import CheckpointManifest, folder_at
 
 RANK = 1
 

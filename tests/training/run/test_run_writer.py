@@ -6,26 +6,17 @@ import os
 from pathlib import Path
 
 import pytest
-from torch import nn
 
 from hfshard.commit.transaction import OwnShardWriter
 from hfshard.errors import DirectoryLockedError, HfshardError
-from hfshard.training import TrainingState
-from hfshard.training.run.find_checkpoint import manifests_in, run_place
-from hfshard.training.run.rotation import Rotation
+from hfshard.training.run.find_checkpoint import open_run
+from hfshard.training.run.manifest import Rotation
 from hfshard.training.run.run_writer import RunWriter
-from hfshard.training.state.collect_state import SavePayload, collect, collect_rank, encode_components, save_options
-
-
-def payload() -> SavePayload:
-    model = nn.Linear(2, 2)
-    state = TrainingState(model)
-    options = save_options("1GB", "xxh3", progress=False)
-    return collect(encode_components(state), model, [collect_rank(state, 0)], None, options)
+from tests.training.run.storage_contract import payload
 
 
 def new_writer(root: Path, max_to_keep: int | None = None) -> RunWriter:
-    return RunWriter(run_place(str(root)), Rotation(max_to_keep), pusher=None, progress=False)
+    return RunWriter(open_run(str(root)), Rotation(max_to_keep), pusher=None, progress=False)
 
 
 @pytest.fixture
@@ -61,7 +52,7 @@ def test_the_place_is_taken_from_the_first_save_until_it_is_closed(tmp_path: Pat
 def test_kept_checkpoints_stay_until_the_block_ends(tmp_path: Path, writer: RunWriter, blocking: bool) -> None:
     save(writer, 1)
 
-    with writer.kept(run_place(str(tmp_path)).checkpoints) as found:
+    with writer.kept(open_run(str(tmp_path)).checkpoints) as found:
         for step in (2, 3):
             writer.wait()
             save(writer, step, blocking=blocking)
@@ -77,7 +68,8 @@ def test_metrics_of_a_replaced_step_stay_unless_others_are_given(tmp_path: Path,
     seen: list[dict[str, float]] = []
     for metrics in given:
         save(writer, 1, metrics)
-        seen += [one.metrics for one in manifests_in(run_place(str(tmp_path)))]
+        manifests = [one.manifest for one in open_run(str(tmp_path)).checkpoints()]
+        seen += [one.metrics for one in manifests if one is not None]
 
     assert seen == [{"loss": 0.5}, {"loss": 0.5}, {}]
 
