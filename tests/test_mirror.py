@@ -28,7 +28,6 @@ COVERED = {
     "constants": "golden",
     "hub/hub_repo": "hub/push",
     "hub/repo_folder": "hub/pull/test_pull.py",
-    "places/store_files": "stores/suite/test_copying.py",
     "models/small_saves": "stores/suite/test_small_saves.py",
     "removal/from_store": "stores/removal/test_from_store.py",
     "removal/from_stored_run": "stores/runs/test_removing.py",

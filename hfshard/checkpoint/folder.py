@@ -92,8 +92,8 @@ class File(NamedTuple):
     """Time of the last change, by the clock of the place; None if the place does not record it."""
 
 
-class FoundFile(NamedTuple):
-    """A file that was looked up at one moment, without a listing."""
+class CurrentFile(NamedTuple):
+    """A file as it is now, looked up without a listing."""
 
     version: Hashable
     """A value that differs between a file and one that replaces it."""
@@ -188,7 +188,7 @@ class Folder(ABC):
         """Return the contents of what has one of these names now; a folder or a broken link equals no contents."""
 
     @abstractmethod
-    def look_up(self, paths: Collection[str]) -> dict[str, FoundFile]:
+    def look_up(self, paths: Collection[str]) -> dict[str, CurrentFile]:
         """Look up files as they are now, here and in folders below; what cannot be read equals no contents."""
 
     @abstractmethod
@@ -352,7 +352,7 @@ class LocalFolder(Folder):
             if os.path.lexists(path)
         }
 
-    def look_up(self, paths: Collection[str]) -> dict[str, FoundFile]:
+    def look_up(self, paths: Collection[str]) -> dict[str, CurrentFile]:
         """Look up files and links; not folders, which a commit rejects."""
         found = {}
         for name in paths:
@@ -361,7 +361,7 @@ class LocalFolder(Folder):
                 is_readable = os.path.isfile(path) and os.access(path, os.R_OK)
                 contents = file_source(path) if is_readable else FileSource(path, size=-1)
                 with suppress(OSError):  # it was removed meanwhile
-                    found[name] = FoundFile(identity_of(os.lstat(path)), contents)
+                    found[name] = CurrentFile(identity_of(os.lstat(path)), contents)
         return found
 
     def refresh(self, names: WeightNames | None = None) -> None:
@@ -568,12 +568,12 @@ class RangedFolder(Folder):
         listed = self._files.list_objects()
         return {name: StoredSource(self._files, found) for name, found in listed.items() if name in names}
 
-    def look_up(self, paths: Collection[str]) -> dict[str, FoundFile]:
+    def look_up(self, paths: Collection[str]) -> dict[str, CurrentFile]:
         """Look up files by listing their folders again."""
         folders = sorted({path.rpartition("/")[0] for path in paths})
         listed = run_in_threads(lambda folder, _: self._files.list_objects(folder), folders, _HEADERS_AT_ONCE)
         entries = {path: entry for some in listed for path, entry in some.items() if path in paths}
-        return {path: FoundFile(entry, StoredSource(self._files, entry)) for path, entry in entries.items()}
+        return {path: CurrentFile(entry, StoredSource(self._files, entry)) for path, entry in entries.items()}
 
     @property
     def _listed(self) -> Mapping[str, Any]:
@@ -695,12 +695,12 @@ class StoreFolder(RangedFolder):
         other._objects, other._small = self._listed, self._small
         return other
 
-    def look_up(self, paths: Collection[str]) -> dict[str, FoundFile]:
+    def look_up(self, paths: Collection[str]) -> dict[str, CurrentFile]:
         """Look up objects, each by a request."""
         asked = sorted(paths)
         entries = run_in_threads(lambda path, _: self._store.find(path), asked, _HEADERS_AT_ONCE)
         found = {path: entry for path, entry in zip(asked, entries, strict=True) if entry is not None}
-        return {path: FoundFile(entry, StoredSource(self._store, entry)) for path, entry in found.items()}
+        return {path: CurrentFile(entry, StoredSource(self._store, entry)) for path, entry in found.items()}
 
     def neighbors(self) -> list[str]:
         """List the folders next to this one, for a message; none if the store does not allow the listing."""

@@ -249,7 +249,7 @@ class _Orders(NamedTuple):
 
     token: bytes
     """`StagedSave.token`, with which the staged files begin."""
-    places: Mapping[str, Place]
+    places: Mapping[str, FilePosition]
     """FQN -> the file and offset of the tensor."""
 
 
@@ -431,7 +431,7 @@ TOKEN_BYTES: Final = 16
 """A header is longer."""
 
 
-class Place(NamedTuple):
+class FilePosition(NamedTuple):
     """The location of a tensor's bytes."""
 
     path: str
@@ -458,7 +458,7 @@ class StagedSave:
             What `hfshard.save_state_dict` raises before it writes; the directory is unchanged.
         """
         self.directory = directory
-        self.places: dict[str, Place] = {}
+        self.places: dict[str, FilePosition] = {}
         self.token = os.urandom(TOKEN_BYTES)
         tensors = {
             name: RawTensor(layout, partial(_blocks, self.places, name, layout.nbytes))
@@ -510,7 +510,7 @@ class StagedSave:
         for job in self._target.stage(jobs):
             end = len(blank_header(job, self._save.new.checksum))
             for name, tensor in job.tensors.items():
-                self.places[name] = Place(job.path, end)
+                self.places[name] = FilePosition(job.path, end)
                 end += tensor_nbytes(tensor)
             _make_file(job.path, self.token, end)
         self._target.reject_single_without_links(jobs)
@@ -552,7 +552,7 @@ def _make_file(path: str, token: bytes, size: int) -> None:
         os.close(fd)
 
 
-def _blocks(places: Mapping[str, Place], name: str, nbytes: int, block_bytes: int) -> Iterator[memoryview]:
+def _blocks(places: Mapping[str, FilePosition], name: str, nbytes: int, block_bytes: int) -> Iterator[memoryview]:
     """Read back what was written of a tensor."""
     path, start = places[name]
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

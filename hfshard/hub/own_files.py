@@ -8,7 +8,7 @@ from collections.abc import Collection, Hashable, Mapping
 from typing import Final
 
 from hfshard._util.text import shorten_list
-from hfshard.checkpoint.folder import Folder, FoundFile
+from hfshard.checkpoint.folder import CurrentFile, Folder
 from hfshard.checkpoint.locate import locate_checkpoint
 from hfshard.commit.directory_commit import LOCK_WAIT_SECONDS
 from hfshard.commit.directory_state import read_directory_state
@@ -149,5 +149,5 @@ def _is_of_a_checkpoint(name: str) -> bool:
     return name in _OF_A_CHECKPOINT or (name.startswith(_CHAT_TEMPLATES) and name.endswith(".jinja"))
 
 
-def _version(found: Mapping[str, FoundFile], name: str) -> Hashable:
+def _version(found: Mapping[str, CurrentFile], name: str) -> Hashable:
     return found[name].version if name in found else None
