@@ -29,6 +29,7 @@ os.environ.pop("SSL_CERT_FILE", None)
 os.environ.pop("HF_HUB_DISABLE_PROGRESS_BARS", None)
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests import REPOSITORY
 from tests.helpers import processes
@@ -36,6 +37,10 @@ from tests.helpers import processes
 if TYPE_CHECKING:
     from tests.servers.hub.hub_server import HubServer
 
+
+# How long an example takes says how busy the machine is.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 
 # With each model, transformers compiles its table of names, which is twice as long as what Python keeps compiled.
 vars(re)["_MAXCACHE"] = 1 << 14

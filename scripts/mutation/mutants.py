@@ -310,8 +310,8 @@ MUTANTS: Final = (
     Mutant(
         "readme-replaced",
         "a copy does not replace the user's README in the target",
-        "        if name == README and name in session.state.listing and not self._new.replaces_readme:",
-        "        if name == README and name in session.state.listing and self._new.replaces_readme:",
+        "            replaces_readme=first.replaces_readme,",
+        "            replaces_readme=not first.replaces_readme,",
         ("tests/saving/test_resharding.py", "tests/saving/test_copy_checkpoint.py", "tests/test_reshard.py"),
     ),
     # removal
@@ -458,7 +458,7 @@ MUTANTS: Final = (
     Mutant(
         "digests-trusted",
         "a comparison that is to read everything relies on no digest",
-        "        asked.trusts_digests and (a.places & b.places or (has_digests and a.digest == b.digest))",
+        "        options.trust_digests and (a.places & b.places or (has_digests and a.digest == b.digest))",
         "        a.places & b.places or (has_digests and a.digest == b.digest)",
         (
             "tests/viewing/test_diff_checkpoints_places.py::test_digests_that_lie_are_found_by_full",
