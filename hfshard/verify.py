@@ -9,7 +9,8 @@ from functools import partial
 
 from hfshard._util.arguments import check_text_arguments, wraps_os_errors
 from hfshard.checkpoint.locate import adapter_weights
-from hfshard.checkpoint.verifier import VerifyReport, verify_directory
+from hfshard.checkpoint.verifier import verify_directory
+from hfshard.checkpoint.verify_report import VerifyReport
 from hfshard.errors import CheckpointNotFoundError, DamagedCheckpointError, InvalidArgumentError
 from hfshard.format.file_names import WeightNames
 from hfshard.hub.resolve import CheckpointQuery

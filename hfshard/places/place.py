@@ -12,7 +12,8 @@ from hfshard._util.addresses import is_store_address, is_store_url, parse_addres
 from hfshard._util.arguments import absolute_path, checked_path_text
 from hfshard.checkpoint.folder import File, Folder, LocalFolder, StoreFolder, Traits
 from hfshard.checkpoint.locate import directory_not_found, is_weights_name, split_file_path
-from hfshard.checkpoint.verifier import VerifyReport, verify_directory
+from hfshard.checkpoint.verifier import verify_directory
+from hfshard.checkpoint.verify_report import VerifyReport
 from hfshard.commit.hub_marker import has_hub_marker, hub_directory
 from hfshard.errors import (
     CheckpointNotFoundError,

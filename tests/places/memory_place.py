@@ -12,7 +12,8 @@ from hfshard._util.addresses import reject_hub_arguments
 from hfshard.checkpoint.folder import Folder, RangedFolder
 from hfshard.checkpoint.locate import is_weights_name
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
-from hfshard.checkpoint.verifier import VerifyReport, verify_directory
+from hfshard.checkpoint.verifier import verify_directory
+from hfshard.checkpoint.verify_report import VerifyReport
 from hfshard.commit.transaction import JobsOf, NewCheckpoint, ShardWriter
 from hfshard.constants import CONFIG_NAME, README
 from hfshard.disk.byte_source import ByteSource, BytesSource

@@ -6,7 +6,8 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 
 from hfshard._util.progress import byte_progress
-from hfshard.checkpoint.verifier import Problem, VerifyReport, verify_directory
+from hfshard.checkpoint.verifier import verify_directory
+from hfshard.checkpoint.verify_report import Problem, VerifyReport
 from hfshard.constants import BIN_SUFFIX, SAFETENSORS_SUFFIX
 from hfshard.errors import CheckpointChangedError, CheckpointNotFoundError, HfshardError
 from hfshard.format.file_names import INDEX_FILE, MODEL_BASE, WeightNames
