@@ -310,9 +310,9 @@ MUTANTS: Final = (
     Mutant(
         "readme-replaced",
         "a copy does not replace the user's README in the target",
-        "        if name == README and name in session.state.listing and not self._new.replaces_readme:",
-        "        if name == README and name in session.state.listing and self._new.replaces_readme:",
-        ("tests/saving/test_resharding.py", "tests/saving/test_copy_checkpoint.py", "tests/test_reshard.py"),
+        "    if own_files.keeps_readme:\n        del companions[README]",
+        "    if not own_files.keeps_readme:\n        del companions[README]",
+        ("tests/saving/test_copy_checkpoint.py", "tests/stores/suite/test_own_files.py"),
     ),
     # removal
     Mutant(
