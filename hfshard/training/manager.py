@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import torch.distributed as dist
 
-from hfshard._util.arguments import absolute_path, wraps_os_errors
+from hfshard._util.arguments import wraps_os_errors
 from hfshard._util.call_ranks import among, check_process_group, has_other_ranks
 from hfshard.commit.hub_marker import absolute_repo_id
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
@@ -20,6 +20,7 @@ from hfshard.distributed.rendezvous import Session
 from hfshard.errors import CheckpointNotFoundError
 from hfshard.format.digests import Checksum
 from hfshard.hub.push_files import PushOptions
+from hfshard.places.place import place_to_save
 from hfshard.saving.save_request import SaveOptions
 from hfshard.signing.check_signature import required_signature
 from hfshard.signing.signer import SignedBy
@@ -122,7 +123,7 @@ class CheckpointManager(RunReader):
         rotation = Rotation(max_to_keep, keep_best, metric_mode, keep_every)
         SaveOptions(max_shard_size=max_shard_size, checksum=checksum)  # this checks both
         # Absolute, so that a run that changes its working directory still saves to the same place.
-        self.root = absolute_path(root, "root")
+        self.root = place_to_save(root, "root").address
         self.max_to_keep = max_to_keep
         self.keep_best = keep_best
         self.metric_mode = metric_mode

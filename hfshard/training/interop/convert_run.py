@@ -10,11 +10,12 @@ from typing import Any, Final
 
 import torch
 
-from hfshard._util.arguments import absolute_path, wraps_os_errors
+from hfshard._util.arguments import wraps_os_errors
 from hfshard.constants import CONFIG_NAME, DEFAULT_MAX_SHARD_SIZE, GENERATION_CONFIG_NAME
 from hfshard.errors import CheckpointNotFoundError, HfshardError, InvalidArgumentError
 from hfshard.format.digests import Checksum
 from hfshard.format.file_names import MODEL_BASE
+from hfshard.places.place import place_to_save
 from hfshard.saving.save_request import request_from_state_dict
 from hfshard.tensors.parameter_names import strip_compiled, without_common_wrappers
 from hfshard.tensors.tied import find_shared_tensors
@@ -104,7 +105,7 @@ def convert_foreign(
             the run has a checkpoint of this step. Nothing was written.
         UnsafePickleError, DamagedCheckpointError: It cannot be read.
     """
-    root = absolute_path(root, "root")
+    root = place_to_save(root, "root").address
     reader = reader_of(path)
     if reader is None:
         raise CheckpointNotFoundError(f"'{path}' is not another program's checkpoint. Check the path.", path=path)

@@ -25,7 +25,14 @@ from hfshard.errors import (
 from hfshard.format.file_names import WeightNames
 from hfshard.format.parts_of_ranks import describe_parts_in
 from hfshard.hub.resolve import CheckpointQuery, ResolvedCheckpoint
-from hfshard.places.place import explain_missing_directory, place_to_load, place_to_save
+from hfshard.places.place import (
+    DirectoryPlace,
+    SavePlace,
+    StorePlace,
+    explain_missing_directory,
+    place_to_load,
+    place_to_save,
+)
 from hfshard.places.source import CheckpointSource
 from hfshard.training.run.manifest import (
     MANIFEST,
@@ -322,9 +329,25 @@ def _strays(folder: Folder, manifest: CheckpointManifest) -> list[HfshardError]:
 # Lookup by path: a run, or one checkpoint.
 
 
+STORAGES: Final[dict[type[SavePlace], Callable[[str], RunStorage]]] = {
+    DirectoryPlace: RunDirectory,
+    StorePlace: RunStore,
+}
+"""Class of a place -> storage of a run in such a place, given its path or address."""
+
+
 def open_run(root: str) -> RunStorage:
-    """Return the storage of a run; nothing is read or created yet."""
-    return RunDirectory(root) if place_to_save(root, "path").traits.is_directory else RunStore(root)
+    """Return the storage of a run; nothing is read or created yet.
+
+    Raises:
+        InvalidArgumentError: It is a place for checkpoints only.
+    """
+    storage = STORAGES.get(type(place_to_save(root, "path")))
+    if storage is None:
+        raise InvalidArgumentError(
+            f"'{root}' is a place for checkpoints, not for runs. Pass a directory, or an address in a store.", path=root
+        )
+    return storage(root)
 
 
 # Checkpoints from elsewhere than the run: in a directory, at an address, or on a hub.
