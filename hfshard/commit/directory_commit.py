@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from hfshard._util.progress import ProgressCallback, byte_progress
 from hfshard._util.threads import delay_interrupt
@@ -406,6 +406,7 @@ class DirectoryTransaction:
         """Companion file -> its name in the staging directory."""
         self._digests: dict[str, FileDigest] = {}
         self._hides_single: bool | None = None
+        self._can_link: bool | None = None
 
     def prepare(self, plan: ShardPlan, names: WeightNames, jobs_of: JobsOf) -> ShardPlan:
         """Keep the standard names if the directory has none of them, or has files with the same fingerprints.
@@ -421,9 +422,13 @@ class DirectoryTransaction:
         return plan
 
     def write(self, jobs: Mapping[str, WriteJob]) -> dict[str, FileDigest]:
-        """Write the files into the staging directory, and copy the companion files there."""
+        """Write the files into the staging directory, and copy the companion files there.
+
+        Raises:
+            NamesTakenError: A file differs after all from one that looked the same, or a single one needs links.
+        """
         total = sum(job.nbytes for job in jobs.values()) + self._companion_bytes
-        with byte_progress("Saving", total, self._new.progress) as progress_callback:
+        with byte_progress(self._writer.verb, total, self._new.progress) as progress_callback:
             digests = self._writer.write(self.stage(jobs), self._new.checksum, progress_callback)
             self._digests = dict(zip(jobs, digests, strict=True))
             self._stage_companion_files(progress_callback)
@@ -464,7 +469,9 @@ class DirectoryTransaction:
         if list(jobs) != [self._new.names.single]:
             return
         staged = self._new_state(list(jobs[self._new.names.single].tensors), None)
-        if needs_hard_links(self._session.state, staged) and not self._session.can_link(*self._staged.values()):
+        if self._can_link is None and needs_hard_links(self._session.state, staged):
+            self._can_link = self._session.can_link(*self._staged.values())
+        if self._can_link is False:
             self._give_up_names()
 
     @property
@@ -487,7 +494,7 @@ class DirectoryTransaction:
         old, digest = self._session.state.index, self._digests[file]
         return old is not None and old.files.get(file) == digest and digest.is_verifiable
 
-    def _give_up_names(self) -> None:
+    def _give_up_names(self) -> NoReturn:
         self._session.empty_staging()
         self._may_reuse_names = False
         raise NamesTakenError

@@ -533,10 +533,15 @@ class StoreTransaction:
         return with_index(plan, names)
 
     def write(self, jobs: Mapping[str, WriteJob]) -> dict[str, FileDigest]:
-        """Copy unchanged shards on the server, and send the others."""
+        """Copy unchanged shards on the server, and send the others; nothing yet if all of it seems to be there.
+
+        Raises:
+            RemoteChangedError, StoreError: As in `commit`.
+        """
         self._jobs = self._objects.with_paths(jobs)
+        may_be_same = self._before.is_settled() and self._before.has_same_small_files()  # before tensors are read
         same = self._objects.find_unchanged(self._jobs, self._writer, self._new.checksum)
-        if len(same) == len(jobs) and self._before.is_settled() and self._before.has_same_small_files():
+        if may_be_same and len(same) == len(jobs):
             self._unchanged = same
             return same
         try:
@@ -561,8 +566,7 @@ class StoreTransaction:
         """
         [index] = index_files.values()
         if self._error is not None:
-            self._accept_others(index, self._error)
-            return True
+            return self._accept_index(index, self._error)
         if self._unchanged and self._before.has_index(index) and self._before.has_copies(index):
             logger.info("Nothing has changed in '%s': nothing was sent.", self._store.address)
             return False
@@ -571,9 +575,7 @@ class StoreTransaction:
                 self._send(self._unchanged)
             self._objects.add_small_files({**self._before.small_files, self._new.names.index: index})
         except StoreError as error:
-            self._same_of_others(error)
-            self._accept_others(index, error)
-            return True
+            return self._accept_same(index, error)
         save = self._objects.contents(self._before.replaced)
         confirm()
         try:
@@ -584,10 +586,8 @@ class StoreTransaction:
                     raise overtaken(self._store)
                 self._delete_lower(found)
         except (StoreError, RemoteChangedError) as error:
-            self._same_of_others(error)
-            self._accept_others(index, error)
-        else:
-            self._note_signature()
+            return self._accept_same(index, error)
+        self._note_signature()
         return True
 
     @property
@@ -629,11 +629,17 @@ class StoreTransaction:
             pass  # the first error is more informative
         raise other from (None if other is error else error)
 
-    def _accept_others(self, index: bytes, error: HfshardError) -> None:
-        """Accept the save of another process, if its index is the same, too.
+    def _accept_same(self, index: bytes, error: StoreError | RemoteChangedError) -> bool:
+        """Accept the save of another process, if it is the same; raises as `_same_of_others` and `_accept_index` do."""
+        self._same_of_others(error)
+        return self._accept_index(index, error)
+
+    def _accept_index(self, index: bytes, error: HfshardError) -> bool:
+        """Accept the save of another process with the same shards, if its index is the same, too.
 
         Raises:
             RemoteChangedError: It is not.
+            The error: The store can't be asked.
         """
         try:
             is_same = self._before.has_index(index)
@@ -642,6 +648,7 @@ class StoreTransaction:
         if not is_same:
             raise overtaken(self._store) from error
         logger.info("Another process saved the same checkpoint into '%s'.", self._store.address)
+        return True
 
     def _put_copies(self) -> tuple[Mapping[str, StoredObject], SaveId]:
         """Put the files that other tools read: companion files, and plain copies of the small files.

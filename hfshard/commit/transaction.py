@@ -81,7 +81,8 @@ class Transaction(Protocol):
     """One change of a place, all or nothing: the sink of the one save (`saving/pipeline.py`).
 
     It is opened with a `NewCheckpoint` and a `ShardWriter`, as the value of a `with` statement: leaving the block
-    without `commit` leaves what was there. The calls are made in this order, `prepare` once for each plan.
+    without `commit` leaves what was there. The calls are made in this order, `prepare` once for each plan. (A directory
+    has two methods more, for torch.distributed.checkpoint, which fills its files between `prepare` and `write`.)
     """
 
     def prepare(self, plan: ShardPlan, names: WeightNames, jobs_of: JobsOf) -> ShardPlan:
@@ -127,6 +128,9 @@ class Transaction(Protocol):
 class ShardWriter(Protocol):
     """Writer of a save's files, which writes them into the staging directory, or sends them to a store."""
 
+    verb: str
+    """The label of the progress bar while it writes."""
+
     def fingerprints(self, jobs: Sequence[WriteJob], checksum: str | None) -> Iterable[str]:
         """Compute the fingerprints of the files that `write` would write for these jobs, in order; write nothing."""
 
@@ -152,6 +156,8 @@ class OwnShardWriter:
     Args:
         confirm: Called right before the commit.
     """
+
+    verb = "Saving"
 
     def __init__(self, confirm: Callable[[], None] = lambda: None) -> None:
         self._confirm = confirm

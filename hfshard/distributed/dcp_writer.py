@@ -565,6 +565,8 @@ def _blocks(places: Mapping[str, FilePosition], name: str, nbytes: int, block_by
 class _FilledFiles(OwnShardWriter):
     """Writer that completes files whose tensors are already written."""
 
+    verb = "Hashing"
+
     def fingerprints(self, jobs: Sequence[WriteJob], checksum: str | None) -> Iterable[str]:
         """Know none: the tensors are not written yet, so each file gets a new name."""
         return [""] * len(jobs)

@@ -61,6 +61,8 @@ class RankWriter:
         writers: The ranks that may write; empty: all.
     """
 
+    verb = "Saving"
+
     def __init__(
         self,
         session: Session,

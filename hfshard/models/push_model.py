@@ -225,8 +225,8 @@ class HubTransaction:
         digests = {}
         for (file, job), (digest, header) in zip(jobs.items(), hashed, strict=True):
             opener = partial(SafetensorsStream, header, list(job.tensors.values()))
-            is_final = job.hfshard_metadata is None and digest.sha256 is not None
-            sha256 = digest.sha256 if is_final and digest.sha256 is not None else sha256_of_reader(opener())
+            sha256 = digest.sha256 if job.hfshard_metadata is None else None  # a single file has its own digests
+            sha256 = sha256 or sha256_of_reader(opener())
             self._contents[file] = StreamSource(digest.size or 0, sha256, opener)
             digests[file] = digest
         return digests

@@ -198,7 +198,7 @@ class Save:
             self.plans[base] = target.prepare(plan, request.options.names, partial(shard_jobs, request=request))
 
     def add_shard(self, target: Transaction) -> None:
-        """Plan with one file more, after a NamesTakenError."""
+        """Plan with one file more, after a NamesTakenError, which only places of one request raise."""
         for base, plan in self.plans.items():
             self.plans[base] = with_one_more_shard(plan, self.requests[base].options.names)
         self.prepare(target)

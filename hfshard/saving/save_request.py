@@ -16,6 +16,7 @@ from hfshard.errors import InvalidArgumentError
 from hfshard.format.digests import Checksum, check_checksum, sha256_of
 from hfshard.format.file_names import MODEL_BASE, WeightNames
 from hfshard.format.index import FileDigest
+from hfshard.format.strict_json import MAX_JSON_DEPTH, is_too_deep
 from hfshard.shards.shard_plan import Packing, check_packing
 from hfshard.tensors.state_dict import collect_state_dict, has_spread, reject_partitioned, reject_sharded_tensors
 from hfshard.tensors.stored_tensor import TensorLike
@@ -50,7 +51,7 @@ class SaveRequest:
     drops_config: bool = False
     """Remove an existing config.json, because this checkpoint has none."""
     hides_single: bool = False
-    """Hide the old single file during the commit; see `NewCheckpoint`."""
+    """Hide the old single file during the commit; see `StagedCheckpoint`."""
     model_files: Mapping[str, bytes] = field(default_factory=dict)
     """Other small files that belong to the checkpoint: generation config, custom code."""
     companion_files: Mapping[str, ByteSource] = field(default_factory=dict)
@@ -163,8 +164,13 @@ class SaveOptions:
 
 def _check_metadata(metadata: Mapping[str, Any]) -> None:
     try:
-        json.dumps(dict(metadata), allow_nan=False)
+        raw = json.dumps(dict(metadata), allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidArgumentError(
             f"metadata must be JSON, without NaN or other objects: {error}. Pass the values as text."
         ) from error
+    if is_too_deep(f"[{raw}]".encode()):  # an index has it one level below
+        raise InvalidArgumentError(
+            f"metadata is nested too deep: JSON of a checkpoint has at most {MAX_JSON_DEPTH} levels, its index included. "
+            "Pass the values as text."
+        )

@@ -309,9 +309,9 @@ class RunDirectory:
                 os.mkdir(directory)
                 yield target
             finally:
+                self._save_number = save_number  # also if a flush failed after the rename
                 if target.saved is None:
                     shutil.rmtree(directory, ignore_errors=True)  # the next save tries again
-            self._save_number = save_number
 
     def remove(self, checkpoints: Sequence[RunCheckpoint]) -> None:
         """Remove each checkpoint: first by one rename, then its files."""
