@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from hfshard._util.text import parse_size
-from hfshard.constants import CONFIG_NAME, DEFAULT_MAX_SHARD_SIZE
+from hfshard.constants import CONFIG_NAME, DEFAULT_MAX_SHARD_SIZE, MAX_JSON_DEPTH
 from hfshard.disk.byte_source import ByteSource
 from hfshard.errors import InvalidArgumentError
 from hfshard.format.digests import Checksum, check_checksum, sha256_of
 from hfshard.format.file_names import MODEL_BASE, WeightNames
 from hfshard.format.index import FileDigest
-from hfshard.format.strict_json import MAX_JSON_DEPTH, is_too_deep
+from hfshard.format.strict_json import is_too_deep
 from hfshard.shards.shard_plan import Packing, check_packing
 from hfshard.tensors.state_dict import collect_state_dict, has_spread, reject_partitioned, reject_sharded_tensors
 from hfshard.tensors.stored_tensor import TensorLike
@@ -171,6 +171,6 @@ def _check_metadata(metadata: Mapping[str, Any]) -> None:
         ) from error
     if is_too_deep(f"[{raw}]".encode()):  # an index has it one level below
         raise InvalidArgumentError(
-            f"metadata is nested too deep: JSON of a checkpoint has at most {MAX_JSON_DEPTH} levels, its index included. "
-            "Pass the values as text."
+            f"metadata is nested too deep: JSON of a checkpoint has at most {MAX_JSON_DEPTH} levels, two of them its "
+            "index's. Pass the values as text."
         )

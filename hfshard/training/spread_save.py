@@ -561,6 +561,8 @@ class KeyedWriter:
         ranks: The writer in which all ranks take part; it knows the tensors by their keys.
     """
 
+    verb = "Saving"
+
     def __init__(self, ranks: RankWriter) -> None:
         self._ranks = ranks
 

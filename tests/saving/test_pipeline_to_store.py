@@ -13,11 +13,14 @@ import pytest
 import torch
 
 import hfshard
+from hfshard.commit.store_commit import store_transaction
+from hfshard.commit.transaction import OwnShardWriter
 from hfshard.disk.byte_source import BytesSource
 from hfshard.errors import RemoteChangedError, StoreAccessError, StoreError
-from hfshard.format.index import CheckpointIndex, without_commit_marker
+from hfshard.format.index import CheckpointIndex, FileDigest, without_commit_marker
+from hfshard.saving.pipeline import Save
 from hfshard.saving.save_request import SaveOptions, SaveRequest, request_from_state_dict
-from tests.stores.saving.checkpoints import save_into
+from tests.stores.saving.checkpoints import loaded, save_into
 from tests.stores.saving.memory_store import MemoryStore
 
 INDEX = "model.safetensors.index.json"
@@ -319,3 +322,23 @@ def test_a_place_that_changes_whenever_it_is_looked_at_is_left_to_others() -> No
     with pytest.raises(RemoteChangedError, match=r"Other processes replaced the checkpoint in .* on every attempt"):
         save(store, request(weights(2), config=CONFIG))
     assert store.objects.keys() == old.objects.keys()
+
+
+def test_a_save_that_another_overtakes_while_it_hashes_reads_no_object_that_is_gone() -> None:
+    store = MemoryStore()
+    large = b'{"x": "' + b"y" * (1 << 20) + b'"}'  # an object of its own, which the other save deletes
+    wanted = request(weights(1), model_files={"large.json": large})
+    save(store, wanted)
+    other = MemoryStore(store.objects)
+
+    class Slow(OwnShardWriter):
+        def link(self, *arguments: Any) -> list[FileDigest | None]:
+            found = super().link(*arguments)
+            if not other.requests:
+                save_into(other, request(weights(2), model_files={"large.json": large.replace(b"y", b"z")}))
+            return found
+
+    one = Save({"model": wanted}, Slow())
+    with store_transaction(store, one.new, one.writer) as target:
+        assert not one.into(target)  # it was all there when it began
+    assert loaded(store.objects) == (None, {2.0, 3.0, 4.0})

@@ -30,7 +30,7 @@ from hfshard.errors import CheckpointNotFoundError, HfshardError, InvalidArgumen
 from hfshard.hub.repo import RepoTree
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.load import load_model
-from hfshard.places.place import place_to_load, place_to_save
+from hfshard.places.place import place_to_check, place_to_load, place_to_push, place_to_save
 from hfshard.places.source import CheckpointSource
 from hfshard.training.data.dataloader import length_of, plain_loader
 from hfshard.training.integrations.accelerate import BatchShare
@@ -578,12 +578,11 @@ def _tree(repo_id: str, revision: str | None, token: str | None) -> RepoTree | N
     """Request a hub's list of files; None if no hub can be asked."""
     from hfshard.hub.download import fetch_tree_for_reading, is_offline  # huggingface_hub's import takes time
 
-    place = place_to_load(repo_id)
-    if place.has_revisions and place.is_for_hfshard_only:
+    if place_to_check(repo_id).has_revisions:  # a hub in a directory; another directory may have the name of a repo
         from hfshard.hub.directory.directory_hub import DirectoryHub
 
         return DirectoryHub.open(repo_id).tree(revision)
-    if not place.has_revisions or is_offline(local_files_only=False):
+    if place_to_push(repo_id).is_for_hfshard_only or is_offline(local_files_only=False):
         return None
     return fetch_tree_for_reading(repo_id, revision, token)
 

@@ -383,10 +383,10 @@ def checked_at(
 
     Args:
         place: A path, an address or `file://` URL, or "org/name"; on a hub with "@revision" unless it is main.
-        verify: As in `find_checkpoint.check_run_checkpoint`.
+        verify: As in `check_run_checkpoint`.
         token: A token, as in huggingface_hub.
         progress: Whether to show a bar on stderr. None: on a terminal.
-        is_read_next: As in `find_checkpoint.check_run_checkpoint`.
+        is_read_next: As in `check_run_checkpoint`.
 
     Raises:
         InvalidArgumentError: `place` is not valid, or it is a store's address, which takes no token.

@@ -127,7 +127,7 @@ class RunStore:
 
     @property
     def is_acquired(self) -> bool:
-        """True if this process has saved into it, and its last save was the highest."""
+        """True if this process has saved into it, and its last save succeeded."""
         return self._seen is not None and self._seen.process == os.getpid()
 
     def acquire(self) -> bool:

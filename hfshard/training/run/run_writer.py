@@ -45,7 +45,7 @@ class RunWriter:
         """The steps that callers push."""
 
     def turn(self, changing: str = "") -> AbstractContextManager[None]:
-        """Keep other threads out while the block runs, as `Turns.taken` does."""
+        """Keep other threads out while the block runs, as `ReentrantLocks.taken` does."""
         return self._turns.taken(changing)
 
     @contextmanager

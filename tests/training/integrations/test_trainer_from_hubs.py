@@ -97,12 +97,18 @@ def test_the_hub_is_resumed_exactly_and_each_file_comes_once(
     assert len(downloads) == len(set(downloads)) == 3  # of the model, the optimizer, the rest
 
 
-def test_what_trainer_alone_has_pushed_is_resumed_as_ever(hub_server: HubServer, tmp_path: Path) -> None:
+def test_what_trainer_alone_has_pushed_is_resumed_as_ever(
+    hub_server: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     alone = trainer(CASE, tmp_path / "alone", **NINE)
     alone.train()
     run = tmp_path / "alone" / "run"
     repo = hub_server.create_repo("org/stock")
-    for name, numbers in (("checkpoint-3 checkpoint-6", "all"), ("last-checkpoint", "newest")):
+    for name, numbers, address in (
+        ("checkpoint-3 checkpoint-6", "all", "org/stock"),
+        ("last-checkpoint", "newest", "org/stock@main"),
+    ):
         files = {
             f"{folder}/{path.name}": path.read_bytes()
             for folder in name.split()
@@ -111,10 +117,11 @@ def test_what_trainer_alone_has_pushed_is_resumed_as_ever(hub_server: HubServer,
         repo.commit({"config.json": b"{}", **files}, numbers)
 
         with talking_to(hub_server.endpoint, tmp_path / numbers):
-            trained = resumed(tmp_path / f"resumed {numbers}", "org/stock", **NINE)
+            trained = resumed(tmp_path / f"resumed {numbers}", address, **NINE)
             assert everything(trained) == everything(alone)
             with pytest.raises(CheckpointNotFoundError, match="holds no training checkpoint"):
                 resumed(tmp_path / "none", f"org/stock@{repo.commits()[-1].oid}", **NINE)
+        (tmp_path / "org" / "stock").mkdir(parents=True, exist_ok=True)  # as an output_dir of the repo's name
 
 
 def test_a_best_model_that_was_downloaded_is_loaded_in_the_end(tmp_path: Path) -> None:
