@@ -87,7 +87,7 @@ def _folder_of_run(place: Place, subfolder: str) -> str | None:
     """Return the path or address that may have training checkpoints; None for a file, a hub, or a missing one."""
     if place.traits.is_directory and (place.is_for_hfshard_only or not place.folder(subfolder).exists()):
         return None
-    return f"{place.address}/{subfolder}".rstrip("/")
+    return f"{place.address}/{subfolder}".rstrip("/") or "/"
 
 
 def _verify_run(

@@ -30,6 +30,11 @@ def flip_last_bit(path: Path) -> None:
     path.write_bytes(raw)
 
 
+def test_the_root_of_the_file_system_is_a_directory_like_any_other() -> None:
+    with pytest.raises(CheckpointNotFoundError, match="There is no checkpoint in '/'"):
+        hfshard.verify_checkpoint("/")
+
+
 @pytest.mark.parametrize("checksum", ["sha256", "xxh3"])
 def test_damage_in_several_files_is_reported_in_their_order(checksum: str, tmp_path: Path) -> None:
     shards = saved(tmp_path, checksum)

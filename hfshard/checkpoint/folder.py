@@ -358,9 +358,9 @@ class LocalFolder(Folder):
         for name in paths:
             path = os.path.join(self.path, name)
             if os.path.islink(path) or (os.path.exists(path) and not os.path.isdir(path)):
-                is_readable = os.path.isfile(path) and os.access(path, os.R_OK)
-                contents = file_source(path) if is_readable else FileSource(path, size=-1)
                 with suppress(OSError):  # it was removed meanwhile
+                    is_readable = os.path.isfile(path) and os.access(path, os.R_OK)
+                    contents = file_source(path) if is_readable else FileSource(path, size=-1)
                     found[name] = CurrentFile(identity_of(os.lstat(path)), contents)
         return found
 

@@ -272,6 +272,7 @@ def checkpoints(arguments: argparse.Namespace) -> int:
 
 
 def _list_checkpoints(arguments: argparse.Namespace) -> list[ListedCheckpoint]:
+    from hfshard.places.place import place_to_save
     from hfshard.training.run.reports import report_of
     from hfshard.viewing.run_listing import checkpoints_of, list_checkpoints
 
@@ -279,7 +280,7 @@ def _list_checkpoints(arguments: argparse.Namespace) -> list[ListedCheckpoint]:
         return report_of(found.path, "full", progress=arguments.progress).problems
 
     return list_checkpoints(
-        checkpoints_of(arguments.directory),
+        checkpoints_of(place_to_save(arguments.directory, "path").address),
         check if arguments.verify else None,
         best=arguments.best,
         metric_mode=arguments.metric_mode,

@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> NoReturn:
     given_options, target, letters = split_python_options(arguments.program)
     if not target:
         raise InvalidArgumentError("Nothing to run. Pass a script, -m MODULE, -c CODE, or a command such as torchrun.")
-    if "://" in target[0] and not os.path.exists(target[0]):
+    if "://" in target[0] and not target[0].startswith("-") and not os.path.exists(target[0]):
         shown = without_url_secrets(target[0])
         raise InvalidPathError(f"'{shown}' is an address, not a program. Pass a path, or -m MODULE.", path=shown)
     path = None if given_options else _find_command(target[0])

@@ -138,6 +138,8 @@ class OwnFiles:
 
 
 def _has_checkpoint(folder: Folder, names: WeightNames) -> bool:
+    if not folder.names():
+        return False  # without a listing of what is next to it, for a message
     try:
         locate_checkpoint(folder, names)
     except (CheckpointNotFoundError, DamagedCheckpointError, UnsafePathError):

@@ -304,9 +304,6 @@ class CheckpointDiff:
 # Shade levels for relative norms: from the smallest to the largest that occurs, on a logarithmic scale.
 
 
-# Shade levels for relative norms: from the smallest to the largest that occurs, on a logarithmic scale.
-
-
 _DECADES: Final = 6
 """Decades that the levels may span; smaller changes have the lowest level."""
 

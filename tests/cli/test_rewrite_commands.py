@@ -306,6 +306,13 @@ def test_lost_manifest_is_shown_and_is_one(damaged: Path, call: Call) -> None:
     assert shown == [(10, False, False), (30, True, False), (20, False, True)]
 
 
+def test_relative_path_of_a_run_is_shown_as_an_absolute_one(
+    damaged: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(damaged.parent)
+    assert call("checkpoints", damaged.name, "--verify")[:2] == call("checkpoints", damaged, "--verify")[:2]
+
+
 def test_damaged_byte_is_shown_by_verification_and_is_one(damaged: Path, call: Call) -> None:
     code, out, _ = call("checkpoints", damaged, "--verify")
     assert code == 1

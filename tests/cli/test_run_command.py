@@ -66,6 +66,7 @@ def test_options_of_python_end_as_python_reads_them(words: str, options: str, pr
         ["look.pyz", "1"],
         ["-", "--help"],
         ["-c", "exec(open('look.py').read())", "-c"],
+        ["-cexec(open('look.py').read())  # http://x"],
         ["-X", "dev", "-Werror", "-Ou", "look.py", "-I"],
     ],
     ids=" ".join,
