@@ -421,7 +421,7 @@ def _is_in(path: str, folder: str) -> bool:
 # Files to push from one place: checked, with the hashes of the save, and without leftovers.
 
 
-_LEFT_OUT: Final = frozenset({".git", ".cache", "__pycache__"})
+LEFT_OUT: Final = frozenset({".git", ".cache", "__pycache__"})
 """Folders that are never pushed: those of git, of huggingface_hub and hfshard, and of Python."""
 
 _LINKS: Final = (
@@ -632,7 +632,7 @@ def _known_hashes(checkpoint: OpenCheckpoint) -> dict[str, str | None]:
 
 def _paths(directory: str) -> Iterator[str]:
     for above, folders, files in os.walk(directory):
-        folders[:] = sorted(name for name in folders if name not in _LEFT_OUT)
+        folders[:] = sorted(name for name in folders if name not in LEFT_OUT)
         for name in [*(one for one in folders if os.path.islink(os.path.join(above, one))), *sorted(files)]:
             path = os.path.join(above, name)
             if name in _JUNK:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Final
 
 from hfshard._util.threads import run_in_threads
 from hfshard.checkpoint.folder import StoreFolder
@@ -23,13 +22,10 @@ from hfshard.format.file_names import INDEX_FILE, WeightNames
 from hfshard.format.index import CheckpointIndex
 from hfshard.format.stored_save import SaveId, StoredSave, objects_of_saves, split_object_name
 from hfshard.hub.directory.commit_graph import check_paths
-from hfshard.hub.push_files import detect_variants
+from hfshard.hub.push_files import LEFT_OUT, detect_variants
 from hfshard.stores.byte_budget import store_memory_bytes
 from hfshard.stores.open_store import open_store
 from hfshard.stores.store import Store, StoredObject, StoredSource
-
-_LEFT_OUT: Final = frozenset({".git", ".cache", "__pycache__"})
-"""Folders that are never pushed, also not from a directory."""
 
 
 class StoreFiles:
@@ -82,7 +78,7 @@ class StoreFiles:
 
         They are pinned to the listed objects: if one is replaced meanwhile, reading it is an error.
         """
-        return {name: one for name, one in self._shown.items() if _LEFT_OUT.isdisjoint(name.split("/")[:-1])}
+        return {name: one for name, one in self._shown.items() if LEFT_OUT.isdisjoint(name.split("/")[:-1])}
 
     @contextmanager
     def open_variant(self, variant: str | None) -> Iterator[OpenCheckpoint]:
