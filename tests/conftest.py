@@ -160,11 +160,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     """Spare each test what is done for all that was imported.
 
-    Collections of garbage pass over it: accelerate asks for one with each file that it loads. Pytest adds its handlers
-    to each logger that keeps its records from the root, six times a test: torch's 50 pass them on instead.
+    Collections of garbage pass over it, and are rarer: accelerate asks for one with each file that it loads. Pytest
+    adds its handlers to each logger that keeps its records from the root, six times a test: torch's 50 pass them on
+    instead.
     """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch."):
             logging.getLogger(name).propagate = True

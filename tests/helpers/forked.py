@@ -163,6 +163,7 @@ def _import(modules: Iterable[str]) -> None:
         finalizer.atexit = False  # torch's, of what it has registered: no child needs to take that apart at its end
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
     _use_huge_pages()
 
 
