@@ -16,10 +16,13 @@ def test_the_loop_of_the_readme_goes_on_to_the_bit(tmp_path: Path, child_environ
     (tmp_path / "train.py").write_text(loop)
     torchrun = "torch.distributed.run --standalone --nproc-per-node 2 --redirects 1 --log-dir"
 
+    forked = processes.environment_of(tmp_path, child_environment)
+
     said = []
-    for start in ("begun", "resumed"):  # resumed from step 15, the last one that was saved
+    # New interpreters begin it, and forks resume it, from step 15, the last one that was saved.
+    for start, run, env in (("begun", processes.run_fresh, child_environment), ("resumed", processes.run, forked)):
         command = ["-m", *torchrun.split(), start, "train.py"]
-        done = processes.run_fresh(command, cwd=tmp_path, env=child_environment, timeout=300)
+        done = run(command, cwd=tmp_path, env=env, timeout=300)
         assert done.returncode == 0, done.stderr
         # a file for each rank: on one output, what two ranks print may run together in one line
         said.append([next((tmp_path / start).rglob(f"{rank}/stdout.log")).read_text() for rank in range(2)])

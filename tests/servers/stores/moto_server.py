@@ -10,6 +10,7 @@ import io
 from collections.abc import Iterable
 from functools import cache
 from threading import Lock, Thread
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -20,7 +21,9 @@ def serve_moto() -> str:
     """Start it in this process, until that ends; gives its URL."""
     from botocore.utils import parse_to_aware_datetime
     from moto.core import serialize
+    from moto.core.errors import ErrorLookupFactory
     from moto.moto_server.werkzeug_app import MotoRequestHandler, create_backend_app
+    from moto.s3.models import S3Backend
     from werkzeug.serving import make_server
 
     class Handler(MotoRequestHandler):
@@ -31,11 +34,27 @@ def serve_moto() -> str:
 
     # Half of each listing was to read the times in it.
     vars(serialize)["parse_to_aware_datetime"] = cache(parse_to_aware_datetime)
+    _spare_what_grows(S3Backend, ErrorLookupFactory)
     # S3 alone: moto's own server looks at each request through the modules of all services.
     application = _one_at_a_time(create_backend_app("s3"))
     server = make_server("127.0.0.1", 0, application, threaded=True, request_handler=Handler)
     Thread(target=server.serve_forever, daemon=True).start()
     return f"http://127.0.0.1:{server.server_port}"
+
+
+def _spare_what_grows(backend: Any, lookups: Any) -> None:
+    """Let moto's class of S3 list the keys below a prefix only, and its class of lookups make each table once.
+
+    All tests share a bucket, of which each listing took up every key. Each error made a table of all errors of S3.
+    """
+    list_all = backend.list_objects
+
+    def list_objects(self: Any, bucket: Any, prefix: str | None, *args: Any, **options: Any) -> Any:
+        keys = {name: bucket.keys[name] for name in dict.keys(bucket.keys) if name.startswith(prefix or "")}
+        return list_all(self, SimpleNamespace(keys=keys), prefix, *args, **options)
+
+    backend.list_objects = list_objects
+    lookups._create_error_lut = staticmethod(cache(lookups._create_error_lut))
 
 
 def _one_at_a_time(application: WSGIApplication) -> WSGIApplication:
