@@ -49,6 +49,7 @@ _FIRST = (
     "tests/scripts/test_bench.py",
     "tests/scripts/test_examples.py",
     "tests/sweeps/",
+    "tests/training/test_spread_save_readme_loop_on_ranks.py",
     "tests/distributed/test_save_on_ranks_stopped_leader.py",
     "tests/distributed/test_rendezvous.py",
     "tests/distributed/test_rendezvous_status.py",

@@ -1,7 +1,8 @@
 """The services of this test run: whoever asks first starts one, all processes of the run use it, and it ends with it.
 
-A keeper process holds the service and watches the process that began the session; it tells the URL to all who connect
-to a socket whose name is made of the session and the scheme.
+Of S3, whose server answers one request at a time, every other worker uses a second one. A keeper process holds the
+service and watches the process that began the session; it tells the URL to all who connect to a socket whose name is
+made of the session, the scheme and the number of the service.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from tests.servers.stores.kinds import ENDS, SERVICES, START_SECONDS
 
 _ERROR = "error: "
 _LISTEN_SECONDS = 60.0
+_SERVICES = {"s3": 2}
+"""How many of one scheme serve a session; else one."""
 
 
 @cache
@@ -32,7 +35,8 @@ def url_of(scheme: str) -> str:
     Raises:
         RuntimeError: It does not start.
     """
-    address = f"\0{processes.session()}-{scheme}"
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    address = f"\0{processes.session()}-{scheme}-{worker % _SERVICES.get(scheme, 1)}"
     with processes.listening(address) as listener:
         if listener is not None:
             owner, _, _ = processes.session().partition("-")
