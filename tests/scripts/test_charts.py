@@ -19,7 +19,7 @@ from tests.helpers import processes
 BENCH = REPOSITORY / "scripts" / "bench"
 CHARTS = BENCH / "charts"
 NAMESPACE = "{http://www.w3.org/2000/svg}"
-PLACES = ("README.md", "scripts/bench/REQUESTS.md", "hfshard/training/GUIDE.md")
+PLACES = ("README.md", "scripts/bench/REQUESTS.md")
 NOT_BARS = {
     "save": {"limit", "hash"},
     "load": {"limit/cold", "hash/cold", "fresh memory/cold"},
