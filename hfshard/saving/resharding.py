@@ -32,13 +32,12 @@ from hfshard.disk.byte_source import ByteSource, BytesSource
 from hfshard.disk.safe_open import Identity, identity_of, reject_links_to_outside
 from hfshard.errors import CheckpointChangedError, InvalidArgumentError, SignatureError
 from hfshard.format.digests import Checksum, Verify
-from hfshard.format.file_names import MODEL_BASE
 from hfshard.format.index import CheckpointIndex, without_commit_marker, without_weights_override
 from hfshard.format.strict_json import parse_json_object
 from hfshard.hub.own_files import OwnFiles
 from hfshard.places.place import Place, ResolvedSource, SavePlace, is_same_directory
 from hfshard.places.source import CheckpointSource, open_source
-from hfshard.saving.pipeline import Save, save_request
+from hfshard.saving.pipeline import plan_request, save_request
 from hfshard.saving.reshard_in_place import reshard_in_place
 from hfshard.saving.save_request import SaveOptions, SaveRequest
 from hfshard.shards.shard_file import SafetensorsFile
@@ -238,7 +237,7 @@ def with_tensors(request: SaveRequest, checkpoint: OpenCheckpoint, *, weights_on
     )
     if checkpoint.pickles or request.kept_files:
         return request
-    if Save({MODEL_BASE: request}).plans[MODEL_BASE].weight_map == index.weight_map:
+    if plan_request(request).weight_map == index.weight_map:
         return request
     return replace(request, tensors={name: tensors[name] for name in infer_name_order(checkpoint)})
 
