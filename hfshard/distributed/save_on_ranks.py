@@ -50,6 +50,14 @@ def save_together(request: SaveRequest, place: SavePlace, check: Callable[[], No
         request: This rank's.
         place: The same on all ranks that save together.
         check: As in `save_request`; on the rank that commits.
+
+    Returns:
+        The index, the same on every rank.
+
+    Raises:
+        RankFailedError: Another rank failed, died, or did not come: the old checkpoint stays, unless the message says
+            that the outcome is unknown.
+        Everything that `save_request` raises.
     """
     with session(place.key, needs_all=needs_all_ranks(request)) as ranks:
         if ranks.role is Role.LATE:
