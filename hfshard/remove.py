@@ -10,6 +10,7 @@ from typing import Final
 from hfshard._util.arguments import wraps_os_errors
 from hfshard._util.text import shorten_list
 from hfshard.checkpoint.check_files import retry_if_replaced
+from hfshard.checkpoint.folder import RangedFolder
 from hfshard.checkpoint.locate import directory_not_found
 from hfshard.commit.hub_marker import find_enclosing_hub
 from hfshard.constants import MARKS
@@ -114,7 +115,7 @@ def plan_removal(
     at = place_to_save(path, "path")
     place = at.address
     names = WeightNames(variant)
-    if at.traits.is_directory:
+    if at.is_read_from_disk:
         _check_directory(place, str(path))
         if step is not None:
             return remove_from_run(checkpoint_of_step(open_run(place), step).path)
@@ -129,7 +130,7 @@ def plan_removal(
         return _checkpoint_in_store(place, names, unfinished=unfinished)
 
     try:
-        return retry_if_replaced(plan, replace(at.traits, retries=_TRIES), place)
+        return retry_if_replaced(plan, replace(RangedFolder.traits, retries=_TRIES), place)
     except CheckpointChangedError as error:
         raise RemoteChangedError(
             f"Other processes replaced the checkpoint in '{place}' on every attempt. Nothing was removed.",

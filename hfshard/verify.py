@@ -85,7 +85,7 @@ def verify_checkpoint(
 
 def _folder_of_run(place: Place, subfolder: str) -> str | None:
     """Return the path or address that may have training checkpoints; None for a file, a hub, or a missing one."""
-    if place.traits.is_directory and (place.is_for_hfshard_only or not place.folder(subfolder).exists()):
+    if place.is_read_from_disk and (place.is_for_hfshard_only or not place.folder(subfolder).exists()):
         return None
     return f"{place.address}/{subfolder}".rstrip("/") or "/"
 
@@ -107,7 +107,7 @@ def _verify_step(
     check = partial(report_of, path, level, progress=progress)
     if signed_by is None:
         return check()
-    if place.traits.is_directory:
+    if place.is_read_from_disk:
         return with_signature(check(), signed_by, path, subfolder, level=level, progress=progress)
     from hfshard.saving.signed_store import verify_signed_store  # imports huggingface_hub, which takes time
 
@@ -138,7 +138,7 @@ def _verify_signed(
     check = partial(place.verify, query, level, progress)
     if signed_by is None:
         return check()
-    if not place.traits.is_directory:
+    if not place.is_read_from_disk:
         from hfshard.saving.signed_store import verify_signed_store  # imports huggingface_hub, which takes time
 
         source = CheckpointSource(place.address, query, takes_files=True)

@@ -235,7 +235,7 @@ class RankWriter:
 
 def _store_at(address: str) -> Store | None:
     """Open the store at an address; None for a directory."""
-    return None if place_to_save(address).traits.is_directory else open_store(address)
+    return None if place_to_save(address).is_read_from_disk else open_store(address)
 
 
 def _no_thread() -> HfshardError:

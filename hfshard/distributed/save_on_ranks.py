@@ -163,7 +163,7 @@ def _save_replicas(
     is_leader = session.is_leader
     total_bytes = sum(entry.layout.nbytes for entry in listing.entries.values())
     has_all = len(session.ranks) > 1 and session.ranks == list(call_ranks())
-    if may_share and has_all and total_bytes >= SHARED_FROM_BYTES and place.traits.is_directory:
+    if may_share and has_all and total_bytes >= SHARED_FROM_BYTES and place.is_read_from_disk:
         writer = ReplicaWriter(session, request.tensors)
         if not is_leader:
             writer.follow()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from hfshard._util.addresses import is_store_address, is_store_url, parse_address, reject_hub_arguments
 from hfshard._util.arguments import absolute_path, checked_path_text
-from hfshard.checkpoint.folder import File, Folder, LocalFolder, StoreFolder, Traits
+from hfshard.checkpoint.folder import File, Folder, LocalFolder, Traits
 from hfshard.checkpoint.locate import directory_not_found, is_weights_name, split_file_path
 from hfshard.checkpoint.verifier import verify_directory
 from hfshard.checkpoint.verify_report import VerifyReport
@@ -70,8 +70,11 @@ class Place(Protocol):
         """The absolute path, the address, or "org/name"."""
 
     @property
-    def traits(self) -> Traits:
-        """How its files are read; for a repo of the Hub, those in the cache."""
+    def is_read_from_disk(self) -> bool:
+        """True if its checkpoints are in directories of this machine when they are read, those of a repo in the cache.
+
+        False if they are read where they are, by ranges.
+        """
 
     @property
     def is_for_hfshard_only(self) -> bool:
@@ -165,7 +168,7 @@ def count_changed(place: Place, folders: Collection[str]) -> Callable[[], int | 
 class DirectoryPlace:
     """A directory on this machine that is not a hub, or one file of weights; it need not exist."""
 
-    traits = LocalFolder.traits
+    is_read_from_disk = True
     is_for_hfshard_only = False
     has_revisions = False
 
@@ -235,7 +238,7 @@ class DirectoryPlace:
 class StorePlace:
     """A prefix in an object store or a bucket."""
 
-    traits = StoreFolder.traits
+    is_read_from_disk = False
     is_for_hfshard_only = True
     has_revisions = False
 
@@ -303,7 +306,7 @@ class StorePlace:
 class HubPlace:
     """A repo of the Hugging Face Hub."""
 
-    traits = LocalFolder.traits
+    is_read_from_disk = True
     is_for_hfshard_only = False
     has_revisions = True
 

@@ -114,7 +114,7 @@ def reshard_source(
     if local is not None and local.weights_name is not None:
         reject_beside_file(local, target)
     is_in_place = local is not None and target.is_same(local.folder)
-    if low_disk and (not is_in_place or floating is not None or not target.traits.is_directory):
+    if low_disk and (not is_in_place or floating is not None or not target.is_read_from_disk):
         raise InvalidArgumentError(
             "low_disk re-shards a checkpoint in place, without a cast. Pass the same directory twice, and no dtype. "
             "(With a store, nothing is written to disk anyway.)",
@@ -346,7 +346,7 @@ def check_places(source: CheckpointSource, local: ResolvedSource, target: Place,
     """
     dst = target.address
     reject_hub_directory(dst)
-    if not (local.traits.is_directory and target.traits.is_directory):
+    if not (local.traits.is_directory and target.is_read_from_disk):
         if f"{dst}/".startswith(f"{local.folder.path}/") and not is_in_place:
             raise InvalidArgumentError(
                 f"'{dst}' is in the checkpoint to re-shard. Pass another prefix, or "

@@ -136,7 +136,7 @@ class MemoryTransaction:
 class MemoryPlace:
     """A place in the memory of this process."""
 
-    traits = RangedFolder.traits
+    is_read_from_disk = False
     is_for_hfshard_only = True
     has_revisions = False
 

@@ -70,7 +70,7 @@ def test_an_address_is_a_store_to_all() -> None:
         assert place.address == place.key == ADDRESS
         assert place.is_for_hfshard_only
         assert not place.has_revisions
-        assert not place.traits.is_directory
+        assert not place.is_read_from_disk
 
 
 def test_a_directory_hub_is_one_to_loads_checks_and_pushes_but_a_directory_to_a_save(hub: Path) -> None:
@@ -175,7 +175,13 @@ def test_the_files_to_push_are_those_of_the_place(saved: Path, hub: Path) -> Non
 
 def test_traits_are_those_of_the_folder() -> None:
     assert ResolvedSource("/there", "/there", LocalFolder("/there")).traits is LocalFolder.traits
-    assert place_to_save(ADDRESS).traits is StoreFolder.traits
+
+
+def test_what_is_read_from_disk(saved: Path, hub: Path) -> None:
+    for text in (str(saved), str(hub), str(saved / "model.safetensors"), "org/name", "/nowhere"):
+        assert place_to_load(text).is_read_from_disk  # a repo is downloaded to the cache
+
+    assert not place_to_load(ADDRESS).is_read_from_disk
 
 
 def test_a_hub_is_not_blamed_alone_for_a_name_that_is_nowhere() -> None:
