@@ -111,7 +111,7 @@ def pull_checkpoint(
                 "(hfshard pull ADDRESS DIR).",
                 path=source.address,
             )
-        files = source.files(query.subfolder, follow_links=True)
+        files = place_to_save(source.address, "repo_id").files(query.subfolder, follow_links=True)
         return copy_checkpoint(files, target, query, verify=verify, progress=progress, overwrite=overwrite)
     if target is None or target.is_read_from_disk:
         to = None if target is None else target.address

@@ -14,7 +14,7 @@ from hfshard.checkpoint.verify_report import VerifyReport
 from hfshard.errors import CheckpointNotFoundError, DamagedCheckpointError, InvalidArgumentError
 from hfshard.format.file_names import WeightNames
 from hfshard.hub.resolve import CheckpointQuery
-from hfshard.places.place import Place, place_to_check
+from hfshard.places.place import CheckPlace, place_to_check
 from hfshard.places.source import CheckpointSource
 from hfshard.signing.check_signature import with_signature
 from hfshard.signing.signer import SignedBy
@@ -83,7 +83,7 @@ def verify_checkpoint(
     return _verify_signed(place, query, level, signed_by, progress)
 
 
-def _folder_of_run(place: Place, subfolder: str) -> str | None:
+def _folder_of_run(place: CheckPlace, subfolder: str) -> str | None:
     """Return the path or address that may have training checkpoints; None for a file, a hub, or a missing one."""
     if place.is_read_from_disk and (place.is_for_hfshard_only or not place.folder(subfolder).exists()):
         return None
@@ -91,7 +91,7 @@ def _folder_of_run(place: Place, subfolder: str) -> str | None:
 
 
 def _verify_run(
-    place: Place, root: str, subfolder: str, level: Level, signed_by: SignedBy | None, progress: bool | None
+    place: CheckPlace, root: str, subfolder: str, level: Level, signed_by: SignedBy | None, progress: bool | None
 ) -> VerifyReport:
     """Check each checkpoint of a run, and the model next to them if there is one."""
     reports = list(reports_of_run(root, lambda path: _verify_step(place, path, subfolder, level, signed_by, progress)))
@@ -101,7 +101,7 @@ def _verify_run(
 
 
 def _verify_step(
-    place: Place, path: str, subfolder: str, level: Level, signed_by: SignedBy | None, progress: bool | None
+    place: CheckPlace, path: str, subfolder: str, level: Level, signed_by: SignedBy | None, progress: bool | None
 ) -> VerifyReport:
     """Check one training checkpoint."""
     check = partial(report_of, path, level, progress=progress)
@@ -132,7 +132,7 @@ def _united(root: str, reports: Sequence[VerifyReport]) -> VerifyReport:
 
 
 def _verify_signed(
-    place: Place, query: CheckpointQuery, level: Level, signed_by: SignedBy | None, progress: bool | None
+    place: CheckPlace, query: CheckpointQuery, level: Level, signed_by: SignedBy | None, progress: bool | None
 ) -> VerifyReport:
     """Check a model's checkpoint, and its signature if requested."""
     check = partial(place.verify, query, level, progress)

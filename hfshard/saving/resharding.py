@@ -35,7 +35,7 @@ from hfshard.format.digests import Checksum, Verify
 from hfshard.format.index import CheckpointIndex, without_commit_marker, without_weights_override
 from hfshard.format.strict_json import parse_json_object
 from hfshard.hub.own_files import OwnFiles
-from hfshard.places.place import Place, ResolvedSource, SavePlace, is_same_directory
+from hfshard.places.place import ResolvedSource, SavePlace, is_same_directory
 from hfshard.places.source import CheckpointSource, open_source
 from hfshard.saving.pipeline import plan_request, save_request
 from hfshard.saving.reshard_in_place import reshard_in_place
@@ -155,7 +155,9 @@ def reshard_source(
     )
 
 
-def _with_companion_files(request: SaveRequest, folder: Folder, target: Place, *, follow_links: bool) -> SaveRequest:
+def _with_companion_files(
+    request: SaveRequest, folder: Folder, target: SavePlace, *, follow_links: bool
+) -> SaveRequest:
     """Add the checkpoint's companion files, which the target must not have with other contents."""
     companions = folder.companions(request.small_files.keys())
     if folder.traits.is_directory and not follow_links:
@@ -172,7 +174,7 @@ def _with_companion_files(request: SaveRequest, folder: Folder, target: Place, *
 
 
 def _without_own_files(
-    request: SaveRequest, target: Place, check: Callable[[], None]
+    request: SaveRequest, target: SavePlace, check: Callable[[], None]
 ) -> tuple[SaveRequest, Callable[[], None]]:
     """Reject replacing the user's own files in the target, now and right before the commit, and keep a README there."""
     small = {name: BytesSource(raw) for name, raw in request.small_files.items()}
@@ -320,7 +322,7 @@ def source_text(local: ResolvedSource) -> str:
     return local.folder.path if local.weights_name is None else os.path.join(local.folder.path, local.weights_name)
 
 
-def reject_beside_file(local: ResolvedSource, target: Place) -> None:
+def reject_beside_file(local: ResolvedSource, target: SavePlace) -> None:
     """Reject resharding one file into its own directory, where it may be a part of another checkpoint.
 
     Raises:
@@ -337,7 +339,7 @@ def reject_beside_file(local: ResolvedSource, target: Place) -> None:
         )
 
 
-def check_places(source: CheckpointSource, local: ResolvedSource, target: Place, *, is_in_place: bool) -> None:
+def check_places(source: CheckpointSource, local: ResolvedSource, target: SavePlace, *, is_in_place: bool) -> None:
     """Reject writes into the source, except to replace it, and into the files of a hub.
 
     Raises:

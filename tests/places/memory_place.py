@@ -21,7 +21,7 @@ from hfshard.errors import CheckpointChangedError
 from hfshard.format.file_names import WeightNames
 from hfshard.format.index import CheckpointIndex, FileDigest
 from hfshard.hub.resolve import CheckpointQuery
-from hfshard.places.place import Kind, ResolvedSource, count_changed
+from hfshard.places.place import Kind, ResolvedSource, SavePlace
 from hfshard.places.store_mirror import SmallFilesMirror
 from hfshard.shards.shard_plan import ShardPlan
 from hfshard.shards.write_shards import WriteJob, stream_shard
@@ -133,7 +133,7 @@ class MemoryTransaction:
         return before != FILES
 
 
-class MemoryPlace:
+class MemoryPlace(SavePlace):
     """A place in the memory of this process."""
 
     is_read_from_disk = False
@@ -175,9 +175,6 @@ class MemoryPlace:
     @contextmanager
     def transaction(self, new: NewCheckpoint, writer: ShardWriter) -> Iterator[MemoryTransaction]:
         yield MemoryTransaction(self.address, new)
-
-    def count_sent(self, folders: Collection[str]) -> Callable[[], int | None]:
-        return count_changed(self, folders)
 
     def reject_hub_arguments(self, *, revision: str | None = None, token: str | bool | None = None) -> None:
         reject_hub_arguments(self.address, revision=revision, token=token)

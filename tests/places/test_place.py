@@ -146,7 +146,6 @@ def test_a_directory_is_the_same_by_another_name_and_a_store_by_its_address(save
     assert not link.is_same(in_store)
     assert place_to_save(ADDRESS).is_same(in_store)
     assert not place_to_save("s3://models/gpt").is_same(in_store)
-    assert not place_to_push("org/name").is_same(LocalFolder(str(saved)))
 
 
 def test_only_a_store_has_no_use_for_a_revision(saved: Path, hub: Path) -> None:
@@ -167,10 +166,19 @@ def test_each_place_checks_what_is_there(saved: Path, hub: Path) -> None:
         place_to_check(saved / "none").verify(CheckpointQuery(), "full", False)
 
 
-def test_the_files_to_push_are_those_of_the_place(saved: Path, hub: Path) -> None:
+def test_the_files_to_push_are_those_of_the_place(saved: Path) -> None:
     assert list(place_to_save(saved).files().contents()) == ["model.safetensors"]
     assert list(place_to_save(saved.parent).files("saved").contents()) == ["model.safetensors"]
-    assert list(place_to_load(str(hub)).files().contents()) == ["model.safetensors"]
+
+
+def test_a_copy_counts_the_files_that_have_changed(saved: Path) -> None:
+    count = place_to_save(saved.parent).count_sent({"saved"})
+
+    assert count() is None
+
+    (saved / "notes.txt").write_text("twelve bytes")
+
+    assert count() == 12
 
 
 def test_traits_are_those_of_the_folder() -> None:
