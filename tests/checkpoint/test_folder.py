@@ -299,6 +299,22 @@ def test_a_folder_in_the_place_of_a_file_equals_no_contents(tmp_path: Path) -> N
     assert {name: one.contents.size for name, one in folder.look_up(("a", "b", "c")).items()} == {"b": -1}
 
 
+def test_a_file_that_vanishes_while_it_is_looked_up_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a").write_text("1")
+    (tmp_path / "b").write_text("2")
+
+    def remove_first(path: str, mode: int) -> bool:
+        if path.endswith("/a"):
+            os.unlink(path)
+        return True
+
+    monkeypatch.setattr(os, "access", remove_first)
+
+    assert LocalFolder(str(tmp_path)).look_up(("a", "b")).keys() == {"b"}
+
+
 def test_only_a_directory_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
     in_store = StoreFolder(MemoryStore(), "s3://models/bert")
 
