@@ -11,8 +11,8 @@ from typing import Final
 from hfshard._util.arguments import wraps_os_errors
 from hfshard._util.text import shorten_list
 from hfshard.checkpoint.check_files import retry_if_replaced
-from hfshard.checkpoint.folder import RangedFolder
 from hfshard.checkpoint.locate import directory_not_found
+from hfshard.checkpoint.ranged_folder import RangedFolder
 from hfshard.commit.hub_marker import find_enclosing_hub
 from hfshard.constants import MARKS
 from hfshard.errors import (

@@ -15,8 +15,8 @@ import torch
 from hfshard._util.arguments import wraps_os_errors
 from hfshard._util.progress import ProgressCallback
 from hfshard.checkpoint.check_files import retry_if_replaced
-from hfshard.checkpoint.folder import RangedFolder
 from hfshard.checkpoint.load_options import LoadOptions
+from hfshard.checkpoint.ranged_folder import RangedFolder
 from hfshard.errors import InvalidArgumentError
 from hfshard.format.digests import Verify, tensor_digest
 from hfshard.hub.resolve import CheckpointQuery

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import hfshard
-from hfshard.checkpoint.folder import StoreFolder
+from hfshard.checkpoint.ranged_folder import StoreFolder
 from hfshard.cli.main import main
 from hfshard.disk.byte_source import BytesSource
 from hfshard.errors import SaveDirectoryError

@@ -9,9 +9,10 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
 from hfshard._util.addresses import reject_hub_arguments
-from hfshard.checkpoint.folder import Folder, RangedFolder
+from hfshard.checkpoint.folder import Folder
 from hfshard.checkpoint.locate import is_weights_name
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
+from hfshard.checkpoint.ranged_folder import RangedFolder
 from hfshard.checkpoint.verifier import verify_directory
 from hfshard.checkpoint.verify_report import VerifyReport
 from hfshard.commit.transaction import JobsOf, NewCheckpoint, ShardWriter
