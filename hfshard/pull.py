@@ -111,9 +111,9 @@ def pull_checkpoint(
                 "(hfshard pull ADDRESS DIR).",
                 path=source.address,
             )
-        files = source.files(query.subfolder, follow_links=True)
+        files = place_to_save(source.address, "repo_id").files(query.subfolder, follow_links=True)
         return copy_checkpoint(files, target, query, verify=verify, progress=progress, overwrite=overwrite)
-    if target is None or target.traits.is_directory:
+    if target is None or target.is_read_from_disk:
         to = None if target is None else target.address
         return fetch_or_export(repo_id, to, query, verify=verify, progress=progress, overwrite=overwrite)
     directory = fetch_or_export(repo_id, None, query, verify=verify, progress=progress)

@@ -111,7 +111,7 @@ def push_to_place(
         files = source.files(follow_links=options.follow_links)
         return copy_all(files, below, options.progress, **patterns)
     found = collect_push_contents(source.files(follow_links=options.follow_links), **patterns)
-    if not source.traits.is_directory:
+    if not source.is_read_from_disk:
         found = without_marks(found)
     request = PushRequest(contents=found.contents, variants=frozenset(found.indexes), options=options)
     return push_files(request, target.address)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Final
 
 from hfshard._util.arguments import wraps_os_errors
 from hfshard._util.text import shorten_list
 from hfshard.checkpoint.check_files import retry_if_replaced
 from hfshard.checkpoint.locate import directory_not_found
+from hfshard.checkpoint.ranged_folder import RangedFolder
 from hfshard.commit.hub_marker import find_enclosing_hub
 from hfshard.constants import MARKS
 from hfshard.errors import (
@@ -21,7 +23,7 @@ from hfshard.errors import (
     SaveDirectoryError,
 )
 from hfshard.format.file_names import WeightNames
-from hfshard.places.place import place_to_save
+from hfshard.places.place import DirectoryPlace, SavePlace, StorePlace, place_to_save
 from hfshard.removal.from_directory import remove_from_directory, remove_leftovers_from_directory
 from hfshard.removal.from_run import remove_from_run, remove_leftovers_from_run
 from hfshard.removal.from_store import remove_from_store, remove_leftovers_from_store
@@ -111,30 +113,65 @@ def plan_removal(
         raise InvalidArgumentError("step is for one checkpoint of a run: leave out leftovers and variant.")
     if step is not None and (type(step) is not int or step < 0):
         raise InvalidArgumentError(f"step must be a non-negative int, got {step!r}.")
-    at = place_to_save(path, "path")
-    place = at.address
+    place = place_to_save(path, "path")
+    make_plan = REMOVALS.get(type(place))
+    if make_plan is None:
+        raise InvalidArgumentError(
+            f"Cannot remove from '{place.address}'. Pass a directory, or an address in a store.", path=place.address
+        )
     names = WeightNames(variant)
-    if at.traits.is_directory:
-        _check_directory(place, str(path))
-        if step is not None:
-            return remove_from_run(checkpoint_of_step(open_run(place), step).path)
-        return _leftovers_on_disk(place, names) if leftovers else _checkpoint_on_disk(place, names)
+    return make_plan(RemovalRequest(str(path), place.address, names, step, leftovers, unfinished))
+
+
+@dataclass(frozen=True, slots=True)
+class RemovalRequest:
+    """The checkpoint or leftovers to remove; see `remove_checkpoint`."""
+
+    given: str
+    """The path or address as it was passed, for messages."""
+    place: str
+    """The directory or address."""
+    names: WeightNames
+    """Names of the checkpoint's files."""
+    step: int | None
+    leftovers: bool
+    unfinished: bool
+
+
+def _plan_on_disk(request: RemovalRequest) -> Removal:
+    _check_directory(request.place, request.given)
+    if request.step is not None:
+        return remove_from_run(checkpoint_of_step(open_run(request.place), request.step).path)
+    if request.leftovers:
+        return _leftovers_on_disk(request.place, request.names)
+    return _checkpoint_on_disk(request.place, request.names)
+
+
+def _plan_in_store(request: RemovalRequest) -> Removal:
+    place, unfinished = request.place, request.unfinished
 
     def plan() -> Removal:
-        if step is not None:
-            one = checkpoint_of_step(open_run(place), step)
+        if request.step is not None:
+            one = checkpoint_of_step(open_run(place), request.step)
             return remove_from_stored_run(open_store(one.path), unfinished=unfinished)
-        if leftovers:
-            return _leftovers_in_store(place, names, unfinished=unfinished)
-        return _checkpoint_in_store(place, names, unfinished=unfinished)
+        if request.leftovers:
+            return _leftovers_in_store(place, request.names, unfinished=unfinished)
+        return _checkpoint_in_store(place, request.names, unfinished=unfinished)
 
     try:
-        return retry_if_replaced(plan, replace(at.traits, retries=_TRIES), place)
+        return retry_if_replaced(plan, replace(RangedFolder.traits, retries=_TRIES), place)
     except CheckpointChangedError as error:
         raise RemoteChangedError(
             f"Other processes replaced the checkpoint in '{place}' on every attempt. Nothing was removed.",
             path=place,
         ) from error
+
+
+REMOVALS: Final[dict[type[SavePlace], Callable[[RemovalRequest], Removal]]] = {
+    DirectoryPlace: _plan_on_disk,
+    StorePlace: _plan_in_store,
+}
+"""Class of a place -> plan of a removal there. What is in a hub is a directory here, and rejected with advice."""
 
 
 def _check_directory(directory: str, given: str) -> None:

@@ -14,7 +14,7 @@ from hfshard.checkpoint.verify_report import VerifyReport
 from hfshard.errors import CheckpointNotFoundError, DamagedCheckpointError, InvalidArgumentError
 from hfshard.format.file_names import WeightNames
 from hfshard.hub.resolve import CheckpointQuery
-from hfshard.places.place import Place, place_to_check
+from hfshard.places.place import CheckPlace, place_to_check
 from hfshard.places.source import CheckpointSource
 from hfshard.signing.check_signature import with_signature
 from hfshard.signing.signer import SignedBy
@@ -83,15 +83,15 @@ def verify_checkpoint(
     return _verify_signed(place, query, level, signed_by, progress)
 
 
-def _folder_of_run(place: Place, subfolder: str) -> str | None:
+def _folder_of_run(place: CheckPlace, subfolder: str) -> str | None:
     """Return the path or address that may have training checkpoints; None for a file, a hub, or a missing one."""
-    if place.traits.is_directory and (place.is_for_hfshard_only or not place.folder(subfolder).exists()):
+    if place.is_read_from_disk and (place.is_for_hfshard_only or not place.folder(subfolder).exists()):
         return None
     return f"{place.address}/{subfolder}".rstrip("/") or "/"
 
 
 def _verify_run(
-    place: Place, root: str, subfolder: str, level: Level, signed_by: SignedBy | None, progress: bool | None
+    place: CheckPlace, root: str, subfolder: str, level: Level, signed_by: SignedBy | None, progress: bool | None
 ) -> VerifyReport:
     """Check each checkpoint of a run, and the model next to them if there is one."""
     reports = list(reports_of_run(root, lambda path: _verify_step(place, path, subfolder, level, signed_by, progress)))
@@ -101,13 +101,13 @@ def _verify_run(
 
 
 def _verify_step(
-    place: Place, path: str, subfolder: str, level: Level, signed_by: SignedBy | None, progress: bool | None
+    place: CheckPlace, path: str, subfolder: str, level: Level, signed_by: SignedBy | None, progress: bool | None
 ) -> VerifyReport:
     """Check one training checkpoint."""
     check = partial(report_of, path, level, progress=progress)
     if signed_by is None:
         return check()
-    if place.traits.is_directory:
+    if place.is_read_from_disk:
         return with_signature(check(), signed_by, path, subfolder, level=level, progress=progress)
     from hfshard.saving.signed_store import verify_signed_store  # imports huggingface_hub, which takes time
 
@@ -132,13 +132,13 @@ def _united(root: str, reports: Sequence[VerifyReport]) -> VerifyReport:
 
 
 def _verify_signed(
-    place: Place, query: CheckpointQuery, level: Level, signed_by: SignedBy | None, progress: bool | None
+    place: CheckPlace, query: CheckpointQuery, level: Level, signed_by: SignedBy | None, progress: bool | None
 ) -> VerifyReport:
     """Check a model's checkpoint, and its signature if requested."""
     check = partial(place.verify, query, level, progress)
     if signed_by is None:
         return check()
-    if not place.traits.is_directory:
+    if not place.is_read_from_disk:
         from hfshard.saving.signed_store import verify_signed_store  # imports huggingface_hub, which takes time
 
         source = CheckpointSource(place.address, query, takes_files=True)

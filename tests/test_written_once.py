@@ -15,7 +15,7 @@ PACKAGE = REPOSITORY / "hfshard"
 # A call -> the only modules that make it.
 CALLED_IN = {
     "NewCheckpoint": {"saving/pipeline"},
-    "plan_request": {"saving/pipeline"},
+    "plan_request": {"saving/pipeline", "saving/reshard_in_place", "saving/resharding"},  # two only compare with it
     "plan_commit": {"commit/commit_plan", "commit/directory_commit", "places/fetch", "saving/reshard_in_place"},
     "genops": {"pickles/pickle_opcodes"},
     "compare_file": {"checkpoint/check_files"},

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import torch
 
 from hfshard._util.arguments import check_text_arguments
-from hfshard.checkpoint.folder import RangedFolder
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
+from hfshard.checkpoint.ranged_folder import RangedFolder
 from hfshard.errors import InvalidArgumentError
 from hfshard.format.digests import Verify, check_verify_level
 from hfshard.format.index import CheckpointIndex

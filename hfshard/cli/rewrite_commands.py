@@ -496,7 +496,7 @@ def _list(title: str, what: str, files: Mapping[str, str]) -> str:
 def _ask(report: RemovalReport) -> bool:
     from hfshard.places.place import place_to_save
 
-    has_lock = place_to_save(report.place).traits.is_directory
+    has_lock = place_to_save(report.place).is_read_from_disk
     care = "" if has_lock else " No save may run there at the same time."
     question = "\n" + printable(f"Remove {_describe(report)} from '{report.place}'?{care} [y/N] ")
     return is_confirmed(question)

@@ -20,7 +20,7 @@ from hfshard._util.progress import ProgressCallback, byte_progress
 from hfshard._util.text import shorten_list
 from hfshard._util.threads import delay_interrupt, run_in_threads
 from hfshard.checkpoint.check_files import retry_if_replaced
-from hfshard.checkpoint.folder import RangedFolder
+from hfshard.checkpoint.ranged_folder import RangedFolder
 from hfshard.commit import store_plan
 from hfshard.commit.store_plan import KnownShard, StoreState, highest_index, lower_objects, next_id, read_store_state
 from hfshard.commit.transaction import JobsOf, KnownFile, NewCheckpoint, OwnShardWriter, ShardWriter

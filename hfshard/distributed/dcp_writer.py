@@ -275,7 +275,7 @@ def _directory_path(path: str | os.PathLike[str], argument: str) -> str:
     """
     place = place_to_save(path, argument)
     directory = place.address
-    if not place.traits.is_directory:
+    if not place.is_read_from_disk:
         raise InvalidPathError(
             f"{argument}={directory!r} is a store address, but StorageWriter saves into directories. Call "
             "hfshard.save_state_dict(state_dict, address) on every rank.",

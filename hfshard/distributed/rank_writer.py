@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import repeat
 from threading import Event
 from typing import Any, Final, Literal, Self
@@ -199,6 +199,7 @@ class RankWriter:
     def _write_files(self, order: WriteTask, files: Mapping[str, TaskFile], incoming: WindowQueue) -> dict[str, Any]:
         """Write an owner's files one after another, as their bytes arrive; runs in a thread."""
         found: dict[str, Any] = {}
+        store_at = cache(_store_at)  # all files of a save have the same address
         for number, file in files.items():
             wanted = dict(order.wanted_bytes(file, self._holders.layouts))
             tensors = {
@@ -212,14 +213,16 @@ class RankWriter:
                 linked = link_if_same(job, file.known, order.checksum, Event())
                 found[number] = linked and linked.as_json()
             else:
-                digest = self._write(job, order.checksum)
+                address, _, name = job.path.rpartition("/")
+                store = store_at(address or "/")
+                if store is None:
+                    digest = self._write(job, order.checksum)
+                else:
+                    digest = upload_files(store, {name: job}, order.checksum)[name]
                 found[number] = digest.as_json() | {"etag": digest.etag}
         return found
 
     def _write(self, job: WriteJob, checksum: str | None) -> FileDigest:
-        address, _, name = job.path.rpartition("/")
-        if not place_to_save(address or "/").traits.is_directory:
-            return upload_files(open_store(address), {name: job}, checksum)[name]
         try:
             return write_shards([job], checksum=checksum)[0]
         except FileNotFoundError as error:
@@ -228,6 +231,11 @@ class RankWriter:
                 f"{self._session.leader} created. Save into a directory that all ranks see.",
                 path=job.path,
             ) from error
+
+
+def _store_at(address: str) -> Store | None:
+    """Open the store at an address; None for a directory."""
+    return None if place_to_save(address).is_read_from_disk else open_store(address)
 
 
 def _no_thread() -> HfshardError:

@@ -50,6 +50,14 @@ def save_together(request: SaveRequest, place: SavePlace, check: Callable[[], No
         request: This rank's.
         place: The same on all ranks that save together.
         check: As in `save_request`; on the rank that commits.
+
+    Returns:
+        The index, the same on every rank.
+
+    Raises:
+        RankFailedError: Another rank failed, died, or did not come: the old checkpoint stays, unless the message says
+            that the outcome is unknown.
+        Everything that `save_request` raises.
     """
     with session(place.key, needs_all=needs_all_ranks(request)) as ranks:
         if ranks.role is Role.LATE:
@@ -155,7 +163,7 @@ def _save_replicas(
     is_leader = session.is_leader
     total_bytes = sum(entry.layout.nbytes for entry in listing.entries.values())
     has_all = len(session.ranks) > 1 and session.ranks == list(call_ranks())
-    if may_share and has_all and total_bytes >= SHARED_FROM_BYTES and place.traits.is_directory:
+    if may_share and has_all and total_bytes >= SHARED_FROM_BYTES and place.is_read_from_disk:
         writer = ReplicaWriter(session, request.tensors)
         if not is_leader:
             writer.follow()

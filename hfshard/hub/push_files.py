@@ -23,6 +23,7 @@ from hfshard.errors import HfshardError, HubError, InvalidArgumentError, RemoteC
 from hfshard.format.file_names import INDEX_FILE, WeightNames
 from hfshard.format.index import CheckpointIndex, FileDigest
 from hfshard.format.stored_save import split_object_name
+from hfshard.hub.open_hub import open_hub
 from hfshard.hub.repo import Hub, PushResult, RemoteFile, RepoTree, StaleParentError, is_plain_path
 from hfshard.stores.store import StoredSource
 
@@ -39,7 +40,7 @@ def push_files(request: PushRequest, repo_id: str | os.PathLike[str]) -> PushRes
         RemoteChangedError: Another push changed the same files, or others kept pushing; nothing was committed.
         Every other error that `push_checkpoint` raises for a hub.
     """
-    hub = open_hub(repo_id, request.options)
+    hub = open_hub(repo_id, token=request.options.token, private=request.options.private)
     repo_id = os.fspath(repo_id)
     before: RepoTree | None = None
     for _ in range(_ATTEMPTS):
@@ -80,18 +81,6 @@ def _note_signature(request: PushRequest, plan: PushPlan, before: RepoTree, repo
             path,
             repo_id,
         )
-
-
-def open_hub(repo_id: str | os.PathLike[str], options: PushOptions) -> Hub:
-    """Open the repo that a repo_id names, and create it if it is missing."""
-    from hfshard.hub.directory.directory_hub import hub_named
-
-    hub = hub_named(repo_id, create=True)
-    if hub is not None:
-        return hub
-    from hfshard.hub.hub_repo import HubRepo
-
-    return HubRepo(os.fspath(repo_id), token=options.token, private=options.private)
 
 
 def _tree_of_branch(hub: Hub, revision: str | None, repo_id: str) -> RepoTree:

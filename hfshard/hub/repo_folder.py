@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from hfshard.checkpoint.folder import RangedFolder
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
+from hfshard.checkpoint.ranged_folder import RangedFolder
 from hfshard.errors import IntegrityError, InvalidArgumentError
 from hfshard.format.digests import Verify
 from hfshard.hub.download import hasher_for

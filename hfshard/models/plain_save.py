@@ -144,7 +144,7 @@ def save_plain(
         is_main_process=given["is_main_process"],
         state_dict=given["state_dict"],
         config=extras.config_of(model),
-        card=None if place.traits.is_directory and _has_card(directory) else extras.card_of(model),
+        card=None if place.is_read_from_disk and _has_card(directory) else extras.card_of(model),
         config_before=_identity_of_config(directory),
     )
     _run(save, is_overridden=is_overridden)
@@ -194,7 +194,7 @@ def _run(save: _ModuleSave, *, is_overridden: bool) -> None:
     Raises:
         InvalidArgumentError: It is overridden, and the model is saved to a store.
     """
-    if not save.place.traits.is_directory:
+    if not save.place.is_read_from_disk:
         _save_to_store(save, is_overridden=is_overridden)
         return
     if is_overridden and not os.path.isdir(save.directory):
@@ -230,7 +230,7 @@ def _has_card(directory: str) -> bool:
 def _files_of(save: _ModuleSave) -> dict[str, Any]:
     """Return the request's fields for config.json and README.md, unless an override has written them."""
     files: dict[str, Any] = {"model_files": {}}
-    if save.card is not None and not save.place.traits.is_directory:
+    if save.card is not None and not save.place.is_read_from_disk:
         files["companion_files"] = {README: BytesSource(save.card)}  # written only if the store has none
     elif save.card is not None and not _has_card(save.directory):
         files["model_files"] = {README: save.card}

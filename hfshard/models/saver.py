@@ -204,7 +204,7 @@ def handle_save_pretrained(
 
 def _reject_store(model: PreTrainedModel, place: Place) -> None:
     """Reject a save into a store by transformers, which would create a directory named like the address."""
-    if not place.traits.is_directory:
+    if not place.is_read_from_disk:
         raise InvalidArgumentError(
             f"Cannot save this {type(model).__name__} to '{place.address}': transformers itself saves adapters, "
             "weights that a device_map has offloaded, and distributed_checkpoint=True, and only into directories. Save "
@@ -239,7 +239,7 @@ def _push_files(
     """Push the files of a save into a directory; after a save into a store, push from memory instead."""
     repo_id = take_repo_id(arguments, place.address)
     push = _begin_push(model, repo_id, arguments.pop("tags", None), PushOptions(**arguments), ranks)
-    if place.traits.is_directory:
+    if place.is_read_from_disk:
         push.send_saved(request, index, place.address)
     else:
         push.send(request)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from hfshard._util.addresses import is_store_address, is_store_url, parse_address, reject_hub_arguments
 from hfshard._util.arguments import absolute_path, checked_path_text
-from hfshard.checkpoint.folder import File, Folder, LocalFolder, StoreFolder, Traits
+from hfshard.checkpoint.folder import File, Folder, LocalFolder, Traits
 from hfshard.checkpoint.locate import directory_not_found, is_weights_name, split_file_path
 from hfshard.checkpoint.verifier import verify_directory
 from hfshard.checkpoint.verify_report import VerifyReport
@@ -61,17 +61,20 @@ class ResolvedSource:
 class Place(Protocol):
     """A directory, a store, or a repo of a hub, where checkpoints are. Nothing is read until a method needs it.
 
-    A checkpoint of a run is not a kind of its own: it is a folder of the run's place. Only a `SavePlace` has
-    transactions, because files are pushed to a hub. `is_same` compares with a folder, that of a checkpoint to read.
+    A checkpoint of a run is not a kind of its own: it is a folder of the run's place. What only some verbs need is in
+    the protocol that they resolve to: checks have a `CheckPlace`, and saves write into a `SavePlace`. A repo of the Hub
+    is neither: files are pushed to it, and checked once they are in the cache.
     """
 
-    @property
-    def address(self) -> str:
-        """The absolute path, the address, or "org/name"."""
+    address: str
+    """The absolute path, the address, or "org/name"."""
 
     @property
-    def traits(self) -> Traits:
-        """How its files are read; for a repo of the Hub, those in the cache."""
+    def is_read_from_disk(self) -> bool:
+        """True if its checkpoints are in directories of this machine when they are read, those of a repo in the cache.
+
+        False if they are read where they are, by ranges.
+        """
 
     @property
     def is_for_hfshard_only(self) -> bool:
@@ -84,9 +87,6 @@ class Place(Protocol):
     @property
     def key(self) -> str:
         """A text that is equal for two names of one place, with links resolved."""
-
-    def folder(self, subfolder: str = "") -> Folder:
-        """Return the files directly in the place, or in a folder of it."""
 
     def find(self, query: CheckpointQuery, *, takes_files: bool = False) -> ResolvedSource | None:
         """Find a checkpoint; None if it is a repo's, which must be downloaded first.
@@ -104,8 +104,25 @@ class Place(Protocol):
     def fetch(self, query: CheckpointQuery, progress: bool | None, *, takes_files: bool = False) -> ResolvedSource:
         """Do what `find` does, and download what a model is built from, unless that is on disk."""
 
+    def reject_hub_arguments(self, *, revision: str | None = None, token: str | bool | None = None) -> None:
+        """Reject arguments of a hub that the place would ignore, though not those that transformers ignores as well."""
+
+
+class CheckPlace(Place, Protocol):
+    """A place whose files are listed and checked where they are: any but a repo of the Hub."""
+
+    def folder(self, subfolder: str = "") -> Folder:
+        """Return the files directly in the place, or in a folder of it."""
+
     def verify(self, query: CheckpointQuery, level: str, progress: bool | None) -> VerifyReport:
         """Check a checkpoint, or one file of weights, and report every problem; see `hfshard.verify_checkpoint`."""
+
+
+class SavePlace(CheckPlace, Protocol):
+    """A place that saves write into, and that is pushed from as it is: any but a hub.
+
+    Its implementations derive from it, for `count_sent`.
+    """
 
     def files(self, subfolder: str = "", *, follow_links: bool = False) -> FilesOfPlace:
         """Return all files below the place, or a folder of it, to be pushed or copied.
@@ -115,15 +132,8 @@ class Place(Protocol):
             follow_links: Whether links may lead out of a directory.
         """
 
-    def reject_hub_arguments(self, *, revision: str | None = None, token: str | bool | None = None) -> None:
-        """Reject arguments of a hub that the place would ignore, though not those that transformers ignores as well."""
-
     def is_same(self, folder: Folder) -> bool:
         """Return whether a folder, such as that of a checkpoint to read, has the files directly in this place."""
-
-
-class SavePlace(Place, Protocol):
-    """A place that saves write into: any but a hub, to which files are pushed."""
 
     def transaction(self, new: NewCheckpoint, writer: ShardWriter) -> AbstractContextManager[Transaction]:
         """Begin a change of the place.
@@ -136,6 +146,8 @@ class SavePlace(Place, Protocol):
     def count_sent(self, folders: Collection[str]) -> Callable[[], int | None]:
         """Begin to count the bytes that are written into some folders of the place, for the result of a push.
 
+        What has changed was sent, unless the place itself can copy files.
+
         Args:
             folders: They are listed, without those below them; "" is the place itself.
 
@@ -143,29 +155,25 @@ class SavePlace(Place, Protocol):
             A function that lists them again, and returns the bytes that were sent; None if nothing has changed.
         """
 
+        def listed() -> dict[tuple[str, str], File]:
+            at = [(folder, self.folder(folder)) for folder in sorted(folders)]
+            found = {(folder, name): files.find(name) for folder, files in at for name in files.names()}
+            return {name: file for name, file in found.items() if file is not None}
 
-def count_changed(place: Place, folders: Collection[str]) -> Callable[[], int | None]:
-    """Implement `SavePlace.count_sent` by listings: what has changed was sent."""
+        before = listed()
 
-    def listed() -> dict[tuple[str, str], File]:
-        at = [(folder, place.folder(folder)) for folder in sorted(folders)]
-        found = {(folder, name): files.find(name) for folder, files in at for name in files.names()}
-        return {name: file for name, file in found.items() if file is not None}
+        def count() -> int | None:
+            after = listed()
+            new = [file.size for name, file in after.items() if before.get(name) != file]
+            return None if before == after else sum(new)
 
-    before = listed()
-
-    def count() -> int | None:
-        after = listed()
-        new = [file.size for name, file in after.items() if before.get(name) != file]
-        return None if before == after else sum(new)
-
-    return count
+        return count
 
 
-class DirectoryPlace:
+class DirectoryPlace(SavePlace):
     """A directory on this machine that is not a hub, or one file of weights; it need not exist."""
 
-    traits = LocalFolder.traits
+    is_read_from_disk = True
     is_for_hfshard_only = False
     has_revisions = False
 
@@ -223,19 +231,15 @@ class DirectoryPlace:
 
         return directory_transaction(self.address, new, writer)
 
-    def count_sent(self, folders: Collection[str]) -> Callable[[], int | None]:
-        """Count the bytes of new files."""
-        return count_changed(self, folders)
-
     def is_same(self, folder: Folder) -> bool:
         """Return whether both are one existing directory."""
         return folder.traits.is_directory and is_same_directory(folder.path, self.address)
 
 
-class StorePlace:
+class StorePlace(SavePlace):
     """A prefix in an object store or a bucket."""
 
-    traits = StoreFolder.traits
+    is_read_from_disk = False
     is_for_hfshard_only = True
     has_revisions = False
 
@@ -303,7 +307,7 @@ class StorePlace:
 class HubPlace:
     """A repo of the Hugging Face Hub."""
 
-    traits = LocalFolder.traits
+    is_read_from_disk = True
     is_for_hfshard_only = False
     has_revisions = True
 
@@ -314,10 +318,6 @@ class HubPlace:
     def key(self) -> str:
         """The name."""
         return self.address
-
-    def folder(self, subfolder: str = "") -> Folder:
-        """Download the checkpoint on main, and return its files in the cache."""
-        return self.fetch(CheckpointQuery(subfolder=subfolder), None).folder
 
     def find(self, query: CheckpointQuery, *, takes_files: bool = False) -> ResolvedSource | None:
         """Return None: the checkpoint must be downloaded first."""
@@ -331,21 +331,8 @@ class HubPlace:
             found = fetch_checkpoint(self.address, query, progress)
         return ResolvedSource(found.directory, self.address, LocalFolder(found.directory), found.commit, query.revision)
 
-    def verify(self, query: CheckpointQuery, level: str, progress: bool | None) -> VerifyReport:
-        """Download the checkpoint, and check it."""
-        folder = self.fetch(query, progress).folder
-        return verify_directory(folder, WeightNames(query.variant), level, progress)
-
-    def files(self, subfolder: str = "", *, follow_links: bool = False) -> FilesOfPlace:
-        """Return the files of the checkpoint on main; those in the cache are links."""
-        return DirectoryPlace(self.folder(subfolder).path).files(follow_links=True)
-
     def reject_hub_arguments(self, *, revision: str | None = None, token: str | bool | None = None) -> None:
         """Accept them."""
-
-    def is_same(self, folder: Folder) -> bool:
-        """Return False: a folder has the files of one commit."""
-        return False
 
 
 class DirectoryHubPlace(HubPlace):
@@ -357,6 +344,10 @@ class DirectoryHubPlace(HubPlace):
     def key(self) -> str:
         """The path with links resolved."""
         return os.path.realpath(self.address)
+
+    def folder(self, subfolder: str = "") -> Folder:
+        """Return the files of the newest commit on main."""
+        return self.find(CheckpointQuery(subfolder=subfolder)).folder
 
     def find(self, query: CheckpointQuery, *, takes_files: bool = False) -> ResolvedSource:
         """Find the checkpoint in the snapshot of a commit."""
@@ -421,7 +412,7 @@ class Kind(NamedTuple):
 
     to_save: Callable[[str, str], SavePlace | None]
     to_load: Callable[[str, str], Place | None]
-    to_check: Callable[[str, str], Place | None]
+    to_check: Callable[[str, str], CheckPlace | None]
     to_push: Callable[[str | os.PathLike[str], str], Place | None]
     """A path object names a directory here, whatever its text."""
 
@@ -447,7 +438,7 @@ def place_to_load(path: str | os.PathLike[str], argument: str = "path") -> Place
     return next(place for kind in KINDS if (place := kind.to_load(text, argument)) is not None)
 
 
-def place_to_check(path: str | os.PathLike[str], argument: str = "path") -> Place:
+def place_to_check(path: str | os.PathLike[str], argument: str = "path") -> CheckPlace:
     """Resolve what to check on this machine or in a store: what is not a store is a directory, or a hub in one.
 
     Raises:
@@ -468,7 +459,7 @@ def place_to_push(repo_id: str | os.PathLike[str], argument: str = "repo_id") ->
     return next(place for kind in KINDS if (place := kind.to_push(repo_id, argument)) is not None)
 
 
-def _store(text: str, argument: str) -> SavePlace | None:
+def _store(text: str, argument: str) -> StorePlace | None:
     return StorePlace(absolute_path(text, argument)) if is_store_address(text) else None
 
 
@@ -492,11 +483,11 @@ def _directory_to_load(text: str, argument: str) -> Place | None:
     return DirectoryPlace(text) if os.path.exists(text) or is_missing_file or _is_a_path(text) else None
 
 
-def _directory_to_check(text: str, argument: str) -> Place:
+def _directory_to_check(text: str, argument: str) -> CheckPlace:
     return _directory_or_hub(absolute_path(hub_directory(text) or text, argument))
 
 
-def _directory_or_hub(directory: str) -> Place:
+def _directory_or_hub(directory: str) -> DirectoryPlace | DirectoryHubPlace:
     return DirectoryHubPlace(directory) if has_hub_marker(directory) else DirectoryPlace(directory)
 
 

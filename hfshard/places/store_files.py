@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 from hfshard._util.threads import run_in_threads
-from hfshard.checkpoint.folder import StoreFolder
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint, warn_of_others_files
+from hfshard.checkpoint.ranged_folder import StoreFolder
 from hfshard.commit import store_plan
 from hfshard.constants import FILES_AT_ONCE, MANIFEST_NAME
 from hfshard.disk.byte_source import ByteSource

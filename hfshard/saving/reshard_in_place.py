@@ -13,10 +13,10 @@ from hfshard.commit.directory_commit import DirectorySession, save_session
 from hfshard.commit.directory_state import read_directory_state
 from hfshard.disk.fsops import can_link
 from hfshard.format.digests import tensor_digest
-from hfshard.format.file_names import MODEL_BASE, WeightNames
+from hfshard.format.file_names import WeightNames
 from hfshard.format.index import CheckpointIndex, FileDigest
 from hfshard.places.place import SavePlace
-from hfshard.saving.pipeline import Save, index_of, save_request, shard_metadata_bytes_of
+from hfshard.saving.pipeline import index_of, plan_request, save_request, shard_metadata_bytes_of
 from hfshard.saving.save_request import SaveRequest
 from hfshard.shards.shard_plan import PlannedShard, ShardPlan, plan_specs
 from hfshard.shards.write_shards import WriteJob, file_order, shard_metadata, write_shards
@@ -55,7 +55,7 @@ def reshard_in_place(
         place: The checkpoint's directory.
         check: Called when the directory is locked.
     """
-    plan = Save({MODEL_BASE: request}).plans[MODEL_BASE]
+    plan = plan_request(request)
     aligned = aligned_plan(checkpoint, request, plan)
     if checkpoint.weights.kind != "index" or not plan.is_sharded or not aligned.is_sharded:
         return save_request(request, place, check)  # one file, old or new: no group is smaller than everything

@@ -32,13 +32,12 @@ from hfshard.disk.byte_source import ByteSource, BytesSource
 from hfshard.disk.safe_open import Identity, identity_of, reject_links_to_outside
 from hfshard.errors import CheckpointChangedError, InvalidArgumentError, SignatureError
 from hfshard.format.digests import Checksum, Verify
-from hfshard.format.file_names import MODEL_BASE
 from hfshard.format.index import CheckpointIndex, without_commit_marker, without_weights_override
 from hfshard.format.strict_json import parse_json_object
 from hfshard.hub.own_files import OwnFiles
-from hfshard.places.place import Place, ResolvedSource, SavePlace, is_same_directory
+from hfshard.places.place import ResolvedSource, SavePlace, is_same_directory
 from hfshard.places.source import CheckpointSource, open_source
-from hfshard.saving.pipeline import Save, save_request
+from hfshard.saving.pipeline import plan_request, save_request
 from hfshard.saving.reshard_in_place import reshard_in_place
 from hfshard.saving.save_request import SaveOptions, SaveRequest
 from hfshard.shards.shard_file import SafetensorsFile
@@ -115,7 +114,7 @@ def reshard_source(
     if local is not None and local.weights_name is not None:
         reject_beside_file(local, target)
     is_in_place = local is not None and target.is_same(local.folder)
-    if low_disk and (not is_in_place or floating is not None or not target.traits.is_directory):
+    if low_disk and (not is_in_place or floating is not None or not target.is_read_from_disk):
         raise InvalidArgumentError(
             "low_disk re-shards a checkpoint in place, without a cast. Pass the same directory twice, and no dtype. "
             "(With a store, nothing is written to disk anyway.)",
@@ -156,7 +155,9 @@ def reshard_source(
     )
 
 
-def _with_companion_files(request: SaveRequest, folder: Folder, target: Place, *, follow_links: bool) -> SaveRequest:
+def _with_companion_files(
+    request: SaveRequest, folder: Folder, target: SavePlace, *, follow_links: bool
+) -> SaveRequest:
     """Add the checkpoint's companion files, which the target must not have with other contents."""
     companions = folder.companions(request.small_files.keys())
     if folder.traits.is_directory and not follow_links:
@@ -173,7 +174,7 @@ def _with_companion_files(request: SaveRequest, folder: Folder, target: Place, *
 
 
 def _without_own_files(
-    request: SaveRequest, target: Place, check: Callable[[], None]
+    request: SaveRequest, target: SavePlace, check: Callable[[], None]
 ) -> tuple[SaveRequest, Callable[[], None]]:
     """Reject replacing the user's own files in the target, now and right before the commit, and keep a README there."""
     small = {name: BytesSource(raw) for name, raw in request.small_files.items()}
@@ -238,7 +239,7 @@ def with_tensors(request: SaveRequest, checkpoint: OpenCheckpoint, *, weights_on
     )
     if checkpoint.pickles or request.kept_files:
         return request
-    if Save({MODEL_BASE: request}).plans[MODEL_BASE].weight_map == index.weight_map:
+    if plan_request(request).weight_map == index.weight_map:
         return request
     return replace(request, tensors={name: tensors[name] for name in infer_name_order(checkpoint)})
 
@@ -321,7 +322,7 @@ def source_text(local: ResolvedSource) -> str:
     return local.folder.path if local.weights_name is None else os.path.join(local.folder.path, local.weights_name)
 
 
-def reject_beside_file(local: ResolvedSource, target: Place) -> None:
+def reject_beside_file(local: ResolvedSource, target: SavePlace) -> None:
     """Reject resharding one file into its own directory, where it may be a part of another checkpoint.
 
     Raises:
@@ -338,7 +339,7 @@ def reject_beside_file(local: ResolvedSource, target: Place) -> None:
         )
 
 
-def check_places(source: CheckpointSource, local: ResolvedSource, target: Place, *, is_in_place: bool) -> None:
+def check_places(source: CheckpointSource, local: ResolvedSource, target: SavePlace, *, is_in_place: bool) -> None:
     """Reject writes into the source, except to replace it, and into the files of a hub.
 
     Raises:
@@ -347,7 +348,7 @@ def check_places(source: CheckpointSource, local: ResolvedSource, target: Place,
     """
     dst = target.address
     reject_hub_directory(dst)
-    if not (local.traits.is_directory and target.traits.is_directory):
+    if not (local.traits.is_directory and target.is_read_from_disk):
         if f"{dst}/".startswith(f"{local.folder.path}/") and not is_in_place:
             raise InvalidArgumentError(
                 f"'{dst}' is in the checkpoint to re-shard. Pass another prefix, or "

@@ -12,9 +12,10 @@ from typing import Final
 from hfshard._util.progress import ProgressCallback, byte_progress
 from hfshard._util.text import shorten_list
 from hfshard._util.threads import cancellable, run_in_threads
-from hfshard.checkpoint.folder import LocalFolder, RangedFolder
+from hfshard.checkpoint.folder import LocalFolder
 from hfshard.checkpoint.load_options import FilesBeside
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
+from hfshard.checkpoint.ranged_folder import RangedFolder
 from hfshard.checkpoint.verify_report import Problem, VerifyReport
 from hfshard.constants import (
     CONFIG_NAME,

@@ -153,7 +153,7 @@ def _signer(
 def _directory_to_sign(path: str | os.PathLike[str]) -> str:
     place = place_to_save(path, "path")
     directory = place.address
-    if not place.traits.is_directory:
+    if not place.is_read_from_disk:
         raise InvalidArgumentError(
             f"'{directory}' is in a store, but only files on disk can be signed. Run: hfshard pull {directory} DIR",
             path=directory,

@@ -106,12 +106,12 @@ def find_stage(state: TrainingState, session: Session) -> Stage | None:
     if len(set(digests)) == 1:
         return None
     is_speaker = digests.index(digest) == session.position
-    names_to_tell = {key: sorted(names) for key, names in own.items()} if is_speaker else {}
-    told = session.all_of((ties if is_speaker else [], names_to_tell))
-    stage = with_aliases(state, chain.from_iterable(ties for ties, _ in told))
+    own_names = {key: sorted(names) for key, names in own.items()} if is_speaker else {}
+    stages = session.all_of((ties if is_speaker else [], own_names))
+    stage = with_aliases(state, chain.from_iterable(ties for ties, _ in stages))
     everywhere = {
-        key: frozenset(name for _, names in told for name in _renamed(stage, key, names.get(key, ())))
-        for key in dict.fromkeys(key for _, names in told for key in names)
+        key: frozenset(name for _, names in stages for name in _renamed(stage, key, names.get(key, ())))
+        for key in dict.fromkeys(key for _, names in stages for key in names)
     }
     return Stage(stage, StageNames({key: _renamed(stage, key, names) for key, names in own.items()}, everywhere))
 
@@ -237,7 +237,7 @@ class MergedState:
     """Parts that differ on another rank: each rank saves its own."""
 
 
-def merge_parts(own: Components, told: Mapping[int, StageState]) -> MergedState:
+def merge_parts(own: Components, reports: Mapping[int, StageState]) -> MergedState:
     """Merge the parts of all stages into those of one model.
 
     The entries of modules and optimizers are merged by name; if several ranks have a name, the first one's entry
@@ -246,19 +246,19 @@ def merge_parts(own: Components, told: Mapping[int, StageState]) -> MergedState:
 
     Args:
         own: The first rank's components; not changed.
-        told: Rank -> its report, in the order of the ranks.
+        reports: Rank -> its report, in the order of the ranks.
 
     Raises:
         InvalidArgumentError: Two ranks have optimizers that cannot be those of one model, or a part that differs on
             each and has DTensors.
     """
-    reject_other_parts({rank: parts.kinds for rank, parts in told.items()})
+    reject_other_parts({rank: parts.kinds for rank, parts in reports.items()})
     merged = MergedState({}, [])
     keeps_groups = True
     for name, entry in own.encoded.items():
-        states = [(rank, parts.by_name[name]["state"]) for rank, parts in told.items() if name in parts.by_name]
+        states = [(rank, parts.by_name[name]["state"]) for rank, parts in reports.items() if name in parts.by_name]
         if entry["kind"] == "optimizer":
-            _check_values(name, {rank: parts.values[name] for rank, parts in told.items()})
+            _check_values(name, {rank: parts.values[name] for rank, parts in reports.items()})
             union = _OptimizerUnion(name, entry["state"])
             for rank, state in states:
                 union.add(rank, state)
@@ -268,7 +268,7 @@ def merge_parts(own: Components, told: Mapping[int, StageState]) -> MergedState:
             united = _first_of_each(encoded_entries(state) for _, state in states)
             merged.encoded[name] = {"kind": entry["kind"], "state": united}
     for name, entry in own.encoded.items():
-        if name not in merged.encoded and _is_same(name, told) and (keeps_groups or entry["kind"] != "scheduler"):
+        if name not in merged.encoded and _is_same(name, reports) and (keeps_groups or entry["kind"] != "scheduler"):
             merged.encoded[name] = {"kind": entry["kind"], "state": entry["state"]}  # which is in no rank's order
         elif name not in merged.encoded:
             merged.of_a_rank.append(name)
@@ -353,18 +353,18 @@ def _digest(tensor: torch.Tensor) -> str:
     return sha256_of(kind.encode() + b"".join(map(bytes, iter_blocks(tensor.detach(), _BLOCK_BYTES))))
 
 
-def _is_same(name: str, told: Mapping[int, StageState]) -> bool:
+def _is_same(name: str, reports: Mapping[int, StageState]) -> bool:
     """Return whether a part is the same on all ranks.
 
     Raises:
         InvalidArgumentError: The part has DTensors, which may differ, and which ranks cannot store alone.
     """
-    if any(_SPREAD in parts.values.get(name, {}).values() for parts in told.values()):
+    if any(_SPREAD in parts.values.get(name, {}).values() for parts in reports.values()):
         raise _refusal(name, "has its own DTensors")
-    first = told[min(told)]
+    first = reports[min(reports)]
     return all(
         parts.others.get(name) == first.others[name] and parts.values.get(name) == first.values[name]
-        for parts in told.values()
+        for parts in reports.values()
     )
 
 

@@ -143,28 +143,28 @@ def _find_stages(
     is_spread = is_spread_state(order.state)
     replicas = Replicas.of(order.state)
     own = [is_spread, stage_digest(order.state), replicas.summary()]
-    said = json.dumps([own, shared_kinds(order.state), names_of_place(writer.root)]).encode()
-    meeting = session.meet("save", said)
-    told, kinds, roots = zip(*map(json.loads, meeting.values()), strict=True)
+    message = json.dumps([own, shared_kinds(order.state), names_of_place(writer.root)]).encode()
+    meeting = session.meet("save", message)
+    states, kinds, roots = zip(*map(json.loads, meeting.values()), strict=True)
     reject_other_parts(dict(zip(meeting, kinds, strict=True)))
     reject_other_places(dict(zip(meeting, roots, strict=True)), "saves into")
-    stages = [stage for _, stage, _ in told]
+    stages = [stage for _, stage, _ in states]
     if len(set(stages)) > 1:
         return stages, OfEachRank()
-    summaries = {rank: summary for rank, (_, _, summary) in zip(meeting, told, strict=True)}
+    summaries = {rank: summary for rank, (_, _, summary) in zip(meeting, states, strict=True)}
     details: dict[int, Any] = {}
     if differ(summaries.values()):
-        said = json.dumps(replicas.details()).encode()
-        details = {rank: json.loads(raw) for rank, raw in session.meet("copies that differ", said).items()}
+        message = json.dumps(replicas.details()).encode()
+        details = {rank: json.loads(raw) for rank, raw in session.meet("copies that differ", message).items()}
     each = of_each_rank(summaries, details, allow_different_replicas=order.allow_different_replicas)
-    return (stages if any(is_spread for is_spread, _, _ in told) else None), each
+    return (stages if any(is_spread for is_spread, _, _ in states) else None), each
 
 
 def _as_stage(state: TrainingState, session: Session, stages: Sequence[str]) -> TrainingState:
     """Return a copy of the state with the full model's names, and with its gradients if each stage has one rank."""
     is_speaker = stages.index(stages[session.position]) == session.position
-    told = session.meet("ties", json.dumps(state.tied_parameters() if is_speaker else []).encode())
-    state = with_aliases(state, chain.from_iterable(map(json.loads, told.values())))
+    ties = session.meet("ties", json.dumps(state.tied_parameters() if is_speaker else []).encode())
+    state = with_aliases(state, chain.from_iterable(map(json.loads, ties.values())))
     return with_whole_gradients(state) if len(set(stages)) == len(stages) else state
 
 
@@ -182,11 +182,11 @@ def _share_components(
     components = encode_components(order.state)
     is_first = stages.index(stages[session.position]) == session.position
     own = StageState.of(order.state, components, is_first=is_first)
-    told = session.gather("parts", own.to_json())
+    reports = session.gather("parts", own.to_json())
     if not session.is_leader:
         of_a_rank = json.loads(session.wait_for("parts of a rank", session.leader))
         return encode_components(order.state, of_a_rank), of_a_rank
-    parts = {rank: own if rank == session.rank else StageState.from_json(raw) for rank, raw in told.items()}
+    parts = {rank: own if rank == session.rank else StageState.from_json(raw) for rank, raw in reports.items()}
     merged = merge_parts(components, parts)
     session.tell("parts of a rank", json.dumps(merged.of_a_rank).encode())
     return replace(encode_components(order.state, merged.of_a_rank), encoded=merged.encoded), merged.of_a_rank
@@ -389,10 +389,10 @@ def _save_replicated(
         contribution = RankContribution(problem=describe_error(error), number=session.rank)
         message = contribution.to_bytes()
     try:
-        told = session.gather("value", message)
+        messages = session.gather("value", message)
         if not session.is_leader:
             return session.finish().decode()
-        others = [RankContribution.from_bytes(told.pop(rank)) for rank in session.ranks[1:]]  # not in memory twice
+        others = [RankContribution.from_bytes(messages.pop(rank)) for rank in session.ranks[1:]]  # not in memory twice
         return _finish_with(session, work)
     except HfshardError:
         if error is not None:

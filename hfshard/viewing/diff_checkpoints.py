@@ -15,8 +15,8 @@ import torch
 from hfshard._util.arguments import wraps_os_errors
 from hfshard._util.progress import ProgressCallback
 from hfshard.checkpoint.check_files import retry_if_replaced
-from hfshard.checkpoint.folder import RangedFolder
 from hfshard.checkpoint.load_options import LoadOptions
+from hfshard.checkpoint.ranged_folder import RangedFolder
 from hfshard.errors import InvalidArgumentError
 from hfshard.format.digests import Verify, tensor_digest
 from hfshard.hub.resolve import CheckpointQuery
@@ -97,7 +97,7 @@ def diff_checkpoints(
     options = DiffOptions(values, trust_digests=verify not in ("full", "sha256"))
     subfolders = _pair("subfolder", subfolder)
     # A token is for hubs; it is an error only if there is none.
-    are_on_disk = [place_to_load(place).traits.is_directory for place in (a, b)]
+    are_on_disk = [place_to_load(place).is_read_from_disk for place in (a, b)]
     tokens = [token if is_on_disk or not any(are_on_disk) else None for is_on_disk in are_on_disk]
     queries = tuple(
         replace(query, subfolder=one or "", token=of_one) for one, of_one in zip(subfolders, tokens, strict=True)

@@ -213,7 +213,7 @@ def _opened(stack: ExitStack, path: str, query: CheckpointQuery, options: LoadOp
 def _split_place(place: str | os.PathLike[str]) -> tuple[str, str | None]:
     text = checked_path_text(place)
     at = place_to_load(text)
-    if not at.traits.is_directory:
+    if not at.is_read_from_disk:
         return at.address, None
     if os.path.exists(os.path.expanduser(text)):
         return absolute_path(place), None
@@ -230,7 +230,7 @@ def _checkpoint_of_run(path: str) -> str | None:
     """Find the latest checkpoint of the run at a path, or that of the step in its name, ignoring leading zeros."""
     root, _, name = path.rpartition("/")
     named = CHECKPOINT.fullmatch(name)
-    if place_to_load(path).traits.is_directory and not os.path.isdir(path if named is None else root):
+    if place_to_load(path).is_read_from_disk and not os.path.isdir(path if named is None else root):
         return None
     if named is not None:
         try:

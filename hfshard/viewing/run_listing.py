@@ -270,7 +270,7 @@ def part_of(name: str) -> Part:
 
 def _identity_of(path: str, name: str, record: FileDigest) -> object:
     """Return a key that is equal for files that are the same, or None if it cannot be determined."""
-    if not place_to_save(path, "path").traits.is_directory:
+    if not place_to_save(path, "path").is_read_from_disk:
         return (record.size, record.sha256, record.xxh3, record.fingerprint) if record.is_verifiable else None
     try:
         status = os.stat(os.path.join(path, name))

@@ -153,7 +153,7 @@ def run_at(place: str | os.PathLike[str]) -> str | None:
         Its absolute path or its address; None if there is none, such as at one of its checkpoints.
     """
     at = place_to_load(place)
-    if at.traits.is_directory and not os.path.isdir(os.path.expanduser(checked_path_text(place))):
+    if at.is_read_from_disk and not os.path.isdir(os.path.expanduser(checked_path_text(place))):
         return None
     return at.address if is_run(at.address) else None
 
@@ -166,7 +166,7 @@ def page_of_run(root: str, best: str | None, metric_mode: MetricMode) -> Page:
     """
     found = checkpoints_of(root)
     listed = list_checkpoints(found, _check, best=best, metric_mode=metric_mode)
-    is_store = not place_to_check(root).traits.is_directory
+    is_store = not place_to_check(root).is_read_from_disk
     return make_run_page(root, listed, unchanged_bytes(found), best=best, is_store=is_store)
 
 

@@ -19,7 +19,8 @@ from hfshard.checkpoint.check_files import (
     check_total,
     retry_if_replaced,
 )
-from hfshard.checkpoint.folder import Folder, LocalFolder, RangedFolder, StoreFolder, Traits
+from hfshard.checkpoint.folder import Folder, LocalFolder, Traits
+from hfshard.checkpoint.ranged_folder import RangedFolder, StoreFolder
 from hfshard.errors import CheckpointChangedError, DamagedCheckpointError, IntegrityError
 from hfshard.format.digests import sha256_of
 from hfshard.format.index import CheckpointIndex, FileDigest

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from threading import Event, Thread
 
-from hfshard.checkpoint.folder import StoreFolder
 from hfshard.checkpoint.open_checkpoint import open_checkpoint
+from hfshard.checkpoint.ranged_folder import StoreFolder
 from hfshard.errors import RemoteChangedError
 from hfshard.format.stored_save import plain_copy, split_object_name
 from tests.stores.saving.checkpoints import config, request, save_into

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hfshard.checkpoint.folder import StoreFolder
 from hfshard.checkpoint.open_checkpoint import open_checkpoint
+from hfshard.checkpoint.ranged_folder import StoreFolder
 from tests.stores.saving.checkpoints import request, save_into
 from tests.stores.saving.memory_store import MemoryStore
 

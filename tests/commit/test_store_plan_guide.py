@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from hfshard.checkpoint.folder import StoreFolder
 from hfshard.checkpoint.open_checkpoint import open_checkpoint
+from hfshard.checkpoint.ranged_folder import StoreFolder
 from hfshard.commit import store_plan
 from hfshard.format.stored_save import split_object_name
 from hfshard.saving.save_request import SaveRequest

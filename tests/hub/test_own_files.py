@@ -11,9 +11,14 @@ import pytest
 import torch
 
 import hfshard
+from hfshard.checkpoint.ranged_folder import StoreFolder
 from hfshard.cli.main import main
+from hfshard.disk.byte_source import BytesSource
 from hfshard.errors import SaveDirectoryError
+from hfshard.format.file_names import WeightNames
+from hfshard.hub.own_files import OwnFiles
 from tests.hub.models import files_of
+from tests.stores.saving.memory_store import MemoryStore
 
 pytestmark = pytest.mark.compat
 OLD = {"a": torch.ones(3000), "b": torch.zeros(9)}
@@ -232,3 +237,10 @@ def test_a_file_that_is_written_during_the_pull_is_not_replaced(
         hfshard.pull_checkpoint(repo, target)
 
     assert files_of(target) == {"train.py": b"mine"}
+
+
+def test_an_empty_store_is_listed_once_and_nothing_next_to_it() -> None:
+    store = MemoryStore()
+    OwnFiles(StoreFolder(store, "s3://models/bert"), WeightNames(), {"train.py": BytesSource(b"theirs")})
+
+    assert store.requests == ["list", "find train.py", "find train.py"]

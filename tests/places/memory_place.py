@@ -9,20 +9,31 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
 from hfshard._util.addresses import reject_hub_arguments
-from hfshard.checkpoint.folder import Folder, RangedFolder
+from hfshard.checkpoint.folder import Folder
 from hfshard.checkpoint.locate import is_weights_name
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
+from hfshard.checkpoint.ranged_folder import RangedFolder
 from hfshard.checkpoint.verifier import verify_directory
 from hfshard.checkpoint.verify_report import VerifyReport
 from hfshard.commit.transaction import JobsOf, NewCheckpoint, ShardWriter
 from hfshard.constants import CONFIG_NAME, README
 from hfshard.disk.byte_source import ByteSource, BytesSource
-from hfshard.errors import CheckpointChangedError
+from hfshard.errors import CheckpointChangedError, CheckpointNotFoundError
 from hfshard.format.file_names import WeightNames
 from hfshard.format.index import CheckpointIndex, FileDigest
 from hfshard.hub.resolve import CheckpointQuery
-from hfshard.places.place import Kind, ResolvedSource, count_changed
+from hfshard.places.place import Kind, ResolvedSource, SavePlace
 from hfshard.places.store_mirror import SmallFilesMirror
+from hfshard.removal.removal_plan import (
+    NOT_ITS_OWN,
+    SMALL_FILES,
+    FoundFile,
+    Removal,
+    RemovalPlan,
+    in_phases,
+    phase_of_weights,
+)
+from hfshard.remove import RemovalRequest
 from hfshard.shards.shard_plan import ShardPlan
 from hfshard.shards.write_shards import WriteJob, stream_shard
 
@@ -120,12 +131,8 @@ class MemoryTransaction:
                 with source.open() as reader:
                     files[name] = reader.read()
         confirm()
-        names = new.names
-        gone = [
-            name
-            for name in Reader(self._address).list_objects()
-            if name in (names.single, names.index) or names.is_shard(name) or (new.drops_config and name == CONFIG_NAME)
-        ]
+        listed = Reader(self._address).list_objects()
+        gone = [name for name in listed if is_weights(name, new.names) or (new.drops_config and name == CONFIG_NAME)]
         before = dict(FILES)
         for name in gone:
             del FILES[start + name]
@@ -133,10 +140,10 @@ class MemoryTransaction:
         return before != FILES
 
 
-class MemoryPlace:
+class MemoryPlace(SavePlace):
     """A place in the memory of this process."""
 
-    traits = RangedFolder.traits
+    is_read_from_disk = False
     is_for_hfshard_only = True
     has_revisions = False
 
@@ -176,14 +183,38 @@ class MemoryPlace:
     def transaction(self, new: NewCheckpoint, writer: ShardWriter) -> Iterator[MemoryTransaction]:
         yield MemoryTransaction(self.address, new)
 
-    def count_sent(self, folders: Collection[str]) -> Callable[[], int | None]:
-        return count_changed(self, folders)
-
     def reject_hub_arguments(self, *, revision: str | None = None, token: str | bool | None = None) -> None:
         reject_hub_arguments(self.address, revision=revision, token=token)
 
     def is_same(self, folder: Folder) -> bool:
         return folder.path == self.address
+
+
+CLASS: type[SavePlace] = MemoryPlace
+"""The key of a place in memory in tables by class."""
+
+
+def is_weights(name: str, names: WeightNames) -> bool:
+    return name in (names.single, names.index) or names.is_shard(name)
+
+
+def plan_removal(request: RemovalRequest) -> Removal:
+    """Plan the removal of a checkpoint; no save leaves anything behind."""
+    address, names = request.place, request.names
+    listed = {} if request.leftovers else Reader(address).list_objects()
+    weights = [name for name in listed if is_weights(name, names)]
+    if not weights and not request.leftovers:
+        raise CheckpointNotFoundError(f"There is no checkpoint in '{address}'.", path=address)
+    small = [name for name in SMALL_FILES if name in listed]
+    phases = in_phases([*weights, *small], lambda name: phase_of_weights(name, names))
+    found = {name: FoundFile(listed[name].size, listed[name].etag) for phase in phases for name in phase}
+    plan = RemovalPlan(address, phases, found, dict.fromkeys(listed.keys() - found.keys(), NOT_ITS_OWN))
+
+    def carry_out() -> None:
+        for name in found:
+            del FILES[f"{address}/{name}"]
+
+    return Removal(plan.report(), carry_out)
 
 
 def named(text: str | os.PathLike[str], _argument: str) -> MemoryPlace | None:

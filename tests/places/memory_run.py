@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from weakref import WeakValueDictionary
 
-from hfshard._util.progress import ProgressCallback
-from hfshard.commit.transaction import NewCheckpoint, ShardWriter
 from hfshard.errors import DirectoryLockedError
 from hfshard.format.index import CheckpointIndex, FileDigest
 from hfshard.shards.write_shards import WriteJob
@@ -18,20 +16,18 @@ from hfshard.training.run.manifest import (
     RunCheckpoint,
     checkpoint_path,
     newest_first,
-    replaced_metrics,
 )
+from hfshard.training.run.run_storage import RunSave
 from tests.places.memory_place import FILES, MemoryTransaction, Reader
 
 
 class MemoryRunTransaction(MemoryTransaction):
     """A checkpoint that appears at once, when all its files are put into the dictionary."""
 
-    def __init__(
-        self, path: str, manifest: CheckpointManifest, new: NewCheckpoint, progress_callback: ProgressCallback
-    ) -> None:
-        super().__init__(path, new)
+    def __init__(self, path: str, manifest: CheckpointManifest, save: RunSave) -> None:
+        super().__init__(path, save.new)
         self._manifest = manifest
-        self._progress_callback = progress_callback
+        self._progress_callback = save.progress_callback
         self._records: dict[str, FileDigest] = {}
         self.saved: RunCheckpoint | None = None
 
@@ -95,19 +91,11 @@ class MemoryRun:
         """Nothing is left of a save without its commit."""
 
     @contextmanager
-    def transaction(
-        self,
-        step: int,
-        metrics: dict[str, float] | None,
-        new: NewCheckpoint,
-        writer: ShardWriter,
-        progress_callback: ProgressCallback,
-    ) -> Iterator[MemoryRunTransaction]:
+    def transaction(self, save: RunSave) -> Iterator[MemoryRunTransaction]:
         found = self.checkpoints()
         save_number = max((one.save_number for one in found), default=0) + 1
-        kept = replaced_metrics(found, step) if metrics is None else metrics
-        manifest = CheckpointManifest(step, save_number, kept)
-        yield MemoryRunTransaction(checkpoint_path(self.root, step), manifest, new, progress_callback)
+        manifest = save.manifest(save_number, lambda: found)
+        yield MemoryRunTransaction(checkpoint_path(self.root, save.step), manifest, save)
 
     def remove(self, checkpoints: Sequence[RunCheckpoint]) -> None:
         for one in checkpoints:

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import hfshard
-from hfshard.checkpoint.folder import LocalFolder, StoreFolder
+from hfshard.checkpoint.folder import LocalFolder
+from hfshard.checkpoint.ranged_folder import StoreFolder
 from hfshard.errors import CheckpointNotFoundError, HubNotFoundError, InvalidArgumentError, InvalidPathError
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.places.place import (
@@ -70,7 +71,7 @@ def test_an_address_is_a_store_to_all() -> None:
         assert place.address == place.key == ADDRESS
         assert place.is_for_hfshard_only
         assert not place.has_revisions
-        assert not place.traits.is_directory
+        assert not place.is_read_from_disk
 
 
 def test_a_directory_hub_is_one_to_loads_checks_and_pushes_but_a_directory_to_a_save(hub: Path) -> None:
@@ -146,7 +147,6 @@ def test_a_directory_is_the_same_by_another_name_and_a_store_by_its_address(save
     assert not link.is_same(in_store)
     assert place_to_save(ADDRESS).is_same(in_store)
     assert not place_to_save("s3://models/gpt").is_same(in_store)
-    assert not place_to_push("org/name").is_same(LocalFolder(str(saved)))
 
 
 def test_only_a_store_has_no_use_for_a_revision(saved: Path, hub: Path) -> None:
@@ -167,15 +167,30 @@ def test_each_place_checks_what_is_there(saved: Path, hub: Path) -> None:
         place_to_check(saved / "none").verify(CheckpointQuery(), "full", False)
 
 
-def test_the_files_to_push_are_those_of_the_place(saved: Path, hub: Path) -> None:
+def test_the_files_to_push_are_those_of_the_place(saved: Path) -> None:
     assert list(place_to_save(saved).files().contents()) == ["model.safetensors"]
     assert list(place_to_save(saved.parent).files("saved").contents()) == ["model.safetensors"]
-    assert list(place_to_load(str(hub)).files().contents()) == ["model.safetensors"]
+
+
+def test_a_copy_counts_the_files_that_have_changed(saved: Path) -> None:
+    count = place_to_save(saved.parent).count_sent({"saved"})
+
+    assert count() is None
+
+    (saved / "notes.txt").write_text("twelve bytes")
+
+    assert count() == 12
 
 
 def test_traits_are_those_of_the_folder() -> None:
     assert ResolvedSource("/there", "/there", LocalFolder("/there")).traits is LocalFolder.traits
-    assert place_to_save(ADDRESS).traits is StoreFolder.traits
+
+
+def test_what_is_read_from_disk(saved: Path, hub: Path) -> None:
+    for text in (str(saved), str(hub), str(saved / "model.safetensors"), "org/name", "/nowhere"):
+        assert place_to_load(text).is_read_from_disk  # a repo is downloaded to the cache
+
+    assert not place_to_load(ADDRESS).is_read_from_disk
 
 
 def test_a_hub_is_not_blamed_alone_for_a_name_that_is_nowhere() -> None:

@@ -82,7 +82,7 @@ def test_no_other_file_asks_what_kind_of_place_it_is_in() -> None:
         ("if isinstance(place, StorePlace): pass", True),
         ("if isinstance(target, str | places.HubPlace): pass", True),
         ("if local.folder is not None: pass", True),
-        ("if place.traits.is_directory: pass", False),
+        ("if place.is_read_from_disk: pass", False),
         ("if folder is None: pass", False),
         ("place = place_to_save(path)", False),
         ("isinstance(group_store, dist.HashStore)", False),

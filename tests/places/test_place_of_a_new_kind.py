@@ -12,9 +12,10 @@ from torch import nn
 import hfshard
 from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError, SaveDirectoryError
 from hfshard.places import place
+from hfshard.remove import REMOVALS
 from tests.helpers.tiny_bert import bert
 from tests.places import memory_place
-from tests.places.memory_place import FILES, MEMORY
+from tests.places.memory_place import CLASS, FILES, MEMORY
 
 ADDRESS = "mem://models/bert"
 TENSORS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4, dtype=torch.int64)}
@@ -23,6 +24,7 @@ TENSORS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4, dtype=torch.
 @pytest.fixture(autouse=True)
 def kinds(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(place, "KINDS", [MEMORY, *place.KINDS])
+    monkeypatch.setitem(REMOVALS, CLASS, memory_place.plan_removal)
     yield
     FILES.clear()
 
@@ -141,6 +143,29 @@ def test_it_is_pushed_to_a_hub_and_pulled_into_from_there(tmp_path: Path) -> Non
     hfshard.push_checkpoint(tmp_path / "saved", tmp_path / "hub")
     with pytest.raises(SaveDirectoryError, match="files of its own"):
         hfshard.pull_checkpoint(tmp_path / "hub", "mem://models/back")
+
+
+def test_a_checkpoint_is_removed_and_other_files_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    hfshard.save_state_dict(TENSORS, ADDRESS, max_shard_size=1)
+    FILES[f"{ADDRESS}/notes.txt"] = b"mine"
+    dry = hfshard.remove_checkpoint(ADDRESS, dry_run=True)
+
+    assert list(dry.removed) == [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+    ]
+    assert dry.kept == {"notes.txt": "not part of the checkpoint"}
+    assert len(names_at(ADDRESS)) == 4
+    assert hfshard.remove_checkpoint(ADDRESS).is_done
+    assert names_at(ADDRESS) == ["notes.txt"]
+    assert hfshard.remove_checkpoint(ADDRESS, leftovers=True).is_empty
+    with pytest.raises(CheckpointNotFoundError, match="There is no checkpoint in 'mem://models/bert'"):
+        hfshard.remove_checkpoint(ADDRESS)
+
+    monkeypatch.delitem(REMOVALS, CLASS)
+    with pytest.raises(InvalidArgumentError, match="Cannot remove from 'mem://models/bert'"):
+        hfshard.remove_checkpoint(ADDRESS)
 
 
 def test_what_needs_a_directory_says_so(tmp_path: Path) -> None:

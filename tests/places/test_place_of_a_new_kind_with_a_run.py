@@ -24,7 +24,7 @@ from hfshard.viewing.inspection import inspect_checkpoint
 from hfshard.viewing.run_listing import checkpoints_of, list_checkpoints, unchanged_bytes
 from hfshard.viewing.show import page_of_run
 from tests.places import memory_run
-from tests.places.memory_place import FILES, MEMORY, MemoryPlace
+from tests.places.memory_place import CLASS, FILES, MEMORY
 from tests.places.memory_run import WRITERS, MemoryRun
 from tests.training.run import storage_contract
 
@@ -34,7 +34,7 @@ ROOT = "mem://runs/one"
 @pytest.fixture(autouse=True)
 def kinds(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(place, "KINDS", [MEMORY, *place.KINDS])
-    monkeypatch.setitem(find_checkpoint.STORAGES, MemoryPlace, MemoryRun)
+    monkeypatch.setitem(find_checkpoint.STORAGES, CLASS, MemoryRun)
     yield
     FILES.clear()
     WRITERS.clear()
@@ -235,7 +235,7 @@ def test_a_file_of_another_program_becomes_a_checkpoint_of_it(tmp_path: Path) ->
 
 
 def test_a_kind_without_a_row_holds_checkpoints_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(find_checkpoint.STORAGES, MemoryPlace)
+    monkeypatch.delitem(find_checkpoint.STORAGES, CLASS)
 
     with pytest.raises(InvalidArgumentError, match=f"'{ROOT}' is a place for checkpoints, not for runs"):
         CheckpointManager(ROOT)

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import hfshard
-from hfshard.checkpoint.folder import LocalFolder, StoreFolder
+from hfshard.checkpoint.folder import LocalFolder
+from hfshard.checkpoint.ranged_folder import StoreFolder
 from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.places.place import ResolvedSource

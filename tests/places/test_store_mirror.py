@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hfshard.checkpoint.folder import StoreFolder
+from hfshard.checkpoint.ranged_folder import StoreFolder
 from hfshard.errors import InvalidArgumentError
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.places.store_mirror import SmallFilesMirror, locate_in_store

@@ -236,7 +236,7 @@ class CheckpointCallback(TrainerCallback):
         best = trainer.state.best_model_checkpoint
         if load_parts(trainer.model, best):
             return
-        if best is not None and not place_to_load(best).traits.is_directory:
+        if best is not None and not place_to_load(best).is_read_from_disk:
             load_model(trainer.model, best)
         else:
             self._originals["_load_best_model"]()
@@ -541,7 +541,7 @@ def _fetched(place: Place, manager: CheckpointManager, args: TrainingArguments) 
     found_at = place_to_load(address)
     if os.path.isdir(address) and not found_at.has_revisions:
         return None
-    is_on_disk = found_at.traits.is_directory
+    is_on_disk = found_at.is_read_from_disk
     try:
         token = args.hub_token if is_on_disk else None  # a store needs none: the token is for pushes
         checkpoint, _ = checked_at(address, "full", token=token, progress=manager.progress, is_read_next=True)
@@ -595,7 +595,7 @@ def _order(folder: str) -> tuple[bool, bool, int]:
 
 def _newest(manager: CheckpointManager, args: TrainingArguments) -> str | None:
     """Find what True means if Trainer does not find it by itself."""
-    if not place_to_save(manager.root).traits.is_directory and (step := manager.latest_step()) is not None:
+    if not place_to_save(manager.root).is_read_from_disk and (step := manager.latest_step()) is not None:
         return manager.path_of(step)
     root = str(args.output_dir)
     if os.path.isdir(root) and get_last_checkpoint(root) is not None:

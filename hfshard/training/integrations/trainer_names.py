@@ -105,7 +105,7 @@ def _built_model(path: str, most_layers: int) -> PreTrainedModel | None:
             return None
         with torch.device("meta"):
             return cast(PreTrainedModel, architecture(config))
-    except Exception as error:  # noqa: BLE001 - of any class or library; the names are an extra, and it is told
+    except Exception as error:  # noqa: BLE001 - of any class or library; the names are an extra, and it is logged
         logger.warning("Cannot build the model of '%s', so its parameters have no names: %s", path, error)
         return None
 

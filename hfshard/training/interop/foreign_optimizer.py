@@ -117,21 +117,21 @@ def stated_names(
         known: The names of the model's parameters.
         kept_of: Each name of a tied parameter -> the one by which it is known.
     """
-    told = [group.get("param_names") for group in groups]
-    is_told = [
+    names = [group.get("param_names") for group in groups]
+    are_stated = [
         isinstance(own, list) and len(own) == len(group["params"]) and all(isinstance(one, str) for one in own)
-        for own, group in zip(told, groups)
+        for own, group in zip(names, groups)
     ]
-    if not all(is_told):
+    if not all(are_stated):
         return None
-    flat = [one for own in told for one in own or ()]
+    flat = [one for own in names for one in own or ()]
     all_names = {**{name: name for name in known}, **kept_of}
     matched = match_prefixes(flat, all_names)
     if not all_names.keys() >= set(matched.values()):  # for example names of `model.generator.named_parameters()`
         prefixes = {name.removesuffix(flat[0]) for name in all_names if name.endswith((f".{flat[0]}", f":{flat[0]}"))}
         fitting = [one for one in prefixes if {all_names.get(f"{one}{name}") for name in flat} == set(known)]
         matched = {name: f"{one}{name}" for one in fitting for name in flat} or matched
-    return [[all_names.get(matched[one], matched[one]) for one in own or ()] for own in told]
+    return [[all_names.get(matched[one], matched[one]) for one in own or ()] for own in names]
 
 
 def _check_counts(

@@ -252,9 +252,9 @@ def with_positions(foreign: ForeignCheckpoint, state: TrainingState) -> ForeignC
         if name in components and isinstance(loader, LoaderTracker):
             components[name] = loader.with_state(components[name])
         elif name not in components and foreign.epochs is not None and isinstance(loader, ResumableDataLoader):
-            position, told = position_after(loader, foreign.epochs)
+            position, missing = position_after(loader, foreign.epochs)
             components |= {name: position} if position is not None else {}
-            lacking += [told] if told else []
+            lacking += [missing] if missing else []
     return replace(foreign, components=components, lacking=tuple(lacking))
 
 

@@ -170,7 +170,7 @@ def _choose_together(choose: Callable[[], ChosenCheckpoint | None], session: Ses
     """Have the first rank choose a checkpoint, and return it on every rank."""
     chosen: list[ChosenCheckpoint] = []
 
-    def told() -> list[Any] | None:
+    def choose_and_describe() -> list[Any] | None:
         found = choose()
         if found is None:
             return None
@@ -178,7 +178,7 @@ def _choose_together(choose: Callable[[], ChosenCheckpoint | None], session: Ses
         checkpoint, manifest = found
         return [checkpoint.path, checkpoint.step, manifest.to_json().decode()]
 
-    shared = session.first(told)
+    shared = session.first(choose_and_describe)
     if shared is None:
         _reject_others(choose, session)
     if shared is None or chosen:

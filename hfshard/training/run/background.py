@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import concurrent.futures.thread  # noqa: F401 - its exit hook must be registered before ours: the last one is called first
+import concurrent.futures.thread  # noqa: F401 - its exit hook must be registered before this module's: the last one is called first
 import ctypes
 import logging
 import os
@@ -170,14 +170,14 @@ class PinnedSteps(ForkSafe):
     @contextmanager
     def used(self, steps: Iterable[int]) -> Iterator[None]:
         """Use the checkpoints of some steps while the block runs."""
-        mine = [(step, threading.get_ident()) for step in steps]
+        uses = [(step, threading.get_ident()) for step in steps]
         with self._changed:
-            self._used += mine
+            self._used += uses
         try:
             yield
         finally:
             with self._changed:
-                for one in mine:
+                for one in uses:
                     self._used.remove(one)
                 self._changed.notify_all()
 

@@ -366,7 +366,7 @@ def absolute_place(step: int | str | os.PathLike[str] | None) -> int | str | os.
     if not isinstance(step, str | os.PathLike):
         return step
     place = place_to_load(step, "step")
-    if not place.traits.is_directory:
+    if not place.is_read_from_disk:
         return place.address
     return absolute_path(step, "step") if os.path.exists(step) else absolute_repo_id(step)
 
@@ -397,7 +397,7 @@ def checked_at(
     if isinstance(place, str) and place.isdecimal() and not os.path.isdir(place):
         raise InvalidArgumentError(f"'{place}' is neither a place nor a step. Pass a step as a number: {int(place)}.")
     resolved = place_to_load(place, "place")
-    if not resolved.traits.is_directory:
+    if not resolved.is_read_from_disk:
         resolved.reject_hub_arguments(token=token)
         found = _in(resolved.address)
         return found, check_run_checkpoint(found, verify, progress, is_read_next=is_read_next)

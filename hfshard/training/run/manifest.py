@@ -6,7 +6,7 @@ import math
 import operator
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Final, Literal, TypeGuard
@@ -320,12 +320,6 @@ def checkpoint_path(root: str, step: int) -> str:
 def is_own_name(name: str, step: int) -> bool:
     """Return whether a save gives the checkpoint of a step this name."""
     return name == os.path.basename(checkpoint_path("", step))
-
-
-def replaced_metrics(found: Iterable[RunCheckpoint], step: int) -> dict[str, float]:
-    """Return the metrics of the checkpoint that a save of this step replaces; none if it replaces none."""
-    replaced = next((one for one in found if one.step == step and one.is_own), None)
-    return {} if replaced is None or replaced.manifest is None else replaced.manifest.metrics
 
 
 def newest_first(found: Sequence[RunCheckpoint]) -> list[RunCheckpoint]:

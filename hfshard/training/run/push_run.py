@@ -28,6 +28,7 @@ from hfshard.errors import (
 from hfshard.format.digests import sha256_of
 from hfshard.format.file_names import MODEL_BASE, WeightNames
 from hfshard.format.index import FileDigest
+from hfshard.hub.open_hub import open_hub
 from hfshard.hub.push_files import PushOptions, PushRequest
 from hfshard.places.place import place_to_push
 from hfshard.training.run.background import Background, ForkSafe
@@ -215,9 +216,7 @@ def push_all(found: Sequence[RunCheckpoint], repo_id: str | os.PathLike[str], op
 def _newer_than_remote(
     in_order: list[VerifiedContents], repo_id: str | os.PathLike[str], options: PushOptions
 ) -> list[VerifiedContents]:
-    from hfshard.hub.push_files import open_hub
-
-    hub = open_hub(repo_id, options)
+    hub = open_hub(repo_id, token=options.token, private=options.private)
     remote = hub.tree(options.revision) or hub.tree(None)  # a new branch begins at main
     if remote is None or MANIFEST not in remote.files:
         return in_order

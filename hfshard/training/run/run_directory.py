@@ -14,9 +14,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Final
 
-from hfshard._util.progress import ProgressCallback
 from hfshard.commit.hub_marker import reject_hub_directory
-from hfshard.commit.transaction import JobsOf, KnownFile, NewCheckpoint, ShardWriter
+from hfshard.commit.transaction import JobsOf, KnownFile
 from hfshard.constants import MARKS, SAFETENSORS_SUFFIX
 from hfshard.disk.fsops import (
     FlushBatch,
@@ -48,8 +47,8 @@ from hfshard.training.run.manifest import (
     checkpoint_path,
     is_own_name,
     newest_first,
-    replaced_metrics,
 )
+from hfshard.training.run.run_storage import RunSave
 
 logger = logging.getLogger(__name__)
 
@@ -287,23 +286,15 @@ class RunDirectory:
             clean_up_run(self.root)
 
     @contextmanager
-    def transaction(
-        self,
-        step: int,
-        metrics: dict[str, float] | None,
-        new: NewCheckpoint,
-        writer: ShardWriter,
-        progress_callback: ProgressCallback,
-    ) -> Iterator[RunDirectoryTransaction]:
+    def transaction(self, save: RunSave) -> Iterator[RunDirectoryTransaction]:
         """Write a checkpoint into a hidden folder and flush it to disk; one rename makes it the checkpoint."""
         with self._change():
             found = self.checkpoints()
             save_number = max([self._save_number, *(one.save_number for one in found)]) + 1
-            kept = replaced_metrics(found, step) if metrics is None else metrics
-            manifest = CheckpointManifest(step, save_number, kept)
+            manifest = save.manifest(save_number, lambda: found)
             newest = next((one for one in found if one.manifest is not None), None)
-            directory = staging_path(self.root, step)
-            target = RunDirectoryTransaction(self.root, directory, manifest, new, writer, progress_callback)
+            directory = staging_path(self.root, save.step)
+            target = RunDirectoryTransaction(self.root, directory, manifest, save)
             target.known = {} if newest is None else _reusable_shards(newest)
             try:
                 os.mkdir(directory)
@@ -358,27 +349,17 @@ class RunDirectory:
 class RunDirectoryTransaction:
     """`Transaction` of a run in a directory: unchanged shards of the newest checkpoint are linked, others written."""
 
-    def __init__(
-        self,
-        root: str,
-        directory: str,
-        manifest: CheckpointManifest,
-        new: NewCheckpoint,
-        writer: ShardWriter,
-        progress_callback: ProgressCallback,
-    ) -> None:
+    def __init__(self, root: str, directory: str, manifest: CheckpointManifest, save: RunSave) -> None:
         """Begin with an empty directory.
 
         Args:
             root: The run's directory.
             directory: A hidden directory in it.
             manifest: The manifest without files.
-            new, writer, progress_callback: Those of `RunStorage.transaction`.
+            save: The argument of `RunStorage.transaction`.
         """
         self._root, self._directory = root, directory
-        self._manifest = manifest
-        self._new, self._writer = new, writer
-        self._progress_callback = progress_callback
+        self._manifest, self._save = manifest, save
         self.known: Mapping[str, KnownFile] = {}
         """Fingerprint -> shard of the newest checkpoint."""
         self._records: dict[str, FileDigest] = {}
@@ -395,12 +376,13 @@ class RunDirectoryTransaction:
             NotEnoughSpaceError: There is too little space; raised before the first byte is written.
             OSError: The disk failed.
         """
-        checksum = self._new.checksum
+        save = self._save
+        checksum = save.new.checksum
         placed = {file: replace(job, path=os.path.join(self._directory, file)) for file, job in jobs.items()}
         synchronize_devices(list(placed.values()))  # a step that runs must not change what is compared and written
         records: dict[str, FileDigest] = {}
         if checksum is not None and self.known:
-            linked = self._writer.link(list(placed.values()), self.known, checksum)
+            linked = save.writer.link(list(placed.values()), self.known, checksum)
             records = {file: record for file, record in zip(placed, linked, strict=True) if record is not None}
         left = {file: job for file, job in placed.items() if file not in records}
         require_space(
@@ -409,7 +391,7 @@ class RunDirectoryTransaction:
             doing=f"Saving into '{self._root}'",
             todo=". Free some space, or keep fewer checkpoints with max_to_keep.",
         )
-        written = self._writer.write(list(left.values()), checksum, self._progress_callback)
+        written = save.writer.write(list(left.values()), checksum, save.progress_callback)
         self._records = records | dict(zip(left, written, strict=True))
         return self._records
 
@@ -420,7 +402,7 @@ class RunDirectoryTransaction:
         confirm: Callable[[], None],
     ) -> bool:
         """Write the small files, the manifest last, and rename the directory into place."""
-        small = {**self._new.small_files, **index_files}
+        small = {**self._save.new.small_files, **index_files}
         manifest = self._manifest.with_files(self._records, small)
         with FlushBatch() as unflushed:
             for name, raw in small.items():

@@ -2,13 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Protocol
 
 from hfshard._util.progress import ProgressCallback
 from hfshard.commit.transaction import NewCheckpoint, ShardWriter, Transaction
-from hfshard.training.run.manifest import RunCheckpoint
+from hfshard.training.run.manifest import CheckpointManifest, RunCheckpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSave:
+    """One checkpoint to write into a run."""
+
+    step: int
+    metrics: dict[str, float] | None
+    """Its metrics; None: those of the checkpoint that it replaces."""
+    new: NewCheckpoint
+    """Everything that is saved except for the tensors and the manifest."""
+    writer: ShardWriter
+    """Writes the shards."""
+    progress_callback: ProgressCallback
+    """Called from any thread with the number of bytes that were written."""
+
+    def manifest(self, save_number: int, found: Callable[[], Iterable[RunCheckpoint]]) -> CheckpointManifest:
+        """Build the manifest, without files.
+
+        Args:
+            save_number: Larger than those of all earlier saves into the run.
+            found: Lists the run's checkpoints; called only if the metrics are those of one of them.
+        """
+        if self.metrics is not None:
+            return CheckpointManifest(self.step, save_number, self.metrics)
+        replaced = next((one.manifest for one in found() if one.step == self.step and one.is_own), None)
+        return CheckpointManifest(self.step, save_number, {} if replaced is None else replaced.metrics)
 
 
 class RunTransaction(Transaction, Protocol):
@@ -55,23 +83,8 @@ class RunStorage(Protocol):
     def keeps_names(self) -> bool:
         """True if files keep their usual names, so that PEFT can read an adapter there."""
 
-    def transaction(
-        self,
-        step: int,
-        metrics: dict[str, float] | None,
-        new: NewCheckpoint,
-        writer: ShardWriter,
-        progress_callback: ProgressCallback,
-    ) -> AbstractContextManager[RunTransaction]:
-        """Begin a checkpoint; its commit replaces the previous one of its step.
-
-        Args:
-            step: The step.
-            metrics: Its metrics; None: those of the checkpoint that it replaces.
-            new: Everything that is saved except for the tensors and the manifest.
-            writer: Writes the shards.
-            progress_callback: Called from any thread with the number of bytes that were written.
-        """
+    def transaction(self, save: RunSave) -> AbstractContextManager[RunTransaction]:
+        """Begin a checkpoint; its commit replaces the previous one of its step."""
 
     def remove(self, checkpoints: Sequence[RunCheckpoint]) -> None:
         """Remove checkpoints, in a store by one request: each at once, then its files.

@@ -18,7 +18,6 @@ from functools import cached_property, partial
 from typing import Any, Final
 
 from hfshard._util.addresses import parse_address
-from hfshard._util.progress import ProgressCallback
 from hfshard._util.threads import delay_interrupt
 from hfshard.commit import store_plan
 from hfshard.commit.store_commit import (
@@ -30,7 +29,7 @@ from hfshard.commit.store_commit import (
     with_index,
 )
 from hfshard.commit.store_plan import KnownShard, highest_index, known_shards
-from hfshard.commit.transaction import JobsOf, NewCheckpoint, ShardWriter
+from hfshard.commit.transaction import JobsOf
 from hfshard.constants import INDEX_SUFFIX, MARKS, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
 from hfshard.errors import (
     CheckpointChangedError,
@@ -63,9 +62,9 @@ from hfshard.training.run.manifest import (
     checkpoint_path,
     is_own_name,
     newest_first,
-    replaced_metrics,
     small_record,
 )
+from hfshard.training.run.run_storage import RunSave
 
 logger = logging.getLogger(__name__)
 
@@ -142,32 +141,22 @@ class RunStore:
         """Do nothing: the next save deletes what killed ones have left."""
 
     @contextmanager
-    def transaction(
-        self,
-        step: int,
-        metrics: dict[str, float] | None,
-        new: NewCheckpoint,
-        writer: ShardWriter,
-        progress_callback: ProgressCallback,
-    ) -> Iterator[RunStoreTransaction]:
+    def transaction(self, save: RunSave) -> Iterator[RunStoreTransaction]:
         """Put a mark, before all shards, and the manifest last.
 
         What a failed save sent stays, for the next save to delete.
         """
         seen = self._look()
         self._seen = None  # until the save is done
-        if metrics is None:
-            metrics = replaced_metrics(self._checkpoints_in(seen.folders), step)
         save_id = SaveId.after(seen.ids(), seen.highest_uploaded)
-        folder = checkpoint_path("", step)
+        manifest = save.manifest(save_id.number, lambda: self._checkpoints_in(seen.folders))
+        folder = checkpoint_path("", save.step)
         self._store.put(f"{MARKS}/{folder}-{save_id}", str(save_id).encode())
         objects = SaveObjects(
             open_store(self._address.joined(folder)), MANIFEST, save_id, self._known_shards(seen), self._store, folder
         )
-        manifest = CheckpointManifest(step, save_id.number, metrics)
-        path = checkpoint_path(self.root, step)
-        commit = partial(self._commit, seen)
-        target = RunStoreTransaction(path, objects, manifest, new, writer, progress_callback, commit)
+        path = checkpoint_path(self.root, save.step)
+        target = RunStoreTransaction(path, objects, manifest, save, partial(self._commit, seen))
         yield target
         if target.saved is not None:
             seen.marks.add(save_id)
@@ -444,9 +433,7 @@ class RunStoreTransaction:
         path: str,
         objects: SaveObjects,
         manifest: CheckpointManifest,
-        new: NewCheckpoint,
-        writer: ShardWriter,
-        progress_callback: ProgressCallback,
+        save: RunSave,
         commit: Callable[[SaveObjects, Collection[str]], None],
     ) -> None:
         """Begin a save whose mark is put.
@@ -455,14 +442,12 @@ class RunStoreTransaction:
             path: The address of the checkpoint.
             objects: The objects of the save.
             manifest: The manifest without files.
-            new, writer, progress_callback: Those of `RunStorage.transaction`.
+            save: The argument of `RunStorage.transaction`.
             commit: Makes the objects a checkpoint of the run; it also gets the bases of its parts.
         """
         self._path = path
         self._objects, self._manifest = objects, manifest
-        self._new, self._writer = new, writer
-        self._progress_callback = progress_callback
-        self._commit = commit
+        self._save, self._commit = save, commit
         self.saved: RunCheckpoint | None = None
 
     def prepare(self, plan: ShardPlan, names: WeightNames, jobs_of: JobsOf) -> ShardPlan:
@@ -471,10 +456,11 @@ class RunStoreTransaction:
 
     def write(self, jobs: Mapping[str, WriteJob]) -> dict[str, FileDigest]:
         """Copy unchanged shards on the server, and send the others."""
-        objects, checksum = self._objects, self._new.checksum
+        objects, save = self._objects, self._save
+        checksum = save.new.checksum
         placed = objects.with_paths(jobs)
-        objects.copy_unchanged(objects.find_unchanged(placed, self._writer, checksum))
-        objects.send(placed, self._writer, checksum, self._progress_callback)
+        objects.copy_unchanged(objects.find_unchanged(placed, save.writer, checksum))
+        objects.send(placed, save.writer, checksum, save.progress_callback)
         return {file: objects.digests[file] for file in jobs}
 
     def commit(
@@ -492,7 +478,7 @@ class RunStoreTransaction:
             StoreError: The store refused or failed.
         """
         objects = self._objects
-        small = {**self._new.small_files, **index_files}
+        small = {**self._save.new.small_files, **index_files}
         manifest = self._manifest.with_files(objects.digests, small)
         objects.add_small_files(small)
         objects.small_files[MANIFEST] = manifest.to_json()

@@ -17,7 +17,7 @@ from hfshard.saving.pipeline import Save
 from hfshard.training.run.background import Background, HostBuffers, PinnedSteps, ReentrantLocks
 from hfshard.training.run.manifest import MANIFEST, TRAINING_STATE, Rotation, RunCheckpoint
 from hfshard.training.run.push_run import BackgroundPusher
-from hfshard.training.run.run_storage import RunStorage
+from hfshard.training.run.run_storage import RunSave, RunStorage
 from hfshard.training.state.collect_state import SavePayload
 
 logger = logging.getLogger(__name__)
@@ -131,7 +131,10 @@ class RunWriter:
         self._is_clean = False
         with byte_progress("Saving", payload.nbytes, self._progress if blocking else False) as progress_callback:
             save = Save(requests, writer, {**files, TRAINING_STATE: payload.training_state})
-            with self._storage.transaction(step, metrics, save.new, save.writer, progress_callback) as target:
+            run_save = RunSave(
+                step=step, metrics=metrics, new=save.new, writer=save.writer, progress_callback=progress_callback
+            )
+            with self._storage.transaction(run_save) as target:
                 save.prepare(target)
                 save.write(target)
                 save.commit(target, partial(self._wait_for_pushes_of, step))

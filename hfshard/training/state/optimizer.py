@@ -379,9 +379,9 @@ def exact(loaded: Any, saved: Any, now: Any = None) -> Any:
             loaded[key] = exact(loaded[key], saved[key], others.get(key))
         return loaded
     if isinstance(loaded, list) and isinstance(saved, list) and len(loaded) == len(saved):
-        return [exact(mine, theirs) for mine, theirs in zip(loaded, saved)]
+        return [exact(*pair) for pair in zip(loaded, saved)]
     if type(loaded) is tuple and type(saved) is tuple and len(loaded) == len(saved):
-        return tuple(exact(mine, theirs) for mine, theirs in zip(loaded, saved))
+        return tuple(exact(*pair) for pair in zip(loaded, saved))
     return loaded
 
 

@@ -282,7 +282,8 @@ class Reordering:
             key: The last part of that place.
 
         Raises:
-            StateDictMismatchError: A value has as many entries as there are owners, and may or may not be theirs.
+            StateDictMismatchError: A value has as many entries as there are owners, and it is unknown whether each
+                owner has one.
         """
         if isinstance(saved, ObjectState):
             attributes = self.apply(saved.attributes, getattr(fresh, "__dict__", fresh), at, key)

@@ -83,7 +83,7 @@ def plan_scheduler(
 
     Raises:
         StateDictMismatchError: It has another class, or schedulers of other classes, or lacks an object that was marked
-            as not stored; or groups are reordered, and it is not known whether a list is theirs.
+            as not stored; or groups are reordered, and it is unknown whether a list has a value of each.
     """
     if not isinstance(saved["state"], dict):
         raise TypeError("the state of a scheduler is not a dict")

@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load as load_by_torch
 
 import hfshard
-from hfshard.checkpoint.folder import RangedFolder
 from hfshard.checkpoint.open_checkpoint import open_checkpoint, raw_tensors
+from hfshard.checkpoint.ranged_folder import RangedFolder
 from hfshard.distributed import StorageReader
 from hfshard.errors import DamagedCheckpointError, IntegrityError
 from hfshard.places import store_mirror

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 
 import hfshard
-from hfshard.checkpoint.folder import StoreFolder
 from hfshard.checkpoint.load_options import read_tensors
 from hfshard.checkpoint.open_checkpoint import open_checkpoint
+from hfshard.checkpoint.ranged_folder import StoreFolder
 from hfshard.errors import CheckpointChangedError, CheckpointNotFoundError, HfshardError
 from hfshard.format.file_names import WeightNames
 from hfshard.removal.from_store import remove_from_store, remove_leftovers_from_store

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load
 from safetensors.torch import save as to_safetensors
 
-from hfshard.checkpoint.folder import StoreFolder
 from hfshard.checkpoint.open_checkpoint import open_checkpoint
+from hfshard.checkpoint.ranged_folder import StoreFolder
 from hfshard.commit.store_commit import store_transaction
 from hfshard.errors import CheckpointNotFoundError
 from hfshard.format.index import CheckpointIndex

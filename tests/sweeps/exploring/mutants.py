@@ -9,7 +9,7 @@ from threading import Event
 from typing import Any
 from unittest.mock import patch
 
-from hfshard.checkpoint.folder import RangedFolder
+from hfshard.checkpoint.ranged_folder import RangedFolder
 from hfshard.commit import store_commit
 from hfshard.commit.store_commit import SaveObjects
 from hfshard.commit.store_plan import lower_objects

@@ -20,8 +20,8 @@ import torch
 
 from hfshard._util import threads
 from hfshard._util.addresses import StoreAddress
-from hfshard.checkpoint.folder import RangedFolder, StoreFolder
 from hfshard.checkpoint.open_checkpoint import open_checkpoint
+from hfshard.checkpoint.ranged_folder import RangedFolder, StoreFolder
 from hfshard.commit import store_plan
 from hfshard.errors import (
     CheckpointChangedError,

@@ -194,6 +194,28 @@ def test_a_file_system_without_locks_or_flushes_is_warned_of_and_served(
     assert os.listdir(tmp_path / "run") == ["checkpoint-00000002"]
 
 
+def test_a_number_is_not_given_again_after_a_flush_that_failed_behind_the_rename(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renamed, flush = tmp_path / "run/checkpoint-00000002", os.fsync
+
+    def fail_once_renamed(fd: int) -> None:
+        if renamed.exists():
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        flush(fd)
+
+    with CheckpointManager(tmp_path / "run") as manager:
+        manager.save(1, state(1))
+        with monkeypatch.context() as patch, pytest.raises(OSError, match=os.strerror(errno.EIO)):
+            patch.setattr(os, "fsync", fail_once_renamed)
+            manager.save(2, state(2))
+        renamed.rename(tmp_path / "aside")  # cannot be seen for a moment, as on a network file system
+        manager.save(3, state(3))
+        (tmp_path / "aside").rename(renamed)
+
+    assert [(one.step, one.save_number) for one in checkpoints_in(str(tmp_path / "run"))] == [(3, 3), (2, 2), (1, 1)]
+
+
 @pytest.mark.parametrize("blocking", [True, False])
 @pytest.mark.parametrize("what", ["removed", "renamed", "made anew"])
 def test_a_run_that_was_removed_meanwhile_is_an_error_that_names_it(tmp_path: Path, what: str, blocking: bool) -> None:
