@@ -11,14 +11,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
 from hfshard._util.text import count_of, format_size, printable
-from hfshard.cli.output import (
-    bar,
-    checksum_text,
-    print_json,
-    print_message,
-    print_text,
-    table,
-)
+from hfshard.cli.output import bar, checksum_text, print_json, print_message, print_text, table
 from hfshard.cli.shared_arguments import (
     OR_STORE,
     REPO,

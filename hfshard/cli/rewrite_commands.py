@@ -13,14 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from hfshard._util.text import count_of, format_size, printable
 from hfshard.cli.check_commands import print_problems
-from hfshard.cli.output import (
-    checksum_text,
-    is_confirmed,
-    print_json,
-    print_message,
-    print_text,
-    table,
-)
+from hfshard.cli.output import checksum_text, is_confirmed, print_json, print_message, print_text, table
 from hfshard.cli.shared_arguments import (
     OR_STORE,
     REPO,

@@ -44,12 +44,7 @@ from hfshard.places.place import place_to_save
 from hfshard.saving.pipeline import Save
 from hfshard.saving.save_request import SaveOptions, SaveRequest
 from hfshard.shards.shard_plan import Packing
-from hfshard.shards.write_shards import (
-    WriteJob,
-    blank_header,
-    digest_shard,
-    writer_threads,
-)
+from hfshard.shards.write_shards import WriteJob, blank_header, digest_shard, writer_threads
 from hfshard.stores.store import Store
 from hfshard.tensors.state_dict import reject_partitioned
 from hfshard.tensors.stored_tensor import (

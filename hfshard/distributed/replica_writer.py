@@ -15,13 +15,7 @@ from hfshard.distributed.rank_writer import WriteTask
 from hfshard.distributed.rendezvous import Session
 from hfshard.distributed.tensor_owners import assign_owners
 from hfshard.format.index import FileDigest
-from hfshard.shards.write_shards import (
-    WriteJob,
-    digest_shard,
-    synchronize_devices,
-    write_shards,
-    writer_threads,
-)
+from hfshard.shards.write_shards import WriteJob, digest_shard, synchronize_devices, write_shards, writer_threads
 from hfshard.stores.store import Store
 from hfshard.tensors.stored_tensor import TensorLike, tensor_nbytes
 

@@ -13,15 +13,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
-from hfshard.distributed.layout import (
-    Box,
-    Interval,
-    MeshLayout,
-    Placement,
-    clip_box,
-    ranks_by_box,
-    whole_box,
-)
+from hfshard.distributed.layout import Box, Interval, MeshLayout, Placement, clip_box, ranks_by_box, whole_box
 from hfshard.distributed.spread_tensor import BoxRuns, Runs, SpreadTensor, window_sizes
 from hfshard.errors import InvalidArgumentError
 from hfshard.format.digests import sha256_of

@@ -28,12 +28,7 @@ from hfshard.errors import (
 )
 from hfshard.format.parts_of_ranks import describe_parts
 from hfshard.hub.cache import RepoCache, is_commit
-from hfshard.hub.http import (
-    DOWNLOAD_ATTEMPTS,
-    HubReader,
-    translate_hub_errors,
-    tree_of,
-)
+from hfshard.hub.http import DOWNLOAD_ATTEMPTS, HubReader, translate_hub_errors, tree_of
 from hfshard.hub.repo import RemoteFile, RepoTree
 from hfshard.hub.resolve import CheckpointQuery, ResolvedCheckpoint, Resolver, companion_files, files_to_compare
 from hfshard.stores.hub_calls import hub_retry, offline_variable, seconds_asked

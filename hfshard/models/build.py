@@ -44,13 +44,7 @@ from hfshard.errors import (
     SignatureError,
     UnsafePickleError,
 )
-from hfshard.models.load_arguments import (
-    class_of_auto,
-    config_of,
-    pin_to_commit,
-    reject_file_without_config,
-    source_of,
-)
+from hfshard.models.load_arguments import class_of_auto, config_of, pin_to_commit, reject_file_without_config, source_of
 from hfshard.models.model_builder import ModelBuilder, building_lock
 from hfshard.models.model_classes import (
     alias_class,

@@ -13,10 +13,7 @@ from hfshard.checkpoint.load_options import LoadOptions, SignatureCheck
 from hfshard.checkpoint.locate import weights_bytes
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint, warn_of_others_files
 from hfshard.constants import SAFETENSORS_SUFFIX
-from hfshard.errors import (
-    CheckpointChangedError,
-    InvalidArgumentError,
-)
+from hfshard.errors import CheckpointChangedError, InvalidArgumentError
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.places.place import Place, ResolvedSource, explain_missing_directory, place_to_load
 

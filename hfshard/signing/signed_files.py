@@ -11,13 +11,7 @@ from typing import Any, Final
 from hfshard._util.progress import ProgressCallback
 from hfshard._util.threads import cancellable, run_in_threads
 from hfshard.checkpoint.folder import LocalFolder
-from hfshard.constants import (
-    BIN_SUFFIX,
-    FILES_AT_ONCE,
-    SAFETENSORS_SUFFIX,
-    SIGNATURE_NAME,
-    WEIGHTS_SUFFIXES,
-)
+from hfshard.constants import BIN_SUFFIX, FILES_AT_ONCE, SAFETENSORS_SUFFIX, SIGNATURE_NAME, WEIGHTS_SUFFIXES
 from hfshard.disk.byte_source import sha256_of_reader
 from hfshard.errors import CheckpointChangedError, SignatureError
 from hfshard.format.file_names import INDEX_FILE

@@ -9,12 +9,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from obstore.exceptions import (
-    AlreadyExistsError,
-    BaseError,
-    NotModifiedError,
-    PreconditionError,
-)
+from obstore.exceptions import AlreadyExistsError, BaseError, NotModifiedError, PreconditionError
 
 from hfshard._util.text import without_url_secrets
 from hfshard._util.threads import ForkSafeLock, result_unless_cancelled, start_worker

@@ -27,9 +27,7 @@ __all__ = sorted(_HOMES)
 if TYPE_CHECKING:
     from hfshard.training.data.dataloader import ResumableDataLoader as ResumableDataLoader
     from hfshard.training.data.dataloader import plain_loader as plain_loader
-    from hfshard.training.gradient_checkpointing import (
-        enable_gradient_checkpointing as enable_gradient_checkpointing,
-    )
+    from hfshard.training.gradient_checkpointing import enable_gradient_checkpointing as enable_gradient_checkpointing
     from hfshard.training.integrations.accelerate import prepare_loader as prepare_loader
     from hfshard.training.integrations.accelerate import prepared_state as prepared_state
     from hfshard.training.integrations.lightning import lightning_callback as lightning_callback

@@ -14,15 +14,7 @@ from pathlib import Path
 
 from upstream.comparison import Comparison, Outcome, compare, of_suite
 from upstream.hub_models import serving
-from upstream.report import (
-    INTENDED,
-    RESULTS,
-    describe,
-    read_results,
-    readme_block,
-    record_of,
-    write_results,
-)
+from upstream.report import INTENDED, RESULTS, describe, read_results, readme_block, record_of, write_results
 from upstream.runs import run_suite
 from upstream.sources import SourceError, check_installed, fetch, unpack
 from upstream.suites import SUITES, Suite

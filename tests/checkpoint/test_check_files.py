@@ -12,13 +12,7 @@ import torch
 from transformers import BertConfig, BertModel
 
 import hfshard
-from hfshard.checkpoint.check_files import (
-    ReplacedMeanwhile,
-    check_files,
-    check_keys,
-    check_total,
-    retry_if_replaced,
-)
+from hfshard.checkpoint.check_files import ReplacedMeanwhile, check_files, check_keys, check_total, retry_if_replaced
 from hfshard.checkpoint.folder import Folder, LocalFolder, Traits
 from hfshard.checkpoint.ranged_folder import RangedFolder, StoreFolder
 from hfshard.errors import CheckpointChangedError, DamagedCheckpointError, IntegrityError

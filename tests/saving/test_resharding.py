@@ -10,11 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 import hfshard
-from hfshard.errors import (
-    IntegrityError,
-    InvalidArgumentError,
-    MissingShardError,
-)
+from hfshard.errors import IntegrityError, InvalidArgumentError, MissingShardError
 from hfshard.places.place import DirectoryPlace
 from hfshard.places.source import CheckpointSource
 from hfshard.saving.resharding import reshard_source

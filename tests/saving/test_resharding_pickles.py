@@ -11,11 +11,7 @@ import pytest
 import torch
 
 import hfshard
-from hfshard.errors import (
-    DamagedCheckpointError,
-    InvalidArgumentError,
-    UnsafePickleError,
-)
+from hfshard.errors import DamagedCheckpointError, InvalidArgumentError, UnsafePickleError
 from tests.helpers.random_state_dicts import random_tensor
 from tests.saving.helpers import files_in, floats, weights_in, write_bins
 

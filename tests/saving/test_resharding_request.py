@@ -11,9 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import hfshard
-from hfshard.errors import (
-    InvalidArgumentError,
-)
+from hfshard.errors import InvalidArgumentError
 from tests.helpers.random_state_dicts import assert_same
 from tests.saving.helpers import files_in, floats, weights_in
 

@@ -21,14 +21,7 @@ from hfshard.errors import CheckpointChangedError, HfshardError, RemoteChangedEr
 from tests.helpers.processes import Child
 from tests.sweeps.directory import companions
 from tests.sweeps.directory import perform as perform_save
-from tests.sweeps.directory_models import (
-    TARGETS,
-    Content,
-    aligned_limit_of,
-    be_quiet,
-    sharded_class,
-    sharded_model,
-)
+from tests.sweeps.directory_models import TARGETS, Content, aligned_limit_of, be_quiet, sharded_class, sharded_model
 from tests.sweeps.directory_readers import Reader, Verdict, model_verdict, read
 from tests.sweeps.directory_transitions import Save, Transition
 from tests.sweeps.engine import files_below

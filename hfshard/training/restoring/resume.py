@@ -25,9 +25,7 @@ from hfshard.errors import (
 from hfshard.training.pipeline_stages import find_stage
 from hfshard.training.restoring.part_planner import Restoration
 from hfshard.training.restoring.restoration import plan_restoration
-from hfshard.training.run.find_checkpoint import (
-    check_run_checkpoint,
-)
+from hfshard.training.run.find_checkpoint import check_run_checkpoint
 from hfshard.training.run.manifest import CheckpointManifest, RunCheckpoint, read_manifest
 from hfshard.training.state.step import RestoredStep
 from hfshard.training.state.training_state import TrainingState, is_spread_state

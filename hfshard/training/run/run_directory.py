@@ -27,13 +27,7 @@ from hfshard.disk.fsops import (
     sync_directory,
     unlock,
 )
-from hfshard.errors import (
-    AccessDeniedError,
-    DirectoryLockedError,
-    HfshardError,
-    RunRemovedError,
-    SaveDirectoryError,
-)
+from hfshard.errors import AccessDeniedError, DirectoryLockedError, HfshardError, RunRemovedError, SaveDirectoryError
 from hfshard.format.file_names import WeightNames
 from hfshard.format.index import CheckpointIndex, FileDigest
 from hfshard.format.stored_save import split_object_name

@@ -20,14 +20,7 @@ from typing import Any, Final
 from hfshard._util.addresses import parse_address
 from hfshard._util.threads import delay_interrupt
 from hfshard.commit import store_plan
-from hfshard.commit.store_commit import (
-    SaveObjects,
-    delete_or_warn,
-    overtaken,
-    put_copies,
-    settle_copies,
-    with_index,
-)
+from hfshard.commit.store_commit import SaveObjects, delete_or_warn, overtaken, put_copies, settle_copies, with_index
 from hfshard.commit.store_plan import KnownShard, highest_index, known_shards
 from hfshard.commit.transaction import JobsOf
 from hfshard.constants import INDEX_SUFFIX, MARKS, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX

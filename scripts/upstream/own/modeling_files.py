@@ -14,13 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import (
-    AutoModel,
-    BertConfig,
-    BertForMaskedLM,
-    BertModel,
-    PreTrainedModel,
-)
+from transformers import AutoModel, BertConfig, BertForMaskedLM, BertModel, PreTrainedModel
 
 from upstream.own.tiny_bert import bert, bert_config, names, same, with_info
 

@@ -8,9 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import (
-    Dataset,
-)
+from torch.utils.data import Dataset
 
 from hfshard.training import ResumableDataLoader
 

@@ -14,14 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    RandomSampler,
-    Sampler,
-    get_worker_info,
-)
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, get_worker_info
 
 from hfshard.errors import HfshardError, InvalidArgumentError, StaleIteratorError
 from hfshard.training import ResumableDataLoader

@@ -5,10 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from torch.utils.data import (
-    RandomSampler,
-    SubsetRandomSampler,
-)
+from torch.utils.data import RandomSampler, SubsetRandomSampler
 
 from hfshard.errors import StateDictMismatchError
 from hfshard.training import ResumableDataLoader

@@ -15,12 +15,7 @@ from hfshard.errors import DamagedCheckpointError, InvalidArgumentError, Missing
 from hfshard.format.digests import sha256_of
 from hfshard.format.index import FileDigest
 from hfshard.format.strict_json import dump_json
-from hfshard.training.run.manifest import (
-    CheckpointManifest,
-    plain_metrics,
-    read_manifest,
-    small_record,
-)
+from hfshard.training.run.manifest import CheckpointManifest, plain_metrics, read_manifest, small_record
 
 RAW = b'{"a": 1}\n'
 RECORD = FileDigest(9, sha256="e8c628edc9968ef0c668f54e0ba2636b35503357eb1aca0ddc828aeace432f67")
