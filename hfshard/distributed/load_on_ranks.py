@@ -64,8 +64,9 @@ _FSDP: Final = "torch.distributed.fsdp."
 def load_into_spread_module(model: nn.Module, source: CheckpointSource, options: LoadOptions) -> dict[str, Any]:
     """Load a checkpoint into a module that has DTensors. Every rank of the default process group must call.
 
-    Each rank reads its part straight into its memory. Tensors on the meta device get memory on the mesh's device.
-    Modules with hooks or a `_load_from_state_dict` of their own receive their tensors through these.
+    Each rank reads its part straight into its memory. Tensors on the meta device are mapped from the files if possible
+    (see `PartMapper`), or get memory on the mesh's device. Modules with hooks or a `_load_from_state_dict` of their own
+    receive their tensors through these.
 
     Args:
         model: Modified once every rank has found that the checkpoint fits.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import prod
 from typing import Any, Final
 
@@ -342,7 +343,7 @@ class ParallelizedLoad:
         meet_unchanged(ranks, "ready to spread")
         self.parallelized = self._spread(model, set(info.missing_keys))
         device = device_of_meshes(model.parameters())
-        mapped = self._mapped(plan, model.state_dict(keep_vars=True), device)
+        mapped = self._map_parts(plan, model, device)
         _give_memory(model, device, {id(tensor): new for tensor, new in mapped.values()})
         own = model.state_dict(keep_vars=True)
         info.missing_keys &= own.keys()  # a pipeline stage has less
@@ -362,13 +363,14 @@ class ParallelizedLoad:
                 tensor._is_hf_initialized = True
         return result
 
-    def _mapped(
-        self, plan: _ReadPlan, own: Mapping[str, Any], device: torch.device
+    def _map_parts(
+        self, plan: _ReadPlan, model: nn.Module, device: torch.device
     ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """Map tensors without data that are stored as they are: name -> that tensor, and its replacement."""
+        """Map parameters and buffers without data that are stored as they are: name -> such a one, its replacement."""
+        replaceable = {id(tensor) for tensor in chain(model.parameters(), model.buffers()) if tensor.is_meta}
         found = {}
-        for name, stored, tensor in plan.unconverted(own):
-            if tensor.is_meta:
+        for name, stored, tensor in plan.unconverted(model.state_dict(keep_vars=True)):
+            if id(tensor) in replaceable:
                 new = self._mapper.map_like(self.stored_names[stored], tensor.detach(), tensor.dtype, device)
                 if new is not None:
                     found[name] = tensor, new

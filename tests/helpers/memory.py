@@ -28,7 +28,7 @@ def file_mapped_at(address: int) -> str:
             span, *_, path = line.rstrip("\n").split(" ", 5)
             begin, end = (int(bound, 16) for bound in span.split("-"))
             if begin <= address < end:
-                return path.strip()
+                return path.strip() if "/" in path else ""  # else it is "[heap]", or has no name
     return ""
 
 
