@@ -87,8 +87,8 @@ def load_state_dict(
         disable_mmap: As in transformers: True is read="pread".
         read: "auto": on the CPU the tensors are mapped (a page is read when it is touched), and pages that are not in
             the page cache are read ahead; for a GPU, and from network file systems, several threads read them at once.
-            "mmap" or "pread": always that one. From a store, ranges of files are read in parallel, straight into the
-            tensors.
+            "mmap" or "pread": always that one. With `like`, a part that is not one run of a file, or has another dtype,
+            is read at once. From a store, ranges of files are read in parallel, straight into the tensors.
         ranges: From the Hub, download only headers and the bytes of the tensors, not complete shards, and write nothing
             into the cache. Each tensor is compared with its own checksum, which hfshard writes; "full" rejects tensors
             without one.

@@ -132,6 +132,29 @@ def box_elements(box: Box) -> int:
     return prod(box_shape(box))
 
 
+def single_run(shape: Sequence[int], box: Box) -> Interval | None:
+    """Return the elements of a box as one interval of the tensor's row-major elements; None if they are not contiguous.
+
+    Args:
+        shape: Of the whole tensor.
+        box: The part of it that a rank has.
+
+    Example:
+        >>> single_run((4, 3), (((2, 4),), ((0, 3),)))
+        (6, 12)
+        >>> single_run((4, 3), (((2, 4),), ((0, 1),)))
+    """
+    first = 0
+    is_split = False
+    for size, intervals in zip(shape, box, strict=True):
+        if len(intervals) != 1 or (is_split and intervals[0] != (0, size)):
+            return None
+        start, stop = intervals[0]
+        first = first * size + start
+        is_split = is_split or stop - start > 1
+    return first, first + box_elements(box)
+
+
 def clip_box(box: Box, window: Sequence[Interval]) -> Box:
     """Return the part of a box within a rectangle, in coordinates of the rectangle.
 

@@ -7,7 +7,7 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict, replace
@@ -27,7 +27,7 @@ from hfshard.checkpoint.into_module import load_into_module
 from hfshard.checkpoint.load_options import LoadOptions
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
 from hfshard.disk.fsops import is_networked
-from hfshard.distributed.read_parts import Target, prepare_reads, stored_tensors
+from hfshard.distributed.read_parts import PartMapper, Target, prepare_reads, stored_tensors, with_local
 from hfshard.distributed.rendezvous import ANY_PLACE, Session, session
 from hfshard.distributed.tensor_owners import assign_owners
 from hfshard.errors import CheckpointChangedError, HfshardError, InvalidArgumentError, StateDictMismatchError
@@ -64,8 +64,9 @@ _FSDP: Final = "torch.distributed.fsdp."
 def load_into_spread_module(model: nn.Module, source: CheckpointSource, options: LoadOptions) -> dict[str, Any]:
     """Load a checkpoint into a module that has DTensors. Every rank of the default process group must call.
 
-    Each rank reads its part straight into its memory. Tensors on the meta device get memory on the mesh's device.
-    Modules with hooks or a `_load_from_state_dict` of their own receive their tensors through these.
+    Each rank reads its part straight into its memory. Tensors on the meta device are mapped from the files if possible
+    (see `PartMapper`), or get memory on the mesh's device. Modules with hooks or a `_load_from_state_dict` of their own
+    receive their tensors through these.
 
     Args:
         model: Modified once every rank has found that the checkpoint fits.
@@ -112,7 +113,7 @@ def _load_in_place(
         values = checkpoint.read({tied_names.get(name, name) for name in stored.values()})
         return {name: values[tied_names.get(kept, kept)] for name, kept in stored.items()}
 
-    fill = partial(_fill, checkpoint, stored_names, ranks)
+    fill = partial(_fill, checkpoint, stored_names, options, ranks)
     return load_into_module(model, checkpoint, options, mapped, fill, values_of if checkpoint.reads_ranges else None)
 
 
@@ -134,13 +135,20 @@ def load_like(
         Everything that `open_source` raises.
     """
     with load_together("load_state_dict", is_collective=has_spread(like)) as ranks:
-        return use_together(ranks, source, options, lambda checkpoint: _read_like(checkpoint, like, device, ranks))
+        return use_together(
+            ranks, source, options, lambda checkpoint: _read_like(checkpoint, like, device, options, ranks)
+        )
 
 
 def _read_like(
-    checkpoint: OpenCheckpoint, like: Mapping[str, torch.Tensor], device: torch.device, ranks: Session
+    checkpoint: OpenCheckpoint,
+    like: Mapping[str, torch.Tensor],
+    device: torch.device,
+    options: LoadOptions,
+    ranks: Session,
 ) -> dict[str, torch.Tensor]:
     _reject_misfits(checkpoint, like)
+    targets = _Targets(checkpoint, options, device)
     tied_names = checkpoint.index.tied_names
     made: dict[tuple[Any, ...], torch.Tensor] = {}
     keys: dict[str, tuple[Any, ...]] = {}
@@ -148,8 +156,8 @@ def _read_like(
         spread = (tensor.device_mesh, tensor.placements) if is_dtensor(tensor) else None
         keys[name] = (tied_names.get(name, name), tensor.dtype, tensor.device, spread)
         if keys[name] not in made:
-            made[keys[name]] = _empty_like(tensor, tensor.dtype, device, tensor.shape)
-    read = prepare_reads(checkpoint, [(key[0], tensor) for key, tensor in made.items()])
+            made[keys[name]] = targets.add_new(keys[name][0], tensor, tensor.dtype, tensor.shape)
+    read = targets.prepare_reads()
     confirm_same(ranks, checkpoint)
     read()
     return {name: made[key] for name, key in keys.items()}
@@ -219,15 +227,19 @@ def _mapped_tensors(checkpoint: OpenCheckpoint) -> dict[str, torch.Tensor]:
 def _fill(
     checkpoint: OpenCheckpoint,
     stored_names: Mapping[int, str],
+    options: LoadOptions,
     ranks: Session,
     model: nn.Module,
     tensors: Mapping[str, torch.Tensor],
 ) -> None:
     """Read the values of a module's tensors, most of them into the tensors' own memory.
 
+    Tensors that replace meta tensors, or that a module copies from by itself, are mapped where they can be.
+
     Args:
         checkpoint: Open.
         stored_names: Names of its tensors, by identity; a tensor without one has been read already.
+        options: How to read.
         ranks: The session of the load, whose ranks agree before the first change.
         model: Unwrapped.
         tensors: Those that fit, by the model's names.
@@ -237,9 +249,8 @@ def _fill(
     by_modules = _loaded_by_modules(model, model_state)
     in_place = {name for name, own in model_state.items() if name not in by_modules and _has_own_memory(own)}
     tied = find_shared_tensors(model_state)
-    device = _device_of_meshes(model_state)
-    targets: dict[str, torch.Tensor] = {}
-    wanted: list[tuple[str, Target]] = []
+    targets = _Targets(checkpoint, options, device_of_meshes(model_state.values()))
+    found: dict[str, torch.Tensor] = {}
     fresh: dict[str, torch.Tensor] = {}
     for name in [name for name in tensors if name in model_state]:
         own = model_state[name]
@@ -249,13 +260,16 @@ def _fill(
             continue
         kept = tied.get(name, name)
         key = kept if kept in tensors and (kept in in_place) == (name in in_place) else name
-        if key not in targets:
-            dtype = own.dtype if getattr(own, "is_meta", False) else tensor.dtype
-            targets[key] = own if name in in_place else _empty_like(own, dtype, device, tensor.shape)
-            wanted.append((stored_names[id(tensor)], targets[key]))
+        if key not in found:
+            stored = stored_names[id(tensor)]
+            if name in in_place:
+                found[key] = targets.add_own(stored, own)
+            else:
+                dtype = own.dtype if getattr(own, "is_meta", False) else tensor.dtype
+                found[key] = targets.add_new(stored, own, dtype, tensor.shape)
         if name not in in_place:
-            fresh[name] = targets[key]
-    read = prepare_reads(checkpoint, wanted)
+            fresh[name] = found[key]
+    read = targets.prepare_reads()
     confirm_same(ranks, checkpoint)
     try:
         read()
@@ -294,36 +308,61 @@ def _has_own_memory(value: Any) -> bool:
     return is_torch_tensor_type(part) and not part.is_meta
 
 
-def _device_of_meshes(model_state: Mapping[str, Any]) -> torch.device:
-    """Return the device of a module, parts of which may be on the meta device."""
-    meshes = (_mesh_device(tensor) for tensor in model_state.values() if is_dtensor(tensor))
-    return next(meshes, torch.device("cpu"))
+def device_of_meshes(tensors: Iterable[Any]) -> torch.device:
+    """Return the device on which the tensors of a model, parts of which may be on the meta device, get memory."""
+    return next((_mesh_device(tensor) for tensor in tensors if is_dtensor(tensor)), torch.device("cpu"))
 
 
 def _mesh_device(tensor: DTensor) -> torch.device:
     return torch.device(tensor.device_mesh.device_type)
 
 
-def _empty_like(own: Any, dtype: torch.dtype, device: torch.device, shape: torch.Size) -> torch.Tensor:
-    """Allocate a tensor like another one: with the same spread over ranks, and on the same device.
+class _Targets:
+    """Targets of a load: a model's own tensors; and new ones, which are mapped from files where they can be."""
 
-    Args:
-        own: That tensor, or another value that a module has by its name.
-        dtype: Of the new one.
-        device: For a plain one whose like is on the meta device.
-        shape: For a value that is not a tensor.
-    """
-    if is_dtensor(own):
-        from torch.distributed.tensor import DTensor
+    def __init__(self, checkpoint: OpenCheckpoint, options: LoadOptions, device: torch.device) -> None:
+        """Begin without any; `device` is that of new plain tensors whose like is on the meta device."""
+        self._checkpoint = checkpoint
+        self._device = device
+        self._mapper = PartMapper(checkpoint, options.read)
+        self._wanted: list[tuple[str, Target]] = []
 
-        part = local_tensor(own)
-        room = torch.empty_like(part, dtype=dtype, device=_mesh_device(own) if part.is_meta else part.device)
-        return DTensor.from_local(
-            room, own.device_mesh, own.placements, run_check=False, shape=own.shape, stride=own.stride()
-        )
-    if not is_torch_tensor_type(own):
-        return torch.empty(shape, dtype=dtype, device="cpu")
-    return torch.empty_like(own, dtype=dtype, device=device if own.is_meta else own.device, requires_grad=False)
+    def add_own(self, stored: str, own: torch.Tensor) -> torch.Tensor:
+        """Let a stored tensor be read into the memory of another one, and return that."""
+        self._wanted.append((stored, own))
+        return own
+
+    def add_new(self, stored: str, own: Any, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+        """Create a tensor like another one: with the same spread over ranks, and on the same device.
+
+        Args:
+            stored: The name of the stored tensor whose values it gets.
+            own: That other tensor, or another value that a module has by its name.
+            dtype: Of the new one.
+            shape: For a value that is not a tensor.
+        """
+        if is_dtensor(own) or is_torch_tensor_type(own):
+            part = local_tensor(own) if is_dtensor(own) else own
+            home = _mesh_device(own) if is_dtensor(own) else self._device
+            device = home if part.is_meta else part.device
+            mapped = self._mapper.map_like(stored, own, dtype, device)
+            if mapped is not None:
+                return mapped
+            new = with_local(own, torch.empty_like(part, dtype=dtype, device=device, requires_grad=False))
+        else:
+            new = torch.empty(shape, dtype=dtype, device="cpu")
+        self._wanted.append((stored, new))
+        return new
+
+    def prepare_reads(self) -> Callable[[], None]:
+        """Check what `read_parts` checks, and return a function that then reads."""
+        read_parts = prepare_reads(self._checkpoint, self._wanted)
+
+        def read() -> None:
+            self._mapper.start_read_ahead()
+            read_parts()
+
+        return read
 
 
 def _reject_misfits(checkpoint: OpenCheckpoint, like: Mapping[str, torch.Tensor]) -> None:

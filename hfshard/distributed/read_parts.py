@@ -19,7 +19,16 @@ from torch.autograd.graph import increment_version
 from hfshard._util.progress import byte_progress
 from hfshard._util.threads import run_in_threads
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
-from hfshard.distributed.layout import Box, Interval, box_shape, section, whole_box
+from hfshard.distributed.layout import (
+    Box,
+    Interval,
+    box_shape,
+    held_box,
+    mesh_layout_of,
+    section,
+    single_run,
+    whole_box,
+)
 from hfshard.distributed.spread_tensor import ByteArray, Runs, SpreadTensor, gather_into
 from hfshard.errors import InvalidArgumentError, StateDictMismatchError, UnstorableTensorError
 from hfshard.format.digests import Verify
@@ -33,12 +42,22 @@ from hfshard.shards.ranged_shard import (
     UnorderedDigest,
     read_pieces,
 )
+from hfshard.shards.read_tensors import ReadMode, mode_of, start_read_ahead
 from hfshard.shards.shard_file import SafetensorsFile
-from hfshard.tensors.state_dict import is_dtensor
-from hfshard.tensors.stored_tensor import INTEGER_OF_SIZE, allocate_pages, bytes_view, fits_its_storage
+from hfshard.tensors.state_dict import is_dtensor, local_tensor
+from hfshard.tensors.stored_tensor import (
+    INTEGER_OF_SIZE,
+    allocate_pages,
+    bytes_view,
+    fits_its_storage,
+    is_torch_tensor_type,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
+
+_CPU: Final = torch.device("cpu")
 
 
 class BoxTarget(NamedTuple):
@@ -115,6 +134,84 @@ def stored_tensors(checkpoint: OpenCheckpoint) -> dict[str, torch.Tensor]:
     return found | {name: found[kept] for name, kept in checkpoint.index.tied_names.items() if kept in found}
 
 
+class PartMapper:
+    """Maps new tensors from files on this machine, in place of memory that this rank's parts would be read into.
+
+    A load whose tensors are new, or replace those of a model, asks it for each of them. It maps a part under the
+    conditions under which `read_from` maps full tensors, and if the part is one run of aligned bytes in the dtype that
+    is wanted. Mapped tensors are private: a page is read when it is touched, and copied when it is written to.
+    """
+
+    def __init__(self, checkpoint: OpenCheckpoint, read: ReadMode) -> None:
+        """Map nothing yet.
+
+        Args:
+            checkpoint: Open; it may be closed while mapped tensors are in use.
+            read: How the caller wants bytes to be read: "pread" maps nothing.
+        """
+        files = [(shard, ()) for shard in checkpoint.shards.values() if isinstance(shard, SafetensorsFile)]
+        self._is_enabled = bool(files) and mode_of(files, read, _CPU) == "mmap"
+        self._is_ahead = checkpoint.check is None
+        self._finder = _Finder(checkpoint, None)
+        self._stretches: dict[SafetensorsFile, list[Interval]] = {}
+        self._mapped: set[tuple[str, str]] = set()
+        """Files and stored names; a second target needs other memory than the first."""
+
+    def map_like(self, name: str, like: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
+        """Map a stored tensor, or this rank's part of it; None: it must be read, or `prepare_reads` rejects it.
+
+        Args:
+            name: A stored tensor's name, or one that is tied to it.
+            like: A tensor with the new one's shape, strides, mesh and placements; it may be on the meta device.
+            dtype: Of the new tensor.
+            device: Of the new tensor.
+        """
+        part = local_tensor(like) if is_dtensor(like) else like
+        if not self._is_enabled or device.type != "cpu" or not is_torch_tensor_type(part) or not part.is_contiguous():
+            return None
+        source, shape = self._finder.source(name)
+        if not isinstance(source, FileTensor) or source.dtype != dtype or shape != tuple(like.shape):
+            return None
+        box = _box_of(like, name)
+        run = None if box is None or box_shape(box) != tuple(part.shape) else single_run(shape, box)
+        is_aligned = source.start % dtype.itemsize == 0
+        if run is None or run[0] == run[1] or not is_aligned or (source.shard.path, source.name) in self._mapped:
+            return None
+        assert isinstance(source.shard, SafetensorsFile)
+        self._mapped.add((source.shard.path, source.name))
+        begin, end = (source.start + element * dtype.itemsize for element in run)
+        self._stretches.setdefault(source.shard, []).append((begin, end))
+        return with_local(like, source.shard.run(source.name, run[0], part.shape))
+
+    def start_read_ahead(self) -> None:
+        """Read what was mapped ahead, unless a running check reads all of it."""
+        if self._is_ahead:
+            start_read_ahead(list(self._stretches.items()))
+
+
+def with_local(like: Any, part: torch.Tensor) -> torch.Tensor:
+    """Return a DTensor like another one that has this local tensor; or the local tensor, if the other one is plain."""
+    if not is_dtensor(like):
+        return part
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def _box_of(like: torch.Tensor, name: str) -> Box | None:
+    """Return the part of a tensor that this rank has; None if it has none, or has summands in place of a part."""
+    if not is_dtensor(like):
+        return whole_box(like.shape)
+    coordinate = like.device_mesh.get_coordinate()
+    try:
+        layout = mesh_layout_of(like, name)
+    except UnstorableTensorError:
+        return None
+    return None if coordinate is None else held_box(tuple(like.shape), layout, tuple(coordinate))
+
+
 class _Finder:
     """Finder of the stored tensor for each target."""
 
@@ -130,7 +227,7 @@ class _Finder:
         Raises:
             What `read_parts` raises before anything is read.
         """
-        source, shape = self._source(name)
+        source, shape = self.source(name)
         if isinstance(target, BoxTarget):
             part = PartToRead(source, shape, target.box, target.tensor.detach())
             _check_target(name, part)
@@ -161,8 +258,12 @@ class _Finder:
             self._networked[place] = shard.is_networked
         return self._networked[place]
 
-    def _source(self, name: str) -> tuple[FileTensor | torch.Tensor, tuple[int, ...]]:
-        """Find a stored tensor, and its shape in torch."""
+    def source(self, name: str) -> tuple[FileTensor | torch.Tensor, tuple[int, ...]]:
+        """Find a stored tensor, and its shape in torch.
+
+        Raises:
+            StateDictMismatchError: There is none.
+        """
         index = self._checkpoint.index
         stored = index.tied_names.get(name, name)
         file = index.weight_map.get(stored)

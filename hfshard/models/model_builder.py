@@ -130,7 +130,8 @@ class ModelBuilder:
         """Create the load of a model that is spread over ranks; None for any other model."""
         if self.options.parallelize is None and kwargs.get("distributed_config") is None:
             return None
-        return ParallelizedLoad(self.options.parallelize, class_of_alias(self.model_class), self.checkpoint)
+        model_class = class_of_alias(self.model_class)
+        return ParallelizedLoad(self.options.parallelize, model_class, self.checkpoint, self.options.read)
 
     def _call(self, parallel: ParallelizedLoad | None) -> Callable[..., Any]:
         """Return the function that builds the model: transformers' own `from_pretrained`."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import prod
 from typing import Any, Final
 
@@ -17,12 +18,13 @@ from transformers.core_model_loading import revert_weight_conversion
 from hfshard._util.call_ranks import has_other_ranks
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
 from hfshard.distributed.layout import Box, Interval, MeshLayout, Placement, box_elements, held_box
-from hfshard.distributed.load_on_ranks import current_load, meet_unchanged
-from hfshard.distributed.read_parts import Target, prepare_reads
+from hfshard.distributed.load_on_ranks import current_load, device_of_meshes, meet_unchanged
+from hfshard.distributed.read_parts import PartMapper, Target, prepare_reads
 from hfshard.distributed.spread_tensor import SpreadTensor, with_spread_tensors
 from hfshard.errors import InvalidArgumentError, UnstorableTensorError
 from hfshard.models.model_classes import alias_class, has_adapters, view_as_alias
 from hfshard.models.module_weights import is_spread
+from hfshard.shards.read_tensors import ReadMode
 from hfshard.tensors.parameter_names import strip_compiled
 from hfshard.tensors.state_dict import is_dtensor
 
@@ -297,14 +299,17 @@ class ParallelizedLoad:
     1. transformers loads tensors without data. This determines the missing names, the conversions and the parameters'
        dtypes, and transformers ties and renames as usual.
     2. The user's function spreads the model, or transformers does so only now, following a `distributed_config`.
-    3. Its parameters get memory, and each rank reads its parts of them, once all ranks are ready. Afterwards
-       transformers initializes what is missing, and the buffers that are not stored.
+    3. Parameters that can be mapped are mapped, the others get memory, and each rank reads its parts of them, once all
+       ranks are ready. Afterwards transformers initializes what is missing, and the buffers that are not stored.
     """
 
-    def __init__(self, parallelize: Parallelize | None, model_class: type, checkpoint: OpenCheckpoint) -> None:
+    def __init__(
+        self, parallelize: Parallelize | None, model_class: type, checkpoint: OpenCheckpoint, read: ReadMode
+    ) -> None:
         self._parallelize = parallelize
         self._model_class = model_class
         self._checkpoint = checkpoint
+        self._mapper = PartMapper(checkpoint, read)
         self.stored_names: Mapping[str, str] = {}
         """Name that transformers is given -> name in the checkpoint."""
         self.tie: Callable[[Any], None] = lambda model: None
@@ -337,12 +342,15 @@ class ParallelizedLoad:
         ranks = current_load()
         meet_unchanged(ranks, "ready to spread")
         self.parallelized = self._spread(model, set(info.missing_keys))
-        _give_memory(model)
+        device = device_of_meshes(model.parameters())
+        mapped = self._map_parts(plan, model, device)
+        _give_memory(model, device, {id(tensor): new for tensor, new in mapped.values()})
         own = model.state_dict(keep_vars=True)
         info.missing_keys &= own.keys()  # a pipeline stage has less
-        targets = ((self.stored_names[stored], target) for stored, target in plan.targets(own))
+        targets = ((self.stored_names[stored], target) for stored, target in plan.targets(own, mapped))
         read_parts = prepare_reads(self._checkpoint, targets)
         meet_unchanged(ranks, "ready to read")
+        self._mapper.start_read_ahead()
         read_parts()
         for names, stored in plan.computed:
             read = self._checkpoint.read([self.stored_names[name] for name in stored])
@@ -354,6 +362,19 @@ class ParallelizedLoad:
             if name not in passed_over:
                 tensor._is_hf_initialized = True
         return result
+
+    def _map_parts(
+        self, plan: _ReadPlan, model: nn.Module, device: torch.device
+    ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """Map parameters and buffers without data that are stored as they are: name -> such a one, its replacement."""
+        replaceable = {id(tensor) for tensor in chain(model.parameters(), model.buffers()) if tensor.is_meta}
+        found = {}
+        for name, stored, tensor in plan.unconverted(model.state_dict(keep_vars=True)):
+            if id(tensor) in replaceable:
+                new = self._mapper.map_like(self.stored_names[stored], tensor.detach(), tensor.dtype, device)
+                if new is not None:
+                    found[name] = tensor, new
+        return found
 
     def _spread(self, model: Any, missing: set[str]) -> Any:
         if self._parallelize is None:
@@ -404,14 +425,23 @@ class _ReadPlan:
             for name in names:
                 self._pieces.pop(name)
 
-    def targets(self, own: Mapping[str, Any]) -> Iterator[tuple[str, Target]]:
-        """Yield each stored tensor's name and the part of the model's tensor that it fills."""
-        filled: set[int] = set()
-        for name, pieces in self._pieces.items():
-            tensor = own.get(name)
-            if tensor is None or id(tensor) in filled:  # on another pipeline stage; or tied
+    def unconverted(self, own: Mapping[str, Any]) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """Yield the model's tensors that are stored as they are: the name, the stored name, and the tensor."""
+        for name, tensor, pieces in self._filled(own):
+            stored, piece = pieces[0]
+            if len(pieces) == 1 and piece.shape == tuple(tensor.shape):
+                yield name, stored, tensor
+
+    def targets(self, own: Mapping[str, Any], exclude: Container[str]) -> Iterator[tuple[str, Target]]:
+        """Yield each stored tensor's name and the part of the model's tensor that it fills.
+
+        Args:
+            own: The model's tensors.
+            exclude: Names of those that have their values.
+        """
+        for name, tensor, pieces in self._filled(own):
+            if name in exclude:
                 continue
-            filled.add(id(tensor))
             spread = SpreadTensor.of(tensor, name) if is_dtensor(tensor) else None
             for stored, piece in pieces:
                 window = piece.window or ()
@@ -419,6 +449,15 @@ class _ReadPlan:
                     yield stored, spread.view(window, piece.shape)
                 else:
                     yield stored, tensor.detach()[tuple(slice(*one) for one in window)].view(piece.shape)
+
+    def _filled(self, own: Mapping[str, Any]) -> Iterator[tuple[str, Any, list[tuple[str, ConvertedTensor]]]]:
+        """Yield each tensor that stored ones fill, under its first name, with those."""
+        filled: set[int] = set()
+        for name, pieces in self._pieces.items():
+            tensor = own.get(name)
+            if tensor is not None and id(tensor) not in filled:  # on another pipeline stage; or tied
+                filled.add(id(tensor))
+                yield name, tensor, pieces
 
     def _stored_name(self, name: str) -> str | None:
         """Find the stored name, which may have or lack the base model's prefix."""
@@ -484,22 +523,33 @@ def _has_parameter(model: nn.Module, name: str) -> bool:
     return True
 
 
-def _give_memory(model: nn.Module) -> None:
-    """Allocate memory for parameters and buffers without any; shared ones stay shared."""
+def _give_memory(model: nn.Module, device: torch.device, mapped: Mapping[int, torch.Tensor]) -> None:
+    """Replace parameters and buffers without memory; shared ones stay shared.
+
+    Args:
+        model: Changed.
+        device: Of the new memory.
+        mapped: Replacements that exist, by the id of the tensor; for the others, memory is allocated.
+    """
     made: dict[int, torch.Tensor] = {}
-    mesh = next((one.device_mesh for one in model.parameters() if is_dtensor(one)), None)
-    device = torch.device("cpu" if mesh is None else mesh.device_type)
+
+    def memory_for(tensor: torch.Tensor) -> torch.Tensor:
+        found = mapped.get(id(tensor))
+        return torch.empty_like(tensor, device=device) if found is None else found
+
     with torch.no_grad():
         for module in model.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None and parameter.is_meta:
                     if id(parameter) not in made:
-                        memory = torch.empty_like(parameter, device=device)
+                        memory = memory_for(parameter)
                         made[id(parameter)] = nn.Parameter(memory, requires_grad=parameter.requires_grad)
                     module._parameters[name] = made[id(parameter)]  # type: ignore[assignment]
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_meta:
-                    module._buffers[name] = made.setdefault(id(buffer), torch.empty_like(buffer, device=device))
+                    if id(buffer) not in made:
+                        made[id(buffer)] = memory_for(buffer)
+                    module._buffers[name] = made[id(buffer)]
 
 
 def _fill(own: Mapping[str, Any], whole: Mapping[str, torch.Tensor], names: list[str]) -> None:

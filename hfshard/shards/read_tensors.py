@@ -9,7 +9,7 @@ import queue
 import struct
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
@@ -120,7 +120,7 @@ def read_from(
         device = torch.device("cuda", torch.cuda.current_device())
     if mode_of(wanted, read, device) == "mmap":
         if ahead:
-            start_read_ahead(wanted)
+            start_read_ahead([(shard, stretches_of(shard, names)) for shard, names in wanted])
         mapped = {name: tensor for shard, names in wanted for name, tensor in shard.tensors(names).items()}
         return mapped if device.type == "cpu" else {name: tensor.to(device) for name, tensor in mapped.items()}
     signed = [(shard, names) for shard, names in wanted if names and shard.signed_sha256 is not None]
@@ -384,14 +384,14 @@ _GAP_BYTES: Final = 128 * 1024
 """Ranges with at most this many bytes between them are read as one: the kernel reads that much around a page anyway."""
 
 
-def start_read_ahead(wanted: Sequence[tuple[SafetensorsFile, Sequence[str]]]) -> list[Future[None]]:
-    """Start threads that read mapped tensors that are not in the page cache, in the order of the files.
+def start_read_ahead(wanted: Sequence[tuple[SafetensorsFile, Iterable[tuple[int, int]]]]) -> list[Future[None]]:
+    """Start threads that read mapped ranges that are not in the page cache, in the order of the files.
 
     They fill at most half of the available memory. A file that is truncated during the read is not an error here:
     `madvise` reports it, while a page fault would kill the process.
 
     Args:
-        wanted: Files, each with the names of its tensors.
+        wanted: Files, each with ranges of it: the first byte, and the one after the last.
 
     Returns:
         A future per thread, none if everything is cached or no thread can be started. The threads end by themselves,
@@ -399,8 +399,8 @@ def start_read_ahead(wanted: Sequence[tuple[SafetensorsFile, Sequence[str]]]) ->
     """
     cold = [
         (shard.mapping, begin, end)
-        for shard, names in wanted
-        for begin, end in _stretches(shard, names)
+        for shard, stretches in wanted
+        for begin, end in _merged(stretches)
         if not is_prefaulted(shard.mapping, begin, end)
     ]
     if not cold:
@@ -439,17 +439,23 @@ def _pieces_of(
             yield mapping, first, last
 
 
-def _stretches(shard: SafetensorsFile, names: Sequence[str]) -> Iterator[tuple[int, int]]:
-    """Yield the file ranges of some tensors, with nearby ranges merged."""
+def stretches_of(shard: SafetensorsFile, names: Iterable[str]) -> Iterator[tuple[int, int]]:
+    """Yield the file ranges of some tensors."""
+    start = shard.header.data_start
+    return ((start + info.begin, start + info.end) for info in map(shard.header.tensors.__getitem__, names))
+
+
+def _merged(stretches: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Sort the ranges of a file, merge nearby ones, and leave out empty ones."""
     begin = end = -1
-    for info in sorted((shard.header.tensors[name] for name in names), key=lambda info: info.begin):
-        if info.begin - end > _GAP_BYTES or begin < 0:
+    for start, stop in sorted(stretches):
+        if start - end > _GAP_BYTES or begin < 0:
             if end > begin:
-                yield shard.header.data_start + begin, shard.header.data_start + end
-            begin = info.begin
-        end = max(end, info.end)
+                yield begin, end
+            begin = start
+        end = max(end, stop)
     if end > begin:
-        yield shard.header.data_start + begin, shard.header.data_start + end
+        yield begin, end
 
 
 def _available_bytes() -> int:

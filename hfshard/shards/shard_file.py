@@ -13,6 +13,7 @@ from concurrent.futures import wait
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import islice
+from math import prod
 from queue import SimpleQueue
 from threading import Event, Lock, Semaphore
 from typing import Final, cast
@@ -89,6 +90,20 @@ class SafetensorsFile(SafetensorsShard):
         """Map one tensor privately; its pages are read when touched."""
         info = self.header.tensors[name]
         return self.shaped(name, self._slice(info) if info.nbytes else torch.UntypedStorage(0))
+
+    def run(self, name: str, begin: int, shape: Sequence[int]) -> torch.Tensor:
+        """Map contiguous elements of a tensor privately, with a storage of their own.
+
+        Args:
+            name: The tensor.
+            begin: The first of the elements, counted in row-major order.
+            shape: The shape of the result; it has at least one element.
+        """
+        dtype = self.described(name).dtype
+        start = self.header.data_start + self.header.tensors[name].begin + begin * dtype.itemsize
+        storage = self.mapping[start : start + prod(shape) * dtype.itemsize]
+        raw = torch.empty(0, dtype=torch.uint8, device=_CPU).set_(storage)
+        return raw.view(dtype).view(tuple(shape)).detach()  # for autograd not a view of other bytes
 
     def tensors(self, names: Collection[str]) -> dict[str, torch.Tensor]:
         """Map tensors as `tensor` does, each with its own storage; many small ones take half the time."""

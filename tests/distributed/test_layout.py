@@ -23,6 +23,7 @@ from hfshard.distributed.layout import (
     held_box,
     local_slices,
     ranks_by_box,
+    single_run,
     whole_box,
 )
 from hfshard.distributed.spread_tensor import SpreadTensor
@@ -102,6 +103,32 @@ def test_part_of_a_box_within_a_window() -> None:
     assert clip_box(whole_box((6, 3)), ((1, 5), (2, 3))) == (((0, 4),), ((0, 1),))
     assert box_shape(box) == (4, 3)
     assert box_elements(box) == 12
+
+
+@pytest.mark.parametrize(
+    ("shape", "box", "run"),
+    [
+        ((5, 2), (((3, 5),), ((0, 2),)), (6, 10)),
+        ((5, 2), (((3, 4),), ((1, 2),)), (7, 8)),
+        ((5, 2), (((3, 5),), ((1, 2),)), None),
+        ((8, 2), (((0, 2), (4, 6)), ((0, 2),)), None),
+        ((2, 4, 3), (((1, 2),), ((1, 3),), ((0, 3),)), (15, 21)),
+        ((2, 4, 3), (((0, 2),), ((1, 3),), ((0, 3),)), None),
+        ((1, 4), (((0, 1),), ((1, 3),)), (1, 3)),
+        ((4, 1, 3), (((1, 3),), ((0, 1),), ((0, 3),)), (3, 9)),
+        ((4,), ((),), None),
+        ((), (), (0, 1)),
+    ],
+)
+def test_elements_of_a_box_that_are_one_run(shape: tuple[int, ...], box: Box, run: tuple[int, int] | None) -> None:
+    elements = torch.arange(prod(shape)).view(shape)
+    found = [elements]
+    for dim, intervals in enumerate(box):
+        found = [part.narrow(dim, start, stop - start) for part in found for start, stop in intervals]
+
+    assert single_run(shape, box) == run
+    if run is not None:
+        assert torch.cat([part.flatten() for part in found]).tolist() == list(range(*run))
 
 
 def test_ranks_are_grouped_by_what_they_hold() -> None:

@@ -10,6 +10,7 @@ from torch import nn
 
 import hfshard
 from hfshard.format.digests import Verify
+from hfshard.shards.read_tensors import ReadMode
 from tests.distributed.gloo import check_ranks
 from tests.distributed.test_save_on_ranks_costs import number_in
 
@@ -19,9 +20,9 @@ MODEL_BYTES = LAYERS * SIDE * SIDE * 4
 PART_BYTES = MODEL_BYTES / 2
 
 
-def bytes_read_by(model: nn.Module, saved: Path, verify: Verify) -> int:
+def bytes_read_by(model: nn.Module, saved: Path, verify: Verify, read: ReadMode = "auto") -> int:
     before = number_in("/proc/self/io", "rchar")
-    hfshard.load_model(model, saved, verify=verify)
+    hfshard.load_model(model, saved, verify=verify, read=read)
     return number_in("/proc/self/io", "rchar") - before
 
 
@@ -42,7 +43,7 @@ def load_and_count(rank: int, saved: Path, layout: str, dtype: torch.dtype) -> N
 
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     before = number_in("/proc/self/status", "VmRSS")
-    read = bytes_read_by(model, saved, "structure")
+    read = bytes_read_by(model, saved, "structure", "pread")
     peak = (number_in("/proc/self/status", "VmHWM") - before) * 1024
 
     first: torch.Tensor = model[0].weight.full_tensor()  # type: ignore[operator, union-attr]

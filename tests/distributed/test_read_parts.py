@@ -12,7 +12,7 @@ import torch
 import hfshard
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
 from hfshard.distributed.layout import MeshLayout, Placement, held_box
-from hfshard.distributed.read_parts import read_parts, stored_tensors
+from hfshard.distributed.read_parts import PartMapper, read_parts, stored_tensors
 from hfshard.distributed.spread_tensor import SpreadTensor
 from hfshard.errors import DamagedCheckpointError, InvalidArgumentError, StateDictMismatchError
 
@@ -236,3 +236,65 @@ def test_file_that_was_truncated_meanwhile(tmp_path: Path) -> None:
     ):
         os.truncate(tmp_path / "model.safetensors", 500)
         read_parts(checkpoint, [("whole", torch.zeros(12, 8))])
+
+
+CPU = torch.device("cpu")
+
+
+def test_plain_tensors_are_mapped_where_they_are_like_the_stored_ones(opened: OpenCheckpoint, saved: Path) -> None:
+    mapper = PartMapper(opened, "auto")
+    plain = torch.empty(12, 8, device="meta")
+
+    assert mapper.map_like("plain", plain.t().contiguous().t(), torch.float32, CPU) is None  # other strides
+    assert mapper.map_like("plain", plain, torch.bfloat16, CPU) is None
+    assert mapper.map_like("plain", plain, torch.float32, torch.device("meta")) is None
+    assert mapper.map_like("plain", plain[1:], torch.float32, CPU) is None
+    assert mapper.map_like("empty", torch.empty(0, 3), torch.float32, CPU) is None
+    found = {
+        name: mapper.map_like(name, torch.empty_like(whole, device="meta"), whole.dtype, CPU)
+        for name, whole in TENSORS.items()
+        if name != "empty"
+    }
+    mapper.start_read_ahead()
+
+    files = {path.name: path.read_bytes() for path in saved.iterdir()}
+    for name, tensor in found.items():
+        assert tensor is not None, name
+        assert (tensor.dtype, tensor.shape) == (TENSORS[name].dtype, TENSORS[name].shape)
+        assert torch.equal(_bits(tensor), _bits(TENSORS[name]))
+        _bits(tensor).zero_()
+    assert {path.name: path.read_bytes() for path in saved.iterdir()} == files
+    assert mapper.map_like("plain", plain, torch.float32, CPU) is None  # its memory has an owner
+
+
+def test_nothing_is_mapped_that_was_asked_to_be_read(opened: OpenCheckpoint) -> None:
+    like = torch.empty(12, 8, device="meta")
+
+    assert PartMapper(opened, "pread").map_like("plain", like, torch.float32, CPU) is None
+    assert PartMapper(opened, "mmap").map_like("plain", like, torch.float32, CPU) is not None
+
+
+def test_tensors_of_pickles_and_unaligned_ones_are_not_mapped(tmp_path: Path) -> None:
+    torch.save({"x": torch.ones(3)}, tmp_path / "tensors.pt")
+    raw = b'{"x":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'  # 54 bytes: data begin at byte 62
+    path = tmp_path / "odd.safetensors"
+    path.write_bytes(len(raw).to_bytes(8, "little") + raw + b"\0\0\0\0\0\0\x80\x3f")
+
+    for name, size in (("tensors.pt", 3), ("odd.safetensors", 2)):
+        with open_checkpoint(str(tmp_path), weights_name=name) as checkpoint:
+            mapped = PartMapper(checkpoint, "mmap").map_like("x", torch.empty(size), torch.float32, CPU)
+            room = torch.zeros(size)
+            read_parts(checkpoint, [("x", room)])
+        assert mapped is None
+        assert room[-1] == 1
+
+
+def test_file_that_was_truncated_before_it_is_mapped(tmp_path: Path) -> None:
+    hfshard.save_state_dict({"whole": TENSORS["plain"]}, tmp_path)
+
+    with (
+        open_checkpoint(str(tmp_path)) as checkpoint,
+        pytest.raises(DamagedCheckpointError, match="was truncated while it was being read"),
+    ):
+        os.truncate(tmp_path / "model.safetensors", 500)
+        PartMapper(checkpoint, "auto").map_like("whole", torch.empty(12, 8), torch.float32, CPU)

@@ -21,6 +21,17 @@ def resident_bytes() -> int:
         return sum(int(line.split()[1]) * KIB for line in status if line.startswith("VmRSS"))
 
 
+def file_mapped_at(address: int) -> str:
+    """The path of the file that this process has mapped there; empty if its memory is its own."""
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            span, *_, path = line.rstrip("\n").split(" ", 5)
+            begin, end = (int(bound, 16) for bound in span.split("-"))
+            if begin <= address < end:
+                return path.strip() if "/" in path else ""  # else it is "[heap]", or has no name
+    return ""
+
+
 def peak_during(action: Callable[[], object], measure: Callable[[], int] = anonymous_bytes) -> int:
     """The most memory above that of before, sampled each millisecond."""
     highest, stop = 0, threading.Event()

@@ -31,6 +31,7 @@ from hfshard.models import rank_parts
 from hfshard.models.rank_parts import ConvertedTensor, stored_parts, trace_reverted
 from hfshard.tensors.state_dict import collect_state_dict
 from tests.distributed.gloo import check_ranks, waiting
+from tests.helpers.memory import file_mapped_at
 from tests.models.layouts import spread
 from tests.models.specimens import SPECIMENS
 from tests.zoo.mixin_classes import with_mixin
@@ -242,6 +243,34 @@ def test_ranks_read_what_one_process_loads(ranks: int, tmp_path: Path) -> None:
     for name in [*READ[ranks]][:-1]:
         SPECIMENS[name].build(with_mixin(SPECIMENS[name].stock_class)).save_pretrained(tmp_path / name)
     check_ranks(tmp_path / "ranks", ranks, load_by_parts, tmp_path, READ[ranks])
+
+
+def train_what_is_mapped(rank: int, place: Path) -> None:
+    shard = partial(spread, layout="fsdp")
+    mapped, copied = (
+        hfshard.load_model(LlamaForCausalLM, place, parallelize=shard, read=read) for read in ("auto", "pread")
+    )
+    for model in (mapped, copied):
+        parts = [parameter.to_local() for parameter in model.parameters()]
+        paths = {file_mapped_at(part.data_ptr()) for part in parts if part.numel()}
+        assert paths == ({str(place / "model.safetensors")} if model is mapped else {""})
+    for _ in range(2):
+        for model in (mapped, copied):
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+            model(torch.arange(8).view(2, 4), labels=torch.arange(8).view(2, 4)).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert same(mapped, copied)
+
+
+@pytest.mark.compat
+def test_a_model_that_is_mapped_trains_as_one_that_is_copied(tmp_path: Path) -> None:
+    SPECIMENS["llama_tied"].build(with_mixin(LlamaForCausalLM)).save_pretrained(tmp_path / "whole")
+    before = (tmp_path / "whole" / "model.safetensors").read_bytes()
+
+    check_ranks(tmp_path / "ranks", 2, train_what_is_mapped, tmp_path / "whole")
+
+    assert (tmp_path / "whole" / "model.safetensors").read_bytes() == before
 
 
 def load_what_differs(rank: int, place: Path) -> None:

@@ -17,7 +17,7 @@ from hfshard.disk.direct_io import is_cached
 from hfshard.disk.fsops import is_networked
 from hfshard.errors import DamagedCheckpointError, InvalidArgumentError
 from hfshard.shards import read_tensors
-from hfshard.shards.read_tensors import check_read_mode, read_from, start_read_ahead
+from hfshard.shards.read_tensors import check_read_mode, read_from, start_read_ahead, stretches_of
 from hfshard.shards.shard_file import SafetensorsFile
 from tests.helpers.threads import no_thread_is_left
 
@@ -145,10 +145,10 @@ def test_what_the_page_cache_lacks_is_read_ahead_and_nothing_else(tmp_path: Path
     make_cold(path)
     with opened(path) as shard:
         info = shard.header.tensors["second"]
-        for thread in start_read_ahead([(shard, ["second"])]):
+        for thread in start_read_ahead([(shard, stretches_of(shard, ["second"]))]):
             thread.result()
         assert _is_cached(shard, shard.header.data_start + info.begin, info.nbytes)
-        assert start_read_ahead([(shard, ["second"])]) == []
+        assert start_read_ahead([(shard, stretches_of(shard, ["second"]))]) == []
         assert not _is_cached(shard, shard.header.data_start, 48_000_000)  # of 64; the kernel reads around a page
 
 
@@ -157,7 +157,7 @@ def test_the_files_may_be_closed_while_they_are_read_ahead(tmp_path: Path) -> No
     make_cold(tmp_path / "model.safetensors")
     files = len(os.listdir("/proc/self/fd"))
     shard = SafetensorsFile(str(tmp_path / "model.safetensors"), str(tmp_path))
-    threads = start_read_ahead([(shard, ["x"])])
+    threads = start_read_ahead([(shard, stretches_of(shard, ["x"]))])
     shard.close()
     for thread in threads:
         thread.result()
@@ -183,7 +183,7 @@ def test_where_the_kernel_can_not_map_ahead_it_reads_ahead(tmp_path: Path, monke
     make_cold(tmp_path / "model.safetensors")
     monkeypatch.setattr("hfshard.shards.shard_file._POPULATE_READ", 9999)
     with opened(tmp_path / "model.safetensors") as shard:
-        for thread in start_read_ahead([(shard, ["x"])]):
+        for thread in start_read_ahead([(shard, stretches_of(shard, ["x"]))]):
             thread.result()
         shard.tensor("x").sum()  # waits for what is still under way
         assert _is_cached(shard, shard.header.data_start, 8_000_000)
@@ -198,7 +198,7 @@ def test_a_file_that_was_cut_short_ends_no_process_that_reads_ahead(
         assert shard.mapping.nbytes() == 8_004_096
         os.truncate(path, 5_000_000)
         monkeypatch.setattr("hfshard.shards.read_tensors.is_prefaulted", lambda *_stretch: False)
-        for thread in start_read_ahead([(shard, ["x"])]):
+        for thread in start_read_ahead([(shard, stretches_of(shard, ["x"]))]):
             thread.result()
 
 
@@ -207,7 +207,7 @@ def test_reading_ahead_leaves_half_of_the_memory(tmp_path: Path, monkeypatch: py
     make_cold(tmp_path / "model.safetensors")
     monkeypatch.setattr("hfshard.shards.read_tensors._available_bytes", lambda: 2 * 8 * 1024 * 1024)
     with opened(tmp_path / "model.safetensors") as shard:
-        for thread in start_read_ahead([(shard, ["x"])]):
+        for thread in start_read_ahead([(shard, stretches_of(shard, ["x"]))]):
             thread.result()
         assert _is_cached(shard, shard.header.data_start, 8_000_000)
         assert not _is_cached(shard, shard.header.data_start + 24_000_000, 40_000_000)

@@ -84,3 +84,23 @@ def test_shard_that_is_opened_again_must_be_the_same_file(tmp_path: Path) -> Non
         list(shard.blocks(shard.header.tensors["x"]))
     assert torch.equal(mapped, torch.ones(5))
     shard.close()
+
+
+def test_run_of_a_tensor_is_mapped_privately_with_a_storage_of_its_own(tmp_path: Path) -> None:
+    pairs = torch.view_as_complex(torch.arange(24, dtype=torch.float64).view(4, 3, 2))
+    halves = torch.arange(12, dtype=torch.bfloat16).view(4, 3)
+    hfshard.save_state_dict({"pairs": pairs, "halves": halves}, tmp_path)
+    path = tmp_path / "model.safetensors"
+    before = path.read_bytes()
+    shard = SafetensorsFile(str(path), str(tmp_path))
+
+    rows = shard.run("pairs", 3, (2, 3))
+    last = shard.run("halves", 11, ())
+    shard.close()
+
+    assert torch.equal(rows, pairs[1:3])
+    assert rows.untyped_storage().nbytes() == 2 * 3 * 16
+    assert not rows._is_view()
+    assert last == 11
+    rows.zero_()
+    assert path.read_bytes() == before

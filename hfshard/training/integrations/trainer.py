@@ -731,5 +731,6 @@ def load_parts(model: Any, checkpoint: str | None) -> bool:
     """
     if checkpoint is None or is_stock_checkpoint(checkpoint) or not has_spread_state(model):
         return False
-    load_into_spread_module(model, CheckpointSource(checkpoint, CheckpointQuery()), LoadOptions(strict=True))
+    options = LoadOptions(strict=True, read="pread")  # a mapped file would keep its disk space after its rotation
+    load_into_spread_module(model, CheckpointSource(checkpoint, CheckpointQuery()), options)
     return True
