@@ -111,6 +111,9 @@ class ForeignTable:
                 )
             if file not in self.sizes:
                 raise self._damaged(f"its file '{file}' is missing", f"Copy '{file}' there: it may be on another disk")
+        for name in [*self.tensors, *self.aliases]:
+            if not name.isprintable() or name in ("", "__metadata__"):
+                raise self._damaged(f"it has a tensor of the name {name!r:.200}")
         for name, tensor in self.tensors.items():
             if (problem := _problem_of(tensor, self.sizes)) is not None:
                 raise self._damaged(f"tensor '{name}' of shape {list(tensor.shape)} {problem}", fqn=name)
