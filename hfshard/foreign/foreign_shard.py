@@ -169,8 +169,8 @@ class _RunReader:
         if found != record.crc32:
             path = self._path(record.file)
             raise IntegrityError(
-                f"'{path}' is damaged: {record.size:,} bytes from {record.offset:,} on have the CRC-32 {found:08x}, but "
-                f"had {record.crc32:08x} when they were saved. Copy it again from where it was saved.",
+                f"'{path}' is damaged: {record.size:,} bytes from {record.offset:,} on have the CRC-32 {found:08x}, "
+                f"but had {record.crc32:08x} when they were saved. Copy it again from where it was saved.",
                 path=path,
                 expected=record.crc32,
                 actual=found,
