@@ -129,6 +129,12 @@ class ForeignTable:
             if name not in self.tensors or alias in self.tensors:
                 raise self._damaged(f"it ties '{alias}' to '{name}', which is not one of its tensors", fqn=alias)
 
+    @property
+    def is_verifiable(self) -> bool:
+        """True if the records have the bytes of all tensors, so that each can be compared with a checksum."""
+        nbytes = sum(tensor.nbytes for tensor in self.tensors.values())
+        return sum(record.size for record in self.records) >= nbytes
+
     def _damaged(
         self, problem: str, hint: str = "Copy it again from where it was saved", fqn: str | None = None
     ) -> DamagedCheckpointError:

@@ -23,7 +23,7 @@ import torch
 from hfshard._util.progress import ProgressCallback
 from hfshard.constants import COPY_BYTES
 from hfshard.disk.safe_open import Identity, identity_of, open_regular
-from hfshard.errors import CheckpointChangedError, IntegrityError, UnstorableTensorError
+from hfshard.errors import CheckpointChangedError, DamagedCheckpointError, IntegrityError, UnstorableTensorError
 from hfshard.foreign.byte_runs import ByteRun, ForeignTable, StoredRecord
 from hfshard.format.header import build_header
 from hfshard.shards.ranged_shard import RangedShard
@@ -88,8 +88,15 @@ class ForeignShard(RangedShard):
             The number of bytes that were compared.
 
         Raises:
+            DamagedCheckpointError: The files have no checksums for all of their tensors.
             IntegrityError: A record differs.
         """
+        if not self.table.is_verifiable:
+            raise DamagedCheckpointError(
+                f"'{self.path}' cannot be verified in full: its files have no checksums of all tensors. Load it with "
+                "verify='structure', or convert it once: hfshard convert.",
+                path=self.path,
+            )
         for record in self.table.records:
             self._runs.check(record, progress_callback)
         return sum(record.size for record in self.table.records)
