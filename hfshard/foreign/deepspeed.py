@@ -214,8 +214,8 @@ class _Reader:
     def _read_models(self, files: Mapping[int | None, str]) -> list[ModelStates]:
         """Read the model files of one pipeline stage, in the order of the ranks."""
         if None in files and len(files) > 1:
-            names = shorten_list(list(files.values()), _SHOWN, quote=True)
-            raise damaged(self.folder, f"it has files of two runs, with ZeRO-3 and without it: {names}")
+            shown = shorten_list(list(files.values()), _SHOWN, quote=True)
+            raise damaged(self.folder, f"it has files of two runs, with ZeRO-3 and without it: {shown}")
         ranks = sorted((rank, name) for rank, name in files.items() if rank is not None)
         names = [name for _, name in ranks] or list(files.values())
         states = [self.files.read_model(self._path(name)) for name in names]
@@ -241,17 +241,14 @@ class _Reader:
                 raise self._missing("mp_rank_00_model_states.pt", "file of the weights")
             return
         first = states[min(states)][0]
+        parallel = max(first.model_ranks or 1, max(states) + 1)
         is_split = first.tensor_ranks > 1
-        is_split |= first.weights is not None and max(*states, (first.model_ranks or 1) - 1) > 0
+        is_split |= first.weights is not None and parallel > 1  # a pipeline's are in files of layers
         if is_split and not self.is_universal:
-            raise self._tensor_parallel(str(max(first.tensor_ranks, first.model_ranks or 1, len(states))))
+            raise self._tensor_parallel(str(max(first.tensor_ranks, parallel)))
         if first.weights is None and not self.layers and not self.is_universal:
             raise self._missing("layer_00-model_states.pt", "files of the pipeline's layers")
-        expected = max(first.model_ranks or 0, max(states) + 1)
-        for rank in range(expected):
-            if rank not in states:
-                raise self._missing(f"mp_rank_{rank:02d}_model_states.pt", f"file of pipeline stage {rank}")
-        for rank in self.optimizers:
+        for rank in chain(range(parallel), self.optimizers):
             if rank not in states:
                 raise self._missing(f"mp_rank_{rank:02d}_model_states.pt", f"file of pipeline stage {rank}")
 

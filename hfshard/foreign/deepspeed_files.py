@@ -327,9 +327,11 @@ def _distinct(parse: Callable[[Any], Mapping[str, Value]], groups: Any) -> tuple
 
 
 def _stage(value: Any) -> int:
-    if isinstance(value, DescribedObject):
-        (*owner, value) = value.arguments if value.name in (_STAGE_CLASS, "builtins.getattr") else ()
-        value = _STAGES[value] if owner == [GlobalReference(_STAGE_CLASS)] else value
+    if isinstance(value, DescribedObject) and value.name == _STAGE_CLASS:
+        (value,) = value.arguments
+    elif isinstance(value, DescribedObject) and value.name == "builtins.getattr":
+        owner, name = value.arguments
+        value = _STAGES[name] if owner == GlobalReference(_STAGE_CLASS) else None
     if _count(value) not in _STAGES.values():
         raise ValueError(f"stage {value} of ZeRO")
     return int(value)

@@ -375,7 +375,7 @@ class TestUniversal:
 
     def test_only_trained_parameters_are_read_from_their_folders(self, tmp_path: Path) -> None:
         trained = {"embed": torch.arange(6.0).view(2, 3) + 0.1, "up": torch.arange(3.0)}
-        weights = {name: one.bfloat16() for name, one in trained.items()} | BUFFERS | FROZEN
+        weights = {**{name: one.bfloat16() for name, one in trained.items()}, **BUFFERS, **FROZEN}
         write(tmp_path / "step", universal(weights, trained))
         (tmp_path / "latest_universal").write_text("step")
 

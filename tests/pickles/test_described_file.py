@@ -83,7 +83,7 @@ def test_bytes_of_tensors_are_found_and_not_read(is_zip: bool, tmp_path: Path) -
     assert raw[first.offset : first.offset + 24] == weight[2:8].numpy().tobytes()
     assert [tensors[name].offset - first.offset for name in ("one", "parameter")] == [12, 4]
     assert first.storage.size == 48
-    assert (first.storage.crc32 == zlib.crc32(weight.numpy())) is is_zip
+    assert (first.storage.crc32 == zlib.crc32(weight.numpy().tobytes())) is is_zip
     assert tensors["half"].dtype == torch.float16
 
 
@@ -130,8 +130,8 @@ class Forged:
 def test_tensor_that_is_not_in_its_storage_is_damaged(
     first: int, size: Any, stride: Any, metadata: Any, tmp_path: Path
 ) -> None:
-    rest = (False, OrderedDict()) if metadata is None else (False, OrderedDict(), metadata)
-    torch.save([Forged(first, size, stride, *rest)], tmp_path / "a.pt")
+    last = [] if metadata is None else [metadata]
+    torch.save([Forged(first, size, stride, False, OrderedDict(), *last)], tmp_path / "a.pt")
 
     with described_file(str(tmp_path / "a.pt"), str(tmp_path)) as file:
         (forged,) = file.value
