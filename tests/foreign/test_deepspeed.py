@@ -170,7 +170,7 @@ def test_without_zero_ties_are_those_of_the_file(tmp_path: Path) -> None:
 
 
 class TestTags:
-    """Which folder is read."""
+    """Choice of the folder that is read."""
 
     def test_folder_itself_the_latest_or_the_only_one(self, tmp_path: Path) -> None:
         for name in ("old", "new"):

@@ -20,7 +20,7 @@ OPTIMIZER = "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
 
 
 class ByName:
-    """Is saved like a member of an enum in Python 3.11: by its name."""
+    """Object that is saved like a member of an enum in Python 3.11: by its name."""
 
     def __init__(self, stage: Any, name: str) -> None:
         self.stage = stage
@@ -31,14 +31,14 @@ class ByName:
 
 
 class ByNumber(ByName):
-    """Is saved like a member of an enum in other versions: by its number."""
+    """Object that is saved like a member of an enum in other versions: by its number."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return self.stage, (2,)
 
 
 class Attack:
-    """Runs a command when it is loaded."""
+    """Object that runs a command when it is loaded."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.system, ("touch attacked",)
