@@ -87,8 +87,8 @@ def _train(rank: int, model: nn.Module, stage: int, precision: str, options: Map
 
 def _write_truth(rank: int, place: Path, engine: Any) -> None:
     """Write the float32 masters where there are any, and the rest as it is on rank 0."""
-    from deepspeed.utils import safe_get_full_fp32_param
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+    from deepspeed.utils import safe_get_full_fp32_param
 
     tensors = dict(engine.module.state_dict())
     for name, parameter in engine.module.named_parameters(remove_duplicate=False):
