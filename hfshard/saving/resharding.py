@@ -224,7 +224,7 @@ def with_tensors(request: SaveRequest, checkpoint: OpenCheckpoint, *, weights_on
     file_metadata: dict[str, str] = {}
     for shard in checkpoint.shards.values():
         file_metadata = shard.header.metadata | file_metadata
-    metadata = _without(index.metadata, _OWN_KEYS if checkpoint.weights.kind == "single" else frozenset())
+    metadata = _without(index.metadata, frozenset() if checkpoint.weights.is_index else _OWN_KEYS)
     request = replace(
         request,
         tensors={name: value for name, value in tensors.items() if name not in tied_names},
@@ -380,11 +380,17 @@ def _is_snapshot(directory: str) -> bool:
 
 
 def check_in_place(checkpoint: OpenCheckpoint, *, low_disk: bool) -> None:
-    """Reject converting pickles in place if that would replace other weights, or with low_disk.
+    """Reject converting pickles in place if that would replace other weights, or with low_disk; and rank files.
 
     Raises:
         InvalidArgumentError: The conversion is not allowed; the message says what to do instead.
     """
+    if checkpoint.foreign is not None:
+        raise InvalidArgumentError(
+            f"'{checkpoint.directory}' has the weights in parts ({checkpoint.foreign.table.framework}), which are not "
+            "replaced in place. Pass another directory.",
+            path=checkpoint.directory,
+        )
     if not checkpoint.pickles:
         return
     if low_disk:
@@ -418,6 +424,8 @@ def reject_signed(checkpoint: OpenCheckpoint) -> None:
 
 def sizes_of(checkpoint: OpenCheckpoint) -> dict[str, int]:
     """Return the sizes of the weights files: name -> bytes."""
+    if checkpoint.foreign is not None:
+        return dict(checkpoint.foreign.table.sizes)
     pickles = {name: file.identity[2] for name, file in checkpoint.pickles.items()}
     return pickles | {name: shard.size for name, shard in checkpoint.shards.items()}
 
