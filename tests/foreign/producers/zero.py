@@ -17,8 +17,6 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "bf16": {"bf16": {"enabled": True}},
     "fp16": {"fp16": {"enabled": True, "initial_scale_power": 4}},
 }
-LARGEST_SUB_GROUP = 40
-"""Elements: less than the largest parameter has, so that there are many."""
 
 
 def save_zero(
