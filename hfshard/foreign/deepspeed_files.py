@@ -51,6 +51,8 @@ _KINDS: Final = re.compile(
 """The same, of which there are many; `getattr` and the scheduler are what a bound method of OneCycleLR is saved as."""
 
 _STAGE_CLASS: Final = "deepspeed.runtime.zero.config.ZeroStageEnum"
+_STAGES: Final = {"optimizer_states": 1, "gradients": 2, "weights": 3}
+"""Names by which Python 3.11 saves the class's members; other versions save their numbers."""
 _MALFORMED: Final = (TypeError, ValueError, LookupError, AttributeError, OverflowError, RecursionError)
 
 
@@ -175,16 +177,14 @@ class StateFiles:
         """Read a rank's file of masters; see `read_model`."""
         with self._described(name) as (file, pieces):
             value = _named(file.value["optimizer_state_dict"])
-            stage = value.get("zero_stage")
-            if isinstance(stage, DescribedObject) and stage.name == _STAGE_CLASS:
-                (stage,) = stage.arguments
+            stage = None if value.get("zero_stage") is None else _stage(value["zero_stage"])
             flat = value["fp32_flat_groups"] if stage == 3 else value["single_partition_of_fp32_groups"]
             counts = value["partition_count"]
             gaps = value.get("param_alignment_paddings")
             return OptimizerStates(
                 file=name,
                 version=_text(file.value.get("ds_version", value.get("ds_version"))),
-                stage=None if stage is None else _count(stage),
+                stage=stage,
                 counts=tuple(map(_count, _list(counts))) if isinstance(counts, list) else (_count(counts),),
                 masters=tuple(pieces(dict(enumerate(_list(flat)))).values()),
                 gaps=None if gaps is None else tuple(tuple(map(_count, _list(one))) for one in _list(gaps)),
@@ -301,6 +301,15 @@ def _shapes(value: Any) -> Shapes:
             raise TypeError(f"a {type(numbers).__name__} in place of a shape")
         shapes[name] = tuple(map(_count, numbers))
     return shapes
+
+
+def _stage(value: Any) -> int:
+    if isinstance(value, DescribedObject):
+        (*owner, value) = value.arguments if value.name in (_STAGE_CLASS, "builtins.getattr") else ()
+        value = _STAGES[value] if owner == [GlobalReference(_STAGE_CLASS)] else value
+    if _count(value) not in _STAGES.values():
+        raise ValueError(f"stage {value} of ZeRO")
+    return int(value)
 
 
 def _slices(value: Any) -> Mapping[str, tuple[int, int]]:
