@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from hfshard._util.text import shorten_list
+from hfshard.constants import CONFIG_NAME
 from hfshard.errors import AmbiguousWeightsError, CheckpointNotFoundError, InvalidArgumentError
 from hfshard.foreign.byte_runs import ForeignTable
 from hfshard.foreign.dcp_directory import METADATA, read_dcp_directory
@@ -16,6 +17,11 @@ from hfshard.foreign.foreign_shard import ForeignShard
 
 _FSDP_FOLDER: Final = re.compile(r"pytorch_model_fsdp_\d+")
 """The folder in which Accelerate and Trainer save an FSDP model."""
+
+_OF_RUNS: Final = re.compile(
+    r"latest(_universal)?|zero_to_(fp32|torch)\.py|trainer_state\.json|(random_states|rng_state)(_\d+)?\..*"
+)
+"""Files that are of no use without the states of the ranks: they don't go along with the weights."""
 
 _SHOWN: Final = 8
 
@@ -61,6 +67,22 @@ def open_foreign(directory: str, key: str | None = None) -> ForeignShard:
         if entry is not None:
             return ForeignShard(one.read(directory, entry, key))
     raise CheckpointNotFoundError(f"There are no weights of another framework in '{directory}'.", path=directory)
+
+
+def is_of_run(name: str) -> bool:
+    """Return whether a file next to weights in parts serves only to resume the run that saved them."""
+    return _OF_RUNS.fullmatch(name) is not None
+
+
+def folder_of_model(directory: str) -> str:
+    """Return the directory with the config and tokenizer of the weights in a directory.
+
+    It is that directory, or the one above, such as Trainer's `checkpoint-500` for `checkpoint-500/global_step500`.
+    """
+    above = os.path.dirname(os.path.abspath(directory))
+    is_inner = find_foreign(directory) in (os.curdir, METADATA)
+    has_config = [os.path.isfile(os.path.join(folder, CONFIG_NAME)) for folder in (directory, above)]
+    return above if is_inner and has_config == [False, True] else directory
 
 
 def _find_dcp(directory: str) -> str | None:
