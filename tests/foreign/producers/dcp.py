@@ -49,14 +49,16 @@ class App(Stateful):
 
 
 def _torchtitan(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The model's names at the top, the optimizer's flat, and everything else as bytes."""
+    """The model's names at the top, the optimizer's flat, and counters as tensors and as bytes."""
     flat = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
-    counters = {
-        "train_state": {"step": torch.tensor(2), "text": io.BytesIO(b"seen")},
-        "lr_scheduler": {"last_epoch": 2},
-    }
     rank = torch.distributed.get_rank()
-    return {**get_model_state_dict(model), **flat, **counters, "dataloader": {f"dp_rank_{rank}": {"position": rank}}}
+    return {
+        **get_model_state_dict(model),
+        "optimizer": flat,
+        "train_state": {"step": torch.tensor(2, dtype=torch.int32), "losses": io.BytesIO(b"seen")},
+        "lr_scheduler": {"last_epoch": 2},
+        "dataloader": {f"dp_rank_{rank}": {"position": rank}},
+    }
 
 
 LAYOUTS: dict[str, Layout] = {
@@ -71,10 +73,6 @@ LAYOUTS: dict[str, Layout] = {
 """What users give to `dcp.save`."""
 
 
-def _columns(parameter: nn.Parameter) -> Shard | None:
-    return Shard(1) if parameter.dim() > 1 else None
-
-
 def _fsdp2(model: nn.Module, ranks: int, places: Callable[[nn.Parameter], Shard | None] | None = None) -> nn.Module:
     mesh = init_device_mesh("cpu", (ranks,))
     for child in model.children():
@@ -84,7 +82,8 @@ def _fsdp2(model: nn.Module, ranks: int, places: Callable[[nn.Parameter], Shard 
 
 
 def _fsdp2_of_columns(model: nn.Module, ranks: int) -> nn.Module:
-    return _fsdp2(model, ranks, _columns)
+    """FSDP2 with parts of columns where the ranks have equally many, as it asks for."""
+    return _fsdp2(model, ranks, lambda one: Shard(1) if one.dim() > 1 and one.shape[1] % ranks == 0 else None)
 
 
 def _hybrid(model: nn.Module, ranks: int) -> nn.Module:
@@ -140,7 +139,10 @@ def save_model(
         trains: False: save what was built; not all layers compute with parts of tensors.
         writer: Arguments of torch's FileSystemWriter.
     """
-    model = SHARDINGS[sharding](build(model_name).to(getattr(torch, dtype)), ranks)
+    whole = build(model_name)
+    for parameter in whole.parameters():
+        parameter.data = parameter.data.to(getattr(torch, dtype))
+    model = SHARDINGS[sharding](whole, ranks)
     optimizer = optimizer_of(model)
     if trains:
         train(model, optimizer)
@@ -173,8 +175,10 @@ def save_safetensors(rank: int, place: Path, ranks: int, is_consolidated: bool) 
     train(model, optimizer_of(model))
     state = get_model_state_dict(model)
     path = checkpoint_of(place)
+    del state["head.weight"]  # safetensors refuses tied names
     if is_consolidated:
-        del state["head.weight"]  # safetensors refuses tied names
+        # torch's consolidation fails for integers, and writes zeros for tensors without a dimension.
+        state = {name: one for name, one in state.items() if one.is_floating_point() and one.dim()}
         dcp.save(
             state, storage_writer=HuggingFaceStorageWriter(str(path), save_distributed=True, enable_consolidation=True)
         )
