@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import hfshard
 from hfshard.cli.main import main
@@ -56,6 +57,19 @@ def test_weights_are_those_of_deepspeeds_own_script(case: Case, produced: Path) 
         assert loaded[name].to(tensor.dtype).equal(tensor), name
 
 
+@pytest.mark.parametrize("case", parameters([case for case in CASES if case.producer == "dcp:save_model"]))
+def test_weights_are_those_of_torchs_own_conversion(case: Case, produced: Path, tmp_path: Path) -> None:
+    place = place_of(case, produced)
+    dcp_to_torch_save(checkpoint_of(place), tmp_path / "all.pt")
+    expected = torch.load(tmp_path / "all.pt", weights_only=False)
+    for key in {"model": ["model"], "nested": ["model"], "app": ["app", "model"]}.get(case.arguments["layout"], []):
+        expected = expected[key]
+
+    loaded = hfshard.load_state_dict(checkpoint_of(place))
+
+    assert_same(loaded, {name: expected[name] for name in loaded})
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -101,7 +115,7 @@ def test_the_file_of_a_rank_that_is_missing_is_named(name: str, produced: Path, 
         if "zero_pp_rank_2" not in path.name or "optim" not in path.name:
             (tmp_path / path.name).hardlink_to(path)
 
-    with pytest.raises(hfshard.errors.MissingShardError, match="zero_pp_rank_2_mp_rank_00_optim_states.pt"):
+    with pytest.raises(hfshard.errors.MissingShardError, match="zero_pp_rank_2_mp_rank_00_optim_states"):
         hfshard.load_state_dict(tmp_path)
 
 

@@ -91,6 +91,14 @@ def _zero_cases() -> Iterator[Case]:
     yield _zero("nasty", 2, "bf16", 4, variant="round-robin", options={"round_robin_gradients": True})
     yield _zero("nasty", 1, "bf16", 2, variant="accelerate", tag="pytorch_model")
     yield _zero("nasty", 0, "fp32", 2)
+    for ranks, stage, precision in ((2, 0, "fp32"), (4, 1, "fp16"), (4, 1, "bf16"), (2, 1, "fp32")):
+        yield Case(
+            name=f"deepspeed-pipeline-zero{stage}-{precision}-{ranks}",
+            framework="deepspeed",
+            producer="zero:save_pipeline",
+            ranks=ranks,
+            arguments={"ranks": ranks, "stage": stage, "precision": precision},
+        )
     for stage in (1, 2, 3):
         for injects in (False, True):
             yield Case(
