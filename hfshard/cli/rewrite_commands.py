@@ -322,9 +322,9 @@ def add_convert(commands: CommandGroup) -> None:
         help="convert pytorch_model.bin, .pt, DeepSpeed's and FSDP's parts ... into safetensors",
         description="Write the pickled weights of a directory or one file as safetensors, also those that DeepSpeed or "
         "torch.distributed.checkpoint (FSDP) saved in parts for each rank: float32 where there are masters. If another "
-        "program saved SRC with an optimizer, create a checkpoint of the run DST (of SRC in a store, convert the weights alone). A "
-        "pickle that asks for more than plain data is rejected. In place, the pickles are removed when the "
-        "safetensors are complete.",
+        "program saved SRC with an optimizer, create a checkpoint of the run DST (of SRC in a store, convert the "
+        "weights alone). A pickle that asks for more than plain data is rejected. In place, the pickles are removed "
+        "when the safetensors are complete.",
     )
     _add_source_and_target(parser)
     parser.add_argument(
