@@ -1,0 +1,156 @@
+"""DeepSpeed's checkpoints: ZeRO's stages, universal ones, and pipelines."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.foreign.producers.models import BATCH, STEPS, WORDS, Norm, build, losses, optimizer_of
+from tests.foreign.producers.truth import checkpoint_of, write_truth
+
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}},
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 4}},
+}
+
+
+def save_zero(
+    rank: int,
+    place: Path,
+    model_name: str,
+    stage: int,
+    precision: str,
+    options: Mapping[str, Any],
+    tag: str | None = None,
+) -> None:
+    """Train under ZeRO and save.
+
+    Args:
+        rank, place: This rank, and where to save.
+        model_name: One of `models.MODELS`.
+        stage: 0 to 3.
+        precision: One of `PRECISIONS`.
+        options: More of DeepSpeed's "zero_optimization".
+        tag: The user's name of the save; None: DeepSpeed's own.
+    """
+    engine = _train(rank, build(model_name), stage, precision, options)
+    engine.save_checkpoint(str(checkpoint_of(place)), tag=tag)
+    _write_truth(rank, place, engine)
+
+
+def save_universal(rank: int, place: Path, model_name: str, stage: int, precision: str, injects: bool) -> None:
+    """Train under ZeRO, save, and convert the save to a universal one, in the same directory.
+
+    Args:
+        rank, place, model_name, stage, precision: See `save_zero`.
+        injects: Whether the conversion adds what it misses in saves of transformers' and Accelerate's users; False: the
+            program has saved it.
+    """
+    from deepspeed.checkpoint import ds_to_universal
+
+    engine = _train(rank, build(model_name), stage, precision, {})
+    saved = place / "saved"
+    state = {} if injects else {"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}}
+    engine.save_checkpoint(str(saved), tag="step", client_state=state)
+    _write_truth(rank, place, engine)
+    if rank == 0:
+        order = Namespace(
+            input_folder=str(saved / "step"), output_folder=str(checkpoint_of(place) / "step"), num_extract_workers=1,
+            num_merge_workers=1, keep_temp_folder=False, strict=True, inject_missing_state=injects,
+        )  # fmt: skip
+        ds_to_universal.main(order)
+
+
+def save_pipeline(rank: int, place: Path, ranks: int, stage: int, precision: str) -> None:
+    """Train a pipeline of two stages, whose first and last layer are tied, and save.
+
+    Args:
+        rank, place, ranks: This rank, where to save, and the number of all.
+        stage: 0 or 1, of ZeRO.
+        precision: One of `PRECISIONS`.
+    """
+    import deepspeed
+    from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+    torch.manual_seed(5)
+    layers = [
+        TiedLayerSpec("words", nn.Embedding, WORDS, 6),
+        LayerSpec(nn.Linear, 6, 7),
+        LayerSpec(Norm, 7),
+        LayerSpec(nn.Linear, 7, 6, bias=False),
+        TiedLayerSpec("words", nn.Embedding, WORDS, 6, forward_fn=_project),
+    ]
+    model = PipelineModule(layers=layers, num_stages=2, loss_fn=_loss, partition_method="uniform")
+    config = {**_config(stage, precision, {}), "gradient_accumulation_steps": 1, "steps_per_print": 1000}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer_of(model), config=config)
+    for _ in range(STEPS):
+        engine.train_batch(iter([tuple(torch.randint(0, WORDS, (2, BATCH)))]))
+    engine.save_checkpoint(str(checkpoint_of(place)))
+
+    tensors = dict(model.state_dict())
+    for name, parameter in model.named_parameters():
+        master = safe_get_full_fp32_param(parameter) if stage else None
+        tensors[name] = parameter.detach().clone() if master is None else master.view(parameter.shape)
+    stages: list[Any] = [None] * ranks
+    torch.distributed.all_gather_object(stages, tensors)
+    if rank == 0:
+        whole = {name: tensor for each in reversed(stages) for name, tensor in each.items()}
+        whole["0.weight"] = whole["tied_modules.words.weight"]
+        if not stage:
+            del whole["tied_modules.words.weight"]  # the file of the first layer has it alone
+        write_truth(place, whole)
+
+
+def _project(words: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    return hidden @ words.get_parameter("weight").t()
+
+
+def _loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits.float(), targets)
+
+
+def _config(stage: int, precision: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": stage, **options},
+        **PRECISIONS[precision],
+    }
+
+
+def _train(rank: int, model: nn.Module, stage: int, precision: str, options: Mapping[str, Any]) -> Any:
+    import deepspeed
+
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+    settings = _config(stage, precision, options)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer_of(model), config=settings)
+    for loss in losses(engine, seed=rank):
+        engine.backward(loss)
+        engine.step()
+    assert engine.skipped_steps == 0
+    return engine
+
+
+def _write_truth(rank: int, place: Path, engine: Any) -> None:
+    """Write the float32 masters where there are any, and the rest as it is on rank 0."""
+    from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    tensors = dict(engine.module.state_dict())
+    for name, parameter in engine.module.named_parameters(remove_duplicate=False):
+        master = safe_get_full_fp32_param(parameter) if parameter.requires_grad else None
+        if master is None:
+            with GatheredParameters([parameter]):
+                master = parameter.detach().clone()
+        tensors[name] = master.view(getattr(parameter, "ds_shape", parameter.shape))
+    if rank == 0:
+        write_truth(place, tensors)
