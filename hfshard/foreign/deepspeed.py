@@ -214,8 +214,8 @@ class _Reader:
     def _read_models(self, files: Mapping[int | None, str]) -> list[ModelStates]:
         """Read the model files of one pipeline stage, in the order of the ranks."""
         if None in files and len(files) > 1:
-            names = shorten_list(list(files.values()), _SHOWN, quote=True)
-            raise damaged(self.folder, f"it has files of two runs, with ZeRO-3 and without it: {names}")
+            shown = shorten_list(list(files.values()), _SHOWN, quote=True)
+            raise damaged(self.folder, f"it has files of two runs, with ZeRO-3 and without it: {shown}")
         ranks = sorted((rank, name) for rank, name in files.items() if rank is not None)
         names = [name for _, name in ranks] or list(files.values())
         states = [self.files.read_model(self._path(name)) for name in names]
@@ -230,7 +230,9 @@ class _Reader:
     def _count_of_ranks(self, states: Sequence[ModelStates]) -> int:
         """Return the number of ranks of ZeRO-3, which the model files do not state: that of the optimizer files."""
         files = self.optimizers.get(0)
-        return self.files.read_optimizer(self._path(files[min(files)])).counts[0] if files else len(states)
+        if not files:
+            return len(states)
+        return max(self.files.read_optimizer(self._path(files[min(files)])).counts, default=0)
 
     def _check_stages(self, states: Mapping[int, Sequence[ModelStates]]) -> None:
         """Check that all pipeline stages are there, and that no tensor is split between model-parallel ranks."""
@@ -239,17 +241,14 @@ class _Reader:
                 raise self._missing("mp_rank_00_model_states.pt", "file of the weights")
             return
         first = states[min(states)][0]
-        is_split = first.tensor_ranks > 1 or (first.weights is not None and max(states) + 1 > 1)
-        is_split |= first.weights is not None and (first.model_ranks or 1) > 1
+        parallel = max(first.model_ranks or 1, max(states) + 1)
+        is_split = first.tensor_ranks > 1
+        is_split |= first.weights is not None and parallel > 1  # a pipeline's are in files of layers
         if is_split and not self.is_universal:
-            raise self._tensor_parallel(str(max(first.tensor_ranks, first.model_ranks or 1, len(states))))
+            raise self._tensor_parallel(str(max(first.tensor_ranks, parallel)))
         if first.weights is None and not self.layers and not self.is_universal:
             raise self._missing("layer_00-model_states.pt", "files of the pipeline's layers")
-        expected = max(first.model_ranks or 0, max(states) + 1)
-        for rank in range(expected):
-            if rank not in states:
-                raise self._missing(f"mp_rank_{rank:02d}_model_states.pt", f"file of pipeline stage {rank}")
-        for rank in self.optimizers:
+        for rank in chain(range(parallel), self.optimizers):
             if rank not in states:
                 raise self._missing(f"mp_rank_{rank:02d}_model_states.pt", f"file of pipeline stage {rank}")
 
@@ -288,9 +287,6 @@ class _Reader:
         groups = first.groups
         if groups is None:
             return {}
-        names = [name for shapes in groups for name in shapes]
-        if len(set(names)) != len(names):
-            raise damaged(self.folder, f"'{first.file}' has a parameter in two groups")
         if self.is_universal:
             self.kind = "universal checkpoint"
         elif not is_partitioned:
@@ -298,6 +294,8 @@ class _Reader:
         if not self.masters and not is_partitioned and (first.weights is not None or self.layers):
             return {}
         if self.is_universal:
+            if len(self.models) > 1 and not set(first.weights or {}) <= {*chain(*groups), *first.shared}:
+                raise self._tensor_parallel(str(len(self.models)))
             return {name: self._universal(name, shape, first) for shapes in groups for name, shape in shapes.items()}
         if rank not in self.optimizers:
             if is_partitioned or self.optimizers:
@@ -337,9 +335,10 @@ class _Reader:
                 raise damaged(
                     self.folder,
                     f"'{first.file}' was saved by {count_of(count, 'rank')}, and '{one.file}' by "
-                    f"{max(one.counts, default=0)}: one of them is a leftover of another run. Move it away",
+                    f"{max(one.counts, default=0)}: one of them is a leftover of another run",
+                    hint="Move it away.",
                 )
-            if one.stage != first.stage or one.counts != first.counts or one.gaps != first.gaps:
+            if one.stage != first.stage or one.counts != first.counts:
                 raise damaged(self.folder, f"'{one.file}' and '{first.file}' have different groups")
             if len(one.masters) != len(first.masters):
                 raise damaged(self.folder, f"'{one.file}' and '{first.file}' have different numbers of groups")
@@ -359,8 +358,6 @@ class _Reader:
         is_joined = len(self.models) > 1 and models.weights is not None
         if piece.tensor.shape != shape and not is_cut and not is_joined:
             raise damaged(self.folder, f"'{piece.file}' and '{models.file}' have different shapes", name)
-        if is_joined and not set(models.weights or {}) <= {*chain(*models.groups or ()), *models.shared}:
-            raise self._tensor_parallel(str(len(self.models)))
         return piece.complete()
 
     def _add_layers(self) -> None:
@@ -404,7 +401,8 @@ class _Reader:
             raise damaged(
                 self.folder,
                 f"'{file}' was written by DeepSpeed {version}, and '{states.file}' by {states.version}: one of them is "
-                "a leftover of another run. Move it away",
+                "a leftover of another run",
+                hint="Move it away.",
             )
 
     def _check_ranks(self, files: Mapping[int, str], count: int, what: str) -> None:
@@ -414,7 +412,8 @@ class _Reader:
             raise damaged(
                 self.folder,
                 f"it was saved by {count_of(count, 'rank')}, but has {shorten_list(more, _SHOWN, quote=True)}, too: "
-                "leftovers of a larger run. Move them away",
+                "leftovers of a larger run",
+                hint="Move them away.",
             )
         for rank in range(count):
             if rank not in files:
@@ -483,10 +482,7 @@ def _join_group(
     folder: str, number: int, shapes: Shapes, partitions: Sequence[OptimizerStates]
 ) -> dict[str, ForeignTensor]:
     """Join a group's parameters under ZeRO 1 and 2: they are end to end, and cut into equal partitions."""
-    first = partitions[0]
-    gaps = (0,) * len(shapes) if first.gaps is None else next(iter(first.gaps[number : number + 1]), ())
-    if len(gaps) != len(shapes):
-        raise damaged(folder, f"'{first.file}' has {len(gaps)} paddings in a group of {len(shapes)} parameters")
+    gaps = _gaps(folder, number, len(shapes), partitions)
     pieces = [one.masters[number] for one in partitions]
     dtype = _common_dtype(folder, pieces)
     begins = {}
@@ -507,6 +503,20 @@ def _join_group(
         name: ForeignTensor(dtype, shape, tuple(flat.runs(begins[name], prod(shape), 0)))
         for name, shape in shapes.items()
     }
+
+
+def _gaps(folder: str, number: int, count: int, partitions: Sequence[OptimizerStates]) -> list[int]:
+    """Return the elements of padding after each parameter of a group of ZeRO 1 and 2, which all ranks must have."""
+    found = [0] * count
+    for one in partitions:
+        gaps = found if one.gaps is None else next(iter(one.gaps[number : number + 1]), None)
+        if not isinstance(gaps, list) or len(gaps) != count or any(type(gap) is not int or gap < 0 for gap in gaps):
+            raise damaged(folder, f"'{one.file}' has other paddings than one for each parameter of a group")
+        if one is partitions[0]:
+            found = gaps
+        if gaps != found:
+            raise damaged(folder, f"'{one.file}' and '{partitions[0].file}' have different paddings")
+    return found
 
 
 def _partition_size(folder: str, total: int, pieces: Sequence[Piece]) -> int:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 
@@ -16,6 +16,7 @@ from hfshard.foreign.byte_runs import ByteRun, ForeignTensor, StoredRecord
 from hfshard.pickles.described_file import DescribedFile, DescribedTensor, described_file, meaning
 from hfshard.pickles.pickle_opcodes import DescribedObject, GlobalReference
 
+Value = TypeVar("Value")
 Shapes = Mapping[str, tuple[int, ...]]
 """Name of a parameter -> its shape."""
 
@@ -53,6 +54,10 @@ _KINDS: Final = re.compile(
 _STAGE_CLASS: Final = "deepspeed.runtime.zero.config.ZeroStageEnum"
 _STAGES: Final = {"optimizer_states": 1, "gradients": 2, "weights": 3}
 """Names by which Python 3.11 saves the class's members; other versions save their numbers."""
+_MOST_DIMENSIONS: Final = 64
+"""As many as torch allows."""
+_NUMBER_BITS: Final = 63
+"""Of a size; a file may have numbers of any length."""
 _MALFORMED: Final = (TypeError, ValueError, LookupError, AttributeError, OverflowError, RecursionError)
 
 
@@ -117,8 +122,8 @@ class OptimizerStates:
     """Ranks that share each group; under ZeRO-3 one number for all."""
     masters: tuple[Piece, ...]
     """A flat tensor per group, or per sub-group under ZeRO-3."""
-    gaps: tuple[tuple[int, ...], ...] | None
-    """Elements of padding after each parameter of each group; None: there is none."""
+    gaps: tuple[Any, ...] | None
+    """Per group: a list of the elements of padding after each parameter, not checked. None: there is no padding."""
     slices: tuple[Mapping[str, tuple[int, int]], ...]
     """Per group: parameter -> number of its elements in this partition, and the first one's position there."""
     has_experts: bool
@@ -164,7 +169,7 @@ class StateFiles:
                 version=_text(value.get("ds_version")),
                 weights=None if value.get("module") is None else pieces(value["module"]),
                 buffers=frozenset(_text(one) or "" for one in value.get("buffer_names") or ()),
-                groups=None if groups is None else tuple(_shapes(one) for one in _list(groups)),
+                groups=None if groups is None else _distinct(_shapes, groups),
                 frozen_shapes=_shapes(value.get("frozen_param_shapes") or {}),
                 frozen=pieces(value.get("frozen_param_fragments") or {}),
                 shared={name: str(_text(one)) for name, one in _named(value.get("shared_params") or {}).items()},
@@ -187,8 +192,8 @@ class StateFiles:
                 stage=stage,
                 counts=tuple(map(_count, _list(counts))) if isinstance(counts, list) else (_count(counts),),
                 masters=tuple(pieces(dict(enumerate(_list(flat)))).values()),
-                gaps=None if gaps is None else tuple(tuple(map(_count, _list(one))) for one in _list(gaps)),
-                slices=tuple(map(_slices, _list(value.get("param_slice_mappings") or []))),
+                gaps=None if gaps is None else tuple(_list(gaps)),
+                slices=_distinct(_slices, value.get("param_slice_mappings") or []),
                 has_experts=bool(value.get("ds_zero_partition_groups")),
             )
 
@@ -239,10 +244,12 @@ class StateFiles:
                 raise damaged(path, f"it is not as DeepSpeed writes it ({error!r:.200})") from error
 
 
-def damaged(path: str, problem: str, fqn: str | None = None) -> DamagedCheckpointError:
+def damaged(
+    path: str, problem: str, fqn: str | None = None, *, hint: str = "Copy it again from where it was saved."
+) -> DamagedCheckpointError:
     """Build the error for a file or directory that is not as DeepSpeed writes it."""
     return DamagedCheckpointError(
-        f"'{path}' cannot be read: {problem}. Nothing was loaded. Copy it again from where it was saved.",
+        f"'{path}' cannot be read: {problem}. Nothing was loaded. {hint}",
         path=path,
         fqn=fqn,
     )
@@ -282,8 +289,8 @@ def _list(value: Any) -> list[Any]:
 
 
 def _count(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise TypeError("a number that is not an int, or negative")
+    if type(value) is not int or value < 0 or value.bit_length() > _NUMBER_BITS:
+        raise TypeError("a number that is not an int, or negative, or too large")
     return value
 
 
@@ -297,16 +304,34 @@ def _shapes(value: Any) -> Shapes:
     shapes = {}
     for name, one in _named(value).items():
         numbers = one.arguments[0] if isinstance(one, DescribedObject) and one.name == "torch.Size" else one
-        if not isinstance(numbers, tuple | list):
+        if not isinstance(numbers, tuple | list) or len(numbers) > _MOST_DIMENSIONS:
             raise TypeError(f"a {type(numbers).__name__} in place of a shape")
         shapes[name] = tuple(map(_count, numbers))
     return shapes
 
 
+def _distinct(parse: Callable[[Any], Mapping[str, Value]], groups: Any) -> tuple[Mapping[str, Value], ...]:
+    """Parse a list of dicts, one per group of parameters.
+
+    A pickle can have one dict in a list a million times, so the first name that comes again is an error.
+    """
+    found = []
+    names: set[str] = set()
+    for one in _list(groups):
+        parsed = parse(one)
+        if not names.isdisjoint(parsed):
+            raise ValueError(f"parameter {min(names & set(parsed))!r:.200} is in two groups")
+        names |= set(parsed)
+        found.append(parsed)
+    return tuple(found)
+
+
 def _stage(value: Any) -> int:
-    if isinstance(value, DescribedObject):
-        (*owner, value) = value.arguments if value.name in (_STAGE_CLASS, "builtins.getattr") else ()
-        value = _STAGES[value] if owner == [GlobalReference(_STAGE_CLASS)] else value
+    if isinstance(value, DescribedObject) and value.name == _STAGE_CLASS:
+        (value,) = value.arguments
+    elif isinstance(value, DescribedObject) and value.name == "builtins.getattr":
+        owner, name = value.arguments
+        value = _STAGES[name] if owner == GlobalReference(_STAGE_CLASS) else None
     if _count(value) not in _STAGES.values():
         raise ValueError(f"stage {value} of ZeRO")
     return int(value)

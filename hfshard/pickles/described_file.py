@@ -197,6 +197,9 @@ _FROM_TYPE: Final = "torch._tensor._rebuild_from_type_v2"
 _PLAIN_TYPES: Final = ("torch.Tensor", "torch._tensor.Tensor", "torch.nn.parameter.Parameter")
 """Classes that add nothing to a tensor's numbers."""
 
+_MOST_DIMENSIONS: Final = 64
+"""As many as torch allows; a pickle can have one long shape for many tensors."""
+
 _PROPERTIES_AT: Final = {"torch._utils._rebuild_tensor_v2": 6, _REBUILT_UNTYPED: 7}
 """Function -> the position of the argument with properties that change the numbers, such as conjugation."""
 
@@ -308,6 +311,8 @@ class DescribedFile:
         layout = _layout_of(described)
         if layout is None:
             return None
+        if len(layout.size) > _MOST_DIMENSIONS:
+            raise ValueError("more dimensions than torch allows")
         numbers = (layout.first, *layout.size, *layout.stride)
         if any(type(number) is not int or number < 0 for number in numbers):
             raise TypeError("a size, stride or offset that is not an int, or negative")

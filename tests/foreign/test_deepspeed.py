@@ -40,6 +40,7 @@ RANK_0 = "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
 RANK_1 = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
 MODEL = "mp_rank_00_model_states.pt"
 MODEL_0 = "zero_pp_rank_0_mp_rank_00_model_states.pt"
+GAPS = [[1, 0], [0], [0]]
 HUGE = [{"a": (2**62, 2**62), "b": (1,)}, {"c": (1,)}, {"d": (1,)}]
 MODEL_1 = "zero_pp_rank_1_mp_rank_00_model_states.pt"
 
@@ -169,7 +170,7 @@ def test_without_zero_ties_are_those_of_the_file(tmp_path: Path) -> None:
 
 
 class TestTags:
-    """Which folder is read."""
+    """Choice of the folder that is read."""
 
     def test_folder_itself_the_latest_or_the_only_one(self, tmp_path: Path) -> None:
         for name in ("old", "new"):
@@ -306,12 +307,12 @@ def _weight(name: str, value: Any) -> Callable[[Files], object]:
         (1, _state(RANK_1, ds_version="0.9"), DamagedCheckpointError, "by DeepSpeed 0.19.8, and"),
         (3, _state(MODEL_1, ds_version="0.9"), DamagedCheckpointError, "by 0.9: one of them is a leftover"),
         (3, _state(MODEL_1, param_shapes=[{}]), DamagedCheckpointError, "have parameters of different shapes"),
-        (1, _state(MODEL, param_shapes=[{"a": (1,)}] * 3), DamagedCheckpointError, "has a parameter in two groups"),
+        (1, _state(MODEL, param_shapes=[{"a": (1,)}] * 3), DamagedCheckpointError, "parameter 'a' is in two groups"),
         (1, _state(MODEL, param_shapes=[{"a": (1,)}]), DamagedCheckpointError, "has other groups than"),
         (1, _state(MODEL, param_shapes=[{"a": (-1,)}]), DamagedCheckpointError, "not as DeepSpeed writes it"),
         (1, _state(MODEL, param_shapes=[{"a": (2**62,) * 2, "b": (1,)}]), DamagedCheckpointError, "has other groups"),
         (1, _state(MODEL, param_shapes=HUGE), DamagedCheckpointError, "elements of a group"),
-        (1, _state(MODEL, param_shapes=[{}, {}, {}]), DamagedCheckpointError, "has 2 paddings in a group of 0 param"),
+        (1, _state(MODEL, param_shapes=[{}, {}, {}]), DamagedCheckpointError, "has other paddings than one"),
         (1, _state(MODEL, module=[1]), DamagedCheckpointError, "a list in place of a dict"),
         (1, _state(MODEL, shared_params={"x": 1}), DamagedCheckpointError, "a int in place of text"),
         (1, _copied(MODEL, "mp_rank_01_model_states.pt"), InvalidArgumentError, "tensor parallel slices (2) without"),
@@ -338,6 +339,8 @@ def _weight(name: str, value: Any) -> Callable[[Files], object]:
         (3, _masters(RANK_1, 0, torch.zeros(12).half()), DamagedCheckpointError, "parts of different dtypes"),
         (1, _slice, DamagedCheckpointError, "has parameter 'up' in another place than its shape says"),
         (1, _unknown_slice, DamagedCheckpointError, "has parameter 'other' in another place than its shape says"),
+        (1, _optimizer_state(RANK_1, param_alignment_paddings=[]), DamagedCheckpointError, "other paddings than one"),
+        (1, _optimizer_state(RANK_1, param_alignment_paddings=GAPS), DamagedCheckpointError, "different paddings"),
         (1, _optimizer_state(RANK_1, zero_stage=ZeroStageEnum.gradients), DamagedCheckpointError, "different groups"),
         (1, _optimizer_state(RANK_0, zero_stage=7), DamagedCheckpointError, "stage 7 of ZeRO"),
         (1, _optimizer_state(RANK_0, single_partition_of_fp32_groups=[]), DamagedCheckpointError, "numbers of groups"),
@@ -372,7 +375,7 @@ class TestUniversal:
 
     def test_only_trained_parameters_are_read_from_their_folders(self, tmp_path: Path) -> None:
         trained = {"embed": torch.arange(6.0).view(2, 3) + 0.1, "up": torch.arange(3.0)}
-        weights = {name: one.bfloat16() for name, one in trained.items()} | BUFFERS | FROZEN
+        weights = {**{name: one.bfloat16() for name, one in trained.items()}, **BUFFERS, **FROZEN}
         write(tmp_path / "step", universal(weights, trained))
         (tmp_path / "latest_universal").write_text("step")
 
