@@ -23,7 +23,13 @@ import torch
 
 from hfshard._util.text import count_of, shorten_list
 from hfshard.disk.safe_open import open_regular
-from hfshard.errors import AmbiguousWeightsError, CheckpointNotFoundError, InvalidArgumentError, UnsafePathError
+from hfshard.errors import (
+    AmbiguousWeightsError,
+    CheckpointNotFoundError,
+    HfshardError,
+    InvalidArgumentError,
+    UnsafePathError,
+)
 from hfshard.foreign.byte_runs import ByteRun, ForeignTable, ForeignTensor, StoredRecord
 from hfshard.foreign.dcp_items import Chunk, FoundChunk, ItemLayout, damaged_dcp, open_items, reject_other_names
 from hfshard.format.file_names import is_safe_file_name
@@ -171,6 +177,8 @@ def _read_metadata(directory: str) -> _Described:
                 tensors[_text(fqn)] = _described_tensor(_text(fqn), one, places)
         paths = {_text(fqn): tuple(map(str, keys)) for fqn, keys in _items_of(state.get("planner_data") or {})}
         known = [fqn for fqn, _ in _items_of(state["state_dict_metadata"])]
+    except HfshardError:
+        raise
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
         raise damaged_dcp(path, f"it does not describe a checkpoint as torch does ({error!r:.200})") from error
     return _Described(tensors, {fqn: paths.get(fqn) or (fqn,) for fqn in known})

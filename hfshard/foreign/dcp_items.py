@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from hfshard.disk.safe_open import open_regular
-from hfshard.errors import DamagedCheckpointError, UnsafePickleError
+from hfshard.errors import DamagedCheckpointError, HfshardError, UnsafePickleError
 from hfshard.format.header import LENGTH_BYTES, Header, parse_header, read_header_length
 from hfshard.pickles.described_file import meaning
 from hfshard.pickles.pickle_opcodes import GlobalReference, describe_pickle
@@ -143,6 +143,8 @@ class ItemFile:
             item = _Zip(self, chunk.begin, chunk.length)
             layout = self._layout_of(item.contents("data.pkl"))
             record, offset = item.record(f"data/{layout.storage}")
+        except HfshardError:
+            raise
         except (struct.error, UnicodeDecodeError, LookupError, TypeError, ValueError, AttributeError) as error:
             raise self._damaged(fqn, f"its item is not one that torch.save has written ({error!r:.200})") from error
         if layout.sizes != chunk.sizes or record.size != nbytes:
