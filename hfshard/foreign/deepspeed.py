@@ -18,6 +18,7 @@ import os
 import re
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from math import prod
 from typing import Final, TypeVar
@@ -311,8 +312,9 @@ class _Reader:
         if len(partitions[0].masters) != len(groups) or len(partitions[0].counts) != len(groups):
             raise damaged(self.folder, f"'{partitions[0].file}' has other groups than '{first.file}'")
         found: dict[str, ForeignTensor] = {}
+        is_reordered = first.settings.get("round_robin_gradients") is True
         for number, shapes in enumerate(groups):
-            found |= _join_group(self.folder, number, shapes, partitions)
+            found |= _join_group(self.folder, number, shapes, partitions, has_slices=not is_reordered)
         for name, tensor in found.items():
             weight = (first.weights or {}).get(name)
             if weight is not None and weight.tensor.shape != tensor.shape:
@@ -355,6 +357,8 @@ class _Reader:
                 actual=name,
             )
         piece, is_cut = self.files.read_universal(self._path(f"{_UNIVERSAL}/{name}/{_MASTER}"))
+        if piece.tensor.shape == (prod(shape),):  # converted from ZeRO-3, whose partitions are flat
+            return replace(piece.complete(), shape=shape)
         is_joined = len(self.models) > 1 and models.weights is not None
         if piece.tensor.shape != shape and not is_cut and not is_joined:
             raise damaged(self.folder, f"'{piece.file}' and '{models.file}' have different shapes", name)
@@ -479,9 +483,18 @@ class _Flat:
 
 
 def _join_group(
-    folder: str, number: int, shapes: Shapes, partitions: Sequence[OptimizerStates]
+    folder: str, number: int, shapes: Shapes, partitions: Sequence[OptimizerStates], *, has_slices: bool
 ) -> dict[str, ForeignTensor]:
-    """Join a group's parameters under ZeRO 1 and 2: they are end to end, and cut into equal partitions."""
+    """Join a group's parameters under ZeRO 1 and 2: they are end to end, and cut into equal partitions.
+
+    Args:
+        folder: For messages.
+        number: The group.
+        shapes: The shapes of its parameters, in the order of the partitions.
+        partitions: The ranks' files.
+        has_slices: Whether the map of slices is right. Under "round_robin_gradients" DeepSpeed 0.19 writes it in the
+            order of the model, which is not that of the partitions.
+    """
     gaps = _gaps(folder, number, len(shapes), partitions)
     pieces = [one.masters[number] for one in partitions]
     dtype = _common_dtype(folder, pieces)
@@ -493,7 +506,7 @@ def _join_group(
     size = _partition_size(folder, total, pieces)
     flat = _Flat((rank * size, piece) for rank, piece in enumerate(pieces))
     for rank, one in enumerate(partitions):
-        for name, (count, start) in (one.slices[number] if number < len(one.slices) else {}).items():
+        for name, (count, start) in (one.slices[number] if has_slices and number < len(one.slices) else {}).items():
             begin = begins.get(name, -1)
             low = max(begin, rank * size)
             expected = min(begin + prod(shapes.get(name, ())), (rank + 1) * size) - low

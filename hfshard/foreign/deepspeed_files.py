@@ -205,7 +205,8 @@ class StateFiles:
     def read_universal(self, name: str) -> tuple[Piece, bool]:
         """Read a parameter of a universal checkpoint, and whether padding of its vocabulary was cut off."""
         with self._described(name) as (file, pieces):
-            value = _named(file.value)
+            is_tensor = isinstance(file.value, DescribedObject) and file.find(file.value) is not None
+            value = {"param": file.value} if is_tensor else _named(file.value)  # converted from ZeRO-3: a tensor alone
             return pieces({"param": value["param"]})["param"], bool(value.get("vocab_tensor"))
 
     @contextmanager
