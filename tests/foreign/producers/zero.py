@@ -90,7 +90,8 @@ def save_pipeline(rank: int, place: Path, ranks: int, stage: int, precision: str
     ]
     model = PipelineModule(layers=layers, num_stages=2, loss_fn=_loss, partition_method="uniform")
     config = {**_config(stage, precision, {}), "gradient_accumulation_steps": 1, "steps_per_print": 1000}
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer_of(model), config=config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.03)  # each stage needs equally many groups
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     for _ in range(STEPS):
         engine.train_batch(iter([tuple(torch.randint(0, WORDS, (2, BATCH)))]))
     engine.save_checkpoint(str(checkpoint_of(place)))
@@ -145,12 +146,28 @@ def _write_truth(rank: int, place: Path, engine: Any) -> None:
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters
     from deepspeed.utils import safe_get_full_fp32_param
 
+    reordered = _reordered_masters(engine) if engine.zero_round_robin_gradients() else {}
     tensors = dict(engine.module.state_dict())
     for name, parameter in engine.module.named_parameters(remove_duplicate=False):
-        master = safe_get_full_fp32_param(parameter) if parameter.requires_grad else None
-        if master is None:
-            with GatheredParameters([parameter]):
-                master = parameter.detach().clone()
-        tensors[name] = master.view(getattr(parameter, "ds_shape", parameter.shape))
+        master = reordered.get(id(parameter))
+        if master is None and parameter.requires_grad:
+            master = safe_get_full_fp32_param(parameter)
+        with GatheredParameters([parameter]):
+            value = parameter.detach().clone()
+        tensors[name] = value if master is None else master.view(value.shape)
+        assert tensors[name].to(value.dtype).equal(value), name
     if rank == 0:
         write_truth(place, tensors)
+
+
+def _reordered_masters(engine: Any) -> dict[int, torch.Tensor]:
+    """Cut the masters by the order of the partitions; DeepSpeed's own function cuts them by that of the model."""
+    found = {}
+    optimizer = engine.optimizer
+    for group, partition in zip(optimizer.round_robin_bit16_groups, optimizer.single_partition_of_fp32_groups):
+        parts: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(parts, partition.detach())
+        flat = torch.cat(parts)
+        for parameter in group:
+            found[id(parameter)], flat = flat.split([parameter.numel(), flat.numel() - parameter.numel()])
+    return found
