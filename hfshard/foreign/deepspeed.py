@@ -7,6 +7,8 @@ How parameters are cut, as seen in files of DeepSpeed 0.19.8 and read in its sou
   without the padding at the end.
 - ZeRO 3 pads each parameter to a multiple of the ranks and cuts it there; a rank's parts are end to end, over all of
   its sub-groups.
+- With round_robin_gradients, ZeRO 1 and 2 reorder the parameters of a group. The model's file has that order, but
+  `param_slice_mappings` has the other one (a fault of DeepSpeed 0.19.8), and `ds_to_universal` cuts by it.
 - A universal checkpoint has a folder for each trained parameter. What it has there besides them was converted to
   float32, also integers, so buffers and frozen parameters come from the model's file.
 - In a pipeline, each stage is what a rank is without one, and the names of layer 2 begin with "2.".
@@ -54,6 +56,8 @@ _LATEST: Final = ("latest", "latest_universal")
 _LATEST_BYTES: Final = 4096
 _ON_NVME: Final = "offloaded_tensors"
 """Folder with copies of an optimizer's swap files."""
+_ROUND_ROBIN: Final = "round_robin_gradients"
+"""Setting with which ranks reduce gradients in turn."""
 _TIED: Final = "tied_modules."
 """Prefix of a pipeline's parameters that several layers share."""
 _ALIGNMENT: Final = 2
@@ -294,7 +298,14 @@ class _Reader:
             self.kind = "ZeRO without masters"
         if not self.masters and not is_partitioned and (first.weights is not None or self.layers):
             return {}
+        is_reordered = bool(first.settings.get(_ROUND_ROBIN)) and not is_partitioned
         if self.is_universal:
+            if is_reordered:
+                raise damaged(
+                    self.folder,
+                    f"DeepSpeed's ds_to_universal takes wrong values of runs with {_ROUND_ROBIN}, such as this one",
+                    hint="Load the save that was converted; it has the right ones.",
+                )
             if len(self.models) > 1 and not set(first.weights or {}) <= {*chain(*groups), *first.shared}:
                 raise self._tensor_parallel(str(len(self.models)))
             return {name: self._universal(name, shape, first) for shapes in groups for name, shape in shapes.items()}
@@ -303,6 +314,8 @@ class _Reader:
                 raise self._missing(f"zero_pp_rank_0_mp_rank_{rank:02d}_optim_states.pt", "file of rank 0's masters")
             return {}
         partitions = self._partitions(rank)
+        if is_reordered:
+            partitions = [replace(one, slices=()) for one in partitions]
         if is_partitioned != (partitions[0].stage == 3):
             raise damaged(self.folder, "its model files and optimizer files are of different stages of ZeRO")
         stage = partitions[0].stage
@@ -312,9 +325,8 @@ class _Reader:
         if len(partitions[0].masters) != len(groups) or len(partitions[0].counts) != len(groups):
             raise damaged(self.folder, f"'{partitions[0].file}' has other groups than '{first.file}'")
         found: dict[str, ForeignTensor] = {}
-        is_reordered = first.settings.get("round_robin_gradients") is True
         for number, shapes in enumerate(groups):
-            found |= _join_group(self.folder, number, shapes, partitions, has_slices=not is_reordered)
+            found |= _join_group(self.folder, number, shapes, partitions)
         for name, tensor in found.items():
             weight = (first.weights or {}).get(name)
             if weight is not None and weight.tensor.shape != tensor.shape:
@@ -357,7 +369,7 @@ class _Reader:
                 actual=name,
             )
         piece, is_cut = self.files.read_universal(self._path(f"{_UNIVERSAL}/{name}/{_MASTER}"))
-        if piece.tensor.shape == (prod(shape),):  # converted from ZeRO-3, whose partitions are flat
+        if piece.tensor.shape == (prod(shape),):  # as ZeRO-3's are converted
             return replace(piece.complete(), shape=shape)
         is_joined = len(self.models) > 1 and models.weights is not None
         if piece.tensor.shape != shape and not is_cut and not is_joined:
@@ -483,18 +495,9 @@ class _Flat:
 
 
 def _join_group(
-    folder: str, number: int, shapes: Shapes, partitions: Sequence[OptimizerStates], *, has_slices: bool
+    folder: str, number: int, shapes: Shapes, partitions: Sequence[OptimizerStates]
 ) -> dict[str, ForeignTensor]:
-    """Join a group's parameters under ZeRO 1 and 2: they are end to end, and cut into equal partitions.
-
-    Args:
-        folder: For messages.
-        number: The group.
-        shapes: The shapes of its parameters, in the order of the partitions.
-        partitions: The ranks' files.
-        has_slices: Whether the map of slices is right. Under "round_robin_gradients" DeepSpeed 0.19 writes it in the
-            order of the model, which is not that of the partitions.
-    """
+    """Join a group's parameters under ZeRO 1 and 2: they are end to end, and cut into equal partitions."""
     gaps = _gaps(folder, number, len(shapes), partitions)
     pieces = [one.masters[number] for one in partitions]
     dtype = _common_dtype(folder, pieces)
@@ -506,7 +509,7 @@ def _join_group(
     size = _partition_size(folder, total, pieces)
     flat = _Flat((rank * size, piece) for rank, piece in enumerate(pieces))
     for rank, one in enumerate(partitions):
-        for name, (count, start) in (one.slices[number] if has_slices and number < len(one.slices) else {}).items():
+        for name, (count, start) in (one.slices[number] if number < len(one.slices) else {}).items():
             begin = begins.get(name, -1)
             low = max(begin, rank * size)
             expected = min(begin + prod(shapes.get(name, ())), (rank + 1) * size) - low

@@ -167,11 +167,11 @@ class StateFiles:
             return ModelStates(
                 file=name,
                 version=_text(value.get("ds_version")),
-                weights=None if value.get("module") is None else pieces(value["module"]),
+                weights=None if value.get("module") is None else pieces(_named(value["module"])),
                 buffers=frozenset(_text(one) or "" for one in value.get("buffer_names") or ()),
                 groups=None if groups is None else _distinct(_shapes, groups),
                 frozen_shapes=_shapes(value.get("frozen_param_shapes") or {}),
-                frozen=pieces(value.get("frozen_param_fragments") or {}),
+                frozen=pieces(_named(value.get("frozen_param_fragments") or {})),
                 shared={name: str(_text(one)) for name, one in _named(value.get("shared_params") or {}).items()},
                 settings=settings if isinstance(settings, dict) else {},
                 model_ranks=value["mp_world_size"] if type(value.get("mp_world_size")) is int else None,
@@ -200,26 +200,26 @@ class StateFiles:
     def read_layer(self, name: str) -> Mapping[str, Piece]:
         """Read the file of a pipeline's layer: names in the layer -> tensors; see `read_model`."""
         with self._described(name) as (file, pieces):
-            return pieces(file.value)
+            return pieces(_named(file.value))
 
     def read_universal(self, name: str) -> tuple[Piece, bool]:
         """Read a parameter of a universal checkpoint, and whether padding of its vocabulary was cut off."""
         with self._described(name) as (file, pieces):
-            is_tensor = isinstance(file.value, DescribedObject) and file.find(file.value) is not None
-            value = {"param": file.value} if is_tensor else _named(file.value)  # converted from ZeRO-3: a tensor alone
+            is_bare = isinstance(file.value, DescribedObject) and file.find(file.value) is not None
+            value = {"param": file.value} if is_bare else _named(file.value)
             return pieces({"param": value["param"]})["param"], bool(value.get("vocab_tensor"))
 
     @contextmanager
-    def _described(self, name: str) -> Iterator[tuple[DescribedFile, Callable[[Any], dict[Any, Piece]]]]:
+    def _described(self, name: str) -> Iterator[tuple[DescribedFile, Callable[[Mapping[Any, Any]], dict[Any, Piece]]]]:
         """Describe a file; yield it, and the function that finds the tensors of a dict in it."""
         path = os.path.join(self.directory, name)
         with described_file(path, self.directory) as file:
             _reject_other_names(file.names, path)
             self.sizes[name] = file.size
 
-            def pieces(value: Any) -> dict[Any, Piece]:
+            def pieces(value: Mapping[Any, Any]) -> dict[Any, Piece]:
                 found = {}
-                for key, one in _dict(value).items():
+                for key, one in value.items():
                     tensor = file.find(one) if isinstance(one, DescribedObject) else None
                     if tensor is None:
                         raise damaged(path, f"its entry {key!r:.200} is not a dense tensor", str(key))
@@ -269,15 +269,10 @@ def _reject_other_names(names: frozenset[str], path: str) -> None:
             )
 
 
-def _dict(value: Any) -> dict[Any, Any]:
+def _named(value: Any) -> dict[str, Any]:
     found = meaning(value) if isinstance(value, DescribedObject) else value
     if not isinstance(found, dict):
         raise TypeError(f"a {type(found).__name__} in place of a dict")
-    return found
-
-
-def _named(value: Any) -> dict[str, Any]:
-    found = _dict(value)
     if not all(isinstance(name, str) for name in found):
         raise TypeError("a name that is not text")
     return found

@@ -117,6 +117,9 @@ def test_order_is_that_of_the_flat_group_and_names_are_in_that_of_the_model(tmp_
     weights = files[MODEL]["module"]
     for name in ("up", "head"):
         weights.move_to_end(name)
+    files[MODEL]["ds_config"] = {"zero_optimization": {"round_robin_gradients": True}}
+    slices = _optimizer(files, RANK_0)["param_slice_mappings"][0]
+    slices["up"].start, slices["embed"].start = slices["embed"].start, slices["up"].start  # which DeepSpeed gets wrong
     write(tmp_path, files)
 
     table = read_deepspeed(str(tmp_path))
@@ -385,10 +388,20 @@ class TestUniversal:
         assert table.framework == "DeepSpeed universal checkpoint"
         assert_same(values(read_deepspeed(str(tmp_path), masters=False)), weights)
 
-    def test_zero_3_has_frozen_ones_in_parts(self, tmp_path: Path) -> None:
+    def test_values_that_were_cut_in_another_order_are_refused(self, tmp_path: Path) -> None:
+        files = universal({"up": torch.zeros(3)}, {"up": torch.zeros(3)})
+        files[MODEL]["ds_config"] = {"zero_optimization": {"round_robin_gradients": True}}
+        write(tmp_path, files)
+
+        with pytest.raises(DamagedCheckpointError, match=r"wrong values of runs with round_robin.* Load the save that"):
+            read_deepspeed(str(tmp_path))
+
+    @pytest.mark.parametrize("is_bare", [False, True])
+    def test_zero_3_has_frozen_ones_in_parts(self, is_bare: bool, tmp_path: Path) -> None:
         files = {name: one for name, one in contents(3, 2).items() if "model" in name}
         trained = {name: one for group in TRAINED for name, one in group.items()}
-        write(tmp_path, {f"zero/{name}/fp32.pt": {"param": one} for name, one in trained.items()} | files)
+        parameters = {name: one.flatten() if is_bare else {"param": one} for name, one in trained.items()}
+        write(tmp_path, {f"zero/{name}/fp32.pt": one for name, one in parameters.items()} | files)
 
         assert_same(values(read_deepspeed(str(tmp_path))), expected())
 

@@ -106,7 +106,9 @@ def test_other_objects_are_named_and_not_run(
     assert not (tmp_path / "attacked").exists()
 
 
-@pytest.mark.parametrize("value", [None, [], {}, {"module": 3}, {"module": {1: 2}}, {"ds_version": 1}, torch.ones(1)])
+@pytest.mark.parametrize(
+    "value", [None, [], {}, {"module": 3}, {"module": {1: torch.ones(1)}}, {"ds_version": 1}, torch.ones(1)]
+)
 def test_what_is_no_file_of_weights_is_refused(value: Any, tmp_path: Path) -> None:
     write(tmp_path, {MODEL: value})
 
