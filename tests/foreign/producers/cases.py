@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import importlib
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -38,7 +39,7 @@ class Case:
     @property
     def batch(self) -> str:
         """Name what the same processes can make."""
-        return f"{self.framework}-{self.ranks}" + "-slow" * self.is_slow
+        return f"{self.framework}-{self.producer.partition(':')[0]}-{self.ranks}" + "-slow" * self.is_slow
 
 
 def made(case: Case, cases: Sequence[Case], root: Path) -> Path:
@@ -72,9 +73,10 @@ def make_batch(rank: int, root: Path, cases: Sequence[Case]) -> None:
         place.mkdir(parents=True, exist_ok=True)
         module, _, function = case.producer.partition(":")
         producer = getattr(importlib.import_module(f"tests.foreign.producers.{module}"), function)
-        print(f"== {case.name}", flush=True)
+        print(f"== {case.name}, after {time.process_time():.1f} s of this process", flush=True)
         with as_launched(rank, case.ranks):
             producer(rank, place, **case.arguments)
+    print(f"== {time.process_time():.1f} s", flush=True)
 
 
 def _zero_cases() -> Iterator[Case]:
@@ -95,7 +97,7 @@ def _zero_cases() -> Iterator[Case]:
         yield Case(
             name=f"deepspeed-pipeline-zero{stage}-{precision}-{ranks}",
             framework="deepspeed",
-            producer="zero:save_pipeline",
+            producer="pipeline:save_pipeline",
             ranks=ranks,
             arguments={"ranks": ranks, "stage": stage, "precision": precision},
         )
