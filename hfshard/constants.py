@@ -54,7 +54,7 @@ SAFETENSORS_SUFFIX: Final = ".safetensors"
 BIN_SUFFIX: Final = ".bin"
 WEIGHTS_SUFFIXES: Final = (
     SAFETENSORS_SUFFIX, BIN_SUFFIX, ".pt", ".pth", ".ckpt", ".gguf", ".ggml", ".onnx", ".onnx_data", ".h5", ".msgpack",
-    ".tflite", ".ot", ".pkl", ".mlmodel", ".mlpackage", ".npz", ".llamafile", ".engine",
+    ".tflite", ".ot", ".pkl", ".mlmodel", ".mlpackage", ".npz", ".llamafile", ".engine", ".distcp",
 )  # fmt: skip
 """Suffixes of files of weights, of any library."""
 HUB_MARKER: Final = "hfshard-hub.json"

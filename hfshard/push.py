@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
 from hfshard._util.arguments import wraps_os_errors
-from hfshard.errors import InvalidArgumentError
-from hfshard.hub.push_files import PushOptions, PushRequest, collect_push_contents, push_files
+from hfshard.checkpoint.locate import locate_checkpoint
+from hfshard.disk.byte_source import ByteSource
+from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError
+from hfshard.format.file_names import WeightNames
+from hfshard.hub.push_files import (
+    PushOptions,
+    PushRequest,
+    collect_push_contents,
+    detect_variants,
+    push_files,
+)
 from hfshard.hub.repo import PushResult
-from hfshard.places.place import place_to_push, place_to_save
+from hfshard.places.place import Place, SavePlace, place_to_push, place_to_save
+from hfshard.places.source import CheckpointSource
 from hfshard.saving.copy_checkpoint import copy_all, without_marks
+from hfshard.saving.hub_transaction import push_parts
+from hfshard.saving.resharding import reshard_source
+from hfshard.saving.save_request import SaveOptions
 
 
 @wraps_os_errors("directory")
@@ -38,6 +52,9 @@ def push_checkpoint(
 
     A checkpoint in a store is pushed in the same way: its bytes go through memory, compared with their checksums, and
     shards get the names that they have in a directory.
+
+    A directory with the weights in parts, as DeepSpeed and torch.distributed.checkpoint save them, is pushed as the
+    safetensors files that `hfshard convert` writes, with config and tokenizer, and without a copy on disk.
 
     To a store address, every checkpoint of the directory is copied as `reshard_checkpoint` would write it there, but in
     the same files, bit for bit, with one save for each variant. Other files of at most 256 MiB are copied too, and
@@ -104,6 +121,8 @@ def push_to_place(
     """Do what `push_checkpoint` does, with its options as one object."""
     source = place_to_save(directory, "directory")
     target = place_to_push(repo_id)
+    if _is_in_parts(source):
+        return _push_parts(source, target, options, allow_patterns, ignore_patterns)
     patterns = {"allow_patterns": allow_patterns, "ignore_patterns": ignore_patterns}
     if not target.has_revisions:
         _reject_commits(options, target.address)
@@ -115,6 +134,42 @@ def push_to_place(
         found = without_marks(found)
     request = PushRequest(contents=found.contents, variants=frozenset(found.indexes), options=options)
     return push_files(request, target.address)
+
+
+def _is_in_parts(source: SavePlace) -> bool:
+    """Return whether a directory has no weights but those that another framework saved in parts."""
+    folder = source.folder()
+    if not source.is_read_from_disk or detect_variants(folder.names()):
+        return False
+    try:
+        return locate_checkpoint(folder, WeightNames(), opens_foreign=True).kind == "foreign"
+    except CheckpointNotFoundError:
+        return False
+
+
+def _push_parts(
+    source: SavePlace,
+    target: Place,
+    options: PushOptions,
+    allow_patterns: list[str] | str | None,
+    ignore_patterns: list[str] | str | None,
+) -> PushResult:
+    """Push what another framework saved in parts as the safetensors files of `hfshard convert`."""
+    parts = CheckpointSource(source.address)
+    if target.has_revisions:
+        from huggingface_hub.utils import filter_repo_objects  # imports huggingface_hub, which takes time
+
+        def select(files: Mapping[str, ByteSource]) -> dict[str, ByteSource]:
+            names = filter_repo_objects(files, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns)
+            return {name: files[name] for name in names}
+
+        return push_parts(parts, target.address, options, select)
+    _reject_commits(options, target.address)
+    below = place_to_save(f"{target.address}/{options.folder}".rstrip("/"), "repo_id")
+    count_sent = below.count_sent({""})
+    reshard_source(parts, below, SaveOptions(progress=options.progress), follow_links=options.follow_links)
+    sent = count_sent()
+    return PushResult("", below.address, is_new=sent is not None, sent_bytes=sent or 0)
 
 
 def _reject_commits(options: PushOptions, address: str) -> None:

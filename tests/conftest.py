@@ -62,6 +62,8 @@ _FIRST = (
 _RANKS = (
     "tests/sweeps/test_ranks.py",
     "tests/distributed/",
+    "tests/foreign/producers/",
+    "tests/foreign/test_matrix.py",
 )
 """Folders of tests with groups of processes; a file elsewhere that has some is called `..._on_ranks.py`."""
 

@@ -15,12 +15,21 @@ TESTS = REPOSITORY / "tests"
 # Folders of tests that belong to no single module; the table of the READMEs among them says to which they do.
 SUITES = [
     *("attacks", "flows", "golden", "helpers", "programs", "scripts", "servers", "sweeps", "upstream", "zoo"),
+    "foreign/producers",
     *("hub/pull", "hub/push", "viewing/browser"),
     *("stores/reading", "stores/removal", "stores/runs", "stores/saving", "stores/suite"),
 ]
 
 # Suites of the whole package, or of its pages.
-SINGLE = {"test_examples", "test_face", "test_imports", "test_mirror", "test_readme", "test_written_once"}
+SINGLE = {
+    "foreign/test_matrix",
+    "test_examples",
+    "test_face",
+    "test_imports",
+    "test_mirror",
+    "test_readme",
+    "test_written_once",
+}
 
 # Modules without a test file of their own -> the file or folder whose tests hold them.
 COVERED = {

@@ -38,7 +38,7 @@ DEFINED_IN = {
 SINKS = {
     "commit/directory_commit": "DirectoryTransaction",
     "commit/store_commit": "StoreTransaction",
-    "models/push_model": "HubTransaction",
+    "saving/hub_transaction": "HubTransaction",
     "training/run/run_directory": "RunDirectoryTransaction",
     "training/run/run_store": "RunStoreTransaction",
 }

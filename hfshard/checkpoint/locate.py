@@ -21,6 +21,7 @@ from hfshard.constants import (
 )
 from hfshard.disk.safe_open import read_small
 from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError, UnsafePathError
+from hfshard.foreign.find_foreign import find_foreign
 from hfshard.format.file_names import INDEX_FILE, MODEL_BASE, WeightNames, check_file_name
 from hfshard.format.parts_of_ranks import describe_parts, describe_parts_in
 from hfshard.format.strict_json import PassOver, parse_json_object
@@ -31,7 +32,8 @@ _SHOWN: Final = 5
 ADAPTER_WEIGHTS: Final = (f"adapter_model{SAFETENSORS_SUFFIX}", f"adapter_model{BIN_SUFFIX}")
 """PEFT's file names for the weights of an adapter; the first existing one is read."""
 
-WeightsKind = Literal["single", "index", "bin", "bin_index"]
+WeightsKind = Literal["single", "index", "bin", "bin_index", "foreign"]
+"""A file of safetensors or its index, one of torch.save or its index, or the directory of another framework."""
 
 _PICKLE_SUFFIXES: Final = (BIN_SUFFIX, ".pt", ".pth", ".ckpt", ".tar")
 """Suffixes of torch.save files; many programs write ".pth.tar", although the files are not tars."""
@@ -39,7 +41,10 @@ _PICKLE_SUFFIXES: Final = (BIN_SUFFIX, ".pt", ".pth", ".ckpt", ".tar")
 
 @dataclass(frozen=True, slots=True)
 class WeightsEntry:
-    """The file by which a reader enters a checkpoint: its single file of weights, or its index."""
+    """The file by which a reader enters a checkpoint: its single file of weights, or its index.
+
+    For the directory of another framework, it is the file or folder that `find_foreign` returns.
+    """
 
     kind: WeightsKind
     name: str
@@ -50,8 +55,16 @@ class WeightsEntry:
         return self.kind in ("index", "bin_index")
 
 
-def locate_checkpoint(place: str | Folder, names: WeightNames, use_safetensors: bool | None = None) -> WeightsEntry:
+def locate_checkpoint(
+    place: str | Folder, names: WeightNames, use_safetensors: bool | None = None, *, opens_foreign: bool = False
+) -> WeightsEntry:
     """Find the file by which transformers enters a checkpoint.
+
+    Args:
+        place: A directory or folder.
+        names: The checkpoint's file names.
+        use_safetensors: As in `candidate_weights`.
+        opens_foreign: As in `find_weights`.
 
     Raises:
         CheckpointNotFoundError: There is no such file.
@@ -59,7 +72,7 @@ def locate_checkpoint(place: str | Folder, names: WeightNames, use_safetensors: 
     """
     folder = as_folder(place)
     override = checked_weights_override(config_in(folder), folder.path, names)
-    return find_weights(folder, names, use_safetensors, override)
+    return find_weights(folder, names, use_safetensors, override, opens_foreign=opens_foreign)
 
 
 def candidate_weights(
@@ -120,14 +133,32 @@ def split_file_path(path: str) -> tuple[str, str | None]:
 
 
 def find_weights(
-    folder: Folder, names: WeightNames, use_safetensors: bool | None, weights_override: str | None
+    folder: Folder,
+    names: WeightNames,
+    use_safetensors: bool | None,
+    weights_override: str | None,
+    *,
+    opens_foreign: bool = False,
 ) -> WeightsEntry:
-    """Find the entry like `locate_checkpoint`, given the `weights_override` that the config names."""
+    """Find the entry like `locate_checkpoint`, given the `weights_override` that the config names.
+
+    Args:
+        folder: The folder.
+        names: The checkpoint's file names.
+        use_safetensors: As in `candidate_weights`.
+        weights_override: The file that config.json names.
+        opens_foreign: Whether weights that another framework saved in parts count, where there are no others.
+    """
     candidates = candidate_weights(names, use_safetensors, weights_override)
     for candidate in candidates:
         # The existence of the file that the config names is not checked: opening it reports that it is missing.
         if weights_override is not None or folder.has(candidate.name):
             return candidate
+    is_plain = names.variant is None and names.base == MODEL_BASE
+    if opens_foreign and is_plain and use_safetensors is not True and folder.traits.is_directory:
+        entry = find_foreign(folder.path)
+        if entry is not None:
+            return WeightsEntry("foreign", entry)
     raise _not_found(folder, names, [candidate.name for candidate in candidates])
 
 

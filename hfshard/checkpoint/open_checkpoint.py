@@ -47,6 +47,8 @@ from hfshard.errors import (
     InvalidArgumentError,
     repair_hint,
 )
+from hfshard.foreign.find_foreign import open_foreign
+from hfshard.foreign.foreign_shard import ForeignShard
 from hfshard.format.digests import FULL, Verify, check_verify_level, tensor_hasher
 from hfshard.format.file_names import MODEL_BASE, WeightNames
 from hfshard.format.header import TensorInfo
@@ -117,6 +119,11 @@ class OpenCheckpoint:
         return any(isinstance(shard, RangedShard) for shard in self.shards.values())
 
     @property
+    def foreign(self) -> ForeignShard | None:
+        """The weights of another framework's directory; None if it is no such checkpoint."""
+        return next((shard for shard in self.shards.values() if isinstance(shard, ForeignShard)), None)
+
+    @property
     def weights_path(self) -> str:
         """The path of the file by which it was entered."""
         return os.path.join(self.directory, self.weights.name)
@@ -179,6 +186,8 @@ class OpenCheckpoint:
     def is_unchanged(self) -> bool:
         """Return whether the folder still has this checkpoint."""
         folder = self.folder
+        if (foreign := self.foreign) is not None and not foreign.is_current():
+            return False
         folder.refresh()
         now = entry_versions(folder, self.names, self.weights_override)
         # Open files of a directory stay what they are.
@@ -255,7 +264,9 @@ def open_checkpoint(
     folder = as_folder(directory)
 
     def finish(opened: OpenCheckpoint) -> None:
-        if verify in FULL and opened.reads_ranges:  # the weights are compared while they are read: no byte comes twice
+        if verify in FULL and opened.foreign is not None:
+            opened.foreign.check_records(progress_callback)
+        elif verify in FULL and opened.reads_ranges:  # the weights are compared while they are read: none comes twice
             reject_unverifiable(opened.weights_path, opened.index, opened.shards)
             check_small_files(folder, opened.index)
         if when_open is not None:
@@ -342,7 +353,7 @@ def _open_until_whole(
             weights_override = find_name()
             if weights_override != weights_name:
                 before = (*before, *entry_versions(folder, names, weights_override)[len(before) :])
-            weights = find_weights(folder, names, use_safetensors, weights_override)
+            weights = find_weights(folder, names, use_safetensors, weights_override, opens_foreign=True)
             checkpoint = open_once(weights)
         except HfshardError as error:
             folder.refresh()
@@ -400,25 +411,25 @@ def _open_once(
         checkpoint = OpenCheckpoint(folder, names, weights, index, pickles={weights.name: pickled})
         finish(checkpoint)
         return checkpoint
-    if key is not None:
+    if key is not None and weights.kind != "foreign":
         raise InvalidArgumentError(
             f"'{path}' has no key={key!r:.200}: only single files of torch.save have keys. Leave it out.",
             path=path,
         )
-    if weights.kind == "single":
-        checkpoint = _open_single(folder, names, weights)
+    if not weights.is_index:
+        checkpoint = _open_single(folder, names, weights, key)
     else:
         raw = folder.read_small(weights.name, MAX_INDEX_BYTES)
         checkpoint = OpenCheckpoint(folder, names, weights, CheckpointIndex.from_json(raw, path, folder.pass_over))
         checkpoint.raw_index = raw if keeps_index else None
     try:
-        if weights.kind != "single":
+        if weights.is_index:
             _open_files(checkpoint, files_of)
         for file, shard in checkpoint.shards.items():
             if isinstance(shard, RangedShard):
                 shard.recorded = checkpoint.index.files.get(file, FileDigest())
         if verify != "none":
-            is_part = weights.kind != "single" and files_of is not None
+            is_part = weights.is_index and files_of is not None
             index = replace(checkpoint.index, total_size=None) if is_part else checkpoint.index
             check_fingerprints(checkpoint.weights_path, index, checkpoint.shards)
         finish(checkpoint)
@@ -451,8 +462,12 @@ def _open_files(checkpoint: OpenCheckpoint, files_of: FilesOf | None) -> None:
         checkpoint.index = replace(index, weight_map=found)
 
 
-def _open_single(folder: Folder, names: WeightNames, weights: WeightsEntry) -> OpenCheckpoint:
-    shard = folder.open_shards([weights.name])[weights.name]
+def _open_single(folder: Folder, names: WeightNames, weights: WeightsEntry, key: str | None) -> OpenCheckpoint:
+    shard: SafetensorsShard
+    if weights.kind == "foreign":
+        shard = open_foreign(folder.path, key)
+    else:
+        shard = folder.open_shards([weights.name])[weights.name]
     try:
         tensors = shard.header.tensors
         metadata = shard.hfshard_metadata

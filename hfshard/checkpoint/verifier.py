@@ -148,7 +148,10 @@ class Verifier:
         """Check everything."""
         try:
             named = self.weights_name
-            weights = entry_of(named) if named is not None else locate_checkpoint(self.folder, self.names)
+            if named is not None:
+                weights = entry_of(named)
+            else:
+                weights = locate_checkpoint(self.folder, self.names, opens_foreign=True)
         except CheckpointNotFoundError:
             raise
         except HfshardError as error:
@@ -163,6 +166,8 @@ class Verifier:
             self._check_files(index, sorted(listed | set(index.weight_map.values())), progress_callback)
             if not self.findings.problems:
                 self._check_total(weights.name, index)
+        elif weights.kind == "foreign":
+            self._check_foreign(progress_callback)
         elif weights.kind != "index":
             self._check_pickles(progress_callback)
         if self.weights_name is None:
@@ -296,7 +301,7 @@ class Verifier:
 
     def _check_pickles(self, progress_callback: ProgressCallback) -> None:
         try:
-            with self._opened_pickles() as checkpoint:
+            with self._opened_with_key() as checkpoint:
                 self.files.extend(checkpoint.pickles)
                 checked = run_in_threads(
                     lambda item, cancelled: self._check_pickle(*item, cancellable(progress_callback, cancelled)),
@@ -309,9 +314,24 @@ class Verifier:
         for findings in checked:
             self.findings.add_all(findings)
 
+    def _check_foreign(self, progress_callback: ProgressCallback) -> None:
+        try:
+            with self._opened_with_key() as checkpoint:
+                foreign = checkpoint.foreign
+                assert foreign is not None
+                self.files.extend(foreign.table.sizes)
+                if self.level == "full" and foreign.table.is_verifiable:
+                    self.findings.checked_bytes = foreign.check_records(progress_callback)
+                else:
+                    self.findings.warnings.append(
+                        f"{foreign.table.framework}: the bytes of all tensors are there, but they were not verified."
+                    )
+        except HfshardError as error:
+            self.findings.add_error(error, self.directory)
+
     @contextmanager
-    def _opened_pickles(self) -> Iterator[OpenCheckpoint]:
-        """Open the pickles. If one has several sets of weights, each is checked, and the last stays open."""
+    def _opened_with_key(self) -> Iterator[OpenCheckpoint]:
+        """Open what has keys. If there are several sets of weights, each is checked, and the last stays open."""
         opened = partial(open_checkpoint, self.folder, variant=self.names.variant, weights_name=self.weights_name)
         key = None
         try:
@@ -319,6 +339,8 @@ class Verifier:
                 yield checkpoint
                 return
         except AmbiguousWeightsError as error:
+            if not error.keys:  # several directories
+                raise
             *others, key = error.keys
         for other in others:
             with opened(key=other):

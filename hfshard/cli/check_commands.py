@@ -171,6 +171,7 @@ def _headline(found: Inspection) -> str:
     rows = [
         ["checkpoint", found.directory],
         ["entry file", found.entry],
+        *([["saved by", found.framework]] if found.framework is not None else []),
         *([["found under", found.key]] if found.key is not None else []),
         ["weights", f"{format_size(found.nbytes)} in {count_of(len(found.weights_files), 'file')}"],
         ["tensors", f"{count_of(len(found.tensors), 'tensor')}, {found.parameters:,} parameters"],

@@ -53,7 +53,7 @@ def add_reshard(commands: CommandGroup) -> None:
         "their checksums. The target's old checkpoint stays loadable until the new files are complete.",
     )
     _add_source_and_target(parser)
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32", "float64"), help="cast floating tensors")
+    parser.set_defaults(config=None)
     parser.add_argument(
         "--low-disk", action="store_true", help="in place only: keep at most one shard on disk twice at any time"
     )
@@ -75,6 +75,7 @@ def _add_source_and_target(parser: argparse.ArgumentParser) -> None:
         default="greedy",
         help="greedy: in the order of the tensors (default); balanced: files of similar size, and fewer if possible",
     )
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32", "float64"), help="cast floating tensors")
     add_checksum(parser, "checksum of the written files")
     add_variant(parser)
     add_key(parser)
@@ -151,6 +152,7 @@ def _rewrite(arguments: argparse.Namespace, *, use_safetensors: bool | None, low
         low_disk=low_disk,
         key=arguments.key,
         follow_links=arguments.follow_links,
+        config=arguments.config,
     )
 
 
@@ -310,14 +312,20 @@ def add_convert(commands: CommandGroup) -> None:
     parser = commands.add_parser(
         "convert",
         convert,
-        help="convert pytorch_model.bin, .pt, .pth.tar ... into safetensors",
-        description="Write the pickled weights of a directory or one file as safetensors. If another program saved "
-        "SRC with an optimizer, create a checkpoint of the run DST (of SRC in a store, convert the weights alone). A "
-        "pickle that asks for more than plain data is rejected. In place, the pickles are removed when the "
-        "safetensors are complete.",
+        help="convert pytorch_model.bin, .pt, DeepSpeed's and FSDP's parts ... into safetensors",
+        description="Write the pickled weights of a directory or one file as safetensors, also those that DeepSpeed or "
+        "torch.distributed.checkpoint (FSDP) saved in parts for each rank: float32 where there are masters. If another "
+        "program saved SRC with an optimizer, create a checkpoint of the run DST (of SRC in a store, convert the "
+        "weights alone). A pickle that asks for more than plain data is rejected. In place, the pickles are removed "
+        "when the safetensors are complete.",
     )
     _add_source_and_target(parser)
-    parser.set_defaults(dtype=None)
+    parser.add_argument(
+        "--config",
+        metavar="DIR",
+        help="directory with config.json and tokenizer to copy along (default: that of the weights; for weights in "
+        "parts, also the one above)",
+    )
     parser.add_argument("--weights", action="store_true", help="write only the weights, even if SRC has an optimizer")
     parser.add_argument("--step", type=int, metavar="N", help="for a run: the checkpoint's step (default: SRC's own)")
     parser.add_argument(
@@ -352,6 +360,10 @@ def convert(arguments: argparse.Namespace) -> int:
     is_weights = arguments.weights or arguments.key is not None or _is_in_place(source, arguments.target)
     if is_weights or not is_foreign_run(source):
         return _convert_weights(arguments)
+    if arguments.dtype is not None or arguments.config is not None:
+        raise InvalidArgumentError(
+            "A checkpoint of a run keeps its dtypes and its config. Pass --weights to write the weights alone."
+        )
     if arguments.checksum == "none":
         raise InvalidArgumentError("A checkpoint of a run always has checksums. Pass --checksum xxh3 or sha256.")
     converted = convert_foreign(

@@ -1,7 +1,7 @@
-"""Recognize other programs' checkpoints in parts, one for each rank, which hfshard cannot read yet; suggest a merge.
+"""Recognize other programs' checkpoints in parts, one for each rank, where no reader has found them; say what to do.
 
-Source: DeepSpeed `runtime/engine.py` (`_get_ckpt_name`, `_get_zero_ckpt_name`) and `utils/zero_to_fp32.py`; torch
-`distributed/checkpoint/format_utils.py`; Accelerate `utils/fsdp_utils.py`; verl `model_merger`.
+Source: DeepSpeed `runtime/engine.py` (`_get_ckpt_name`, `_get_zero_ckpt_name`); torch
+`distributed/checkpoint/filesystem.py`; Accelerate `utils/fsdp_utils.py`; verl `model_merger`.
 """
 
 from __future__ import annotations
@@ -17,18 +17,9 @@ from hfshard.errors import CheckpointNotFoundError
 
 _DEEPSPEED: Final = re.compile(r"(?:bf16_|fp16_)?(?:zero_pp_rank|mp_rank|expp_rank|layer|expert)_\d+.*_states\.pt")
 """DeepSpeed's files in a folder such as `global_step20`: models, optimizers, pipeline layers and experts."""
-_ZERO: Final = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_\d+_.*_optim_states\.pt")
-"""The files of ZeRO, which DeepSpeed's script merges."""
-_WHOLE_MODEL: Final = re.compile(r"mp_rank_\d+_model_states\.pt")
-"""A file with all weights of a tensor-parallel rank, up to ZeRO stage 2."""
-_OF_STAGES: Final = re.compile(r"(?:layer|expert)_\d+.*_states\.pt")
-"""Files of pipeline layers and experts, which that file lacks."""
-_SCRIPT: Final = "zero_to_fp32.py"
-_LATEST: Final = "latest"
 
 _DCP: Final = re.compile(r".+\.distcp")
-_FSDP_FOLDER: Final = re.compile(r"pytorch_model_fsdp_\d+")
-"""The folder in which Accelerate and Trainer save an FSDP model, in files of DCP."""
+_DCP_METADATA: Final = ".metadata"
 
 _RANK_FILE: Final = re.compile(r"model_world_size_\d+_rank_\d+\.pt|pytorch_model_fsdp(?:_\d+)?_rank\d+\.bin")
 """Files of torch.save: verl's, and Accelerate's with LOCAL_STATE_DICT."""
@@ -65,32 +56,30 @@ class _Parts:
         """Return a path in the place for a command; a remote place must be downloaded to DIR."""
         return os.path.join(self.place if self.is_directory else "DIR", path).rstrip("/")
 
-    def path_of(self, name: str) -> str:
-        """Return the path of a file of the folder, relative to the place."""
-        return f"{self.folder}/{name}" if self.folder else name
+    @property
+    def where(self) -> str:
+        """The folder, for a message; empty for the place itself."""
+        return f" in '{self.folder}'" if self.folder else ""
 
-    def describe(self, what: str, todo: str) -> str:
-        """Build the message."""
-        where = f" in '{self.folder}'" if self.folder else ""
-        return f"'{self.place}' contains {what}{where}, but hfshard cannot read these yet. {todo}"
-
-    def merge(self, by: str, command: list[str], output: str, *, is_pickle: bool = False) -> str:
-        """Explain how to merge the parts, and what to do with the output."""
+    def describe(self, what: str) -> str:
+        """Build the message for parts that hfshard reads from a directory."""
+        path = self.on_disk(self.folder)
+        convert = f"to write them as safetensors, run: {shlex.join(['hfshard', 'convert', path, 'OUT'])}"
         download = "" if self.is_directory else "Download it to a directory DIR. "
-        safetensors = f"; for safetensors, run: hfshard convert {output} MODEL" if is_pickle else ""
-        return (
-            f"{download}Merge them with {by}: {shlex.join(command)} (it unpickles them: run it only if you trust their "
-            f"origin). hfshard loads {output}{safetensors}."
-        )
+        return f"'{self.place}' contains {what}{self.where}. {download}To load the weights, pass '{path}'; {convert}."
+
+    def describe_unreadable(self, what: str, todo: str) -> str:
+        """Build the message for parts that hfshard cannot read."""
+        return f"'{self.place}' contains {what}{self.where}, but hfshard cannot read these yet. {todo}"
 
 
 def describe_parts_in(directory: str) -> str | None:
-    """Describe a local directory's parts, one for each rank, and how to merge them; return None if there are none."""
+    """Describe a local directory's parts, one for each rank, and how to read them; return None if there are none."""
     return describe_parts(list(_paths_below(directory)), directory)
 
 
 def describe_parts(paths: Collection[str], place: str, *, is_directory: bool = True) -> str | None:
-    """Describe a place's parts, one for each rank, and how to merge them.
+    """Describe a place's parts, one for each rank, and how to read them.
 
     Args:
         paths: The files below the place, relative to it, with "/".
@@ -127,12 +116,11 @@ def reject_partitioned_file(value: object, path: str) -> None:
     shapes = [named for group in groups if isinstance(group, Mapping) for named in group.items()]
     empty = [str(name) for name, shape in shapes if _is_emptied(tensors.get(name), shape)]
     if empty:
-        folder, name = os.path.split(os.path.abspath(path))
+        folder = os.path.dirname(os.path.abspath(path))
         others = f" and {len(empty) - 1} more" if len(empty) > 1 else ""
         raise CheckpointNotFoundError(
             f"'{path}' has an empty tensor in place of {empty[0]!r:.200}{others}: DeepSpeed ZeRO-3 saved the "
-            "values with the optimizer, in parts for each rank, but hfshard cannot read these yet. "
-            f"{_merge_zero(_Parts(folder, True, '', [name]))}",
+            f"values with the optimizer, in parts for each rank. Pass the directory with all of them: '{folder}'.",
             path=path,
             fqn=empty[0],
         )
@@ -171,42 +159,17 @@ def _order(folder: str) -> tuple[int, str]:
 
 
 def _describe_deepspeed(parts: _Parts) -> str:
-    what = "a model that DeepSpeed saved in parts for each rank"
-    whole = [name for name in parts.names if _WHOLE_MODEL.fullmatch(name)]
-    todo = [_merge_zero(parts)] if any(map(_ZERO.fullmatch, parts.names)) else []
-    if len(whole) == 1 and not any(map(_OF_STAGES.fullmatch, parts.names)):
-        file = parts.path_of(whole[0])
-        todo.append(f"Its file '{file}' has all weights in the training dtype, and hfshard loads that file.")
-    default = "Load it with DeepSpeed in the program that saved it, and save the weights there."
-    return parts.describe(what, " ".join(todo) or default)
-
-
-def _merge_zero(parts: _Parts) -> str:
-    """Explain how to merge the parts of ZeRO: its script takes the parent directory of the step's folder.
-
-    A script that was copied from elsewhere with the parts is not recommended: it could do anything.
-    """
-    above, _, tag = parts.folder.rpartition("/")
-    root = parts.on_disk(above)
-    beside = {path.rpartition("/")[2] for path in parts.paths if path.rpartition("/")[0] == above}
-    if not parts.folder:
-        root, tag = os.path.split(os.path.abspath(parts.place) if parts.is_directory else parts.place.rstrip("/"))
-        root = root if parts.is_directory else "DIR"
-        beside = {_SCRIPT} if os.path.exists(os.path.join(root, _SCRIPT)) else set()
-    options = [] if _LATEST in beside else ["-t", tag]
-    is_there = parts.is_directory and _SCRIPT in beside
-    script = [os.path.join(root, _SCRIPT)] if is_there else ["-m", "deepspeed.utils.zero_to_fp32"]
-    by = "the script that DeepSpeed saved next to them" if is_there else "DeepSpeed's script"
-    return parts.merge(by, ["python", *script, root, "OUT", *options], "OUT", is_pickle=True)
+    return parts.describe("a model that DeepSpeed saved in parts for each rank")
 
 
 def _describe_dcp(parts: _Parts) -> str:
     what = "tensors that torch.distributed.checkpoint (DCP) saved in parts"
-    folder = parts.on_disk(parts.folder)
-    if _FSDP_FOLDER.fullmatch(os.path.basename(folder)):
-        return parts.describe(what, parts.merge("Accelerate", ["accelerate", "merge-weights", folder, "OUT"], "OUT"))
-    command = ["python", "-m", "torch.distributed.checkpoint.format_utils", "dcp_to_torch", folder, "OUT.pt"]
-    return parts.describe(what, parts.merge("torch", command, "OUT.pt", is_pickle=True))
+    if _DCP_METADATA in parts.names:
+        return parts.describe(what)
+    return (
+        f"'{parts.place}' contains {what}{parts.where}, but not '{_DCP_METADATA}', which says where each of them is. "
+        "Copy it there: its name begins with a dot, which '*' does not match."
+    )
 
 
 def _describe_rank_files(parts: _Parts) -> str:
@@ -215,8 +178,12 @@ def _describe_rank_files(parts: _Parts) -> str:
     if any(name.startswith(_VERL) for name in parts.names):
         command = ["python", "-m", "verl.model_merger", "merge", "--backend", "fsdp"]
         command += ["--local_dir", parts.on_disk(parts.folder), "--target_dir", "OUT"]
-        todo = parts.merge("verl", command, "OUT")
-    return parts.describe(what, todo)
+        download = "" if parts.is_directory else "Download it to a directory DIR. "
+        todo = (
+            f"{download}Merge them with verl: {shlex.join(command)} (it unpickles them: run it only if you trust their "
+            "origin). hfshard loads OUT."
+        )
+    return parts.describe_unreadable(what, todo)
 
 
 _KINDS: Final[tuple[tuple[re.Pattern[str], Callable[[_Parts], str]], ...]] = (

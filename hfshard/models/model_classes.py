@@ -203,9 +203,7 @@ def needs_transformers_loader(directory: str, model_class: type, kwargs: Mapping
         return True  # some of it may go to the disk
     if getattr(getattr(model_class, "config_class", None), "extra_files", ()):
         return True
-    return (
-        _is_quantized(directory) or is_deepspeed_zero3_enabled() or os.path.isfile(os.path.join(directory, ".metadata"))
-    )
+    return _is_quantized(directory) or is_deepspeed_zero3_enabled()
 
 
 def has_separate_adapter(kwargs: Mapping[str, Any]) -> bool:

@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
 from huggingface_hub import CommitInfo, ModelCard, ModelCardData
 
-from hfshard._util.progress import byte_progress
-from hfshard._util.threads import run_in_threads
 from hfshard.commit.hub_marker import absolute_repo_id
-from hfshard.commit.transaction import JobsOf, NewCheckpoint
 from hfshard.constants import CONFIG_NAME, README
-from hfshard.disk.byte_source import ByteSource, BytesSource, StreamSource, file_source, sha256_of_reader
+from hfshard.disk.byte_source import ByteSource, file_source
 from hfshard.distributed.push_together import agree_on_repo, send, stage, staging_folder
 from hfshard.distributed.rendezvous import Session
 from hfshard.errors import InvalidArgumentError
 from hfshard.format.file_names import MODEL_BASE, WeightNames
-from hfshard.format.index import CheckpointIndex, FileDigest
+from hfshard.format.index import CheckpointIndex
 from hfshard.hub.push_files import CardBuilder, PushOptions, PushRequest, collect_directory, push_files
 from hfshard.hub.repo import PushResult
 from hfshard.models.module_weights import abort_peers_on_error, require_whole_tensors
 from hfshard.places.place import DirectoryPlace, place_to_push
+from hfshard.saving.hub_transaction import HubTransaction
 from hfshard.saving.pipeline import Save
 from hfshard.saving.save_request import SaveRequest
-from hfshard.shards.shard_plan import ShardPlan
-from hfshard.shards.write_shards import SafetensorsStream, WriteJob, digest_shard, writer_threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,63 +181,6 @@ def _kept_card(card: ByteSource, read_old: Callable[[], bytes] | None) -> bytes 
         return None
     with card.open() as reader:
         return reader.read()
-
-
-# A repo as the sink of the one save: the files are streamed from tensor memory, without a copy on disk. It stands here,
-# not in hub/, which works without torch.
-
-
-class HubTransaction:
-    """`Transaction` of a repo: the files that a save into an empty directory would write, pushed as one commit.
-
-    Each tensor is read once for the hashes, and again when its file is sent. The tensors of a single file are read
-    twice for the hashes, because the file contains its own digests. They must not change until the push is done.
-    """
-
-    def __init__(self, new: NewCheckpoint, push: Callable[[dict[str, ByteSource]], list[PushResult]]) -> None:
-        """Keep what is pushed.
-
-        Args:
-            new: Everything that is saved except for the tensors.
-            push: Pushes files: name -> contents. It is called once, by `commit`.
-        """
-        self._new = new
-        self._push = push
-        self._contents: dict[str, ByteSource] = {}
-        self.results: list[PushResult] = []
-        """What the push has returned."""
-
-    def prepare(self, plan: ShardPlan, names: WeightNames, jobs_of: JobsOf) -> ShardPlan:
-        """Keep the standard names: a commit of a repo replaces all files at once."""
-        return plan
-
-    def write(self, jobs: Mapping[str, WriteJob]) -> dict[str, FileDigest]:
-        """Hash the files; nothing is sent yet."""
-        total = sum(job.nbytes for job in jobs.values())
-        with byte_progress("Hashing", total, self._new.progress) as show:
-            hashed = run_in_threads(
-                lambda job, cancelled: digest_shard(job, "sha256", show, cancelled), jobs.values(), writer_threads()
-            )
-        digests = {}
-        for (file, job), (digest, header) in zip(jobs.items(), hashed, strict=True):
-            opener = partial(SafetensorsStream, header, list(job.tensors.values()))
-            sha256 = digest.sha256 if job.hfshard_metadata is None else None  # a single file has its own digests
-            sha256 = sha256 or sha256_of_reader(opener())
-            self._contents[file] = StreamSource(digest.size or 0, sha256, opener)
-            digests[file] = digest
-        return digests
-
-    def commit(
-        self,
-        indexes: Mapping[str, CheckpointIndex],
-        index_files: Mapping[str, bytes],
-        confirm: Callable[[], None],
-    ) -> bool:
-        """Push the files."""
-        small_files = {name: BytesSource(raw) for name, raw in {**index_files, **self._new.small_files}.items()}
-        confirm()
-        self.results = self._push({**self._contents, **small_files})
-        return True
 
 
 # README.md of a pushed model, as transformers creates it: a card from the template, and its tags.

@@ -12,12 +12,13 @@ import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import IO, Any, Final, cast
+from dataclasses import dataclass
+from typing import IO, Any, Final, TypeVar, cast
 
 import torch
 
 from hfshard.disk.safe_open import Identity, identity_of, open_regular
-from hfshard.errors import UnsafePickleError
+from hfshard.errors import HfshardError, UnsafePickleError
 from hfshard.pickles.pickle_opcodes import (
     BEFORE_THE_OBJECT,
     LATIN,
@@ -28,7 +29,9 @@ from hfshard.pickles.pickle_opcodes import (
     checked_key,
     describe_pickle,
 )
-from hfshard.pickles.pickle_zip import RECORD_MARK, check_archive, damaged_pickle
+from hfshard.pickles.pickle_zip import RECORD_MARK, check_archive, damaged_pickle, has_checksum, record_offset
+
+Result = TypeVar("Result")
 
 OTHER: Final = object()
 """Returned for an object that is more than data."""
@@ -184,14 +187,76 @@ _STORAGES: Final = {
 }
 """Names of the storage classes, and the dtypes of their tensors."""
 
+_UNTYPED: Final = "torch.storage.UntypedStorage"
+"""The storage class of dtypes without one of their own; its number of elements is that of bytes."""
+
 _REBUILT: Final = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor")
+_REBUILT_UNTYPED: Final = "torch._utils._rebuild_tensor_v3"
+_PARAMETERS: Final = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
+_FROM_TYPE: Final = "torch._tensor._rebuild_from_type_v2"
+_PLAIN_TYPES: Final = ("torch.Tensor", "torch._tensor.Tensor", "torch.nn.parameter.Parameter")
+"""Classes that add nothing to a tensor's numbers."""
+
+_MOST_DIMENSIONS: Final = 64
+"""As many as torch allows; a pickle can have one long shape for many tensors."""
+
+_PROPERTIES_AT: Final = {"torch._utils._rebuild_tensor_v2": 6, _REBUILT_UNTYPED: 7}
+"""Function -> the position of the argument with properties that change the numbers, such as conjugation."""
+
+
+@dataclass(frozen=True, slots=True)
+class StorageRecord:
+    """Bytes of a storage in its file."""
+
+    offset: int
+    """Position in the file."""
+    size: int
+    crc32: int | None
+    """Checksum that the file has for them; None: it has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class DescribedTensor:
+    """A tensor of a file, and where its numbers are; nothing of them was read."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    first: int
+    """Number of elements before the first one in the storage."""
+    storage: StorageRecord
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def offset(self) -> int:
+        """Position in the file of the first element's bytes."""
+        return self.storage.offset + self.first * self.dtype.itemsize
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Return whether its elements are in one piece of the file, row-major."""
+        expected = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if size != 1 and stride != expected and self.numel:
+                return False
+            expected *= size
+        return True
 
 
 class DescribedFile:
     """A file of torch.save as `describe_pickle` sees it, and the bytes of its storages."""
 
     def __init__(
-        self, path: str, identity: Identity, described: PickleDescription, read: Callable[[str], bytes]
+        self,
+        path: str,
+        identity: Identity,
+        described: PickleDescription,
+        read: Callable[[str], bytes],
+        find: Callable[[str], StorageRecord],
     ) -> None:
         self.path = path
         self.identity = identity
@@ -199,6 +264,7 @@ class DescribedFile:
         self.value = described.value
         self.names = described.names
         self._read = read
+        self._find = find
         self._storages: dict[str, bytearray] = {}
 
     def tensor(self, described: DescribedObject) -> torch.Tensor | None:
@@ -207,13 +273,21 @@ class DescribedFile:
         Raises:
             DamagedCheckpointError: Its bytes are not in the file, or fewer than it states.
         """
-        if described.name == "torch._utils._rebuild_parameter":
-            inner = described.arguments[0]
-            return self.tensor(inner) if isinstance(inner, DescribedObject) else None
-        if described.name not in _REBUILT:
-            return None
+        return self._checked(self._build, described)
+
+    def find(self, described: DescribedObject) -> DescribedTensor | None:
+        """Find the bytes of the tensor that was described, without reading them; None if it is another object.
+
+        Raises:
+            DamagedCheckpointError: Its bytes are not in the file, or fewer than it states.
+        """
+        return self._checked(self._locate, described)
+
+    def _checked(self, function: Callable[[DescribedObject], Result], described: DescribedObject) -> Result:
         try:
-            return self._made(*described.arguments[:4])
+            return function(described)
+        except HfshardError:
+            raise
         except zipfile.BadZipFile as error:
             raise damaged_pickle(self.path, f"a record does not match its checksum: {error}") from error
         except (TypeError, ValueError, LookupError, RuntimeError, OverflowError, AttributeError) as error:
@@ -221,20 +295,82 @@ class DescribedFile:
                 self.path, f"it describes a tensor that it does not contain: {error!r:.200}"
             ) from error
 
-    def _made(self, storage: Any, offset: int, size: Any, stride: Any) -> torch.Tensor:
-        _word, kind, key, _device, count, *_ = storage.arguments
-        dtype = _STORAGES[kind.name if isinstance(kind, GlobalReference) else ""]
-        if not isinstance(key, str):
-            raise TypeError("the name of a storage is not text")
-        if key not in self._storages:
-            self._storages[key] = bytearray(self._read(key))
-        raw = self._storages[key]
-        if type(count) is not int:
-            raise TypeError("the number of elements is not an int")
-        if len(raw) != count * dtype.itemsize:
-            raise ValueError(f"{len(raw)} bytes for {count} elements")
-        flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
-        return flat.as_strided(tuple(size), tuple(stride), offset)
+    def _build(self, described: DescribedObject) -> torch.Tensor | None:
+        layout = _layout_of(described)
+        if layout is None:
+            return None
+        if layout.key not in self._storages:
+            self._storages[layout.key] = bytearray(self._read(layout.key))
+        raw = self._storages[layout.key]
+        if len(raw) != layout.nbytes:
+            raise ValueError(f"{len(raw)} bytes for {layout.nbytes}")
+        flat = torch.frombuffer(raw, dtype=layout.dtype) if raw else torch.empty(0, dtype=layout.dtype)
+        return flat.as_strided(tuple(layout.size), tuple(layout.stride), layout.first)
+
+    def _locate(self, described: DescribedObject) -> DescribedTensor | None:
+        layout = _layout_of(described)
+        if layout is None:
+            return None
+        if len(layout.size) > _MOST_DIMENSIONS:
+            raise ValueError("more dimensions than torch allows")
+        numbers = (layout.first, *layout.size, *layout.stride)
+        if any(type(number) is not int or number < 0 for number in numbers):
+            raise TypeError("a size, stride or offset that is not an int, or negative")
+        record = self._find(layout.key)
+        if record.size != layout.nbytes:
+            raise ValueError(f"{record.size} bytes for {layout.nbytes}")
+        size = tuple(layout.size)
+        stride = tuple(layout.stride)
+        last = sum((number - 1) * step for number, step in zip(size, stride, strict=True))
+        if 0 not in size and (layout.first + last + 1) * layout.dtype.itemsize > record.size:
+            raise ValueError("it ends after its storage")
+        return DescribedTensor(layout.dtype, size, stride, layout.first, record)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Arguments of a call that rebuilds a tensor, not checked."""
+
+    dtype: torch.dtype
+    key: str
+    nbytes: int
+    """Bytes of the storage."""
+    first: Any
+    size: Any
+    stride: Any
+
+
+def _layout_of(described: DescribedObject) -> _Layout | None:
+    """Return the layout of a tensor or parameter that was described; None for another object."""
+    name = described.name
+    arguments = described.arguments
+    if name in _PARAMETERS:
+        return _layout_of(arguments[0]) if isinstance(arguments[0], DescribedObject) else None
+    if name == _FROM_TYPE:
+        function, kind, arguments, _state = arguments
+        if getattr(kind, "name", None) not in _PLAIN_TYPES or getattr(function, "name", _FROM_TYPE) == _FROM_TYPE:
+            return None
+        name = function.name
+    if name not in _REBUILT and name != _REBUILT_UNTYPED:
+        return None
+    if any(arguments[at] for at in (_PROPERTIES_AT.get(name, len(arguments)),) if at < len(arguments)):
+        raise ValueError("its numbers are conjugated or negated when they are read")
+    storage, first, size, stride, *rest = arguments
+    _word, kind, key, _device, count, *_ = storage.arguments
+    kind_name = kind.name if isinstance(kind, GlobalReference) else ""
+    if name == _REBUILT_UNTYPED:
+        dtype = meaning(rest[2])
+        itemsize = 1 if kind_name == _UNTYPED else 0
+    else:
+        dtype = _STORAGES[kind_name]
+        itemsize = dtype.itemsize
+    if not isinstance(dtype, torch.dtype) or not itemsize:
+        raise TypeError("the dtype is not known")
+    if not isinstance(key, str):
+        raise TypeError("the name of a storage is not text")
+    if type(count) is not int:
+        raise TypeError("the number of elements is not an int")
+    return _Layout(dtype, key, count * itemsize, first, size, stride)
 
 
 @contextmanager
@@ -255,8 +391,8 @@ def described_file(path: str, root: str) -> Iterator[DescribedFile]:
         file.seek(0)
         if not is_zip:
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:  # never returns more than it has
-                described, read = _describe_old_format(mapped, path)
-                yield DescribedFile(path, identity, described, read)
+                described, read, find = _describe_old_format(mapped, path)
+                yield DescribedFile(path, identity, described, read, find)
             return
         check_archive(file.fileno(), path)
         with zipfile.ZipFile(file) as archive:
@@ -268,7 +404,13 @@ def described_file(path: str, root: str) -> Iterator[DescribedFile]:
             if order in archive.namelist() and _record(archive, order, path) != b"little":
                 raise damaged_pickle(path, "its numbers are big-endian")
             described = describe_pickle(io.BytesIO(_record(archive, pickled[0], path)), path)
-            yield DescribedFile(path, identity, described, lambda key: archive.read(f"{folder}/data/{key}"))
+
+            def find(key: str) -> StorageRecord:
+                record = archive.getinfo(f"{folder}/data/{key}")
+                offset = record_offset(file.fileno(), path, record)
+                return StorageRecord(offset, record.file_size, record.CRC if has_checksum(record) else None)
+
+            yield DescribedFile(path, identity, described, lambda key: archive.read(f"{folder}/data/{key}"), find)
 
 
 def _record(archive: zipfile.ZipFile, name: str, path: str) -> bytes:
@@ -278,7 +420,9 @@ def _record(archive: zipfile.ZipFile, name: str, path: str) -> bytes:
         raise damaged_pickle(path, f"its record '{name}' cannot be read ({error})") from error
 
 
-def _describe_old_format(file: mmap.mmap, path: str) -> tuple[PickleDescription, Callable[[str], bytes]]:
+def _describe_old_format(
+    file: mmap.mmap, path: str
+) -> tuple[PickleDescription, Callable[[str], bytes], Callable[[str], StorageRecord]]:
     """Describe a file older than the zip format: pickles of a mark, a version, the machine, the value and its keys."""
     stream = cast("IO[bytes]", file)
     _mark, _version, machine = (describe_pickle(stream, path).value for _ in range(BEFORE_THE_OBJECT))
@@ -304,7 +448,11 @@ def _describe_old_format(file: mmap.mmap, path: str) -> tuple[PickleDescription,
         begin, count = places[key]
         return file[begin : begin + max(count, 0)]
 
-    return described, read
+    def find(key: str) -> StorageRecord:
+        begin, count = places[key]
+        return StorageRecord(begin, min(count, max(len(file) - begin, 0)), None)
+
+    return described, read, find
 
 
 def reject_code(path: str, names: frozenset[str]) -> None:

@@ -120,13 +120,13 @@ class PickleFile:
 
 logger = logging.getLogger(__name__)
 
-_WEIGHTS: Final = re.compile(
+WEIGHTS_KEY: Final = re.compile(
     r"(^|[_.])(model|state_?dict|net|network|module|weights|params|ema|teacher|student|generator|discriminator)\d*($|_)",
     re.IGNORECASE,
 )
 """Keys under which programs save weights: timm, Lightning, torchvision's references, mmcv, fairseq, DINO, GANs."""
 
-_OTHERS: Final = re.compile(
+OTHER_KEY: Final = re.compile(
     r"optim|(^|_)opt(_|$)|sched|scaler|rng|random|seed|callback|loop|hparam|hyper|metric|meter|history|args|config|cfg"
     r"|meta$|param_groups|param_shapes",
     re.IGNORECASE,
@@ -189,14 +189,14 @@ def find_candidates(value: Mapping[Any, Any]) -> dict[str, Mapping[Any, Any]]:
             inner = {f"{key}.{name}": one for name, one in _parts(part)}
             found |= {name: one for name, one in inner.items() if _may_be_weights(name, one)}
     if not found:  # the state dict of a module without parameters
-        found = {key: part for key, part in _parts(value) if not part and _WEIGHTS.search(key)}
+        found = {key: part for key, part in _parts(value) if not part and WEIGHTS_KEY.search(key)}
     kept = {id(part): key for key, part in reversed(found.items())}
     return {key: part for key, part in found.items() if kept[id(part)] == key}
 
 
 def _only_candidate(value: Mapping[Any, Any], path: str) -> str | None:
     candidates = find_candidates(value)
-    named = {key: part for key, part in candidates.items() if _WEIGHTS.search(key)}
+    named = {key: part for key, part in candidates.items() if WEIGHTS_KEY.search(key)}
     if not candidates or (not named and _has_weights(value)):
         if value and not _has_weights(value):
             keys = shorten_list([key for key in value if isinstance(key, str)], _SHOWN, quote=True)
@@ -265,9 +265,9 @@ def _problem_of(tensor: Any) -> str | None:
 
 
 def _may_be_weights(key: str, part: Mapping[Any, Any]) -> bool:
-    if _OTHERS.search(key):
+    if OTHER_KEY.search(key):
         return False
-    return _has_tensors(part) if _WEIGHTS.search(key) else _is_pure(part) and _has_weights(part)
+    return _has_tensors(part) if WEIGHTS_KEY.search(key) else _is_pure(part) and _has_weights(part)
 
 
 def _parts(value: Mapping[Any, Any]) -> list[tuple[str, Mapping[Any, Any]]]:

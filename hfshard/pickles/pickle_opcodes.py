@@ -618,7 +618,7 @@ def describe_pickle(stream: IO[bytes], path: str) -> PickleDescription:
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError, MemoryError) as error:
         raise UnsafePickleError(
             f"'{path}' was not loaded: its pickle does what no training state needs ({error!r:.200}). It may be "
-            "malicious. Use another file.",
+            "malicious. Use another file, or copy it again if you know its origin.",
             path=path,
         ) from error
 

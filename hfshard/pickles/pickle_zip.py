@@ -82,7 +82,7 @@ def check_every_record(fd: int, path: str, progress_callback: Callable[[int], ob
             f"'{path}' is damaged: its record '{bad}' does not match the zip's own checksum. {repair_hint(path)}",
             path=path,
         )
-    return all(map(_has_checksum, records))
+    return all(map(has_checksum, records))
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +103,8 @@ def data_records(fd: int, path: str) -> DataRecords:
     """
     with _opened(fd, path) as archive:
         records = archive.infolist()
-    marks = [_data_offset(fd, path, record) for record in records if _name(record).endswith(_BYTEORDER)]
-    sizes = {_data_offset(fd, path, record): record.file_size for record in records if _DATA in record.filename}
+    marks = [record_offset(fd, path, record) for record in records if _name(record).endswith(_BYTEORDER)]
+    sizes = {record_offset(fd, path, record): record.file_size for record in records if _DATA in record.filename}
     return DataRecords(sizes, frozenset(os.pread(fd, _BYTEORDER_BYTES, at) for at in marks))
 
 
@@ -118,7 +118,7 @@ def pickle_record(fd: int, path: str) -> bytes:
         records = [record for record in archive.infolist() if _name(record).endswith(_PICKLE)]
     if len(records) != 1:
         raise damaged_pickle(path, f"it contains {len(records)} pickles")
-    return os.pread(fd, records[0].file_size, _data_offset(fd, path, records[0]))
+    return os.pread(fd, records[0].file_size, record_offset(fd, path, records[0]))
 
 
 def _name(record: zipfile.ZipInfo) -> str:
@@ -148,8 +148,12 @@ def _directory(fd: int) -> tuple[int, int] | None:
     return int.from_bytes(long_end[48:56], "little"), int.from_bytes(long_end[32:40], "little")
 
 
-def _data_offset(fd: int, path: str, record: zipfile.ZipInfo) -> int:
-    """Find where a record's bytes start."""
+def record_offset(fd: int, path: str, record: zipfile.ZipInfo) -> int:
+    """Find where a record's bytes start.
+
+    Raises:
+        DamagedCheckpointError: The record has no header.
+    """
     head = os.pread(fd, _LOCAL_HEADER_BYTES, record.header_offset)
     if not head.startswith(RECORD_MARK):
         raise damaged_pickle(path, f"there is no record '{record.filename}' where its directory says")
@@ -167,7 +171,7 @@ def _opened(fd: int, path: str) -> Iterator[zipfile.ZipFile]:
         yield archive
 
 
-def _has_checksum(record: zipfile.ZipInfo) -> bool:
+def has_checksum(record: zipfile.ZipInfo) -> bool:
     """Return whether a record has a checksum: not after `torch.serialization.set_crc32_options(False)`."""
     return record.CRC != 0 or record.file_size == 0
 
@@ -177,7 +181,7 @@ def _first_bad(
     records: Iterable[zipfile.ZipInfo],
     progress_callback: Callable[[int], object] = lambda count: None,
 ) -> str | None:
-    for record in filter(_has_checksum, records):
+    for record in filter(has_checksum, records):
         try:
             with archive.open(record) as reading:
                 while block := reading.read(COPY_BYTES):

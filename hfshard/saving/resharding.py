@@ -14,7 +14,7 @@ from typing import Final, TypeVar
 import torch
 
 from hfshard.checkpoint.companion_files import reject_companion_conflicts
-from hfshard.checkpoint.folder import Folder
+from hfshard.checkpoint.folder import Folder, LocalFolder
 from hfshard.checkpoint.load_options import LoadOptions
 from hfshard.checkpoint.locate import config_in
 from hfshard.checkpoint.open_checkpoint import OpenCheckpoint, cast, is_compared, is_packed, raw_tensors
@@ -31,6 +31,7 @@ from hfshard.constants import (
 from hfshard.disk.byte_source import ByteSource, BytesSource
 from hfshard.disk.safe_open import Identity, identity_of, reject_links_to_outside
 from hfshard.errors import CheckpointChangedError, InvalidArgumentError, SignatureError
+from hfshard.foreign.find_foreign import folder_of_model, is_of_run
 from hfshard.format.digests import Checksum, Verify
 from hfshard.format.index import CheckpointIndex, without_commit_marker, without_weights_override
 from hfshard.format.strict_json import parse_json_object
@@ -87,6 +88,7 @@ def reshard_source(
     low_disk: bool = False,
     key: str | None = None,
     follow_links: bool = False,
+    config: str | None = None,
     beside: ListCompanions | None = None,
     overwrite: bool = True,
     verify: Verify = "structure",
@@ -98,6 +100,8 @@ def reshard_source(
         target: Where to save it; the source's own place: in place.
         options: How to save it; `variant` is the source's.
         dtype, low_disk, key, follow_links: The arguments of `reshard_checkpoint`.
+        config: The directory with config.json and the companion files; None: that of the weights, or, if another
+            framework saved them in parts, the one above.
         beside: For a copy, whose files have the same tensors as the source's: finds the other files that go along, and
             replace existing ones of the same names. None: the files are planned by size, and the companion files that
             are found replace nothing.
@@ -135,13 +139,16 @@ def reshard_source(
         if beside is not None:
             options = replace(options, checksum=recorded_checksum(checkpoint))
             request = SaveRequest(options=options, kept_files=names_by_file(checkpoint))
-        request = with_tensors(request, checkpoint, weights_only=is_file)
+        of_model = _folder_of_model(checkpoint, config)
+        request = with_tensors(request, checkpoint, None if is_file and config is None else of_model)
         if floating is not None:
             request = with_dtype(request, floating, checkpoint.directory)
         if beside is not None:
             request = replace(request, companion_files=beside(checkpoint), replaces_readme=overwrite)
-        elif not is_in_place and not is_file:
-            request = _with_companion_files(request, checkpoint.folder, target, follow_links=follow_links)
+        elif not is_in_place and (not is_file or config is not None):
+            request = _with_companion_files(request, checkpoint, of_model, dst, follow_links=follow_links)
+            companions = request.companion_files
+            reject_companion_conflicts(companions, dst, target.folder().existing(companions.keys()))
         was_compared = is_compared(checkpoint)
         if not was_compared:
             logger.info("'%s' has no checksums: only its structure was checked.", checkpoint.weights_path)
@@ -155,11 +162,26 @@ def reshard_source(
     )
 
 
+def _folder_of_model(checkpoint: OpenCheckpoint, config: str | None) -> Folder:
+    """Return the folder with the config and the companion files."""
+    if config is not None:
+        if not os.path.isfile(os.path.join(config, CONFIG_NAME)):
+            raise InvalidArgumentError(
+                f"There is no '{CONFIG_NAME}' in '{config}'. Pass the directory that the model was trained from, or "
+                "leave out --config to write the weights alone.",
+                path=config,
+            )
+        return LocalFolder(config)
+    return checkpoint.folder if checkpoint.foreign is None else LocalFolder(folder_of_model(checkpoint.directory))
+
+
 def _with_companion_files(
-    request: SaveRequest, folder: Folder, target: SavePlace, *, follow_links: bool
+    request: SaveRequest, checkpoint: OpenCheckpoint, folder: Folder, address: str, *, follow_links: bool
 ) -> SaveRequest:
-    """Add the checkpoint's companion files, which the target must not have with other contents."""
+    """Add the files of a folder that go along with a checkpoint to the place of this address."""
     companions = folder.companions(request.small_files.keys())
+    if checkpoint.foreign is not None:
+        companions = {name: file for name, file in companions.items() if not is_of_run(name)}
     if folder.traits.is_directory and not follow_links:
         reject_links_to_outside(folder.path, [*request.small_files, *companions], _LINKS)
     if companions.pop(SIGNATURE_NAME, None) is not None:
@@ -167,10 +189,25 @@ def _with_companion_files(
             "The signature of '%s' is not copied: it does not cover the new files. To sign them, run: hfshard sign "
             "%s --private-key KEY",
             folder.path,
-            target.address,
+            address,
         )
-    reject_companion_conflicts(companions, target.address, target.folder().existing(companions))
     return replace(request, companion_files=companions)
+
+
+def request_of_parts(
+    checkpoint: OpenCheckpoint, options: SaveOptions, address: str, *, follow_links: bool
+) -> SaveRequest:
+    """Return what a save of weights in parts writes, and the files that go along.
+
+    Args:
+        checkpoint: Open; it must stay open until it is saved.
+        options: How to save it.
+        address: The address of the target, for messages.
+        follow_links: As in `reshard_checkpoint`.
+    """
+    folder = _folder_of_model(checkpoint, None)
+    request = with_tensors(SaveRequest(options=options), checkpoint, folder)
+    return _with_companion_files(request, checkpoint, folder, address, follow_links=follow_links)
 
 
 def _without_own_files(
@@ -211,13 +248,13 @@ _OWN_KEYS: Final = frozenset({METADATA_KEY, COMPLEX_AS_REAL_KEY, "format"})
 _MetadataValue = TypeVar("_MetadataValue")
 
 
-def with_tensors(request: SaveRequest, checkpoint: OpenCheckpoint, *, weights_only: bool = False) -> SaveRequest:
+def with_tensors(request: SaveRequest, checkpoint: OpenCheckpoint, of_model: Folder | None) -> SaveRequest:
     """Return a request with everything that a checkpoint contains, unchanged.
 
     Args:
         request: Request with the options.
         checkpoint: Open; it must stay open until it is saved.
-        weights_only: Leave out the checkpoint's configs.
+        of_model: The folder with its configs; None: they are left out.
     """
     index = checkpoint.index
     tensors = raw_tensors(checkpoint)
@@ -225,7 +262,7 @@ def with_tensors(request: SaveRequest, checkpoint: OpenCheckpoint, *, weights_on
     file_metadata: dict[str, str] = {}
     for shard in checkpoint.shards.values():
         file_metadata = shard.header.metadata | file_metadata
-    metadata = _without(index.metadata, _OWN_KEYS if checkpoint.weights.kind == "single" else frozenset())
+    metadata = _without(index.metadata, frozenset() if checkpoint.weights.is_index else _OWN_KEYS)
     request = replace(
         request,
         tensors={name: value for name, value in tensors.items() if name not in tied_names},
@@ -234,8 +271,8 @@ def with_tensors(request: SaveRequest, checkpoint: OpenCheckpoint, *, weights_on
         options=replace(request.options, metadata=metadata),
         file_metadata=_without(file_metadata, _OWN_KEYS | tied_names.keys()),
         total_parameters=index.total_parameters,
-        config=None if weights_only else _config_without_override(checkpoint.folder),
-        model_files={} if weights_only else _model_files_of(checkpoint.folder),
+        config=None if of_model is None else _config_without_override(of_model),
+        model_files={} if of_model is None else _model_files_of(of_model),
     )
     if checkpoint.pickles or request.kept_files:
         return request
@@ -381,11 +418,17 @@ def _is_snapshot(directory: str) -> bool:
 
 
 def check_in_place(checkpoint: OpenCheckpoint, *, low_disk: bool) -> None:
-    """Reject converting pickles in place if that would replace other weights, or with low_disk.
+    """Reject converting pickles in place if that would replace other weights, or with low_disk; and rank files.
 
     Raises:
         InvalidArgumentError: The conversion is not allowed; the message says what to do instead.
     """
+    if checkpoint.foreign is not None:
+        raise InvalidArgumentError(
+            f"'{checkpoint.directory}' has the weights in parts ({checkpoint.foreign.table.framework}), which are not "
+            "replaced in place. Pass another directory.",
+            path=checkpoint.directory,
+        )
     if not checkpoint.pickles:
         return
     if low_disk:
@@ -419,6 +462,8 @@ def reject_signed(checkpoint: OpenCheckpoint) -> None:
 
 def sizes_of(checkpoint: OpenCheckpoint) -> dict[str, int]:
     """Return the sizes of the weights files: name -> bytes."""
+    if checkpoint.foreign is not None:
+        return dict(checkpoint.foreign.table.sizes)
     pickles = {name: file.identity[2] for name, file in checkpoint.pickles.items()}
     return pickles | {name: shard.size for name, shard in checkpoint.shards.items()}
 

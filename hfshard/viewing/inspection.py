@@ -16,10 +16,12 @@ from hfshard.checkpoint.open_checkpoint import OpenCheckpoint
 from hfshard.commit.hub_marker import split_address
 from hfshard.constants import SIGNATURE_NAME
 from hfshard.errors import AmbiguousWeightsError, CheckpointNotFoundError, InvalidArgumentError
+from hfshard.foreign.foreign_shard import ForeignShard
 from hfshard.format.index import FileDigest
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.places.place import place_to_load, place_to_save
 from hfshard.places.source import CheckpointSource, open_source, open_source_by_ranges
+from hfshard.shards.shard import SafetensorsShard
 from hfshard.tensors.stored_tensor import stored_dtype_name
 from hfshard.training.run.find_checkpoint import checkpoint_of_step, open_run
 from hfshard.training.run.manifest import CHECKPOINT
@@ -66,10 +68,15 @@ def _inspected(viewed: ViewedCheckpoint, typed: str) -> Inspection:
         metadata=dict(checkpoint.index.metadata),
         is_verifiable=checkpoint.index.is_verifiable,
         signature=SIGNATURE_NAME if checkpoint.folder.has(SIGNATURE_NAME) else None,
+        framework=None if checkpoint.foreign is None else checkpoint.foreign.table.framework,
     )
 
 
 def _files(checkpoint: OpenCheckpoint) -> list[FileEntry]:
+    if checkpoint.foreign is not None:
+        counts = Counter(tensor.file for tensor in _tensors(checkpoint))
+        sizes = checkpoint.foreign.table.sizes
+        return [FileEntry(name, nbytes, counts[name], FileDigest()) for name, nbytes in sizes.items()]
     counts = Counter(checkpoint.index.weight_map.values())
     digests = checkpoint.index.files
     configs = [name for name in digests if name not in checkpoint.shards]
@@ -83,7 +90,7 @@ def _files(checkpoint: OpenCheckpoint) -> list[FileEntry]:
 
 def _tensors(checkpoint: OpenCheckpoint) -> list[TensorEntry]:
     entries = [
-        TensorEntry(info.name, info.dtype, info.shape, info.nbytes, file)
+        TensorEntry(info.name, info.dtype, info.shape, info.nbytes, _file_of(shard, info.name, file))
         for file, shard in checkpoint.shards.items()
         for info in shard.header.tensors.values()
     ]
@@ -92,6 +99,14 @@ def _tensors(checkpoint: OpenCheckpoint) -> list[TensorEntry]:
             dtype = stored_dtype_name(tensor.dtype) or str(tensor.dtype).removeprefix("torch.")
             entries.append(TensorEntry(name, dtype, tuple(tensor.shape), tensor.nbytes, file))
     return entries
+
+
+def _file_of(shard: SafetensorsShard, name: str, file: str) -> str:
+    """Return the file with a tensor; of one in parts, that of its first byte."""
+    if not isinstance(shard, ForeignShard):
+        return file
+    runs = shard.table.tensors[name].runs
+    return runs[0].file if runs else next(iter(shard.table.sizes), file)
 
 
 # Opening a checkpoint for viewing from any place that hfshard can read: only headers are read, no tensors.

@@ -81,6 +81,8 @@ class Inspection:
     """Whether every file with tensors has a checksum."""
     signature: str | None
     """The name of the signature file, which is not checked; None if there is none."""
+    framework: str | None = None
+    """The framework that saved the weights in parts, such as "DeepSpeed ZeRO-3, 4 ranks"; None for any other."""
 
     @property
     def weights_files(self) -> tuple[FileEntry, ...]:
@@ -129,6 +131,7 @@ class Inspection:
             "key": self.key,
             "is_verifiable": self.is_verifiable,
             "signature": self.signature,
+            "framework": self.framework,
             "total_size": self.nbytes,
             "total_parameters": self.parameters,
             "files": [

@@ -18,9 +18,20 @@ GENERATION = {"generation_config.json": b'{"max_length":7}'}
 
 def load_all() -> dict[str, Attack]:
     """Import every theme, which registers its attacks."""
-    from tests.attacks.kinds import configs, damage, headers, hfshard_metadata, hubcache, indexes, names, pickles, zips
+    from tests.attacks.kinds import (
+        configs,
+        damage,
+        headers,
+        hfshard_metadata,
+        hubcache,
+        indexes,
+        names,
+        parts,
+        pickles,
+        zips,
+    )
 
-    assert all((configs, damage, headers, hfshard_metadata, hubcache, indexes, names, pickles, zips))
+    assert all((configs, damage, headers, hfshard_metadata, hubcache, indexes, names, parts, pickles, zips))
     return ATTACKS
 
 

@@ -89,6 +89,7 @@ def test_json_has_everything(example: Path, run: Run) -> None:
         "key": None,
         "is_verifiable": True,
         "signature": None,
+        "framework": None,
         "total_size": 460_108,
         "total_parameters": 115_051,
         "dtypes": [

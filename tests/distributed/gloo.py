@@ -42,7 +42,12 @@ def free_port() -> int:
 
 
 def run_ranks(
-    place: Path, world_size: int, work: Callable[..., object], *args: object, ports: Sequence[int] = ()
+    place: Path,
+    world_size: int,
+    work: Callable[..., object],
+    *args: object,
+    ports: Sequence[int] = (),
+    modules: Sequence[str] = (),
 ) -> list[processes.End]:
     """Call a function on so many ranks of a new group, and wait until all have ended.
 
@@ -52,23 +57,25 @@ def run_ranks(
         work: At the top of a module; called with the rank and the other arguments.
         args: To be pickled.
         ports: Of one element: that of the TCP store which rank 0 keeps; none: the store is a file.
+        modules: As for `processes.end_of`.
     """
     (place / "said").mkdir(parents=True, exist_ok=True)
     for path in (place / "store", *(place / "said").iterdir()):
         path.unlink(missing_ok=True)
 
     def run(rank: int) -> processes.End:
-        return processes.end_of(place / f"{rank}.txt", join_and_work, place, rank, world_size, tuple(ports), work, args)
+        order = (place, rank, world_size, tuple(ports), work, args)
+        return processes.end_of(place / f"{rank}.txt", join_and_work, *order, modules=modules)
 
     with ThreadPoolExecutor(world_size) as pool:
         return list(pool.map(run, range(world_size)))
 
 
 def check_ranks(
-    place: Path, world_size: int, work: Callable[..., object], *args: object, ports: Sequence[int] = ()
+    place: Path, world_size: int, work: Callable[..., object], *args: object, **options: Sequence[Any]
 ) -> None:
-    """Call a function on so many ranks, and fail with their words if one of them fails."""
-    ends = run_ranks(place, world_size, work, *args, ports=ports)
+    """Call a function on so many ranks, and fail with their words if one of them fails; options as for `run_ranks`."""
+    ends = run_ranks(place, world_size, work, *args, **options)
     assert [end.status for end in ends] == [0] * world_size, "\n".join(end.words for end in ends)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import zlib
 from collections import OrderedDict, deque
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,95 @@ def test_tensors_have_their_bytes_and_objects_their_meaning(is_zip: bool, tmp_pa
         assert [meaning(found[name]) for name in ("ordered", "queue", "dtype")] == [{"a": 1}, [1, 2], torch.int16]
         assert meaning(found["unknown"]) is OTHER
         assert f"{__name__}.Unknown" in file.names
+
+
+@pytest.mark.parametrize("is_zip", [True, False], ids=["zip", "older"])
+def test_bytes_of_tensors_are_found_and_not_read(is_zip: bool, tmp_path: Path) -> None:
+    weight = torch.arange(12.0)
+    value = {
+        "view": weight[2:8].view(2, 3),
+        "columns": weight.view(3, 4).T,
+        "one": weight.view(3, 4)[:, 1:2][1:2],
+        "none": torch.empty(0, 5),
+        "parameter": torch.nn.Parameter(weight[3:]),
+        "half": torch.arange(4).half(),
+        "other": Unknown(),
+    }
+    torch.save(value, tmp_path / "a.pt", _use_new_zipfile_serialization=is_zip)
+    raw = (tmp_path / "a.pt").read_bytes()
+
+    with described_file(str(tmp_path / "a.pt"), str(tmp_path)) as file:
+        found = {name: file.find(one) for name, one in file.value.items()}
+
+    assert found["other"] is None
+    tensors = {name: one for name, one in found.items() if one is not None}
+    assert [name for name, one in tensors.items() if not one.is_contiguous] == ["columns"]
+    assert {name: one.shape for name, one in tensors.items()} == {
+        "view": (2, 3),
+        "columns": (4, 3),
+        "one": (1, 1),
+        "none": (0, 5),
+        "parameter": (9,),
+        "half": (4,),
+    }
+    first = tensors["view"]
+    assert raw[first.offset : first.offset + 24] == weight[2:8].numpy().tobytes()
+    assert [tensors[name].offset - first.offset for name in ("one", "parameter")] == [12, 4]
+    assert first.storage.size == 48
+    assert (first.storage.crc32 == zlib.crc32(weight.numpy().tobytes())) is is_zip
+    assert tensors["half"].dtype == torch.float16
+
+
+def test_dtypes_without_a_storage_of_their_own(tmp_path: Path) -> None:
+    torch.save([torch.arange(3).to(torch.float8_e4m3fn), torch.arange(3).to(torch.uint16)], tmp_path / "a.pt")
+
+    with described_file(str(tmp_path / "a.pt"), str(tmp_path)) as file:
+        found = [file.find(one) for one in file.value]
+
+    assert [(one.dtype, one.shape, one.storage.size) for one in found if one is not None] == [
+        (torch.float8_e4m3fn, (3,), 3),
+        (torch.uint16, (3,), 6),
+    ]
+
+
+class Forged:
+    """Is saved as a call that rebuilds a tensor with other arguments."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        storage = torch.arange(4.0).untyped_storage()
+        typed = torch.storage.TypedStorage(wrap_storage=storage, dtype=torch.float32, _internal=True)
+        return torch._utils._rebuild_tensor_v2, (typed, *self.arguments)
+
+
+@pytest.mark.parametrize(
+    ("first", "size", "stride", "metadata"),
+    [
+        (1, (4,), (1,), None),
+        (0, (5,), (1,), None),
+        (0, (2, 3), (3, 1), None),
+        (-1, (2,), (1,), None),
+        (0, (-1,), (1,), None),
+        (0, (2,), (-1,), None),
+        (0, (2,), (1, 1), None),
+        (0, (2.0,), (1,), None),
+        (0, None, (1,), None),
+        (2**70, (1,), (1,), None),
+        (0, (2,), (1,), {"neg": True}),
+    ],
+)
+def test_tensor_that_is_not_in_its_storage_is_damaged(
+    first: int, size: Any, stride: Any, metadata: Any, tmp_path: Path
+) -> None:
+    last = [] if metadata is None else [metadata]
+    torch.save([Forged(first, size, stride, False, OrderedDict(), *last)], tmp_path / "a.pt")
+
+    with described_file(str(tmp_path / "a.pt"), str(tmp_path)) as file:
+        (forged,) = file.value
+        with pytest.raises(DamagedCheckpointError, match="describes a tensor that it does not contain"):
+            file.find(forged)
 
 
 def test_what_is_no_file_of_torch_save_is_damaged_or_unsafe(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import hfshard
+from tests.foreign.dcp_files import halves, save_dcp
 from tests.helpers import processes
 from tests.helpers.memory import MIB, peak_during
 
@@ -19,6 +20,8 @@ TOTAL_MIB = 128
 """More than the limit, so that a re-shard which held them all would be found."""
 LIMIT_MIB = 80
 """What a re-shard may take, whatever the sizes."""
+LIMIT_OF_PARTS_MIB = 160
+"""The same for weights in parts of ranks, which are read ahead by several threads; 70 were measured."""
 TENSORS = 8
 
 
@@ -40,6 +43,8 @@ def measure(kind: str, total_mib: int, folder: str) -> None:
     if kind == "bin":
         os.mkdir(source)
         torch.save(state_dict, os.path.join(source, "pytorch_model.bin"))
+    elif kind == "dcp":
+        save_dcp(Path(source), state_dict, {name: halves(one.shape, 1) for name, one in state_dict.items()})
     else:
         hfshard.save_state_dict(state_dict, source, max_shard_size=total_mib * MIB // 4)
     del state_dict
@@ -52,7 +57,7 @@ def measure(kind: str, total_mib: int, folder: str) -> None:
     print(json.dumps({"extra": extra} | {name: after[name] - before[name] for name in after}))
 
 
-@pytest.mark.parametrize("kind", ["elsewhere", "in_place", "low_disk", "cast", "bin"])
+@pytest.mark.parametrize("kind", ["elsewhere", "in_place", "low_disk", "cast", "bin", "dcp"])
 def test_a_reshard_takes_at_most_80_mib_and_one_pass(
     kind: str, tmp_path: Path, child_environment: dict[str, str]
 ) -> None:
@@ -63,7 +68,7 @@ def test_a_reshard_takes_at_most_80_mib_and_one_pass(
     assert child.returncode == 0, complaints
     print(f"\n{TOTAL_MIB} MiB, {kind}: {said}")
     found = json.loads(said)
-    assert found["extra"] <= LIMIT_MIB * MIB
+    assert found["extra"] <= (LIMIT_OF_PARTS_MIB if kind == "dcp" else LIMIT_MIB) * MIB
     passes = 2 if kind == "bin" else 1  # a pickle is compared with its checksums before anything is written
     assert 0.99 * passes * TOTAL_MIB * MIB <= found["read"] <= 1.02 * passes * TOTAL_MIB * MIB
     assert found["written"] <= 1.02 * TOTAL_MIB * MIB / (2 if kind == "cast" else 1)

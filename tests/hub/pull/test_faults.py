@@ -323,9 +323,8 @@ def test_parts_of_ranks_are_not_called_no_weights(
     assert outcome.error == "CheckpointNotFoundError"
     place = f"{repo}/{subfolder}" if subfolder else repo
     assert outcome.message.startswith(
-        f"'{place}' contains a model that DeepSpeed saved in parts for each rank in 'global_step9', but hfshard "
-        "cannot read these yet. Download it to a directory DIR. Merge them with DeepSpeed's script: "
-        "python -m deepspeed.utils.zero_to_fp32 DIR OUT (it unpickles"
+        f"'{place}' contains a model that DeepSpeed saved in parts for each rank in 'global_step9'. Download it to a "
+        "directory DIR. To load the weights, pass 'DIR/global_step9'"
     )
 
 

@@ -149,6 +149,5 @@ def test_parts_of_ranks_in_a_store_are_not_called_no_weights(verb: Callable[[str
 
     assert str(caught.value).startswith(
         f"'{store_address}' contains tensors that torch.distributed.checkpoint (DCP) saved in parts in "
-        "'pytorch_model_fsdp_0', but hfshard cannot read these yet. Download it to a directory DIR. Merge them with "
-        "Accelerate: accelerate merge-weights DIR/pytorch_model_fsdp_0 OUT (it unpickles"
+        "'pytorch_model_fsdp_0'. Download it to a directory DIR. To load the weights, pass 'DIR/pytorch_model_fsdp_0'"
     )

@@ -1,0 +1,1 @@
+"""Other frameworks' checkpoint directories as tables of byte runs, read from their metadata alone."""

@@ -1,0 +1,188 @@
+"""Tensors that another framework has cut into pieces: which bytes of which files they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from types import MappingProxyType
+from typing import Final
+
+import numpy as np
+import torch
+
+from hfshard.errors import DamagedCheckpointError, UnsafePathError
+from hfshard.format.file_names import is_safe_file_name
+
+_WINDOW_BYTES: Final = 4 << 20
+"""Bytes of a tensor whose rows are compared at once: at most 4 Mi rows, of one byte each."""
+
+
+@dataclass(frozen=True, slots=True)
+class ByteRun:
+    """Bytes of a tensor that are in one piece in a file.
+
+    In the tensor, too, they are in one piece, or in rows of `size` bytes at equal distances: the part of a rank that
+    has some columns of a matrix.
+    """
+
+    file: str
+    """Name relative to the directory, separated by "/"."""
+    offset: int
+    """Position in the file, in bytes."""
+    size: int
+    """Bytes of a row."""
+    start: int
+    """Position of the first row in the tensor's bytes, row-major."""
+    rows: int = 1
+    """Number of rows; in the file, one follows the other."""
+    stride: int = 0
+    """Bytes from the start of a row to that of the next one in the tensor; at least `size` if there are several."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return self.size * self.rows
+
+    @property
+    def end(self) -> int:
+        """Position in the tensor's bytes after the last row."""
+        return self.start + (self.rows - 1) * self.stride + self.size
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignTensor:
+    """A tensor as runs of bytes, little-endian and row-major."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    runs: tuple[ByteRun, ...]
+    """Sorted by `start`; they cover each byte exactly once, which `ForeignTable` checks. None of them is empty."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRecord:
+    """Bytes of a file whose CRC-32 the file itself has, as each record of a zip does."""
+
+    file: str
+    offset: int
+    size: int
+    crc32: int
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignTable:
+    """All weights and buffers in a directory of another framework.
+
+    Raises:
+        UnsafePathError: A file's name leads out of the directory.
+        DamagedCheckpointError: The runs of a tensor don't cover each of its bytes exactly once, or are not in their
+            files, or an alias has no tensor.
+    """
+
+    directory: str
+    """Path of the directory, for messages."""
+    framework: str
+    """Name and kind, such as "DeepSpeed ZeRO-3, 4 ranks"."""
+    tensors: Mapping[str, ForeignTensor]
+    """Name in the model -> tensor."""
+    sizes: Mapping[str, int]
+    """File -> its bytes; of at least all files that have bytes of tensors."""
+    aliases: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    """Tied name -> name of the tensor with the data."""
+    records: tuple[StoredRecord, ...] = ()
+    """Records of the files that can be compared with a checksum."""
+
+    def __post_init__(self) -> None:
+        """Check the table."""
+        taken = dict.fromkeys(sorted({run.file for tensor in self.tensors.values() for run in tensor.runs}), 0)
+        for file in taken:
+            if not is_safe_file_name(file):
+                raise UnsafePathError(
+                    f"The {self.framework} checkpoint in '{self.directory}' names the file {file!r:.200}, which is "
+                    "outside of it. Do not load it unless you know its origin.",
+                    path=self.directory,
+                    actual=file,
+                )
+            if file not in self.sizes:
+                raise self._damaged(f"its file '{file}' is missing", f"Copy '{file}' there: it may be on another disk")
+        for name in [*self.tensors, *self.aliases]:
+            if not name.isprintable() or name in ("", "__metadata__"):
+                raise self._damaged(f"it has a tensor of the name {name!r:.200}")
+        for name, tensor in self.tensors.items():
+            if (problem := _problem_of(tensor, self.sizes)) is not None:
+                raise self._damaged(f"tensor '{name}' of shape {list(tensor.shape)} {problem}", fqn=name)
+            for run in tensor.runs:
+                taken[run.file] += run.nbytes
+        for file, nbytes in taken.items():
+            if nbytes > self.sizes[file]:
+                raise self._damaged(f"'{file}' has {self.sizes[file]:,} bytes, but {nbytes:,} of tensors")
+        for name, tensor in self.tensors.items():
+            if any(run.rows > 1 for run in tensor.runs) and not _covers(tensor):
+                raise self._damaged(f"pieces of tensor '{name}' overlap", fqn=name)
+        for alias, name in self.aliases.items():
+            if name not in self.tensors or alias in self.tensors:
+                raise self._damaged(f"it ties '{alias}' to '{name}', which is not one of its tensors", fqn=alias)
+
+    @property
+    def is_verifiable(self) -> bool:
+        """True if the records have the bytes of all tensors, so that each can be compared with a checksum."""
+        nbytes = sum(tensor.nbytes for tensor in self.tensors.values())
+        return sum(record.size for record in self.records) >= nbytes
+
+    def _damaged(
+        self, problem: str, hint: str = "Copy it again from where it was saved", fqn: str | None = None
+    ) -> DamagedCheckpointError:
+        return DamagedCheckpointError(
+            f"The {self.framework} checkpoint in '{self.directory}' is damaged: {problem}. {hint}.",
+            path=self.directory,
+            fqn=fqn,
+        )
+
+
+def _problem_of(tensor: ForeignTensor, sizes: Mapping[str, int]) -> str | None:
+    """Describe what is wrong with a tensor's runs, other than overlaps of rows; None if nothing is."""
+    if any(number < 0 for number in tensor.shape):
+        return "has a negative size"
+    nbytes = tensor.nbytes
+    at = 0
+    for run in tensor.runs:
+        if min(run.offset, run.start, run.stride) < 0 or run.size < 1 or run.rows < 1:
+            return "has a piece of negative size or offset"
+        if run.offset + run.nbytes > sizes[run.file]:
+            return f"ends at byte {run.offset + run.nbytes:,} of '{run.file}', which has {sizes[run.file]:,}"
+        if run.start < at or run.end > nbytes or (run.rows > 1 and run.stride < run.size):
+            return "has pieces that overlap, or are out of its bounds or order"
+        at = run.start if run.rows > 1 else run.end
+    found = sum(run.nbytes for run in tensor.runs)
+    return None if found == nbytes else f"has {found:,} of its {nbytes:,} bytes"
+
+
+def _covers(tensor: ForeignTensor) -> bool:
+    """Return whether the rows of all runs cover each byte exactly once."""
+    for begin in range(0, tensor.nbytes, _WINDOW_BYTES):
+        end = min(begin + _WINDOW_BYTES, tensor.nbytes)
+        pieces = [_rows_in(run, begin, end) for run in tensor.runs if run.start < end and run.end > begin]
+        if not pieces:
+            return False
+        starts = np.sort(np.concatenate([first for first, _ in pieces]))
+        ends = np.sort(np.concatenate([last for _, last in pieces]))
+        if starts[0] != begin or ends[-1] != end or (starts[1:] != ends[:-1]).any():
+            return False
+    return True
+
+
+def _rows_in(run: ByteRun, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the starts and the ends of a run's rows in a window of the tensor, cut at its bounds."""
+    first, last = 0, run.rows
+    if run.rows > 1:
+        first = max(0, (begin - run.start - run.size) // run.stride)
+        last = min(run.rows, (end - run.start) // run.stride + 1)
+    starts = run.start + np.arange(first, last, dtype=np.int64) * run.stride
+    starts = starts[(starts < end) & (starts + run.size > begin)]
+    return np.maximum(starts, begin), np.minimum(starts + run.size, end)

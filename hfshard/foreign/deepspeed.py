@@ -1,0 +1,637 @@
+"""DeepSpeed's checkpoints as tables of byte runs: ZeRO 1, 2, 3, universal ones, pipelines, and ones without ZeRO.
+
+How parameters are cut, as seen in files of DeepSpeed 0.19.8 and read in its sources:
+
+- ZeRO 1 and 2 put a group's parameters end to end, each with a gap after it that a file may name, and pad the end to a
+  multiple of twice the ranks (older versions: of the ranks). Each rank has an equal partition, which is saved with or
+  without the padding at the end.
+- ZeRO 3 pads each parameter to a multiple of the ranks and cuts it there; a rank's parts are end to end, over all of
+  its sub-groups.
+- With round_robin_gradients, ZeRO 1 and 2 reorder the parameters of a group. The model's file has that order, but
+  `param_slice_mappings` has the other one (a fault of DeepSpeed 0.19.8), and `ds_to_universal` cuts by it.
+- A universal checkpoint has a folder for each trained parameter. What it has there besides them was converted to
+  float32, also integers, so buffers and frozen parameters come from the model's file.
+- In a pipeline, each stage is what a rank is without one, and the names of layer 2 begin with "2.".
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
+from math import prod
+from typing import Final, TypeVar
+
+import torch
+
+from hfshard._util.text import count_of, shorten_list
+from hfshard.disk.safe_open import read_small
+from hfshard.errors import (
+    AmbiguousWeightsError,
+    CheckpointNotFoundError,
+    InvalidArgumentError,
+    MissingShardError,
+    UnsafePathError,
+)
+from hfshard.foreign.byte_runs import ByteRun, ForeignTable, ForeignTensor
+from hfshard.foreign.deepspeed_files import ModelStates, OptimizerStates, Piece, Shapes, StateFiles, damaged
+from hfshard.format.file_names import is_safe_file_name
+
+Rank = TypeVar("Rank", int, int | None)
+
+_MODEL: Final = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{1,6})_model_states\.pt")
+_OPTIMIZER: Final = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,6})_optim_states\.pt")
+_LAYER: Final = re.compile(r"layer_(\d{1,6})(?:-model_(\d{1,6}))?-model_states\.pt")
+_EXPERT: Final = re.compile(r"(?:(?:layer_\d+_)?expert|expp_rank)_\d+_mp_rank_\d+_(?:model|optim)_states\.pt")
+_FILES: Final = (_MODEL, _OPTIMIZER, _LAYER, _EXPERT)
+
+_UNIVERSAL: Final = "zero"
+"""Folder with a universal checkpoint's parameters."""
+_MASTER: Final = "fp32.pt"
+_LATEST: Final = ("latest", "latest_universal")
+"""Files that name the newest tag."""
+_LATEST_BYTES: Final = 4096
+_ON_NVME: Final = "offloaded_tensors"
+"""Folder with copies of an optimizer's swap files."""
+_ROUND_ROBIN: Final = "round_robin_gradients"
+"""Setting with which ranks reduce gradients in turn."""
+_TIED: Final = "tied_modules."
+"""Prefix of a pipeline's parameters that several layers share."""
+_ALIGNMENT: Final = 2
+"""A group of ZeRO 1 and 2 is padded to a multiple of this per rank."""
+_SHOWN: Final = 8
+"""The most names in a message."""
+
+
+def read_deepspeed(directory: str, *, masters: bool = True) -> ForeignTable:
+    """Read where the weights and buffers of a DeepSpeed checkpoint are; of them, no byte is read.
+
+    Args:
+        directory: The folder of a tag, or the one above it.
+        masters: Return the float32 masters, where there are any. False: the weights as they were trained, which ZeRO-3
+            does not save, so that it returns the masters.
+
+    Raises:
+        CheckpointNotFoundError: There are no files of DeepSpeed.
+        AmbiguousWeightsError: There are several tags, and none is the latest.
+        InvalidArgumentError: The parts cannot be joined: experts, tensor parallel slices, and others, by name.
+        MissingShardError: A rank's file is missing.
+        DamagedCheckpointError: The files don't fit together, or are not as DeepSpeed writes them.
+        UnsafePickleError, UnsafePathError: A file names what no checkpoint needs, or leads out of the directory.
+    """
+    tag = find_tag(directory)
+    if tag is None:
+        raise CheckpointNotFoundError(
+            f"'{directory}' has no files of DeepSpeed. Pass the directory with its folders of tags, such as "
+            "global_step1000, or one of these folders.",
+            path=directory,
+        )
+    return _Reader(directory, tag, masters).read()
+
+
+def find_tag(directory: str) -> str | None:
+    """Find the folder with a DeepSpeed checkpoint's files.
+
+    Returns:
+        Its name; "" for the directory itself; None if there are no such files.
+
+    Raises:
+        AmbiguousWeightsError: There are several, and none is the latest.
+        CheckpointNotFoundError: The latest one is missing, but others exist.
+        UnsafePathError: The file `latest` names something other than a folder in the directory.
+    """
+    if _has_states(directory):
+        return ""
+    try:
+        folders = sorted(entry.name for entry in os.scandir(directory) if entry.is_dir())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    tags = [name for name in folders if _has_states(os.path.join(directory, name))]
+    if not tags:
+        return None
+    for name in _LATEST:
+        path = os.path.join(directory, name)
+        if not os.path.lexists(path):
+            continue
+        raw, _ = read_small(path, directory, _LATEST_BYTES)
+        latest = raw.decode("utf-8", "replace").strip()
+        if "/" in latest or not is_safe_file_name(latest):
+            raise UnsafePathError(
+                f"'{path}' names {latest!r:.200}, which is not a folder in '{directory}'. Pass the folder of a tag: "
+                f"{_paths(directory, tags)}.",
+                path=path,
+                actual=latest,
+            )
+        if latest in tags:
+            return latest
+        raise CheckpointNotFoundError(
+            f"'{path}' names '{latest}', but '{directory}' has no such DeepSpeed checkpoint. Copy it there, or pass "
+            f"another one: {_paths(directory, tags)}.",
+            path=path,
+        )
+    if len(tags) > 1:
+        raise AmbiguousWeightsError(
+            f"'{directory}' has {len(tags)} DeepSpeed checkpoints, and no file 'latest' that names one of them. Pass "
+            f"one: {_paths(directory, tags)}.",
+            path=directory,
+        )
+    return tags[0]
+
+
+def _has_states(folder: str) -> bool:
+    """Return whether files of DeepSpeed are directly in a folder."""
+    try:
+        return any(pattern.fullmatch(name) for name in os.listdir(folder) for pattern in _FILES)
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return False
+
+
+def _paths(directory: str, names: Sequence[str]) -> str:
+    return shorten_list([os.path.join(directory, name) for name in names], _SHOWN, quote=True)
+
+
+class _Reader:
+    """Reader of the files of one tag."""
+
+    def __init__(self, directory: str, tag: str, masters: bool) -> None:
+        """List the files.
+
+        Raises:
+            InvalidArgumentError: Some have what cannot be read.
+            DamagedCheckpointError: There are two of one rank.
+        """
+        self.directory = directory
+        self.tag = tag
+        self.folder = os.path.join(directory, tag) if tag else directory
+        self.masters = masters
+        self.files = StateFiles(directory)
+        names = sorted(os.listdir(self.folder))
+        self.models: dict[int, dict[int | None, str]] = {}
+        """Model-parallel rank -> its files; None in place of a rank: the complete weights."""
+        self.optimizers: dict[int, dict[int, str]] = {}
+        self.layers: dict[int, str] = {}
+        self.tensors: dict[str, ForeignTensor] = {}
+        self.aliases: dict[str, str] = {}
+        self.kind = "without ZeRO"
+        self.version: tuple[str, str] | None = None
+        """A file, and the version of DeepSpeed that wrote it."""
+        if any(map(_EXPERT.fullmatch, names)):
+            raise self._unreadable("experts in parts, a file for each")
+        for name in names:
+            if (found := _LAYER.fullmatch(name)) is not None:
+                if int(found[2] or 0) > 0:
+                    raise self._tensor_parallel("several")
+                self._add(self.layers, int(found[1]), name)
+            elif (found := _MODEL.fullmatch(name)) is not None:
+                rank = None if found[1] is None else int(found[1])
+                self._add(self.models.setdefault(int(found[2]), {}), rank, name)
+            elif (found := _OPTIMIZER.fullmatch(name)) is not None:
+                self._add(self.optimizers.setdefault(int(found[2]), {}), int(found[1]), name)
+        self.is_universal = not self.optimizers and os.path.isdir(os.path.join(self.folder, _UNIVERSAL))
+
+    def _add(self, found: dict[Rank, str], key: Rank, name: str) -> None:
+        if key in found:
+            raise damaged(self.folder, f"'{found[key]}' and '{name}' are two files of one rank, left by different runs")
+        found[key] = name
+
+    def read(self) -> ForeignTable:
+        """Read all files, check that they fit together, and return the table."""
+        states = {rank: self._read_models(files) for rank, files in sorted(self.models.items())}
+        self._check_stages(states)
+        for rank, models in states.items():
+            self._add_stage(rank, models)
+        self._add_layers()
+        return ForeignTable(
+            directory=self.directory,
+            framework=f"DeepSpeed {self.kind}" + (f", {len(states)} pipeline stages" if len(states) > 1 else ""),
+            tensors=self.tensors,
+            sizes=self.files.sizes,
+            aliases=self.aliases,
+            records=self.files.records,
+        )
+
+    def _path(self, name: str) -> str:
+        return f"{self.tag}/{name}" if self.tag else name
+
+    def _read_models(self, files: Mapping[int | None, str]) -> list[ModelStates]:
+        """Read the model files of one pipeline stage, in the order of the ranks."""
+        if None in files and len(files) > 1:
+            shown = shorten_list(list(files.values()), _SHOWN, quote=True)
+            raise damaged(self.folder, f"it has files of two runs, with ZeRO-3 and without it: {shown}")
+        ranks = sorted((rank, name) for rank, name in files.items() if rank is not None)
+        names = [name for _, name in ranks] or list(files.values())
+        states = [self.files.read_model(self._path(name)) for name in names]
+        if ranks:
+            self._check_ranks(dict(ranks), self._count_of_ranks(states), "model")
+        for one in states:
+            self._check_version(one)
+            if one.groups != states[0].groups or one.frozen_shapes != states[0].frozen_shapes:
+                raise damaged(self.folder, f"'{one.file}' and '{states[0].file}' have parameters of different shapes")
+        return states
+
+    def _count_of_ranks(self, states: Sequence[ModelStates]) -> int:
+        """Return the number of ranks of ZeRO-3, which the model files do not state: that of the optimizer files."""
+        files = self.optimizers.get(0)
+        if not files:
+            return len(states)
+        return max(self.files.read_optimizer(self._path(files[min(files)])).counts, default=0)
+
+    def _check_stages(self, states: Mapping[int, Sequence[ModelStates]]) -> None:
+        """Check that all pipeline stages are there, and that no tensor is split between model-parallel ranks."""
+        if not states:
+            if self.optimizers or self.is_universal:
+                raise self._missing("mp_rank_00_model_states.pt", "file of the weights")
+            return
+        first = states[min(states)][0]
+        parallel = max(first.model_ranks or 1, max(states) + 1)
+        is_split = first.tensor_ranks > 1
+        is_split |= first.weights is not None and parallel > 1  # a pipeline's are in files of layers
+        if is_split and not self.is_universal:
+            raise self._tensor_parallel(str(max(first.tensor_ranks, parallel)))
+        if first.weights is None and not self.layers and not self.is_universal:
+            raise self._missing("layer_00-model_states.pt", "files of the pipeline's layers")
+        for rank in chain(range(parallel), self.optimizers):
+            if rank not in states:
+                raise self._missing(f"mp_rank_{rank:02d}_model_states.pt", f"file of pipeline stage {rank}")
+
+    def _add_stage(self, rank: int, models: Sequence[ModelStates]) -> None:
+        """Add the tensors of one pipeline stage, or of the complete model."""
+        first = models[0]
+        is_partitioned = None not in self.models[rank]
+        self._check_settings(first, is_partitioned)
+        trained = self._trained(rank, models, is_partitioned)
+        frozen = _frozen(self.folder, models) if is_partitioned else {}
+        weights = first.weights or {}
+        added = {}
+        aliases = dict(first.shared) or ({} if is_partitioned else _tied(weights))
+        for name in dict.fromkeys(chain(weights, trained, frozen)):
+            if name in trained:
+                added[name] = trained[name]
+            elif name in frozen:
+                added[name] = frozen[name]
+            elif not _is_alias(name, aliases, weights, is_partitioned):
+                added[name] = self._weight(name, weights[name], first, is_partitioned)
+        for name, tensor in added.items():
+            present = self.tensors.setdefault(name, tensor)  # stages train what they share alike
+            if present.shape != tensor.shape:
+                raise damaged(self.folder, f"pipeline stages have different shapes of parameter '{name}'", name)
+        self.aliases |= {alias: name for alias, name in aliases.items() if alias not in added and name in added}
+
+    def _weight(self, name: str, piece: Piece, models: ModelStates, is_partitioned: bool) -> ForeignTensor:
+        """Return a tensor that one file has complete."""
+        if is_partitioned and piece.tensor.shape == (0,) and name not in models.buffers:
+            raise damaged(self.folder, f"no file has the values of parameter '{name}'", name)
+        return piece.complete()
+
+    def _trained(self, rank: int, models: Sequence[ModelStates], is_partitioned: bool) -> Mapping[str, ForeignTensor]:
+        """Return the masters of one pipeline stage; nothing if there are none, or they are not wanted."""
+        first = models[0]
+        groups = first.groups
+        if groups is None:
+            return {}
+        if self.is_universal:
+            self.kind = "universal checkpoint"
+        elif not is_partitioned:
+            self.kind = "ZeRO without masters"
+        if not self.masters and not is_partitioned and (first.weights is not None or self.layers):
+            return {}
+        is_reordered = bool(first.settings.get(_ROUND_ROBIN)) and not is_partitioned
+        if self.is_universal:
+            if is_reordered:
+                raise damaged(
+                    self.folder,
+                    f"DeepSpeed's ds_to_universal takes wrong values of runs with {_ROUND_ROBIN}, such as this one",
+                    hint="Load the save that was converted; it has the right ones.",
+                )
+            if len(self.models) > 1 and not set(first.weights or {}) <= {*chain(*groups), *first.shared}:
+                raise self._tensor_parallel(str(len(self.models)))
+            return {name: self._universal(name, shape, first) for shapes in groups for name, shape in shapes.items()}
+        if rank not in self.optimizers:
+            if is_partitioned or self.optimizers:
+                raise self._missing(f"zero_pp_rank_0_mp_rank_{rank:02d}_optim_states.pt", "file of rank 0's masters")
+            return {}
+        partitions = self._partitions(rank)
+        if is_reordered:
+            partitions = [replace(one, slices=()) for one in partitions]
+        if is_partitioned != (partitions[0].stage == 3):
+            raise damaged(self.folder, "its model files and optimizer files are of different stages of ZeRO")
+        stage = partitions[0].stage
+        self.kind = f"{'BF16_Optimizer' if stage is None else f'ZeRO-{stage}'}, {count_of(len(partitions), 'rank')}"
+        if is_partitioned:
+            return _join_parameters(self.folder, groups, partitions)
+        if len(partitions[0].masters) != len(groups) or len(partitions[0].counts) != len(groups):
+            raise damaged(self.folder, f"'{partitions[0].file}' has other groups than '{first.file}'")
+        found: dict[str, ForeignTensor] = {}
+        for number, shapes in enumerate(groups):
+            found |= _join_group(self.folder, number, shapes, partitions)
+        for name, tensor in found.items():
+            weight = (first.weights or {}).get(name)
+            if weight is not None and weight.tensor.shape != tensor.shape:
+                raise damaged(self.folder, f"'{first.file}' has two shapes of parameter '{name}'", name)
+        return found
+
+    def _partitions(self, rank: int) -> list[OptimizerStates]:
+        """Read the optimizer files of one pipeline stage, in the order of the ranks."""
+        files = self.optimizers[rank]
+        found = {number: self.files.read_optimizer(self._path(name)) for number, name in sorted(files.items())}
+        first = found[min(found)]
+        if not first.counts:
+            raise damaged(self.folder, f"'{first.file}' has no groups")
+        count = max(first.counts)
+        if any(one.has_experts for one in found.values()) or min(first.counts) < count:
+            raise self._unreadable("experts in parts, whose groups have fewer ranks than the others")
+        for one in found.values():
+            self._check_version(one)
+            if max(one.counts, default=0) != count:
+                raise damaged(
+                    self.folder,
+                    f"'{first.file}' was saved by {count_of(count, 'rank')}, and '{one.file}' by "
+                    f"{max(one.counts, default=0)}: one of them is a leftover of another run",
+                    hint="Move it away.",
+                )
+            if one.stage != first.stage or one.counts != first.counts:
+                raise damaged(self.folder, f"'{one.file}' and '{first.file}' have different groups")
+            if len(one.masters) != len(first.masters):
+                raise damaged(self.folder, f"'{one.file}' and '{first.file}' have different numbers of groups")
+        self._check_ranks(files, count, "optimizer")
+        return list(found.values())
+
+    def _universal(self, name: str, shape: tuple[int, ...], models: ModelStates) -> ForeignTensor:
+        """Return a parameter of a universal checkpoint, which has a folder of its own."""
+        if not is_safe_file_name(name):
+            raise UnsafePathError(
+                f"'{models.file}' has a parameter {name!r:.200}, which would be a folder outside of '{self.folder}'. "
+                "Do not load it unless you know its origin.",
+                path=models.file,
+                actual=name,
+            )
+        piece, is_cut = self.files.read_universal(self._path(f"{_UNIVERSAL}/{name}/{_MASTER}"))
+        if piece.tensor.shape == (prod(shape),):  # as ZeRO-3's are converted
+            return replace(piece.complete(), shape=shape)
+        is_joined = len(self.models) > 1 and models.weights is not None
+        if piece.tensor.shape != shape and not is_cut and not is_joined:
+            raise damaged(self.folder, f"'{piece.file}' and '{models.file}' have different shapes", name)
+        return piece.complete()
+
+    def _add_layers(self) -> None:
+        """Add what the files of a pipeline's layers have besides the masters; all of it if there are none."""
+        tied: dict[str, dict[str, tuple[int, ...]]] = {}
+        for name, tensor in self.tensors.items():
+            if name.startswith(_TIED):
+                key, _, rest = name.removeprefix(_TIED).partition(".")
+                tied.setdefault(key, {})[rest] = tensor.shape
+        for number, file in sorted(self.layers.items()):
+            pieces = self.files.read_layer(self._path(file))
+            new = {name: piece for name, piece in pieces.items() if f"{number}.{name}" not in self.tensors}
+            shapes = {name: piece.tensor.shape for name, piece in pieces.items()}
+            keys = [key for key, parameters in tied.items() if shapes and parameters == shapes]
+            if len(keys) == 1 and len(new) == len(pieces):
+                self.aliases |= {f"{number}.{name}": f"{_TIED}{keys[0]}.{name}" for name in new}
+            else:
+                self.tensors |= {f"{number}.{name}": piece.complete() for name, piece in new.items()}
+
+    def _check_settings(self, models: ModelStates, is_partitioned: bool) -> None:
+        settings = models.settings
+        offload = settings.get("offload_optimizer")
+        is_on_nvme = isinstance(offload, dict) and offload.get("device") == "nvme"
+        parameters = settings.get("offload_param")
+        is_on_nvme |= isinstance(parameters, dict) and parameters.get("device") == "nvme"
+        if os.path.isdir(os.path.join(self.folder, _ON_NVME)) or (is_on_nvme and is_partitioned):
+            raise self._unreadable("weights or optimizer states on NVMe")
+        group = settings.get("mics_shard_size")
+        if is_partitioned and type(group) is int and group > 0:
+            raise self._unreadable(f"partitions within groups of {group} ranks (MiCS)")
+        if is_partitioned and settings.get("zero_quantized_nontrainable_weights") and models.frozen_shapes:
+            raise self._unreadable("quantized frozen weights (ZeRO++)")
+
+    def _check_version(self, states: ModelStates | OptimizerStates) -> None:
+        if states.version is None:
+            return
+        if self.version is None:
+            self.version = states.file, states.version
+        file, version = self.version
+        if states.version != version:
+            raise damaged(
+                self.folder,
+                f"'{file}' was written by DeepSpeed {version}, and '{states.file}' by {states.version}: one of them is "
+                "a leftover of another run",
+                hint="Move it away.",
+            )
+
+    def _check_ranks(self, files: Mapping[int, str], count: int, what: str) -> None:
+        """Check that there is a file of each rank, and no other."""
+        more = [name for rank, name in sorted(files.items()) if rank >= count]
+        if more:
+            raise damaged(
+                self.folder,
+                f"it was saved by {count_of(count, 'rank')}, but has {shorten_list(more, _SHOWN, quote=True)}, too: "
+                "leftovers of a larger run",
+                hint="Move them away.",
+            )
+        for rank in range(count):
+            if rank not in files:
+                present = shorten_list([str(one) for one in sorted(files)], _SHOWN)
+                name = files[min(files)].replace(f"_pp_rank_{min(files)}_", f"_pp_rank_{rank}_")
+                raise MissingShardError(
+                    f"'{self.folder}' has the {what} files of ranks {present} of {count}: that of rank {rank} "
+                    f"('{name}') is missing. Copy it there: every rank's disk may have its own.",
+                    path=os.path.join(self.folder, name),
+                )
+
+    def _missing(self, name: str, what: str) -> MissingShardError:
+        return MissingShardError(
+            f"'{self.folder}' lacks the {what} ('{name}'). Copy it there: every rank's disk may have its own.",
+            path=os.path.join(self.folder, name),
+        )
+
+    def _tensor_parallel(self, count: str) -> InvalidArgumentError:
+        return self._unreadable(f"tensor parallel slices ({count}) without a rule how to join them")
+
+    def _unreadable(self, what: str) -> InvalidArgumentError:
+        return InvalidArgumentError(
+            f"'{self.folder}' has {what}, which hfshard cannot read. Nothing was loaded. Convert it with DeepSpeed's "
+            "ds_to_universal and load its output; or load it with DeepSpeed, and save the weights there.",
+            path=self.folder,
+        )
+
+
+# Partitions: tensors that are end to end in the files of several ranks.
+
+
+class _Flat:
+    """Tensors end to end as one, of which ranges are taken."""
+
+    def __init__(self, pieces: Iterable[tuple[int, Piece]]) -> None:
+        """Place the tensors.
+
+        Args:
+            pieces: Position of the first element -> tensor; sorted.
+        """
+        self._pieces = list(pieces)
+        self._begins = [begin for begin, _ in self._pieces]
+
+    def runs(self, begin: int, count: int, start: int) -> Iterator[ByteRun]:
+        """Return a range of elements as runs; fewer where there is a hole.
+
+        Args:
+            begin: Position of the first element.
+            count: Number of elements.
+            start: Byte in the complete tensor where they begin.
+        """
+        at = max(bisect_right(self._begins, begin) - 1, 0)
+        end = begin + count
+        for number in range(at, len(self._pieces)):
+            first, piece = self._pieces[number]
+            if first >= end:
+                return
+            low = max(begin, first)
+            high = min(end, first + piece.tensor.numel)
+            if low < high:
+                itemsize = piece.tensor.dtype.itemsize
+                yield piece.run(low - first, high - low, start + (low - begin) * itemsize)
+
+
+def _join_group(
+    folder: str, number: int, shapes: Shapes, partitions: Sequence[OptimizerStates]
+) -> dict[str, ForeignTensor]:
+    """Join a group's parameters under ZeRO 1 and 2: they are end to end, and cut into equal partitions."""
+    gaps = _gaps(folder, number, len(shapes), partitions)
+    pieces = [one.masters[number] for one in partitions]
+    dtype = _common_dtype(folder, pieces)
+    begins = {}
+    total = 0
+    for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
+        begins[name] = total
+        total += prod(shape) + gap
+    size = _partition_size(folder, total, pieces)
+    flat = _Flat((rank * size, piece) for rank, piece in enumerate(pieces))
+    for rank, one in enumerate(partitions):
+        for name, (count, start) in (one.slices[number] if number < len(one.slices) else {}).items():
+            begin = begins.get(name, -1)
+            low = max(begin, rank * size)
+            expected = min(begin + prod(shapes.get(name, ())), (rank + 1) * size) - low
+            if begin < 0 or (count, start) != (expected, low - rank * size):
+                raise damaged(folder, f"'{one.file}' has parameter '{name}' in another place than its shape says", name)
+    return {
+        name: ForeignTensor(dtype, shape, tuple(flat.runs(begins[name], prod(shape), 0)))
+        for name, shape in shapes.items()
+    }
+
+
+def _gaps(folder: str, number: int, count: int, partitions: Sequence[OptimizerStates]) -> list[int]:
+    """Return the elements of padding after each parameter of a group of ZeRO 1 and 2, which all ranks must have."""
+    found = [0] * count
+    for one in partitions:
+        gaps = found if one.gaps is None else next(iter(one.gaps[number : number + 1]), None)
+        if not isinstance(gaps, list) or len(gaps) != count or any(type(gap) is not int or gap < 0 for gap in gaps):
+            raise damaged(folder, f"'{one.file}' has other paddings than one for each parameter of a group")
+        if one is partitions[0]:
+            found = gaps
+        if gaps != found:
+            raise damaged(folder, f"'{one.file}' and '{partitions[0].file}' have different paddings")
+    return found
+
+
+def _partition_size(folder: str, total: int, pieces: Sequence[Piece]) -> int:
+    """Find how many elements of a group each rank has, padding included.
+
+    Args:
+        folder: For the message.
+        total: Elements of the group, without the padding at its end.
+        pieces: The ranks' partitions, each with its padding or without.
+    """
+    ranks = len(pieces)
+    sizes = [piece.tensor.numel for piece in pieces]
+    for alignment in (_ALIGNMENT * ranks, ranks):
+        size = -(-total // alignment) * alignment // ranks
+        if all(min(max(total - rank * size, 0), size) <= found <= size for rank, found in enumerate(sizes)):
+            return size
+    shown = shorten_list([str(size) for size in sizes], _SHOWN)
+    raise damaged(folder, f"'{pieces[0].file}' and its peers have {shown} elements of a group of {total}")
+
+
+def _join_parameters(
+    folder: str, groups: Sequence[Shapes], partitions: Sequence[OptimizerStates]
+) -> dict[str, ForeignTensor]:
+    """Join parameters under ZeRO 3: each is cut into equal parts, and a rank's parts are end to end."""
+    ranks = len(partitions)
+    dtype = _common_dtype(folder, [piece for one in partitions for piece in one.masters])
+    expected = sum(-(-prod(shape) // ranks) for shapes in groups for shape in shapes.values())
+    flats = []
+    for one in partitions:
+        begins = _running_sums(piece.tensor.numel for piece in one.masters)
+        if begins[-1] != expected:
+            raise damaged(folder, f"'{one.file}' has {begins[-1]} elements of parameters that need {expected}")
+        flats.append(_Flat(zip(begins, one.masters, strict=False)))
+    found = {}
+    at = 0
+    for name, shape in chain.from_iterable(shapes.items() for shapes in groups):
+        part = -(-prod(shape) // ranks)
+        runs: list[ByteRun] = []
+        for rank, flat in enumerate(flats):
+            count = min(part, max(prod(shape) - rank * part, 0))
+            runs += flat.runs(at, count, rank * part * dtype.itemsize)
+        found[name] = ForeignTensor(dtype, shape, tuple(runs))
+        at += part
+    return found
+
+
+def _frozen(folder: str, models: Sequence[ModelStates]) -> dict[str, ForeignTensor]:
+    """Join frozen parameters under ZeRO 3, which are cut like trained ones, but are tensors of their own."""
+    found = {}
+    for name, shape in models[0].frozen_shapes.items():
+        part = -(-prod(shape) // len(models))
+        pieces = []
+        for one in models:
+            piece = one.frozen.get(name)
+            if piece is None or piece.tensor.numel != part:
+                raise damaged(folder, f"'{one.file}' lacks its part of the frozen parameter '{name}'", name)
+            pieces.append(piece)
+        dtype = _common_dtype(folder, pieces, is_flat=False)
+        flat = _Flat((rank * part, piece) for rank, piece in enumerate(pieces))
+        found[name] = ForeignTensor(dtype, shape, tuple(flat.runs(0, prod(shape), 0)))
+    return found
+
+
+def _is_alias(name: str, aliases: Mapping[str, str], weights: Mapping[str, Piece], is_partitioned: bool) -> bool:
+    """Return whether a name has no data of its own; DeepSpeed takes all tensors without elements for tied.
+
+    The parameter with the data may be left out, if it is frozen. Then a file with complete weights has them here.
+    """
+    if name not in aliases or is_partitioned:
+        return name in aliases
+    target = weights.get(aliases[name])
+    return target is not None and target.tensor.shape == weights[name].tensor.shape and target.tensor.numel > 0
+
+
+def _tied(weights: Mapping[str, Piece]) -> dict[str, str]:
+    """Find names of one file that share their bytes: name -> the first one with them."""
+    first: dict[tuple[object, ...], str] = {}
+    found = {}
+    for name, piece in weights.items():
+        place = (piece.tensor.offset, piece.tensor.dtype, piece.tensor.shape)
+        if piece.tensor.numel and first.setdefault(place, name) != name:
+            found[name] = first[place]
+    return found
+
+
+def _common_dtype(folder: str, pieces: Collection[Piece], *, is_flat: bool = True) -> torch.dtype:
+    """Return the dtype of tensors that are parts of one."""
+    dtypes = {piece.tensor.dtype for piece in pieces}
+    if len(dtypes) > 1:
+        raise damaged(folder, f"the ranks have parts of different dtypes: {sorted(map(str, dtypes))}")
+    if not dtypes:
+        raise damaged(folder, "it has no groups of parameters")
+    if is_flat and any(len(piece.tensor.shape) != 1 for piece in pieces):
+        raise damaged(folder, "a group of parameters is not flat")
+    return dtypes.pop()
+
+
+def _running_sums(numbers: Iterable[int]) -> list[int]:
+    sums = [0]
+    for number in numbers:
+        sums.append(sums[-1] + number)
+    return sums

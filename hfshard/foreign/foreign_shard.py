@@ -1,0 +1,271 @@
+"""All weights of another framework's directory, read as if they were one safetensors file.
+
+The file has a header, built from the table, and then the tensors one after the other; it is on no disk. A range of it
+is read from the runs of its tensors. So everything that reads a remote safetensors file by ranges reads other
+frameworks' directories, too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from bisect import bisect_right
+from collections.abc import Mapping
+from functools import partial
+from hashlib import sha256
+from itertools import accumulate
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+
+from hfshard._util.progress import ProgressCallback
+from hfshard.constants import COPY_BYTES
+from hfshard.disk.safe_open import Identity, identity_of, open_regular
+from hfshard.errors import CheckpointChangedError, DamagedCheckpointError, IntegrityError, UnstorableTensorError
+from hfshard.foreign.byte_runs import ByteRun, ForeignTable, StoredRecord
+from hfshard.format.header import build_header
+from hfshard.shards.ranged_shard import RangedShard
+from hfshard.shards.shard_file import PooledFile, open_or_evict
+from hfshard.shards.write_shards import COMPLEX_AS_REAL_KEY
+from hfshard.tensors.stored_tensor import COMPLEX_AS_REAL_DTYPES, stored_dtype_name, stored_shape
+
+_NAME: Final = "model.safetensors"
+"""Name of the file that is on no disk."""
+
+
+class _VirtualFile(NamedTuple):
+    """The file, as `RangedShard` knows it."""
+
+    name: str
+    size: int
+    etag: str
+
+
+class ForeignShard(RangedShard):
+    """The weights of a table, as a safetensors file that is read by ranges.
+
+    Attributes:
+        table: The table.
+    """
+
+    def __init__(self, table: ForeignTable) -> None:
+        """Build the header.
+
+        Args:
+            table: Its tensors are in the file in this order.
+
+        Raises:
+            UnstorableTensorError: A safetensors file cannot have one of its dtypes, or so many tensors.
+            MissingShardError, UnsafePathError, DamagedCheckpointError: A file cannot be opened, or has another size.
+        """
+        self.table = table
+        self._runs = _RunReader(table)
+        super().__init__(self._runs, self._runs.entry, table.directory)
+
+    @property
+    def is_networked(self) -> bool:
+        """Return False: an extra read costs no more than reading a gap."""
+        return False
+
+    def close(self) -> None:
+        """Close the files."""
+        super().close()
+        self._runs.close()
+
+    def is_current(self) -> bool:
+        """Return whether all files are those that were opened."""
+        return self._runs.is_current()
+
+    def check_records(self, progress_callback: ProgressCallback | None = None) -> int:
+        """Compare the records of the files with the checksums that the files have for them.
+
+        Args:
+            progress_callback: Called with the bytes that were compared.
+
+        Returns:
+            The number of bytes that were compared.
+
+        Raises:
+            DamagedCheckpointError: The files have no checksums for all of their tensors.
+            IntegrityError: A record differs.
+        """
+        if not self.table.is_verifiable:
+            raise DamagedCheckpointError(
+                f"'{self.path}' cannot be verified in full: its files have no checksums of all tensors. Load it with "
+                "verify='structure', or convert it once: hfshard convert.",
+                path=self.path,
+            )
+        for record in self.table.records:
+            self._runs.check(record, progress_callback)
+        return sum(record.size for record in self.table.records)
+
+
+class _RunReader:
+    """The bytes of the file: those of its header in memory, and those of its tensors in the directory's files."""
+
+    def __init__(self, table: ForeignTable) -> None:
+        self._table = table
+        self._header = _header_of(table)
+        self._names = list(table.tensors)
+        sizes = [tensor.nbytes for tensor in table.tensors.values()]
+        self._starts = [*accumulate(sizes, initial=len(self._header))]
+        self._identities: dict[str, Identity] = {}
+        self._files: dict[str, PooledFile] = {}
+        try:
+            for file, size in table.sizes.items():
+                self._open(file, size)
+        except BaseException:
+            self.close()
+            raise
+        identities = sorted((file, *identity[2:]) for file, identity in self._identities.items())
+        digest = sha256(self._header)
+        digest.update(repr(identities).encode())
+        self.entry = _VirtualFile(_NAME, len(self._header) + sum(sizes), digest.hexdigest())
+
+    def list_objects(self, folder: str = "") -> Mapping[str, Any]:
+        """List the file."""
+        return {} if folder else {_NAME: self.entry}
+
+    def folders(self, folder: str = "") -> list[str]:
+        """Return none."""
+        return []
+
+    def close(self) -> None:
+        """Close the files."""
+        for held in self._files.values():
+            held.close()
+
+    def is_current(self) -> bool:
+        """Return whether all files are those that were opened."""
+        try:
+            return all(
+                identity_of(os.stat(self._path(file))) == identity for file, identity in self._identities.items()
+            )
+        except OSError:
+            return False
+
+    def read_into(self, found: Any, begin: int, target: memoryview) -> None:
+        """Fill memory with bytes of the file."""
+        known = self._header[begin : begin + len(target)]
+        target[: len(known)] = known
+        at = len(known)
+        number = bisect_right(self._starts, begin + at) - 1
+        while at < len(target):
+            tensor = self._table.tensors[self._names[number]]
+            first = begin + at - self._starts[number]
+            count = min(tensor.nbytes - first, len(target) - at)
+            window = target[at : at + count]
+            for run in tensor.runs:
+                if run.start < first + count and run.end > first:
+                    self._read_run(run, first, window)
+            at += count
+            number += 1
+
+    def check(self, record: StoredRecord, progress_callback: ProgressCallback | None) -> None:
+        """Compare a record with its checksum."""
+        room = memoryview(bytearray(min(COPY_BYTES, record.size)))
+        found = 0
+        for at in range(0, record.size, len(room) or 1):
+            block = room[: record.size - at]
+            self._read(record.file, record.offset + at, block)
+            found = zlib.crc32(block, found)
+            if progress_callback is not None:
+                progress_callback(len(block))
+        if found != record.crc32:
+            path = self._path(record.file)
+            raise IntegrityError(
+                f"'{path}' is damaged: {record.size:,} bytes from {record.offset:,} on have the CRC-32 {found:08x}, "
+                f"but had {record.crc32:08x} when they were saved. Copy it again from where it was saved.",
+                path=path,
+                expected=record.crc32,
+                actual=found,
+            )
+
+    def _read_run(self, run: ByteRun, first: int, window: memoryview) -> None:
+        """Read the bytes of a run that are in a window of its tensor, which begins at byte `first`."""
+        end = first + len(window)
+        if run.rows == 1:
+            begin = max(run.start, first)
+            stop = min(run.start + run.size, end)
+            self._read(run.file, run.offset + begin - run.start, window[begin - first : stop - first])
+            return
+        row = max(0, -(-(first - run.start - run.size + 1) // run.stride))
+        last = min(run.rows, -(-(end - run.start) // run.stride))
+        while row < last:
+            start = run.start + row * run.stride
+            begin, stop = max(start, first), min(start + run.size, end)
+            whole = min(last, (end - run.start - run.size) // run.stride + 1) - row if begin == start else 0
+            if whole > 1:
+                self._read_rows(run, row, whole, window[start - first :])
+                row += whole
+            else:
+                offset = run.offset + row * run.size + begin - start
+                self._read(run.file, offset, window[begin - first : stop - first])
+                row += 1
+
+    def _read_rows(self, run: ByteRun, row: int, count: int, into: memoryview) -> None:
+        """Read complete rows at once, and place them in memory that begins with the first one."""
+        raw = memoryview(bytearray(count * run.size))
+        self._read(run.file, run.offset + row * run.size, raw)
+        rows = np.frombuffer(raw, np.uint8).reshape(count, run.size)
+        spread = np.frombuffer(into, np.uint8)
+        np.lib.stride_tricks.as_strided(spread, rows.shape, (run.stride, 1), writeable=True)[:] = rows
+
+    def _read(self, file: str, begin: int, target: memoryview) -> None:
+        with self._files[file].opened() as fd:
+            while target:
+                count = os.preadv(fd, [target], begin)
+                if count == 0:
+                    raise self._changed(file)
+                target = target[count:]
+                begin += count
+
+    def _open(self, file: str, size: int) -> None:
+        open_file = partial(open_regular, self._path(file), self._table.directory)
+        fd = open_or_evict(open_file)
+        self._identities[file] = identity_of(os.fstat(fd))
+        self._files[file] = PooledFile(fd, partial(self._open_again, file))
+        if self._identities[file][2] != size:
+            raise self._changed(file)
+
+    def _open_again(self, file: str) -> int:
+        fd = open_regular(self._path(file), self._table.directory)
+        if identity_of(os.fstat(fd)) != self._identities[file]:
+            os.close(fd)
+            raise self._changed(file)
+        return fd
+
+    def _path(self, file: str) -> str:
+        return os.path.join(self._table.directory, file)
+
+    def _changed(self, file: str) -> CheckpointChangedError:
+        path = self._path(file)
+        return CheckpointChangedError(
+            f"'{path}' was replaced or truncated while its checkpoint was being read. Retry when no save is running.",
+            path=path,
+        )
+
+
+def _header_of(table: ForeignTable) -> bytes:
+    """Build the header, with the tied names as other programs record them."""
+    entries = []
+    complex_names = []
+    for name, tensor in table.tensors.items():
+        dtype = stored_dtype_name(tensor.dtype)
+        if dtype is None:
+            raise UnstorableTensorError(
+                f"Tensor '{name}' of '{table.directory}' is {tensor.dtype}, which the safetensors format does not "
+                "have. Save it as another dtype in the program that wrote it.",
+                path=table.directory,
+                fqn=name,
+            )
+        described = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        entries.append((name, dtype, stored_shape(described), tensor.nbytes))
+        if tensor.dtype in COMPLEX_AS_REAL_DTYPES:
+            complex_names.append(name)
+    metadata = dict(table.aliases)
+    if complex_names:
+        metadata[COMPLEX_AS_REAL_KEY] = json.dumps(complex_names, ensure_ascii=False)
+    return build_header(entries, metadata)

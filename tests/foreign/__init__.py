@@ -1,0 +1,1 @@
+"""Checkpoints of other frameworks, read as tables of byte runs."""

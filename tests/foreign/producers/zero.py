@@ -1,0 +1,123 @@
+"""DeepSpeed's checkpoints: ZeRO's stages and universal ones."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.foreign.producers.models import BATCH, build, losses, optimizer_of
+from tests.foreign.producers.truth import checkpoint_of, write_truth
+
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}},
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 4}},
+}
+
+
+def save_zero(
+    rank: int,
+    place: Path,
+    model_name: str,
+    stage: int,
+    precision: str,
+    options: Mapping[str, Any],
+    tag: str | None = None,
+) -> None:
+    """Train under ZeRO and save.
+
+    Args:
+        rank, place: This rank, and where to save.
+        model_name: One of `models.MODELS`.
+        stage: 0 to 3.
+        precision: One of `PRECISIONS`.
+        options: More of DeepSpeed's "zero_optimization".
+        tag: The user's name of the save; None: DeepSpeed's own.
+    """
+    engine = _train(rank, build(model_name), stage, precision, options)
+    engine.save_checkpoint(str(checkpoint_of(place)), tag=tag)
+    _write_truth(rank, place, engine)
+
+
+def save_universal(rank: int, place: Path, model_name: str, stage: int, precision: str, injects: bool) -> None:
+    """Train under ZeRO, save, and convert the save to a universal one, in the same directory.
+
+    Args:
+        rank, place, model_name, stage, precision: See `save_zero`.
+        injects: Whether the conversion adds what it misses in saves of transformers' and Accelerate's users; False: the
+            program has saved it.
+    """
+    from deepspeed.checkpoint import ds_to_universal
+
+    engine = _train(rank, build(model_name), stage, precision, {})
+    saved = place / "saved"
+    state = {} if injects else {"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}}
+    engine.save_checkpoint(str(saved), tag="step", client_state=state)
+    _write_truth(rank, place, engine)
+    if rank == 0:
+        order = Namespace(
+            input_folder=str(saved / "step"), output_folder=str(checkpoint_of(place) / "step"), num_extract_workers=1,
+            num_merge_workers=1, keep_temp_folder=False, strict=True, inject_missing_state=injects,
+        )  # fmt: skip
+        ds_to_universal.main(order)
+
+
+def config_of(stage: int, precision: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Build DeepSpeed's config for a small batch and torch's own optimizers."""
+    return {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": stage, **options},
+        **PRECISIONS[precision],
+    }
+
+
+def _train(rank: int, model: nn.Module, stage: int, precision: str, options: Mapping[str, Any]) -> Any:
+    import deepspeed
+
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+    settings = config_of(stage, precision, options)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer_of(model), config=settings)
+    for loss in losses(engine, seed=rank):
+        engine.backward(loss)
+        engine.step()
+    assert engine.skipped_steps == 0
+    return engine
+
+
+def _write_truth(rank: int, place: Path, engine: Any) -> None:
+    """Write the float32 masters where there are any, and the rest as it is on rank 0."""
+    from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    reordered = _reordered_masters(engine) if engine.zero_round_robin_gradients() else {}
+    tensors = dict(engine.module.state_dict())
+    for name, parameter in engine.module.named_parameters(remove_duplicate=False):
+        master = reordered.get(id(parameter))
+        if master is None and parameter.requires_grad:
+            master = safe_get_full_fp32_param(parameter)
+        with GatheredParameters([parameter]):
+            value = parameter.detach().clone()
+        tensors[name] = value if master is None else master.view(value.shape)
+        assert tensors[name].to(value.dtype).equal(value), name
+    if rank == 0:
+        write_truth(place, tensors)
+
+
+def _reordered_masters(engine: Any) -> dict[int, torch.Tensor]:
+    """Cut the masters by the order of the partitions; DeepSpeed's own function cuts them by that of the model."""
+    found = {}
+    optimizer = engine.optimizer
+    for group, partition in zip(optimizer.round_robin_bit16_groups, optimizer.single_partition_of_fp32_groups):
+        parts: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(parts, partition.detach())
+        flat = torch.cat(parts)
+        for parameter in group:
+            found[id(parameter)], flat = flat.split([parameter.numel(), flat.numel() - parameter.numel()])
+    return found

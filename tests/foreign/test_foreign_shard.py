@@ -1,0 +1,155 @@
+"""A table reads like one safetensors file, whatever its runs are."""
+
+from __future__ import annotations
+
+import os
+import random
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from hfshard.errors import CheckpointChangedError, DamagedCheckpointError, IntegrityError, UnstorableTensorError
+from hfshard.foreign.byte_runs import ByteRun, ForeignTable, ForeignTensor, StoredRecord
+from hfshard.foreign.foreign_shard import ForeignShard
+from hfshard.shards.ranged_shard import read_full_tensors
+
+ROWS, COLUMNS = 60, 40
+
+
+@pytest.fixture
+def parts(tmp_path: Path) -> dict[str, torch.Tensor]:
+    """What is in the files of `table_in`: two halves of a matrix by columns, and a vector in two pieces."""
+    generator = torch.Generator().manual_seed(0)
+    matrix = torch.randn(ROWS, COLUMNS, generator=generator)
+    vector = torch.randint(0, 100, (50,), generator=generator)
+    left, right = matrix[:, :16].contiguous(), matrix[:, 16:].contiguous()
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "0").write_bytes(b"head" + left.numpy().tobytes() + vector[:20].numpy().tobytes())
+    (tmp_path / "r" / "1").write_bytes(right.numpy().tobytes() + vector[20:].numpy().tobytes() + b"tail")
+    return {"matrix": matrix, "vector": vector, "none": torch.empty(0, 3, dtype=torch.float16)}
+
+
+def table_in(directory: Path, records: tuple[StoredRecord, ...] = ()) -> ForeignTable:
+    row = 4 * COLUMNS
+    return ForeignTable(
+        directory=str(directory),
+        framework="X",
+        tensors={
+            "matrix": ForeignTensor(
+                torch.float32,
+                (ROWS, COLUMNS),
+                (ByteRun("r/0", 4, 64, 0, ROWS, row), ByteRun("r/1", 0, row - 64, 64, ROWS, row)),
+            ),
+            "vector": ForeignTensor(
+                torch.int64,
+                (50,),
+                (ByteRun("r/0", 4 + 64 * ROWS, 160, 0), ByteRun("r/1", (row - 64) * ROWS, 240, 160)),
+            ),
+            "none": ForeignTensor(torch.float16, (0, 3), ()),
+        },
+        sizes={name: (directory / name).stat().st_size for name in ("r/0", "r/1")},
+        aliases={"head": "matrix"},
+        records=records,
+    )
+
+
+def test_all_tensors_are_read(parts: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    shard = ForeignShard(table_in(tmp_path))
+
+    found = read_full_tensors([(shard, list(parts))], torch.device("cpu"))
+
+    assert all(torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype for name, tensor in parts.items())
+    assert dict(shard.hfshard_metadata.tied_names) == {"head": "matrix"}
+    assert shard.is_current()
+
+
+def test_any_range_of_the_file_is_read(parts: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    shard = ForeignShard(table_in(tmp_path))
+    whole = memoryview(bytearray(shard.size))
+    shard.read_into(0, whole)
+    assert bytes(whole[shard.header.data_start :]) == b"".join(one.numpy().tobytes() for one in parts.values())
+
+    for seed in range(300):
+        numbers = random.Random(seed)
+        begin = numbers.randrange(shard.header.data_start - 5, shard.size)
+        part = memoryview(bytearray(numbers.randrange(min(400, shard.size - begin) + 1)))
+        shard.read_into(begin, part)
+        assert part == whole[begin : begin + len(part)]
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_records_are_compared_with_their_checksums(
+    is_damaged: bool, parts: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    raws = {name: (tmp_path / name).read_bytes() for name in ("r/0", "r/1")}
+    records = tuple(StoredRecord(name, 0, len(raw), zlib.crc32(raw)) for name, raw in raws.items())
+    shard = ForeignShard(table_in(tmp_path, records))
+    counts: list[int] = []
+    if is_damaged:
+        with (tmp_path / "r" / "1").open("r+b") as file:
+            file.seek(99)
+            file.write(b"x")
+        with pytest.raises(IntegrityError, match="have the CRC-32"):
+            shard.check_records()
+        return
+
+    assert shard.check_records(counts.append) == sum(map(len, raws.values())) == sum(counts)
+
+
+def test_files_without_checksums_are_not_called_verified(parts: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    with pytest.raises(DamagedCheckpointError, match="cannot be verified in full"):
+        ForeignShard(table_in(tmp_path)).check_records()
+
+
+def test_a_file_that_is_replaced_is_noticed(parts: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    shard = ForeignShard(table_in(tmp_path))
+
+    (tmp_path / "new").write_bytes(b"x")
+    os.replace(tmp_path / "new", tmp_path / "r" / "1")
+
+    assert not shard.is_current()
+
+
+def test_a_file_that_is_truncated_is_noticed(tmp_path: Path) -> None:
+    (tmp_path / "0").write_bytes(bytes(100_000))
+    tensor = ForeignTensor(torch.uint8, (100_000,), (ByteRun("0", 0, 100_000, 0),))
+    table = ForeignTable(directory=str(tmp_path), framework="X", tensors={"w": tensor}, sizes={"0": 100_000})
+    shard = ForeignShard(table)
+
+    os.truncate(tmp_path / "0", 90_000)
+
+    with pytest.raises(CheckpointChangedError, match="was replaced or truncated"):
+        read_full_tensors([(shard, ["w"])], torch.device("cpu"))
+    with pytest.raises(CheckpointChangedError, match="was replaced or truncated"):
+        ForeignShard(table)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+def test_complex_numbers_are_read(tmp_path: Path) -> None:
+    tensors = {"c": torch.tensor([1 + 2j, 3 - 1j], dtype=torch.complex128), "b": torch.tensor([True, False])}
+    raw = b"".join(one.numpy().tobytes() for one in tensors.values())
+    (tmp_path / "0").write_bytes(raw)
+    table = ForeignTable(
+        directory=str(tmp_path),
+        framework="X",
+        tensors={
+            "c": ForeignTensor(torch.complex128, (2,), (ByteRun("0", 0, 32, 0),)),
+            "b": ForeignTensor(torch.bool, (2,), (ByteRun("0", 32, 2, 0),)),
+        },
+        sizes={"0": len(raw)},
+    )
+
+    found = read_full_tensors([(ForeignShard(table), list(tensors))], torch.device("cpu"))
+
+    assert all(torch.equal(found[name], one) and found[name].dtype == one.dtype for name, one in tensors.items())
+
+
+def test_a_dtype_that_the_format_lacks_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "0").write_bytes(b"12")
+    tensor = ForeignTensor(torch.quint8, (2,), (ByteRun("0", 0, 2, 0),))
+    table = ForeignTable(directory=str(tmp_path), framework="X", tensors={"q": tensor}, sizes={"0": 2})
+
+    with pytest.raises(UnstorableTensorError, match=r"is torch\.quint8, which the safetensors format does not have"):
+        ForeignShard(table)

@@ -1,0 +1,127 @@
+"""Checkpoints of real frameworks, loaded to the bit: each framework, stage, dtype, number of ranks, and nesting."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+import hfshard
+from hfshard.cli.main import main
+from tests.foreign.producers.cases import CASES, Case, made
+from tests.foreign.producers.models import build
+from tests.foreign.producers.truth import assert_same, checkpoint_of, read_truth
+
+BY_NAME = {case.name: case for case in CASES}
+ZERO = [case for case in CASES if case.producer == "zero:save_zero" and case.arguments["stage"] > 0]
+
+
+def place_of(case: Case, root: Path) -> Path:
+    """Return where a case's checkpoint and truth are."""
+    if find_spec(case.framework) is None:
+        pytest.skip(f"{case.framework} is not installed: pip install '.[test,frameworks]'")
+    return made(case, CASES, root)
+
+
+def parameters(cases: list[Case]) -> list[object]:
+    return [pytest.param(case, id=case.name, marks=[pytest.mark.slow] * case.is_slow) for case in cases]
+
+
+@pytest.mark.parametrize("case", parameters(list(CASES)))
+def test_state_dict_is_that_of_the_living_model(case: Case, produced: Path) -> None:
+    place = place_of(case, produced)
+
+    loaded = hfshard.load_state_dict(checkpoint_of(place))
+
+    assert_same(loaded, read_truth(place))
+
+
+@pytest.mark.parametrize("case", parameters(ZERO))
+def test_weights_are_those_of_deepspeeds_own_script(case: Case, produced: Path) -> None:
+    """Except for the script's mistakes: it loses all frozen weights of stage 1, and makes every buffer float32."""
+    place = place_of(case, produced)
+    script = importlib.import_module("deepspeed.utils.zero_to_fp32")
+    tag = case.arguments.get("tag")
+    expected = script.get_fp32_state_dict_from_zero_checkpoint(str(checkpoint_of(place)), tag)
+
+    loaded = hfshard.load_state_dict(checkpoint_of(place))
+
+    of_stage_1 = case.arguments["stage"] == 1
+    assert loaded.keys() - expected.keys() == {name for name in loaded if of_stage_1 and name.startswith("frozen.")}
+    assert expected.keys() <= loaded.keys()
+    for name, tensor in expected.items():
+        assert loaded[name].to(tensor.dtype).equal(tensor), name
+
+
+@pytest.mark.parametrize("case", parameters([case for case in CASES if case.producer == "dcp:save_model"]))
+def test_weights_are_those_of_torchs_own_conversion(case: Case, produced: Path, tmp_path: Path) -> None:
+    place = place_of(case, produced)
+    dcp_to_torch_save(checkpoint_of(place), tmp_path / "all.pt")
+    expected = torch.load(tmp_path / "all.pt", weights_only=False)
+    for key in {"model": ["model"], "nested": ["model"], "app": ["app", "model"]}.get(case.arguments["layout"], []):
+        expected = expected[key]
+
+    loaded = hfshard.load_state_dict(checkpoint_of(place))
+
+    assert_same(loaded, {name: expected[name] for name in loaded})
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "deepspeed-zero1-fp16-4-nasty",
+        "deepspeed-zero2-bf16-2-nasty",
+        "deepspeed-zero3-bf16-4-nasty",
+        "torch-fsdp2-app-4",
+        "torch-fsdp1-nested-4",
+        "accelerate-fsdp1-2",
+    ],
+)
+def test_a_model_is_filled_and_converted(name: str, produced: Path, tmp_path: Path) -> None:
+    place = place_of(BY_NAME[name], produced)
+    truth = read_truth(place)
+
+    model = hfshard.load_model(build("nasty"), checkpoint_of(place))
+    status = main(["convert", str(checkpoint_of(place)), str(tmp_path / "out"), "--max-shard-size", "400"])
+
+    assert status == 0
+    assert_same(hfshard.load_state_dict(tmp_path / "out", verify="full"), truth)
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
+    for fqn, tensor in model.state_dict().items():
+        assert tensor.equal(truth[fqn].to(tensor.dtype)), fqn
+
+
+def test_several_tags_are_named_unless_one_is_the_latest(produced: Path, tmp_path: Path) -> None:
+    place = place_of(BY_NAME["deepspeed-zero2-bf16-2-nasty"], produced)
+    checkpoint = checkpoint_of(place)
+    for tag in ("global_step2", "global_step4"):
+        shutil.copytree(checkpoint / "global_step2", tmp_path / tag)
+
+    with pytest.raises(hfshard.errors.AmbiguousWeightsError, match=r"'.*/global_step2', '.*/global_step4'"):
+        hfshard.load_state_dict(tmp_path)
+    assert_same(hfshard.load_state_dict(tmp_path / "global_step2"), read_truth(place))
+    (tmp_path / "latest").write_text("global_step4")
+    assert_same(hfshard.load_state_dict(tmp_path), read_truth(place))
+
+
+@pytest.mark.parametrize("name", ["deepspeed-zero1-fp16-4-nasty", "deepspeed-zero3-bf16-4-nasty"])
+def test_the_file_of_a_rank_that_is_missing_is_named(name: str, produced: Path, tmp_path: Path) -> None:
+    folder = checkpoint_of(place_of(BY_NAME[name], produced)) / "global_step2"
+    for path in folder.iterdir():
+        if "zero_pp_rank_2" not in path.name or "optim" not in path.name:
+            (tmp_path / path.name).hardlink_to(path)
+
+    with pytest.raises(hfshard.errors.MissingShardError, match="zero_pp_rank_2_mp_rank_00_optim_states"):
+        hfshard.load_state_dict(tmp_path)
+
+
+def test_tied_weights_are_one_tensor(produced: Path) -> None:
+    loaded = hfshard.load_state_dict(checkpoint_of(place_of(BY_NAME["deepspeed-zero3-bf16-4-nasty"], produced)))
+
+    assert loaded["head.weight"].data_ptr() == loaded["embed.weight"].data_ptr()
+    assert isinstance(loaded["head.weight"], torch.Tensor)
