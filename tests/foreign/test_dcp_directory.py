@@ -211,7 +211,11 @@ def place_of(metadata: Metadata, offsets: tuple[int, ...] = (0, 0)) -> Any:
 
 
 def set_place(**values: Any) -> Callable[[Metadata], object]:
-    return lambda metadata: [setattr(place_of(metadata), name, value) for name, value in values.items()]
+    def change(metadata: Metadata) -> None:
+        for name, value in values.items():
+            setattr(place_of(metadata), name, value)
+
+    return change
 
 
 def set_chunk(number: int, **values: Any) -> Callable[[Metadata], object]:
