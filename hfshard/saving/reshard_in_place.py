@@ -19,7 +19,7 @@ from hfshard.places.place import SavePlace
 from hfshard.saving.pipeline import index_of, plan_request, save_request, shard_metadata_bytes_of
 from hfshard.saving.save_request import SaveRequest
 from hfshard.shards.shard_plan import PlannedShard, ShardPlan, plan_specs
-from hfshard.shards.write_shards import WriteJob, file_order, shard_metadata, write_shards
+from hfshard.shards.write_shards import WriteJob, file_order, shard_metadata, write_shards, writer_threads
 from hfshard.tensors.stored_tensor import TensorSpec, tensor_specs
 
 
@@ -54,7 +54,11 @@ def reshard_in_place(
         request: A request with the checkpoint's tensors.
         place: The checkpoint's directory.
         check: Called when the directory is locked.
+
+    Raises:
+        InvalidArgumentError: A setting in the environment is invalid.
     """
+    writer_threads()  # raises before the directory is locked, also if no file is to be written
     plan = plan_request(request)
     aligned = aligned_plan(checkpoint, request, plan)
     if checkpoint.weights.kind != "index" or not plan.is_sharded or not aligned.is_sharded:

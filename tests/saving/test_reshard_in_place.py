@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import hfshard
-from hfshard.errors import IntegrityError
+from hfshard.errors import IntegrityError, InvalidArgumentError
 from tests.flows.test_whole_properties import SETTINGS
 from tests.helpers.random_state_dicts import assert_same, random_tensor
 
@@ -59,6 +59,17 @@ def test_files_are_merged_while_they_fit(tmp_path: Path) -> None:
     assert_holds(tmp_path, state_dict)
     assert weights_in(tmp_path) == sorted(layout(tmp_path))
     assert not (tmp_path / ".cache").exists()
+
+
+def test_an_invalid_setting_is_an_error_even_if_all_files_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hfshard.save_state_dict(tensors(3, 1000), tmp_path, max_shard_size=4096 + 1500)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    monkeypatch.setenv("HFSHARD_WRITERS", "0")
+
+    with pytest.raises(InvalidArgumentError, match="HFSHARD_WRITERS must be a positive number"):
+        hfshard.reshard_checkpoint(tmp_path, tmp_path, 4096 + 1500, low_disk=True)
+
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_a_file_is_split_and_others_stay(tmp_path: Path) -> None:
