@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 
 from hfshard._util.arguments import wraps_os_errors
 from hfshard.checkpoint.locate import locate_checkpoint
-from hfshard.disk.byte_source import ByteSource
 from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError
 from hfshard.format.file_names import WeightNames
 from hfshard.hub.push_files import (
@@ -157,13 +155,9 @@ def _push_parts(
     """Push what another framework saved in parts as the safetensors files of `hfshard convert`."""
     parts = CheckpointSource(source.address)
     if target.has_revisions:
-        from huggingface_hub.utils import filter_repo_objects  # imports huggingface_hub, which takes time
-
-        def select(files: Mapping[str, ByteSource]) -> dict[str, ByteSource]:
-            names = filter_repo_objects(files, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns)
-            return {name: files[name] for name in names}
-
-        return push_parts(parts, target.address, options, select)
+        return push_parts(
+            parts, target.address, options, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
+        )
     _reject_commits(options, target.address)
     below = place_to_save(f"{target.address}/{options.folder}".rstrip("/"), "repo_id")
     count_sent = below.count_sent({""})

@@ -15,7 +15,7 @@ from hfshard.commit.transaction import JobsOf, NewCheckpoint
 from hfshard.disk.byte_source import ByteSource, BytesSource, StreamSource, sha256_of_reader
 from hfshard.format.file_names import MODEL_BASE, WeightNames
 from hfshard.format.index import CheckpointIndex, FileDigest
-from hfshard.hub.push_files import PushOptions, PushRequest, push_files
+from hfshard.hub.push_files import PushOptions, PushRequest, push_files, select_names
 from hfshard.hub.repo import PushResult
 from hfshard.places.source import CheckpointSource, open_source
 from hfshard.saving.pipeline import Save
@@ -29,7 +29,9 @@ def push_parts(
     source: CheckpointSource,
     repo_id: str,
     options: PushOptions,
-    select: Callable[[Mapping[str, ByteSource]], Mapping[str, ByteSource]] = lambda files: files,
+    *,
+    allow_patterns: list[str] | str | None = None,
+    ignore_patterns: list[str] | str | None = None,
 ) -> PushResult:
     """Push the weights that another framework saved in parts, as the safetensors files of `hfshard convert`.
 
@@ -39,7 +41,7 @@ def push_parts(
         source: The directory.
         repo_id: "org/name", or the path of a directory hub.
         options: How to push.
-        select: Selects the companion files to push.
+        allow_patterns, ignore_patterns: Select the companion files to push.
 
     Raises:
         CheckpointChangedError: The files were replaced meanwhile; nothing was committed.
@@ -51,8 +53,9 @@ def push_parts(
         save = Save({MODEL_BASE: request})
 
         def push(contents: dict[str, ByteSource]) -> list[PushResult]:
-            files = {**contents, **select(request.companion_files)}
-            pushed = PushRequest(contents=files, variants=frozenset({None}), options=options)
+            selected = select_names(request.companion_files, allow_patterns, ignore_patterns)
+            companions = {name: file for name, file in request.companion_files.items() if name in selected}
+            pushed = PushRequest(contents={**contents, **companions}, variants=frozenset({None}), options=options)
             return [push_files(pushed, repo_id)]
 
         target = HubTransaction(save.new, push)
