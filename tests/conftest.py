@@ -185,6 +185,11 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     return result
 
 
+def pytest_unconfigure() -> None:
+    """Let pytest's last collection find what a file of tests left in use, and a later one let go without closing."""
+    gc.unfreeze()
+
+
 def _has_cuda() -> bool:
     import torch
 

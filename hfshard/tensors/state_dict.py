@@ -433,6 +433,8 @@ def _is_empty(value: Any) -> bool:
 
 def _partitioned_in_process() -> Iterator[tuple[str, torch.Tensor]]:
     """Yield each partitioned parameter of the process, by its name in the outermost module."""
+    if gc.get_freeze_count():
+        gc.unfreeze()  # what gc.freeze() has put aside is in no list: the empty tensors would be saved
     modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
     children = {id(child) for module in modules for child in (vars(module).get("_modules") or {}).values()}
     for module in modules:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -93,6 +94,25 @@ def test_a_state_dict_is_not_saved(name: str, tmp_path: Path) -> None:
     more = "1 more parameter" if name == "of a child" else "2 more parameters"
     assert model.first.weight.shape == (0,)
     assert f"Cannot save '{first}' and {more}: DeepSpeed ZeRO-3 has partitioned them" in str(caught.value)
+    assert files_in(tmp_path) == []
+
+
+@pytest.fixture
+def frozen() -> Iterator[Net]:
+    """A partitioned model in a process that froze its objects, as training loops do to spare collections."""
+    model = partitioned()
+    gc.freeze()
+    yield model
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("deepspeed")
+def test_a_state_dict_of_a_frozen_model_is_not_saved(frozen: Net, tmp_path: Path) -> None:
+    state_dict = {f"renamed.{name}": tensor.clone() for name, tensor in frozen.state_dict().items()}
+
+    with pytest.raises(UnstorableTensorError, match=r"Cannot save 'renamed\.first\.weight' and 2 more parameters"):
+        hfshard.save_state_dict(state_dict, tmp_path)
+
     assert files_in(tmp_path) == []
 
 
