@@ -177,7 +177,7 @@ def save_safetensors(rank: int, place: Path, ranks: int, is_consolidated: bool) 
     """
     model = _fsdp2(build("nasty"), ranks)
     train(model, optimizer_of(model))
-    state = cast("dict[str, torch.Tensor]", get_model_state_dict(model))
+    state: dict[str, Any] = dict(get_model_state_dict(model))
     path = checkpoint_of(place)
     del state["head.weight"]  # safetensors refuses tied names
     if is_consolidated:
