@@ -203,6 +203,8 @@ class _Reader:
         self._check_stages(states)
         for rank, models in states.items():
             self._add_stage(rank, models)
+        trained = chain.from_iterable(shapes for models in states.values() for shapes in models[0].groups or ())
+        self._check_layers(trained)
         self._add_layers()
         return ForeignTable(
             directory=self.directory,
@@ -376,6 +378,14 @@ class _Reader:
             raise damaged(self.folder, f"'{piece.file}' and '{models.file}' have different shapes", name)
         return piece.complete()
 
+    def _check_layers(self, trained: Iterable[str]) -> None:
+        """Check that each layer of a pipeline that has trained parameters has its file, which has its buffers."""
+        needed = {int(number) for name in trained if (number := name.partition(".")[0]).isdecimal()}
+        for number in sorted(needed - self.layers.keys() if self.layers else ()):
+            raise self._missing(
+                f"layer_{number:02d}-model_00-model_states.pt", f"file of the pipeline's layer {number}"
+            )
+
     def _add_layers(self) -> None:
         """Add what the files of a pipeline's layers have besides the masters; all of it if there are none."""
         tied: dict[str, dict[str, tuple[int, ...]]] = {}
@@ -383,15 +393,28 @@ class _Reader:
             if name.startswith(_TIED):
                 key, _, rest = name.removeprefix(_TIED).partition(".")
                 tied.setdefault(key, {})[rest] = tensor.shape
-        for number, file in sorted(self.layers.items()):
-            pieces = self.files.read_layer(self._path(file))
-            new = {name: piece for name, piece in pieces.items() if f"{number}.{name}" not in self.tensors}
-            shapes = {name: piece.tensor.shape for name, piece in pieces.items()}
-            keys = [key for key, parameters in tied.items() if shapes and parameters == shapes]
-            if len(keys) == 1 and len(new) == len(pieces):
-                self.aliases |= {f"{number}.{name}": f"{_TIED}{keys[0]}.{name}" for name in new}
-            else:
-                self.tensors |= {f"{number}.{name}": piece.complete() for name, piece in new.items()}
+        layers = {number: self.files.read_layer(self._path(file)) for number, file in sorted(self.layers.items())}
+        keys = {number: self._tied_key(number, pieces, tied) for number, pieces in layers.items()}
+        checksums = {
+            key: {_checksums(layers[number]) for number, found in keys.items() if found == key}
+            for key in set(keys.values())
+        }
+        for number, pieces in layers.items():
+            key = keys[number]
+            if key is not None and len(checksums[key]) == 1:  # others are equal in shape only, such as a frozen layer
+                self.aliases |= {f"{number}.{name}": f"{_TIED}{key}.{name}" for name in pieces}
+                continue
+            for name, piece in pieces.items():
+                self.tensors.setdefault(f"{number}.{name}", piece.complete())
+
+    def _tied_key(
+        self, number: int, pieces: Mapping[str, Piece], tied: Mapping[str, Mapping[str, tuple[int, ...]]]
+    ) -> str | None:
+        """Return the key of the only tied layer that has the shapes of a layer without masters of its own."""
+        shapes = {name: piece.tensor.shape for name, piece in pieces.items()}
+        found = [key for key, parameters in tied.items() if shapes and parameters == shapes]
+        is_new = all(f"{number}.{name}" not in self.tensors for name in pieces)
+        return found[0] if len(found) == 1 and is_new else None
 
     def _check_settings(self, models: ModelStates, is_partitioned: bool) -> None:
         settings = models.settings
@@ -616,6 +639,11 @@ def _tied(weights: Mapping[str, Piece]) -> dict[str, str]:
         if piece.tensor.numel and first.setdefault(place, name) != name:
             found[name] = first[place]
     return found
+
+
+def _checksums(pieces: Mapping[str, Piece]) -> tuple[tuple[str, int | None], ...]:
+    """Return the checksums of a layer's tensors."""
+    return tuple((name, piece.tensor.storage.crc32) for name, piece in sorted(pieces.items()))
 
 
 def _common_dtype(folder: str, pieces: Collection[Piece], *, is_flat: bool = True) -> torch.dtype:

@@ -469,6 +469,26 @@ class TestPipeline:
         assert table.aliases == {"0.weight": "tied_modules.words.weight"}
         assert table.framework == "DeepSpeed ZeRO-1, 2 ranks, 2 pipeline stages"
 
+    def test_a_frozen_layer_of_the_shape_of_a_tied_one_keeps_its_values(self, tmp_path: Path) -> None:
+        files = _pipeline(has_masters=True)
+        frozen = torch.full((3, 2), 7.0).bfloat16()
+        files["layer_04-model_00-model_states.pt"] = {"weight": frozen}
+        write(tmp_path, files)
+
+        found = values(read_deepspeed(str(tmp_path)))
+
+        assert found["4.weight"].equal(frozen)
+        assert found["0.weight"].equal(STAGES[0]["tied_modules.words.weight"].bfloat16())
+
+    def test_layers_that_are_tied_have_one_tensor(self, tmp_path: Path) -> None:
+        files = _pipeline(has_masters=True)
+        files["layer_03-model_00-model_states.pt"] = files["layer_00-model_00-model_states.pt"]
+        write(tmp_path, files)
+
+        table = read_deepspeed(str(tmp_path))
+
+        assert table.aliases == dict.fromkeys(("0.weight", "3.weight"), "tied_modules.words.weight")
+
     @pytest.mark.parametrize("has_masters", [False, True])
     def test_weights_as_trained(self, has_masters: bool, tmp_path: Path) -> None:
         write(tmp_path, _pipeline(has_masters=has_masters))
@@ -491,6 +511,11 @@ class TestPipeline:
                 _without(*(f"bf16_zero_pp_rank_{rank}_mp_rank_01_optim_states.pt" for rank in range(2))),
                 MissingShardError,
                 "lacks the file of rank 0's masters ('zero_pp_rank_0_mp_rank_01_optim_states.pt')",
+            ),
+            (
+                _without("layer_01-model_00-model_states.pt"),
+                MissingShardError,
+                "lacks the file of the pipeline's layer 1 ('layer_01-model_00-model_states.pt')",
             ),
             (
                 _copied("layer_01-model_00-model_states.pt", "layer_01-model_01-model_states.pt"),
