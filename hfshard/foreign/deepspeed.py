@@ -356,6 +356,13 @@ class _Reader:
                 )
             if one.stage != first.stage or one.counts != first.counts:
                 raise damaged(self.folder, f"'{one.file}' and '{first.file}' have different groups")
+            if any(first.steps.get(place, step) != step for place, step in one.steps.items()):
+                raise damaged(
+                    self.folder,
+                    f"'{one.file}' and '{first.file}' are of different optimizer steps: a save was interrupted, or "
+                    "files of several saves were mixed",
+                    hint="Copy all ranks' files from one save.",
+                )
             if len(one.masters) != len(first.masters):
                 raise damaged(self.folder, f"'{one.file}' and '{first.file}' have different numbers of groups")
         self._check_ranks(files, count, "optimizer")

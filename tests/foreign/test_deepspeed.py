@@ -172,6 +172,21 @@ def test_without_zero_ties_are_those_of_the_file(tmp_path: Path) -> None:
     assert table.framework == "DeepSpeed without ZeRO"
 
 
+@pytest.mark.parametrize("is_tensor", [False, True])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_ranks_of_different_steps_are_refused(stage: int, is_tensor: bool, tmp_path: Path) -> None:
+    """A killed save over an older one leaves files of both, and all of them fit together."""
+    files = contents(stage, 2)
+    for step, (name, content) in enumerate(sorted(files.items())):
+        if "optim" in name:
+            state = content["optimizer_state_dict"]["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]
+            state["state"][0] = {"step": torch.tensor(float(step)) if is_tensor else step}
+    write(tmp_path, files)
+
+    with pytest.raises(DamagedCheckpointError, match="are of different optimizer steps"):
+        read_deepspeed(str(tmp_path))
+
+
 class TestTags:
     """Choice of the folder that is read."""
 
