@@ -387,7 +387,7 @@ class _Reader:
 
     def _check_layers(self, trained: Iterable[str]) -> None:
         """Check that each layer of a pipeline that has trained parameters has its file, which has its buffers."""
-        needed = {int(number) for name in trained if (number := name.partition(".")[0]).isdecimal()}
+        needed = {int(first) for name in trained if (first := name.partition(".")[0]).isdecimal()}
         for number in sorted(needed - self.layers.keys() if self.layers else ()):
             raise self._missing(
                 f"layer_{number:02d}-model_00-model_states.pt", f"file of the pipeline's layer {number}"
@@ -407,9 +407,9 @@ class _Reader:
             for key in set(keys.values())
         }
         for number, pieces in layers.items():
-            key = keys[number]
-            if key is not None and len(checksums[key]) == 1:  # others are equal in shape only, such as a frozen layer
-                self.aliases |= {f"{number}.{name}": f"{_TIED}{key}.{name}" for name in pieces}
+            tied_to = keys[number]
+            if tied_to is not None and len(checksums[tied_to]) == 1:  # else one has just the shapes: a frozen layer
+                self.aliases |= {f"{number}.{name}": f"{_TIED}{tied_to}.{name}" for name in pieces}
                 continue
             for name, piece in pieces.items():
                 self.tensors.setdefault(f"{number}.{name}", piece.complete())
@@ -634,7 +634,15 @@ def _is_alias(name: str, aliases: Mapping[str, str], weights: Mapping[str, Piece
     if name not in aliases or is_partitioned:
         return name in aliases
     target = weights.get(aliases[name])
-    return target is not None and target.tensor.shape == weights[name].tensor.shape and target.tensor.numel > 0
+    return target is not None and target.tensor.numel > 0 and _has_same_bytes(weights[name], target)
+
+
+def _has_same_bytes(piece: Piece, other: Piece) -> bool:
+    """Return whether two tensors of a file have one place, or copies with equal checksums."""
+    a, b = piece.tensor, other.tensor
+    is_copy = a.first == b.first and a.storage.size == b.storage.size and bool(a.storage.crc32)
+    is_copy &= a.storage.crc32 == b.storage.crc32
+    return (a.shape, a.dtype) == (b.shape, b.dtype) and (a.offset == b.offset or is_copy)
 
 
 def _tied(weights: Mapping[str, Piece]) -> dict[str, str]:

@@ -160,6 +160,20 @@ def test_names_of_a_left_out_tensor_and_empty_ones_are_not_tied(stage: int, tmp_
     assert [table.tensors[name].shape for name in ("first", "second")] == [(0, 3), (2, 0)]
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+def test_names_that_the_file_takes_for_tied_are_tied_only_if_their_bytes_are_equal(stage: int, tmp_path: Path) -> None:
+    files = contents(stage, 2)
+    state = files[MODEL]
+    state["module"] |= {"copy": FROZEN["fixed"].clone(), "other": FROZEN["fixed"] * 2}
+    state["shared_params"] |= {"copy": "fixed", "other": "fixed"}
+    write(tmp_path, files)
+
+    table = read_deepspeed(str(tmp_path))
+
+    assert table.aliases == {**SHARED, "copy": "fixed"}
+    assert values(table)["other"].equal(FROZEN["fixed"] * 2)
+
+
 def test_without_zero_ties_are_those_of_the_file(tmp_path: Path) -> None:
     weight = torch.arange(6.0).view(2, 3)
     weights = {"a": weight, "b": weight, "c": weight.view(3, 2), "d": weight.clone()}
