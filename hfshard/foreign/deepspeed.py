@@ -45,6 +45,8 @@ Rank = TypeVar("Rank", int, int | None)
 _MODEL: Final = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{1,6})_model_states\.pt")
 _OPTIMIZER: Final = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,6})_optim_states\.pt")
 _LAYER: Final = re.compile(r"layer_(\d{1,6})(?:-model_(\d{1,6}))?-model_states\.pt")
+_IN_LAYER: Final = re.compile(r"([0-9]{1,6})\.")
+"""Beginning of the names of a pipeline's parameters."""
 _EXPERT: Final = re.compile(r"(?:(?:layer_\d+_)?expert|expp_rank)_\d+_mp_rank_\d+_(?:model|optim)_states\.pt")
 _FILES: Final = (_MODEL, _OPTIMIZER, _LAYER, _EXPERT)
 
@@ -387,7 +389,7 @@ class _Reader:
 
     def _check_layers(self, trained: Iterable[str]) -> None:
         """Check that each layer of a pipeline that has trained parameters has its file, which has its buffers."""
-        needed = {int(first) for name in trained if (first := name.partition(".")[0]).isdecimal()}
+        needed = {int(found[1]) for name in trained if (found := _IN_LAYER.match(name)) is not None}
         for number in sorted(needed - self.layers.keys() if self.layers else ()):
             raise self._missing(
                 f"layer_{number:02d}-model_00-model_states.pt", f"file of the pipeline's layer {number}"
