@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
@@ -132,8 +133,10 @@ class ForeignTable:
     @property
     def is_verifiable(self) -> bool:
         """True if the records have the bytes of all tensors, so that each can be compared with a checksum."""
-        nbytes = sum(tensor.nbytes for tensor in self.tensors.values())
-        return sum(record.size for record in self.records) >= nbytes
+        found: dict[str, list[tuple[int, int]]] = {}
+        for record in sorted(self.records, key=lambda record: record.offset):
+            found.setdefault(record.file, []).append((record.offset, record.offset + record.size))
+        return all(_is_within(run, found.get(run.file, [])) for tensor in self.tensors.values() for run in tensor.runs)
 
     def _damaged(
         self, problem: str, hint: str = "Copy it again from where it was saved", fqn: str | None = None
@@ -161,6 +164,12 @@ def _problem_of(tensor: ForeignTensor, sizes: Mapping[str, int]) -> str | None:
         at = run.start if run.rows > 1 else run.end
     found = sum(run.nbytes for run in tensor.runs)
     return None if found == nbytes else f"has {found:,} of its {nbytes:,} bytes"
+
+
+def _is_within(run: ByteRun, ranges: list[tuple[int, int]]) -> bool:
+    """Return whether one of the sorted ranges of a file has all bytes of a run."""
+    at = bisect_right(ranges, run.offset, key=lambda one: one[0]) - 1
+    return at >= 0 and run.offset + run.nbytes <= ranges[at][1]
 
 
 def _covers(tensor: ForeignTensor) -> bool:

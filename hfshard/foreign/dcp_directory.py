@@ -15,7 +15,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import product
+from itertools import islice, product
 from math import prod
 from typing import Any, Final
 
@@ -42,6 +42,9 @@ METADATA: Final = ".metadata"
 
 _MOST_METADATA_BYTES: Final = 1 << 30
 """Limit of that file: a chunk takes about 150 bytes in it."""
+
+_MOST_PIECES: Final = 1 << 20
+"""Limit of all runs besides the first one of each chunk: about 150 MB. A transposed matrix has one per column."""
 
 _CLASSES: Final = "torch.distributed.checkpoint.metadata."
 _STORAGE_INFO: Final = "torch.distributed.checkpoint.filesystem._StorageInfo"
@@ -103,13 +106,23 @@ def read_dcp_directory(directory: str, key: str | None = None) -> ForeignTable:
     records: list[StoredRecord] = []
     sizes: dict[str, int] = {}
     layouts: dict[bytes, ItemLayout] = {}
+    left = _MOST_PIECES
     for file, chunks in sorted(by_file.items()):
         with open_items(directory, file, layouts) as items:
             sizes[file] = items.size
             for name, chunk in sorted(chunks, key=lambda item: item[1].begin):
                 tensor = chosen[name]
                 found = items.find(names[name], chunk, tensor.dtype)
-                runs[name] += _runs_of(file, found, tensor, chunk)
+                pieces = list(islice(_runs_of(file, found, tensor, chunk), left + 2))
+                left -= len(pieces) - 1
+                if left < 0:
+                    raise InvalidArgumentError(
+                        f"'{os.path.join(directory, file)}' has tensor '{names[name]}' in too many pieces: more than "
+                        f"{_MOST_PIECES:,}. Nothing was loaded. Save it contiguous(), or cut in its first dimension.",
+                        path=directory,
+                        fqn=name,
+                    )
+                runs[name] += pieces
                 if found.crc32:
                     nbytes = tensor.dtype.itemsize * prod(chunk.sizes)
                     records.append(StoredRecord(file, found.offset, nbytes, found.crc32))

@@ -19,7 +19,7 @@ import torch
 from hfshard.disk.safe_open import open_regular
 from hfshard.errors import DamagedCheckpointError, HfshardError, UnsafePickleError
 from hfshard.format.header import LENGTH_BYTES, Header, parse_header, read_header_length
-from hfshard.pickles.described_file import meaning
+from hfshard.pickles.described_file import layout_of, meaning
 from hfshard.pickles.pickle_opcodes import GlobalReference, describe_pickle
 from hfshard.pickles.pickle_zip import RECORD_MARK
 from hfshard.tensors.stored_tensor import TORCH_DTYPES, torch_shape
@@ -77,6 +77,7 @@ class ItemLayout(NamedTuple):
 
     storage: str
     """Name of its storage in the item."""
+    dtype: torch.dtype
     sizes: tuple[int, ...]
     order: tuple[int, ...]
     """Its dimensions, from the outermost to the innermost in the storage: of a transposed tensor, (1, 0)."""
@@ -147,11 +148,11 @@ class ItemFile:
             raise
         except (struct.error, UnicodeDecodeError, LookupError, TypeError, ValueError, AttributeError) as error:
             raise self._damaged(fqn, f"its item is not one that torch.save has written ({error!r:.200})") from error
-        if layout.sizes != chunk.sizes or record.size != nbytes:
+        if (layout.dtype, layout.sizes, record.size) != (dtype, chunk.sizes, nbytes):
             raise self._damaged(
                 fqn,
                 f"its chunk has the shape {list(chunk.sizes)} and {nbytes:,} bytes, but its item has "
-                f"{list(layout.sizes)} and {record.size:,}",
+                f"{list(layout.sizes)} and {record.size:,}; the dtypes are {dtype} and {layout.dtype}",
             )
         return FoundChunk(offset, record.crc32, layout.order)
 
@@ -185,13 +186,11 @@ def _layout(value: Any) -> ItemLayout:
     Raises:
         TypeError, ValueError, LookupError, AttributeError: It is not such a tensor.
     """
-    if value.name == "torch._utils._rebuild_parameter":
-        value = value.arguments[0]
-    if value.name not in _REBUILT:
+    found = layout_of(value)
+    if found is None:
         raise TypeError(f"a {value.name}")
-    storage, first, sizes, strides, *_ = value.arguments
-    _word, _kind, key, _device, _count, *_ = storage.arguments
-    if first != 0 or not isinstance(key, str) or any(type(number) is not int for number in (*sizes, *strides)):
+    sizes, strides = found.size, found.stride
+    if found.first != 0 or any(type(number) is not int for number in (*sizes, *strides)):
         raise ValueError("a part of a storage")
     order = sorted(range(len(sizes)), key=lambda at: (-strides[at], at))
     expected = 1
@@ -199,7 +198,7 @@ def _layout(value: Any) -> ItemLayout:
         if sizes[at] < 1 or (sizes[at] > 1 and strides[at] != expected):
             raise ValueError(f"numbers with gaps, or several in one place: sizes {sizes}, strides {strides}")
         expected *= sizes[at]
-    return ItemLayout(key, tuple(sizes), tuple(order))
+    return ItemLayout(found.key, found.dtype, tuple(sizes), tuple(order))
 
 
 class _Zip:

@@ -45,6 +45,8 @@ Rank = TypeVar("Rank", int, int | None)
 _MODEL: Final = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{1,6})_model_states\.pt")
 _OPTIMIZER: Final = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,6})_optim_states\.pt")
 _LAYER: Final = re.compile(r"layer_(\d{1,6})(?:-model_(\d{1,6}))?-model_states\.pt")
+_IN_LAYER: Final = re.compile(r"([0-9]{1,6})\.")
+"""Beginning of the names of a pipeline's parameters."""
 _EXPERT: Final = re.compile(r"(?:(?:layer_\d+_)?expert|expp_rank)_\d+_mp_rank_\d+_(?:model|optim)_states\.pt")
 _FILES: Final = (_MODEL, _OPTIMIZER, _LAYER, _EXPERT)
 
@@ -203,6 +205,8 @@ class _Reader:
         self._check_stages(states)
         for rank, models in states.items():
             self._add_stage(rank, models)
+        trained = chain.from_iterable(shapes for models in states.values() for shapes in models[0].groups or ())
+        self._check_layers(trained)
         self._add_layers()
         return ForeignTable(
             directory=self.directory,
@@ -354,6 +358,13 @@ class _Reader:
                 )
             if one.stage != first.stage or one.counts != first.counts:
                 raise damaged(self.folder, f"'{one.file}' and '{first.file}' have different groups")
+            if any(first.steps.get(place, step) != step for place, step in one.steps.items()):
+                raise damaged(
+                    self.folder,
+                    f"'{one.file}' and '{first.file}' are of different optimizer steps: a save was interrupted, or "
+                    "files of several saves were mixed",
+                    hint="Copy all ranks' files from one save.",
+                )
             if len(one.masters) != len(first.masters):
                 raise damaged(self.folder, f"'{one.file}' and '{first.file}' have different numbers of groups")
         self._check_ranks(files, count, "optimizer")
@@ -376,6 +387,14 @@ class _Reader:
             raise damaged(self.folder, f"'{piece.file}' and '{models.file}' have different shapes", name)
         return piece.complete()
 
+    def _check_layers(self, trained: Iterable[str]) -> None:
+        """Check that each layer of a pipeline that has trained parameters has its file, which has its buffers."""
+        needed = {int(found[1]) for name in trained if (found := _IN_LAYER.match(name)) is not None}
+        for number in sorted(needed - self.layers.keys() if self.layers else ()):
+            raise self._missing(
+                f"layer_{number:02d}-model_00-model_states.pt", f"file of the pipeline's layer {number}"
+            )
+
     def _add_layers(self) -> None:
         """Add what the files of a pipeline's layers have besides the masters; all of it if there are none."""
         tied: dict[str, dict[str, tuple[int, ...]]] = {}
@@ -383,15 +402,28 @@ class _Reader:
             if name.startswith(_TIED):
                 key, _, rest = name.removeprefix(_TIED).partition(".")
                 tied.setdefault(key, {})[rest] = tensor.shape
-        for number, file in sorted(self.layers.items()):
-            pieces = self.files.read_layer(self._path(file))
-            new = {name: piece for name, piece in pieces.items() if f"{number}.{name}" not in self.tensors}
-            shapes = {name: piece.tensor.shape for name, piece in pieces.items()}
-            keys = [key for key, parameters in tied.items() if shapes and parameters == shapes]
-            if len(keys) == 1 and len(new) == len(pieces):
-                self.aliases |= {f"{number}.{name}": f"{_TIED}{keys[0]}.{name}" for name in new}
-            else:
-                self.tensors |= {f"{number}.{name}": piece.complete() for name, piece in new.items()}
+        layers = {number: self.files.read_layer(self._path(file)) for number, file in sorted(self.layers.items())}
+        keys = {number: self._tied_key(number, pieces, tied) for number, pieces in layers.items()}
+        checksums = {
+            key: {_checksums(layers[number]) for number, found in keys.items() if found == key}
+            for key in set(keys.values())
+        }
+        for number, pieces in layers.items():
+            tied_to = keys[number]
+            if tied_to is not None and len(checksums[tied_to]) == 1:  # else one has just the shapes: a frozen layer
+                self.aliases |= {f"{number}.{name}": f"{_TIED}{tied_to}.{name}" for name in pieces}
+                continue
+            for name, piece in pieces.items():
+                self.tensors.setdefault(f"{number}.{name}", piece.complete())
+
+    def _tied_key(
+        self, number: int, pieces: Mapping[str, Piece], tied: Mapping[str, Mapping[str, tuple[int, ...]]]
+    ) -> str | None:
+        """Return the key of the only tied layer that has the shapes of a layer without masters of its own."""
+        shapes = {name: piece.tensor.shape for name, piece in pieces.items()}
+        found = [key for key, parameters in tied.items() if shapes and parameters == shapes]
+        is_new = all(f"{number}.{name}" not in self.tensors for name in pieces)
+        return found[0] if len(found) == 1 and is_new else None
 
     def _check_settings(self, models: ModelStates, is_partitioned: bool) -> None:
         settings = models.settings
@@ -604,7 +636,15 @@ def _is_alias(name: str, aliases: Mapping[str, str], weights: Mapping[str, Piece
     if name not in aliases or is_partitioned:
         return name in aliases
     target = weights.get(aliases[name])
-    return target is not None and target.tensor.shape == weights[name].tensor.shape and target.tensor.numel > 0
+    return target is not None and target.tensor.numel > 0 and _has_same_bytes(weights[name], target)
+
+
+def _has_same_bytes(piece: Piece, other: Piece) -> bool:
+    """Return whether two tensors of a file have one place, or copies with equal checksums."""
+    a, b = piece.tensor, other.tensor
+    is_copy = a.first == b.first and a.storage.size == b.storage.size and bool(a.storage.crc32)
+    is_copy &= a.storage.crc32 == b.storage.crc32
+    return (a.shape, a.dtype) == (b.shape, b.dtype) and (a.offset == b.offset or is_copy)
 
 
 def _tied(weights: Mapping[str, Piece]) -> dict[str, str]:
@@ -616,6 +656,11 @@ def _tied(weights: Mapping[str, Piece]) -> dict[str, str]:
         if piece.tensor.numel and first.setdefault(place, name) != name:
             found[name] = first[place]
     return found
+
+
+def _checksums(pieces: Mapping[str, Piece]) -> tuple[tuple[str, int | None], ...]:
+    """Return the checksums of a layer's tensors."""
+    return tuple((name, piece.tensor.storage.crc32) for name, piece in sorted(pieces.items()))
 
 
 def _common_dtype(folder: str, pieces: Collection[Piece], *, is_flat: bool = True) -> torch.dtype:

@@ -127,6 +127,8 @@ class OptimizerStates:
     slices: tuple[Mapping[str, tuple[int, int]], ...]
     """Per group: parameter -> number of its elements in this partition, and the first one's position there."""
     has_experts: bool
+    steps: Mapping[tuple[str, Any], Any]
+    """Place in the optimizer's state -> the step there: a number, or what identifies the bytes of a tensor."""
 
 
 class StateFiles:
@@ -195,6 +197,7 @@ class StateFiles:
                 gaps=None if gaps is None else tuple(_list(gaps)),
                 slices=_distinct(_slices, value.get("param_slice_mappings") or []),
                 has_experts=bool(value.get("ds_zero_partition_groups")),
+                steps=_steps(file, value.get("optimizer_state_dict" if stage == 3 else "base_optimizer_state")),
             )
 
     def read_layer(self, name: str) -> Mapping[str, Piece]:
@@ -335,3 +338,20 @@ def _stage(value: Any) -> int:
 
 def _slices(value: Any) -> Mapping[str, tuple[int, int]]:
     return {name: (_count(one.state["numel"]), _count(one.state["start"])) for name, one in _named(value).items()}
+
+
+def _steps(file: DescribedFile, optimizer: Any) -> dict[tuple[str, Any], Any]:
+    """Return the steps in an optimizer's state, without reading tensors: those of one number have a checksum."""
+    state = optimizer.get("state") if isinstance(optimizer, dict) else None
+    groups = optimizer.get("param_groups") if isinstance(optimizer, dict) else None
+    by_number = {("state", key): one for key, one in state.items()} if isinstance(state, dict) else {}
+    by_group = {("group", key): one for key, one in enumerate(groups)} if isinstance(groups, list) else {}
+    found: dict[tuple[str, Any], Any] = {}
+    for place, one in (by_number | by_group).items():
+        step = one.get("step") if isinstance(one, dict) else None
+        tensor = file.find(step) if isinstance(step, DescribedObject) else None
+        if isinstance(step, int | float):
+            found[place] = step
+        elif tensor is not None and tensor.storage.crc32 and tensor.storage.size == tensor.dtype.itemsize:
+            found[place] = tensor.dtype, tensor.storage.crc32
+    return found

@@ -17,6 +17,7 @@ from typing import IO, Any, Final, TypeVar, cast
 
 import torch
 
+from hfshard.constants import LFS_POINTER_MARK
 from hfshard.disk.safe_open import Identity, identity_of, open_regular
 from hfshard.errors import HfshardError, UnsafePickleError
 from hfshard.pickles.pickle_opcodes import (
@@ -29,7 +30,14 @@ from hfshard.pickles.pickle_opcodes import (
     checked_key,
     describe_pickle,
 )
-from hfshard.pickles.pickle_zip import RECORD_MARK, check_archive, damaged_pickle, has_checksum, record_offset
+from hfshard.pickles.pickle_zip import (
+    RECORD_MARK,
+    check_archive,
+    damaged_pickle,
+    has_checksum,
+    record_offset,
+    reject_other_format,
+)
 
 Result = TypeVar("Result")
 
@@ -296,7 +304,7 @@ class DescribedFile:
             ) from error
 
     def _build(self, described: DescribedObject) -> torch.Tensor | None:
-        layout = _layout_of(described)
+        layout = layout_of(described)
         if layout is None:
             return None
         if layout.key not in self._storages:
@@ -308,7 +316,7 @@ class DescribedFile:
         return flat.as_strided(tuple(layout.size), tuple(layout.stride), layout.first)
 
     def _locate(self, described: DescribedObject) -> DescribedTensor | None:
-        layout = _layout_of(described)
+        layout = layout_of(described)
         if layout is None:
             return None
         if len(layout.size) > _MOST_DIMENSIONS:
@@ -328,7 +336,7 @@ class DescribedFile:
 
 
 @dataclass(frozen=True, slots=True)
-class _Layout:
+class TensorLayout:
     """Arguments of a call that rebuilds a tensor, not checked."""
 
     dtype: torch.dtype
@@ -340,12 +348,17 @@ class _Layout:
     stride: Any
 
 
-def _layout_of(described: DescribedObject) -> _Layout | None:
-    """Return the layout of a tensor or parameter that was described; None for another object."""
+def layout_of(described: DescribedObject) -> TensorLayout | None:
+    """Return the layout of a tensor or parameter that was described; None for another object.
+
+    Raises:
+        TypeError, ValueError, LookupError, AttributeError: It is not saved like this, or its numbers change when they
+            are read: conjugated ones.
+    """
     name = described.name
     arguments = described.arguments
     if name in _PARAMETERS:
-        return _layout_of(arguments[0]) if isinstance(arguments[0], DescribedObject) else None
+        return layout_of(arguments[0]) if isinstance(arguments[0], DescribedObject) else None
     if name == _FROM_TYPE:
         function, kind, arguments, _state = arguments
         if getattr(kind, "name", None) not in _PLAIN_TYPES or getattr(function, "name", _FROM_TYPE) == _FROM_TYPE:
@@ -370,7 +383,7 @@ def _layout_of(described: DescribedObject) -> _Layout | None:
         raise TypeError("the name of a storage is not text")
     if type(count) is not int:
         raise TypeError("the number of elements is not an int")
-    return _Layout(dtype, key, count * itemsize, first, size, stride)
+    return TensorLayout(dtype, key, count * itemsize, first, size, stride)
 
 
 @contextmanager
@@ -387,9 +400,11 @@ def described_file(path: str, root: str) -> Iterator[DescribedFile]:
     """
     with os.fdopen(open_regular(path, root), "rb") as file:
         identity = identity_of(os.fstat(file.fileno()))
-        is_zip = file.read(len(RECORD_MARK)) == RECORD_MARK
+        first = file.read(len(LFS_POINTER_MARK))
         file.seek(0)
-        if not is_zip:
+        if first in (b"", LFS_POINTER_MARK):
+            reject_other_format(file.fileno(), path)
+        if not first.startswith(RECORD_MARK):
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:  # never returns more than it has
                 described, read, find = _describe_old_format(mapped, path)
                 yield DescribedFile(path, identity, described, read, find)

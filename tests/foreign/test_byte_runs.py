@@ -123,7 +123,8 @@ def test_an_alias_needs_a_tensor(aliases: dict[str, str]) -> None:
 
 def test_a_table_is_verifiable_if_its_records_have_all_bytes() -> None:
     tensors = {"w": ForeignTensor(torch.float32, (4, 4), (ByteRun("a", 0, 64, 0),))}
+    of_others = (StoredRecord("b", 0, 64, 1), StoredRecord("a", 64, 64, 1))
     for size, expected in ((64, True), (63, False)):
-        records = (StoredRecord("a", 0, size, 1),)
-        table = ForeignTable(directory="/d", framework="X", tensors=tensors, sizes={"a": 64}, records=records)
+        records = (*of_others, StoredRecord("a", 0, size, 1))
+        table = ForeignTable(directory="/d", framework="X", tensors=tensors, sizes={"a": 128}, records=records)
         assert table.is_verifiable == expected

@@ -160,6 +160,19 @@ def test_the_model_is_found(name: str, tmp_path: Path) -> None:
     check(read(tmp_path), {"a.w": W})
 
 
+def test_a_tensor_in_too_many_pieces_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small file could name its bytes millions of times, and take all memory."""
+    boxes: list[Box] = [((0, at, 0), (4, 2, 2)) for at in (0, 2)] + [((0, at, 2), (4, 2, 2)) for at in (0, 2)]
+    weight = torch.arange(64.0).reshape(4, 4, 4)
+    save_dcp(tmp_path, {"model.w": weight}, {"model.w": boxes})
+
+    monkeypatch.setattr("hfshard.foreign.dcp_directory._MOST_PIECES", 12)
+    check(read(tmp_path), {"w": weight})
+    monkeypatch.setattr("hfshard.foreign.dcp_directory._MOST_PIECES", 11)
+    with pytest.raises(InvalidArgumentError, match=r"has tensor 'model\.w' in too many pieces: more than 11"):
+        read(tmp_path)
+
+
 def test_several_models_are_named_and_one_is_chosen(tmp_path: Path) -> None:
     save_dcp(tmp_path, {"model.w": W, "ema.w": M, "b": W})
 

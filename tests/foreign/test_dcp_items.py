@@ -114,6 +114,11 @@ REFUSED: dict[str, tuple[bytes, type[HfshardError], str]] = {
         r"the shape \[4\] and 16 bytes, but its item has \[5\]",
     ),
     "another dtype": (saved(torch.ones(4).double()), DamagedCheckpointError, "16 bytes, but its item has .* and 32"),
+    "another dtype of the same size": (
+        saved(torch.ones(4).to(torch.int32)),
+        DamagedCheckpointError,
+        "the dtypes are torch.float32 and torch.int32",
+    ),
     "a sparse tensor": (saved(torch.ones(4).to_sparse()), UnsafePickleError, "asks for 'torch"),
     "compressed": (rewritten(same, zipfile.ZIP_DEFLATED), DamagedCheckpointError, "compressed"),
     "big-endian": (rewritten(with_record("byteorder", lambda raw: b"big")), DamagedCheckpointError, "big-endian"),
@@ -148,6 +153,14 @@ def test_another_item_is_refused(name: str, tmp_path: Path) -> None:
 
     with pytest.raises(error, match=message):
         find(raw, tmp_path, (4,))
+
+
+def test_conjugated_numbers_are_refused(tmp_path: Path) -> None:
+    """Their bytes are those before the conjugation."""
+    raw = saved(torch.tensor([1 + 2j, 3 - 4j]).conj())
+
+    with pytest.raises(DamagedCheckpointError, match="its numbers are conjugated"):
+        find(raw, tmp_path, (2,), torch.complex64)
 
 
 def test_a_zip_of_another_program_with_the_same_records_is_read(tmp_path: Path) -> None:

@@ -160,6 +160,20 @@ def test_names_of_a_left_out_tensor_and_empty_ones_are_not_tied(stage: int, tmp_
     assert [table.tensors[name].shape for name in ("first", "second")] == [(0, 3), (2, 0)]
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+def test_names_that_the_file_takes_for_tied_are_tied_only_if_their_bytes_are_equal(stage: int, tmp_path: Path) -> None:
+    files = contents(stage, 2)
+    state = files[MODEL]
+    state["module"] |= {"copy": FROZEN["fixed"].clone(), "other": FROZEN["fixed"] * 2}
+    state["shared_params"] |= {"copy": "fixed", "other": "fixed"}
+    write(tmp_path, files)
+
+    table = read_deepspeed(str(tmp_path))
+
+    assert table.aliases == {**SHARED, "copy": "fixed"}
+    assert values(table)["other"].equal(FROZEN["fixed"] * 2)
+
+
 def test_without_zero_ties_are_those_of_the_file(tmp_path: Path) -> None:
     weight = torch.arange(6.0).view(2, 3)
     weights = {"a": weight, "b": weight, "c": weight.view(3, 2), "d": weight.clone()}
@@ -170,6 +184,21 @@ def test_without_zero_ties_are_those_of_the_file(tmp_path: Path) -> None:
     assert_same(values(table), weights)
     assert table.aliases == {"b": "a"}
     assert table.framework == "DeepSpeed without ZeRO"
+
+
+@pytest.mark.parametrize("is_tensor", [False, True])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_ranks_of_different_steps_are_refused(stage: int, is_tensor: bool, tmp_path: Path) -> None:
+    """A killed save over an older one leaves files of both, and all of them fit together."""
+    files = contents(stage, 2)
+    for step, (name, content) in enumerate(sorted(files.items())):
+        if "optim" in name:
+            state = content["optimizer_state_dict"]["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]
+            state["state"][0] = {"step": torch.tensor(float(step)) if is_tensor else step}
+    write(tmp_path, files)
+
+    with pytest.raises(DamagedCheckpointError, match="are of different optimizer steps"):
+        read_deepspeed(str(tmp_path))
 
 
 class TestTags:
@@ -469,6 +498,26 @@ class TestPipeline:
         assert table.aliases == {"0.weight": "tied_modules.words.weight"}
         assert table.framework == "DeepSpeed ZeRO-1, 2 ranks, 2 pipeline stages"
 
+    def test_a_frozen_layer_of_the_shape_of_a_tied_one_keeps_its_values(self, tmp_path: Path) -> None:
+        files = _pipeline(has_masters=True)
+        frozen = torch.full((3, 2), 7.0).bfloat16()
+        files["layer_04-model_00-model_states.pt"] = {"weight": frozen}
+        write(tmp_path, files)
+
+        found = values(read_deepspeed(str(tmp_path)))
+
+        assert found["4.weight"].equal(frozen)
+        assert found["0.weight"].equal(STAGES[0]["tied_modules.words.weight"].bfloat16())
+
+    def test_layers_that_are_tied_have_one_tensor(self, tmp_path: Path) -> None:
+        files = _pipeline(has_masters=True)
+        files["layer_03-model_00-model_states.pt"] = files["layer_00-model_00-model_states.pt"]
+        write(tmp_path, files)
+
+        table = read_deepspeed(str(tmp_path))
+
+        assert table.aliases == dict.fromkeys(("0.weight", "3.weight"), "tied_modules.words.weight")
+
     @pytest.mark.parametrize("has_masters", [False, True])
     def test_weights_as_trained(self, has_masters: bool, tmp_path: Path) -> None:
         write(tmp_path, _pipeline(has_masters=has_masters))
@@ -491,6 +540,11 @@ class TestPipeline:
                 _without(*(f"bf16_zero_pp_rank_{rank}_mp_rank_01_optim_states.pt" for rank in range(2))),
                 MissingShardError,
                 "lacks the file of rank 0's masters ('zero_pp_rank_0_mp_rank_01_optim_states.pt')",
+            ),
+            (
+                _without("layer_01-model_00-model_states.pt"),
+                MissingShardError,
+                "lacks the file of the pipeline's layer 1 ('layer_01-model_00-model_states.pt')",
             ),
             (
                 _copied("layer_01-model_00-model_states.pt", "layer_01-model_01-model_states.pt"),
