@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, SerializationFormat
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
@@ -18,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     get_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
@@ -78,7 +78,8 @@ def _fsdp2(model: nn.Module, ranks: int, places: Callable[[nn.Parameter], Shard 
     for child in model.children():
         if child is not getattr(model, "head", None) and child is not getattr(model, "embed", None):
             fully_shard(child, mesh=mesh, shard_placement_fn=places)
-    return fully_shard(model, mesh=mesh, shard_placement_fn=places)
+    fully_shard(model, mesh=mesh, shard_placement_fn=places)
+    return model
 
 
 def _fsdp2_of_columns(model: nn.Module, ranks: int) -> nn.Module:
@@ -87,7 +88,8 @@ def _fsdp2_of_columns(model: nn.Module, ranks: int) -> nn.Module:
 
 
 def _hybrid(model: nn.Module, ranks: int) -> nn.Module:
-    return fully_shard(model, mesh=init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicas", "shards")))
+    fully_shard(model, mesh=init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicas", "shards")))
+    return model
 
 
 def _tensor_parallel(model: nn.Module, ranks: int) -> nn.Module:
@@ -98,7 +100,9 @@ def _tensor_parallel(model: nn.Module, ranks: int) -> nn.Module:
         "down": RowwiseParallel(input_layouts=Replicate()),
     }
     parallelize_module(model, mesh["tensor"], plan)
-    return fully_shard(model, mesh=mesh["data"]) if ranks > 2 else model
+    if ranks > 2:
+        fully_shard(model, mesh=mesh["data"])
+    return model
 
 
 def _fsdp1(model: nn.Module, ranks: int) -> nn.Module:
@@ -150,7 +154,7 @@ def save_model(
 
 
 def _save(rank: int, place: Path, model: nn.Module, state: dict[str, Any], options: Mapping[str, Any]) -> None:
-    dcp.save(state, storage_writer=FileSystemWriter(checkpoint_of(place), **options))
+    save(state, storage_writer=FileSystemWriter(checkpoint_of(place), **options))
     truth = whole_state(model)
     if rank == 0:
         write_truth(place, truth)
@@ -173,17 +177,17 @@ def save_safetensors(rank: int, place: Path, ranks: int, is_consolidated: bool) 
     """
     model = _fsdp2(build("nasty"), ranks)
     train(model, optimizer_of(model))
-    state = get_model_state_dict(model)
+    state: dict[str, Any] = dict(get_model_state_dict(model))
     path = checkpoint_of(place)
     del state["head.weight"]  # safetensors refuses tied names
     if is_consolidated:
         # torch's consolidation fails for integers, and writes zeros for tensors without a dimension.
         state = {name: one for name, one in state.items() if one.is_floating_point() and one.dim()}
-        dcp.save(
+        save(
             state, storage_writer=HuggingFaceStorageWriter(str(path), save_distributed=True, enable_consolidation=True)
         )
     else:
-        dcp.save(state, storage_writer=FileSystemWriter(path, serialization_format=SerializationFormat.SAFETENSORS))
+        save(state, storage_writer=FileSystemWriter(path, serialization_format=SerializationFormat.SAFETENSORS))
     truth = gathered(state)
     if rank == 0:
         write_truth(place, truth)
@@ -212,7 +216,7 @@ def save_state(rank: int, place: Path) -> None:
         "a.b": torch.ones(2),
         "a": {"c": torch.zeros(2)},
     }
-    dcp.save({"model": state}, checkpoint_id=checkpoint_of(place), no_dist=True)
+    save({"model": state}, checkpoint_id=checkpoint_of(place), no_dist=True)
     nested = cast("dict[str, torch.Tensor]", state.pop("a"))
     tensors = cast("dict[str, torch.Tensor]", state)
     write_truth(place, {**tensors, "a.c": nested["c"]})

@@ -10,6 +10,7 @@ def warm_up() -> None:
     """Import DeepSpeed for a CPU: with float16, which it does not expect there, and without operators to compile."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
+    import deepspeed.runtime.zero.muon.muon_optimizer  # and torch's inductor, which its first engine imports: 2 s
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
     from deepspeed.accelerator.real_accelerator import set_accelerator
 

@@ -44,7 +44,8 @@ def save_lightning(rank: int, place: Path, ranks: int) -> None:
     from lightning.fabric.strategies import ModelParallelStrategy
 
     def shard(model: nn.Module, mesh: Any) -> nn.Module:
-        return fully_shard(model, mesh=mesh["data_parallel"])
+        fully_shard(model, mesh=mesh["data_parallel"])
+        return model
 
     strategy = ModelParallelStrategy(parallelize_fn=shard, data_parallel_size=ranks, tensor_parallel_size=1)
     fabric = Fabric(accelerator="cpu", devices=ranks, strategy=strategy, plugins=[TorchElasticEnvironment()])
