@@ -16,6 +16,7 @@ from hfshard.hub.push_files import (
     collect_push_contents,
     detect_variants,
     push_files,
+    select_paths,
 )
 from hfshard.hub.repo import PushResult
 from hfshard.places.place import Place, place_to_push, place_to_save
@@ -157,11 +158,9 @@ def _push_parts(
     """Push what another framework saved in parts as the safetensors files of `hfshard convert`."""
     parts = CheckpointSource(source.address)
     if target.has_revisions:
-        from huggingface_hub.utils import filter_repo_objects  # imports huggingface_hub, which takes time
 
         def select(files: Mapping[str, ByteSource]) -> dict[str, ByteSource]:
-            names = filter_repo_objects(files, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns)
-            return {name: files[name] for name in names}
+            return {name: files[name] for name in sorted(select_paths(files, allow_patterns, ignore_patterns))}
 
         return push_parts(parts, target.address, options, select)
     _reject_commits(options, target.address)

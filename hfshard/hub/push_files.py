@@ -504,8 +504,6 @@ def collect_push_contents(
     ignore_patterns: list[str] | str | None = None,
 ) -> PushContents:
     """Collect the files to push from any place, with the checks and errors of `collect_directory`."""
-    from huggingface_hub.utils import filter_repo_objects  # imports huggingface_hub, which takes time
-
     place = files.place
     contents = files.contents()
     variants = detect_variants(name for name in contents if "/" not in name)
@@ -522,7 +520,7 @@ def collect_push_contents(
             entries[variant] = checkpoint.weights.name
             files_of[variant] = _files_of(checkpoint)
             known |= _known_hashes(checkpoint)
-    selected = set(filter_repo_objects(contents, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns))
+    selected = select_paths(contents, allow_patterns, ignore_patterns)
     for variant in [variant for variant, held in files_of.items() if not _is_selected(held, selected, place)]:
         del indexes[variant], entries[variant]  # the hub keeps what it has of this one
     used = {name for held in files_of.values() for name in held}
@@ -537,6 +535,15 @@ def collect_push_contents(
     files.check(selected - leftovers)
     pushed = {name: _with_sha256(contents[name], known.get(name)) for name in selected - leftovers}
     return PushContents(pushed, indexes, entries)
+
+
+def select_paths(
+    paths: Iterable[str], allow_patterns: list[str] | str | None, ignore_patterns: list[str] | str | None
+) -> set[str]:
+    """Select the paths that match the globs of a push, as huggingface_hub's `upload_folder` does."""
+    from huggingface_hub.utils import filter_repo_objects  # imports huggingface_hub, which takes time
+
+    return set(filter_repo_objects(paths, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns))
 
 
 def _with_sha256(content: ByteSource, sha256: str | None) -> ByteSource:

@@ -303,7 +303,7 @@ class DescribedFile:
             self._storages[layout.key] = bytearray(self._read(layout.key))
         raw = self._storages[layout.key]
         if len(raw) != layout.nbytes:
-            raise ValueError(f"{len(raw)} bytes for {layout.nbytes}")
+            raise ValueError(f"{len(raw)} bytes for {layout.count} elements")
         flat = torch.frombuffer(raw, dtype=layout.dtype) if raw else torch.empty(0, dtype=layout.dtype)
         return flat.as_strided(tuple(layout.size), tuple(layout.stride), layout.first)
 
@@ -318,7 +318,7 @@ class DescribedFile:
             raise TypeError("a size, stride or offset that is not an int, or negative")
         record = self._find(layout.key)
         if record.size != layout.nbytes:
-            raise ValueError(f"{record.size} bytes for {layout.nbytes}")
+            raise ValueError(f"{record.size} bytes for {layout.count} elements")
         size = tuple(layout.size)
         stride = tuple(layout.stride)
         last = sum((number - 1) * step for number, step in zip(size, stride, strict=True))
@@ -333,6 +333,8 @@ class _Layout:
 
     dtype: torch.dtype
     key: str
+    count: int
+    """Elements of the storage."""
     nbytes: int
     """Bytes of the storage."""
     first: Any
@@ -370,7 +372,7 @@ def _layout_of(described: DescribedObject) -> _Layout | None:
         raise TypeError("the name of a storage is not text")
     if type(count) is not int:
         raise TypeError("the number of elements is not an int")
-    return _Layout(dtype, key, count * itemsize, first, size, stride)
+    return _Layout(dtype, key, count, count * itemsize, first, size, stride)
 
 
 @contextmanager

@@ -210,7 +210,7 @@ def place_of(metadata: Metadata, offsets: tuple[int, ...] = (0, 0)) -> Any:
 
 
 def set_place(**values: Any) -> Callable[[Metadata], object]:
-    return lambda metadata: [setattr(place_of(metadata), name, value) for name, value in values.items()]
+    return lambda metadata: vars(place_of(metadata)).update(values)
 
 
 def set_chunk(number: int, **values: Any) -> Callable[[Metadata], object]:
