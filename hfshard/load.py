@@ -67,11 +67,13 @@ def load_state_dict(
     Args:
         path: A directory, an address of a store ("s3://bucket/prefix"), or a repo of the Hub ("org/name"); or one file:
             safetensors, one of torch.save (.pt, .pth, .pth.tar, .ckpt, .bin), or an index. A file is loaded regardless
-            of other files next to it.
+            of other files next to it. A directory may also have the parts that DeepSpeed or
+            torch.distributed.checkpoint (FSDP) saved on each rank: of these, float32 masters come first.
         keys: The names to load: names, globs ("*.bias"), or a function of the name. None: all. Only these tensors are
             loaded, and only their shards are downloaded, opened and checked.
-        key: The key of the weights in a file of torch.save that has more than weights: "model_state_dict", or
-            "ema.state_dict" for a nested one. None: they are found, if there is only one candidate.
+        key: The key of the weights in a file of torch.save that has more than weights, or in a directory of
+            torch.distributed.checkpoint: "model_state_dict", or "ema.state_dict" for a nested one. None: they are
+            found, if there is only one candidate.
         like: A state dict: its names are loaded, as new tensors of its shapes, dtypes and devices. For a DTensor, the
             new one has the same mesh and placements, and each rank reads its part; then every rank of the default
             process group must call, and all load or none.

@@ -311,7 +311,7 @@ class DescribedFile:
             self._storages[layout.key] = bytearray(self._read(layout.key))
         raw = self._storages[layout.key]
         if len(raw) != layout.nbytes:
-            raise ValueError(f"{len(raw)} bytes for {layout.nbytes}")
+            raise ValueError(f"{len(raw)} bytes for {layout.count} elements")
         flat = torch.frombuffer(raw, dtype=layout.dtype) if raw else torch.empty(0, dtype=layout.dtype)
         return flat.as_strided(tuple(layout.size), tuple(layout.stride), layout.first)
 
@@ -326,7 +326,7 @@ class DescribedFile:
             raise TypeError("a size, stride or offset that is not an int, or negative")
         record = self._find(layout.key)
         if record.size != layout.nbytes:
-            raise ValueError(f"{record.size} bytes for {layout.nbytes}")
+            raise ValueError(f"{record.size} bytes for {layout.count} elements")
         size = tuple(layout.size)
         stride = tuple(layout.stride)
         last = sum((number - 1) * step for number, step in zip(size, stride, strict=True))
@@ -336,11 +336,13 @@ class DescribedFile:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorLayout:
+class DescribedLayout:
     """Arguments of a call that rebuilds a tensor, not checked."""
 
     dtype: torch.dtype
     key: str
+    count: int
+    """Elements of the storage."""
     nbytes: int
     """Bytes of the storage."""
     first: Any
@@ -348,7 +350,7 @@ class TensorLayout:
     stride: Any
 
 
-def layout_of(described: DescribedObject) -> TensorLayout | None:
+def layout_of(described: DescribedObject) -> DescribedLayout | None:
     """Return the layout of a tensor or parameter that was described; None for another object.
 
     Raises:
@@ -383,7 +385,7 @@ def layout_of(described: DescribedObject) -> TensorLayout | None:
         raise TypeError("the name of a storage is not text")
     if type(count) is not int:
         raise TypeError("the number of elements is not an int")
-    return TensorLayout(dtype, key, count * itemsize, first, size, stride)
+    return DescribedLayout(dtype, key, count, count * itemsize, first, size, stride)
 
 
 @contextmanager

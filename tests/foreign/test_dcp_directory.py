@@ -162,7 +162,7 @@ def test_the_model_is_found(name: str, tmp_path: Path) -> None:
 
 def test_a_tensor_in_too_many_pieces_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A small file could name its bytes millions of times, and take all memory."""
-    boxes: list[Box] = [((0, at, 0), (4, 2, 2)) for at in (0, 2)] + [((0, at, 2), (4, 2, 2)) for at in (0, 2)]
+    boxes: list[Box] = [((0, at, column), (4, 2, 2)) for column in (0, 2) for at in (0, 2)]
     weight = torch.arange(64.0).reshape(4, 4, 4)
     save_dcp(tmp_path, {"model.w": weight}, {"model.w": boxes})
 
@@ -223,11 +223,7 @@ def place_of(metadata: Metadata, offsets: tuple[int, ...] = (0, 0)) -> Any:
 
 
 def set_place(**values: Any) -> Callable[[Metadata], object]:
-    def change(metadata: Metadata) -> None:
-        for name, value in values.items():
-            setattr(place_of(metadata), name, value)
-
-    return change
+    return lambda metadata: vars(place_of(metadata)).update(values)
 
 
 def set_chunk(number: int, **values: Any) -> Callable[[Metadata], object]:

@@ -198,7 +198,7 @@ NESTED_PARAMETERS = b"ctorch._utils\n_rebuild_parameter\n" * 5000 + b"K\x01" + b
     [
         (b"}ccollections\nOrderedDict\n)RK\x01s.", "contents that such a value cannot have .*unhashable"),
         (b"ctorch._utils\n_rebuild_tensor_v2\n(K\x01K\x02K\x03K\x04tR.", "a tensor that it does not contain"),
-        (b"ctorch._utils\n_rebuild_parameter\n)R.", "contents that such a value cannot have"),
+        (b"ctorch._utils\n_rebuild_parameter\n)R.", "a tensor that it does not contain"),
         (b"cnumpy\ndtype\n)R.", "is not a valid numpy.dtype"),
         (b"ctorch\ndevice\n(X\x03\x00\x00\x00abctR.", "is not a valid torch.device"),
         (NESTED_PARAMETERS, "RecursionError"),
