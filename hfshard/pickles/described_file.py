@@ -18,7 +18,7 @@ from typing import IO, Any, Final, TypeVar, cast
 import torch
 
 from hfshard.disk.safe_open import Identity, identity_of, open_regular
-from hfshard.errors import HfshardError, UnsafePickleError
+from hfshard.errors import DamagedCheckpointError, HfshardError, UnsafePickleError
 from hfshard.pickles.pickle_opcodes import (
     BEFORE_THE_OBJECT,
     LATIN,
@@ -387,7 +387,13 @@ def described_file(path: str, root: str) -> Iterator[DescribedFile]:
     """
     with os.fdopen(open_regular(path, root), "rb") as file:
         identity = identity_of(os.fstat(file.fileno()))
-        is_zip = file.read(len(RECORD_MARK)) == RECORD_MARK
+        mark = file.read(len(RECORD_MARK))
+        if not mark:  # mmap rejects an empty file
+            raise DamagedCheckpointError(
+                f"'{path}' is empty: its save or its copy was interrupted. Copy it again, or use an older checkpoint.",
+                path=path,
+            )
+        is_zip = mark == RECORD_MARK
         file.seek(0)
         if not is_zip:
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:  # never returns more than it has
