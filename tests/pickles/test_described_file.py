@@ -139,6 +139,16 @@ def test_tensor_that_is_not_in_its_storage_is_damaged(
             file.find(forged)
 
 
+def test_empty_file_is_damaged(tmp_path: Path) -> None:
+    (tmp_path / "a.pt").touch()
+
+    with (
+        pytest.raises(DamagedCheckpointError, match="is empty: its save or its copy was interrupted"),
+        described_file(str(tmp_path / "a.pt"), str(tmp_path)),
+    ):
+        pass
+
+
 def test_what_is_no_file_of_torch_save_is_damaged_or_unsafe(tmp_path: Path) -> None:
     for content, error in (
         (b"PK\x03\x04", DamagedCheckpointError),

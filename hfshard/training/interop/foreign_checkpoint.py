@@ -167,9 +167,12 @@ class ForeignDirectory:
 
         Raises:
             DamagedCheckpointError, UnsafePickleError: A file is damaged, or asks for more than tensors.
+            StateDictMismatchError: They were saved by FSDP or DeepSpeed, in parts.
         """
         try:
             with open_checkpoint(self.path, base=base) as checkpoint:
+                if checkpoint.foreign is not None:
+                    raise _parts_of_ranks(self.path, checkpoint.weights.name)
                 if self.request.verify == "full" and checkpoint.pickles:
                     check_pickle_checksums(checkpoint.pickles)
                 elif self.request.verify == "full" and checkpoint.index.is_verifiable:
@@ -256,9 +259,12 @@ class ForeignDirectory:
     def _reject_parts_of_ranks(self) -> None:
         found = sorted(name for name in self.names if _OF_MANY_RANKS.fullmatch(name))
         if found:
-            raise StateDictMismatchError(
-                f"'{self.path}' has '{found[0]}', which contains parts of tensors for the ranks that saved it "
-                "(DeepSpeed, FSDP or similar). Resume it once in the program that saved it, and save there: "
-                "manager.save(step, state).",
-                path=self.path,
-            )
+            raise _parts_of_ranks(self.path, found[0])
+
+
+def _parts_of_ranks(path: str, name: str) -> StateDictMismatchError:
+    return StateDictMismatchError(
+        f"'{path}' has '{name}', which contains parts of tensors for the ranks that saved it (DeepSpeed, FSDP or "
+        "similar). Resume it once in the program that saved it, and save there: manager.save(step, state).",
+        path=path,
+    )

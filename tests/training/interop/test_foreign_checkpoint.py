@@ -17,6 +17,7 @@ from hfshard.training.interop.foreign_checkpoint import (
     ForeignRequest,
     list_foreign_directory,
 )
+from tests.foreign.dcp_files import save_dcp
 
 
 def read_from(place: Path, *names: str, **more: Any) -> ForeignCheckpoint:
@@ -123,3 +124,10 @@ def test_parts_have_the_requests_names_and_a_missing_one_is_told(tmp_path: Path)
 
     says = "has no 'model_1', which keys names for 'ema'. It has: model, optimizer. Nothing was restored."
     assert str(caught.value) == f"'{tmp_path}' {says}"
+
+
+def test_weights_in_parts_are_not_the_model_of_a_run(tmp_path: Path) -> None:
+    save_dcp(tmp_path, {"weight": torch.ones(2)})
+
+    with pytest.raises(StateDictMismatchError, match=r"has '\.metadata', which contains parts of tensors"):
+        ForeignDirectory(str(tmp_path), ForeignRequest()).weights()
