@@ -147,7 +147,8 @@ def find_weights(
         names: The checkpoint's file names.
         use_safetensors: As in `candidate_weights`.
         weights_override: The file that config.json names.
-        opens_foreign: Whether weights that another framework saved in parts count, where there are no others.
+        opens_foreign: Whether weights that another framework saved in parts count, where there are no others, neither
+            an adapter's nor of another variant.
     """
     candidates = candidate_weights(names, use_safetensors, weights_override)
     for candidate in candidates:
@@ -156,10 +157,19 @@ def find_weights(
             return candidate
     is_plain = names.variant is None and names.base == MODEL_BASE
     if opens_foreign and is_plain and use_safetensors is not True and folder.traits.is_directory:
-        entry = find_foreign(folder.path)
+        entry = None if _has_other_weights(folder) else find_foreign(folder.path)
         if entry is not None:
             return WeightsEntry("foreign", entry)
     raise _not_found(folder, names, [candidate.name for candidate in candidates])
+
+
+def _has_other_weights(folder: Folder) -> bool:
+    """Return whether a folder has an adapter or a variant of a model: weights in parts are not read beside these."""
+    return any(
+        name in ADAPTER_WEIGHTS
+        or (name.startswith(("model.", "pytorch_model.")) and name.endswith((SAFETENSORS_SUFFIX, BIN_SUFFIX)))
+        for name in folder.names()
+    )
 
 
 def directory_not_found(directory: str) -> CheckpointNotFoundError:
@@ -193,7 +203,8 @@ def _not_found(folder: Folder, names: WeightNames, looked_for: list[str]) -> Che
         beside = nearest_first(directory.rpartition("/")[2], folder.neighbors())
         hint = f"Next to it {'is' if len(beside) == 1 else 'are'} {shorten_list(beside, _SHOWN)}: c" if beside else "C"
         return CheckpointNotFoundError(f"There is nothing at '{directory}'. {hint}heck the address.", path=directory)
-    if not below and (parts := _describe_parts(folder)) is not None:
+    parts = None if below or _has_other_weights(folder) else _describe_parts(folder)
+    if parts is not None and names.variant is None:
         return CheckpointNotFoundError(parts, path=directory)
     found = [name for name in there if name.endswith((SAFETENSORS_SUFFIX, BIN_SUFFIX))]
     hint = f"It contains {shorten_list(found, _SHOWN)}" if found else "It contains no weights"
@@ -203,6 +214,8 @@ def _not_found(folder: Folder, names: WeightNames, looked_for: list[str]) -> Che
     if runs and not found:
         hint = f"Its {'folder has' if len(runs) == 1 else 'folders have'} weights, {shorten_list(runs, _SHOWN)}: pass "
         hint += f"{'it' if len(runs) == 1 else 'one of them'}, as '{os.path.join(directory, runs[0])}'"
+    if parts is not None:
+        hint = "Weights that another framework saved in parts have no variants: leave it out"
     if ADAPTER_CONFIG_NAME in there:
         hint = "It contains a PEFT adapter: load it with a model class's from_pretrained, with peft installed"
     variant = f" of variant '{names.variant}'" if names.variant is not None else ""

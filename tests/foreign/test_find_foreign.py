@@ -165,6 +165,29 @@ def test_weights_that_any_reader_finds_come_first(trained: Path) -> None:
     assert same(hfshard.load_state_dict(trained / "pytorch_model_fsdp_0"))
 
 
+@pytest.mark.parametrize(
+    ("beside", "told"),
+    [
+        (("adapter_config.json", "adapter_model.safetensors"), "contains a PEFT adapter: load it with"),
+        (("model.fp16.safetensors",), r"It contains model\.fp16\.safetensors"),
+    ],
+)
+def test_nothing_is_read_beside_other_weights(beside: tuple[str, ...], told: str, trained: Path) -> None:
+    for name in beside:
+        (trained / name).write_text("{}")
+
+    with pytest.raises(CheckpointNotFoundError, match=told):
+        hfshard.load_state_dict(trained)
+    with pytest.raises(HfshardError):
+        hfshard.push_checkpoint(trained, trained.parent / "hub", progress=False)
+    assert same(hfshard.load_state_dict(trained / "pytorch_model_fsdp_0"))
+
+
+def test_a_variant_is_refused_by_name(parts: Path) -> None:
+    with pytest.raises(CheckpointNotFoundError, match="saved in parts have no variants: leave it out"):
+        hfshard.load_state_dict(parts, variant="fp16")
+
+
 @pytest.mark.parametrize("options", [{"use_safetensors": True}, {"variant": "fp16"}])
 def test_who_asks_for_safetensors_or_a_variant_gets_no_parts(options: dict[str, Any], parts: Path) -> None:
     with pytest.raises(CheckpointNotFoundError):
