@@ -21,6 +21,10 @@ _DEEPSPEED: Final = re.compile(r"(?:bf16_|fp16_)?(?:zero_pp_rank|mp_rank|expp_ra
 _DCP: Final = re.compile(r".+\.distcp")
 _DCP_METADATA: Final = ".metadata"
 
+_HF_SHARD: Final = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
+"""Files of DCP's Hugging Face writer before they are consolidated. None says how many there are, so that a missing one
+could not be noticed."""
+
 _RANK_FILE: Final = re.compile(r"model_world_size_\d+_rank_\d+\.pt|pytorch_model_fsdp(?:_\d+)?_rank\d+\.bin")
 """Files of torch.save: verl's, and Accelerate's with LOCAL_STATE_DICT."""
 _VERL: Final = "model_world_size_"
@@ -172,6 +176,14 @@ def _describe_dcp(parts: _Parts) -> str:
     )
 
 
+def _describe_hf_shards(parts: _Parts) -> str:
+    return parts.describe_unreadable(
+        "safetensors that torch.distributed.checkpoint (DCP) saved in parts for each rank",
+        "Load them there with dcp.load and HuggingFaceStorageReader, on any number of ranks, and save the model with "
+        "hfshard.save_model.",
+    )
+
+
 def _describe_rank_files(parts: _Parts) -> str:
     what = "one file per rank, each with parts of the tensors"
     todo = "Load them in the program that saved them, on as many ranks, and save the full model (FULL_STATE_DICT)."
@@ -189,6 +201,7 @@ def _describe_rank_files(parts: _Parts) -> str:
 _KINDS: Final[tuple[tuple[re.Pattern[str], Callable[[_Parts], str]], ...]] = (
     (_DEEPSPEED, _describe_deepspeed),
     (_DCP, _describe_dcp),
+    (_HF_SHARD, _describe_hf_shards),
     (_RANK_FILE, _describe_rank_files),
 )
 """Pattern of a kind's files, and the function that describes them; the first kind that is found counts."""

@@ -262,7 +262,7 @@ CHANGES: dict[str, tuple[Callable[[Metadata], object], type[HfshardError], str]]
     ),
     "no tensors": (lambda metadata: metadata.state_dict_metadata.clear(), CheckpointNotFoundError, "no weights"),
     "something else": (
-        lambda metadata: setattr(metadata, "state_dict_metadata", 3),
+        lambda metadata: vars(metadata).update(state_dict_metadata=3),
         DamagedCheckpointError,
         "does not describe a checkpoint",
     ),

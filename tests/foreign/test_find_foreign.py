@@ -351,3 +351,12 @@ def test_a_run_with_an_optimizer_takes_no_dtype(tmp_path: Path, capsys: pytest.C
     assert "Pass --weights to write the weights alone" in capsys.readouterr().err
     assert main([*arguments, "--weights"]) == 0
     assert hfshard.load_state_dict(tmp_path / "out")["weight"].dtype == torch.bfloat16
+
+
+def test_convert_takes_the_parts_beside_safetensors(trained: Path, tmp_path: Path) -> None:
+    """As beside the 16-bit weights that Trainer gathers, next to float32 masters."""
+    hfshard.save_state_dict({"w": torch.ones(1)}, trained)
+
+    assert main(["convert", str(trained), str(tmp_path / "out")]) == 0
+
+    assert same(hfshard.load_state_dict(tmp_path / "out"))

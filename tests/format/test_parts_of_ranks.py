@@ -71,6 +71,15 @@ DEEPER: dict[str, tuple[list[str], str]] = {
         f"'run' {OF_DCP}, but not '.metadata', which says where each of them is. Copy it there: its name begins with "
         "a dot, which '*' does not match.",
     ),
+    "DCP's Hugging Face writer": (
+        [
+            "sharded/shard-00001-model-00001-of-00001.safetensors",
+            "sharded/shard-00002-model-00001-of-00001.safetensors",
+        ],
+        "'run' contains safetensors that torch.distributed.checkpoint (DCP) saved in parts for each rank in 'sharded', "
+        f"{NOT_YET} Load them there with dcp.load and HuggingFaceStorageReader, on any number of ranks, and save the "
+        "model with hfshard.save_model.",
+    ),
     "FSDP, LOCAL_STATE_DICT": (
         ["pytorch_model_fsdp_rank0.bin", "pytorch_model_fsdp_rank1.bin"],
         f"'run' contains one file per rank, each with parts of the tensors, {NOT_YET} Load them in the program that "
