@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -31,6 +32,8 @@ _SHOWN: Final = 5
 
 ADAPTER_WEIGHTS: Final = (f"adapter_model{SAFETENSORS_SUFFIX}", f"adapter_model{BIN_SUFFIX}")
 """PEFT's file names for the weights of an adapter; the first existing one is read."""
+
+_OF_VARIANT: Final = re.compile(r"(model|pytorch_model)\..+\.(safetensors|bin)")
 
 WeightsKind = Literal["single", "index", "bin", "bin_index", "foreign"]
 """A file of safetensors or its index, one of torch.save or its index, or the directory of another framework."""
@@ -165,11 +168,7 @@ def find_weights(
 
 def _has_other_weights(folder: Folder) -> bool:
     """Return whether a folder has an adapter or a variant of a model: weights in parts are not read beside these."""
-    return any(
-        name in ADAPTER_WEIGHTS
-        or (name.startswith(("model.", "pytorch_model.")) and name.endswith((SAFETENSORS_SUFFIX, BIN_SUFFIX)))
-        for name in folder.names()
-    )
+    return any(name in ADAPTER_WEIGHTS or _OF_VARIANT.fullmatch(name) for name in folder.names())
 
 
 def directory_not_found(directory: str) -> CheckpointNotFoundError:

@@ -312,7 +312,7 @@ def add_convert(commands: CommandGroup) -> None:
     parser = commands.add_parser(
         "convert",
         convert,
-        help="convert pytorch_model.bin, .pt, DeepSpeed's and FSDP's parts ... into safetensors",
+        help="convert .bin, .pt, DeepSpeed's and FSDP's parts to safetensors",
         description="Write the pickled weights of a directory or one file as safetensors, also those that DeepSpeed or "
         "torch.distributed.checkpoint (FSDP) saved in parts for each rank: float32 where there are masters. If another "
         "program saved SRC with an optimizer, create a checkpoint of the run DST (of SRC in a store, convert the "

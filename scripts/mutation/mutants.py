@@ -1,4 +1,4 @@
-"""The sixty mutants: plausible bugs, one for each of sixty guarantees, and the tests that should fail with each."""
+"""The mutants: plausible bugs, one for each of sixty-one guarantees, and the tests that should fail with each."""
 
 from __future__ import annotations
 
@@ -504,5 +504,13 @@ MUTANTS: Final = (
         "    if ranges and signature is not None:",
         "    if ranges and signature is not None and key is not None:",
         ("tests/signing/test_check_signature_load.py", "tests/test_load.py"),
+    ),
+    # foreign
+    Mutant(
+        "missing-part-unnoticed",
+        "each byte of a tensor that another framework saved in parts has a place in its files",
+        '    return None if found == nbytes else f"has {found:,} of its {nbytes:,} bytes"',
+        '    return None if found <= nbytes else f"has {found:,} of its {nbytes:,} bytes"',
+        ("tests/foreign/test_byte_runs.py",),
     ),
 )

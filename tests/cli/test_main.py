@@ -133,7 +133,7 @@ move:
 
 rewrite:
   reshard      write a checkpoint in files of another size
-  convert      convert pytorch_model.bin, .pt, .pth.tar ... into safetensors
+  convert      convert .bin, .pt, DeepSpeed's and FSDP's parts to safetensors
   remove       remove a checkpoint, also of a run, or leftovers of killed saves
 
 run:
