@@ -21,7 +21,6 @@ def serve_moto() -> str:
     """Start it in this process, until that ends; gives its URL."""
     from botocore.utils import parse_to_aware_datetime
     from moto.core import serialize
-    from moto.core.errors import ErrorLookupFactory
     from moto.moto_server.werkzeug_app import MotoRequestHandler, create_backend_app
     from moto.s3.models import S3Backend
     from werkzeug.serving import make_server
@@ -34,7 +33,7 @@ def serve_moto() -> str:
 
     # Half of each listing was to read the times in it.
     vars(serialize)["parse_to_aware_datetime"] = cache(parse_to_aware_datetime)
-    _spare_what_grows(S3Backend, ErrorLookupFactory)
+    _list_below_prefixes(S3Backend)
     # S3 alone: moto's own server looks at each request through the modules of all services.
     application = _one_at_a_time(create_backend_app("s3"))
     server = make_server("127.0.0.1", 0, application, threaded=True, request_handler=Handler)
@@ -42,11 +41,8 @@ def serve_moto() -> str:
     return f"http://127.0.0.1:{server.server_port}"
 
 
-def _spare_what_grows(backend: Any, lookups: Any) -> None:
-    """Let moto's class of S3 list the keys below a prefix only, and its class of lookups make each table once.
-
-    All tests share a bucket, of which each listing took up every key. Each error made a table of all errors of S3.
-    """
+def _list_below_prefixes(backend: Any) -> None:
+    """Let moto's class of S3 list the keys below a prefix only: all tests share a bucket, and each listing took all."""
     list_all = backend.list_objects
 
     def list_objects(self: Any, bucket: Any, prefix: str | None, *args: Any, **options: Any) -> Any:
@@ -54,7 +50,6 @@ def _spare_what_grows(backend: Any, lookups: Any) -> None:
         return list_all(self, SimpleNamespace(keys=keys), prefix, *args, **options)
 
     backend.list_objects = list_objects
-    lookups._create_error_lut = staticmethod(cache(lookups._create_error_lut))
 
 
 def _one_at_a_time(application: WSGIApplication) -> WSGIApplication:
