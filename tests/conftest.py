@@ -91,6 +91,7 @@ _RUNS: dict[str, Callable[[Path], bool]] = {
     "ranks": lambda path: "ranks" in _marks_of_path(path),
     "stores": lambda path: "stores" in _marks_of_path(path),
     "not ranks and not stores": lambda path: not _marks_of_path(path),
+    "": lambda path: True,
     "compat and not slow": _names_compat,
 }
 """What scripts/test gives to `-m`, in CI, too -> whether it may take tests of a file."""
