@@ -8,7 +8,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
@@ -87,14 +87,8 @@ def _names_compat(path: Path) -> bool:
     return "compat" in path.read_text(encoding="utf-8")
 
 
-_RUNS: dict[str, Callable[[Path], bool]] = {
-    "ranks": lambda path: "ranks" in _marks_of_path(path),
-    "stores": lambda path: "stores" in _marks_of_path(path),
-    "not ranks and not stores": lambda path: not _marks_of_path(path),
-    "": lambda path: True,
-    "compat and not slow": _names_compat,
-}
-"""What scripts/test gives to `-m`, in CI, too -> whether it may take tests of a file."""
+_COMPAT = "compat and not slow"
+"""What `scripts/test compat` gives to `-m`."""
 
 
 def _marks_of_path(path: Path) -> set[str]:
@@ -117,11 +111,10 @@ def pytest_configure() -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave files unread of which a run of scripts/test takes no test: each of its processes would read them."""
-    takes = _RUNS.get(config.option.markexpr)
-    if takes is None or collection_path.suffix != ".py" or not collection_path.name.startswith("test_"):
+    """Leave four of five files unread in `scripts/test compat`: each of its processes would read them."""
+    if config.option.markexpr != _COMPAT or collection_path.suffix != ".py":
         return None
-    return None if takes(collection_path) else True
+    return None if not collection_path.name.startswith("test_") or _names_compat(collection_path) else True
 
 
 def pytest_collection(session: pytest.Session) -> None:
@@ -130,11 +123,11 @@ def pytest_collection(session: pytest.Session) -> None:
     In a fresh checkout they would each rewrite the assertions of all files, which takes longer than to import them.
     """
     worker: dict[str, Any] = getattr(session.config, "workerinput", {})
-    takes = _RUNS.get(session.config.option.markexpr)
-    if not worker or takes is None:
+    if not worker:
         return
     files = sorted(path for place in session.config.args for path in Path(place).absolute().rglob("test_*.py"))
-    files = [path for path in files if takes(path)]
+    if session.config.option.markexpr == _COMPAT:
+        files = [path for path in files if _names_compat(path)]
     first = len(files) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
     for path in files[first:] + files[:first]:
         with suppress(Exception, pytest.skip.Exception):  # the collection says so

@@ -21,9 +21,7 @@ CASES = {
 POINTS = {"s3": 3, "gs": 2, "az": 2, "hf": 2}
 
 
-@pytest.mark.parametrize(
-    "scheme", [pytest.param(each, marks=[pytest.mark.compat] if each == "s3" else []) for each in CASES]
-)
+@pytest.mark.parametrize("scheme", CASES)
 def test_a_save_that_is_broken_at_a_request_leaves_the_old_or_the_new_checkpoint(scheme: str) -> None:
     if lacks := SERVICES[scheme].lacks():
         pytest.skip(lacks)
