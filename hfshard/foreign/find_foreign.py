@@ -12,7 +12,8 @@ from hfshard.constants import CONFIG_NAME
 from hfshard.errors import AmbiguousWeightsError, CheckpointNotFoundError, InvalidArgumentError
 from hfshard.foreign.byte_runs import ForeignTable
 from hfshard.foreign.dcp_directory import METADATA, read_dcp_directory
-from hfshard.foreign.deepspeed import find_tag, read_deepspeed
+from hfshard.foreign.deepspeed import find_tag, read_deepspeed, read_deepspeed_run
+from hfshard.foreign.foreign_run import ForeignRun
 from hfshard.foreign.foreign_shard import ForeignShard
 
 _FSDP_FOLDER: Final = re.compile(r"pytorch_model_fsdp_\d+")
@@ -33,6 +34,8 @@ class _Framework(NamedTuple):
     """Return the folder, or the file, by which its weights in a directory are entered; None if it has none."""
     read: Callable[[str, str, str | None], ForeignTable]
     """Read the table of a directory, given what `find` has returned, and the key of the weights."""
+    read_run: Callable[[str, str, str | None], ForeignRun | None]
+    """Read the run of a directory, given the same; None if it has weights alone."""
 
 
 def find_foreign(directory: str) -> str | None:
@@ -67,6 +70,27 @@ def open_foreign(directory: str, key: str | None = None) -> ForeignShard:
         if entry is not None:
             return ForeignShard(one.read(directory, entry, key))
     raise CheckpointNotFoundError(f"There are no weights of another framework in '{directory}'.", path=directory)
+
+
+def open_foreign_run(directory: str, key: str | None = None) -> ForeignRun | None:
+    """Read a run that another framework has saved in parts, by names; no byte of a large tensor is read.
+
+    Args:
+        directory, key: As in `open_foreign`.
+
+    Returns:
+        None if there is none, or weights without an optimizer.
+
+    Raises:
+        What `open_foreign` raises.
+        InvalidArgumentError: The optimizer's state cannot be matched to parameters by name, element by element.
+    """
+    for one in _FRAMEWORKS:
+        entry = one.find(directory)
+        if entry is not None:
+            run = one.read_run(directory, entry, key)
+            return run if run is not None and run.optimizer is not None else None
+    return None
 
 
 def is_of_run(name: str) -> bool:
@@ -119,5 +143,16 @@ def _read_deepspeed(directory: str, _entry: str, key: str | None) -> ForeignTabl
     return read_deepspeed(directory)
 
 
-_FRAMEWORKS: Final = (_Framework(_find_deepspeed, _read_deepspeed), _Framework(_find_dcp, _read_dcp))
+def _read_deepspeed_run(directory: str, _entry: str, _key: str | None) -> ForeignRun:
+    return read_deepspeed_run(directory)
+
+
+def _read_dcp_run(_directory: str, _entry: str, _key: str | None) -> None:
+    return None
+
+
+_FRAMEWORKS: Final = (
+    _Framework(_find_deepspeed, _read_deepspeed, _read_deepspeed_run),
+    _Framework(_find_dcp, _read_dcp, _read_dcp_run),
+)
 """The first one that finds weights reads them."""

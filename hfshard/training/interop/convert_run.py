@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -13,8 +14,10 @@ import torch
 from hfshard._util.arguments import wraps_os_errors
 from hfshard.constants import CONFIG_NAME, DEFAULT_MAX_SHARD_SIZE, GENERATION_CONFIG_NAME
 from hfshard.errors import CheckpointNotFoundError, HfshardError, InvalidArgumentError
+from hfshard.foreign.find_foreign import open_foreign_run
 from hfshard.format.digests import Checksum
 from hfshard.format.file_names import MODEL_BASE
+from hfshard.pickles.plain_values import NotStored
 from hfshard.places.place import place_to_save
 from hfshard.saving.save_request import request_from_state_dict
 from hfshard.tensors.parameter_names import strip_compiled, without_common_wrappers
@@ -27,12 +30,18 @@ from hfshard.training.interop.foreign_optimizer import (
     stated_names,
     unknown_owners,
 )
-from hfshard.training.interop.foreign_readers import is_optimizer_state, is_state_dict, reader_of
+from hfshard.training.interop.foreign_readers import (
+    is_optimizer_state,
+    is_partitioned_directory,
+    is_state_dict,
+    reader_of,
+)
+from hfshard.training.interop.named_run import is_unread
 from hfshard.training.run.find_checkpoint import open_run
 from hfshard.training.run.manifest import Rotation, checked_step, checkpoint_path, folder_at
 from hfshard.training.run.run_writer import RunWriter, check_names
 from hfshard.training.state.collect_state import Components, RankState, SavePayload, collect, rank_prefix, save_options
-from hfshard.training.state.nested import NotStored, encode
+from hfshard.training.state.nested import encode
 
 _OF_MODEL: Final = (CONFIG_NAME, GENERATION_CONFIG_NAME)
 """Companions that belong to the model, as in its own saves."""
@@ -66,10 +75,13 @@ def is_foreign_run(place: str) -> bool:
     reader = reader_of(place)
     if reader is None:
         return False
+    is_in_parts = is_partitioned_directory(place)
     try:
+        if is_in_parts:
+            return open_foreign_run(place) is not None
         found = reader(place, ForeignRequest(strict=False, verify="structure"))
-    except HfshardError:  # the next reader reports what is wrong
-        return False
+    except HfshardError:  # the next reader reports what is wrong; weights alone would hide that of an optimizer
+        return is_in_parts
     return any(is_optimizer_state(value) for value in found.components.values())
 
 
@@ -115,12 +127,11 @@ def convert_foreign(
     number = checked_step(foreign.step or 0 if step is None else step)
     if not any(words.startswith(_NO_POSITION) for words in foreign.lacking):
         foreign = replace(foreign, lacking=(*foreign.lacking, _NO_POSITION))
-    payload = _payload(foreign, max_shard_size, checksum, progress).of_one_process()
     files = {name: raw for name, raw in foreign.companions.items() if name not in _OF_MODEL}
-    check_names(files, payload)
     writer = RunWriter(open_run(root), Rotation(), None, progress)
     try:
-        with writer.turn("convert"):
+        with _payload(foreign, max_shard_size, checksum, progress) as payload, writer.turn("convert"):
+            check_names(files, payload)
             target = checkpoint_path(root, number)
             if os.path.lexists(target) or folder_at(target).exists():
                 raise InvalidArgumentError(f"'{target}' already exists. Pass another run, or another step.", path=root)
@@ -132,9 +143,11 @@ def convert_foreign(
     return ConvertedRun(saved.path, number, tuple(foreign.components), foreign.lacking, foreign.differences)
 
 
+@contextmanager
 def _payload(
     foreign: ForeignCheckpoint, max_shard_size: int | str, checksum: Checksum, progress: bool | None
-) -> SavePayload:
+) -> Iterator[SavePayload]:
+    """Yield what is written; tensors of a run by name are read while the block runs."""
     weights = _weights_of(foreign)
     components = Components({}, {}, {})
     for name, value in foreign.components.items():
@@ -148,7 +161,14 @@ def _payload(
     of_model = {name: foreign.companions[name] for name in _OF_MODEL if name in foreign.companions}
     request = request_from_state_dict(only_tensors, options)
     request = replace(request, config=of_model.pop(CONFIG_NAME, None), model_files=of_model)
-    return replace(payload, requests={MODEL_BASE: request, **payload.requests})
+    requests = {MODEL_BASE: request, **payload.requests}
+    with ExitStack() as opened:
+        if foreign.named is not None:
+            for base, one in requests.items():
+                unread = {name: tensor for name, tensor in one.tensors.items() if is_unread(tensor)}
+                raw = opened.enter_context(foreign.named.raw(unread))
+                requests[base] = replace(one, tensors={**one.tensors, **raw})
+        yield replace(payload, requests=requests).of_one_process()
 
 
 def _weights_of(foreign: ForeignCheckpoint) -> dict[str, Any]:

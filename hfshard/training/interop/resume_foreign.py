@@ -18,13 +18,15 @@ from hfshard.errors import (
     InvalidArgumentError,
     StateDictMismatchError,
 )
+from hfshard.pickles.plain_values import NotStored
 from hfshard.tensors.parameter_names import match_prefixes
 from hfshard.tensors.state_dict import collect_state_dict
 from hfshard.training.data.dataloader import ResumableDataLoader
 from hfshard.training.data.external_loader import LoaderTracker
 from hfshard.training.interop.foreign_checkpoint import ForeignCheckpoint, ForeignRequest
 from hfshard.training.interop.foreign_optimizer import named_optimizer_state
-from hfshard.training.interop.foreign_readers import Reader, reader_of
+from hfshard.training.interop.foreign_readers import Reader, is_partitioned_directory, reader_of
+from hfshard.training.interop.named_run import NamedRun, is_unread
 from hfshard.training.pipeline_stages import find_stage
 from hfshard.training.restoring.part_planner import (
     PART_ORDER,
@@ -33,8 +35,8 @@ from hfshard.training.restoring.part_planner import (
     check_components,
     unsaved_components,
 )
+from hfshard.training.restoring.read_state import StateLayouts
 from hfshard.training.run.find_checkpoint import Level
-from hfshard.training.state.nested import NotStored
 from hfshard.training.state.reordering import find_in
 from hfshard.training.state.rng import Gradients, check_rng_state, set_rng_state
 from hfshard.training.state.step import RestoredStep
@@ -69,11 +71,11 @@ def resume_foreign(
         The step; None if the place is not another program's.
 
     Raises:
-        InvalidArgumentError: The state is spread over ranks; or what is restored must be signed.
+        InvalidArgumentError: The state is spread over ranks, and what is restored is by position; or it must be signed.
         UnsafePickleError, StateDictMismatchError, DamagedCheckpointError: Nothing was changed.
         RankFailedError: Another rank has one of these errors; nothing was changed.
     """
-    reader = reader_of(place) if isinstance(place, str) else None  # a step is this run's
+    reader = session.each(lambda: reader_of(place) if isinstance(place, str) else None)  # a step is this run's
     is_foreign = session.all_of(reader is not None)
     if not any(is_foreign):
         if keys is not None:
@@ -106,7 +108,8 @@ def _resume(
     is_spread = any(session.all_of(session.each(lambda: is_spread_state(state))))
     stage = find_stage(state, session)
     is_stage = stage is not None and stage.names.own != stage.names.everywhere
-    if any(session.all_of(is_spread or is_stage)):
+    has_names = is_partitioned_directory(path)
+    if any(session.all_of(is_stage or (is_spread and not has_names))):
         raise InvalidArgumentError(
             f"'{path}' is another program's checkpoint, but the model is spread over ranks. Restore it in one process, "
             "with the whole model: manager.restore(state, path); manager.save(step, state). Then restore that step on "
@@ -117,7 +120,7 @@ def _resume(
 
     def planned() -> tuple[ForeignCheckpoint, Restoration, str]:
         foreign = with_positions(reader(path, request), state)
-        restoration = plan_foreign(state, foreign, strict=strict)
+        restoration = plan_foreign(state, foreign, strict=strict, layouts=StateLayouts(state) if is_spread else None)
         foreign.confirm()
         return foreign, restoration, foreign.fingerprint()
 
@@ -138,7 +141,9 @@ def _resume(
 # Comparison of another program's checkpoint with a training state, by the checks for an hfshard checkpoint.
 
 
-def plan_foreign(state: TrainingState, foreign: ForeignCheckpoint, *, strict: bool) -> Restoration:
+def plan_foreign(
+    state: TrainingState, foreign: ForeignCheckpoint, *, strict: bool, layouts: StateLayouts | None = None
+) -> Restoration:
     """Compare another program's checkpoint with a training state, which is not changed.
 
     What such a file never has is no difference: random number generators, a loader's position, gradients.
@@ -147,6 +152,7 @@ def plan_foreign(state: TrainingState, foreign: ForeignCheckpoint, *, strict: bo
         state: Built as for the run that was saved.
         foreign: What a reader returned for its checkpoint.
         strict: Reject any difference; else what differs stays as it was built, and is reported.
+        layouts: Those of a state that is spread over ranks; only for a checkpoint whose tensors are by name.
 
     Raises:
         StateDictMismatchError: strict, and something differs.
@@ -167,7 +173,7 @@ def plan_foreign(state: TrainingState, foreign: ForeignCheckpoint, *, strict: bo
     planner = PartPlanner(state, saved, foreign.path, restoration, strict=strict)
     common = [name for name in state.components if name in saved]
     for name in sorted(common, key=lambda name: PART_ORDER[state.kinds[name]]):
-        _plan(planner, name, foreign)
+        _plan(planner, name, foreign, layouts)
     restoration.trackers = [one for name in common if isinstance(one := state.components[name], LoaderTracker)]
     if not any(isinstance(part, Gradients) for part in state.components.values()):
         modules = [state.components[name] for name in common if state.kinds[name] == "module"]
@@ -179,7 +185,7 @@ def plan_foreign(state: TrainingState, foreign: ForeignCheckpoint, *, strict: bo
     return restoration
 
 
-def _plan(planner: PartPlanner, name: str, foreign: ForeignCheckpoint) -> None:
+def _plan(planner: PartPlanner, name: str, foreign: ForeignCheckpoint, layouts: StateLayouts | None) -> None:
     """Convert the state of one part to hfshard's form, and plan it."""
     part = planner.state.components[name]
     kind = planner.state.kinds[name]
@@ -194,8 +200,16 @@ def _plan(planner: PartPlanner, name: str, foreign: ForeignCheckpoint) -> None:
             kept_of = _kept_names(planner.state)
             in_file = list(dict.fromkeys(_names_in_file(planner.state, foreign, kept_of))) if foreign.has_order else []
             value = named_optimizer_state(part, value, planner.parameter_names, kept_of, in_file, name, foreign.path)
+            if foreign.named is not None:
+                value["state"] = _read_slots(foreign.named, name, value["state"], layouts)
         elif kind == "scheduler":
             value = {"class": None, "state": dict(value)}
+        elif kind == "module" and foreign.named is not None:
+            own = collect_state_dict(part)
+            names = match_prefixes(value, own.keys())
+            value = foreign.named.read(name, {names[before]: one for before, one in value.items()}, layouts)
+            value = {key: _as_wide(tensor, own.get(key)) for key, tensor in value.items()}
+            _reject_narrow(value, own, foreign)
         planner.saved[name]["state"] = value
         planner.plan(name, value)
     except HfshardError as error:
@@ -208,6 +222,42 @@ def _plan(planner: PartPlanner, name: str, foreign: ForeignCheckpoint) -> None:
             "Use another checkpoint, or leave this part out of the TrainingState.",
             path=foreign.path,
         ) from error
+
+
+def _read_slots(
+    run: NamedRun, base: str, state: Mapping[str, Mapping[str, Any]], layouts: StateLayouts | None
+) -> dict[str, dict[str, Any]]:
+    """Read the tensors of an optimizer's state: this rank's part of each."""
+    unread = {(name, slot): one for name, slots in state.items() for slot, one in slots.items() if is_unread(one)}
+    found = run.read(base, {f"{name}/{slot}": one for (name, slot), one in unread.items()}, layouts)
+    read = {place: found["/".join(place)] for place in unread}
+    return {name: {slot: read.get((name, slot), one) for slot, one in slots.items()} for name, slots in state.items()}
+
+
+def _as_wide(tensor: torch.Tensor, own: Any) -> torch.Tensor:
+    """Cast a frozen weight of 16 bits, as frameworks train with, to the float32 of a model: no value changes."""
+    is_float = isinstance(own, torch.Tensor) and own.is_floating_point() and tensor.is_floating_point()
+    return tensor.to(own.dtype) if is_float and torch.promote_types(tensor.dtype, own.dtype) == own.dtype else tensor
+
+
+def _reject_narrow(tensors: Mapping[str, torch.Tensor], own: Mapping[str, Any], foreign: ForeignCheckpoint) -> None:
+    """Reject a model with fewer bits than the masters, which is another one than was trained.
+
+    Raises:
+        StateDictMismatchError: It is such a model.
+    """
+    for name, tensor in tensors.items():
+        now = own[name].dtype if isinstance(own.get(name), torch.Tensor) else tensor.dtype
+        if tensor.is_floating_point() and now.is_floating_point and now.itemsize < tensor.dtype.itemsize:
+            raise StateDictMismatchError(
+                f"'{foreign.path}' has '{name}' as {tensor.dtype}, of which the 16 bits that were trained with are a "
+                f"copy, but the model has {now}. Nothing was restored. Restore into model.float(), and train with "
+                "autocast.",
+                path=foreign.path,
+                fqn=name,
+                expected=tensor.dtype,
+                actual=now,
+            )
 
 
 def _kept_names(state: TrainingState) -> dict[str, str]:

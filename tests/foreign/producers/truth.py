@@ -15,14 +15,15 @@ def checkpoint_of(place: Path) -> Path:
     return place / "checkpoint"
 
 
-def write_truth(place: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+def write_truth(place: Path, tensors: Mapping[str, torch.Tensor], name: str = "truth") -> None:
     """Write what a load must return; of names that share a tensor, each has a copy."""
-    save_file({name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}, _file(place))
+    copies = {key: tensor.detach().cpu().clone().contiguous() for key, tensor in tensors.items()}
+    save_file(copies, place / f"{name}.safetensors")
 
 
-def read_truth(place: Path) -> dict[str, torch.Tensor]:
-    """Read what was written for a checkpoint."""
-    return load_file(_file(place))
+def read_truth(place: Path, name: str = "truth") -> dict[str, torch.Tensor]:
+    """Read what was written for a checkpoint: "states" of the optimizer, and what "later" steps have made of it."""
+    return load_file(place / f"{name}.safetensors")
 
 
 def gathered(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -41,7 +42,3 @@ def assert_same(actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
-def _file(place: Path) -> Path:
-    return place / "truth.safetensors"
