@@ -11,7 +11,8 @@ from hfshard._util.text import shorten_list
 from hfshard.constants import CONFIG_NAME
 from hfshard.errors import AmbiguousWeightsError, CheckpointNotFoundError, InvalidArgumentError
 from hfshard.foreign.byte_runs import ForeignTable
-from hfshard.foreign.dcp_directory import METADATA, read_dcp_directory
+from hfshard.foreign.dcp_directory import read_dcp_directory
+from hfshard.foreign.dcp_metadata import METADATA
 from hfshard.foreign.deepspeed import find_tag, read_deepspeed
 from hfshard.foreign.foreign_shard import ForeignShard
 
