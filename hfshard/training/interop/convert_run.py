@@ -15,6 +15,7 @@ from hfshard.constants import CONFIG_NAME, DEFAULT_MAX_SHARD_SIZE, GENERATION_CO
 from hfshard.errors import CheckpointNotFoundError, HfshardError, InvalidArgumentError
 from hfshard.format.digests import Checksum
 from hfshard.format.file_names import MODEL_BASE
+from hfshard.pickles.plain_values import NotStored
 from hfshard.places.place import place_to_save
 from hfshard.saving.save_request import request_from_state_dict
 from hfshard.tensors.parameter_names import strip_compiled, without_common_wrappers
@@ -32,7 +33,7 @@ from hfshard.training.run.find_checkpoint import open_run
 from hfshard.training.run.manifest import Rotation, checked_step, checkpoint_path, folder_at
 from hfshard.training.run.run_writer import RunWriter, check_names
 from hfshard.training.state.collect_state import Components, RankState, SavePayload, collect, rank_prefix, save_options
-from hfshard.training.state.nested import NotStored, encode
+from hfshard.training.state.nested import encode
 
 _OF_MODEL: Final = (CONFIG_NAME, GENERATION_CONFIG_NAME)
 """Companions that belong to the model, as in its own saves."""

@@ -18,8 +18,8 @@ from hfshard.disk.safe_open import Identity, identity_of, open_regular, read_sma
 from hfshard.errors import CheckpointChangedError, CheckpointNotFoundError, StateDictMismatchError, repair_hint
 from hfshard.format.strict_json import parse_json_object
 from hfshard.pickles.pickle_file import PickleFile
+from hfshard.pickles.plain_values import read_plain_file
 from hfshard.shards.shard import SafetensorsShard
-from hfshard.training.interop.plain_values import read_plain_file
 from hfshard.training.run.find_checkpoint import Level
 from hfshard.training.run.manifest import MANIFEST, TRAINING_STATE
 from hfshard.training.state.training_state import PartKind

@@ -19,6 +19,7 @@ from hfshard.errors import (
     repair_hint,
 )
 from hfshard.format.parts_of_ranks import reject_partitioned_file
+from hfshard.pickles.plain_values import NotStored, read_plain_file
 from hfshard.training.interop.foreign_checkpoint import (
     LACKS_RNG,
     NO_STEP,
@@ -27,9 +28,7 @@ from hfshard.training.interop.foreign_checkpoint import (
     ForeignRequest,
     list_foreign_directory,
 )
-from hfshard.training.interop.plain_values import read_plain_file
 from hfshard.training.run.manifest import MANIFEST
-from hfshard.training.state.nested import NotStored
 from hfshard.training.state.rng import check_rng_state
 from hfshard.training.state.training_state import PartKind
 

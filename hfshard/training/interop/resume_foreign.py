@@ -18,6 +18,7 @@ from hfshard.errors import (
     InvalidArgumentError,
     StateDictMismatchError,
 )
+from hfshard.pickles.plain_values import NotStored
 from hfshard.tensors.parameter_names import match_prefixes
 from hfshard.tensors.state_dict import collect_state_dict
 from hfshard.training.data.dataloader import ResumableDataLoader
@@ -34,7 +35,6 @@ from hfshard.training.restoring.part_planner import (
     unsaved_components,
 )
 from hfshard.training.run.find_checkpoint import Level
-from hfshard.training.state.nested import NotStored
 from hfshard.training.state.reordering import find_in
 from hfshard.training.state.rng import Gradients, check_rng_state, set_rng_state
 from hfshard.training.state.step import RestoredStep

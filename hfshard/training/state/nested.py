@@ -14,6 +14,7 @@ from typing import Any, Final
 import torch
 
 from hfshard.errors import DamagedCheckpointError, UnstorableTensorError
+from hfshard.pickles.plain_values import NOT_STORED, NotStored
 from hfshard.training.state.step import RestoredStep
 
 _MAX_DEPTH: Final = 40
@@ -249,13 +250,6 @@ TYPE_KEY: Final = "$type"
 
 FACTORIES: Final[dict[str, Any]] = {"int": int, "float": float, "list": list, "dict": dict, "set": set, "str": str}
 """The default factories of a defaultdict that have a name in a file."""
-
-
-class NotStored:
-    """A replacement for a value that was not stored: on a restore, the object that was built keeps its own."""
-
-
-NOT_STORED: Final = NotStored()
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from hfshard.errors import StateDictMismatchError
-from hfshard.training.state.nested import NotStored, ObjectState
+from hfshard.pickles.plain_values import NotStored
+from hfshard.training.state.nested import ObjectState
 
 
 def is_sequence(value: Any) -> bool:

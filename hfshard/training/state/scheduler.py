@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from hfshard.errors import StateDictMismatchError, UnstorableTensorError
-from hfshard.training.state.nested import NOT_STORED, NotStored, ObjectState, encode
+from hfshard.pickles.plain_values import NOT_STORED, NotStored
+from hfshard.training.state.nested import ObjectState, encode
 from hfshard.training.state.pending_loads import PendingLoad, check_class, check_entries
 from hfshard.training.state.reordering import Reordering
 

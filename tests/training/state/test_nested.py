@@ -16,7 +16,8 @@ from hypothesis import given, settings
 
 from hfshard.errors import DamagedCheckpointError, UnstorableTensorError
 from hfshard.format.strict_json import padded_json, parse_json_object
-from hfshard.training.state.nested import NOT_STORED, ObjectState, decode, encode
+from hfshard.pickles.plain_values import NOT_STORED
+from hfshard.training.state.nested import ObjectState, decode, encode
 from hfshard.training.state.step import RestoredStep
 from tests.helpers.random_state_dicts import DTYPES, random_tensor
 from tests.helpers.tensor_bytes import bytes_of

@@ -12,11 +12,10 @@ import torch
 from hfshard._util.text import shorten_list
 from hfshard.disk.safe_open import Identity
 from hfshard.errors import DamagedCheckpointError, UnsafePickleError
+from hfshard.format.digests import Verify
 from hfshard.pickles.described_file import OTHER, DescribedFile, described_file, meaning, reject_code, size_of
 from hfshard.pickles.pickle_opcodes import DescribedObject, GlobalReference, NameHashes, most_taken
 from hfshard.pickles.read_pickle import read_pickle
-from hfshard.training.run.find_checkpoint import Level
-from hfshard.training.state.nested import NOT_STORED
 
 _MAX_DEPTH: Final = 100
 """The limit on nesting; real states have ten levels."""
@@ -30,6 +29,13 @@ _SCALARS: Final = frozenset({int, float, bool, str, bytes, type(None)})
 """Types whose values are their own copies, and may occur in millions."""
 _CHOSEN_HASH: Final = (tuple, frozenset, complex)
 """Types of names whose hash a file can choose; see `NameHashes`."""
+
+
+class NotStored:
+    """A replacement for a value that was not stored: on a restore, the object that was built keeps its own."""
+
+
+NOT_STORED: Final = NotStored()
 
 
 class PlainValues:
@@ -197,7 +203,7 @@ class PlainFile:
         )
 
 
-def read_plain_file(path: str, root: str, *, strict: bool, verify: Level) -> PlainFile:
+def read_plain_file(path: str, root: str, *, strict: bool, verify: Verify) -> PlainFile:
     """Read a file of torch.save without running anything in it.
 
     Args:

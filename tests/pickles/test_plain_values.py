@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from hfshard.errors import DamagedCheckpointError, HfshardError, StateDictMismatchError, UnsafePickleError
+from hfshard.pickles.plain_values import read_plain_file
 from hfshard.training import CheckpointManager, TrainingState
-from hfshard.training.interop.plain_values import read_plain_file
 from tests.attacks.files.torchfile import DOUBLED, call, colliding, complex_of_one_hash, numbers_of_one_hash, zipped
 
 RAN: list[str] = []
