@@ -42,7 +42,7 @@ def read_dcp_directory(directory: str, key: str | None = None) -> ForeignTable:
         UnsafePathError, DamagedCheckpointError: A file is missing, incomplete, or outside of the directory.
     """
     metadata = read_metadata(directory)
-    return table_of(directory, metadata, select_weights(metadata, key, directory))
+    return table_of(directory, metadata, tensors_below(metadata, choose_weights(metadata, key, directory)))
 
 
 def table_of(directory: str, metadata: DcpMetadata, names: Mapping[str, str]) -> ForeignTable:
@@ -132,21 +132,16 @@ _OF_OPTIMIZER: Final = re.compile(r"optim\w*\.(state|param_groups)\.", re.IGNORE
 _SHOWN: Final = 8
 
 
-def select_weights(metadata: DcpMetadata, key: str | None, directory: str) -> dict[str, str]:
-    """Choose the tensors of the model; arguments and errors as of `read_dcp_directory`.
-
-    Returns:
-        Name in the model -> joined name.
-    """
+def choose_weights(metadata: DcpMetadata, key: str | None, directory: str) -> str:
+    """Return the key of the model; arguments and errors as of `read_dcp_directory`."""
     if key is not None:
-        found = _below(metadata, key)
-        if not found:
-            keys = shorten_list(sorted(_candidates(metadata)), _SHOWN, quote=True)
+        if not tensors_below(metadata, key):
+            keys = shorten_list(sorted(candidates(metadata)), _SHOWN, quote=True)
             there = f"Its weights are under {keys}" if keys else "It has no weights that hfshard recognizes"
             raise InvalidArgumentError(f"'{directory}' has no tensors under key={key!r:.200}. {there}.", path=directory)
-        return found
-    candidates = _candidates(metadata)
-    if not candidates:
+        return key
+    found = candidates(metadata)
+    if not found:
         tops = shorten_list(sorted({str(path[0]) for path in metadata.paths.values()}), _SHOWN, quote=True)
         raise CheckpointNotFoundError(
             f"'{directory}' was saved by torch.distributed.checkpoint, but has no weights that hfshard recognizes: its "
@@ -154,19 +149,19 @@ def select_weights(metadata: DcpMetadata, key: str | None, directory: str) -> di
             "line.",
             path=directory,
         )
-    if len(candidates) > 1:
-        sets = [f"{one!r:.200} ({count_of(len(_below(metadata, one)), 'tensor')})" for one in candidates]
-        first = candidates[0] or candidates[1]
+    if len(found) > 1:
+        sets = [f"{one!r:.200} ({count_of(len(tensors_below(metadata, one)), 'tensor')})" for one in found]
+        first = found[0] or found[1]
         raise AmbiguousWeightsError(
             f"'{directory}' contains several sets of weights: {shorten_list(sets, _SHOWN)}. Nothing was loaded. Pass "
             f"one: hfshard.load_model or load_state_dict(..., key={first!r}), or --key {first} on the command line.",
             path=directory,
-            keys=tuple(candidates),
+            keys=tuple(found),
         )
-    return _below(metadata, candidates[0])
+    return found[0]
 
 
-def _below(metadata: DcpMetadata, key: str) -> dict[str, str]:
+def tensors_below(metadata: DcpMetadata, key: str) -> dict[str, str]:
     """Return the tensors under a key, by their names below it; for "", those without a key, except an optimizer's."""
     if not key:
         return {fqn: fqn for fqn in metadata.tensors if len(metadata.paths[fqn]) == 1 and not _OF_OPTIMIZER.match(fqn)}
@@ -174,7 +169,7 @@ def _below(metadata: DcpMetadata, key: str) -> dict[str, str]:
     return {name.removeprefix(f"{key}."): fqn for fqn, name in joined.items() if name.startswith(f"{key}.")}
 
 
-def _candidates(metadata: DcpMetadata) -> list[str]:
+def candidates(metadata: DcpMetadata) -> list[str]:
     """List the keys that have weights, without those below another one."""
     groups: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for fqn, path in metadata.paths.items():
