@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -120,9 +120,13 @@ class _SavedDirectory:
         is_flat = tree.keys().isdisjoint({"state", "param_groups"})
         state, groups = self._flat(tree) if is_flat else self._nested(tree)
         owned = [name for group in groups for name in group.parameters]
-        unknown = [name for name in state if name not in set(owned)]
-        if unknown or len(set(owned)) < len(owned):
-            raise self._damaged(f"its optimizer has a state of '{(unknown or owned)[0]}' in no group, or it is in two")
+        if unknown := [name for name in state if name not in set(owned)]:
+            raise self._damaged(
+                f"its optimizer has a state of '{unknown[0]}', which is in no group. With FSDP1, groups chosen "
+                "by the shapes of parameters differ between ranks: choose them by name"
+            )
+        if twice := [name for name, count in Counter(owned).items() if count > 1]:
+            raise self._damaged(f"its optimizer has '{twice[0]}' in two groups")
         tensors: dict[str, str] = {}
         slots: dict[str, dict[str, Any]] = {}
         for name, own in state.items():

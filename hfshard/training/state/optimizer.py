@@ -164,6 +164,36 @@ def group_names(optimizer: Optimizer, names: Names, component: str) -> list[list
     ]
 
 
+def regroup(saved: dict[str, Any], built: Sequence[Sequence[str]], component: str, path: str) -> dict[str, Any]:
+    """Return a state whose groups are those that were built, if it was saved with options by parameter.
+
+    Args:
+        saved: As `plan_optimizer` has it. With `by_options`, each group has the parameters with equal options.
+        built: The names of the parameters in each group that was built.
+        component, path: For messages.
+
+    Raises:
+        StateDictMismatchError: The parameters of a group had different options.
+    """
+    if not saved.get("by_options"):
+        return saved
+    before = {name: group for group in saved["groups"] for name in group["params"]}
+    if before.keys() != {name for own in built for name in own}:
+        return saved  # `plan_optimizer` names those that differ
+    for number, own in enumerate(built):
+        other = next((name for name in own if before[name] is not before[own[0]]), None)
+        if other is not None:
+            raise StateDictMismatchError(
+                f"Group {number} of '{component}' has '{own[0]}' and '{other}', which had different options in "
+                f"'{path}'. Build the optimizer with the groups of the saved run, or pass strict=False to leave it as "
+                "built.",
+                path=path,
+                fqn=other,
+            )
+    groups = [{**before[own[0]], "params": list(own)} for own in built if own]
+    return {**saved, "groups": groups, "by_options": False}
+
+
 def _check_form(saved: dict[str, Any]) -> None:
     """Reject what `encode_optimizer` does not write, before it changes anything.
 

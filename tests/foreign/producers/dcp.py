@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import Replicate
 
 from tests.foreign.producers.models import Norm, build, optimizer_of, train
-from tests.foreign.producers.truth import checkpoint_of, gathered, write_truth
+from tests.foreign.producers.truth import checkpoint_of, gathered, write_optimizer, write_truth
 
 Layout = Callable[[nn.Module, torch.optim.Optimizer], dict[str, Any]]
 
@@ -147,9 +147,10 @@ def save_model(
     for parameter in whole.parameters():
         parameter.data = parameter.data.to(getattr(torch, dtype))
     model = SHARDINGS[sharding](whole, ranks)
-    optimizer = optimizer_of(model)
+    optimizer = optimizer_of(model, build(model_name))
     if trains:
         train(model, optimizer)
+        write_optimizer(place, model, optimizer)
     _save(rank, place, model, LAYOUTS[layout](model, optimizer), writer)
 
 

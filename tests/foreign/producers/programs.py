@@ -12,7 +12,7 @@ from torch.distributed.fsdp import StateDictType, fully_shard
 
 from tests.foreign.producers.dcp import SHARDINGS, whole_state
 from tests.foreign.producers.models import build, losses, optimizer_of, train
-from tests.foreign.producers.truth import checkpoint_of, gathered, write_truth
+from tests.foreign.producers.truth import checkpoint_of, gathered, write_optimizer, write_truth
 
 
 def save_accelerate(rank: int, place: Path, ranks: int, version: int, model_name: str = "nasty") -> None:
@@ -28,8 +28,9 @@ def save_accelerate(rank: int, place: Path, ranks: int, version: int, model_name
         fsdp_version=version, state_dict_type=StateDictType.SHARDED_STATE_DICT, use_orig_params=True
     )
     model = SHARDINGS[f"fsdp{version}"](build(model_name), ranks)
-    optimizer = optimizer_of(model)
+    optimizer = optimizer_of(model, build(model_name))
     train(model, optimizer)
+    write_optimizer(place, model, optimizer)
     save_fsdp_model(plugin, accelerator, model, checkpoint_of(place))
     save_fsdp_optimizer(plugin, accelerator, optimizer, model, checkpoint_of(place))
     truth = whole_state(model)
@@ -56,6 +57,7 @@ def save_lightning(rank: int, place: Path, ranks: int) -> None:
         fabric.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
+    write_optimizer(place, model.module, optimizer.optimizer)
     fabric.save(checkpoint_of(place), {"model": model, "optimizer": optimizer, "step": 2})
     truth = gathered(model.module.state_dict())
     if rank == 0:
