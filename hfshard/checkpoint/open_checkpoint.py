@@ -463,11 +463,21 @@ def _open_files(checkpoint: OpenCheckpoint, files_of: FilesOf | None) -> None:
 
 
 def _open_single(folder: Folder, names: WeightNames, weights: WeightsEntry, key: str | None) -> OpenCheckpoint:
-    shard: SafetensorsShard
     if weights.kind == "foreign":
-        shard = open_foreign(folder.path, key)
-    else:
-        shard = folder.open_shards([weights.name])[weights.name]
+        return checkpoint_of(open_foreign(folder.path, key), folder, names, weights)
+    return checkpoint_of(folder.open_shards([weights.name])[weights.name], folder, names, weights)
+
+
+def checkpoint_of(shard: SafetensorsShard, folder: Folder, names: WeightNames, weights: WeightsEntry) -> OpenCheckpoint:
+    """Return the checkpoint that consists of one file.
+
+    Args:
+        shard: Open; it is closed with the checkpoint, or on an error.
+        folder, names, weights: Where it is, or would be.
+
+    Raises:
+        DamagedCheckpointError: It declares ties to tensors that it lacks.
+    """
     try:
         tensors = shard.header.tensors
         metadata = shard.hfshard_metadata

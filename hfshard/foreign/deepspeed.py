@@ -18,12 +18,11 @@ from __future__ import annotations
 
 import os
 import re
-from bisect import bisect_right
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from math import prod
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 
@@ -36,8 +35,19 @@ from hfshard.errors import (
     MissingShardError,
     UnsafePathError,
 )
-from hfshard.foreign.byte_runs import ByteRun, ForeignTable, ForeignTensor
-from hfshard.foreign.deepspeed_files import ModelStates, OptimizerStates, Piece, Shapes, StateFiles, damaged
+from hfshard.foreign.byte_runs import ForeignTable, ForeignTensor
+from hfshard.foreign.deepspeed_files import (
+    BaseState,
+    ModelStates,
+    OptimizerStates,
+    Piece,
+    Progress,
+    Shapes,
+    StateFiles,
+    damaged,
+)
+from hfshard.foreign.deepspeed_partitions import SplitGroups, SplitParameters, join_frozen
+from hfshard.foreign.foreign_run import ForeignGroup, ForeignOptimizer, ForeignRun
 from hfshard.format.file_names import is_safe_file_name
 
 Rank = TypeVar("Rank", int, int | None)
@@ -53,6 +63,8 @@ _FILES: Final = (_MODEL, _OPTIMIZER, _LAYER, _EXPERT)
 _UNIVERSAL: Final = "zero"
 """Folder with a universal checkpoint's parameters."""
 _MASTER: Final = "fp32.pt"
+_STATE: Final = "optimizer_state.pt"
+"""File of a universal checkpoint's groups."""
 _LATEST: Final = ("latest", "latest_universal")
 """Files that name the newest tag."""
 _LATEST_BYTES: Final = 4096
@@ -62,8 +74,6 @@ _ROUND_ROBIN: Final = "round_robin_gradients"
 """Setting with which ranks reduce gradients in turn."""
 _TIED: Final = "tied_modules."
 """Prefix of a pipeline's parameters that several layers share."""
-_ALIGNMENT: Final = 2
-"""A group of ZeRO 1 and 2 is padded to a multiple of this per rank."""
 _SHOWN: Final = 8
 """The most names in a message."""
 
@@ -84,6 +94,23 @@ def read_deepspeed(directory: str, *, masters: bool = True) -> ForeignTable:
         DamagedCheckpointError: The files don't fit together, or are not as DeepSpeed writes them.
         UnsafePickleError, UnsafePathError: A file names what no checkpoint needs, or leads out of the directory.
     """
+    return _Reader(directory, _tag_of(directory), masters).read()
+
+
+def read_deepspeed_run(directory: str) -> ForeignRun:
+    """Read a run of DeepSpeed by names: masters, the optimizer's state, and what the model's file has besides weights.
+
+    Args:
+        directory: As in `read_deepspeed`.
+
+    Raises:
+        InvalidArgumentError: The optimizer's state is by position, or not one value for each element.
+        What `read_deepspeed` raises.
+    """
+    return _Reader(directory, _tag_of(directory), masters=True, with_state=True).read_run()
+
+
+def _tag_of(directory: str) -> str:
     tag = find_tag(directory)
     if tag is None:
         raise CheckpointNotFoundError(
@@ -91,7 +118,7 @@ def read_deepspeed(directory: str, *, masters: bool = True) -> ForeignTable:
             "global_step1000, or one of these folders.",
             path=directory,
         )
-    return _Reader(directory, tag, masters).read()
+    return tag
 
 
 def find_tag(directory: str) -> str | None:
@@ -158,8 +185,13 @@ def _paths(directory: str, names: Sequence[str]) -> str:
 class _Reader:
     """Reader of the files of one tag."""
 
-    def __init__(self, directory: str, tag: str, masters: bool) -> None:
+    def __init__(self, directory: str, tag: str, masters: bool, *, with_state: bool = False) -> None:
         """List the files.
+
+        Args:
+            directory, tag: The checkpoint.
+            masters: As in `read_deepspeed`.
+            with_state: Whether the optimizer's state is read, too.
 
         Raises:
             InvalidArgumentError: Some have what cannot be read.
@@ -169,6 +201,12 @@ class _Reader:
         self.tag = tag
         self.folder = os.path.join(directory, tag) if tag else directory
         self.masters = masters
+        self.with_state = with_state
+        self.state: dict[str, ForeignTensor] = {}
+        """Parameter, "/" and slot -> tensor of the optimizer's state."""
+        self.slots: dict[str, dict[str, Any]] = {}
+        self.groups: list[ForeignGroup] = []
+        self.scaler: Mapping[str, Any] = {}
         self.files = StateFiles(directory)
         names = sorted(os.listdir(self.folder))
         self.models: dict[int, dict[int | None, str]] = {}
@@ -215,6 +253,28 @@ class _Reader:
             sizes=self.files.sizes,
             aliases=self.aliases,
             records=self.files.records,
+        )
+
+    def read_run(self) -> ForeignRun:
+        """Read all files like `read`, and return the run."""
+        weights = self.read()
+        file = self._path(next(iter(self.models[min(self.models)].values())))
+        progress = self.files.read_progress(file)
+        if progress.has_optimizer and not self.groups:
+            path = os.path.join(self.directory, file)
+            raise InvalidArgumentError(
+                f"'{self.folder}' has an optimizer's state without ZeRO, which has no names. Nothing was loaded. Pass "
+                f"the file, which is matched by order: '{path}'. For the weights alone: hfshard convert --weights.",
+                path=path,
+            )
+        table = replace(weights, tensors=self.state, aliases={}) if self.groups else None
+        return ForeignRun(
+            weights=weights,
+            optimizer=None if table is None else ForeignOptimizer(table, tuple(self.groups), self.slots),
+            files=self.files.identities,
+            step=progress.step,
+            parts=_parts(progress, self.scaler),
+            extra=progress.client,
         )
 
     def _path(self, name: str) -> str:
@@ -267,7 +327,7 @@ class _Reader:
         is_partitioned = None not in self.models[rank]
         self._check_settings(first, is_partitioned)
         trained = self._trained(rank, models, is_partitioned)
-        frozen = _frozen(self.folder, models) if is_partitioned else {}
+        frozen = join_frozen(self.folder, models) if is_partitioned else {}
         weights = first.weights or {}
         added = {}
         aliases = dict(first.shared) or ({} if is_partitioned else _tied(weights))
@@ -312,7 +372,13 @@ class _Reader:
                 )
             if len(self.models) > 1 and not set(first.weights or {}) <= {*chain(*groups), *first.shared}:
                 raise self._tensor_parallel(str(len(self.models)))
-            return {name: self._universal(name, shape, first) for shapes in groups for name, shape in shapes.items()}
+            if self.with_state:
+                self._add_universal_state(groups, first)
+            return {
+                name: self._universal(name, shape, first, _MASTER)
+                for shapes in groups
+                for name, shape in shapes.items()
+            }
         if rank not in self.optimizers:
             if is_partitioned or self.optimizers:
                 raise self._missing(f"zero_pp_rank_0_mp_rank_{rank:02d}_optim_states.pt", "file of rank 0's masters")
@@ -324,13 +390,15 @@ class _Reader:
             raise damaged(self.folder, "its model files and optimizer files are of different stages of ZeRO")
         stage = partitions[0].stage
         self.kind = f"{'BF16_Optimizer' if stage is None else f'ZeRO-{stage}'}, {count_of(len(partitions), 'rank')}"
-        if is_partitioned:
-            return _join_parameters(self.folder, groups, partitions)
-        if len(partitions[0].masters) != len(groups) or len(partitions[0].counts) != len(groups):
+        if not is_partitioned and not len(partitions[0].masters) == len(partitions[0].counts) == len(groups):
             raise damaged(self.folder, f"'{partitions[0].file}' has other groups than '{first.file}'")
-        found: dict[str, ForeignTensor] = {}
-        for number, shapes in enumerate(groups):
-            found |= _join_group(self.folder, number, shapes, partitions)
+        layout = SplitParameters if is_partitioned else SplitGroups
+        split = layout(self.folder, groups, partitions)
+        if self.with_state:
+            self._add_state(split, groups, partitions)
+        found = split.join([one.masters for one in partitions])
+        if is_partitioned:
+            return found
         for name, tensor in found.items():
             weight = (first.weights or {}).get(name)
             if weight is not None and weight.tensor.shape != tensor.shape:
@@ -370,7 +438,86 @@ class _Reader:
         self._check_ranks(files, count, "optimizer")
         return list(found.values())
 
-    def _universal(self, name: str, shape: tuple[int, ...], models: ModelStates) -> ForeignTensor:
+    def _add_state(
+        self, split: SplitGroups | SplitParameters, groups: Sequence[Shapes], partitions: Sequence[OptimizerStates]
+    ) -> None:
+        """Add the optimizer's state of one pipeline stage, which lies as the masters do."""
+        states = [self.files.read_state(one.file, one.stage) for one in partitions]
+        first = states[0]
+        self.scaler = first.scaler
+        numbers = [_numbers(group, self.folder, first) for group in first.groups]
+        if len(numbers) != len(groups) or sorted(chain(*numbers)) != [*range(len(partitions[0].masters))]:
+            raise damaged(self.folder, f"'{first.file}' has other groups of the optimizer than of the masters")
+        for one in states:
+            if one.counts.keys() != first.counts.keys() or any(
+                one.tensors[number].keys() != slots.keys() for number, slots in first.tensors.items()
+            ):
+                raise damaged(self.folder, f"'{one.file}' and '{first.file}' have different states of the optimizer")
+        self._check_numels(split, states)
+        for shapes, options, own in zip(groups, first.groups, numbers, strict=True):
+            counts = [_comparable(one.counts.get(number, {})) for one in states for number in own]
+            if any(one != counts[0] for one in counts):
+                raise damaged(
+                    self.folder, f"the ranks have different counts in the optimizer's state of '{min(shapes)}'"
+                )
+            self._add_group(shapes, options, first.counts.get(own[0], {}) if own else {})
+        slots = {number: frozenset(one) for number, one in first.tensors.items()}
+        for slot in sorted(set().union(*slots.values())):
+            has_slot = [slot in slots.get(number, ()) for number in range(len(partitions[0].masters))]
+            pieces = [
+                [one.tensors[number][slot] if has else None for number, has in enumerate(has_slot)] for one in states
+            ]
+            joined = split.join(pieces)
+            for name, tensor in joined.items():
+                self.state.setdefault(f"{name}/{slot}", tensor)
+
+    def _check_numels(self, split: SplitGroups | SplitParameters, states: Sequence[BaseState]) -> None:
+        for rank, one in enumerate(states):
+            for number, slots in one.tensors.items():
+                for slot, piece in slots.items():
+                    if len(piece.tensor.shape) != 1 or not split.fits(rank, number, piece.tensor.numel):
+                        raise InvalidArgumentError(
+                            f"'{piece.file}' has '{slot}' of shape {list(piece.tensor.shape)} in the optimizer's "
+                            "state, which is not one value for each element of the parameters, so that hfshard cannot "
+                            "restore it. Nothing was loaded. For the weights alone: hfshard convert --weights.",
+                            path=os.path.join(self.directory, piece.file),
+                        )
+
+    def _add_group(self, shapes: Iterable[str], options: Mapping[str, Any], counts: Mapping[str, Any]) -> None:
+        """Add a group of the optimizer; one with the options of a previous stage's belongs to that."""
+        options = {key: value for key, value in options.items() if key != "params"}
+        counts = dict(counts)
+        if options and "step" in options:  # as apex and DeepSpeed's FusedAdam count
+            counts.setdefault("step", options.pop("step"))
+        if options.get("bias_correction") is True:  # what DeepSpeed's Adam lets one turn off
+            del options["bias_correction"]
+            options.setdefault("amsgrad", False)
+        self.groups.append(ForeignGroup(tuple(shapes), options))
+        if counts:
+            self.slots |= dict.fromkeys(shapes, counts)
+
+    def _add_universal_state(self, groups: Sequence[Shapes], models: ModelStates) -> None:
+        options, self.scaler = self.files.read_universal_state(self._path(f"{_UNIVERSAL}/{_STATE}"))
+        if len(options) != len(groups):
+            raise damaged(self.folder, f"'{_STATE}' has other groups than '{models.file}'")
+        for shapes, own in zip(groups, options, strict=True):
+            self._add_group(shapes, own, {})
+            for name, shape in shapes.items():
+                counts = dict(self.slots.get(name, {}))
+                folder = f"{_UNIVERSAL}/{name}" if is_safe_file_name(name) else _UNIVERSAL
+                for file in sorted(os.listdir(os.path.join(self.folder, folder))):
+                    slot = file.removesuffix(".pt")
+                    if slot == file or file == _MASTER:
+                        continue
+                    value = self.files.read_universal_slot(self._path(f"{folder}/{file}"))
+                    if isinstance(value, Piece):
+                        self.state[f"{name}/{slot}"] = self._universal(name, shape, models, file)
+                    else:
+                        counts[slot] = value
+                if counts:
+                    self.slots[name] = counts
+
+    def _universal(self, name: str, shape: tuple[int, ...], models: ModelStates, file: str) -> ForeignTensor:
         """Return a parameter of a universal checkpoint, which has a folder of its own."""
         if not is_safe_file_name(name):
             raise UnsafePathError(
@@ -379,7 +526,7 @@ class _Reader:
                 path=models.file,
                 actual=name,
             )
-        piece, is_cut = self.files.read_universal(self._path(f"{_UNIVERSAL}/{name}/{_MASTER}"))
+        piece, is_cut = self.files.read_universal(self._path(f"{_UNIVERSAL}/{name}/{file}"))
         if piece.tensor.shape == (prod(shape),):  # as ZeRO-3's are converted
             return replace(piece.complete(), shape=shape)
         is_joined = len(self.models) > 1 and models.weights is not None
@@ -490,144 +637,6 @@ class _Reader:
         )
 
 
-# Partitions: tensors that are end to end in the files of several ranks.
-
-
-class _Flat:
-    """Tensors end to end as one, of which ranges are taken."""
-
-    def __init__(self, pieces: Iterable[tuple[int, Piece]]) -> None:
-        """Place the tensors.
-
-        Args:
-            pieces: Position of the first element -> tensor; sorted.
-        """
-        self._pieces = list(pieces)
-        self._begins = [begin for begin, _ in self._pieces]
-
-    def runs(self, begin: int, count: int, start: int) -> Iterator[ByteRun]:
-        """Return a range of elements as runs; fewer where there is a hole.
-
-        Args:
-            begin: Position of the first element.
-            count: Number of elements.
-            start: Byte in the complete tensor where they begin.
-        """
-        at = max(bisect_right(self._begins, begin) - 1, 0)
-        end = begin + count
-        for number in range(at, len(self._pieces)):
-            first, piece = self._pieces[number]
-            if first >= end:
-                return
-            low = max(begin, first)
-            high = min(end, first + piece.tensor.numel)
-            if low < high:
-                itemsize = piece.tensor.dtype.itemsize
-                yield piece.run(low - first, high - low, start + (low - begin) * itemsize)
-
-
-def _join_group(
-    folder: str, number: int, shapes: Shapes, partitions: Sequence[OptimizerStates]
-) -> dict[str, ForeignTensor]:
-    """Join a group's parameters under ZeRO 1 and 2: they are end to end, and cut into equal partitions."""
-    gaps = _gaps(folder, number, len(shapes), partitions)
-    pieces = [one.masters[number] for one in partitions]
-    dtype = _common_dtype(folder, pieces)
-    begins = {}
-    total = 0
-    for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
-        begins[name] = total
-        total += prod(shape) + gap
-    size = _partition_size(folder, total, pieces)
-    flat = _Flat((rank * size, piece) for rank, piece in enumerate(pieces))
-    for rank, one in enumerate(partitions):
-        for name, (count, start) in (one.slices[number] if number < len(one.slices) else {}).items():
-            begin = begins.get(name, -1)
-            low = max(begin, rank * size)
-            expected = min(begin + prod(shapes.get(name, ())), (rank + 1) * size) - low
-            if begin < 0 or (count, start) != (expected, low - rank * size):
-                raise damaged(folder, f"'{one.file}' has parameter '{name}' in another place than its shape says", name)
-    return {
-        name: ForeignTensor(dtype, shape, tuple(flat.runs(begins[name], prod(shape), 0)))
-        for name, shape in shapes.items()
-    }
-
-
-def _gaps(folder: str, number: int, count: int, partitions: Sequence[OptimizerStates]) -> list[int]:
-    """Return the elements of padding after each parameter of a group of ZeRO 1 and 2, which all ranks must have."""
-    found = [0] * count
-    for one in partitions:
-        gaps = found if one.gaps is None else next(iter(one.gaps[number : number + 1]), None)
-        if not isinstance(gaps, list) or len(gaps) != count or any(type(gap) is not int or gap < 0 for gap in gaps):
-            raise damaged(folder, f"'{one.file}' has other paddings than one for each parameter of a group")
-        if one is partitions[0]:
-            found = gaps
-        if gaps != found:
-            raise damaged(folder, f"'{one.file}' and '{partitions[0].file}' have different paddings")
-    return found
-
-
-def _partition_size(folder: str, total: int, pieces: Sequence[Piece]) -> int:
-    """Find how many elements of a group each rank has, padding included.
-
-    Args:
-        folder: For the message.
-        total: Elements of the group, without the padding at its end.
-        pieces: The ranks' partitions, each with its padding or without.
-    """
-    ranks = len(pieces)
-    sizes = [piece.tensor.numel for piece in pieces]
-    for alignment in (_ALIGNMENT * ranks, ranks):
-        size = -(-total // alignment) * alignment // ranks
-        if all(min(max(total - rank * size, 0), size) <= found <= size for rank, found in enumerate(sizes)):
-            return size
-    shown = shorten_list([str(size) for size in sizes], _SHOWN)
-    raise damaged(folder, f"'{pieces[0].file}' and its peers have {shown} elements of a group of {total}")
-
-
-def _join_parameters(
-    folder: str, groups: Sequence[Shapes], partitions: Sequence[OptimizerStates]
-) -> dict[str, ForeignTensor]:
-    """Join parameters under ZeRO 3: each is cut into equal parts, and a rank's parts are end to end."""
-    ranks = len(partitions)
-    dtype = _common_dtype(folder, [piece for one in partitions for piece in one.masters])
-    expected = sum(-(-prod(shape) // ranks) for shapes in groups for shape in shapes.values())
-    flats = []
-    for one in partitions:
-        begins = _running_sums(piece.tensor.numel for piece in one.masters)
-        if begins[-1] != expected:
-            raise damaged(folder, f"'{one.file}' has {begins[-1]} elements of parameters that need {expected}")
-        flats.append(_Flat(zip(begins, one.masters, strict=False)))
-    found = {}
-    at = 0
-    for name, shape in chain.from_iterable(shapes.items() for shapes in groups):
-        part = -(-prod(shape) // ranks)
-        runs: list[ByteRun] = []
-        for rank, flat in enumerate(flats):
-            count = min(part, max(prod(shape) - rank * part, 0))
-            runs += flat.runs(at, count, rank * part * dtype.itemsize)
-        found[name] = ForeignTensor(dtype, shape, tuple(runs))
-        at += part
-    return found
-
-
-def _frozen(folder: str, models: Sequence[ModelStates]) -> dict[str, ForeignTensor]:
-    """Join frozen parameters under ZeRO 3, which are cut like trained ones, but are tensors of their own."""
-    found = {}
-    for name, shape in models[0].frozen_shapes.items():
-        part = -(-prod(shape) // len(models))
-        pieces = []
-        for one in models:
-            piece = one.frozen.get(name)
-            if piece is None or piece.tensor.numel != part:
-                raise damaged(folder, f"'{one.file}' lacks its part of the frozen parameter '{name}'", name)
-            pieces.append(piece)
-        dtype = _common_dtype(folder, pieces, is_flat=False)
-        flat = _Flat((rank * part, piece) for rank, piece in enumerate(pieces))
-        found[name] = ForeignTensor(dtype, shape, tuple(flat.runs(0, prod(shape), 0)))
-    return found
-
-
 def _is_alias(name: str, aliases: Mapping[str, str], weights: Mapping[str, Piece], is_partitioned: bool) -> bool:
     """Return whether a name has no data of its own; DeepSpeed takes all tensors without elements for tied.
 
@@ -663,20 +672,29 @@ def _checksums(pieces: Mapping[str, Piece]) -> tuple[tuple[str, int | None], ...
     return tuple((name, piece.tensor.storage.crc32) for name, piece in sorted(pieces.items()))
 
 
-def _common_dtype(folder: str, pieces: Collection[Piece], *, is_flat: bool = True) -> torch.dtype:
-    """Return the dtype of tensors that are parts of one."""
-    dtypes = {piece.tensor.dtype for piece in pieces}
-    if len(dtypes) > 1:
-        raise damaged(folder, f"the ranks have parts of different dtypes: {sorted(map(str, dtypes))}")
-    if not dtypes:
-        raise damaged(folder, "it has no groups of parameters")
-    if is_flat and any(len(piece.tensor.shape) != 1 for piece in pieces):
-        raise damaged(folder, "a group of parameters is not flat")
-    return dtypes.pop()
+def _numbers(group: Mapping[str, Any], folder: str, state: BaseState) -> list[int]:
+    """Return the numbers of a group's flat tensors."""
+    numbers = group.get("params")
+    if not isinstance(numbers, list) or not all(type(one) is int for one in numbers):
+        raise damaged(folder, f"'{state.file}' has a group of the optimizer without the numbers of its states")
+    return numbers
 
 
-def _running_sums(numbers: Iterable[int]) -> list[int]:
-    sums = [0]
-    for number in numbers:
-        sums.append(sums[-1] + number)
-    return sums
+def _comparable(counts: Mapping[str, Any]) -> dict[str, Any]:
+    return {slot: (one.dtype, one.item()) if isinstance(one, torch.Tensor) else one for slot, one in counts.items()}
+
+
+def _parts(progress: Progress, scaler: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parts of a run besides model and optimizer, by their names in a `TrainingState`."""
+    found = {}
+    if isinstance(progress.scheduler, dict):
+        found["scheduler"] = progress.scheduler
+    if scaler:
+        found["scaler"] = {
+            "scale": float(scaler["cur_scale"]),
+            "growth_factor": float(scaler["scale_factor"]),
+            "backoff_factor": 1 / scaler["scale_factor"],
+            "growth_interval": scaler["scale_window"],
+            "_growth_tracker": (scaler["cur_iter"] - scaler["last_overflow_iter"] - 1) % scaler["scale_window"],
+        }
+    return found

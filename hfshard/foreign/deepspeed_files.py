@@ -11,10 +11,12 @@ from typing import Any, Final, TypeVar
 
 import torch
 
+from hfshard.disk.safe_open import Identity
 from hfshard.errors import DamagedCheckpointError, HfshardError, InvalidArgumentError, UnsafePickleError
 from hfshard.foreign.byte_runs import ByteRun, ForeignTensor, StoredRecord
 from hfshard.pickles.described_file import DescribedFile, DescribedTensor, described_file, meaning
 from hfshard.pickles.pickle_opcodes import DescribedObject, GlobalReference
+from hfshard.pickles.plain_values import PlainValues
 
 Value = TypeVar("Value")
 Shapes = Mapping[str, tuple[int, ...]]
@@ -131,6 +133,42 @@ class OptimizerStates:
     """Place in the optimizer's state -> the step there: a number, or what identifies the bytes of a tensor."""
 
 
+@dataclass(frozen=True, slots=True)
+class BaseState:
+    """A rank's part of the state of the optimizer that ZeRO partitions."""
+
+    file: str
+    tensors: Mapping[int, Mapping[str, Piece]]
+    """Number of a flat tensor of masters -> slot -> tensor."""
+    counts: Mapping[int, Mapping[str, Any]]
+    """The same for numbers, and tensors of no dimension: one for all elements."""
+    groups: tuple[Mapping[str, Any], ...]
+    """Options of each group; `params` are the numbers of its flat tensors."""
+    scaler: Mapping[str, Any]
+    """Attributes of the loss scaler."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What a file of weights has of the run."""
+
+    step: int | None
+    scheduler: Any
+    client: Mapping[str, Any]
+    """The user's `client_state`."""
+    has_optimizer: bool
+    """True without ZeRO: an optimizer's state by position."""
+
+
+_OF_ENGINE: Final = frozenset(
+    ("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params", "lr_scheduler")
+    + ("frozen_param_fragments", "data_sampler", "random_ltd", "sparse_tensor_module_names", "skipped_steps")
+    + ("csr_tensor_module_names", "global_steps", "global_samples", "dp_world_size", "mp_world_size", "ds_config")
+    + ("ds_version", "checkpoint_parallel_dimensions", "universal_checkpoint_info", "num_experts")
+)
+"""Entries of DeepSpeed's own in a file of weights, beside which the user's are."""
+
+
 class StateFiles:
     """Reader of one checkpoint's files, which remembers their sizes and the records with tensors."""
 
@@ -143,6 +181,8 @@ class StateFiles:
         self.directory = directory
         self.sizes: dict[str, int] = {}
         """File -> bytes."""
+        self.identities: dict[str, Identity] = {}
+        """Path of each file that was read -> its identity."""
         self._records: dict[tuple[str, int], StoredRecord] = {}
 
     @property
@@ -212,6 +252,71 @@ class StateFiles:
             value = {"param": file.value} if is_bare else _named(file.value)
             return pieces({"param": value["param"]})["param"], bool(value.get("vocab_tensor"))
 
+    def read_state(self, name: str, stage: int | None) -> BaseState:
+        """Read where a rank's part of the optimizer's state is; see `read_model`.
+
+        Args:
+            name: The file, relative to the directory.
+            stage: ZeRO's.
+
+        Raises:
+            InvalidArgumentError: The state has something other than one value for each element, and counts.
+        """
+        with self._described(name) as (file, pieces):
+            value = _named(file.value["optimizer_state_dict"])
+            base = value["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]
+            if isinstance(base, list):
+                raise self._unreadable(name, "was saved with elastic_checkpoint")
+            plain = PlainValues(os.path.join(self.directory, name), file)
+            tensors: dict[int, dict[str, Piece]] = {}
+            counts: dict[int, dict[str, Any]] = {}
+            for number, slots in base["state"].items():
+                flat = {slot: one for slot, one in _named(slots).items() if _is_flat(file, one)}
+                tensors[_count(number)] = pieces(flat)
+                counts[number] = {slot: plain.of(one, slot) for slot, one in slots.items() if slot not in flat}
+                for slot, one in counts[number].items():
+                    if not (isinstance(one, int | None) or (isinstance(one, torch.Tensor) and not one.dim())):
+                        raise self._unreadable(name, f"has '{slot}' in the optimizer's state, a {type(one).__name__}")
+            groups = [_named(plain.of(one, "param_groups")) for one in _list(base["param_groups"])]
+            return BaseState(name, tensors, counts, tuple(groups), _scaler(value.get("loss_scaler"), plain))
+
+    def read_universal_state(self, name: str) -> tuple[tuple[Mapping[str, Any], ...], Mapping[str, Any]]:
+        """Read the groups of a universal checkpoint's optimizer, and the loss scaler's attributes; see `read_model`."""
+        with self._described(name) as (file, _):
+            value = _named(file.value)
+            plain = PlainValues(os.path.join(self.directory, name), file)
+            groups = [_named(plain.of(one, "param_groups")) for one in _list(value["param_groups"])]
+            return tuple(groups), _scaler(value.get("loss_scaler"), plain)
+
+    def read_universal_slot(self, name: str) -> Piece | Any:
+        """Read one slot of a parameter of a universal checkpoint: a tensor, or a number; see `read_model`."""
+        with self._described(name) as (file, pieces):
+            value = file.value["param"] if isinstance(file.value, dict) else file.value
+            if _is_flat(file, value):
+                return pieces({"param": value})["param"]
+            return PlainValues(os.path.join(self.directory, name), file).of(value)
+
+    def read_progress(self, name: str) -> Progress:
+        """Read what a file of weights has besides them; see `read_model`."""
+        with self._described(name) as (file, _):
+            value = _named(file.value)
+            plain = PlainValues(os.path.join(self.directory, name), file)
+            step = value.get("global_steps")
+            return Progress(
+                step=None if step is None else _count(step),
+                scheduler=plain.of(value.get("lr_scheduler"), "lr_scheduler"),
+                client={key: plain.of(one, key) for key, one in value.items() if key not in _OF_ENGINE},
+                has_optimizer=value.get("optimizer") is not None,
+            )
+
+    def _unreadable(self, name: str, what: str) -> InvalidArgumentError:
+        path = os.path.join(self.directory, name)
+        return InvalidArgumentError(
+            f"'{path}' {what}: it does not have one value for each element of the parameters, so that hfshard cannot "
+            "restore it. Nothing was loaded. For the weights alone, run: hfshard convert --weights.",
+            path=path,
+        )
+
     @contextmanager
     def _described(self, name: str) -> Iterator[tuple[DescribedFile, Callable[[Mapping[Any, Any]], dict[Any, Piece]]]]:
         """Describe a file; yield it, and the function that finds the tensors of a dict in it."""
@@ -219,6 +324,7 @@ class StateFiles:
         with described_file(path, self.directory) as file:
             _reject_other_names(file.names, path)
             self.sizes[name] = file.size
+            self.identities[path] = file.identity
 
             def pieces(value: Mapping[Any, Any]) -> dict[Any, Piece]:
                 found = {}
@@ -279,6 +385,18 @@ def _named(value: Any) -> dict[str, Any]:
     if not all(isinstance(name, str) for name in found):
         raise TypeError("a name that is not text")
     return found
+
+
+def _is_flat(file: DescribedFile, value: Any) -> bool:
+    """Return whether a value is a tensor with dimensions."""
+    tensor = file.find(value) if isinstance(value, DescribedObject) else None
+    return tensor is not None and len(tensor.shape) > 0
+
+
+def _scaler(value: Any, plain: PlainValues) -> Mapping[str, Any]:
+    """Return the attributes of a dynamic loss scaler; none of one with a fixed scale."""
+    is_dynamic = isinstance(value, DescribedObject) and value.name.endswith(".DynamicLossScaler")
+    return _named(plain.of(value.state, "loss_scaler")) if is_dynamic else {}
 
 
 def _list(value: Any) -> list[Any]:

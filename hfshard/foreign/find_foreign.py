@@ -13,11 +13,16 @@ from hfshard.errors import AmbiguousWeightsError, CheckpointNotFoundError, Inval
 from hfshard.foreign.byte_runs import ForeignTable
 from hfshard.foreign.dcp_directory import read_dcp_directory
 from hfshard.foreign.dcp_metadata import METADATA
-from hfshard.foreign.deepspeed import find_tag, read_deepspeed
+from hfshard.foreign.dcp_run import read_dcp_run
+from hfshard.foreign.deepspeed import find_tag, read_deepspeed, read_deepspeed_run
+from hfshard.foreign.foreign_run import ForeignRun
 from hfshard.foreign.foreign_shard import ForeignShard
 
 _FSDP_FOLDER: Final = re.compile(r"pytorch_model_fsdp_\d+")
 """The folder in which Accelerate and Trainer save an FSDP model."""
+
+_FSDP_OPTIMIZER: Final = re.compile(r"optimizer_\d+")
+"""The folder in which they save its optimizer."""
 
 _OF_RUNS: Final = re.compile(
     r"latest(_universal)?|zero_to_(fp32|torch)\.py|trainer_state\.json|(random_states|rng_state)(_\d+)?\..*"
@@ -34,6 +39,8 @@ class _Framework(NamedTuple):
     """Return the folder, or the file, by which its weights in a directory are entered; None if it has none."""
     read: Callable[[str, str, str | None], ForeignTable]
     """Read the table of a directory, given what `find` has returned, and the key of the weights."""
+    read_run: Callable[[str, str, str | None], ForeignRun | None]
+    """Read the run of a directory, given the same; None if it has weights alone."""
 
 
 def find_foreign(directory: str) -> str | None:
@@ -68,6 +75,27 @@ def open_foreign(directory: str, key: str | None = None) -> ForeignShard:
         if entry is not None:
             return ForeignShard(one.read(directory, entry, key))
     raise CheckpointNotFoundError(f"There are no weights of another framework in '{directory}'.", path=directory)
+
+
+def open_foreign_run(directory: str, key: str | None = None) -> ForeignRun | None:
+    """Read a run that another framework has saved in parts, by names; no byte of a large tensor is read.
+
+    Args:
+        directory, key: As in `open_foreign`.
+
+    Returns:
+        None if there is none, or weights without an optimizer.
+
+    Raises:
+        What `open_foreign` raises.
+        InvalidArgumentError: The optimizer's state cannot be matched to parameters by name, element by element.
+    """
+    for one in _FRAMEWORKS:
+        entry = one.find(directory)
+        if entry is not None:
+            run = one.read_run(directory, entry, key)
+            return run if run is not None and run.optimizer is not None else None
+    return None
 
 
 def is_of_run(name: str) -> bool:
@@ -120,5 +148,30 @@ def _read_deepspeed(directory: str, _entry: str, key: str | None) -> ForeignTabl
     return read_deepspeed(directory)
 
 
-_FRAMEWORKS: Final = (_Framework(_find_deepspeed, _read_deepspeed), _Framework(_find_dcp, _read_dcp))
+def _read_deepspeed_run(directory: str, _entry: str, _key: str | None) -> ForeignRun:
+    return read_deepspeed_run(directory)
+
+
+def _read_dcp_run(directory: str, entry: str, key: str | None) -> ForeignRun | None:
+    folder = os.path.dirname(entry)
+    if not folder:
+        return read_dcp_run(directory, key)
+    optimizers = [name for name in sorted(os.listdir(directory)) if _FSDP_OPTIMIZER.fullmatch(name)]
+    if len(optimizers) > 1:
+        raise InvalidArgumentError(
+            f"'{directory}' has {len(optimizers)} optimizers ({shorten_list(optimizers, _SHOWN, quote=True)}), but one "
+            "model. hfshard reads one of each. For the weights alone: hfshard convert --weights.",
+            path=directory,
+        )
+    if not optimizers:
+        return None
+    return read_dcp_run(
+        os.path.join(directory, folder), key, optimizer_directory=os.path.join(directory, optimizers[0])
+    )
+
+
+_FRAMEWORKS: Final = (
+    _Framework(_find_deepspeed, _read_deepspeed, _read_deepspeed_run),
+    _Framework(_find_dcp, _read_dcp, _read_dcp_run),
+)
 """The first one that finds weights reads them."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -28,7 +29,13 @@ from hfshard.training.interop.foreign_optimizer import (
     stated_names,
     unknown_owners,
 )
-from hfshard.training.interop.foreign_readers import is_optimizer_state, is_state_dict, reader_of
+from hfshard.training.interop.foreign_readers import (
+    is_optimizer_state,
+    is_partitioned_directory,
+    is_state_dict,
+    reader_of,
+)
+from hfshard.training.interop.named_run import is_unread
 from hfshard.training.run.find_checkpoint import open_run
 from hfshard.training.run.manifest import Rotation, checked_step, checkpoint_path, folder_at
 from hfshard.training.run.run_writer import RunWriter, check_names
@@ -70,7 +77,7 @@ def is_foreign_run(place: str) -> bool:
     try:
         found = reader(place, ForeignRequest(strict=False, verify="structure"))
     except HfshardError:  # the next reader reports what is wrong
-        return False
+        return is_partitioned_directory(place)
     return any(is_optimizer_state(value) for value in found.components.values())
 
 
@@ -116,12 +123,11 @@ def convert_foreign(
     number = checked_step(foreign.step or 0 if step is None else step)
     if not any(words.startswith(_NO_POSITION) for words in foreign.lacking):
         foreign = replace(foreign, lacking=(*foreign.lacking, _NO_POSITION))
-    payload = _payload(foreign, max_shard_size, checksum, progress).of_one_process()
     files = {name: raw for name, raw in foreign.companions.items() if name not in _OF_MODEL}
-    check_names(files, payload)
     writer = RunWriter(open_run(root), Rotation(), None, progress)
     try:
-        with writer.turn("convert"):
+        with _payload(foreign, max_shard_size, checksum, progress) as payload, writer.turn("convert"):
+            check_names(files, payload)
             target = checkpoint_path(root, number)
             if os.path.lexists(target) or folder_at(target).exists():
                 raise InvalidArgumentError(f"'{target}' already exists. Pass another run, or another step.", path=root)
@@ -133,9 +139,11 @@ def convert_foreign(
     return ConvertedRun(saved.path, number, tuple(foreign.components), foreign.lacking, foreign.differences)
 
 
+@contextmanager
 def _payload(
     foreign: ForeignCheckpoint, max_shard_size: int | str, checksum: Checksum, progress: bool | None
-) -> SavePayload:
+) -> Iterator[SavePayload]:
+    """Yield what is written; tensors of a run by name are read while the block runs."""
     weights = _weights_of(foreign)
     components = Components({}, {}, {})
     for name, value in foreign.components.items():
@@ -149,7 +157,14 @@ def _payload(
     of_model = {name: foreign.companions[name] for name in _OF_MODEL if name in foreign.companions}
     request = request_from_state_dict(only_tensors, options)
     request = replace(request, config=of_model.pop(CONFIG_NAME, None), model_files=of_model)
-    return replace(payload, requests={MODEL_BASE: request, **payload.requests})
+    requests = {MODEL_BASE: request, **payload.requests}
+    with ExitStack() as opened:
+        if foreign.named is not None:
+            for base, one in requests.items():
+                unread = {name: tensor for name, tensor in one.tensors.items() if is_unread(tensor)}
+                raw = opened.enter_context(foreign.named.raw(unread))
+                requests[base] = replace(one, tensors={**one.tensors, **raw})
+        yield replace(payload, requests=requests).of_one_process()
 
 
 def _weights_of(foreign: ForeignCheckpoint) -> dict[str, Any]:

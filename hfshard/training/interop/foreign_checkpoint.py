@@ -16,10 +16,12 @@ from hfshard.checkpoint.open_checkpoint import open_checkpoint
 from hfshard.constants import MAX_INDEX_BYTES
 from hfshard.disk.safe_open import Identity, identity_of, open_regular, read_small, reject_links_to_outside
 from hfshard.errors import CheckpointChangedError, CheckpointNotFoundError, StateDictMismatchError, repair_hint
+from hfshard.foreign.find_foreign import open_foreign_run
 from hfshard.format.strict_json import parse_json_object
 from hfshard.pickles.pickle_file import PickleFile
 from hfshard.pickles.plain_values import read_plain_file
 from hfshard.shards.shard import SafetensorsShard
+from hfshard.training.interop.named_run import NamedRun
 from hfshard.training.run.find_checkpoint import Level
 from hfshard.training.run.manifest import MANIFEST, TRAINING_STATE
 from hfshard.training.state.training_state import PartKind
@@ -67,6 +69,8 @@ class ForeignCheckpoint:
     files, all others are in memory."""
     files_of_rank: Mapping[str, Identity] = field(default_factory=dict)
     """Like `files`, for those that only this rank has read."""
+    named: NamedRun | None = None
+    """Where the tensors of the model and the optimizer are, if these are by name, and on the meta device; else None."""
     has_order: bool = True
     """True if the tensors of modules are in the order of their `state_dict()`: safetensors sorts them."""
     epochs: float | None = None
@@ -143,6 +147,7 @@ class ForeignDirectory:
         names: The names of all its entries.
         files: Path of each file that was read -> its identity.
         files_of_rank: Those that this rank alone reads.
+        named: The model and optimizer that ranks have saved in parts; None: there are none.
         has_order: Whether tensors came in the order of a `state_dict()`.
         differences: What was left out, in sentences.
     """
@@ -158,9 +163,16 @@ class ForeignDirectory:
         self.names = frozenset(os.listdir(path))
         self.files: dict[str, Identity] = {}
         self.files_of_rank: dict[str, Identity] = {}
-        self.has_order = True
         self.differences: list[str] = []
-        self._reject_parts_of_ranks()
+        run = open_foreign_run(path)
+        self.named = None if run is None else NamedRun(run)
+        self.has_order = run is None
+        if self.named is None:
+            self._reject_parts_of_ranks()
+            return
+        self.files |= self.named.run.files
+        if request.verify == "full" and request.rank == 0:
+            self.named.check_records()
 
     def weights(self, base: str = "model") -> dict[str, Any] | None:
         """Read the weights whose file names begin with `base`; None if there are none.
@@ -169,6 +181,8 @@ class ForeignDirectory:
             DamagedCheckpointError, UnsafePickleError: A file is damaged, or asks for more than tensors.
             StateDictMismatchError: They were saved by FSDP or DeepSpeed, in parts.
         """
+        if self.named is not None:
+            return None  # 16 bit, if there are any; those of the run are the masters
         try:
             with open_checkpoint(self.path, base=base) as checkpoint:
                 if checkpoint.foreign is not None:
@@ -239,12 +253,14 @@ class ForeignDirectory:
         return read
 
     def components(self, parts: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the existing parts, by the names that the request has for them.
+        """Return the existing parts, by the names that the request has for them; those of a run by name are added.
 
         Raises:
             StateDictMismatchError: The request names a missing part.
         """
         found = {name: state for name, state in parts.items() if state is not None}
+        if self.named is not None:
+            found = {**self.named.parts(self.request.kinds), **found}
         for name, own in self.request.keys.items():
             if own not in found:
                 raise StateDictMismatchError(
@@ -255,6 +271,10 @@ class ForeignDirectory:
         taken = set(self.request.keys.values())
         named = {name: found[own] for name, own in self.request.keys.items()}
         return {name: state for name, state in found.items() if name not in taken} | named
+
+    def extra(self) -> dict[str, Any]:
+        """Return what the user has saved with a run in parts."""
+        return {} if self.named is None else self.named.extra()
 
     def _reject_parts_of_ranks(self) -> None:
         found = sorted(name for name in self.names if _OF_MANY_RANKS.fullmatch(name))

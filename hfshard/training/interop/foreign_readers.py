@@ -18,6 +18,7 @@ from hfshard.errors import (
     StateDictMismatchError,
     repair_hint,
 )
+from hfshard.foreign.find_foreign import find_foreign
 from hfshard.format.parts_of_ranks import reject_partitioned_file
 from hfshard.pickles.plain_values import NotStored, read_plain_file
 from hfshard.training.interop.foreign_checkpoint import (
@@ -78,7 +79,8 @@ def read_accelerate_directory(path: str, request: ForeignRequest) -> ForeignChec
             parts[next(filter(None, match.groups()))] = directory.pickle(name)
         elif match := _LOADERS.fullmatch(name):
             loaders[match.group(1)] = directory.pickle(name)
-    lacking = [NO_STEP, "the position in the data" + (_IN_EXTRA if loaders else "")]
+    has_step = directory.named is not None and directory.named.run.step is not None
+    lacking = [*([] if has_step else [NO_STEP]), "the position in the data" + (_IN_EXTRA if loaders else "")]
     lacking += [
         f"the order of shuffled data, as '{name}' is a pickle of Accelerate's own classes, which is not read"
         for name in sorted(directory.names)
@@ -92,9 +94,10 @@ def read_accelerate_directory(path: str, request: ForeignRequest) -> ForeignChec
         files=directory.files,
         files_of_rank=directory.files_of_rank,
         has_order=directory.has_order,
-        step=None,
+        named=directory.named,
+        step=None if directory.named is None else directory.named.run.step,
         components=directory.components(parts),
-        extra=loaders or None,
+        extra={**directory.extra(), **loaders} or None,
         rng=states.rng,
         lacking=(*lacking, *states.lacking),
         differences=tuple(directory.differences),
@@ -135,15 +138,18 @@ def read_trainer_directory(path: str, request: ForeignRequest) -> ForeignCheckpo
     progress = directory.json(_STATE) or {}
     states = states_of_rank(directory, _TRAINER_RNG, TRAINER_KEYS)
     step = _checked(progress, "global_step", int, path)
+    if step is None and directory.named is not None:
+        step = directory.named.run.step
     return ForeignCheckpoint(
         path=path,
         files=directory.files,
         files_of_rank=directory.files_of_rank,
+        named=directory.named,
         has_order=directory.has_order,
         step=step,
         components=directory.components(parts),
         companions=directory.companions({_STATE}),
-        extra=progress,
+        extra={**directory.extra(), **progress},
         rng=states.rng,
         epochs=_checked(progress, "epoch", float, path),
         lacking=states.lacking if step is not None else (NO_STEP, *states.lacking),
@@ -168,6 +174,41 @@ def _checked(progress: Mapping[str, Any], key: str, kind: type, path: str) -> An
             path=file,
         )
     return kind(value)
+
+
+# Directories in which the ranks of a framework have saved parts, and no program anything else.
+
+
+def is_partitioned_directory(place: object) -> bool:
+    """Return whether a place is a directory with tensors that another framework has saved in parts."""
+    return bool(list_foreign_directory(place)) and find_foreign(str(place)) is not None
+
+
+def read_partitioned_directory(path: str, request: ForeignRequest) -> ForeignCheckpoint:
+    """Read a run that ranks have saved in parts.
+
+    Args:
+        path: The directory.
+        request: What to read from it.
+
+    Raises:
+        InvalidArgumentError: It has weights alone, or an optimizer's state that cannot be matched to parameters.
+        DamagedCheckpointError: The files do not fit together, or a file is damaged.
+        UnsafePickleError: A pickle asks for anything but what the framework writes.
+    """
+    directory = ForeignDirectory(path, request)
+    step = None if directory.named is None else directory.named.run.step
+    return ForeignCheckpoint(
+        path=path,
+        files=directory.files,
+        named=directory.named,
+        has_order=False,
+        step=step,
+        components=directory.components({}),
+        companions=directory.companions(()),
+        extra=directory.extra() or None,
+        lacking=(*([NO_STEP] if step is None else []), LACKS_RNG),
+    )
 
 
 # Directories that contain several checkpoints of another program: one of them must be named.
@@ -376,6 +417,7 @@ _READERS: Final[tuple[tuple[Callable[[Any], bool], Reader], ...]] = (
     (is_run_directory, reject_run_directory),
     (is_trainer_directory, read_trainer_directory),
     (is_accelerate_directory, read_accelerate_directory),
+    (is_partitioned_directory, read_partitioned_directory),
 )
 """Pairs of a check whether a place is of a kind, and its reader. The first match reads."""
 

@@ -25,7 +25,8 @@ from hfshard.training.data.dataloader import ResumableDataLoader
 from hfshard.training.data.external_loader import LoaderTracker
 from hfshard.training.interop.foreign_checkpoint import ForeignCheckpoint, ForeignRequest
 from hfshard.training.interop.foreign_optimizer import named_optimizer_state
-from hfshard.training.interop.foreign_readers import Reader, reader_of
+from hfshard.training.interop.foreign_readers import Reader, is_partitioned_directory, reader_of
+from hfshard.training.interop.named_run import NamedRun, is_unread
 from hfshard.training.pipeline_stages import find_stage
 from hfshard.training.restoring.part_planner import (
     PART_ORDER,
@@ -34,6 +35,7 @@ from hfshard.training.restoring.part_planner import (
     check_components,
     unsaved_components,
 )
+from hfshard.training.restoring.read_state import StateLayouts
 from hfshard.training.run.find_checkpoint import Level
 from hfshard.training.state.reordering import find_in
 from hfshard.training.state.rng import Gradients, check_rng_state, set_rng_state
@@ -106,7 +108,8 @@ def _resume(
     is_spread = any(session.all_of(session.each(lambda: is_spread_state(state))))
     stage = find_stage(state, session)
     is_stage = stage is not None and stage.names.own != stage.names.everywhere
-    if any(session.all_of(is_spread or is_stage)):
+    has_names = is_partitioned_directory(path)
+    if any(session.all_of(is_stage or (is_spread and not has_names))):
         raise InvalidArgumentError(
             f"'{path}' is another program's checkpoint, but the model is spread over ranks. Restore it in one process, "
             "with the whole model: manager.restore(state, path); manager.save(step, state). Then restore that step on "
@@ -117,7 +120,7 @@ def _resume(
 
     def planned() -> tuple[ForeignCheckpoint, Restoration, str]:
         foreign = with_positions(reader(path, request), state)
-        restoration = plan_foreign(state, foreign, strict=strict)
+        restoration = plan_foreign(state, foreign, strict=strict, layouts=StateLayouts(state) if is_spread else None)
         foreign.confirm()
         return foreign, restoration, foreign.fingerprint()
 
@@ -138,7 +141,9 @@ def _resume(
 # Comparison of another program's checkpoint with a training state, by the checks for an hfshard checkpoint.
 
 
-def plan_foreign(state: TrainingState, foreign: ForeignCheckpoint, *, strict: bool) -> Restoration:
+def plan_foreign(
+    state: TrainingState, foreign: ForeignCheckpoint, *, strict: bool, layouts: StateLayouts | None = None
+) -> Restoration:
     """Compare another program's checkpoint with a training state, which is not changed.
 
     What such a file never has is no difference: random number generators, a loader's position, gradients.
@@ -147,6 +152,7 @@ def plan_foreign(state: TrainingState, foreign: ForeignCheckpoint, *, strict: bo
         state: Built as for the run that was saved.
         foreign: What a reader returned for its checkpoint.
         strict: Reject any difference; else what differs stays as it was built, and is reported.
+        layouts: Those of a state that is spread over ranks; only for a checkpoint whose tensors are by name.
 
     Raises:
         StateDictMismatchError: strict, and something differs.
@@ -167,7 +173,7 @@ def plan_foreign(state: TrainingState, foreign: ForeignCheckpoint, *, strict: bo
     planner = PartPlanner(state, saved, foreign.path, restoration, strict=strict)
     common = [name for name in state.components if name in saved]
     for name in sorted(common, key=lambda name: PART_ORDER[state.kinds[name]]):
-        _plan(planner, name, foreign)
+        _plan(planner, name, foreign, layouts)
     restoration.trackers = [one for name in common if isinstance(one := state.components[name], LoaderTracker)]
     if not any(isinstance(part, Gradients) for part in state.components.values()):
         modules = [state.components[name] for name in common if state.kinds[name] == "module"]
@@ -179,7 +185,7 @@ def plan_foreign(state: TrainingState, foreign: ForeignCheckpoint, *, strict: bo
     return restoration
 
 
-def _plan(planner: PartPlanner, name: str, foreign: ForeignCheckpoint) -> None:
+def _plan(planner: PartPlanner, name: str, foreign: ForeignCheckpoint, layouts: StateLayouts | None) -> None:
     """Convert the state of one part to hfshard's form, and plan it."""
     part = planner.state.components[name]
     kind = planner.state.kinds[name]
@@ -194,8 +200,13 @@ def _plan(planner: PartPlanner, name: str, foreign: ForeignCheckpoint) -> None:
             kept_of = _kept_names(planner.state)
             in_file = list(dict.fromkeys(_names_in_file(planner.state, foreign, kept_of))) if foreign.has_order else []
             value = named_optimizer_state(part, value, planner.parameter_names, kept_of, in_file, name, foreign.path)
+            if foreign.named is not None:
+                value["state"] = _read_slots(foreign.named, name, value["state"], layouts)
         elif kind == "scheduler":
             value = {"class": None, "state": dict(value)}
+        elif kind == "module" and foreign.named is not None:
+            names = match_prefixes(value, collect_state_dict(part).keys())
+            value = foreign.named.read(name, {names[own]: one for own, one in value.items()}, layouts)
         planner.saved[name]["state"] = value
         planner.plan(name, value)
     except HfshardError as error:
@@ -208,6 +219,16 @@ def _plan(planner: PartPlanner, name: str, foreign: ForeignCheckpoint) -> None:
             "Use another checkpoint, or leave this part out of the TrainingState.",
             path=foreign.path,
         ) from error
+
+
+def _read_slots(
+    run: NamedRun, base: str, state: Mapping[str, Mapping[str, Any]], layouts: StateLayouts | None
+) -> dict[str, dict[str, Any]]:
+    """Read the tensors of an optimizer's state: this rank's part of each."""
+    unread = {(name, slot): one for name, slots in state.items() for slot, one in slots.items() if is_unread(one)}
+    found = run.read(base, {f"{name}/{slot}": one for (name, slot), one in unread.items()}, layouts)
+    read = {place: found["/".join(place)] for place in unread}
+    return {name: {slot: read.get((name, slot), one) for slot, one in slots.items()} for name, slots in state.items()}
 
 
 def _kept_names(state: TrainingState) -> dict[str, str]:
