@@ -27,7 +27,7 @@ from hfshard.foreign.dcp_metadata import METADATA, SavedItem, read_metadata
 from hfshard.foreign.foreign_run import ForeignGroup, ForeignOptimizer, ForeignRun
 from hfshard.foreign.foreign_shard import ForeignShard
 from hfshard.pickles.described_file import reject_code
-from hfshard.pickles.plain_values import PlainValues
+from hfshard.pickles.plain_values import PlainValues, read_plain_file
 from hfshard.shards.ranged_shard import read_full_tensors
 
 Path = tuple[str | int, ...]
@@ -35,6 +35,9 @@ Path = tuple[str | int, ...]
 
 _GROUPS: Final = re.compile(r"(?:(.*?)\.)?param_groups(?:\.|$)")
 """Name of an option of an optimizer's group, or of all groups; group 1 is the optimizer's key."""
+
+_META: Final = "meta.pt"
+"""File in which Lightning saves all that has no tensors of the model or the optimizer."""
 
 _SHOWN: Final = 5
 
@@ -86,7 +89,13 @@ def read_dcp_run(
     for part in chosen_key.split(".")[:-1]:  # what is next to the weights
         inner = extra.pop(part, {})
         extra |= inner if isinstance(inner, dict) else {part: inner}
-    return ForeignRun(weights=weights, optimizer=optimizer, files={**saved.files, **other.files}, extra=extra)
+    files = {**saved.files, **other.files}
+    if os.path.isfile(meta := os.path.join(directory, _META)):
+        more = read_plain_file(meta, directory, strict=False, verify="full")
+        files[meta] = more.identity
+        value = more.copied(more.value, _META)
+        extra |= value if isinstance(value, dict) else {}
+    return ForeignRun(weights=weights, optimizer=optimizer, files=files, extra=extra)
 
 
 class _SavedDirectory:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from hfshard._util.text import shorten_list
@@ -39,8 +40,9 @@ class _Framework(NamedTuple):
     """Return the folder, or the file, by which its weights in a directory are entered; None if it has none."""
     read: Callable[[str, str, str | None], ForeignTable]
     """Read the table of a directory, given what `find` has returned, and the key of the weights."""
-    read_run: Callable[[str, str, str | None], ForeignRun | None]
-    """Read the run of a directory, given the same; None if it has weights alone."""
+    read_run: Callable[[str, str, Mapping[str, str]], ForeignRun | None]
+    """Read the run of a directory, given what `find` has returned, and the keys of its parts; None if it has weights
+    alone."""
 
 
 def find_foreign(directory: str) -> str | None:
@@ -77,11 +79,12 @@ def open_foreign(directory: str, key: str | None = None) -> ForeignShard:
     raise CheckpointNotFoundError(f"There are no weights of another framework in '{directory}'.", path=directory)
 
 
-def open_foreign_run(directory: str, key: str | None = None) -> ForeignRun | None:
+def open_foreign_run(directory: str, keys: Mapping[str, str] = MappingProxyType({})) -> ForeignRun | None:
     """Read a run that another framework has saved in parts, by names; no byte of a large tensor is read.
 
     Args:
-        directory, key: As in `open_foreign`.
+        directory: As in `open_foreign`.
+        keys: "model" and "optimizer" -> the key under which a program saved it; missing: there must be only one.
 
     Returns:
         None if there is none, or weights without an optimizer.
@@ -93,7 +96,7 @@ def open_foreign_run(directory: str, key: str | None = None) -> ForeignRun | Non
     for one in _FRAMEWORKS:
         entry = one.find(directory)
         if entry is not None:
-            run = one.read_run(directory, entry, key)
+            run = one.read_run(directory, entry, keys)
             return run if run is not None and run.optimizer is not None else None
     return None
 
@@ -140,22 +143,28 @@ def _find_deepspeed(directory: str) -> str | None:
 
 
 def _read_deepspeed(directory: str, _entry: str, key: str | None) -> ForeignTable:
+    _reject_key(directory, key)
+    return read_deepspeed(directory)
+
+
+def _read_deepspeed_run(directory: str, _entry: str, keys: Mapping[str, str]) -> ForeignRun:
+    _reject_key(directory, next(iter(keys.values()), None))
+    return read_deepspeed_run(directory)
+
+
+def _reject_key(directory: str, key: str | None) -> None:
     if key is not None:
         raise InvalidArgumentError(
             f"'{directory}' was saved by DeepSpeed, and has no key={key!r:.200}: all of it is one model. Leave it out.",
             path=directory,
         )
-    return read_deepspeed(directory)
 
 
-def _read_deepspeed_run(directory: str, _entry: str, _key: str | None) -> ForeignRun:
-    return read_deepspeed_run(directory)
-
-
-def _read_dcp_run(directory: str, entry: str, key: str | None) -> ForeignRun | None:
+def _read_dcp_run(directory: str, entry: str, keys: Mapping[str, str]) -> ForeignRun | None:
     folder = os.path.dirname(entry)
+    key, optimizer_key = keys.get("model"), keys.get("optimizer")
     if not folder:
-        return read_dcp_run(directory, key)
+        return read_dcp_run(directory, key, optimizer_key=optimizer_key)
     optimizers = [name for name in sorted(os.listdir(directory)) if _FSDP_OPTIMIZER.fullmatch(name)]
     if len(optimizers) > 1:
         raise InvalidArgumentError(
@@ -165,8 +174,9 @@ def _read_dcp_run(directory: str, entry: str, key: str | None) -> ForeignRun | N
         )
     if not optimizers:
         return None
+    optimizer = os.path.join(directory, optimizers[0])
     return read_dcp_run(
-        os.path.join(directory, folder), key, optimizer_directory=os.path.join(directory, optimizers[0])
+        os.path.join(directory, folder), key, optimizer_key=optimizer_key, optimizer_directory=optimizer
     )
 
 

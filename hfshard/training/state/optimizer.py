@@ -25,6 +25,9 @@ from hfshard.training.state.reordering import (
 _SHOWN = 5
 """The number of names that a message lists."""
 
+BY_OPTIONS = "by_options"
+"""Key of a state in which each group has the parameters with equal options: it was saved without groups."""
+
 
 def encode_optimizer(
     optimizer: Optimizer, names: Names, component: str, tensors: dict[str, torch.Tensor], prefix: str = ""
@@ -168,14 +171,14 @@ def regroup(saved: dict[str, Any], built: Sequence[Sequence[str]], component: st
     """Return a state whose groups are those that were built, if it was saved with options by parameter.
 
     Args:
-        saved: As `plan_optimizer` has it. With `by_options`, each group has the parameters with equal options.
+        saved: As `plan_optimizer` has it. With `BY_OPTIONS`, each group has the parameters with equal options.
         built: The names of the parameters in each group that was built.
         component, path: For messages.
 
     Raises:
         StateDictMismatchError: The parameters of a group had different options.
     """
-    if not saved.get("by_options"):
+    if not saved.get(BY_OPTIONS):
         return saved
     before = {name: group for group in saved["groups"] for name in group["params"]}
     if before.keys() != {name for own in built for name in own}:
@@ -191,7 +194,7 @@ def regroup(saved: dict[str, Any], built: Sequence[Sequence[str]], component: st
                 fqn=other,
             )
     groups = [{**before[own[0]], "params": list(own)} for own in built if own]
-    return {**saved, "groups": groups, "by_options": False}
+    return {**saved, "groups": groups}
 
 
 def _check_form(saved: dict[str, Any]) -> None:
