@@ -65,11 +65,10 @@ def test_other_values_are_plain(produced: Path) -> None:
 
     run = run_in(checkpoint_of(place_of(case, produced)))
 
-    assert run.extra == {
-        "train_state": {"step": torch.tensor(2), "losses": b"seen"},
-        "lr_scheduler": {"last_epoch": 2},
-        "dataloader": {"dp_rank_0": {"position": 0}, "dp_rank_1": {"position": 1}},
-    }
+    assert run.extra["train_state"] == {"step": torch.tensor(2), "losses": b"seen"}
+    assert run.extra["dataloader"] == {"dp_rank_0": {"position": 0}, "dp_rank_1": {"position": 1}}
+    assert run.extra["lr_scheduler"]["milestones"] == {"30": 1, "60": 1}  # as torch writes a Counter's keys
+    assert run.extra.keys() == {"train_state", "dataloader", "lr_scheduler"}
 
 
 # Directories with one weight, "w", and an optimizer of it.

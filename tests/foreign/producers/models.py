@@ -11,6 +11,8 @@ from torch import nn
 WORDS = 11
 BATCH = 8
 STEPS = 2
+MILESTONES = [30, 60]
+"""Of a scheduler that changes nothing before."""
 
 
 class Norm(nn.BatchNorm1d):
