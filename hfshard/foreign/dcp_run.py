@@ -204,7 +204,7 @@ class _SavedDirectory:
             raise self._damaged(f"its optimizer is not a state and a list of groups, but has {has}")
         found = []
         for number, group in enumerate(groups):
-            parameters = group.get("params", []) if isinstance(group, dict) else None
+            parameters = group.get("params") if isinstance(group, dict) else None
             if not isinstance(parameters, list):
                 raise self._damaged(f"group {number} of its optimizer has no list of parameters")
             if not all(isinstance(name, str) for name in parameters):
