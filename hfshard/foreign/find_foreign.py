@@ -40,9 +40,8 @@ class _Framework(NamedTuple):
     """Return the folder, or the file, by which its weights in a directory are entered; None if it has none."""
     read: Callable[[str, str, str | None], ForeignTable]
     """Read the table of a directory, given what `find` has returned, and the key of the weights."""
-    read_run: Callable[[str, str, Mapping[str, str]], ForeignRun | None]
-    """Read the run of a directory, given what `find` has returned, and the keys of its parts; None if it has weights
-    alone."""
+    read_run: Callable[[str, str, Mapping[str, str]], ForeignRun]
+    """Read the run of a directory, given what `find` has returned, and the keys of its parts."""
 
 
 def find_foreign(directory: str) -> str | None:
@@ -87,7 +86,7 @@ def open_foreign_run(directory: str, keys: Mapping[str, str] = MappingProxyType(
         keys: "model" and "optimizer" -> the key under which a program saved it; missing: there must be only one.
 
     Returns:
-        None if there is none, or weights without an optimizer.
+        None if there are no parts; a run without an optimizer if there are weights alone.
 
     Raises:
         What `open_foreign` raises.
@@ -96,8 +95,7 @@ def open_foreign_run(directory: str, keys: Mapping[str, str] = MappingProxyType(
     for one in _FRAMEWORKS:
         entry = one.find(directory)
         if entry is not None:
-            run = one.read_run(directory, entry, keys)
-            return run if run is not None and run.optimizer is not None else None
+            return one.read_run(directory, entry, keys)
     return None
 
 
@@ -160,7 +158,7 @@ def _reject_key(directory: str, key: str | None) -> None:
         )
 
 
-def _read_dcp_run(directory: str, entry: str, keys: Mapping[str, str]) -> ForeignRun | None:
+def _read_dcp_run(directory: str, entry: str, keys: Mapping[str, str]) -> ForeignRun:
     folder = os.path.dirname(entry)
     key, optimizer_key = keys.get("model"), keys.get("optimizer")
     if not folder:
@@ -172,11 +170,11 @@ def _read_dcp_run(directory: str, entry: str, keys: Mapping[str, str]) -> Foreig
             "model. hfshard reads one of each. For the weights alone: hfshard convert --weights.",
             path=directory,
         )
-    if not optimizers:
-        return None
-    optimizer = os.path.join(directory, optimizers[0])
     return read_dcp_run(
-        os.path.join(directory, folder), key, optimizer_key=optimizer_key, optimizer_directory=optimizer
+        os.path.join(directory, folder),
+        key,
+        optimizer_key=optimizer_key,
+        optimizer_directory=next((os.path.join(directory, name) for name in optimizers), None),
     )
 
 
