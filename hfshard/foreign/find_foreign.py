@@ -86,7 +86,7 @@ def open_foreign_run(directory: str, keys: Mapping[str, str] = MappingProxyType(
         keys: "model" and "optimizer" -> the key under which a program saved it; missing: there must be only one.
 
     Returns:
-        None if there are no parts; a run without an optimizer if there are weights alone.
+        None if there is none, or weights without an optimizer.
 
     Raises:
         What `open_foreign` raises.
@@ -95,7 +95,8 @@ def open_foreign_run(directory: str, keys: Mapping[str, str] = MappingProxyType(
     for one in _FRAMEWORKS:
         entry = one.find(directory)
         if entry is not None:
-            return one.read_run(directory, entry, keys)
+            run = one.read_run(directory, entry, keys)
+            return run if run is not None and run.optimizer is not None else None
     return None
 
 

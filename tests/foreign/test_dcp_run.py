@@ -18,7 +18,7 @@ from hfshard.foreign.foreign_shard import ForeignShard
 from hfshard.shards.ranged_shard import read_full_tensors
 from tests.foreign.dcp_files import halves, save_dcp
 from tests.foreign.producers.cases import CASES, Case
-from tests.foreign.producers.truth import assert_same, checkpoint_of, read_optimizer
+from tests.foreign.producers.truth import assert_same, checkpoint_of, read_truth
 from tests.foreign.test_matrix import parameters, place_of
 
 RUNS = [
@@ -52,7 +52,7 @@ def test_an_optimizer_is_that_of_the_living_run(case: Case, produced: Path) -> N
 
     assert optimizer is not None
     found = tensors_of(optimizer.table)
-    assert_same(found, {name: one.reshape(found[name].shape) for name, one in read_optimizer(place).items()})
+    assert_same(found, {name: one.reshape(found[name].shape) for name, one in read_truth(place, "states").items()})
     assert found["up.weight/exp_avg"].shape == (7, 6)
     assert [set(one.parameters) for one in optimizer.groups if one.options["weight_decay"] == 0.1] == [MATRICES]
     assert optimizer.has_groups == (case.arguments.get("layout") != "torchtitan")

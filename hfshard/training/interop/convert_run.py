@@ -14,6 +14,7 @@ import torch
 from hfshard._util.arguments import wraps_os_errors
 from hfshard.constants import CONFIG_NAME, DEFAULT_MAX_SHARD_SIZE, GENERATION_CONFIG_NAME
 from hfshard.errors import CheckpointNotFoundError, HfshardError, InvalidArgumentError
+from hfshard.foreign.find_foreign import open_foreign_run
 from hfshard.format.digests import Checksum
 from hfshard.format.file_names import MODEL_BASE
 from hfshard.pickles.plain_values import NotStored
@@ -75,10 +76,13 @@ def is_foreign_run(place: str) -> bool:
     reader = reader_of(place)
     if reader is None:
         return False
+    is_in_parts = is_partitioned_directory(place)
     try:
+        if is_in_parts:
+            return open_foreign_run(place) is not None
         found = reader(place, ForeignRequest(strict=False, verify="structure"))
-    except HfshardError:  # the next reader reports what is wrong
-        return is_partitioned_directory(place)
+    except HfshardError:  # the next reader reports what is wrong; weights alone would hide that of an optimizer
+        return is_in_parts
     return any(is_optimizer_state(value) for value in found.components.values())
 
 

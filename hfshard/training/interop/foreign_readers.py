@@ -199,16 +199,21 @@ def read_partitioned_directory(path: str, request: ForeignRequest) -> ForeignChe
         UnsafePickleError: A pickle asks for anything but what the framework writes.
     """
     directory = ForeignDirectory(path, request)
-    parts = {} if directory.named is None else directory.named.parts(request.kinds)
+    run = directory.named
+    if run is None:
+        raise StateDictMismatchError(
+            f"'{path}' has the weights of a model, but no optimizer. Nothing was restored. Load them with "
+            "hfshard.load_model; to restore a run, pass the directory that has its optimizer, too.",
+            path=path,
+        )
+    parts = run.parts(request.kinds)
     keys = {name: key for name, key in request.keys.items() if name not in KEYS_OF_RUNS}
     found = sort_entries({**parts, **directory.extra()}, request.kinds, keys, path)
     components = {
         name: _with_numbers(state) if request.kinds.get(name, name) == "scheduler" else state
         for name, (_, state) in found.components.items()
     }
-    step = None if directory.named is None else directory.named.run.step
-    if step is None:
-        step, _ = step_of(found.extra)
+    step = run.run.step if run.run.step is not None else step_of(found.extra)[0]
     return ForeignCheckpoint(
         path=path,
         files=directory.files,

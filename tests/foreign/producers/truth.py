@@ -20,9 +20,20 @@ def checkpoint_of(place: Path) -> Path:
     return place / "checkpoint"
 
 
-def write_truth(place: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+def write_truth(place: Path, tensors: Mapping[str, torch.Tensor], name: str = "truth") -> None:
     """Write what a load must return; of names that share a tensor, each has a copy."""
-    save_file({name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}, _file(place))
+    copies = {key: tensor.detach().cpu().clone().contiguous() for key, tensor in tensors.items()}
+    save_file(copies, place / f"{name}.safetensors")
+
+
+def read_truth(place: Path, name: str = "truth") -> dict[str, torch.Tensor]:
+    """Read what was written for a checkpoint: "states" of the optimizer, and what "later" steps have made of it."""
+    return load_file(place / f"{name}.safetensors")
+
+
+def gathered(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Gather DTensors; every rank must call."""
+    return {name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for name, tensor in tensors.items()}
 
 
 def write_optimizer(place: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -40,22 +51,7 @@ def write_optimizer(place: Path, model: nn.Module, optimizer: torch.optim.Optimi
     found = {name: [part[name] for part in parts if name in part] for name in names}
     joined = {name: torch.cat(ones) if ones[0].dim() and len(ones) > 1 else ones[0] for name, ones in found.items()}
     if not dist.is_initialized() or dist.get_rank() == 0:
-        save_file({name: one.contiguous() for name, one in joined.items()}, place / "optimizer.safetensors")
-
-
-def read_optimizer(place: Path) -> dict[str, torch.Tensor]:
-    """Read what was written for an optimizer: PARAMETER/SLOT -> values; FSDP1's are flat."""
-    return load_file(place / "optimizer.safetensors")
-
-
-def read_truth(place: Path) -> dict[str, torch.Tensor]:
-    """Read what was written for a checkpoint."""
-    return load_file(_file(place))
-
-
-def gathered(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Gather DTensors; every rank must call."""
-    return {name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for name, tensor in tensors.items()}
+        write_truth(place, joined, "states")
 
 
 def assert_same(actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
@@ -69,7 +65,3 @@ def assert_same(actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
-def _file(place: Path) -> Path:
-    return place / "truth.safetensors"
