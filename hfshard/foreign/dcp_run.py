@@ -52,7 +52,7 @@ class _Stored:
 def read_dcp_run(
     directory: str, key: str | None = None, *, optimizer_key: str | None = None, optimizer_directory: str | None = None
 ) -> ForeignRun:
-    """Read a run without reading its tensors, except for those of other values.
+    """Read a run without reading its tensors, except for those of other values; weights alone have no other values.
 
     Args:
         directory: The directory with `.metadata`.
@@ -80,7 +80,10 @@ def read_dcp_run(
             "keys={'optimizer': ...}; hfshard reads one optimizer.",
             path=other.path,
         )
-    optimizer = None if chosen is None else other.optimizer(found[chosen])
+    files = {**saved.files, **other.files}
+    if chosen is None:
+        return ForeignRun(weights=weights, optimizer=None, files=files)
+    optimizer = other.optimizer(found[chosen])
     sets = [tensors_below(saved.metadata, one) for one in {chosen_key, *candidates(saved.metadata)}]
     taken = {fqn for one in sets for fqn in one.values()}
     if other is saved:
@@ -89,7 +92,6 @@ def read_dcp_run(
     for part in chosen_key.split(".")[:-1]:  # what is next to the weights
         inner = extra.pop(part, {})
         extra |= inner if isinstance(inner, dict) else {part: inner}
-    files = {**saved.files, **other.files}
     if os.path.isfile(meta := os.path.join(directory, _META)):
         more = read_plain_file(meta, directory, strict=False, verify="full")
         files[meta] = more.identity
