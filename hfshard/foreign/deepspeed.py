@@ -690,11 +690,5 @@ def _parts(progress: Progress, scaler: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(progress.scheduler, dict):
         found["scheduler"] = progress.scheduler
     if scaler:
-        found["scaler"] = {
-            "scale": float(scaler["cur_scale"]),
-            "growth_factor": float(scaler["scale_factor"]),
-            "backoff_factor": 1 / scaler["scale_factor"],
-            "growth_interval": scaler["scale_window"],
-            "_growth_tracker": (scaler["cur_iter"] - scaler["last_overflow_iter"] - 1) % scaler["scale_window"],
-        }
+        found["scaler"] = dict(scaler)
     return found

@@ -60,7 +60,7 @@ _MOST_DIMENSIONS: Final = 64
 """As many as torch allows."""
 _NUMBER_BITS: Final = 63
 """Of a size; a file may have numbers of any length."""
-_MALFORMED: Final = (TypeError, ValueError, LookupError, AttributeError, OverflowError, RecursionError)
+_MALFORMED: Final = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ class BaseState:
     groups: tuple[Mapping[str, Any], ...]
     """Options of each group; `params` are the numbers of its flat tensors."""
     scaler: Mapping[str, Any]
-    """Attributes of the loss scaler."""
+    """State of the `GradScaler` that would go on like the loss scaler; empty if the scale is fixed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,7 +281,7 @@ class StateFiles:
             return BaseState(name, tensors, counts, tuple(groups), _scaler(value.get("loss_scaler"), plain))
 
     def read_universal_state(self, name: str) -> tuple[tuple[Mapping[str, Any], ...], Mapping[str, Any]]:
-        """Read the groups of a universal checkpoint's optimizer, and the loss scaler's attributes; see `read_model`."""
+        """Read the groups of a universal checkpoint's optimizer, and the loss scaler's state; see `read_model`."""
         with self._described(name) as (file, _):
             value = _named(file.value)
             plain = PlainValues(os.path.join(self.directory, name), file)
@@ -394,9 +394,18 @@ def _is_flat(file: DescribedFile, value: Any) -> bool:
 
 
 def _scaler(value: Any, plain: PlainValues) -> Mapping[str, Any]:
-    """Return the attributes of a dynamic loss scaler; none of one with a fixed scale."""
-    is_dynamic = isinstance(value, DescribedObject) and value.name.endswith(".DynamicLossScaler")
-    return _named(plain.of(value.state, "loss_scaler")) if is_dynamic else {}
+    """Return the state of the `GradScaler` that would go on like a loss scaler; empty if its scale is fixed."""
+    if not isinstance(value, DescribedObject) or not value.name.endswith(".DynamicLossScaler"):
+        return {}
+    own = _named(plain.of(value.state, "loss_scaler"))
+    steps = own["cur_iter"] - own["last_overflow_iter"] - 1
+    return {
+        "scale": float(own["cur_scale"]),
+        "growth_factor": float(own["scale_factor"]),
+        "backoff_factor": 1 / own["scale_factor"],
+        "growth_interval": own["scale_window"],
+        "_growth_tracker": steps % own["scale_window"],
+    }
 
 
 def _list(value: Any) -> list[Any]:

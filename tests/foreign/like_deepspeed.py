@@ -46,6 +46,10 @@ class DynamicLossScaler:
 
     def __init__(self) -> None:
         self.cur_scale = 65536
+        self.scale_factor = 2.0
+        self.scale_window = 3
+        self.cur_iter = 12
+        self.last_overflow_iter = 4
 
 
 class fragment_address:
@@ -157,7 +161,7 @@ def zero_partitions(
             size = len(part)
             kept = size if keeps_padding else max(0, min(size, total - rank * size))
             masters.append(part[:kept])
-            moments[number] = {"step": torch.tensor(2.0), "exp_avg": torch.full_like(part, -1)}
+            moments[number] = {"step": torch.tensor(2.0), "exp_avg": -part}
             fragments = OrderedDict()
             for name, tensor in group.items():
                 low, high = max(begins[name], rank * size), min(begins[name] + tensor.numel(), (rank + 1) * size)
@@ -166,7 +170,7 @@ def zero_partitions(
             slices.append(fragments)
         state = {
             "loss_scaler": DynamicLossScaler(),
-            "base_optimizer_state": {"state": moments, "param_groups": []},
+            "base_optimizer_state": {"state": moments, "param_groups": _options([[one] for one in range(len(groups))])},
             "single_partition_of_fp32_groups": masters,
             "zero_stage": ZeroStageEnum(stage) if stage else None,
             "param_alignment_paddings": [[gap] * (len(group) - 1) + [0] for group in groups],
@@ -220,7 +224,14 @@ def _zero_3(ranks: int, groups: Sequence[Tensors], sub_group: int | None = None)
                 "zero_stage": ZeroStageEnum.weights,
                 "loss_scaler": DynamicLossScaler(),
                 "partition_count": ranks,
-                "optimizer_state_dict": {"state": {}, "param_groups": []},
+                "optimizer_state_dict": {
+                    "state": {at: {"step": torch.tensor(2.0), "exp_avg": -flat} for at, flat in enumerate(flats)},
+                    "param_groups": _options(
+                        [[one] for one in range(len(groups))]
+                        if sub_group is None
+                        else [[*range(len(flats))], *([] for _ in groups[1:])]
+                    ),
+                },
                 "fp32_flat_groups": [flat.clone() for flat in flats],
             },
             "ds_config": {},
@@ -236,6 +247,10 @@ def _zero_3(ranks: int, groups: Sequence[Tensors], sub_group: int | None = None)
     return files
 
 
+def _options(numbers: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+    return [{"params": list(own), "lr": 0.1, "momentum": 0.5 + at} for at, own in enumerate(numbers)]
+
+
 def _part(tensor: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
     padding = torch.full((-tensor.numel() % ranks,), 7777.0, dtype=tensor.dtype)
     return torch.cat([tensor.flatten(), padding]).chunk(ranks)[rank].clone()
@@ -247,7 +262,10 @@ def universal(weights: Tensors, trained: Tensors) -> dict[str, Any]:
     for name in dict.fromkeys([*weights, *trained]):
         value = {"param": trained[name].float() if name in trained else weights[name].float() + 0.125, "cat_dim": 0}
         files[f"zero/{name}/fp32.pt"] = value
-    return files | {"zero/optimizer_state.pt": {"param_groups": []}}
+        if name in trained:
+            files[f"zero/{name}/exp_avg.pt"] = {"param": -trained[name].float(), "cat_dim": 0}
+            files[f"zero/{name}/step.pt"] = torch.tensor(2.0)
+    return files | {"zero/optimizer_state.pt": {"param_groups": _options([[0]]), "loss_scaler": DynamicLossScaler()}}
 
 
 def values(table: ForeignTable) -> dict[str, torch.Tensor]:

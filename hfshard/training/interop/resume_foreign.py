@@ -71,11 +71,11 @@ def resume_foreign(
         The step; None if the place is not another program's.
 
     Raises:
-        InvalidArgumentError: The state is spread over ranks; or what is restored must be signed.
+        InvalidArgumentError: The state is spread over ranks, and what is restored is by position; or it must be signed.
         UnsafePickleError, StateDictMismatchError, DamagedCheckpointError: Nothing was changed.
         RankFailedError: Another rank has one of these errors; nothing was changed.
     """
-    reader = reader_of(place) if isinstance(place, str) else None  # a step is this run's
+    reader = session.each(lambda: reader_of(place) if isinstance(place, str) else None)  # a step is this run's
     is_foreign = session.all_of(reader is not None)
     if not any(is_foreign):
         if keys is not None:
@@ -205,8 +205,11 @@ def _plan(planner: PartPlanner, name: str, foreign: ForeignCheckpoint, layouts: 
         elif kind == "scheduler":
             value = {"class": None, "state": dict(value)}
         elif kind == "module" and foreign.named is not None:
-            names = match_prefixes(value, collect_state_dict(part).keys())
-            value = foreign.named.read(name, {names[own]: one for own, one in value.items()}, layouts)
+            own = collect_state_dict(part)
+            names = match_prefixes(value, own.keys())
+            value = foreign.named.read(name, {names[before]: one for before, one in value.items()}, layouts)
+            value = {key: _as_wide(tensor, own.get(key)) for key, tensor in value.items()}
+            _reject_narrow(value, own, foreign)
         planner.saved[name]["state"] = value
         planner.plan(name, value)
     except HfshardError as error:
@@ -229,6 +232,32 @@ def _read_slots(
     found = run.read(base, {f"{name}/{slot}": one for (name, slot), one in unread.items()}, layouts)
     read = {place: found["/".join(place)] for place in unread}
     return {name: {slot: read.get((name, slot), one) for slot, one in slots.items()} for name, slots in state.items()}
+
+
+def _as_wide(tensor: torch.Tensor, own: Any) -> torch.Tensor:
+    """Cast a frozen weight of 16 bits, as frameworks train with, to the float32 of a model: no value changes."""
+    is_float = isinstance(own, torch.Tensor) and own.is_floating_point() and tensor.is_floating_point()
+    return tensor.to(own.dtype) if is_float and torch.promote_types(tensor.dtype, own.dtype) == own.dtype else tensor
+
+
+def _reject_narrow(tensors: Mapping[str, torch.Tensor], own: Mapping[str, Any], foreign: ForeignCheckpoint) -> None:
+    """Reject a model with fewer bits than the masters, which is another one than was trained.
+
+    Raises:
+        StateDictMismatchError: It is such a model.
+    """
+    for name, tensor in tensors.items():
+        now = own[name].dtype if isinstance(own.get(name), torch.Tensor) else tensor.dtype
+        if tensor.is_floating_point() and now.is_floating_point and now.itemsize < tensor.dtype.itemsize:
+            raise StateDictMismatchError(
+                f"'{foreign.path}' has '{name}' as {tensor.dtype}, of which the 16 bits that were trained with are a "
+                f"copy, but the model has {now}. Nothing was restored. Restore into model.float(), and train with "
+                "autocast.",
+                path=foreign.path,
+                fqn=name,
+                expected=tensor.dtype,
+                actual=now,
+            )
 
 
 def _kept_names(state: TrainingState) -> dict[str, str]:

@@ -40,8 +40,13 @@ def save_zero(
         tag: The user's name of the save; None: DeepSpeed's own.
     """
     engine = _train(rank, build(model_name), stage, precision, options)
-    engine.save_checkpoint(str(checkpoint_of(place)), tag=tag)
+    engine.save_checkpoint(str(checkpoint_of(place)), tag=tag, client_state={"seen": ["a", 3]})
     _write_truth(rank, place, engine)
+    if stage:
+        _write_states(rank, place, engine)
+    if precision == "fp32":
+        _step(engine, rank)
+        _write_truth(rank, place, engine, "later")
 
 
 def save_universal(rank: int, place: Path, model_name: str, stage: int, precision: str, injects: bool) -> None:
@@ -59,6 +64,7 @@ def save_universal(rank: int, place: Path, model_name: str, stage: int, precisio
     state = {} if injects else {"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}}
     engine.save_checkpoint(str(saved), tag="step", client_state=state)
     _write_truth(rank, place, engine)
+    _write_states(rank, place, engine)
     if rank == 0:
         order = Namespace(
             input_folder=str(saved / "step"), output_folder=str(checkpoint_of(place) / "step"), num_extract_workers=1,
@@ -84,14 +90,18 @@ def _train(rank: int, model: nn.Module, stage: int, precision: str, options: Map
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
     settings = config_of(stage, precision, options)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer_of(model), config=settings)
-    for loss in losses(engine, seed=rank):
-        engine.backward(loss)
-        engine.step()
+    _step(engine, rank)
     assert engine.skipped_steps == 0
     return engine
 
 
-def _write_truth(rank: int, place: Path, engine: Any) -> None:
+def _step(engine: Any, rank: int) -> None:
+    for loss in losses(engine, seed=rank):
+        engine.backward(loss)
+        engine.step()
+
+
+def _write_truth(rank: int, place: Path, engine: Any, name: str = "truth") -> None:
     """Write the float32 masters where there are any, and the rest as it is on rank 0."""
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters
     from deepspeed.utils import safe_get_full_fp32_param
@@ -107,7 +117,43 @@ def _write_truth(rank: int, place: Path, engine: Any) -> None:
         tensors[name] = value if master is None else master.view(value.shape)
         assert tensors[name].to(value.dtype).equal(value), name
     if rank == 0:
-        write_truth(place, tensors)
+        write_truth(place, tensors, name)
+
+
+def _write_states(rank: int, place: Path, engine: Any) -> None:
+    """Write the moments and steps of each parameter, cut out of all ranks' living partitions."""
+    names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+    optimizer = engine.optimizer
+    tensors = {}
+    for group, flats in _flat_states(optimizer):
+        for slot in ("exp_avg", "exp_avg_sq"):
+            parts: list[Any] = [None] * torch.distributed.get_world_size()
+            torch.distributed.all_gather_object(parts, [flat[slot] for flat in flats])
+            rows = torch.stack([torch.cat(part) for part in parts])
+            at = 0
+            for parameter in group:
+                if hasattr(parameter, "ds_numel"):
+                    count = -(-parameter.ds_numel // len(parts))
+                    whole = rows[:, at : at + count].reshape(-1)[: parameter.ds_numel].view(parameter.ds_shape)
+                else:
+                    count = parameter.numel()
+                    whole = rows.reshape(-1)[at : at + count].view(parameter.shape)
+                at += count
+                tensors[f"{names[id(parameter)]}/{slot}"] = whole
+                tensors[f"{names[id(parameter)]}/step"] = flats[0]["step"]
+    if rank == 0:
+        write_truth(place, tensors, "states")
+
+
+def _flat_states(optimizer: Any) -> list[tuple[list[Any], list[dict[str, Any]]]]:
+    """Pairs of parameters, and the states of the flat tensors that have a rank's part of them."""
+    inner = optimizer.optimizer.state
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
+        flats = [inner[flat] for flat in optimizer.fp32_partitioned_groups_flat]
+        seen: dict[int, Any] = {id(one): one for group in optimizer.fp16_groups for one in group}
+        return [(list(seen.values()), flats)]
+    flats = [inner[flat] for flat in optimizer.single_partition_of_fp32_groups]
+    return [(group, [flat]) for group, flat in zip(optimizer.round_robin_bit16_groups, flats)]
 
 
 def _reordered_masters(engine: Any) -> dict[int, torch.Tensor]:
