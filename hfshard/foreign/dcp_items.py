@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import os
 import struct
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import prod
@@ -16,10 +17,10 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from hfshard.disk.safe_open import open_regular
+from hfshard.disk.safe_open import identity_of, open_regular
 from hfshard.errors import DamagedCheckpointError, HfshardError, UnsafePickleError
 from hfshard.format.header import LENGTH_BYTES, Header, parse_header, read_header_length
-from hfshard.pickles.described_file import layout_of, meaning
+from hfshard.pickles.described_file import DescribedFile, StorageRecord, layout_of, meaning
 from hfshard.pickles.pickle_opcodes import GlobalReference, describe_pickle
 from hfshard.pickles.pickle_zip import RECORD_MARK
 from hfshard.tensors.stored_tensor import TORCH_DTYPES, torch_shape
@@ -34,6 +35,9 @@ _MOST_DIRECTORY_BYTES: Final = 64 * 1024
 
 _MOST_PICKLE_BYTES: Final = 64 * 1024
 """Limit of an item's pickle: that of one tensor."""
+
+_MOST_VALUE_BYTES: Final = 64 << 20
+"""Limit of a record of a value that is not a tensor; a list of all parameters' names takes about 1 MB."""
 
 _REBUILT: Final = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3")
 
@@ -156,6 +160,32 @@ class ItemFile:
             )
         return FoundChunk(offset, record.crc32, layout.order)
 
+    def describe(self, fqn: str, begin: int, length: int) -> DescribedFile:
+        """Describe an item that is not a tensor's chunk: a value as torch.save writes it.
+
+        Raises:
+            DamagedCheckpointError: It is not there, or is incomplete.
+            UnsafePickleError: It does what no value needs.
+        """
+        if begin + length > self.size:
+            raise self._damaged(fqn, f"its bytes end at {begin + length:,}, but the file has {self.size:,}")
+        try:
+            item = _Zip(self, begin, length)
+            described = describe_pickle(io.BytesIO(item.contents("data.pkl", _MOST_VALUE_BYTES)), self._path)
+        except (struct.error, UnicodeDecodeError, LookupError, TypeError, ValueError, AttributeError) as error:
+            if isinstance(error, HfshardError):
+                raise
+            raise self._damaged(fqn, f"its item is not one that torch.save has written ({error!r:.200})") from error
+
+        def read(key: str) -> bytes:
+            return item.contents(f"data/{key}", _MOST_VALUE_BYTES)
+
+        def find(key: str) -> StorageRecord:
+            record, offset = item.record(f"data/{key}")
+            return StorageRecord(offset, record.size, record.crc32)
+
+        return DescribedFile(self._path, identity_of(os.fstat(self._fd)), described, read, find)
+
     def read(self, begin: int, count: int) -> bytes:
         """Read bytes of the file."""
         return os.pread(self._fd, count, begin)
@@ -233,12 +263,15 @@ class _Zip:
             raise ValueError(f"no record '{name}' where its directory says")
         return record, self._begin + start
 
-    def contents(self, name: str) -> bytes:
-        """Read a small record."""
+    def contents(self, name: str, most: int = _MOST_PICKLE_BYTES) -> bytes:
+        """Read a record of at most so many bytes, and compare it with its checksum."""
         record, offset = self.record(name)
-        if record.size > _MOST_PICKLE_BYTES:
+        if record.size > most:
             raise ValueError(f"a record '{name}' of {record.size:,} bytes")
-        return self._bytes(offset - self._begin, record.size)
+        raw = self._bytes(offset - self._begin, record.size)
+        if record.crc32 and zlib.crc32(raw) != record.crc32:
+            raise ValueError(f"a record '{name}' that differs from its checksum")
+        return raw
 
     def _find_directory(self) -> tuple[int, int]:
         """Return the number of records, and the position of the directory in the item."""

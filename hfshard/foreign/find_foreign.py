@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from hfshard._util.text import shorten_list
 from hfshard.constants import CONFIG_NAME
 from hfshard.errors import AmbiguousWeightsError, CheckpointNotFoundError, InvalidArgumentError
 from hfshard.foreign.byte_runs import ForeignTable
-from hfshard.foreign.dcp_directory import METADATA, read_dcp_directory
+from hfshard.foreign.dcp_directory import read_dcp_directory
+from hfshard.foreign.dcp_metadata import METADATA
+from hfshard.foreign.dcp_run import read_dcp_run
 from hfshard.foreign.deepspeed import find_tag, read_deepspeed, read_deepspeed_run
 from hfshard.foreign.foreign_run import ForeignRun
 from hfshard.foreign.foreign_shard import ForeignShard
 
 _FSDP_FOLDER: Final = re.compile(r"pytorch_model_fsdp_\d+")
 """The folder in which Accelerate and Trainer save an FSDP model."""
+
+_FSDP_OPTIMIZER: Final = re.compile(r"optimizer_\d+")
+"""The folder in which they save its optimizer."""
 
 _OF_RUNS: Final = re.compile(
     r"latest(_universal)?|zero_to_(fp32|torch)\.py|trainer_state\.json|(random_states|rng_state)(_\d+)?\..*"
@@ -34,8 +40,8 @@ class _Framework(NamedTuple):
     """Return the folder, or the file, by which its weights in a directory are entered; None if it has none."""
     read: Callable[[str, str, str | None], ForeignTable]
     """Read the table of a directory, given what `find` has returned, and the key of the weights."""
-    read_run: Callable[[str, str, str | None], ForeignRun | None]
-    """Read the run of a directory, given the same; None if it has weights alone."""
+    read_run: Callable[[str, str, Mapping[str, str]], ForeignRun]
+    """Read the run of a directory, given what `find` has returned, and the keys of its parts."""
 
 
 def find_foreign(directory: str) -> str | None:
@@ -72,11 +78,12 @@ def open_foreign(directory: str, key: str | None = None) -> ForeignShard:
     raise CheckpointNotFoundError(f"There are no weights of another framework in '{directory}'.", path=directory)
 
 
-def open_foreign_run(directory: str, key: str | None = None) -> ForeignRun | None:
+def open_foreign_run(directory: str, keys: Mapping[str, str] = MappingProxyType({})) -> ForeignRun | None:
     """Read a run that another framework has saved in parts, by names; no byte of a large tensor is read.
 
     Args:
-        directory, key: As in `open_foreign`.
+        directory: As in `open_foreign`.
+        keys: "model" and "optimizer" -> the key under which a program saved it; missing: there must be only one.
 
     Returns:
         None if there is none, or weights without an optimizer.
@@ -88,7 +95,7 @@ def open_foreign_run(directory: str, key: str | None = None) -> ForeignRun | Non
     for one in _FRAMEWORKS:
         entry = one.find(directory)
         if entry is not None:
-            run = one.read_run(directory, entry, key)
+            run = one.read_run(directory, entry, keys)
             return run if run is not None and run.optimizer is not None else None
     return None
 
@@ -135,20 +142,41 @@ def _find_deepspeed(directory: str) -> str | None:
 
 
 def _read_deepspeed(directory: str, _entry: str, key: str | None) -> ForeignTable:
+    _reject_key(directory, key)
+    return read_deepspeed(directory)
+
+
+def _read_deepspeed_run(directory: str, _entry: str, keys: Mapping[str, str]) -> ForeignRun:
+    _reject_key(directory, next(iter(keys.values()), None))
+    return read_deepspeed_run(directory)
+
+
+def _reject_key(directory: str, key: str | None) -> None:
     if key is not None:
         raise InvalidArgumentError(
             f"'{directory}' was saved by DeepSpeed, and has no key={key!r:.200}: all of it is one model. Leave it out.",
             path=directory,
         )
-    return read_deepspeed(directory)
 
 
-def _read_deepspeed_run(directory: str, _entry: str, _key: str | None) -> ForeignRun:
-    return read_deepspeed_run(directory)
-
-
-def _read_dcp_run(_directory: str, _entry: str, _key: str | None) -> None:
-    return None
+def _read_dcp_run(directory: str, entry: str, keys: Mapping[str, str]) -> ForeignRun:
+    folder = os.path.dirname(entry)
+    key, optimizer_key = keys.get("model"), keys.get("optimizer")
+    if not folder:
+        return read_dcp_run(directory, key, optimizer_key=optimizer_key)
+    optimizers = [name for name in sorted(os.listdir(directory)) if _FSDP_OPTIMIZER.fullmatch(name)]
+    if len(optimizers) > 1:
+        raise InvalidArgumentError(
+            f"'{directory}' has {len(optimizers)} optimizers ({shorten_list(optimizers, _SHOWN, quote=True)}), but one "
+            "model. hfshard reads one of each. For the weights alone: hfshard convert --weights.",
+            path=directory,
+        )
+    return read_dcp_run(
+        os.path.join(directory, folder),
+        key,
+        optimizer_key=optimizer_key,
+        optimizer_directory=next((os.path.join(directory, name) for name in optimizers), None),
+    )
 
 
 _FRAMEWORKS: Final = (

@@ -31,6 +31,8 @@ class ForeignOptimizer:
     groups: tuple[ForeignGroup, ...]
     slots: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: _NOTHING)
     """Parameter -> slot -> plain value, of what is not in the table: a count of steps."""
+    has_groups: bool = True
+    """False: only parameters have options. A group has those with equal ones, and may have been several groups."""
 
 
 @dataclass(frozen=True, slots=True)

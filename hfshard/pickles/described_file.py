@@ -54,6 +54,7 @@ _NUMPY_DTYPE: Final = re.compile(r"[<>|=]?[biufc]\d{1,2}")
 _ARRAY: Final = re.compile(r"numpy\.(_core|core)\.multiarray\._reconstruct")
 _SCALAR: Final = re.compile(r"numpy\.(_core|core)\.multiarray\.scalar")
 _PATH: Final = re.compile(r"pathlib\.(_local\.)?(Pure)?(Posix|Windows)?Path")
+_BYTES_IO: Final = "_io.BytesIO"
 _NAMESPACES: Final = ("argparse.Namespace", "types.SimpleNamespace")
 _DICTS: Final = ("collections.defaultdict", "builtins.dict")
 _LISTS: Final = ("collections.deque", "builtins.list")
@@ -83,7 +84,7 @@ def meaning(value: GlobalReference | DescribedObject) -> Any:
     """Return what an object is, with the parts of a container still as they were described; `OTHER` if it is more.
 
     numpy's arrays and numbers become themselves; namespaces of arguments and defaultdicts become dicts, deques lists,
-    and paths text.
+    paths text, and streams in memory bytes.
 
     Raises:
         TypeError, ValueError, LookupError, OverflowError, AttributeError: An object is not saved like this.
@@ -125,6 +126,8 @@ def _number(value: DescribedObject) -> Any:
         return _numpy_dtype(value)
     if name == "_codecs.encode":
         return _bytes_of(value)
+    if name == _BYTES_IO:
+        return _bytes_of(value.state[0])
     if name == "torch.Size":
         return torch.Size(arguments[0])
     if name == "torch.device":
@@ -512,7 +515,14 @@ _HARMLESS: Final = frozenset(
     ("builtins.getattr", "builtins.object", "builtins.list", "builtins.dict", "builtins.tuple", "builtins.frozenset")
     + ("builtins.set", "builtins.int", "builtins.float", "builtins.bool", "builtins.str", "builtins.bytes")
     + ("builtins.bytearray", "builtins.complex", "builtins.slice", "builtins.range", "types.SimpleNamespace")
-    + ("builtins.long", "builtins.unicode", "builtins.xrange", "builtins.Ellipsis", "builtins.NotImplemented")
+    + (
+        _BYTES_IO,
+        "builtins.long",
+        "builtins.unicode",
+        "builtins.xrange",
+        "builtins.Ellipsis",
+        "builtins.NotImplemented",
+    )
 )
 """Names in these modules that honest files have: bound methods, classes as values, namespaces of arguments. Protocol 2
 writes int, str and range by their names in Python 2."""

@@ -52,7 +52,7 @@ def reorder_by_model(foreign: ForeignCheckpoint) -> ForeignCheckpoint:
         return foreign
     components = {**foreign.components, "model": dict(sorted(weights.items(), key=lambda one: order[one[0]]))}
     optimizer: Any = foreign.components.get("optimizer")
-    if not is_optimizer_state(optimizer):
+    if not is_optimizer_state(optimizer) or foreign.named is not None:  # it has names
         return replace(foreign, components=components, has_order=True)
     check_positions(optimizer, "optimizer", foreign.path)
     names = _trainers_groups(model)

@@ -42,6 +42,7 @@ from hfshard.training.run.manifest import Rotation, checked_step, checkpoint_pat
 from hfshard.training.run.run_writer import RunWriter, check_names
 from hfshard.training.state.collect_state import Components, RankState, SavePayload, collect, rank_prefix, save_options
 from hfshard.training.state.nested import encode
+from hfshard.training.state.optimizer import BY_OPTIONS
 
 _OF_MODEL: Final = (CONFIG_NAME, GENERATION_CONFIG_NAME)
 """Companions that belong to the model, as in its own saves."""
@@ -241,7 +242,7 @@ def _encoded_optimizer(
     groups = saved["param_groups"]
     by_position = {key: name for group, own in zip(groups, names) for key, name in zip(group["params"], own)}
     others = {key: value for key, value in saved["state"].items() if key not in by_position}
-    more = {key: value for key, value in saved.items() if key not in ("state", "param_groups")}
+    more = {key: value for key, value in saved.items() if key not in ("state", "param_groups", BY_OPTIONS)}
     return {
         "class": None,
         "groups": [
@@ -255,6 +256,7 @@ def _encoded_optimizer(
         },
         "others": encode(others, f"{prefix}others", tensors),
         "more": encode(more, f"{prefix}more", tensors),
+        **({BY_OPTIONS: True} if saved.get(BY_OPTIONS) else {}),
     }
 
 

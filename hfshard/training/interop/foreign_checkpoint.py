@@ -31,6 +31,8 @@ _TAIL_BYTES: Final = 1 << 16
 
 
 LACKS_RNG: Final = "the random number generators (dropout and shuffling go on from those of this process)"
+KEYS_OF_RUNS: Final = frozenset(("model", "optimizer"))
+"""Parts that the reader of a run in parts has found already, by their keys in its directory."""
 NO_STEP: Final = "the number of steps (0 is taken)"
 
 
@@ -164,7 +166,7 @@ class ForeignDirectory:
         self.files: dict[str, Identity] = {}
         self.files_of_rank: dict[str, Identity] = {}
         self.differences: list[str] = []
-        run = open_foreign_run(path)
+        run = open_foreign_run(path, {name: key for name, key in request.keys.items() if name in KEYS_OF_RUNS})
         self.named = None if run is None else NamedRun(run)
         self.has_order = run is None
         if self.named is None:
@@ -261,15 +263,18 @@ class ForeignDirectory:
         found = {name: state for name, state in parts.items() if state is not None}
         if self.named is not None:
             found = {**self.named.parts(self.request.kinds), **found}
-        for name, own in self.request.keys.items():
+        keys = self.request.keys
+        if self.named is not None:
+            keys = {name: own for name, own in keys.items() if name not in KEYS_OF_RUNS}
+        for name, own in keys.items():
             if own not in found:
                 raise StateDictMismatchError(
                     f"'{self.path}' has no '{own}', which keys names for '{name}'. It has: {', '.join(found)}. Nothing "
                     "was restored.",
                     path=self.path,
                 )
-        taken = set(self.request.keys.values())
-        named = {name: found[own] for name, own in self.request.keys.items()}
+        taken = set(keys.values())
+        named = {name: found[own] for name, own in keys.items()}
         return {name: state for name, state in found.items() if name not in taken} | named
 
     def extra(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from hfshard._util.text import shorten_list
 from hfshard.errors import DamagedCheckpointError, InvalidArgumentError, StateDictMismatchError
 from hfshard.tensors.parameter_names import match_prefixes
 from hfshard.tensors.tied import find_shared_tensors
-from hfshard.training.state.optimizer import group_names
+from hfshard.training.state.optimizer import BY_OPTIONS, group_names
 from hfshard.training.state.pending_loads import check_options
 from hfshard.training.state.reordering import Names
 
@@ -79,7 +79,8 @@ def named_optimizer_state(
         ],
         "state": state,
         "others": {key: value for key, value in saved["state"].items() if key not in by_position},
-        "more": {key: value for key, value in saved.items() if key not in ("state", "param_groups")},
+        "more": {key: value for key, value in saved.items() if key not in ("state", "param_groups", BY_OPTIONS)},
+        BY_OPTIONS: bool(saved.get(BY_OPTIONS)),
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Never
@@ -22,6 +23,7 @@ from hfshard.foreign.find_foreign import find_foreign
 from hfshard.format.parts_of_ranks import reject_partitioned_file
 from hfshard.pickles.plain_values import NotStored, read_plain_file
 from hfshard.training.interop.foreign_checkpoint import (
+    KEYS_OF_RUNS,
     LACKS_RNG,
     NO_STEP,
     ForeignCheckpoint,
@@ -197,18 +199,42 @@ def read_partitioned_directory(path: str, request: ForeignRequest) -> ForeignChe
         UnsafePickleError: A pickle asks for anything but what the framework writes.
     """
     directory = ForeignDirectory(path, request)
-    step = None if directory.named is None else directory.named.run.step
+    run = directory.named
+    if run is None:
+        raise StateDictMismatchError(
+            f"'{path}' has the weights of a model, but no optimizer. Nothing was restored. Load them with "
+            "hfshard.load_model; to restore a run, pass the directory that has its optimizer, too.",
+            path=path,
+        )
+    parts = run.parts(request.kinds)
+    keys = {name: key for name, key in request.keys.items() if name not in KEYS_OF_RUNS}
+    found = sort_entries({**parts, **directory.extra()}, request.kinds, keys, path)
+    components = {
+        name: _with_numbers(state) if request.kinds.get(name, name) == "scheduler" else state
+        for name, (_, state) in found.components.items()
+    }
+    step = run.run.step if run.run.step is not None else step_of(found.extra)[0]
     return ForeignCheckpoint(
         path=path,
         files=directory.files,
         named=directory.named,
         has_order=False,
         step=step,
-        components=directory.components({}),
+        components=components,
         companions=directory.companions(()),
-        extra=directory.extra() or None,
+        extra=found.extra or None,
         lacking=(*([NO_STEP] if step is None else []), LACKS_RNG),
     )
+
+
+def _with_numbers(state: Any) -> Any:
+    """Return a scheduler's state in which numbers are keys again, which torch.distributed.checkpoint makes text."""
+    if not isinstance(state, dict):
+        return state
+    if not state or not all(isinstance(key, str) and key.isdecimal() for key in state):
+        return {key: _with_numbers(one) for key, one in state.items()}
+    is_count = all(type(one) is int for one in state.values())
+    return (Counter if is_count else dict)({int(key): one for key, one in state.items()})
 
 
 # Directories that contain several checkpoints of another program: one of them must be named.
@@ -461,6 +487,9 @@ _LISTS: Final = frozenset({"optimizer_states", "optimizers", "lr_schedulers", "s
 _STEPS: Final = ("global_step", "step", "iteration", "iter", "num_updates", "steps")
 """Keys of the number of optimizer steps, the most reliable first."""
 
+_PROGRESS: Final = "train_state"
+"""Key under which torchtitan has it."""
+
 _GENERATORS: Final = re.compile(
     r"(?:\w+_)?(?:rng(?:_?states?)?|random_?states?)(?:_(?:all|dict|cpu|cuda|gpu|torch|numpy|np|python))?",
     re.IGNORECASE,
@@ -521,10 +550,12 @@ def is_generators(key: str) -> bool:
 
 def step_of(extra: Mapping[str, Any]) -> tuple[int | None, str]:
     """Find the step in a file's other entries, and its key: the number of epochs if there is no other."""
+    inner = extra.get(_PROGRESS)
     for key in (*_STEPS, "epoch"):
-        number = _whole_number(extra.get(key))
-        if number is not None:
-            return number, key
+        for entries in (extra, inner if isinstance(inner, Mapping) else {}):
+            number = _whole_number(entries.get(key))
+            if number is not None:
+                return number, key
     return None, ""
 
 

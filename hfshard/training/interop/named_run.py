@@ -24,6 +24,7 @@ from hfshard.format.file_names import WeightNames
 from hfshard.pickles.plain_values import NotStored
 from hfshard.tensors.stored_tensor import TensorLike
 from hfshard.training.restoring.read_state import StateLayouts, read_local_parts
+from hfshard.training.state.optimizer import BY_OPTIONS
 from hfshard.training.state.reordering import find_in
 
 
@@ -70,7 +71,8 @@ class NamedRun:
             numbers |= {name: len(numbers) + at for at, name in enumerate(group.parameters)}
             own = [numbers[name] for name in group.parameters]
             groups.append({**group.options, "params": own, "param_names": list(group.parameters)})
-        return {"state": {numbers[name]: own for name, own in slots.items()}, "param_groups": groups}
+        state = {numbers[name]: own for name, own in slots.items()}
+        return {"state": state, "param_groups": groups, BY_OPTIONS: not self.run.optimizer.has_groups}
 
     def extra(self) -> dict[str, Any]:
         """Return what the user has saved besides, but for objects that are more than data."""

@@ -29,7 +29,13 @@ from hfshard.tensors.state_dict import (
 )
 from hfshard.training.data.external_loader import LoaderTracker
 from hfshard.training.run_ranks import stage_digest
-from hfshard.training.state.optimizer import group_names, link_inner_optimizers, plan_optimizer, reject_sharded_state
+from hfshard.training.state.optimizer import (
+    group_names,
+    link_inner_optimizers,
+    plan_optimizer,
+    regroup,
+    reject_sharded_state,
+)
 from hfshard.training.state.pending_loads import PendingLoad, StatefulLoad
 from hfshard.training.state.reordering import (
     PER_GROUP,
@@ -157,6 +163,8 @@ class PartPlanner:
             load = plan_module(name, part, value, self.directory, restoration.differences, strict=self.strict)
         elif kind == "optimizer":
             reject_sharded_state(part, name)
+            value = regroup(value, group_names(part, self.parameter_names, name), name, self.directory)
+            self.saved[name]["state"] = {**self.saved[name]["state"], "groups": value["groups"]}
             load = plan_optimizer(part, value, self.parameter_names, name, self.directory)
             load = link_inner_optimizers(load, part, self.state.of_kind("optimizer").values())
         else:

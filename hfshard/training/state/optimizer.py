@@ -25,6 +25,9 @@ from hfshard.training.state.reordering import (
 _SHOWN = 5
 """The number of names that a message lists."""
 
+BY_OPTIONS = "by_options"
+"""Key of a state in which each group has the parameters with equal options: it was saved without groups."""
+
 
 def encode_optimizer(
     optimizer: Optimizer, names: Names, component: str, tensors: dict[str, torch.Tensor], prefix: str = ""
@@ -162,6 +165,36 @@ def group_names(optimizer: Optimizer, names: Names, component: str) -> list[list
         [_name_of(one, names, component, number) for one in group["params"]]
         for number, group in enumerate(_groups(optimizer))
     ]
+
+
+def regroup(saved: dict[str, Any], built: Sequence[Sequence[str]], component: str, path: str) -> dict[str, Any]:
+    """Return a state whose groups are those that were built, if it was saved with options by parameter.
+
+    Args:
+        saved: As `plan_optimizer` has it. With `BY_OPTIONS`, each group has the parameters with equal options.
+        built: The names of the parameters in each group that was built.
+        component, path: For messages.
+
+    Raises:
+        StateDictMismatchError: The parameters of a group had different options.
+    """
+    if not saved.get(BY_OPTIONS):
+        return saved
+    before = {name: group for group in saved["groups"] for name in group["params"]}
+    if before.keys() != {name for own in built for name in own}:
+        return saved  # `plan_optimizer` names those that differ
+    for number, own in enumerate(built):
+        other = next((name for name in own if before[name] is not before[own[0]]), None)
+        if other is not None:
+            raise StateDictMismatchError(
+                f"Group {number} of '{component}' has '{own[0]}' and '{other}', which had different options in "
+                f"'{path}'. Build the optimizer with the groups of the saved run, or pass strict=False to leave it as "
+                "built.",
+                path=path,
+                fqn=other,
+            )
+    groups = [{**before[own[0]], "params": list(own)} for own in built if own]
+    return {**saved, "groups": groups}
 
 
 def _check_form(saved: dict[str, Any]) -> None:

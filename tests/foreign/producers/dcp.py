@@ -26,8 +26,8 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import Replicate
 
-from tests.foreign.producers.models import Norm, build, optimizer_of, train
-from tests.foreign.producers.truth import checkpoint_of, gathered, write_truth
+from tests.foreign.producers.models import MILESTONES, Norm, build, optimizer_of, train
+from tests.foreign.producers.truth import checkpoint_of, gathered, write_optimizer, write_truth
 
 Layout = Callable[[nn.Module, torch.optim.Optimizer], dict[str, Any]]
 
@@ -52,11 +52,12 @@ def _torchtitan(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
     """The model's names at the top, the optimizer's flat, and counters as tensors and as bytes."""
     flat = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
     rank = torch.distributed.get_rank()
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, MILESTONES)
     return {
         **get_model_state_dict(model),
         "optimizer": flat,
         "train_state": {"step": torch.tensor(2, dtype=torch.int32), "losses": io.BytesIO(b"seen")},
-        "lr_scheduler": {"last_epoch": 2},
+        "lr_scheduler": scheduler.state_dict(),
         "dataloader": {f"dp_rank_{rank}": {"position": rank}},
     }
 
@@ -147,9 +148,10 @@ def save_model(
     for parameter in whole.parameters():
         parameter.data = parameter.data.to(getattr(torch, dtype))
     model = SHARDINGS[sharding](whole, ranks)
-    optimizer = optimizer_of(model)
+    optimizer = optimizer_of(model, build(model_name))
     if trains:
         train(model, optimizer)
+        write_optimizer(place, model, optimizer)
     _save(rank, place, model, LAYOUTS[layout](model, optimizer), writer)
 
 

@@ -11,6 +11,8 @@ from torch import nn
 WORDS = 11
 BATCH = 8
 STEPS = 2
+MILESTONES = [30, 60]
+"""Of a scheduler that changes nothing before."""
 
 
 class Norm(nn.BatchNorm1d):
@@ -83,21 +85,32 @@ def build(name: str) -> nn.Module:
     return MODELS[name]()
 
 
-def groups(model: nn.Module) -> list[dict[str, Any]]:
-    """The optimizer's groups: matrices, vectors, and one-element parameters, which are fewer than the ranks."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+def own_name(name: str) -> str:
+    """The name of a parameter without FSDP1's wrappers."""
+    return name.replace("_fsdp_wrapped_module.", "")
+
+
+def groups(model: nn.Module, like: nn.Module | None = None) -> list[dict[str, Any]]:
+    """The optimizer's groups: matrices, vectors, and one-element parameters, which are fewer than the ranks.
+
+    Args:
+        model: The model.
+        like: The same one without FSDP1, whose parameters have other shapes; None: it has none.
+    """
+    shapes = {name: one.shape for name, one in (like or model).named_parameters()}
+    trained = [(shapes[own_name(name)], one) for name, one in model.named_parameters() if one.requires_grad]
     kinds = [
-        [parameter for parameter in trained if parameter.dim() > 1],
-        [parameter for parameter in trained if parameter.dim() == 1 and parameter.shape[0] > 1],
-        [parameter for parameter in trained if parameter.dim() == 1 and parameter.shape[0] == 1],
+        [parameter for shape, parameter in trained if len(shape) > 1],
+        [parameter for shape, parameter in trained if len(shape) == 1 and shape[0] > 1],
+        [parameter for shape, parameter in trained if len(shape) == 1 and shape[0] == 1],
     ]
     decays = (0.1, 0.0, 0.0)
     return [{"params": kind, "weight_decay": decay} for kind, decay in zip(kinds, decays) if kind]
 
 
-def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW with several groups."""
-    return torch.optim.AdamW(groups(model), lr=0.03)
+def optimizer_of(model: nn.Module, like: nn.Module | None = None) -> torch.optim.Optimizer:
+    """AdamW with several groups, as `groups` makes them."""
+    return torch.optim.AdamW(groups(model, like), lr=0.03)
 
 
 def losses(model: Callable[[torch.Tensor], torch.Tensor], seed: int = 0) -> Iterable[torch.Tensor]:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
+from torch import nn
 from torch.distributed.tensor import DTensor
+
+from tests.foreign.producers.models import own_name
 
 
 def checkpoint_of(place: Path) -> Path:
@@ -29,6 +34,24 @@ def read_truth(place: Path, name: str = "truth") -> dict[str, torch.Tensor]:
 def gathered(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Gather DTensors; every rank must call."""
     return {name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for name, tensor in tensors.items()}
+
+
+def write_optimizer(place: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Write an optimizer's state by name, as the ranks have it; every rank must call."""
+    own = {}
+    for name, parameter in model.named_parameters():
+        for slot, value in optimizer.state.get(parameter, {}).items():
+            own[f"{own_name(name)}/{slot}"] = value.full_tensor() if isinstance(value, DTensor) else value
+    is_cut = not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    parts: list[Any] = [own]
+    if is_cut and dist.is_initialized() and dist.get_world_size() > 1:  # FSDP1: each rank has elements of its own
+        parts = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, own)
+    names = {name: None for part in parts for name in part}
+    found = {name: [part[name] for part in parts if name in part] for name in names}
+    joined = {name: torch.cat(ones) if ones[0].dim() and len(ones) > 1 else ones[0] for name, ones in found.items()}
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        write_truth(place, joined, "states")
 
 
 def assert_same(actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
