@@ -347,7 +347,12 @@ class _Reader:
     def _weight(self, name: str, piece: Piece, models: ModelStates, is_partitioned: bool) -> ForeignTensor:
         """Return a tensor that one file has complete."""
         if is_partitioned and piece.tensor.shape == (0,) and name not in models.buffers:
-            raise damaged(self.folder, f"no file has the values of parameter '{name}'", name)
+            raise damaged(
+                self.folder,
+                f"no file has the values of parameter '{name}', and none is tied to it",
+                name,
+                hint="DeepSpeed before 0.9 does not save which ones are tied: load it there, and save the weights.",
+            )
         return piece.complete()
 
     def _trained(self, rank: int, models: Sequence[ModelStates], is_partitioned: bool) -> Mapping[str, ForeignTensor]:

@@ -173,7 +173,9 @@ def zero_partitions(
             "base_optimizer_state": {"state": moments, "param_groups": _options([[one] for one in range(len(groups))])},
             "single_partition_of_fp32_groups": masters,
             "zero_stage": ZeroStageEnum(stage) if stage else None,
-            "param_alignment_paddings": [[gap] * (len(group) - 1) + [0] for group in groups],
+            "param_alignment_paddings": [
+                [gap if left else 0 for left in reversed(range(len(group)))] for group in groups
+            ],
             "partition_count": [ranks] * len(groups),
             "param_slice_mappings": slices,
         }
@@ -194,7 +196,7 @@ def _flattened(group: Tensors, gap: int) -> tuple[torch.Tensor, dict[str, int]]:
         zeros = 0 if number == len(group) - 1 else gap
         pieces += [tensor.flatten(), torch.zeros(zeros)]
         at += tensor.numel() + zeros
-    return torch.cat(pieces), begins
+    return torch.cat([*pieces, torch.zeros(0)]), begins
 
 
 def _zero_1_2(stage: int, ranks: int, groups: Sequence[Tensors], **options: Any) -> dict[str, Any]:
@@ -216,7 +218,7 @@ def _zero_3(ranks: int, groups: Sequence[Tensors], sub_group: int | None = None)
     emptied = {name: torch.zeros(0, dtype=torch.bfloat16) for name in names}
     files: dict[str, Any] = {}
     for rank in range(ranks):
-        flats = [torch.cat([_part(tensor, rank, ranks) for tensor in group.values()]) for group in groups]
+        flats = [torch.cat([torch.zeros(0), *(_part(one, rank, ranks) for one in group.values())]) for group in groups]
         if sub_group is not None:
             flats = list(torch.cat(flats).split(sub_group))
         files[f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"] = {

@@ -101,6 +101,17 @@ def test_other_paddings_and_sub_groups(stage: int, options: dict[str, Any], rank
     assert_same(values(read_deepspeed(str(tmp_path))), expected())
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_tensors_without_dimensions_or_elements_and_empty_groups(stage: int, ranks: int, tmp_path: Path) -> None:
+    """Versions before 0.9 allow all of them."""
+    embed = TRAINED[0]["embed"]  # the tied one
+    groups = [{"scalar": torch.tensor(-3.5), "embed": embed}, {}, {"nothing": torch.empty(0, 3)}, {"b": torch.ones(1)}]
+    write(tmp_path, contents(stage, ranks, groups))
+
+    assert_same(values(read_deepspeed(str(tmp_path))), expected(groups=groups))
+
+
 def test_bf16_optimizer_has_no_stage(tmp_path: Path) -> None:
     files = {MODEL: contents(1, 3)[MODEL]} | zero_partitions(None, 3, TRAINED, keeps_padding=True)
     write(tmp_path, files)
@@ -379,7 +390,7 @@ def _weight(name: str, value: Any) -> Callable[[Files], object]:
         (1, _weight("up", torch.zeros(2)), DamagedCheckpointError, "has two shapes of parameter 'up'"),
         (1, _weight("extra", None), DamagedCheckpointError, "its entry 'extra' is not a dense tensor"),
         (1, _weight("extra", torch.zeros(2, 3).T), InvalidArgumentError, "'extra' in another order than row-major"),
-        (3, _weight("extra", torch.zeros(0)), DamagedCheckpointError, "no file has the values of parameter 'extra'"),
+        (3, _weight("extra", torch.zeros(0)), DamagedCheckpointError, "of parameter 'extra', and none is tied to it"),
         (3, _state(MODEL_1, frozen_param_fragments={}), DamagedCheckpointError, "lacks its part of the frozen"),
         (
             3,

@@ -126,7 +126,7 @@ def test_every_question_runs_with_every_peer(
 ) -> None:
     run([*place, "--device", "cuda"], child_environment)
     figures = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
-    of_one_process = ["save", "load", "reshard", "verify", "small", "tiny", "imports", "push"]
+    of_one_process = ["save", "load", "reshard", "foreign", "verify", "small", "tiny", "imports", "push"]
     others = ["stores", "distributed", "node", "ranks", "gpu"]
     assert list(figures) == [*of_one_process, *others]
     not_run = {name for data in figures.values() for name in data["skipped"]}

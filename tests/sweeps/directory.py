@@ -20,6 +20,8 @@ from typing import ClassVar
 import torch
 from safetensors.torch import save_file
 
+from tests.foreign import like_deepspeed
+from tests.foreign.dcp_files import save_dcp
 from tests.sweeps.child import Aside, Run, traced
 from tests.sweeps.directory_models import (
     TARGETS,
@@ -32,7 +34,7 @@ from tests.sweeps.directory_models import (
     prepare_libraries,
 )
 from tests.sweeps.directory_readers import READERS, Reader, Verdict, read_all
-from tests.sweeps.directory_transitions import Save, Transition, all_transitions
+from tests.sweeps.directory_transitions import FROM_ELSEWHERE, Save, Transition, all_transitions
 from tests.sweeps.engine import (
     INJECTIONS,
     Judgement,
@@ -115,7 +117,7 @@ class SavesSuite(TracedSuite[Transition, Baseline]):
         """Save all that was there before, beside the bystanders; build what is saved and expected."""
         directory = root / self.inside
         for save in (transition.new, transition.next):
-            if save.by == "reshard-from" and not _source_of(save, root.parent).exists():
+            if save.by in FROM_ELSEWHERE and not _source_of(save, root.parent).exists():
                 _make_source(save, root, self.writer)
         if transition.before or transition.is_made:
             directory.mkdir()
@@ -390,7 +392,7 @@ def _perform(save: Save, directory: Path, target: Target) -> None:
         _save_bin(save, directory)
     elif save.by == "stock-killed":
         _leave_strays(save, directory)
-    elif save.by in ("reshard", "regroup", "reshard-from"):
+    elif save.by in ("reshard", "regroup", *FROM_ELSEWHERE):
         _reshard(save, directory)
     elif save.bare:
         target.save_weights(save.content, directory, save.layout)
@@ -412,23 +414,43 @@ def _reshard(save: Save, directory: Path) -> None:
     """Re-shard the weights that lie there, or in the directory that `build` made for it."""
     import hfshard
 
-    places = [_source_of(save, above) for above in directory.parents] if save.by == "reshard-from" else [directory]
+    places = [_source_of(save, above) for above in directory.parents] if save.by in FROM_ELSEWHERE else [directory]
     source = next(place for place in places if place.exists())
     limit = aligned_limit_of(save.content, save.layout)
-    hfshard.reshard_checkpoint(source, directory, limit, low_disk=save.by == "regroup")
+    only_pickles = False if save.by.startswith("convert-") else None  # as `hfshard convert` does
+    hfshard.reshard_checkpoint(source, directory, limit, low_disk=save.by == "regroup", use_safetensors=only_pickles)
 
 
 def _make_source(save: Save, root: Path, target: Target) -> None:
     """Make the directory that is re-sharded, for all transitions; another process may make it at the same time."""
     made = _source_of(save, root)
-    perform(replace(save, by="target", layout="two"), made, target)
+    if save.by == "reshard-from":
+        perform(replace(save, by="target", layout="two"), made, target)
+    else:
+        _save_in_parts(save, made)
     with suppress(OSError):  # the other process was faster
         made.rename(_source_of(save, root.parent))
 
 
 def _source_of(save: Save, place: Path) -> Path:
     content = save.content
-    return place / f"source-{content.arch}-{content.generation}"
+    return place / f"source-{save.by}-{content.arch}-{content.generation}"
+
+
+def _save_in_parts(save: Save, directory: Path) -> None:
+    """Save as torch.distributed.checkpoint or DeepSpeed does, with the config that Trainer puts there."""
+    build_model(save.content, model_class(save.content.arch)).config.save_pretrained(directory)
+    want = expected(save.content)
+    weights = {name: want.full[name] for name in sorted(want.stored)}
+    if save.by == "convert-dcp":
+        save_dcp(directory, {f"model.{name}": tensor for name, tensor in weights.items()})
+        return
+    files = like_deepspeed.zero_partitions(2, 2, [weights])
+    files["mp_rank_00_model_states.pt"] = like_deepspeed.state_of_model(
+        [weights], {name: tensor.bfloat16() for name, tensor in weights.items()}, buffer_names=[], shared_params={}
+    )
+    like_deepspeed.write(directory / "global_step1", files)
+    (directory / "latest").write_text("global_step1")
 
 
 def _save_bin(save: Save, directory: Path) -> None:

@@ -18,7 +18,8 @@ class Save:
         layout: "single", "two", "three" or "many" files.
         by: "target" (who is under test), "transformers", or "bin" (torch.save, as before safetensors). Or no save of
             its own: hfshard's "reshard" of what stands there, its "regroup" (with little disk), or its
-            "reshard-from" a directory elsewhere; "stock-killed": shards of a stock save that did not get to its index.
+            "reshard-from" a directory elsewhere, "convert-dcp" or "convert-deepspeed", of what these saved in parts;
+            "stock-killed": shards of a stock save that did not get to its index.
         variant: The argument of `save_pretrained`.
         bare: A state dict without a model: no config.json.
         without_links: On a file system that has no hard links.
@@ -92,6 +93,9 @@ class Transition:
             found += [Reader(name, variant) for name in names if not name.startswith("hub")]
         return tuple(found)
 
+
+FROM_ELSEWHERE = ("reshard-from", "convert-dcp", "convert-deepspeed")
+"""Saves of what stands in another directory."""
 
 WORDS = {"single": "single", "three": "sharded"}
 """Layout -> what it is called in the names of transitions."""
@@ -269,6 +273,10 @@ def _reshards() -> Iterator[Transition]:
     yield Transition("reshard-over-single", (Save(OTHER, "single"),), Save(two, "three", by="reshard-from"))
     yield Transition("reshard-over-sharded", (Save(OTHER, "three"),), Save(two, "three", by="reshard-from"))
     yield Transition("reshard-over-sharded-to-single", (Save(OTHER, "three"),), Save(two, "single", by="reshard-from"))
+    for by in FROM_ELSEWHERE[1:]:
+        yield Transition(f"{by}-into-fresh", (), Save(OTHER, "three", by=by), bystanders=())
+        yield Transition(f"{by}-over-single", (Save(OTHER, "single"),), Save(two, "three", by=by))
+        yield Transition(f"{by}-over-sharded", (Save(OTHER, "three"),), Save(two, "two", by=by))
 
 
 def all_transitions() -> tuple[Transition, ...]:

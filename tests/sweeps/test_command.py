@@ -43,6 +43,8 @@ SELECTIONS = {
         "regroup-two->many",
         "regroup-upstream-many->two",
         "convert-sharded-bin->sharded",
+        "convert-dcp-over-sharded",
+        "convert-deepspeed-into-fresh",
     ),
     "runs": (
         "first",

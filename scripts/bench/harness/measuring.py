@@ -6,7 +6,8 @@ child's own clock readings, CPU seconds those of the child with all its threads 
 /proc/self/io: `read_bytes` counts what was fetched from the disk, page faults of mapped files and readahead included;
 `write_bytes` counts pages when they are made dirty, so a save that is not flushed is counted too. Peak memory is
 RssAnon + RssShmem of /proc/PID/status, which the parent samples each SAMPLE_SECONDS (from outside, so that no lock of
-the child's interpreter hides a peak), above what it was at the start.
+the child's interpreter hides a peak), above what it was at the start; "mapped" is the same of RssFile, the pages of
+mapped files.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class Child:
         """Let it go.
 
         Returns:
-            Seconds by phase, "cpu", "read", "written", "peak" (bytes) and "result".
+            Seconds by phase, "cpu", "read", "written", "peak", "mapped" (bytes) and "result".
 
         Raises:
             ChildFailedError: It ended in an error.
@@ -78,21 +79,22 @@ class Child:
         assert self._process.stdin
         os.sync()
         before_go()
-        first = anonymous_bytes(self._process.pid)
-        samples = [first]
+        first = resident_bytes(self._process.pid)
+        peaks = [*first]
         self._process.stdin.write(b"go\n")
         self._process.stdin.flush()
-        answer = self._answer(samples)
-        answer["peak"] = max(*samples, answer.pop("anonymous_end")) - first
+        answer = self._answer(peaks)
+        answer["peak"] = max(peaks[0], answer.pop("anonymous_end")) - first[0]
+        answer["mapped"] = peaks[1] - first[1]
         return answer
 
-    def _answer(self, samples: list[int] | None = None) -> dict[str, Any]:
-        """Wait for a line of JSON; meanwhile, sample the anonymous memory."""
+    def _answer(self, peaks: list[int] | None = None) -> dict[str, Any]:
+        """Wait for a line of JSON; meanwhile, sample the memory, and keep the peaks."""
         child = self._process
         assert child.stdout and child.stderr
         said, errors = b"", b""
         end = time.monotonic() + CHILD_SECONDS
-        wait = 1.0 if samples is None else SAMPLE_SECONDS
+        wait = 1.0 if peaks is None else SAMPLE_SECONDS
         while not said.endswith(b"\n"):
             ready, _, _ = select.select([child.stdout, child.stderr], [], [], wait)
             if child.stderr in ready:
@@ -103,8 +105,8 @@ class Child:
                     errors += child.stderr.read()
                     raise ChildFailedError(errors.decode(errors="replace").strip()[-2000:])
                 said += piece
-            elif samples is not None:
-                samples[:] = [max(*samples, anonymous_bytes(child.pid))]
+            elif peaks is not None:
+                peaks[:] = map(max, peaks, resident_bytes(child.pid))
             if time.monotonic() > end:
                 raise ChildFailedError(f"no answer in {CHILD_SECONDS} s")
         answer: dict[str, Any] = json.loads(said)
@@ -119,11 +121,17 @@ class Child:
 
 def anonymous_bytes(pid: int) -> int:
     """Memory that no file stands behind, private or shared."""
+    return resident_bytes(pid)[0]
+
+
+def resident_bytes(pid: int) -> tuple[int, int]:
+    """Return that memory, and the pages of mapped files."""
     try:
-        with open(f"/proc/{pid}/status", "rb") as status:
-            return sum(int(line.split()[1]) * 1024 for line in status if line.startswith((b"RssAnon", b"RssShmem")))
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError):
-        return 0
+        return 0, 0
+    found = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.startswith("Rss")}
+    return found.get("RssAnon", 0) + found.get("RssShmem", 0), found.get("RssFile", 0)
 
 
 def measure(job: Job) -> dict[str, Any]:

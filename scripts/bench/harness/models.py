@@ -38,6 +38,7 @@ SIZES = {
     "tiny": Size(128, 2, 4, 2, 256, 2000, "300KB", "600KB"),
     "45m": Size(512, 8, 8, 8, 1408, 38500, "500MB", "1GB"),  # 90.8 MB, as much as all-MiniLM-L6-v2
     "100m": Size(768, 12, 12, 4, 2048, 32000, "50MB", "100MB"),
+    "374m": Size(1024, 24, 16, 16, 2816, 32000, "500MB", "1GB"),  # with an output layer of its own
     "645m": Size(1024, 18, 16, 8, 4096, 38912, "41MB", "80MB"),  # sixteen files, for four ranks
     "deep": Size(1024, 28, 16, 8, 4096, 32000, "1MB", "2MB"),  # 946 MB in 198 files
     "1b": Size(2048, 16, 32, 8, 8192, 128256, "500MB", "1GB"),  # Llama-3.2-1B: 2.47 GB

@@ -16,6 +16,7 @@ QUESTIONS = (
     "save",
     "load",
     "reshard",
+    "foreign",
     "verify",
     "small",
     "tiny",

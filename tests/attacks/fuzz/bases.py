@@ -17,12 +17,15 @@ from hfshard.hub.directory.directory_hub import DirectoryHub
 from hfshard.training import CheckpointManager, TrainingState
 from tests.attacks.files import bases, raw
 from tests.attacks.target import truth
+from tests.foreign import like_deepspeed
+from tests.foreign.dcp_files import halves, save_dcp
 from tests.golden.cases import CASES
 from tests.golden.cases import HERE as GOLDEN
 
 WEIGHTS = ("structure", "full", "pread", "verify", "some")
 RUN = ("restore", "run-verify", "run-load")
 HUB = ("hub-load", "hub-pull", "hub-revisions")
+PARTS = ("parts", "parts-full", "parts-verify", "parts-convert")
 TRAINING_STEP = 7
 OLD_RUN = "old.pt"
 
@@ -93,6 +96,19 @@ def _old_run(folder: Path, *, is_zip: bool) -> None:
     torch.save(value, folder / OLD_RUN, _use_new_zipfile_serialization=is_zip)
 
 
+def _zero(folder: Path, stage: int) -> None:
+    """What DeepSpeed has saved on two ranks."""
+    like_deepspeed.write(folder, like_deepspeed.contents(stage, 2))
+
+
+def _dcp(folder: Path) -> None:
+    """What torch.distributed.checkpoint has saved: in rows, in columns and at once, and an optimizer's state."""
+    tensors = truth()
+    chunks = {f"model.{name}": halves(one.shape, one.dim() - 1) for name, one in tensors.items() if "head" not in name}
+    state = {f"model.{name}": one for name, one in tensors.items()}
+    save_dcp(folder, {**state, "optimizer.step": 3}, chunks)
+
+
 def _hub(folder: Path) -> None:
     with tempfile.TemporaryDirectory() as source:
         raw.write(Path(source), bases.ours_sharded())
@@ -117,6 +133,8 @@ def all_bases() -> dict[str, Base]:
         Base("run-sealed", run, RUN, sealed=True),
         Base("old-run", _made(partial(_old_run, is_zip=True)), ("restore-old",)),
         Base("old-run-legacy", _made(partial(_old_run, is_zip=False)), ("restore-old",)),
+        *(Base(f"zero-{stage}", _made(partial(_zero, stage=stage)), PARTS) for stage in (1, 3)),
+        Base("dcp", _made(_dcp), PARTS),
         Base("hub", hub, HUB, truth=tensors),
         Base("hub-sealed", hub, HUB, sealed=True),
     ]

@@ -13,6 +13,7 @@ import safetensors.torch
 import torch
 
 import hfshard
+from hfshard.errors import HfshardError
 from hfshard.hub.directory.directory_hub import DirectoryHub
 from hfshard.training import CheckpointManager
 from tests.attacks.files import raw
@@ -68,6 +69,33 @@ def _restore_old(directory: Path, base: Base) -> str | None:
     return None
 
 
+def _parts(directory: Path, base: Base, **options: Any) -> str | None:
+    """As for an old run: shapes and checksums may be put right, and others read them only by running them."""
+    hfshard.load_state_dict(directory, **options)
+    return None
+
+
+def _parts_verify(directory: Path, base: Base) -> str | None:
+    report = hfshard.verify_checkpoint(directory, progress=False)
+    if report.ok:
+        hfshard.load_state_dict(directory, verify="full")
+    return None
+
+
+def _parts_convert(directory: Path, base: Base) -> str | None:
+    """All or nothing is written."""
+    target = directory.parent / "converted"
+    shutil.rmtree(target, ignore_errors=True)
+    try:
+        hfshard.reshard_checkpoint(directory, target, progress=False)
+    except HfshardError:
+        if target.exists() and any(target.iterdir()):
+            return f"an error left {sorted(path.name for path in target.iterdir())}"
+        raise
+    found = hfshard.load_state_dict(target, verify="full")
+    return None if same(found, hfshard.load_state_dict(directory)) else "other weights were written than are loaded"
+
+
 def _run_verify(directory: Path, base: Base) -> str | None:
     manager = CheckpointManager(directory, progress=False)
     manager.all_steps()
@@ -106,6 +134,10 @@ READERS: Mapping[str, Callable[[Path, Base], str | None]] = {
     "verify": _verify,
     "restore": _restore,
     "restore-old": _restore_old,
+    "parts": _parts,
+    "parts-full": lambda directory, base: _parts(directory, base, verify="full"),
+    "parts-verify": _parts_verify,
+    "parts-convert": _parts_convert,
     "run-verify": _run_verify,
     "run-load": _run_load,
     "hub-load": _hub_load,

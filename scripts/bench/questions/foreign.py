@@ -1,0 +1,361 @@
+"""Costs of making weights of other frameworks' checkpoints, with AdamW: hfshard against the frameworks' own tools."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib import import_module
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bench.harness.figures import (
+    MEGABYTE,
+    STATES,
+    Data,
+    Target,
+    at_most,
+    markdown_table,
+    paragraphs,
+    ratio,
+    runs_of,
+    seconds,
+    show,
+    show_ratio,
+    spread,
+)
+from bench.harness.inputs import sized
+from bench.harness.models import SEED, config_of
+from bench.harness.processes import free_port
+from bench.harness.question import SIDE, Context, Job, Peer, Question, SkipPeer
+from bench.machine.limits import sync_files
+
+BIN, SAFE, DCP, MERGE, OURS = "bin", "safetensors", "dcp_to_torch_save", "merge-weights", "hfshard"
+TITLES = {
+    BIN: "`zero_to_fp32.py`",
+    SAFE: "`zero_to_fp32.py --safe_serialization`",
+    DCP: "`dcp_to_torch_save`: of all, as it can't choose",
+    MERGE: "`accelerate merge-weights`",
+    OURS: "hfshard convert, sha256",
+}
+TIME, ANONYMOUS, READ = 0.5, 0.1, 1.02
+"""Aims: times of the other tools', and shares of the float32 weights."""
+FLOAT32 = 2
+"""Of the weights' bytes in bfloat16, which `Data` has."""
+TOKENS = 8
+
+
+class Source(NamedTuple):
+    """A checkpoint to convert."""
+
+    title: str
+    save: Callable[[Context, int, Path], None]
+    """What each rank does, by its number, to save into a directory."""
+    ranks: int
+    tools: tuple[str, ...]
+    """Keys of `TITLES`, besides hfshard; the first one is what the others are compared with."""
+    folder: str = ""
+    """The checkpoint, in the directory."""
+
+
+def _model(context: Context, dtype: Any) -> Any:
+    """Build the model, the same on each rank, in a dtype."""
+    import torch
+    from transformers import LlamaForCausalLM
+
+    config = config_of(context.size)
+    config.tie_word_embeddings = False  # DeepSpeed's tool fails for tied weights in safetensors
+    torch.manual_seed(SEED)
+    torch.set_default_dtype(dtype)
+    model = LlamaForCausalLM(config)
+    torch.set_default_dtype(torch.float32)
+    return model
+
+
+def _loss(model: Any) -> Any:
+    import torch
+
+    tokens = torch.arange(TOKENS)[None]
+    return model(input_ids=tokens, labels=tokens, use_cache=False).loss
+
+
+def _save_zero(context: Context, rank: int, place: Path, stage: int) -> None:
+    """One step under DeepSpeed's ZeRO, in bfloat16 with float32 masters."""
+    import deepspeed
+    import torch
+
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+    model = _model(context, torch.bfloat16)
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": stage},
+        "bf16": {"enabled": True},
+    }
+    engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=settings)
+    engine.backward(_loss(engine))
+    engine.step()
+    engine.save_checkpoint(str(place))
+
+
+def _save_dcp(context: Context, rank: int, place: Path, with_optimizer: bool) -> None:
+    """One step under FSDP2, in float32."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    dcp: Any = import_module("torch.distributed.checkpoint")
+    states: Any = import_module("torch.distributed.checkpoint.state_dict")
+    torch.distributed.init_process_group("gloo")
+    model = _model(context, torch.float32)
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = {"model": states.get_model_state_dict(model)}
+    if with_optimizer:
+        _loss(model).backward()
+        optimizer.step()
+        state["optimizer"] = states.get_optimizer_state_dict(model, optimizer)
+    dcp.save(state, checkpoint_id=place)
+
+
+SOURCES = {
+    **{
+        f"zero{stage}-{ranks}": Source(
+            f"ZeRO-{stage}, {ranks} ranks", partial(_save_zero, stage=stage), ranks, (BIN, SAFE), "global_step1"
+        )
+        for stage in (2, 3)
+        for ranks in (2, 4)
+    },
+    "dcp": Source("DCP of FSDP2 and its optimizer, 4 ranks", partial(_save_dcp, with_optimizer=True), 4, (DCP,)),
+    "fsdp": Source(
+        "Accelerate's FSDP2 weights, 4 ranks",
+        lambda context, rank, place: _save_dcp(context, rank, place / "pytorch_model_fsdp_0", with_optimizer=False),
+        4,
+        (MERGE,),
+        "pytorch_model_fsdp_0",
+    ),
+}
+
+
+def make_inputs(context: Context) -> None:
+    """Save each checkpoint by ranks that are forks of this process, which imports for all."""
+    if not context.specs.exists():
+        _write_specs(context)
+    has_deepspeed = _import_deepspeed()
+    for name, source in SOURCES.items():
+        place = context.directory / name
+        if place.exists() or (name.startswith("zero") and not has_deepspeed):
+            continue
+        method = get_context("fork")
+        port = free_port()
+        ranks = [method.Process(target=_save_on_rank, args=(context, name, rank, port)) for rank in range(source.ranks)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+        if any(process.exitcode for process in ranks):
+            raise RuntimeError(f"{source.title}: a rank has failed, and says why above")
+
+
+def _write_specs(context: Context) -> None:
+    import torch
+
+    with torch.device("meta"):
+        state_dict = _model(context, torch.bfloat16).state_dict()
+    context.specs.write_text(json.dumps([(name, list(tensor.shape)) for name, tensor in state_dict.items()]))
+
+
+def _import_deepspeed() -> bool:
+    """Import DeepSpeed for a CPU, without its communication in shared memory, which wants a compiler."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    try:
+        import deepspeed
+        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+        from deepspeed.accelerator.real_accelerator import set_accelerator
+    except ModuleNotFoundError:
+        return False
+
+    class Accelerator(CPU_Accelerator):  # type: ignore[misc]
+        def create_op_builder(self, class_name: str) -> Any:
+            return None if class_name == "ShareMemCommBuilder" else super().create_op_builder(class_name)
+
+    set_accelerator(Accelerator())
+    deepspeed.logger.setLevel("WARNING")
+    return True
+
+
+def _save_on_rank(context: Context, name: str, rank: int, port: int) -> None:
+    import torch
+
+    source = SOURCES[name]
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(source.ranks)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    source.save(context, rank, context.directory / name)
+    torch.distributed.barrier()
+    os._exit(0)
+
+
+def peers(context: Context) -> list[Peer]:
+    """The lines of the tables."""
+    return [
+        Peer(
+            f"{tool} {name}",
+            f"{source.title}: {TITLES[tool]}",
+            partial(_prepare, name=name, tool=tool),
+            state,
+            1 if state == "cold" else SIDE,
+            f"{source.tools[0]} {name}/{state}",
+        )
+        for state in STATES
+        for name, source in SOURCES.items()
+        for tool in (*source.tools, OURS)
+    ]
+
+
+def files(context: Context, peer: Peer) -> list[Path]:
+    """All files of the checkpoint."""
+    return [path for path in (context.directory / peer.key.split()[1]).rglob("*") if path.is_file()]
+
+
+def _prepare(context: Context, name: str, tool: str) -> Job:
+    place = context.directory / name
+    if not place.exists():
+        raise SkipPeer("pip install deepspeed")
+    convert = CONVERSIONS[tool](place, place / SOURCES[name].folder, context)
+
+    def convert_and_flush() -> None:
+        convert()
+        sync_files(context.target)
+
+    return Job([("convert", convert_and_flush)], partial(_written, context))
+
+
+def _by_script(place: Path, _: Path, context: Context, **options: Any) -> Callable[[], object]:
+    """DeepSpeed's script that is saved along with a checkpoint."""
+    _import_deepspeed()
+    for module in ("runtime.fp16.loss_scaler", "runtime.zero.config", "utils.tensor_fragment"):
+        import_module(f"deepspeed.{module}")  # which the files name: before the clock starts
+    tool = import_module("deepspeed.utils.zero_to_fp32").convert_zero_checkpoint_to_fp32_state_dict
+    return lambda: tool(str(place), str(context.target), **options)
+
+
+def _by_torch(_: Path, checkpoint: Path, context: Context) -> Callable[[], object]:
+    """torch's own conversion."""
+    tool = import_module("torch.distributed.checkpoint.format_utils").dcp_to_torch_save
+    return lambda: tool(checkpoint, context.target / "all.pt")
+
+
+def _by_accelerate(_: Path, checkpoint: Path, context: Context) -> Callable[[], object]:
+    """Accelerate's command."""
+    tool = import_module("accelerate.utils").merge_fsdp_weights
+    import_module("torch.distributed.checkpoint.format_utils")  # before the clock starts
+    return lambda: tool(str(checkpoint), str(context.target))
+
+
+def _by_hfshard(_: Path, checkpoint: Path, context: Context) -> Callable[[], object]:
+    """`hfshard convert`."""
+    import hfshard
+
+    return partial(hfshard.reshard_checkpoint, checkpoint, context.target, context.size.shard_size, progress=False)
+
+
+CONVERSIONS: dict[str, Callable[[Path, Path, Context], Callable[[], object]]] = {
+    BIN: _by_script,
+    SAFE: lambda place, checkpoint, context: _by_script(
+        place, checkpoint, context, max_shard_size=context.size.shard_size, safe_serialization=True
+    ),
+    DCP: _by_torch,
+    MERGE: _by_accelerate,
+    OURS: _by_hfshard,
+}
+
+
+def _written(context: Context) -> dict[str, Any]:
+    written = [path for path in context.target.rglob("*") if path.is_file()]
+    return {"bytes": sum(size for _, size in sized(written))}
+
+
+def _pairs(data: Data) -> Iterator[tuple[str, str, Source]]:
+    """(state, name, source) that were measured."""
+    for state in STATES:
+        for name, source in SOURCES.items():
+            if runs_of(data, f"{OURS} {name}/{state}"):
+                yield state, name, source
+
+
+def render(data: Data) -> str:
+    """The section of RESULTS.md."""
+    titles = ["", "s (min–max)", "× the first", "CPU s", "anonymous, × weights", "mapped, × weights", "read, × weights"]
+    sections = [
+        f"### {source.title}, {state}\n\n"
+        + markdown_table(
+            [*titles, "written, × weights"],
+            [_row(data, f"{tool} {name}/{state}", tool) for tool in (*source.tools, OURS)],
+        )
+        for state, name, source in _pairs(data)
+    ]
+    weights = FLOAT32 * data["bytes"] / MEGABYTE
+    return paragraphs(
+        f"A Llama with {weights:.0f} MB of float32 weights or masters, and AdamW's two moments beside them. Each tool"
+        " is called in a process that has imported it; its files are flushed after it. Anonymous and mapped: the peaks"
+        " of either.",
+        *sections,
+    )
+
+
+def _row(data: Data, name: str, tool: str) -> list[str]:
+    runs = runs_of(data, name)
+    if not runs:
+        return [TITLES[tool], *[""] * 7]
+    weights = FLOAT32 * data["bytes"]
+
+    def share(values: list[int]) -> str:
+        return f"{max(values) / weights:.2f}"
+
+    return [
+        TITLES[tool],
+        show(spread(seconds(run) for run in runs)),
+        show_ratio(data, name, data["peers"][name]["base"]),
+        f"{min(run['cpu'] for run in runs):.2f}",
+        share([run["peak"] for run in runs]),
+        share([run["mapped"] for run in runs]),
+        share([run["read"] for run in runs]),
+        share([run["result"]["bytes"] for run in runs]),
+    ]
+
+
+def targets(data: Data) -> list[Target]:
+    """The aims, and what was measured of them."""
+    found = []
+    for state, name, source in _pairs(data):
+        ours = f"{OURS} {name}/{state}"
+        for tool in source.tools:
+            other = f"{TITLES[tool].split(':')[0]}, {source.title}, {state}"
+            found.append(at_most("convert: time", TIME, ratio(data, ours, f"{tool} {name}/{state}"), other))
+    weights = FLOAT32 * data["bytes"]
+    runs = [(state, run) for state, name, _ in _pairs(data) for run in runs_of(data, f"{OURS} {name}/{state}")]
+    anonymous = max((run["peak"] / weights for _, run in runs), default=None)
+    read = max((run["read"] / weights for state, run in runs if state == "cold"), default=None)
+    found.append(at_most("convert: anonymous memory", ANONYMOUS, anonymous, "the weights"))
+    found.append(at_most("convert, cold: bytes read", READ, read, "the weights"))
+    return found
+
+
+QUESTION = Question(
+    name="foreign",
+    title="Weights of other frameworks",
+    peers=peers,
+    make_inputs=make_inputs,
+    files=files,
+    render=render,
+    targets=targets,
+    held=7.0,
+    side_by_side=1,
+)
