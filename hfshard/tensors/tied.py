@@ -22,8 +22,9 @@ def find_shared_tensors(state_dict: Mapping[str, Any], *, droppable_patterns: It
 
     Two names are tied when they view the same bytes in the same way: device, address, dtype, shape and strides (except
     the strides of dimensions of size 1). Other views of one storage, disjoint or overlapping, are separate tensors.
-    Empty tensors are never tied. Names of one `PartOfTensor` are tied, whatever its memory. Meta tensors and DTensors have no address: those of one storage are compared by their
-    offsets in it, so that ranks agree about DTensors, of which one rank may have an empty part.
+    Empty tensors are never tied. Names of one `PartOfTensor` are tied. Meta tensors and DTensors have no address: those
+    of one storage are compared by their offsets in it, so that ranks agree about DTensors, of which one rank may have
+    an empty part.
 
     Args:
         state_dict: FQN -> tensor, any device; not mutated. Values that are not tensors are never tied.
@@ -197,10 +198,10 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _overlapping(tensors: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
-    """Group the tensors whose memory ranges overlap. DTensors are left out."""
+    """Group the tensors whose memory ranges overlap. Parts of tensors are left out."""
     by_storage: dict[tuple[torch.device, int], dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
-        if is_dtensor(tensor):  # its address is 0, or an offset if this rank's part is a view
+        if isinstance(tensor, PartOfTensor) or is_dtensor(tensor):  # its address is 0, or an offset within its storage
             continue
         if has_memory(tensor) and not tensor.is_meta and tensor.data_ptr():
             by_storage.setdefault((tensor.device, tensor.untyped_storage().data_ptr()), {})[name] = tensor
