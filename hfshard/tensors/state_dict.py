@@ -360,6 +360,21 @@ class PartitionedParameter(PartOfTensor):
             parameter,
         )
 
+    def own_interval(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of a complete tensor."""
+        size = -(-int(self.parameter.ds_numel) // len(self.ranks))
+        first = self.ranks.index(dist.get_rank()) * size
+        return whole.detach().reshape(-1)[first : first + self.local.numel()]
+
+    def load(self, tensor: torch.Tensor) -> None:
+        """Copy a tensor into the parameter: the complete one, or this rank's part."""
+        is_part = tuple(tensor.shape) != self.shape
+        with torch.no_grad():
+            self.target.copy_(tensor if is_part else self.own_interval(tensor))
+            if self.is_whole:
+                self.parameter.data.copy_(tensor)
+        self.take_loaded()
+
     @property
     def target(self) -> torch.Tensor:
         """The part to load into."""
@@ -447,7 +462,7 @@ def _reject_untold(name: str, parameter: Any, purpose: Purpose) -> None:
     part = parameter.ds_tensor
     ranks = dist.get_process_group_ranks(parameter.ds_process_group)
     optimizer = getattr(parameter, "_z3_optimizer", None)
-    if getattr(part, "final_location", None) is not None or getattr(optimizer, "swap_optimizer", False):
+    if getattr(part, "final_location", None) == "nvme" or getattr(optimizer, "swap_optimizer", False):
         problem = "has moved parts of it to NVMe"
     elif hasattr(part, "ds_quant_scale"):
         problem = "has quantized it (zero_quantized_nontrainable_weights)"

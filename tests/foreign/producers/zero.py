@@ -80,15 +80,21 @@ def config_of(stage: int, precision: str, options: Mapping[str, Any]) -> dict[st
 
 def train_zero(rank: int, model: nn.Module, stage: int, precision: str, options: Mapping[str, Any]) -> Any:
     """Train a model under ZeRO, and return its engine."""
+    engine = zero_engine(model, stage, precision, options)
+    for loss in losses(engine, seed=rank):
+        engine.backward(loss)
+        engine.step()
+    assert engine.skipped_steps == 0
+    return engine
+
+
+def zero_engine(model: nn.Module, stage: int, precision: str, options: Mapping[str, Any]) -> Any:
+    """Give a model to DeepSpeed, with AdamW."""
     import deepspeed
 
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
     settings = config_of(stage, precision, options)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer_of(model), config=settings)
-    for loss in losses(engine, seed=rank):
-        engine.backward(loss)
-        engine.step()
-    assert engine.skipped_steps == 0
     return engine
 
 
