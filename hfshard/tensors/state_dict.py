@@ -341,6 +341,11 @@ class PartitionedParameter(PartOfTensor):
     """True if every rank has all of it in the parameter, too: it is small, or gathered."""
     parameter: Any
 
+    @property
+    def is_gathered(self) -> bool:
+        """True within a block of `GatheredParameters`, which may change it."""
+        return self.is_whole and not getattr(self.parameter, "ds_persist", False)
+
     @classmethod
     def of(cls, parameter: Any) -> PartitionedParameter:
         """Describe a parameter, without contacting another rank."""

@@ -66,7 +66,8 @@ def masters(engine: Any) -> dict[str, torch.Tensor]:
     from deepspeed.utils import safe_get_full_fp32_param
 
     trained = [(name, one) for name, one in engine.module.named_parameters() if one.requires_grad]
-    return {name: safe_get_full_fp32_param(one).view(one.ds_shape).clone() for name, one in trained}
+    shapes = {name: getattr(one, "ds_shape", one.shape) for name, one in trained}
+    return {name: safe_get_full_fp32_param(one).view(shapes[name]).clone() for name, one in trained}
 
 
 @contextmanager
