@@ -127,9 +127,9 @@ class StateLayouts:
         return found
 
     @cached_property
-    def _live(self) -> Mapping[str, dict[str, torch.Tensor]]:
+    def _live(self) -> Mapping[str, dict[str, Any]]:
         """The tensors that the state has, by set and name."""
-        found: dict[str, dict[str, torch.Tensor]] = {MODEL_BASE: {}, "optimizer": {}, STATE_BASE: {}}
+        found: dict[str, dict[str, Any]] = {MODEL_BASE: {}, "optimizer": {}, STATE_BASE: {}}
         for name, part in self._state.components.items():
             kind = self._state.kinds[name]
             if name == MODEL_BASE:
